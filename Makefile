@@ -1,0 +1,46 @@
+# Everything happens in .venv at the root; nothing is installed outside it.
+#
+#   make demo     set up, and run the main job on real input
+#   make test     set up, and run the tests (TRANSFORMERS=5.16.1 for another version)
+#   make lint     ruff
+#   make coverage run the generated tests and write docs/model-coverage
+#   make bench    run the benchmarks and write docs/benchmarks.md
+#   make clean    remove .venv and what the demo made
+
+PYTHON ?= python3
+WORKERS ?= 2
+# Another version of transformers than constraints.txt names, e.g. `make test TRANSFORMERS=5.16.1`; it has
+# an environment of its own.
+TRANSFORMERS ?=
+VENV := .venv$(if $(TRANSFORMERS),-$(TRANSFORMERS))
+BIN := $(VENV)/bin
+
+.PHONY: demo test lint coverage bench clean setup
+
+demo: setup
+	$(BIN)/nrl-models demo
+
+test: setup
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+coverage: setup
+	$(BIN)/nrl-models coverage
+
+bench: setup
+	$(BIN)/python benchmarks/run.py
+
+setup: $(VENV)/.ready
+
+$(VENV)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(if $(TRANSFORMERS),sed '/^transformers==/d' constraints.txt >$(VENV)/constraints.txt && echo 'transformers==$(TRANSFORMERS)' >>$(VENV)/constraints.txt,cp constraints.txt $(VENV)/constraints.txt)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(VENV)/constraints.txt torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(VENV)/constraints.txt --editable '.[test,dev]'
+	touch $@
+
+clean:
+	rm -rf .venv .venv-* demo

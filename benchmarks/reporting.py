@@ -1,0 +1,83 @@
+"""What every benchmark does with its figures: a table to read, and JSON beside it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+RESULTS = Path(__file__).parent / "results"
+"""Figures of the last run of each benchmark, which `run.py` writes into docs/benchmarks.md."""
+
+Row = dict[str, Any]
+
+
+def arguments(description: str, runs: int) -> argparse.Namespace:
+    """The options every benchmark has."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--runs", type=int, default=runs, help="measurements of each; the median counts")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the JSON file")
+    return parser.parse_args()
+
+
+def child(code: str, *arguments: str) -> Row:
+    """Run Python code in a new process; it prints one JSON object in its last line."""
+    command = [sys.executable, "-c", code, *arguments]
+    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return json.loads(output.splitlines()[-1])
+
+
+def median(rows: Sequence[Row], key: str) -> float:
+    """The median of one figure."""
+    return statistics.median(row[key] for row in rows)
+
+
+def publish(name: str, title: str, rows: list[Row], out: Path, notes: Sequence[str] = ()) -> None:
+    """Print `rows` as a table, and write them to `<name>.json` with what they were measured on."""
+    table = Table(title=title, title_justify="left")
+    for column in rows[0]:
+        table.add_column(column, justify="left" if isinstance(rows[0][column], str) else "right")
+    for row in rows:
+        table.add_row(*(_text(value) for value in row.values()))
+    Console(width=None if sys.stdout.isatty() else 140).print(table)
+    for note in notes:
+        Console().print(note, highlight=False)
+    out.mkdir(parents=True, exist_ok=True)
+    content = {"title": title, "machine": machine(), "notes": list(notes), "rows": rows}
+    (out / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n")
+
+
+def _text(value: Any) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def machine() -> dict[str, str]:
+    """What the figures were measured on."""
+    import torch
+
+    return {
+        "processor": f"{_processor()}, {os.cpu_count()} cores",
+        "accelerator": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
+        "python": platform.python_version(),
+        "torch": version("torch"),
+        "transformers": version("transformers"),
+    }
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())

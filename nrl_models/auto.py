@@ -1,0 +1,273 @@
+"""`from_pretrained` and `from_config` for any architecture: a family's class where one is registered."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+import transformers
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+from nrl_models import registry
+from nrl_models.common import FamilyModel, StateDictAdapter, pretrained
+from nrl_models.common.backend import BackendConfig, Combine
+from nrl_models.errors import RemoteCodeError, UnknownArchitectureError
+
+
+class _AutoModel:
+    """Chooses the class for a checkpoint or a configuration.
+
+    Attributes:
+        kind: what its models are, in words.
+        upstream: transformers' auto class of the same name.
+        suffixes: how names of such architectures end.
+    """
+
+    kind: ClassVar[str]
+    upstream: ClassVar[Any]
+    suffixes: ClassVar[tuple[str, ...]]
+
+    def __init__(self) -> None:
+        raise TypeError(f"{type(self).__name__} is made with from_pretrained(path) or from_config(config)")
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path_or_id: str | Path,
+        *,
+        config: PreTrainedConfig | None = None,
+        dtype: str | torch.dtype = "auto",
+        device: str | int | torch.device | None = None,
+        combine: Combine = True,
+        backend: BackendConfig | None = None,
+        strict: bool = True,
+        revision: str | None = None,
+        token: str | bool | None = None,
+        cache_dir: str | Path | None = None,
+        subfolder: str = "",
+        trust_remote_code: bool = False,
+        **config_overrides: Any,
+    ) -> PreTrainedModel:
+        """A model with a checkpoint's weights, in evaluation mode.
+
+        An architecture that no family serves loads as transformers' own class, with one warning.
+
+        Args:
+            path_or_id: a folder, or the name of a hub repository.
+            config: a configuration to use in place of the checkpoint's.
+            dtype: of the parameters, fp32 masters included; "auto" is the configuration's, else the
+                checkpoint's. What transformers keeps in fp32 stays fp32.
+            device: where to put the model; None is the CPU.
+            combine: whether projections of one input become one matmul: True, False, or "auto", which
+                follows the measurements in docs/benchmarks.md. No effect on any file.
+            backend: attention and expert implementations, and `combine` unless that is given.
+            strict: whether the checkpoint must hold exactly this model. False initialises what is
+                missing and skips what is not known, with a warning that lists both: for a new head on
+                a base model.
+            revision, token, cache_dir, subfolder: where and how to get a hub repository.
+            trust_remote_code: run code that comes with the checkpoint, if neither transformers nor a
+                registered family knows its `model_type`.
+            config_overrides: values of the configuration, by its own names.
+
+        Raises:
+            CheckpointError: files that are missing, damaged, unsafe, or of another model; everything
+                that is wrong is listed, and nothing has been written.
+            UnknownArchitectureError: an architecture that is unknown or not of this kind.
+            FamilyImportError: a family that does not import or needs another version.
+            RemoteCodeError: a checkpoint that needs its own code.
+            UnknownArgumentError: a keyword that is neither of the above nor in the configuration.
+        """
+        registry.register_custom_configs()
+        model = pretrained.from_pretrained(
+            lambda loaded, folder: cls._class_for(loaded, folder, trust_remote_code),
+            path_or_id,
+            config=config,
+            dtype=dtype,
+            device=device,
+            combine=combine,
+            backend=backend,
+            strict=strict,
+            revision=revision,
+            token=token,
+            cache_dir=cache_dir,
+            subfolder=subfolder,
+            trust_remote_code=trust_remote_code,
+            **config_overrides,
+        )
+        return _with_adapter(model)
+
+    @classmethod
+    def from_config(
+        cls,
+        config: PreTrainedConfig,
+        *,
+        dtype: torch.dtype | None = None,
+        device: str | int | torch.device | None = None,
+        combine: Combine = True,
+        backend: BackendConfig | None = None,
+        trust_remote_code: bool = False,
+    ) -> PreTrainedModel:
+        """A model with new weights, in training mode: under a seed, bit for bit those of transformers.
+
+        Args:
+            config: the configuration; not changed.
+            dtype: of the parameters; None is the configuration's.
+            device: where to build it; `"meta"` gives shapes without weights.
+            combine, backend, trust_remote_code: as in `from_pretrained`.
+
+        Raises:
+            UnknownArchitectureError, FamilyImportError, RemoteCodeError: as in `from_pretrained`.
+        """
+        registry.register_custom_configs()
+        model = pretrained.from_config(
+            lambda given, folder: cls._class_for(given, folder, trust_remote_code),
+            config,
+            dtype=dtype,
+            device=device,
+            combine=combine,
+            backend=backend,
+        )
+        return _with_adapter(model)
+
+    @classmethod
+    def _class_for(
+        cls, config: PreTrainedConfig, folder: Path | None, trust_remote_code: bool
+    ) -> type[PreTrainedModel]:
+        """The class for `config`, which came from `folder`."""
+        architecture = cls.architecture(config)
+        if architecture is None:
+            model_class = cls._remote_class(config, folder, trust_remote_code)
+            registry.warn_unregistered(model_class.__name__)
+            return model_class
+        model_class = registry.model_class(architecture)
+        if model_class is None:
+            registry.warn_unregistered(architecture)
+            model_class = getattr(transformers, architecture)
+        return model_class
+
+    @classmethod
+    def architecture(cls, config: PreTrainedConfig) -> str | None:
+        """The architecture of this kind that `config` stands for; None if only code of its own knows.
+
+        Raises:
+            UnknownArchitectureError: it stands for none of this kind.
+        """
+        named = list(config.architectures or [])
+        registered = set(registry.architectures())
+        for name in named:
+            if name in registered and name.endswith(cls.suffixes) and not _is_another_models(name, config):
+                return name
+        mapping: Mapping[type, Any] = cls.upstream._model_mapping
+        if type(config) in mapping:
+            classes = mapping[type(config)]
+            names = [one.__name__ for one in (classes if isinstance(classes, (list, tuple)) else (classes,))]
+            return next((name for name in named if name in names), names[0])
+        if cls.upstream.__name__ in (getattr(config, "auto_map", None) or {}):
+            return None
+        raise UnknownArchitectureError(
+            f"{config.name_or_path or type(config).__name__} (model_type {config.model_type!r}, architectures {named}) "
+            f"is no {cls.kind}. {_kinds_of(config)}"
+        )
+
+    @classmethod
+    def _remote_class(
+        cls, config: PreTrainedConfig, folder: Path | None, trust_remote_code: bool
+    ) -> type[PreTrainedModel]:
+        reference = config.auto_map[cls.upstream.__name__]
+        if not trust_remote_code:
+            raise RemoteCodeError(
+                f"{config.name_or_path} brings its own code for a {cls.kind} ({reference}), and running it was not "
+                "allowed. Read that code; if you trust it, pass trust_remote_code=True."
+            )
+        # The code of this very checkpoint: its revision and subfolder.
+        return get_class_from_dynamic_module(reference, str(folder or config.name_or_path))
+
+
+class AutoModelForCausalLM(_AutoModel):
+    """Language models: logits over the vocabulary for the next token."""
+
+    kind = "causal language model"
+    upstream = transformers.AutoModelForCausalLM
+    suffixes = ("ForCausalLM", "LMHeadModel")
+
+
+class AutoModelForImageTextToText(_AutoModel):
+    """Vision-language models."""
+
+    kind = "vision-language model"
+    upstream = transformers.AutoModelForImageTextToText
+    suffixes = ("ForConditionalGeneration",)
+
+
+class AutoModelForSequenceClassification(_AutoModel):
+    """Models with a score for a sequence: reward models."""
+
+    kind = "sequence classifier"
+    upstream = transformers.AutoModelForSequenceClassification
+    suffixes = ("ForSequenceClassification",)
+
+
+class AutoModelForTokenClassification(_AutoModel):
+    """Models with a score for each token: value and process-reward models."""
+
+    kind = "token classifier"
+    upstream = transformers.AutoModelForTokenClassification
+    suffixes = ("ForTokenClassification",)
+
+
+AUTO_CLASSES = (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
+
+
+def auto_class_of(config: PreTrainedConfig) -> type[_AutoModel]:
+    """The auto class for what a configuration names as its architecture.
+
+    Raises:
+        UnknownArchitectureError: none of them serves it.
+    """
+    for named in config.architectures or []:
+        for one in AUTO_CLASSES:
+            if named.endswith(one.suffixes):
+                return one
+    return next((one for one in AUTO_CLASSES if type(config) in one.upstream._model_mapping), AutoModelForCausalLM)
+
+
+def auto_class_for(folder: str | Path) -> type[_AutoModel]:
+    """The auto class for the checkpoint in `folder`.
+
+    Raises:
+        CheckpointError, UnknownArchitectureError, RemoteCodeError: its configuration cannot be read.
+    """
+    registry.register_custom_configs()
+    return auto_class_of(pretrained.read_config(pretrained.resolve_folder(folder)))
+
+
+def _is_another_models(architecture: str, config: PreTrainedConfig) -> bool:
+    """Whether transformers' class of this name takes another configuration: it reads some `mistral` as `ministral`."""
+    upstream = getattr(transformers, architecture, None)
+    if upstream is None:
+        return False
+    return not isinstance(config, upstream.config_class) and not isinstance(
+        config.get_text_config(), upstream.config_class
+    )
+
+
+def _kinds_of(config: PreTrainedConfig) -> str:
+    fitting = [one.__name__ for one in AUTO_CLASSES if type(config) in one.upstream._model_mapping]
+    if fitting:
+        return f"Use {' or '.join(fitting)}."
+    return "No auto class serves it; a family can register it (CONTRIBUTING.md)."
+
+
+def _with_adapter(model: PreTrainedModel) -> PreTrainedModel:
+    """Give a plain Hugging Face model the adapter that a family's model has."""
+    if not isinstance(model, FamilyModel):
+        model.state_dict_adapter = StateDictAdapter(model)
+    return model

@@ -1,0 +1,161 @@
+"""`nrl-models`: the library from the command line. Imports nothing heavy before a command runs."""
+
+from __future__ import annotations
+
+import json
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from rich.table import Table
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Takes a Hugging Face model to RL post-training and proves that it stayed the same model.",
+)
+
+CheckpointPath = Annotated[Path, typer.Argument(help="A checkpoint folder.", show_default=False)]
+JsonFile = Annotated[
+    Path | None, typer.Option("--json", help="Write the result here as JSON, too.", show_default=False)
+]
+
+
+@contextmanager
+def _errors_for_people() -> Iterator[None]:
+    """Print an error this library raises on purpose without a traceback, and exit with 2."""
+    from rich.console import Console
+
+    from nrl_models.errors import NRLModelsError
+
+    try:
+        yield
+    except NRLModelsError as error:
+        Console(stderr=True).print(f"[bold red]error:[/bold red] {type(error).__name__}", highlight=False)
+        Console(stderr=True).print(str(error), markup=False, highlight=False)
+        raise typer.Exit(2) from error
+
+
+def _print(table: Table | str) -> None:
+    from rich.console import Console
+
+    Console().print(table, highlight=False)
+
+
+def _write_json(file: Path | None, content: Any) -> None:
+    if file is not None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(content, indent=2) + "\n")
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(help="Folder for the checkpoint.")] = Path("demo"),
+    steps: Annotated[int, typer.Option(help="Training steps.", min=1)] = 150,
+    json_file: JsonFile = None,
+) -> None:
+    """Train a small Llama on text of this machine, load it here, and check everything about it."""
+    from nrl_models.demo import run_demo
+
+    with _errors_for_people():
+        report = run_demo(out, steps=steps)
+    _print(report.table())
+    _write_json(json_file, report.to_json())
+    if not report.passed:
+        raise typer.Exit(1)
+
+
+@app.command()
+def inspect(path: CheckpointPath, json_file: JsonFile = None) -> None:
+    """Say what a checkpoint is, from its configuration and its files' headers alone."""
+    from dataclasses import asdict
+
+    from rich.table import Table
+
+    from nrl_models.onboarding.inspect import inspect as look
+
+    with _errors_for_people():
+        found = look(path)
+    table = Table(title=str(path), title_justify="left", show_header=False)
+    table.add_row("architecture", found.architecture)
+    table.add_row("family", found.family or "none: loads as transformers' own class, uncombined")
+    table.add_row("kind", ", ".join(found.kinds))
+    table.add_row("sizes", ", ".join(f"{key}={value:,}" for key, value in found.sizes.items()))
+    table.add_row("tied embeddings", "yes" if found.tied else "no")
+    table.add_row("flags", ", ".join(found.flags) or "none")
+    table.add_row("combined", "\n".join(f"{count} x {group}" for group, count in found.groups.items()) or "nothing")
+    table.add_row("parameters", f"{found.parameters:,}")
+    if found.stored_tensors is None:
+        table.add_row("files", "no weights here")
+    else:
+        dtypes = ", ".join(f"{count} {dtype}" for dtype, count in found.dtypes.items())
+        table.add_row("files", f"{found.stored_tensors:,} tensors ({dtypes}), {found.stored_bytes / 1e9:.3f} GB")
+    _print(table)
+    _write_json(json_file, asdict(found))
+
+
+@app.command()
+def parity(
+    path: CheckpointPath,
+    check: Annotated[
+        list[str] | None, typer.Option(help="1, 2, 3 or gradients; repeatable. All by default.", show_default=False)
+    ] = None,
+    device: Annotated[str, typer.Option(help="Where to run.")] = "cpu",
+    length: Annotated[int, typer.Option(help="Tokens in a sequence.", min=8)] = 64,
+    batch: Annotated[int, typer.Option(help="Sequences.", min=2)] = 2,
+    seed: Annotated[int, typer.Option(help="Of the random inputs.")] = 42,
+    json_file: JsonFile = None,
+) -> None:
+    """Compare a checkpoint loaded here with what transformers loads; name the first module that departs."""
+    from nrl_models.parity import check_parity
+    from nrl_models.parity.check import CHECKS
+
+    if check and (unknown := sorted(set(check) - set(CHECKS))):
+        raise typer.BadParameter(f"{', '.join(unknown)}: expected some of {', '.join(CHECKS)}", param_hint="--check")
+    with _errors_for_people():
+        report = check_parity(path, checks=check or CHECKS, device=device, length=length, batch=batch, seed=seed)
+    _print(report.table())
+    _write_json(json_file, report.to_json())
+    if not report.passed:
+        raise typer.Exit(1)
+
+
+@app.command()
+def convert(
+    source: Annotated[Path, typer.Argument(metavar="IN", help="The checkpoint to read.", show_default=False)],
+    target: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write.", show_default=False)],
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16; auto keeps the checkpoint's.")] = "auto",
+    max_shard_size: Annotated[str, typer.Option(help="Largest file.")] = "5GB",
+) -> None:
+    """Write a checkpoint again, in another dtype or with other shards; tokenizer and other files come along."""
+    from nrl_models.onboarding.convert import convert as write
+
+    with _errors_for_people():
+        written = write(source, target, dtype=dtype, max_shard_size=max_shard_size)
+    _print(f"{target}: {written}")
+
+
+@app.command()
+def coverage(
+    results: Annotated[
+        Path | None, typer.Option(help="Test results to use; without, the generated tests run now.", show_default=False)
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Where the pages go.")] = Path("docs/model-coverage"),
+) -> None:
+    """Write the model coverage pages from the results of the generated tests."""
+    from nrl_models.onboarding.coverage import run_generated_tests, write_pages
+
+    with _errors_for_people():
+        pages = write_pages(results or run_generated_tests(out / "results.json"), out)
+    _print(f"wrote {len(pages)} pages to {out}")
+
+
+def main() -> None:
+    """Entry point of `python -m nrl_models`."""
+    app()

@@ -1,0 +1,19 @@
+"""What families are made of."""
+
+from nrl_models.common.backend import BackendConfig
+from nrl_models.common.combined import CombinedGateUp, CombinedLinear, CombinedProjections, CombinedQKV, ProjectionPart
+from nrl_models.common.family_model import FamilyModel
+from nrl_models.common.flags import ModelFlag
+from nrl_models.common.state_dict_adapter import StateDictAdapter
+
+__all__ = [
+    "BackendConfig",
+    "CombinedGateUp",
+    "CombinedLinear",
+    "CombinedProjections",
+    "CombinedQKV",
+    "FamilyModel",
+    "ModelFlag",
+    "ProjectionPart",
+    "StateDictAdapter",
+]

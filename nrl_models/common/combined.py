@@ -1,0 +1,264 @@
+"""One matmul, many parts: linears that read the same input, computed together.
+
+Llama's attention computes three matmuls of one input (`q_proj`, `k_proj`, `v_proj`). Here one
+`CombinedLinear` holds the three weights as rows of one, and each original linear stays where it
+was as a `ProjectionPart`: an `nn.Linear` without parameters of its own. The Hugging Face forward
+runs unmodified; the first part it calls runs the combined matmul, the others take their slice.
+
+Shape suffixes: `I` in_features, `O` out_features of a part, `C` the sum of the parts' `O`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+class PartTensor(torch.Tensor):
+    """A part's rows of a combined weight or bias: a live view, also when assigned through `.data`.
+
+    Libraries that edit weights in place (PEFT's merging, PiSSA, ...) write `weight.data = new`.
+    On a plain view that would rebind a temporary and lose the update without a word; here it
+    copies into the combined parameter. Everything else behaves as on the plain view, and
+    operations return plain tensors.
+    """
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @property
+    def data(self) -> PartTensor:
+        """The rows, detached."""
+        return _part_tensor(self.detach())
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        if value.shape != self.shape:
+            raise ValueError(
+                f"cannot set the data of a part of shape {tuple(self.shape)} to shape {tuple(value.shape)}: "
+                "it is a view of a combined weight. Load the model with combine=False to change a projection's shape."
+            )
+        with torch.no_grad():
+            self.copy_(value)
+
+
+def _part_tensor(view: torch.Tensor) -> PartTensor:
+    return view.as_subclass(PartTensor)
+
+
+class CombinedLinear(nn.Module):
+    """Several linears of one input as one: `y = x W^T + b` with the parts' rows one after the other.
+
+    Not an `nn.Linear`, so that whatever walks a model's linears (weight initialisation, PEFT's
+    `all-linear`, quantisers) finds the parts, under their Hugging Face names, once.
+
+    Args:
+        linears: the linears by name, in the order their rows take. Each must be a plain
+            `nn.Linear`; all must agree on `in_features`, dtype, device and on having a bias.
+
+    Attributes:
+        weight: `(C, I)`, the plain row concatenation of the parts' weights.
+        bias: `(C,)` or None.
+        rows: for each part's name its `(start, length)` in the rows.
+
+    Raises:
+        TypeError: if a linear is not a plain `nn.Linear`.
+        ValueError: if the linears disagree; the message names which and how.
+    """
+
+    def __init__(self, linears: Mapping[str, nn.Linear]) -> None:
+        super().__init__()
+        _check_combinable(linears)
+        parts = list(linears.values())
+        self.in_features = parts[0].in_features
+        self.out_features = sum(part.out_features for part in parts)
+        self.rows: dict[str, tuple[int, int]] = {}
+        start = 0
+        for name, part in linears.items():
+            self.rows[name] = (start, part.out_features)
+            start += part.out_features
+        self.weight = _concatenated([part.weight for part in parts])
+        self.bias = _concatenated([part.bias for part in parts]) if parts[0].bias is not None else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`x`: `(..., I)`. Returns `(..., C)`."""
+        return F.linear(x, self.weight, self.bias)
+
+    def split(self, output: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The parts' outputs `(..., O)`, in order, as slices of `output` `(..., C)`.
+
+        `unsafe_split` is `split` whose slices may be changed in place (OLMo clamps its queries so),
+        and whose backward is one concatenation instead of a zero-padded sum for each part.
+        """
+        return torch.unsafe_split_with_sizes(output, [length for _, length in self.rows.values()], -1)
+
+    def extra_repr(self) -> str:
+        """What `print(model)` shows."""
+        parts = ", ".join(f"{name}={length}" for name, (_, length) in self.rows.items())
+        return f"in_features={self.in_features}, {parts}, bias={self.bias is not None}"
+
+
+def _check_combinable(linears: Mapping[str, nn.Linear]) -> None:
+    not_plain = [f"{name} is a {type(part).__name__}" for name, part in linears.items() if type(part) is not nn.Linear]
+    if not_plain:
+        raise TypeError(
+            f"only plain nn.Linear layers combine, but {', '.join(not_plain)}. "
+            "Quantised or otherwise replaced linears need combine=False."
+        )
+    for what, of in {
+        "in_features": lambda part: part.in_features,
+        "dtype": lambda part: part.weight.dtype,
+        "device": lambda part: part.weight.device,
+        "bias": lambda part: part.bias is not None,
+    }.items():
+        values = {name: of(part) for name, part in linears.items()}
+        if len(set(values.values())) > 1:
+            listed = ", ".join(f"{name}: {value}" for name, value in values.items())
+            raise ValueError(f"linears that combine must agree on {what}, but they have {listed}")
+
+
+def _concatenated(tensors: list[nn.Parameter]) -> nn.Parameter:
+    with torch.no_grad():
+        return nn.Parameter(torch.cat(list(tensors)), requires_grad=any(tensor.requires_grad for tensor in tensors))
+
+
+class ProjectionPart(nn.Linear):
+    """One of the linears of a `CombinedLinear`, at its Hugging Face place and name.
+
+    `weight` `(O, I)` and `bias` `(O,)` are live views of the combined parameters' rows. Inside its
+    owner's forward a call takes its slice of the combined matmul; elsewhere it computes its own rows.
+    Made by `CombinedProjections.combine_projections`, not by hand.
+    """
+
+    # The owner is kept in `__dict__`, not as a submodule: it contains this part already. The
+    # combined module is looked up by name at each call, so that a wrapper put in its place is called.
+    _owner: CombinedProjections
+    _combined_name: str
+    _part_name: str
+
+    @classmethod
+    def adopt(cls, linear: nn.Linear, owner: CombinedProjections, combined_name: str, part_name: str) -> None:
+        """Turn `linear` (the same object) into a part of `owner.<combined_name>`."""
+        linear.__class__ = cls
+        del linear._parameters["weight"], linear._parameters["bias"]
+        linear.__dict__.update(_owner=owner, _combined_name=combined_name, _part_name=part_name)
+
+    @property
+    def combined(self) -> CombinedLinear:
+        """The module that computes this part (or what wraps it)."""
+        return self._owner._modules[self._combined_name]  # type: ignore[return-value]
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """This part's rows of the combined weight, `(O, I)`."""
+        return self._rows_of("weight")
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        """This part's elements of the combined bias, `(O,)`, or None."""
+        return None if self.combined.bias is None else self._rows_of("bias")
+
+    def _rows_of(self, name: str) -> torch.Tensor:
+        combined = self.combined
+        parameter = getattr(combined, name)
+        view = parameter.narrow(0, *combined.rows[self._part_name])
+        if torch.compiler.is_compiling():
+            return view
+        part = _part_tensor(view)
+        if getattr(parameter, "_is_hf_initialized", False):  # transformers must not initialise what was loaded
+            part._is_hf_initialized = True
+        return part
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Refuse a parameter of its own: it would not be the one that computes."""
+        raise TypeError(
+            f"cannot set {name!r} of {self._part_name}: it is a part of {self._combined_name}. Write into it "
+            f"(`part.{name}.data = ...` or `part.{name}.copy_(...)`), or load the model with combine=False."
+        )
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """`input`: `(..., I)`. Returns `(..., O)`."""
+        # Read once: another thread's forward of the same owner may end, or begin, at any time.
+        outputs = self._owner._outputs
+        if outputs is None:
+            return F.linear(input, self.weight, self.bias)
+        return self._owner._take_output(outputs, self._combined_name, self._part_name, input)
+
+
+Outputs = dict[str, tuple[torch.Tensor, dict[str, torch.Tensor]]]
+"""For each combined name the input of its last matmul, and the parts' outputs that are not taken yet."""
+
+
+class CombinedProjections(nn.Module):
+    """Mixin for a Hugging Face module whose linears of one input are computed in one matmul.
+
+    Put it before the Hugging Face class and name the groups:
+
+        class DeepseekV3Attention(CombinedProjections, hf.DeepseekV3Attention):
+            combined = {"qkv_a_proj": ("q_a_proj", "q_proj", "kv_a_proj_with_mqa")}
+
+    A group's linears that a module lacks (absent or None: a configuration without `q_a_proj`, a
+    layer that reuses another's keys) are left out; fewer than two left, and the group is not formed.
+
+    Attributes:
+        combined: for each combined module's name the linears it computes, in row order.
+    """
+
+    combined: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+
+    # During this module's forward; None at any other time: nothing is remembered.
+    _outputs: Outputs | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.combine_projections()
+
+    def combine_projections(self) -> None:
+        """Form every group of `combined`, in place. Parameters keep their values, dtype and device."""
+        for combined_name, part_names in self.combined.items():
+            linears = {name: part for name in part_names if (part := getattr(self, name, None)) is not None}
+            if len(linears) < 2 or combined_name in self._modules:
+                continue
+            self.add_module(combined_name, CombinedLinear(linears))
+            for name, linear in linears.items():
+                ProjectionPart.adopt(linear, self, combined_name, name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The Hugging Face forward, with one matmul for each group. Arguments and results are its own."""
+        self._outputs = {}
+        try:
+            return super().forward(*args, **kwargs)
+        finally:
+            self._outputs = None
+
+    def _take_output(self, outputs: Outputs, combined_name: str, part_name: str, input: torch.Tensor) -> torch.Tensor:
+        """The output of one part for `input`, running the combined matmul unless it ran for this very tensor.
+
+        Threads that run one module at a time may share `outputs`. What they take is right all the same, being
+        taken by the input, and taken once; they may run a matmul more than they would alone.
+        """
+        source, left = outputs.get(combined_name, (None, {}))
+        output = left.pop(part_name, None) if source is input else None
+        if output is None:
+            combined = self._modules[combined_name]
+            left = dict(zip(combined.rows, combined.split(combined(input)), strict=True))
+            output = left.pop(part_name)
+            outputs[combined_name] = (input, left)
+        if not left:  # let the memory go with the last part's user
+            outputs.pop(combined_name, None)
+        return output
+
+
+class CombinedQKV(CombinedProjections):
+    """Attention with one projection, `qkv_proj`, for `q_proj`, `k_proj` and `v_proj`."""
+
+    combined = {"qkv_proj": ("q_proj", "k_proj", "v_proj")}
+
+
+class CombinedGateUp(CombinedProjections):
+    """A gated MLP with one projection, `gate_up_proj`, for `gate_proj` and `up_proj`."""
+
+    combined = {"gate_up_proj": ("gate_proj", "up_proj")}

@@ -1,0 +1,131 @@
+"""The names and shapes a model's tensors have elsewhere, as views of its parameters.
+
+A tensor has up to three names. The model's own (`qkv_proj.weight`), transformers' in memory
+(`q_proj.weight`, `mlp.experts.gate_up_proj`), and the hub's (`experts.0.w1.weight`). transformers
+holds the way from its names to the hub's in conversion mappings, made to be run on tensors; here
+they are run once on shapes that record what happens to them, which yields views. No mapping is
+retyped, and no family writes one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import PrefixChange, revert_weight_conversion
+
+from nrl_models.common.combined import CombinedLinear, ProjectionPart
+from nrl_models.common.views import HFTensor, TracedTensor, View
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """A tensor's shape and dtype."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def own_tensors(model: nn.Module) -> dict[str, TensorSpec]:
+    """Every entry of `model.state_dict()`: parameters and persistent buffers under the model's own names."""
+    return {
+        name: TensorSpec(tuple(tensor.shape), tensor.dtype)
+        for name, tensor in model.state_dict(keep_vars=True).items()
+        if isinstance(tensor, torch.Tensor)
+    }
+
+
+def transformers_views(model: nn.Module) -> Iterator[tuple[str, View]]:
+    """transformers' name and the view of every tensor, in the order of transformers' own `state_dict()`.
+
+    Combined projections are seen as the linears they are made of; everything else is itself.
+    """
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        dot = f"{prefix}." if prefix else ""
+        if isinstance(module, CombinedLinear):
+            continue
+        if isinstance(module, ProjectionPart):
+            owner = prefix.rpartition(".")[0]
+            combined_name = f"{owner}.{module._combined_name}" if owner else module._combined_name
+            start, length = module.combined.rows[module._part_name]
+            for name in ("weight", "bias"):
+                if getattr(module.combined, name) is not None:
+                    yield f"{dot}{name}", View(f"{combined_name}.{name}").then("narrow", 0, start, length)
+            continue
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                yield f"{dot}{name}", View(f"{dot}{name}")
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                yield f"{dot}{name}", View(f"{dot}{name}")
+
+
+def tied_names(model: PreTrainedModel) -> dict[str, str]:
+    """For each of transformers' names that is tied to another, the name of the tensor that is kept."""
+    return dict(getattr(model, "all_tied_weights_keys", None) or {})
+
+
+def hub_conversions(model: PreTrainedModel) -> list[Any] | None:
+    """transformers' conversions between the hub's layout and the model's, as it would save them; None if none.
+
+    A prefix that only some checkpoints carry (`PrefixChange`) is kept only if the checkpoint this
+    model came from carried it, which is transformers' rule.
+    """
+    used = {_prefix_change(conversion) for conversion in getattr(model, "_weight_conversions", None) or ()}
+    conversions = [
+        conversion
+        for conversion in get_model_conversion_mapping(model, add_legacy=False)
+        if not isinstance(conversion, PrefixChange) or _prefix_change(conversion) in used
+    ]
+    return conversions or None
+
+
+def _prefix_change(conversion: Any) -> tuple[Any, ...] | None:
+    if not isinstance(conversion, PrefixChange):
+        return None
+    return (
+        conversion.prefix_to_add,
+        conversion.prefix_to_remove,
+        conversion.model_prefix,
+        getattr(conversion, "scope_prefix", None),
+    )
+
+
+def convert_layout(
+    model: PreTrainedModel,
+    tensors: Mapping[str, HFTensor],
+    specs: Mapping[str, TensorSpec],
+    conversions: list[Any] | None,
+) -> dict[str, HFTensor]:
+    """The layout that transformers' `conversions`, reverted as when saving, make of `tensors`.
+
+    Args:
+        model: whose configuration the conversions may ask.
+        tensors: transformers' in-memory layout, by name.
+        specs: the model's own tensors.
+        conversions: `WeightRenaming`s and `WeightConverter`s in loading order. An empty list sorts the
+            tensors, as transformers does then; None leaves them as they are.
+
+    Raises:
+        NotAViewError: a conversion computes something, so that its result is no view.
+    """
+    if conversions is None:
+        return dict(tensors)
+    traced = {
+        name: TracedTensor.of_pieces(tensor.shape, specs[tensor.parameters[0]].dtype, tensor.pieces)
+        for name, tensor in tensors.items()
+    }
+    # `revert_weight_conversion` asks its model for these and nothing else.
+    asked = SimpleNamespace(
+        _weight_conversions=conversions, config=model.config, get_parameter=traced.__getitem__, name_or_path=""
+    )
+    return {
+        name: HFTensor(name, tuple(tensor.shape), tensor.pieces)
+        for name, tensor in revert_weight_conversion(asked, traced).items()
+    }

@@ -1,0 +1,349 @@
+"""Reading a checkpoint's tensors straight into the places a model holds them.
+
+The order is: names and shapes from the files' headers, matched and checked; then, with nothing left
+to go wrong but the disk, the tensors. A parameter that is one run of bytes in a file becomes a view
+of the file's pages (as transformers does); any other is allocated once, at its final dtype, and the
+tensors in it are copied into their views, several at a time. No tensor is concatenated or cast aside.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, build_glob_alternation, dot_natural_key
+from transformers.utils import logging
+
+from nrl_models.common.checkpoint_files import CheckpointFiles, StoredTensor
+from nrl_models.common.matching import Given, Match, is_wide_float, match
+from nrl_models.common.state_dict_adapter import StateDictAdapter
+from nrl_models.common.views import HFTensor
+from nrl_models.errors import CheckpointError, Problem
+
+logger = logging.get_logger(__name__)
+
+PROGRESS_AFTER_SECONDS = 2.0
+"""Nothing is shown of work that is over sooner."""
+
+READERS = max(4, min(8, os.cpu_count() or 1))
+"""Threads that read. Reading waits for memory more than it computes, so few cores still feed several."""
+
+
+def load_weights(
+    model: PreTrainedModel,
+    files: CheckpointFiles,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | None = None,
+    strict: bool = True,
+) -> list[str]:
+    """Fill `model`, built with meta parameters and real buffers, from `files`.
+
+    Args:
+        model: whose parameters are on meta; replaced by real ones, in place.
+        files: the checkpoint.
+        dtype: of the parameters. Those that transformers keeps in fp32 stay fp32.
+        device: where to put them; None is the CPU.
+        strict: whether every tensor must be there and used. Otherwise missing ones are initialised as
+            transformers initialises them, unexpected ones are skipped, and one warning lists both.
+            Partial groups, duplicates, wrong shapes and combined names are errors all the same.
+
+    Returns:
+        The keys that are stored with more precision than they are loaded in.
+
+    Raises:
+        CheckpointError: what does not fit, all of it; the model is then unchanged.
+    """
+    device = device or torch.device("cpu")
+    adapter = StateDictAdapter(model)
+    names = CheckpointNames(model, adapter, files.tensors)
+    ignorable = _patterns(model, "_keys_to_ignore_on_load_unexpected", _former_buffers(model))
+    optional = _patterns(model, "_keys_to_ignore_on_load_missing", ())
+    skipped: list[str] = []
+
+    def why_unexpected(key: str) -> str | None:
+        if ignorable.search(key):
+            return None
+        own_name = names.own_name(key)
+        if not strict and own_name is None:
+            skipped.append(key)
+            return None
+        return adapter.why_unexpected(own_name or key)
+
+    found = match(
+        {key: Given(stored.shape, stored.dtype, stored.file) for key, stored in files.tensors.items()},
+        names.find,
+        adapter.own,
+        adapter.parts,
+        adapter.tied,
+        may_miss=lambda name: not strict or any(optional.search(part) for part in adapter.parts.get(name, (name,))),
+        why_unexpected=why_unexpected,
+    )
+    found.problems += _dtype_problems(adapter, found, files)
+    if not found.problems:
+        found.problems += _tie_problems(adapter, found, files)
+    if found.problems:
+        summary = f"{files.folder} does not fit {type(model).__name__}"
+        raise CheckpointError(summary, found.problems, _advice(model, names, found))
+    dtypes = _target_dtypes(model, adapter, dtype)
+    _read(model, adapter, found, files, dtypes, device)
+    model._weight_conversions = names.used_conversions()
+    _finish(model, adapter, found, device)
+    if not strict and (skipped or found.missing):
+        logger.warning(
+            f"{files.folder} does not hold all of {type(model).__name__} (strict=False): initialised "
+            f"{', '.join(found.missing) or 'nothing'}; skipped {', '.join(skipped) or 'nothing'}."
+        )
+    return [
+        key
+        for name, sources in found.sources.items()
+        for key, _ in sources
+        if files.tensors[key].dtype.itemsize > dtypes[name].itemsize
+    ]
+
+
+class CheckpointNames:
+    """What each key of a checkpoint stands for, by transformers' own renamings and conversions.
+
+    A key may be the hub's name, transformers' in-memory name, an older name that transformers
+    renames, or any of these with the base model's prefix added or left out.
+
+    Args:
+        model: the model to load.
+        adapter: its adapter.
+        keys: all keys of the checkpoint.
+    """
+
+    def __init__(self, model: PreTrainedModel, adapter: StateDictAdapter, keys: Iterable[str]) -> None:
+        self._conversions: list[Any] = get_model_conversion_mapping(model)
+        self._prefix = f"{model.base_model_prefix}." if model.base_model_prefix else ""
+        self._own = adapter.own
+        # A key and the hub's name for the same tensor become the same name when both are renamed.
+        self._table: dict[str, HFTensor] = dict(adapter.transformers)
+        self._table |= _renamed(adapter.hub, get_model_conversion_mapping(model))
+        self._found = {key: self._resolve(key, name) for key, name in _new_names(keys, self._conversions)}
+
+    def find(self, key: str) -> HFTensor | None:
+        """The tensor a key of the checkpoint stands for, or None."""
+        return self._found[key]
+
+    def own_name(self, key: str) -> str | None:
+        """The model's own tensor that a key names; for a key that `find` does not know, a combined one."""
+        return next((name for name in self._with_and_without_prefix(key) if name in self._own), None)
+
+    def used_conversions(self) -> list[Any]:
+        """The conversions that applied to some key: those that saving has to revert."""
+        return [conversion for conversion in self._conversions if conversion.was_used()]
+
+    def _resolve(self, key: str, renamed: str) -> HFTensor | None:
+        for candidate in (renamed, key):
+            for name in self._with_and_without_prefix(candidate):
+                if name in self._table:
+                    self._mark_used(candidate)
+                    return self._table[name]
+        return None
+
+    def _with_and_without_prefix(self, key: str) -> tuple[str, ...]:
+        return key.removeprefix(self._prefix), self._prefix + key, key
+
+    def _mark_used(self, key: str) -> None:
+        for conversion in self._conversions:
+            if isinstance(conversion, WeightConverter) and conversion.rename_source_key(key)[1] is not None:
+                return
+
+
+def _new_names(keys: Iterable[str], conversions: list[Any]) -> Iterator[tuple[str, str]]:
+    """Each key and what transformers' renamings make of it, in transformers' order, on which some depend."""
+    renamings = [conversion for conversion in conversions if isinstance(conversion, WeightRenaming)]
+    for key in sorted(keys, key=dot_natural_key):
+        name = key
+        for renaming in renamings:
+            name, _ = renaming.rename_source_key(name)
+        yield key, name
+
+
+def _renamed(table: Mapping[str, HFTensor], conversions: list[Any]) -> dict[str, HFTensor]:
+    return {name: table[key] for key, name in _new_names(table, conversions)}
+
+
+def _former_buffers(model: nn.Module) -> list[str]:
+    """Buffers that old checkpoints saved and models now compute."""
+    names = [name for name, _ in model.named_buffers()]
+    patterns = []
+    if any(name.endswith("rotary_emb.inv_freq") for name in names):
+        patterns.append(r"rotary_emb\.inv_freq")
+    if any(name.endswith("position_ids") for name in names):
+        patterns.append(r"(^|\.)position_ids$")
+    return patterns
+
+
+def _patterns(model: nn.Module, attribute: str, more: Iterable[str]) -> re.Pattern[str]:
+    patterns = [*(getattr(model, attribute, None) or ()), *more]
+    return re.compile("|".join(f"({pattern})" for pattern in patterns) or r"(?!)")
+
+
+def _target_dtypes(model: PreTrainedModel, adapter: StateDictAdapter, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """The dtype of each own tensor: what the model was built with, but fp32 where transformers keeps fp32."""
+    plan = model._get_dtype_plan(dtype)
+    if not plan:
+        return {name: spec.dtype for name, spec in adapter.own.items()}
+    pattern, by_group, _ = build_glob_alternation(list(plan))
+    result = {}
+    for name, spec in adapter.own.items():
+        kept = pattern.search(adapter.parts[name][0])
+        result[name] = plan[by_group[kept.lastgroup]] if kept else spec.dtype
+    return result
+
+
+def _dtype_problems(adapter: StateDictAdapter, found: Match, files: CheckpointFiles) -> list[Problem]:
+    """Stored integers or 8-bit floats where the model computes with floats: the checkpoint is quantised."""
+    problems = []
+    for name, sources in found.sources.items():
+        for key, _ in sources:
+            stored = files.tensors[key]
+            if adapter.own[name].dtype.is_floating_point and not is_wide_float(stored.dtype):
+                detail = f"is stored quantised, as {stored.dtype}; the model's is {adapter.own[name].dtype}"
+                problems.append(Problem("dtype", key, detail, stored.file))
+    return problems
+
+
+def _tie_problems(adapter: StateDictAdapter, found: Match, files: CheckpointFiles) -> list[Problem]:
+    """Tensors the configuration ties, stored twice with different values."""
+    problems = []
+    for name, kept in adapter.tied.items():
+        if name in found.sources and kept in found.sources:
+            first, second = (found.sources[one][0][0] for one in (name, kept))
+            if not torch.equal(files.read(files.tensors[first]), files.read(files.tensors[second])):
+                detail = f"differs from {second}, but the configuration ties them (tie_word_embeddings)"
+                problems.append(Problem("tied", first, detail, files.tensors[first].file))
+    return problems
+
+
+def _advice(model: PreTrainedModel, names: CheckpointNames, found: Match) -> list[str]:
+    kinds = {problem.kind for problem in found.problems}
+    advice = []
+    if any(names.own_name(problem.subject) for problem in found.problems if problem.kind == "unexpected"):
+        advice.append(
+            "split combined tensors with model.state_dict_adapter.to_hf; better, save with model.save_pretrained, "
+            "which writes Hugging Face names only"
+        )
+    elif "missing" in kinds or "unexpected" in kinds:
+        advice.append(
+            f"check that the checkpoint is one of {type(model).__name__} and whole; to start from a part of it "
+            "(a new head on a base model) pass strict=False"
+        )
+    if "missing" in kinds and any("lm_head" in problem.subject for problem in found.problems):
+        advice.append("if the checkpoint ties its head to the embeddings, pass tie_word_embeddings=True")
+    if "partial" in kinds:
+        advice.append("the checkpoint lost tensors: download or save it again")
+    if "duplicated" in kinds:
+        advice.append("keep one of the tensors that are there more than once")
+    if "tied" in kinds:
+        advice.append("pass tie_word_embeddings=False to keep both")
+    if "shape" in kinds:
+        advice.append("config.json and the weights disagree: one of them is of another model")
+    if "dtype" in kinds:
+        advice.append("quantised weights load with combine=False and a quantization_config that transformers knows")
+    return advice
+
+
+def _read(
+    model: PreTrainedModel,
+    adapter: StateDictAdapter,
+    found: Match,
+    files: CheckpointFiles,
+    dtypes: Mapping[str, torch.dtype],
+    device: torch.device,
+) -> None:
+    """Put every own tensor in the model, reading several sources at a time."""
+    tensors: dict[str, torch.Tensor] = {}
+    copies: list[tuple[str, StoredTensor, HFTensor]] = []
+    for name, keys in found.sources.items():
+        sources = [(files.tensors[key], target) for key, target in keys]
+        shape = adapter.own[name].shape
+        tensor = _over_pages(shape, sources, files, dtypes[name]) if device.type == "cpu" else None
+        if tensor is None:
+            tensor = torch.empty(shape, dtype=dtypes[name], device=device)
+            copies += [(name, stored, target) for stored, target in sources]
+        tensors[name] = tensor
+
+    def copy(job: tuple[str, StoredTensor, HFTensor]) -> None:
+        name, stored, target = job
+        target.write_into(name, tensors[name], files.read(stored))
+
+    copies.sort(key=lambda job: -job[1].nbytes)  # so that no thread is left with a large one at the end
+    with ThreadPoolExecutor(max_workers=READERS) as pool:
+        done = pool.map(copy, copies)
+        for _ in logging.tqdm(done, total=len(copies), desc="Loading weights", delay=PROGRESS_AFTER_SECONDS):
+            pass
+    for name, tensor in tensors.items():
+        _install(model, name, tensor)
+
+
+def _over_pages(
+    shape: tuple[int, ...], sources: list[tuple[StoredTensor, HFTensor]], files: CheckpointFiles, dtype: torch.dtype
+) -> torch.Tensor | None:
+    """A tensor of `shape` that is the files' pages, if its sources are contiguous blocks of it; else None."""
+    if any(stored.dtype != dtype or target.view is None for stored, target in sources):
+        return None
+    if len(sources) == 1 and not sources[0][1].view.steps:
+        stored = sources[0][0]
+        return files.read(stored) if stored.start % dtype.itemsize == 0 else None
+    blocks = []
+    for stored, target in sources:
+        place = target.view.place_in(shape)
+        if not place.is_block:
+            return None
+        blocks.append((place.offset, stored))
+    blocks.sort(key=lambda block: block[0])
+    return files.read_joined([stored for _, stored in blocks], shape)
+
+
+def _install(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
+    """Put `tensor` in the place of the parameter or buffer `name`."""
+    owner, _, attribute = name.rpartition(".")
+    module = model.get_submodule(owner)
+    if attribute in module._buffers:
+        module._buffers[attribute] = tensor
+        return
+    parameter = nn.Parameter(tensor, requires_grad=tensor.is_floating_point())
+    parameter._is_hf_initialized = True  # transformers' mark of what its initialisation must leave alone
+    module._parameters[attribute] = parameter
+
+
+def _finish(model: PreTrainedModel, adapter: StateDictAdapter, found: Match, device: torch.device) -> None:
+    """Initialise what was allowed to be missing, share what is tied, and put buffers on the device."""
+    for name, given in found.copies.items():
+        owner, _, attribute = name.rpartition(".")
+        source_owner, _, source_attribute = given.rpartition(".")
+        parameter = model.get_submodule(source_owner)._parameters[source_attribute]
+        model.get_submodule(owner)._parameters[attribute] = parameter
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.device != device and buffer.device.type != "meta":
+                module._buffers[name] = buffer.to(device)
+    if found.missing:
+        for name in found.missing:
+            placeholder = _tensor(model, name)
+            if placeholder.device.type == "meta":
+                _install(model, name, torch.empty_like(placeholder, device=device))
+            _tensor(model, name)._is_hf_initialized = False
+        for module in model.modules():
+            module._is_hf_initialized = False
+        model.initialize_weights()
+    model.tie_weights()
+    unwritten = [name for name, tensor in model.state_dict(keep_vars=True).items() if tensor.device.type == "meta"]
+    if unwritten:  # cannot happen: `match` has accounted for every tensor
+        raise AssertionError(f"not written: {', '.join(unwritten)}")
+
+
+def _tensor(model: nn.Module, name: str) -> torch.Tensor:
+    owner, _, attribute = name.rpartition(".")
+    return getattr(model.get_submodule(owner), attribute)

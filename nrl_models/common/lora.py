@@ -1,0 +1,117 @@
+"""LoRA adapters between combined projections and the Hugging Face linears they are made of.
+
+A LoRA update of a linear is `B A` with `A` `(r, in)` and `B` `(out, r)`. PEFT adapters are trained on
+Hugging Face's linears and need nothing from here. These two functions are for adapters that were
+trained on a combined linear's name by another trainer, and for trainers that want one such adapter.
+Both preserve the update `B A` exactly, so `lora_alpha / r` must stay what it was: when the rank
+grows, `lora_alpha` grows with it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Mapping
+
+import torch
+
+from nrl_models.errors import Problem, StateDictError
+
+CombinedRows = dict[str, dict[str, tuple[int, int]]]
+"""For each combined module's name: its parts' names and their `(start, length)` in its rows."""
+
+# `base_model.model.` is PEFT's wrapping; a name of an adapter may stand between `lora_A` and `weight`.
+_KEY = re.compile(
+    r"^(?P<wrap>(?:base_model\.model\.)?)(?P<module>.+)\.lora_(?P<side>[AB])(?P<rest>(?:\.[^.]+)?\.weight)$"
+)
+
+
+def to_hf(state_dict: Mapping[str, torch.Tensor], combined: CombinedRows) -> dict[str, torch.Tensor]:
+    """Adapters of combined linears as adapters of their parts: `A` is repeated, `B` is cut by rows.
+
+    Args:
+        state_dict: LoRA tensors by name, with or without PEFT's `base_model.model.` prefix. Names of
+            other linears pass through.
+        combined: the model's combined linears.
+
+    Raises:
+        StateDictError: a `lora_B` whose rows are not the combined linear's.
+    """
+    result: dict[str, torch.Tensor] = {}
+    problems = []
+    for key, tensor in state_dict.items():
+        found = _KEY.match(key)
+        rows = combined.get(found["module"]) if found else None
+        if rows is None:
+            result[key] = tensor
+            continue
+        total = sum(length for _, length in rows.values())
+        if found["side"] == "B" and tensor.shape[0] != total:
+            problems.append(Problem("shape", key, f"has {tensor.shape[0]} rows, {found['module']} has {total}"))
+            continue
+        for part, (start, length) in rows.items():
+            piece = tensor if found["side"] == "A" else tensor.narrow(0, start, length)
+            result[f"{found['wrap']}{part}.lora_{found['side']}{found['rest']}"] = piece
+    if problems:
+        raise StateDictError("LoRA tensors do not fit the model", problems)
+    return result
+
+
+def from_hf(state_dict: Mapping[str, torch.Tensor], combined: CombinedRows) -> dict[str, torch.Tensor]:
+    """Adapters of Hugging Face linears as adapters of combined linears.
+
+    Parts that share one `A` keep it and its rank; otherwise the `A`s are stacked (the ranks add up)
+    and `B` is block-diagonal. A part without an adapter gets rows of zeros.
+
+    Args:
+        state_dict: LoRA tensors by name, with or without PEFT's `base_model.model.` prefix.
+        combined: the model's combined linears.
+
+    Raises:
+        StateDictError: a `lora_A` without its `lora_B`, the reverse, or wrong rows.
+    """
+    owner = {part: (name, part) for name, rows in combined.items() for part in rows}
+    groups: dict[tuple[str, str, str], dict[str, dict[str, torch.Tensor]]] = defaultdict(lambda: defaultdict(dict))
+    result: dict[str, torch.Tensor] = {}
+    for key, tensor in state_dict.items():
+        found = _KEY.match(key)
+        if found is None or found["module"] not in owner:
+            result[key] = tensor
+            continue
+        name, part = owner[found["module"]]
+        groups[found["wrap"], name, found["rest"]][part][found["side"]] = tensor
+    problems = [
+        Problem("partial", part, f"has lora_{''.join(sides)} only")
+        for parts in groups.values()
+        for part, sides in parts.items()
+        if set(sides) != {"A", "B"}
+    ]
+    problems += [
+        Problem("shape", part, f"lora_B has {sides['B'].shape[0]} rows, the linear has {combined[name][part][1]}")
+        for (_, name, _), parts in groups.items()
+        for part, sides in parts.items()
+        if "B" in sides and sides["B"].shape[0] != combined[name][part][1]
+    ]
+    if problems:
+        raise StateDictError("LoRA tensors do not fit the model", problems)
+    for (wrap, name, rest), parts in groups.items():
+        a, b = _combine(parts, combined[name])
+        result[f"{wrap}{name}.lora_A{rest}"] = a
+        result[f"{wrap}{name}.lora_B{rest}"] = b
+    return result
+
+
+def _combine(
+    parts: dict[str, dict[str, torch.Tensor]], rows: dict[str, tuple[int, int]]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    sides = list(parts.values())
+    shared = all(side["A"].shape == sides[0]["A"].shape and torch.equal(side["A"], sides[0]["A"]) for side in sides)
+    a = sides[0]["A"] if shared else torch.cat([side["A"] for side in sides])
+    b = a.new_zeros(sum(length for _, length in rows.values()), a.shape[0])
+    column = 0
+    for part, side in parts.items():
+        start, length = rows[part]
+        rank = side["A"].shape[0]
+        b[start : start + length, column : column + rank] = side["B"]
+        column += 0 if shared else rank
+    return a, b

@@ -1,0 +1,301 @@
+"""`from_pretrained` and `from_config`: one path for families and for plain Hugging Face classes."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from torch import nn
+from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.utils import logging
+
+from nrl_models.common.backend import BackendConfig, Combine, should_combine
+from nrl_models.common.checkpoint_files import CONFIG_NAME, CheckpointFiles, resolve_folder
+from nrl_models.common.loading import load_weights
+from nrl_models.errors import (
+    CheckpointError,
+    Problem,
+    RemoteCodeError,
+    UnknownArchitectureError,
+    UnknownArgumentError,
+)
+
+logger = logging.get_logger(__name__)
+
+KEYWORDS = (
+    "config",
+    "dtype",
+    "device",
+    "combine",
+    "backend",
+    "strict",
+    "revision",
+    "token",
+    "cache_dir",
+    "subfolder",
+    "trust_remote_code",
+)
+"""What `from_pretrained` takes beside values of the configuration."""
+
+IMPLEMENTATIONS = ("attn_implementation", "experts_implementation")
+"""Values transformers takes like configuration values, though `config.json` has no such keys."""
+
+ClassFor = Callable[[PreTrainedConfig, Path | None], type[PreTrainedModel]]
+"""Chooses the model class for a configuration, and the folder it came from if it came from one."""
+
+
+def from_pretrained(
+    class_for: ClassFor,
+    path_or_id: str | Path,
+    *,
+    config: PreTrainedConfig | None = None,
+    dtype: str | torch.dtype = "auto",
+    device: str | int | torch.device | None = None,
+    combine: Combine = True,
+    backend: BackendConfig | None = None,
+    strict: bool = True,
+    revision: str | None = None,
+    token: str | bool | None = None,
+    cache_dir: str | Path | None = None,
+    subfolder: str = "",
+    trust_remote_code: bool = False,
+    **config_overrides: Any,
+) -> PreTrainedModel:
+    """A model with a checkpoint's weights, in evaluation mode.
+
+    The model is built with parameters on meta and real buffers, so nothing is allocated twice and no
+    buffer (a RoPE table, a scale) is ever left unset.
+
+    Args:
+        class_for: chooses the class. For the others: see `nrl_models.AutoModelForCausalLM.from_pretrained`.
+    """
+    folder = resolve_folder(path_or_id, subfolder=subfolder, revision=revision, token=token, cache_dir=cache_dir)
+    config = read_config(folder, trust_remote_code=trust_remote_code) if config is None else copy.deepcopy(config)
+    _override(config, config_overrides)
+    config.name_or_path = str(path_or_id)
+    model_class = class_for(config, folder)
+    config = config_for(model_class, config)
+    torch_device = torch.device("cpu" if device is None else device)
+    options = _construction(model_class, config, combine, backend, torch_device)
+    if getattr(config, "quantization_config", None) is not None:
+        return _load_quantised(model_class, folder, config, dtype, torch_device, strict, options)
+    files = CheckpointFiles(folder)
+    resolved = _resolve_dtype(dtype, config, files)
+    with _meta_parameters():
+        model = model_class._from_config(config, dtype=resolved, **options)
+    try:
+        narrowed = load_weights(model, files, dtype=resolved, device=torch_device, strict=strict)
+    finally:
+        files.close()
+    if narrowed and dtype == "auto":
+        logger.warning(
+            f"{path_or_id} stores {len(narrowed)} tensors ({narrowed[0]}, ...) with more precision than {resolved}, "
+            f"in which they are loaded. Pass a wider dtype to keep their values, or dtype={resolved} if this is meant."
+        )
+    if model.can_generate() and (folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    return model.eval()
+
+
+def _load_quantised(
+    model_class: type[PreTrainedModel],
+    folder: Path,
+    config: PreTrainedConfig,
+    dtype: str | torch.dtype,
+    device: torch.device,
+    strict: bool,
+    options: dict[str, Any],
+) -> PreTrainedModel:
+    """A quantised checkpoint in an uncombined model, by transformers: its quantisers replace the linears they own."""
+    load = PreTrainedModel.from_pretrained.__func__  # a family's class has another of that name
+    model, info = load(
+        model_class, folder, config=config, dtype=dtype, device_map=device, output_loading_info=True, **options
+    )
+    kinds = {"missing_keys": "missing", "unexpected_keys": "unexpected", "mismatched_keys": "shape"}
+    problems = [
+        Problem(kind, str(key), "reported by transformers, which loads quantised checkpoints")
+        for name, kind in kinds.items()
+        for key in sorted(info.get(name, ()), key=str)
+    ]
+    if strict and problems:
+        raise CheckpointError(
+            f"{folder} does not fit {model_class.__name__}", problems, ["pass strict=False to load it all the same"]
+        )
+    if getattr(model, "hf_quantizer", None) is None:
+        model._weight_conversions = None  # it is dequantised, and saving is not to quantise it again
+    return model.eval()
+
+
+def from_config(
+    class_for: ClassFor,
+    config: PreTrainedConfig,
+    *,
+    dtype: torch.dtype | None = None,
+    device: str | int | torch.device | None = None,
+    combine: Combine = True,
+    backend: BackendConfig | None = None,
+) -> PreTrainedModel:
+    """A model with new weights: under a seed, bit for bit those transformers initialises.
+
+    Args:
+        class_for: chooses the class. For the others: see `nrl_models.AutoModelForCausalLM.from_config`.
+    """
+    config = copy.deepcopy(config)
+    model_class = class_for(config, None)
+    config = config_for(model_class, config)
+    torch_device = torch.device("cpu" if device is None else device)
+    options = _construction(model_class, config, combine, backend, torch_device)
+    if dtype is not None:
+        options["dtype"] = dtype
+    with torch_device:
+        return model_class._from_config(config, **options)
+
+
+@contextmanager
+def _meta_parameters() -> Iterator[None]:
+    """Models built inside have parameters on meta, which nobody initialises, and real buffers."""
+    with init_empty_weights(include_buffers=False):
+        register_on_meta = nn.Module.register_parameter
+
+        def register(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+            register_on_meta(module, name, param)
+            if param is not None:
+                module._parameters[name]._is_hf_initialized = True
+
+        nn.Module.register_parameter = register
+        yield  # accelerate restores the original
+
+
+def config_for(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedConfig:
+    """The configuration `model_class` takes: `config`, or the text model's within it.
+
+    Raises:
+        UnknownArchitectureError: `config` is another model's.
+    """
+    wanted = model_class.config_class
+    # By name too, because code that comes with a checkpoint may be imported twice.
+    if wanted is None or isinstance(config, wanted) or type(config).__name__ == wanted.__name__:
+        return config
+    if isinstance(text := config.get_text_config(), wanted):
+        text.name_or_path = config.name_or_path
+        return text
+    raise UnknownArchitectureError(
+        f"{config.name_or_path or 'the configuration'} is a {type(config).__name__} (model_type "
+        f"{config.model_type!r}), and {model_class.__name__} takes a {wanted.__name__}. "
+        "Use that model's class, or an auto class (nrl_models.AutoModelForCausalLM, ...), which chooses it."
+    )
+
+
+def _override(config: PreTrainedConfig, overrides: Mapping[str, Any]) -> None:
+    """Set `overrides`, values by the configuration's own names, on `config`.
+
+    Raises:
+        UnknownArgumentError: names it does not have. Nothing is set then.
+    """
+    unknown = [name for name in overrides if name not in IMPLEMENTATIONS and not _is_value(config, name)]
+    if unknown:
+        raise UnknownArgumentError(_unknown_keywords(unknown, config))
+    for name, value in overrides.items():
+        if name in IMPLEMENTATIONS:
+            setattr(config, f"_{name}", value)
+        elif isinstance(nested := getattr(config, name), PreTrainedConfig) and isinstance(value, Mapping):
+            setattr(config, name, type(nested)(**(nested.to_dict() | dict(value))))
+        else:
+            setattr(config, name, value)
+
+
+def _is_value(config: PreTrainedConfig, name: str) -> bool:
+    return name != "torch_dtype" and hasattr(config, name) and not callable(getattr(config, name))
+
+
+def read_config(folder: Path, *, trust_remote_code: bool = False) -> PreTrainedConfig:
+    """The configuration of the checkpoint in `folder`.
+
+    Raises:
+        CheckpointError: `config.json` is no JSON object.
+        UnknownArchitectureError: a `model_type` nobody knows.
+        RemoteCodeError: it needs the checkpoint's own code, and that was not allowed.
+    """
+    return AutoConfig.from_pretrained(folder, trust_remote_code=_needs_its_code(folder, trust_remote_code))
+
+
+def _needs_its_code(folder: Path, trust_remote_code: bool) -> bool:
+    """Whether only the checkpoint's own code can read its configuration. Refuse it if that is not allowed."""
+    try:
+        content = json.loads((folder / CONFIG_NAME).read_text())
+        model_type = content.get("model_type")
+    except (ValueError, AttributeError) as error:
+        raise CheckpointError(
+            f"cannot load {folder}", [Problem("file", CONFIG_NAME, f"is not a JSON object: {error}")]
+        ) from error
+    if model_type in CONFIG_MAPPING:
+        return False
+    if "auto_map" in content:
+        if trust_remote_code:
+            return True
+        raise RemoteCodeError(
+            f"{folder} brings its own code for model_type {model_type!r} ({content['auto_map']}), and running it was "
+            "not allowed. Read that code; if you trust it, pass trust_remote_code=True."
+        )
+    close = get_close_matches(str(model_type), list(CONFIG_MAPPING), n=3)
+    hint = f" Close names: {', '.join(close)}." if close else ""
+    raise UnknownArchitectureError(
+        f"{folder / CONFIG_NAME} has model_type {model_type!r}, which neither transformers nor a registered family "
+        f"knows.{hint} It may need a newer transformers, or a family that registers its configuration."
+    )
+
+
+def _unknown_keywords(unknown: Iterable[str], config: PreTrainedConfig) -> str:
+    known = [*KEYWORDS, *IMPLEMENTATIONS, *config.to_dict()]
+    lines = []
+    for name in unknown:
+        close = ["dtype"] if name == "torch_dtype" else get_close_matches(name, known, n=3)
+        lines.append(name + (f" (did you mean {' or '.join(close)}?)" if close else ""))
+    return (
+        f"unknown keyword{'s' if len(lines) > 1 else ''} {', '.join(lines)}: expected one of "
+        f"{', '.join((*KEYWORDS, *IMPLEMENTATIONS))}, or a key of {type(config).__name__}"
+    )
+
+
+def _construction(
+    model_class: type[PreTrainedModel],
+    config: PreTrainedConfig,
+    combine: Combine,
+    backend: BackendConfig | None,
+    device: torch.device,
+) -> dict[str, Any]:
+    """Keywords for `model_class._from_config`."""
+    given = backend or BackendConfig()
+    combined = should_combine(given.combine if combine is True else combine, device)
+    options: dict[str, Any] = given.implementations()
+    if not hasattr(model_class, "rewrites"):  # a plain Hugging Face class has nothing to combine
+        return options
+    if combined and getattr(config, "quantization_config", None) is not None:
+        method = dict(config.quantization_config).get("quant_method", "an unnamed method")
+        raise CheckpointError(
+            f"cannot load {config.name_or_path} into {model_class.__name__} with combined projections",
+            [Problem("dtype", "quantization_config", f"the checkpoint is quantised with {method}")],
+            ["pass combine=False: quantisers replace the linears they own"],
+        )
+    return options | {"combine": combined}
+
+
+def _resolve_dtype(dtype: str | torch.dtype, config: PreTrainedConfig, files: CheckpointFiles) -> torch.dtype:
+    """The dtype to load in: "auto" is the configuration's, else that of the first floating-point tensor."""
+    if dtype == "auto":
+        dtype = config.dtype or config.get_text_config().dtype
+        if dtype is None:
+            floats = (tensor.dtype for tensor in files.tensors.values() if tensor.dtype.is_floating_point)
+            return next((one for one in floats if one.itemsize > 1), torch.get_default_dtype())
+    resolved = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if not isinstance(resolved, torch.dtype) or not resolved.is_floating_point:
+        raise UnknownArgumentError(f"dtype={dtype!r}: expected 'auto' or a floating-point dtype such as torch.bfloat16")
+    return resolved

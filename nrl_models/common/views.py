@@ -1,0 +1,436 @@
+"""Every Hugging Face tensor is a view of a parameter: the views, as data.
+
+A `View` says where in a parameter a tensor lives, as a short list of steps (`narrow`, `select`,
+`transpose`, `reshape`). Loading writes through views, saving and refit read through them, and
+proofs check that together they cover each parameter exactly once. A view knows no model: it is
+applied to any tensor of the parameter's shape (the weight, its gradient, an optimiser state).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+Step = tuple[str, tuple[int, ...]]
+"""One `torch.Tensor` method and its integer arguments, e.g. `("narrow", (0, 0, 256))`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A region of a contiguous tensor: its shape, and the strides and offset that reach it.
+
+    Args:
+        shape: the region's shape.
+        strides: in elements; None where no strides can express it (rows in another order, say).
+        offset: of its first element, in elements.
+    """
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...] | None
+    offset: int = 0
+
+    @staticmethod
+    def whole(shape: Sequence[int]) -> Place:
+        """All of a contiguous tensor of `shape`."""
+        strides, step = [], 1
+        for size in reversed(shape):
+            strides.append(step)
+            step *= max(size, 1)
+        return Place(tuple(shape), tuple(reversed(strides)))
+
+    @property
+    def is_block(self) -> bool:
+        """Whether the elements follow one another in memory, in their order."""
+        packed = Place.whole(self.shape).strides
+        if self.strides is None:
+            return False
+        return all(size == 1 or have == want for size, have, want in zip(self.shape, self.strides, packed, strict=True))
+
+    def after(self, method: str, args: tuple[int, ...]) -> Place:
+        """The region that one more step leads to."""
+        shape, strides = list(self.shape), list(self.strides) if self.strides is not None else None
+        if method == "reshape":
+            return self._reshaped(args)
+        assert strides is not None
+        offset = self.offset
+        if method == "narrow":
+            dim, start, shape[args[0]] = args
+            offset += start * strides[dim]
+        elif method == "select":
+            dim, index = args
+            offset += index * strides[dim]
+            del shape[dim], strides[dim]
+        elif method == "transpose":
+            first, second = args
+            shape[first], shape[second] = shape[second], shape[first]
+            strides[first], strides[second] = strides[second], strides[first]
+        else:
+            raise ValueError(f"unknown step {method}{args}")
+        return Place(tuple(shape), tuple(strides), offset)
+
+    def _reshaped(self, shape: tuple[int, ...]) -> Place:
+        if self.strides is None:
+            return Place(shape, None)
+        try:
+            view = torch.empty_strided(self.shape, self.strides, device="meta").view(shape)
+        except RuntimeError:
+            return Place(shape, None)
+        return Place(shape, tuple(view.stride()), self.offset)
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A region of the parameter called `parameter`, reached by applying `steps` in order.
+
+    Args:
+        parameter: name in the model's own `state_dict()`.
+        steps: `narrow(dim, start, length)`, `select(dim, index)`, `transpose(dim0, dim1)` or
+            `reshape(*shape)`, with dimensions counted from the front. A `reshape` that no strides can
+            express (a permutation of rows, as rotary weights need) may stand last: reading then copies,
+            writing does not.
+    """
+
+    parameter: str
+    steps: tuple[Step, ...] = ()
+
+    def then(self, method: str, *args: int) -> View:
+        """This view with one more step."""
+        return View(self.parameter, (*self.steps, (method, args)))
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The region of `tensor`: sharing its storage wherever strides can express the steps."""
+        return apply_steps(tensor, self.steps)
+
+    def region_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The region of `tensor`, always sharing its storage: of another shape where the last steps would copy.
+
+        Those steps are reshapes (checked when the view was made), so the elements and their order are right.
+        """
+        for method, args in self.steps:
+            if method == "reshape" and not _is_viewable(tensor, args):
+                break
+            tensor = getattr(tensor, "view" if method == "reshape" else method)(*args)
+        return tensor
+
+    def write(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
+        """Copy `value` (the shape `of(tensor)` has) into the region, casting to `tensor`'s dtype. No temporary."""
+        region = self.region_of(tensor)
+        region.copy_(value.reshape(region.shape))
+
+    def place_in(self, shape: Sequence[int]) -> Place:
+        """Where the region lies in a contiguous parameter of `shape`."""
+        place: Place | None = Place.whole(shape)
+        for method, args in self.steps:
+            if place.strides is None and method != "reshape":
+                raise ValueError(f"{self}: after a reshape that copies only reshapes may follow")
+            place = place.after(method, args)
+        return place
+
+    def __str__(self) -> str:
+        return self.parameter + "".join(f".{method}{args}" for method, args in self.steps)
+
+
+def apply_steps(tensor: torch.Tensor, steps: Iterable[Step]) -> torch.Tensor:
+    """Apply `steps` to `tensor` one after the other."""
+    for method, args in steps:
+        tensor = getattr(tensor, method)(*args)
+    return tensor
+
+
+def _is_viewable(tensor: torch.Tensor, shape: Sequence[int]) -> bool:
+    try:
+        tensor.view(*shape)
+    except RuntimeError:
+        return False
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One region of a Hugging Face tensor (`region`, steps into it) and the `view` that holds it."""
+
+    view: View
+    region: tuple[Step, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class HFTensor:
+    """A Hugging Face tensor and where the model holds it.
+
+    Nearly always one piece that is the whole tensor. Several when the hub packs what the model
+    keeps apart, e.g. a packed `qkv` read by a model whose projections are not combined.
+
+    Args:
+        name: the tensor's name.
+        shape: its shape.
+        pieces: where its regions live; together they are the whole tensor.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """Names of the parameters that hold it."""
+        return tuple(dict.fromkeys(piece.view.parameter for piece in self.pieces))
+
+    @property
+    def view(self) -> View | None:
+        """The view that is the whole tensor, or None if it is joined from several."""
+        return self.pieces[0].view if len(self.pieces) == 1 and not self.pieces[0].region else None
+
+    def read(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """The tensor, from parameters by name: a view where it is one piece, else a new tensor."""
+        if self.view is not None:
+            return self.view.of(tensors[self.view.parameter])
+        first = tensors[self.pieces[0].view.parameter]
+        whole = first.new_empty(self.shape)
+        for piece in self.pieces:
+            apply_steps(whole, piece.region).copy_(piece.view.of(tensors[piece.view.parameter]))
+        return whole
+
+    def write_into(self, parameter: str, tensor: torch.Tensor, value: torch.Tensor) -> None:
+        """Copy what `value` (this Hugging Face tensor) holds of `parameter` into `tensor`, without a temporary."""
+        for piece in self.pieces:
+            if piece.view.parameter == parameter:
+                piece.view.write(tensor, apply_steps(value, piece.region))
+
+
+class NotAViewError(TypeError):
+    """An operation whose result is no view of a parameter was applied to a `TracedTensor`."""
+
+
+class TracedTensor(torch.Tensor):
+    """A shape without data that records, as views, what is done to it.
+
+    transformers describes the hub's layout by operations on tensors (`chunk`, `transpose`, ...).
+    Running them on traced tensors turns that description into views, whatever the operations are
+    and whoever wrote them. Operations that compute something raise `NotAViewError`.
+    """
+
+    pieces: tuple[Piece, ...]
+
+    @staticmethod
+    def of_pieces(shape: Sequence[int], dtype: torch.dtype, pieces: tuple[Piece, ...]) -> TracedTensor:
+        """A tensor of `shape` that lives in `pieces`."""
+        traced = torch.Tensor._make_subclass(TracedTensor, _on_meta(tuple(shape), dtype))
+        traced.pieces = pieces
+        return traced
+
+    def step(self, method: str, *args: int) -> TracedTensor:
+        """The traced result of one view step."""
+        if len(self.pieces) != 1 or self.pieces[0].region:
+            raise NotAViewError(f"`{method}` on a tensor joined from several parameters is no view of any of them")
+        shape = Place.whole(self.shape).after(method, args).shape
+        return TracedTensor.of_pieces(shape, self.dtype, (Piece(self.pieces[0].view.then(method, *args)),))
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        rule = _RULES.get(func.__name__)
+        if rule is not None:
+            return rule(*args, **(kwargs or {}))
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor):
+            raise NotAViewError(f"`{func.__name__}` is not a view operation")
+        return result
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TracedTensor:
+        return self
+
+
+@lru_cache(maxsize=256)
+def _on_meta(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+# What each torch operation means for a traced tensor. Arguments are named as torch names them.
+
+
+def _dim(tensor: torch.Tensor, dim: int) -> int:
+    return dim if dim >= 0 else dim + tensor.ndim
+
+
+def _identity(tensor: TracedTensor, *_: Any, **__: Any) -> TracedTensor:
+    return tensor
+
+
+def _narrow(tensor: TracedTensor, dim: int, start: int, length: int) -> TracedTensor:
+    dim = _dim(tensor, dim)
+    return tensor if length == tensor.shape[dim] else tensor.step("narrow", dim, start, length)
+
+
+def _pieces_of(tensor: TracedTensor, sizes: Iterable[int], dim: int) -> tuple[TracedTensor, ...]:
+    result, start = [], 0
+    for size in sizes:
+        result.append(_narrow(tensor, dim, start, size))
+        start += size
+    return tuple(result)
+
+
+def _chunk(input: TracedTensor, chunks: int, dim: int = 0) -> tuple[TracedTensor, ...]:
+    size = -(-input.shape[dim] // chunks)
+    return _split(input, size, dim)
+
+
+def _split(
+    tensor: TracedTensor,
+    split_size_or_sections: int | Sequence[int] | None = None,
+    dim: int = 0,
+    split_size: int | Sequence[int] | None = None,
+) -> tuple[TracedTensor, ...]:
+    sections = split_size_or_sections if split_size_or_sections is not None else split_size
+    if isinstance(sections, int):
+        total = tensor.shape[dim]
+        sections = [min(sections, total - start) for start in range(0, total, sections)]
+    return _pieces_of(tensor, sections, dim)
+
+
+def _select(input: TracedTensor, dim: int, index: int) -> TracedTensor:
+    dim = _dim(input, dim)
+    size = input.shape[dim]
+    if not -size <= index < size:
+        raise IndexError(f"index {index} is out of range for dimension {dim} of size {size}")
+    return input.step("select", dim, index % size)
+
+
+def _unbind(input: TracedTensor, dim: int = 0) -> tuple[TracedTensor, ...]:
+    return tuple(_select(input, dim, index) for index in range(input.shape[dim]))
+
+
+def _squeeze(input: TracedTensor, dim: int | None = None) -> TracedTensor:
+    if dim is None:
+        for one in reversed(range(input.ndim)):
+            input = _squeeze(input, one)
+        return input
+    dim = _dim(input, dim)
+    if input.shape[dim] != 1:
+        return input
+    shape = (*input.shape[:dim], *input.shape[dim + 1 :])
+    view = input.pieces[0].view
+    method, args = view.steps[-1] if len(input.pieces) == 1 and view.steps else ("", ())
+    if method == "narrow" and args[0] == dim:  # one row, and then without that dimension: a select
+        selected = View(view.parameter, view.steps[:-1]).then("select", dim, args[1])
+        return TracedTensor.of_pieces(shape, input.dtype, (Piece(selected),))
+    return _reshape(input, *shape)
+
+
+def _transpose(input: TracedTensor, dim0: int, dim1: int) -> TracedTensor:
+    return input.step("transpose", _dim(input, dim0), _dim(input, dim1))
+
+
+def _t(input: TracedTensor) -> TracedTensor:
+    return _transpose(input, 0, 1)
+
+
+def _permute(input: TracedTensor, *dims: Any) -> TracedTensor:
+    order = [_dim(input, dim) for dim in (dims[0] if len(dims) == 1 else dims)]
+    for position in range(len(order)):  # as transpositions
+        source = order[position]
+        while source < position:
+            source = order[source]
+        if source != position:
+            input = input.step("transpose", position, source)
+    return input
+
+
+def _reshape(input: TracedTensor, *shape: Any) -> TracedTensor:
+    wanted = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
+    known = 1
+    for size in wanted:
+        known *= size if size != -1 else 1
+    wanted = tuple(input.numel() // known if size == -1 else size for size in wanted)
+    return input if wanted == tuple(input.shape) else input.step("reshape", *wanted)
+
+
+def _getitem(tensor: TracedTensor, index: Any) -> TracedTensor:
+    dim = 0
+    for item in index if isinstance(index, tuple) else (index,):
+        if item is Ellipsis and dim == 0 and not isinstance(index, tuple):
+            return tensor
+        if isinstance(item, int):
+            tensor = _select(tensor, dim, item)
+        elif isinstance(item, slice) and item.step in (None, 1):
+            start, stop, _ = item.indices(tensor.shape[dim])
+            tensor, dim = _narrow(tensor, dim, start, stop - start), dim + 1
+        else:
+            raise NotAViewError(f"indexing with {item!r} is not a supported view")
+    return tensor
+
+
+def _cat(tensors: Sequence[TracedTensor], dim: int = 0) -> TracedTensor:
+    with torch._C.DisableTorchFunctionSubclass():
+        meta = torch.cat(list(tensors), dim=dim)
+    dim = _dim(meta, dim)
+    pieces: list[Piece] = []
+    start = 0
+    for tensor in tensors:
+        length = tensor.shape[dim]
+        for piece in tensor.pieces:
+            pieces.append(Piece(piece.view, (("narrow", (dim, start, length)), *piece.region)))
+        start += length
+    return TracedTensor.of_pieces(meta.shape, meta.dtype, _merge_neighbours(pieces, dim, meta.shape[dim]))
+
+
+def _merge_neighbours(pieces: list[Piece], dim: int, total: int) -> tuple[Piece, ...]:
+    """Join pieces that are neighbours both in the tensor and in the parameter.
+
+    This is what makes a tensor that the hub packs and our model combines one view again.
+    """
+    merged: list[Piece] = []
+    for piece in pieces:
+        joined = _join(merged[-1], piece, dim) if merged else None
+        if joined is None:
+            merged.append(piece)
+        else:
+            merged[-1] = joined
+    if len(merged) == 1 and merged[0].region == (("narrow", (dim, 0, total)),):
+        return (Piece(merged[0].view),)
+    return tuple(merged)
+
+
+def _join(left: Piece, right: Piece, dim: int) -> Piece | None:
+    """One piece in place of two, where a single `narrow` can say both on each side."""
+    same_place = left.view.parameter == right.view.parameter and left.view.steps[:-1] == right.view.steps[:-1]
+    if not (same_place and left.view.steps and len(left.region) == len(right.region) == 1):
+        return None
+    (left_method, left_args), (right_method, right_args) = left.view.steps[-1], right.view.steps[-1]
+    if not (left_method == right_method == "narrow" and left_args[0] == right_args[0] == dim):
+        return None
+    if left_args[1] + left_args[2] != right_args[1]:
+        return None
+    (_, (_, start, length)), (_, (_, _, more)) = left.region[0], right.region[0]
+    narrow = ("narrow", (dim, left_args[1], left_args[2] + right_args[2]))
+    view = View(left.view.parameter, (*left.view.steps[:-1], narrow))
+    return Piece(view, (("narrow", (dim, start, length + more)),))
+
+
+_RULES: dict[str, Callable[..., Any]] = {
+    "__getitem__": _getitem,
+    "cat": _cat,
+    "chunk": _chunk,
+    "clone": _identity,
+    "concat": _cat,
+    "contiguous": _identity,
+    "detach": _identity,
+    "narrow": _narrow,
+    "permute": _permute,
+    "reshape": _reshape,
+    "select": _select,
+    "split": _split,
+    "split_with_sizes": _split,
+    "squeeze": _squeeze,
+    "swapaxes": _transpose,
+    "t": _t,
+    "to": _identity,
+    "transpose": _transpose,
+    "unbind": _unbind,
+    "view": _reshape,
+}

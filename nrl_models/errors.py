@@ -1,0 +1,71 @@
+"""What goes wrong, as types. Every message says what was wrong, what was expected and what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+
+class NRLModelsError(Exception):
+    """Base of every error this library raises on purpose."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing that is wrong with a checkpoint or a state dict.
+
+    Args:
+        kind: `missing`, `unexpected`, `duplicated`, `shape`, `dtype`, `partial`, `tied`, `file`, `index`
+            or `format`.
+        subject: the key or file it is about.
+        detail: what was found and what was expected.
+        file: the file it was found in, where there is one.
+    """
+
+    kind: str
+    subject: str
+    detail: str
+    file: str | None = None
+
+    def __str__(self) -> str:
+        where = f" ({self.file})" if self.file else ""
+        return f"{self.kind}: {self.subject}{where}: {self.detail}"
+
+
+class StateDictError(NRLModelsError, ValueError):
+    """Tensors do not fit the model. Nothing has been written.
+
+    Attributes:
+        problems: everything that is wrong, not only the first.
+    """
+
+    def __init__(self, summary: str, problems: Iterable[Problem], advice: Sequence[str] = ()) -> None:
+        self.problems = tuple(problems)
+        lines = [f"{summary} ({len(self.problems)} problem{'s' if len(self.problems) != 1 else ''})"]
+        lines += [f"  - {problem}" for problem in self.problems]
+        lines += [f"  What to do: {line}" for line in advice]
+        super().__init__("\n".join(lines))
+
+
+class CheckpointError(StateDictError):
+    """A checkpoint's files are damaged, unsafe, of another format or of another model."""
+
+
+class UnknownArchitectureError(NRLModelsError, ValueError):
+    """No class is known for an architecture, or it is not of the kind asked for."""
+
+
+class FamilyImportError(NRLModelsError, ImportError):
+    """A registered family could not be imported: it needs another version, or it is broken."""
+
+
+class RegistrationError(NRLModelsError, ValueError):
+    """A registration is malformed or would shadow another one."""
+
+
+class RemoteCodeError(NRLModelsError, ValueError):
+    """A checkpoint brings its own code, and running it was not allowed."""
+
+
+class UnknownArgumentError(NRLModelsError, TypeError):
+    """A keyword that neither the call nor the model's configuration knows."""

@@ -1,0 +1,1 @@
+"""gpt-oss: attention with learned sinks over a mixture of stacked, biased experts."""

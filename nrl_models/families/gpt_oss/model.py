@@ -1,0 +1,77 @@
+"""gpt-oss: attention with learned sinks over a mixture of stacked, biased experts."""
+
+from typing import Any
+
+import torch
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+from transformers.models.gpt_oss import modeling_gpt_oss as hf
+
+from nrl_models.common import CombinedQKV, FamilyModel
+
+
+class GptOssAttention(CombinedQKV, hf.GptOssAttention):
+    """Attention with sinks and one biased projection for Q, K and V."""
+
+
+class GptOssModel(hf.GptOssModel):
+    """The decoder, in which documents packed into one row do not see each other.
+
+    Upstream makes its masks without the positions that tell documents apart.
+    """
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | dict[str, torch.Tensor] | None = None,
+        position_ids: torch.Tensor | None = None,
+        past_key_values: Any = None,
+        inputs_embeds: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Arguments and results are upstream's."""
+        if attention_mask is None and position_ids is not None and past_key_values is None:
+            inputs_embeds = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+            mask_inputs = {
+                "config": self.config,
+                "inputs_embeds": inputs_embeds,
+                "attention_mask": None,
+                "past_key_values": None,
+                "position_ids": position_ids,
+            }
+            input_ids, attention_mask = (
+                None,
+                {
+                    "full_attention": create_causal_mask(**mask_inputs),
+                    "sliding_attention": create_sliding_window_causal_mask(**mask_inputs),
+                },
+            )
+        return super().forward(input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, **kwargs)
+
+
+class GptOssFamily(FamilyModel):
+    """What every GptOss model shares."""
+
+    rewrites = {hf.GptOssAttention: GptOssAttention, hf.GptOssModel: GptOssModel}
+    tiny = {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 32.0,
+            "original_max_position_embeddings": 8,
+        }
+    }
+
+
+class GptOssForCausalLM(GptOssFamily, hf.GptOssForCausalLM):
+    """GptOss with a language-model head."""
+
+
+class GptOssForSequenceClassification(GptOssFamily, hf.GptOssForSequenceClassification):
+    """GptOss with a score for a sequence (reward models)."""
+
+
+class GptOssForTokenClassification(GptOssFamily, hf.GptOssForTokenClassification):
+    """GptOss with a score for each token."""
+
+
+ModelClass = GptOssForCausalLM

@@ -1,0 +1,1 @@
+"""Llama: grouped-query attention and SwiGLU."""

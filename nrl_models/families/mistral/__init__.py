@@ -1,0 +1,1 @@
+"""Mistral: Llama's layers with sliding-window attention."""

@@ -1,0 +1,1 @@
+"""Mixtral: Llama's attention over a sparse mixture of stacked experts."""

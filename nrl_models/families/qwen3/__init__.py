@@ -1,0 +1,1 @@
+"""Qwen3: Llama's layers with RMS-normed queries and keys."""

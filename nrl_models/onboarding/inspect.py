@@ -1,0 +1,123 @@
+"""What a checkpoint is, from its configuration and its files' headers: no weight is read."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+
+from nrl_models.auto import auto_class_for
+from nrl_models.common import CombinedLinear, FamilyModel
+from nrl_models.common.checkpoint_files import CheckpointFiles, resolve_folder
+from nrl_models.common.pretrained import read_config
+
+EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+"""What configurations call the number of experts."""
+
+SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "max_position_embeddings",
+    "moe_intermediate_size",
+    "num_experts_per_tok",
+)
+"""The sizes that are shown, by the configuration's own keys."""
+
+
+@dataclass(frozen=True, slots=True)
+class Inspection:
+    """What a checkpoint is.
+
+    Args:
+        architecture: the architecture it loads as.
+        family: the module that serves it; None if it falls back to transformers' own class.
+        kinds: some of `dense`, `moe`, `vlm`, `hybrid`.
+        sizes: sizes of the (text) model, by configuration key.
+        tied: whether the output embeddings are the input embeddings.
+        flags: names of the family's `ModelFlag`s.
+        groups: for each kind of combined projection, written `Class: a + b`, how many there are.
+        parameters: number of parameters; tied ones once.
+        stored_tensors: number of tensors in the files; None if there are none.
+        stored_bytes: their size.
+        dtypes: number of stored tensors by dtype.
+    """
+
+    architecture: str
+    family: str | None
+    kinds: tuple[str, ...]
+    sizes: dict[str, int]
+    tied: bool
+    flags: tuple[str, ...]
+    groups: dict[str, int]
+    parameters: int
+    stored_tensors: int | None
+    stored_bytes: int | None
+    dtypes: dict[str, int]
+
+
+def inspect(path: str | Path) -> Inspection:
+    """Look at the checkpoint in `path`: a folder with `config.json`, with or without weights.
+
+    Raises:
+        CheckpointError: no configuration, or damaged files.
+        UnknownArchitectureError: an architecture nobody serves.
+    """
+    folder = resolve_folder(path)
+    auto_class = auto_class_for(folder)
+    config = read_config(folder)
+    model = auto_class.from_config(config, device="meta")
+    has_weights = any(folder.glob("*.safetensors")) or any(folder.glob("*.bin"))
+    files = CheckpointFiles(folder) if has_weights else None
+    text = config.get_text_config()
+    return Inspection(
+        architecture=type(model).__name__,
+        family=type(model).__module__ if isinstance(model, FamilyModel) else None,
+        kinds=tuple(kinds_of(config)),
+        sizes={key: value for key in SIZES if isinstance(value := getattr(text, key, None), int)},
+        tied=bool(model.all_tied_weights_keys),
+        flags=tuple(model.flags.names) if isinstance(model, FamilyModel) else (),
+        groups=combined_groups(model),
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        stored_tensors=len(files.tensors) if files else None,
+        stored_bytes=files.nbytes if files else None,
+        dtypes=dict(Counter(_short(tensor.dtype) for tensor in files.tensors.values())) if files else {},
+    )
+
+
+def kinds_of(config: PreTrainedConfig) -> list[str]:
+    """What a configuration says the model is: `dense` or `moe`, and `vlm`, `hybrid`."""
+    text: Any = config.get_text_config()
+    experts = [value for key in EXPERT_KEYS if (value := getattr(text, key, None)) is not None]
+    kinds = ["moe" if any(value > 1 for value in experts) else "dense"]
+    if getattr(config, "vision_config", None) is not None:
+        kinds.append("vlm")
+    layer_types = set(getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or ())
+    if any(one not in ("attention", "hybrid") and "attention" not in one for one in layer_types) or (
+        "linear_attention" in layer_types
+    ):
+        kinds.append("hybrid")
+    return kinds
+
+
+def combined_groups(model: torch.nn.Module) -> dict[str, int]:
+    """The combined projections of a model, `Class: a + b`, and how many of each it has."""
+    owners = dict(model.named_modules())
+    counts: Counter[str] = Counter()
+    for name, module in owners.items():
+        if isinstance(module, CombinedLinear):
+            owner = type(owners[name.rpartition(".")[0]]).__name__
+            counts[f"{owner}: {' + '.join(module.rows)}"] += 1
+    return dict(counts)
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,90 @@
+"""The whole check of a checkpoint: every level against transformers, and the culprits if it fails."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from nrl_models.auto import auto_class_for
+from nrl_models.common import FamilyModel
+from nrl_models.parity.inputs import Inputs, inputs_for
+from nrl_models.parity.levels import compare_components, compare_end_to_end, compare_gradients, compare_weights
+from nrl_models.parity.localise import localise
+from nrl_models.parity.report import ParityReport, ParityRow
+
+CHECKS = ("1", "2", "3", "gradients")
+"""The levels by name."""
+
+
+def check_parity(
+    path: str | Path,
+    *,
+    checks: Collection[str] = CHECKS,
+    device: str | torch.device = "cpu",
+    length: int = 64,
+    batch: int = 2,
+    seed: int = 42,
+    **load_options: Any,
+) -> ParityReport:
+    """Compare a checkpoint loaded here with the same checkpoint loaded by transformers.
+
+    Levels 1, 2 and gradients run in fp32, which shows a mistake best; level 3 also in bf16, which is how
+    models are trained. If any of them fails, the first modules that depart are named.
+
+    Args:
+        path: the checkpoint's folder.
+        checks: which of `CHECKS` to run.
+        device: where to run them.
+        length: tokens in a sequence.
+        batch: sequences; at least two, for the noise floor.
+        seed: of the random inputs.
+        load_options: further keywords of `from_pretrained` for the model under test.
+
+    Raises:
+        ValueError: an unknown check, or a batch of less than two.
+        CheckpointError, UnknownArchitectureError, ...: as `from_pretrained`.
+    """
+    unknown = set(checks) - set(CHECKS)
+    if unknown or batch < 2:
+        raise ValueError(f"unknown checks {sorted(unknown)}: expected some of {CHECKS}" if unknown else "batch below 2")
+    auto_class = auto_class_for(path)
+    model = auto_class.from_pretrained(path, dtype=torch.float32, device=device, **load_options)
+    reference = load_reference(model, path, torch.float32, device)
+    report = ParityReport(f"{path}: {type(model).__name__} against transformers' {type(reference).__name__}")
+    inputs = sample(model, length=length, batch=batch, seed=seed)
+    if "1" in checks:
+        report.add(compare_weights(model, reference))
+    if "2" in checks:
+        report.add(compare_components(model, reference, inputs, seed))
+    if "3" in checks:
+        report.add(compare_end_to_end(model, reference, inputs))
+    if "gradients" in checks:
+        report.add(
+            compare_gradients(model, reference, sample(model, length=length, batch=batch, seed=seed, labels=True))
+        )
+    if not report.passed:
+        culprits = localise(model, reference, inputs)
+        report.add(ParityRow("first to depart", False, str(culprit), "no module departs") for culprit in culprits)
+    if "3" in checks:
+        model = auto_class.from_pretrained(path, dtype=torch.bfloat16, device=device, **load_options)
+        reference = load_reference(model, path, torch.bfloat16, device)
+        report.add(compare_end_to_end(model, reference, inputs))
+    return report
+
+
+def load_reference(
+    model: PreTrainedModel, path: str | Path, dtype: torch.dtype, device: str | torch.device
+) -> PreTrainedModel:
+    """The same checkpoint as transformers loads it: the class that `model`'s class must equal."""
+    reference_class = type(model).reference_class() if isinstance(model, FamilyModel) else type(model)
+    config = type(model.config).from_pretrained(path)
+    return reference_class.from_pretrained(path, config=config, dtype=dtype).to(device).eval()
+
+
+def sample(model: PreTrainedModel, *, length: int, batch: int, seed: int, labels: bool = False) -> Inputs:
+    """Random inputs for `model`; long enough that images fit."""
+    return inputs_for(type(model), model.config, model.device, batch=batch, length=length, labels=labels, seed=seed)

@@ -1,0 +1,111 @@
+"""Numbers for how far two tensors, or two state dicts, are apart."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+
+
+class TensorComparison(NamedTuple):
+    """How far a tensor is from its reference.
+
+    Attributes:
+        max_diff: largest absolute difference; infinite if one has a NaN where the other has none.
+        mean_diff: mean absolute difference.
+        cosine_similarity: of the tensors as vectors, in double precision; 1.0 if both are zero.
+    """
+
+    max_diff: float
+    mean_diff: float
+    cosine_similarity: float
+
+    def __str__(self) -> str:
+        return f"max_diff={self.max_diff:.6e}, mean_diff={self.mean_diff:.6e}, cosine_sim={self.cosine_similarity:.8f}"
+
+
+def compare_tensors(reference: torch.Tensor, actual: torch.Tensor, name: str = "") -> TensorComparison:
+    """Compare two tensors of one shape, in fp32 differences and a double-precision cosine.
+
+    Args:
+        reference: the tensor to equal.
+        actual: the tensor under test, on any device, of any dtype.
+        name: what they are, for the error.
+
+    Raises:
+        ValueError: the shapes differ.
+    """
+    if reference.shape != actual.shape:
+        label = f"{name}: " if name else ""
+        raise ValueError(f"{label}shapes differ: reference {tuple(reference.shape)}, actual {tuple(actual.shape)}")
+    if reference.numel() == 0:
+        return TensorComparison(0.0, 0.0, 1.0)
+    first = reference.detach().float().flatten()
+    second = actual.detach().to(first.device).float().flatten()
+    # Infinities and NaNs that both have are equal; masked logits are.
+    same = (first == second) | (first.isnan() & second.isnan())
+    difference = torch.where(same, 0.0, (first - second).abs())
+    max_diff = difference.nan_to_num(nan=math.inf, posinf=math.inf).max().item()
+    mean_diff = difference.mean().item() if math.isfinite(max_diff) else math.inf
+    return TensorComparison(max_diff, mean_diff, _cosine(first, second))
+
+
+def _cosine(first: torch.Tensor, second: torch.Tensor) -> float:
+    finite = first.isfinite() & second.isfinite()
+    first, second = first[finite].double(), second[finite].double()
+    norms = (first.norm() * second.norm()).item()
+    if norms == 0.0:
+        return 1.0 if torch.equal(first, second) else 0.0
+    return (first @ second).item() / norms
+
+
+class StateDictComparison(NamedTuple):
+    """How two state dicts differ.
+
+    Attributes:
+        missing: names only the reference has.
+        extra: names only the other has.
+        max_diffs: for each shared name that differs the largest absolute difference; infinite where
+            shape or dtype differ.
+    """
+
+    missing: set[str]
+    extra: set[str]
+    max_diffs: dict[str, float]
+
+    @property
+    def equal(self) -> bool:
+        """Whether nothing differs."""
+        return not (self.missing or self.extra or self.max_diffs)
+
+    def __str__(self) -> str:
+        if self.equal:
+            return "all tensors match exactly"
+        parts = [f"missing {name}" for name in sorted(self.missing)]
+        parts += [f"extra {name}" for name in sorted(self.extra)]
+        parts += [f"{name}: max_diff={diff:.6e}" for name, diff in sorted(self.max_diffs.items())]
+        return "; ".join(parts)
+
+
+def compare_state_dicts(
+    reference: Mapping[str, torch.Tensor], actual: Mapping[str, torch.Tensor], prefix: str = ""
+) -> StateDictComparison:
+    """Compare two state dicts key by key, exactly.
+
+    Args:
+        reference: the state dict to equal.
+        actual: the one under test.
+        prefix: put before every name in the result.
+    """
+    max_diffs = {}
+    for name in sorted(reference.keys() & actual.keys()):
+        first, second = reference[name], actual[name]
+        if first.shape != second.shape or first.dtype != second.dtype:
+            max_diffs[prefix + name] = math.inf
+        elif not torch.equal(first, second.to(first.device)):
+            max_diffs[prefix + name] = compare_tensors(first, second).max_diff
+    missing = {prefix + name for name in reference.keys() - actual.keys()}
+    extra = {prefix + name for name in actual.keys() - reference.keys()}
+    return StateDictComparison(missing, extra, max_diffs)

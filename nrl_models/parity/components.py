@@ -1,0 +1,74 @@
+"""Running one layer of a model by itself, with the arguments the model calls it with."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.utils import ModelOutput
+
+from nrl_models.parity.inputs import Inputs
+
+
+@dataclass(frozen=True)
+class Call:
+    """The arguments a model called a layer with."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def with_random_input(self, seed: int) -> Call:
+        """The same call on random numbers in place of the first floating-point tensor (the hidden states).
+
+        A layer called with token ids alone is called as it was.
+        """
+        for index, value in enumerate(self.args):
+            if _is_float(value):
+                return replace(self, args=(*self.args[:index], _random_like(value, seed), *self.args[index + 1 :]))
+        for name, value in self.kwargs.items():
+            if _is_float(value):
+                return replace(self, kwargs=self.kwargs | {name: _random_like(value, seed)})
+        return self
+
+
+def _is_float(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+def _random_like(value: torch.Tensor, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(value.shape, generator=generator).to(value)
+
+
+def calls_of(model: nn.Module, classes: Collection[type[nn.Module]], inputs: Inputs) -> dict[str, Call]:
+    """The first call of every module of exactly these `classes`, by module name, in one forward of `model`."""
+    calls: dict[str, Call] = {}
+    handles = []
+    for name, module in model.named_modules():
+        if type(module) in classes:
+
+            def record(module: nn.Module, args: Any, kwargs: Any, name: str = name) -> None:
+                calls.setdefault(name, Call(args, dict(kwargs)))
+
+            handles.append(module.register_forward_pre_hook(record, with_kwargs=True))
+    dtype = next(model.parameters()).dtype
+    inputs = inputs | {name: value.to(dtype) for name, value in inputs.items() if value.is_floating_point()}
+    try:
+        with torch.no_grad():
+            model(**inputs, use_cache=False)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return calls
+
+
+def run_layer(layer: nn.Module, call: Call) -> list[torch.Tensor]:
+    """Every tensor the layer returns."""
+    with torch.no_grad():
+        output = layer(*call.args, **call.kwargs)
+    outputs = output.to_tuple() if isinstance(output, ModelOutput) else output
+    outputs = outputs if isinstance(outputs, (tuple, list)) else (outputs,)
+    return [one for one in outputs if isinstance(one, torch.Tensor)]

@@ -1,0 +1,188 @@
+"""The checks themselves: weights, components, the whole model, gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from nrl_models.common import ProjectionPart, StateDictAdapter
+from nrl_models.parity.compare import TensorComparison, compare_state_dicts, compare_tensors
+from nrl_models.parity.components import calls_of, run_layer
+from nrl_models.parity.inputs import Inputs
+from nrl_models.parity.noise import (
+    NOISE_FACTOR,
+    TOLERANCE,
+    gradient_noise,
+    gradients,
+    limit,
+    logits_noise,
+    logits_of,
+)
+from nrl_models.parity.report import ParityRow
+
+MIN_COSINE = 0.9999
+
+
+def compare_weights(model: PreTrainedModel, reference: PreTrainedModel) -> list[ParityRow]:
+    """Level 1: every weight and buffer is the reference's, exactly, and survives the way there and back.
+
+    Args:
+        model: the model under test; it has a `state_dict_adapter`.
+        reference: the Hugging Face model, loaded by transformers.
+    """
+    adapter = model.state_dict_adapter
+    own = model.state_dict()
+    expected = reference.state_dict()
+    converted = adapter.to_hf(own, layout="transformers")
+    weights = compare_state_dicts(expected, converted)
+    roundtrip = compare_state_dicts(own, adapter.from_hf(adapter.to_hf(own)))
+    buffers = compare_state_dicts(dict(reference.named_buffers()), dict(model.named_buffers()))
+    count = f"{len(expected)} tensors"
+    return [
+        ParityRow("level 1: weights", weights.equal, count if weights.equal else _first(weights), "equal exactly"),
+        ParityRow("level 1: round trip", roundtrip.equal, count if roundtrip.equal else _first(roundtrip), "exact"),
+        ParityRow(
+            "level 1: buffers",
+            buffers.equal,
+            f"{sum(1 for _ in model.buffers())} buffers" if buffers.equal else _first(buffers),
+            "equal exactly",
+        ),
+        _ties(model, adapter),
+    ]
+
+
+def _first(comparison: object) -> str:
+    text = str(comparison)
+    return text if len(text) < 200 else text[:200] + " ..."
+
+
+def _ties(model: PreTrainedModel, adapter: StateDictAdapter) -> ParityRow:
+    own = model.state_dict(keep_vars=True)
+    apart = [name for name, kept in adapter.tied.items() if own[name].data_ptr() != own[kept].data_ptr()]
+    tied = ", ".join(f"{name} = {kept}" for name, kept in adapter.tied.items()) or "nothing is tied"
+    return ParityRow("level 1: tied weights", not apart, f"apart: {apart}" if apart else tied, "one storage each")
+
+
+def compare_components(model: nn.Module, reference: nn.Module, inputs: Inputs, seed: int = 42) -> list[ParityRow]:
+    """Level 2: one layer of each class gives the reference's output, on random hidden states.
+
+    Args:
+        model: the model under test.
+        reference: the Hugging Face model, with the same weights and dtype.
+        inputs: what to call the models with once, for the layers' other arguments.
+        seed: of the random hidden states.
+    """
+    dtype = next(reference.parameters()).dtype
+    rows = []
+    classes = _component_classes(reference)
+    calls = calls_of(reference, classes, inputs)
+    done: set[type] = set()
+    for name, call in calls.items():
+        original = reference.get_submodule(name)
+        if type(original) in done:
+            continue
+        done.add(type(original))
+        call = call.with_random_input(seed)
+        expected = run_layer(original, call)
+        actual = run_layer(model.get_submodule(name), call)
+        worst = _worst([compare_tensors(first, second) for first, second in zip(expected, actual, strict=True)])
+        scale = max([1.0, *(tensor.abs().max().item() for tensor in expected if tensor.is_floating_point())])
+        allowed = TOLERANCE[dtype] * scale
+        rows.append(
+            ParityRow(
+                f"level 2: {type(original).__name__}",
+                worst.max_diff <= allowed and worst.cosine_similarity > MIN_COSINE,
+                f"max_diff {worst.max_diff:.1e}",
+                f"at most {allowed:.1e}",
+                name,
+            )
+        )
+    return rows
+
+
+def _component_classes(reference: nn.Module) -> set[type[nn.Module]]:
+    """The classes a modelling file defines for layers: not torch's own, not whole models."""
+    return {
+        type(module)
+        for module in reference.modules()
+        if not type(module).__module__.startswith("torch.") and not isinstance(module, PreTrainedModel)
+    }
+
+
+def _worst(comparisons: list[TensorComparison]) -> TensorComparison:
+    return TensorComparison(
+        max((one.max_diff for one in comparisons), default=0.0),
+        max((one.mean_diff for one in comparisons), default=0.0),
+        min((one.cosine_similarity for one in comparisons), default=1.0),
+    )
+
+
+def compare_end_to_end(model: nn.Module, reference: nn.Module, inputs: Inputs) -> list[ParityRow]:
+    """Level 3: the whole model gives the reference's logits.
+
+    The limit is a few times what the reference differs from itself when the batch changes (and never
+    below the dtype's tolerance), so that a bug cannot hide in an allowance that is larger than the noise.
+    """
+    dtype = next(reference.parameters()).dtype
+    expected = logits_of(reference, inputs)
+    noise = logits_noise(reference, inputs)
+    result = compare_tensors(expected, logits_of(model, inputs))
+    allowed = limit(noise, dtype)
+    return [
+        ParityRow(
+            f"level 3: logits, {_name(dtype)}",
+            result.max_diff <= allowed and result.cosine_similarity > MIN_COSINE,
+            f"max_diff {result.max_diff:.1e}, cosine {result.cosine_similarity:.8f}",
+            f"max_diff at most {allowed:.1e}, cosine above {MIN_COSINE}",
+            f"noise floor {noise:.1e}; logits up to {expected.abs().max().item():.1f}",
+        )
+    ]
+
+
+def compare_gradients(model: PreTrainedModel, reference: PreTrainedModel, inputs: Inputs) -> list[ParityRow]:
+    """The gradients of the loss, mapped to the reference's names, equal the reference's.
+
+    Args:
+        model: the model under test.
+        reference: the Hugging Face model, with the same weights and dtype.
+        inputs: with labels.
+    """
+    dtype = next(reference.parameters()).dtype
+    expected = gradients(reference, inputs)
+    noise = gradient_noise(reference, inputs, expected)
+    actual = model.state_dict_adapter.to_hf(gradients(model, inputs), layout="transformers")
+    missing = sorted(expected.keys() - actual.keys())
+    # Some gradients are zero but for rounding (a key's bias moves no softmax): they are held to the others' scale.
+    smallest = 1e-3 * max(gradient.abs().max().item() for gradient in expected.values())
+    worst_name, worst_ratio, worst_diff = "", 0.0, 0.0
+    for name, gradient in expected.items():
+        if name not in actual:
+            continue
+        difference = compare_tensors(gradient, actual[name]).max_diff
+        allowed = max(NOISE_FACTOR * noise[name], TOLERANCE[dtype] * max(gradient.abs().max().item(), smallest))
+        if difference / allowed >= worst_ratio:
+            worst_name, worst_ratio, worst_diff = name, difference / allowed, difference
+    return [
+        ParityRow(
+            f"gradients, {_name(dtype)}",
+            not missing and worst_ratio <= 1.0,
+            f"max_diff {worst_diff:.1e} in {len(expected)} tensors" if not missing else f"none for {missing[:4]}",
+            f"{worst_diff / worst_ratio if worst_ratio else TOLERANCE[dtype]:.1e} there",
+            f"worst: {worst_name}",
+        )
+    ]
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def shared_modules(model: nn.Module, reference: nn.Module) -> Iterator[str]:
+    """Names of the modules both models have, parts of combined projections included."""
+    own = dict(model.named_modules())
+    for name, module in reference.named_modules():
+        if name in own and (type(module) is not nn.Linear or isinstance(own[name], (nn.Linear, ProjectionPart))):
+            yield name

@@ -1,0 +1,166 @@
+"""Where two models part: the first module whose output departs, confirmed by putting the reference's in its place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from nrl_models.parity.compare import compare_tensors
+from nrl_models.parity.inputs import Inputs
+from nrl_models.parity.levels import shared_modules
+from nrl_models.parity.noise import TOLERANCE, limit, logits_noise, logits_of
+
+
+@dataclass(frozen=True, slots=True)
+class Culprit:
+    """A module whose output departs although its input does not.
+
+    Args:
+        module: its name.
+        class_name: its class.
+        max_diff: how far its output departs.
+        confirmed: whether, with the reference's output in its place (and in the earlier culprits'), the
+            models' logits agree.
+        weights: names of its own weights that differ from the reference's; empty if it computes differently.
+    """
+
+    module: str
+    class_name: str
+    max_diff: float
+    confirmed: bool
+    weights: tuple[str, ...]
+
+    def __str__(self) -> str:
+        cause = f"its weights differ: {', '.join(self.weights)}" if self.weights else "same weights, other computation"
+        proof = "confirmed by substitution" if self.confirmed else "more follow"
+        return f"{self.module} ({self.class_name}): output off by {self.max_diff:.1e}; {cause}; {proof}"
+
+
+def localise(
+    model: PreTrainedModel, reference: PreTrainedModel, inputs: Inputs, max_culprits: int = 8
+) -> list[Culprit]:
+    """The modules that make `model` differ from `reference`, first to last; empty if it does not.
+
+    Both are run with hooks on every module they share. At fault is the first module, in the order in
+    which modules finish (so the innermost), whose inputs agree and whose output departs. The
+    reference's output is put in its place and the search goes on, until the logits agree.
+
+    Args:
+        model: the model under test.
+        reference: the Hugging Face model, of the same dtype.
+        inputs: what to call both with. Every module's output is kept: short sequences are enough.
+        max_culprits: how many to look for.
+    """
+    names = list(shared_modules(model, reference))
+    expected = _record(reference, names, inputs)
+    logits = logits_of(reference, inputs)
+    dtype = next(reference.parameters()).dtype
+    allowed = limit(logits_noise(reference, inputs), dtype)
+    weights = _differing_weights(model, reference)
+    substituted: dict[str, Any] = {}
+    culprits: list[Culprit] = []
+    for _ in range(max_culprits):
+        found = _first_departure(model, names, inputs, expected, substituted, TOLERANCE[dtype])
+        if found is None:
+            break
+        name, difference = found
+        substituted[name] = expected[name].output
+        with _substituting(model, substituted):
+            agrees = compare_tensors(logits, logits_of(model, inputs)).max_diff <= allowed
+        own = tuple(weight for weight in weights if weight.startswith(f"{name}."))
+        culprits.append(Culprit(name, type(model.get_submodule(name)).__name__, difference, agrees, own))
+        if agrees:
+            break
+    return culprits
+
+
+def _differing_weights(model: PreTrainedModel, reference: PreTrainedModel) -> list[str]:
+    converted = model.state_dict_adapter.to_hf(model.state_dict(), layout="transformers")
+    return [name for name, tensor in reference.state_dict().items() if not torch.equal(tensor, converted[name])]
+
+
+@dataclass(frozen=True, slots=True)
+class _Recorded:
+    """What a module was given and what it returned, in its last call."""
+
+    inputs: list[torch.Tensor]
+    output: Any
+
+    @property
+    def outputs(self) -> list[torch.Tensor]:
+        return _tensors(self.output)
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    """The floating-point tensors among a module's arguments or results."""
+    values = list(values) if isinstance(values, (tuple, list)) else [values]
+    return [one for one in values if isinstance(one, torch.Tensor) and one.is_floating_point()]
+
+
+def _record(model: nn.Module, names: list[str], inputs: Inputs) -> dict[str, _Recorded]:
+    """Every module's last call in one forward, by name, in the order in which modules finish."""
+    calls: dict[str, _Recorded] = {}
+
+    def recorder(name: str) -> Any:
+        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            calls.pop(name, None)
+            calls[name] = _Recorded(_tensors([*args, *kwargs.values()]), output)
+
+        return hook
+
+    with ExitStack() as stack:
+        for name in names:
+            handle = model.get_submodule(name).register_forward_hook(recorder(name), with_kwargs=True)
+            stack.callback(handle.remove)
+        logits_of(model, inputs)
+    return calls
+
+
+@contextmanager
+def _substituting(model: nn.Module, outputs: dict[str, Any]) -> Iterator[None]:
+    """While open, these modules of `model` return these outputs."""
+    with ExitStack() as stack:
+        for name, output in outputs.items():
+            hook = model.get_submodule(name).register_forward_hook(lambda *_, output=output: output)
+            stack.callback(hook.remove)
+        yield
+
+
+def _first_departure(
+    model: nn.Module,
+    names: list[str],
+    inputs: Inputs,
+    expected: dict[str, _Recorded],
+    substituted: dict[str, Any],
+    tolerance: float,
+) -> tuple[str, float] | None:
+    """The first module to finish whose inputs are the expected ones and whose output is not."""
+    with _substituting(model, substituted):
+        actual = _record(model, names, inputs)
+    for name, call in expected.items():
+        if name in substituted or name not in actual:
+            continue
+        difference = _departure(call.outputs, actual[name].outputs, tolerance)
+        if difference and not _departure(call.inputs, actual[name].inputs, tolerance):
+            return name, difference
+    return None
+
+
+def _departure(expected: list[torch.Tensor], actual: list[torch.Tensor], tolerance: float) -> float:
+    """The largest difference if it is more than `tolerance` of the tensors' scale, else zero."""
+    worst = 0.0
+    for first, second in zip(expected, actual, strict=False):
+        if first.shape != second.shape:
+            return float("inf")
+        finite = first.float().abs().nan_to_num(nan=0.0, posinf=0.0)
+        scale = max(1.0, finite.max().item()) if first.numel() else 1.0
+        difference = compare_tensors(first, second).max_diff
+        if difference > tolerance * scale:
+            worst = max(worst, difference)
+    return worst

@@ -1,0 +1,255 @@
+"""Which class serves which architecture: the one table, and how families outside this repository join it."""
+
+from __future__ import annotations
+
+import warnings
+from collections import OrderedDict
+from collections.abc import Mapping
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, entry_points, version
+
+from packaging.requirements import Requirement
+
+from nrl_models.errors import FamilyImportError, RegistrationError
+
+FAMILIES: dict[str, tuple[str, ...]] = {
+    "deepseek_v3": (
+        "DeepseekV3ForCausalLM",
+        "DeepseekV3ForSequenceClassification",
+        "DeepseekV3ForTokenClassification",
+    ),
+    "gemma2": ("Gemma2ForCausalLM", "Gemma2ForSequenceClassification", "Gemma2ForTokenClassification"),
+    "gemma3": (
+        "Gemma3ForCausalLM",
+        "Gemma3ForConditionalGeneration",
+        "Gemma3ForSequenceClassification",
+        "Gemma3TextForSequenceClassification",
+    ),
+    "gpt_oss": ("GptOssForCausalLM", "GptOssForSequenceClassification", "GptOssForTokenClassification"),
+    "llama": ("LlamaForCausalLM", "LlamaForSequenceClassification", "LlamaForTokenClassification"),
+    "mistral": ("MistralForCausalLM", "MistralForSequenceClassification", "MistralForTokenClassification"),
+    "mixtral": ("MixtralForCausalLM", "MixtralForSequenceClassification", "MixtralForTokenClassification"),
+    "phi3": ("Phi3ForCausalLM", "Phi3ForSequenceClassification", "Phi3ForTokenClassification"),
+    "qwen2": ("Qwen2ForCausalLM", "Qwen2ForSequenceClassification", "Qwen2ForTokenClassification"),
+    "qwen3": ("Qwen3ForCausalLM", "Qwen3ForSequenceClassification", "Qwen3ForTokenClassification"),
+    "qwen3_moe": ("Qwen3MoeForCausalLM", "Qwen3MoeForSequenceClassification", "Qwen3MoeForTokenClassification"),
+}
+"""The families in this repository and the architectures each serves."""
+
+MODEL_ARCH_MAPPING: OrderedDict[str, tuple[str, str]] = OrderedDict(
+    (architecture, (f"nrl_models.families.{family}.model", architecture))
+    for family, architectures in FAMILIES.items()
+    for architecture in architectures
+)
+"""For each architecture (`config.architectures`) the module and class that serve it, imported on first use."""
+
+_CUSTOM_CONFIG_REGISTRATIONS: dict[str, tuple[str, str]] = {}
+"""For each `model_type` that transformers lacks the module and class of its configuration."""
+
+_REQUIREMENTS: dict[str, str] = {}
+"""For each architecture that needs more than this package does the requirement, e.g. `transformers>=5.18`."""
+
+ENTRY_POINTS = "nrl_models.families"
+"""Group of entry points `Architecture = "package.module:Class"` by which installed packages add families."""
+
+CONFIG_ENTRY_POINTS = "nrl_models.configs"
+"""Group of entry points `model_type = "package.module:ConfigClass"` for configurations transformers lacks."""
+
+_shadowing: dict[str, str] = {}  # entry points that name an architecture which is served already
+_entry_points_read = False
+
+
+def register_architecture(
+    architecture: str,
+    target: str | type,
+    *,
+    config: Mapping[str, str | type] | None = None,
+    requires: str | None = None,
+    exist_ok: bool = False,
+) -> None:
+    """Serve `architecture` with a class from outside this repository.
+
+    Args:
+        architecture: as `config.architectures` names it.
+        target: the class, or `"package.module:Class"` to import it on first use.
+        config: for each `model_type` that transformers lacks its configuration class, in either form.
+        requires: a requirement checked before the import, e.g. `"transformers>=5.20"`.
+        exist_ok: replace an architecture or configuration that is registered already.
+
+    Raises:
+        RegistrationError: a malformed target or requirement, or one that is taken.
+        FamilyImportError: a configuration that does not import. In both cases nothing is registered.
+    """
+    _read_entry_points()
+    entry = _entry(architecture, target)
+    if requires is not None:
+        _requirement(requires)
+    taken = [architecture] if architecture in MODEL_ARCH_MAPPING else []
+    configs = {model_type: _entry(model_type, one) for model_type, one in (config or {}).items()}
+    for model_type, where in configs.items():
+        _config_class(model_type, where)
+        taken += [model_type] if _is_known_to_transformers(model_type) else []
+    if taken and not exist_ok:
+        served = ", ".join(f"{name} ({_where(name)})" for name in taken)
+        raise RegistrationError(f"already registered: {served}. Pass exist_ok=True to replace it.")
+    MODEL_ARCH_MAPPING[architecture] = entry
+    _shadowing.pop(architecture, None)
+    _REQUIREMENTS.pop(architecture, None)
+    if requires is not None:
+        _REQUIREMENTS[architecture] = requires
+    _CUSTOM_CONFIG_REGISTRATIONS.update(configs)
+    for model_type in configs:
+        _register_config(model_type)
+
+
+def model_class(architecture: str) -> type | None:
+    """The class that serves `architecture`, imported now; None if no family does.
+
+    Raises:
+        FamilyImportError: the family does not import, or needs another version of a package.
+        RegistrationError: two families claim the architecture.
+    """
+    _read_entry_points()
+    if architecture in _shadowing:
+        raise RegistrationError(
+            f"{architecture} is served by {_where(architecture)}, and an installed package claims it too, with "
+            f"{_shadowing[architecture]}. Uninstall that package, or choose one of them with "
+            "register_architecture(..., exist_ok=True)."
+        )
+    if architecture not in MODEL_ARCH_MAPPING:
+        return None
+    module, name = MODEL_ARCH_MAPPING[architecture]
+    if unmet := unmet_requirement(architecture):
+        raise FamilyImportError(f"{architecture} is served by {module}, which needs {unmet}.")
+    try:
+        return getattr(import_module(module), name)
+    except Exception as error:  # whatever a family's code raises
+        raise FamilyImportError(
+            f"{architecture} is served by {module}:{name}, which does not import: {type(error).__name__}: {error}. "
+            f"Installed: transformers {version('transformers')}, torch {version('torch')}."
+        ) from error
+
+
+def unmet_requirement(architecture: str) -> str | None:
+    """What `architecture` needs and the environment lacks, in words; None if nothing."""
+    if architecture not in _REQUIREMENTS:
+        return None
+    requirement = _requirement(_REQUIREMENTS[architecture])
+    try:
+        installed = version(requirement.name)
+    except PackageNotFoundError:
+        return f"{requirement}, which is not installed"
+    if requirement.specifier.contains(installed, prereleases=True):
+        return None
+    return f"{requirement}; {installed} is installed"
+
+
+def architectures() -> list[str]:
+    """Every registered architecture, those of installed packages included."""
+    _read_entry_points()
+    return list(MODEL_ARCH_MAPPING)
+
+
+def register_custom_configs() -> None:
+    """Make AutoConfig know every configuration that families bring. Cheap when done already.
+
+    One that does not import is warned of, once: it is no reason not to load other models.
+    """
+    _read_entry_points()
+    for model_type in _CUSTOM_CONFIG_REGISTRATIONS:
+        try:
+            _register_config(model_type)
+        except (FamilyImportError, RegistrationError) as error:
+            if model_type not in _warned:
+                _warned.add(model_type)
+                warnings.warn(f"models of type {model_type} will not load: {error}", stacklevel=3)
+
+
+def _register_config(model_type: str) -> None:
+    from transformers import AutoConfig
+
+    AutoConfig.register(model_type, _config_class(model_type, _CUSTOM_CONFIG_REGISTRATIONS[model_type]), exist_ok=True)
+
+
+def _config_class(model_type: str, where: tuple[str, str]) -> type:
+    module, name = where
+    try:
+        config_class = getattr(import_module(module), name)
+    except Exception as error:  # whatever a family's code raises
+        raise FamilyImportError(
+            f"the configuration of {model_type}, {module}:{name}, does not import: {type(error).__name__}: {error}"
+        ) from error
+    if getattr(config_class, "model_type", None) != model_type:
+        raise RegistrationError(
+            f"{module}:{name} is registered for model_type {model_type!r}, but its own is "
+            f"{getattr(config_class, 'model_type', None)!r}"
+        )
+    return config_class
+
+
+def _is_known_to_transformers(model_type: str) -> bool:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    return model_type in CONFIG_MAPPING
+
+
+def _read_entry_points() -> None:
+    global _entry_points_read
+    if _entry_points_read:
+        return
+    _entry_points_read = True
+    # What an installed package declares is not checked here, where it would stop every other model, but when used.
+    for point in entry_points(group=CONFIG_ENTRY_POINTS):
+        _CUSTOM_CONFIG_REGISTRATIONS.setdefault(point.name, _split(point.value))
+    for point in entry_points(group=ENTRY_POINTS):
+        if point.name in MODEL_ARCH_MAPPING:
+            _shadowing[point.name] = point.value
+        else:
+            MODEL_ARCH_MAPPING[point.name] = _split(point.value)
+
+
+def _split(target: str) -> tuple[str, str]:
+    module, _, attribute = target.partition(":")
+    return module.strip(), attribute.strip()
+
+
+def _entry(name: str, target: str | type) -> tuple[str, str]:
+    if isinstance(target, type):
+        if "." in target.__qualname__:
+            raise RegistrationError(
+                f"{name} is registered with {target.__qualname__}, which cannot be imported by name: "
+                "define the class at the top of a module"
+            )
+        return target.__module__, target.__qualname__
+    module, colon, attribute = target.partition(":")
+    if not (module and colon and attribute.isidentifier()):
+        raise RegistrationError(f"{name} is registered with {target!r}: expected 'package.module:Class'")
+    return module, attribute
+
+
+def _where(name: str) -> str:
+    entry = MODEL_ARCH_MAPPING.get(name) or _CUSTOM_CONFIG_REGISTRATIONS.get(name)
+    return ":".join(entry) if entry else "transformers"
+
+
+def _requirement(text: str) -> Requirement:
+    try:
+        return Requirement(text)
+    except ValueError as error:
+        raise RegistrationError(
+            f"{text!r} is no requirement (expected one such as 'transformers>=5.18'): {error}"
+        ) from error
+
+
+def warn_unregistered(architecture: str) -> None:
+    """Say once that an architecture is served by transformers' own class."""
+    if architecture not in _warned:
+        _warned.add(architecture)
+        warnings.warn(
+            f"{architecture} is not registered: it loads as transformers' own class, uncombined, with the identity "
+            "adapter. Parity, consistency and export work; to combine its projections, add a family (CONTRIBUTING.md).",
+            stacklevel=6,  # the caller of an auto class
+        )
+
+
+_warned: set[str] = set()

@@ -1,0 +1,7 @@
+"""Set-up of every test run."""
+
+from nrl_models.testing.plugin import share_cores
+
+
+def pytest_configure() -> None:
+    share_cores()

@@ -1,0 +1,101 @@
+"""Making checkpoints, damaging them, and comparing what is in them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from nrl_models.errors import StateDictError
+from nrl_models.testing.case import randomise
+
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+
+def new_model(
+    config: PreTrainedConfig, kind: str = "ForCausalLM", *, dtype: torch.dtype = torch.float32, seed: int = 0
+) -> PreTrainedModel:
+    """transformers' own model for `config`, every tensor random."""
+    torch.manual_seed(seed)
+    name = type(config).__name__.removesuffix("Config").removesuffix("Text")
+    model = getattr(transformers, name + kind)._from_config(config, dtype=dtype)
+    randomise(model)
+    return model
+
+
+def edit_weights(
+    folder: Path, edit: Callable[[dict[str, torch.Tensor]], object], file: str = WEIGHTS
+) -> dict[str, torch.Tensor]:
+    """Rewrite one file of a checkpoint with its tensors changed by `edit`; returns them."""
+    tensors = load_file(folder / file)
+    edit(tensors)
+    save_file(tensors, folder / file, metadata={"format": "pt"})
+    return tensors
+
+
+def edit_config(folder: Path, **values: Any) -> None:
+    """Change values of a checkpoint's `config.json`."""
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def edit_index(folder: Path, edit: Callable[[dict[str, str]], object]) -> dict[str, str]:
+    """Change the weight map of a checkpoint's index; returns it."""
+    content = json.loads((folder / INDEX).read_text())
+    edit(content["weight_map"])
+    (folder / INDEX).write_text(json.dumps(content))
+    return content["weight_map"]
+
+
+def weight_map(folder: Path) -> dict[str, str]:
+    """The weight map of a checkpoint's index."""
+    return json.loads((folder / INDEX).read_text())["weight_map"]
+
+
+def stored(folder: Path) -> dict[str, torch.Tensor]:
+    """Every tensor in a checkpoint's files."""
+    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+
+
+def hf_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """One of our models as transformers' state dict of the same model."""
+    return model.state_dict_adapter.to_hf(model.state_dict(), layout="transformers")
+
+
+def assert_same(actual: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
+    """The same names, dtypes, shapes and values, bit for bit."""
+    assert sorted(actual) == sorted(expected)
+    different = [
+        name
+        for name, tensor in expected.items()
+        if actual[name].dtype != tensor.dtype or not torch.equal(actual[name], tensor)
+    ]
+    assert not different
+
+
+def assert_same_model(model: PreTrainedModel, reference: PreTrainedModel) -> None:
+    """One of our models holds what a Hugging Face model holds: parameters and every buffer."""
+    assert_same(hf_tensors(model), reference.state_dict())
+    assert_same(dict(model.named_buffers()), dict(reference.named_buffers()))
+
+
+def problems(error: StateDictError) -> set[tuple[str, str]]:
+    """Kind and subject of everything an error lists; the message shows each, and how many there are."""
+    message = str(error)
+    assert f"({len(error.problems)} problem" in message
+    for problem in error.problems:
+        assert str(problem) in message
+    return {(problem.kind, problem.subject) for problem in error.problems}
+
+
+def snapshot(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Copies of a module's tensors, to see later whether it was touched."""
+    return {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}

@@ -1,0 +1,385 @@
+"""What a checkpoint's files hold, and what is wrong with them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+import torch
+from checkpoints import INDEX, WEIGHTS, edit_index, problems, stored, weight_map
+from safetensors.torch import load_file, save_file
+
+from nrl_models import CheckpointError
+from nrl_models.common import checkpoint_files
+from nrl_models.common.checkpoint_files import CheckpointFiles, resolve_folder
+
+
+def first_shard(folder: Path) -> Path:
+    return min(folder.glob("model-*.safetensors"))
+
+
+def refuse(folder: Path) -> CheckpointError:
+    with pytest.raises(CheckpointError) as caught:
+        CheckpointFiles(folder)
+    assert str(folder) in str(caught.value)
+    return caught.value
+
+
+# Reading
+
+
+@pytest.mark.parametrize("name", ["llama_checkpoint", "llama_shards"])
+def test_every_tensor_is_known_and_readable(name: str, request: pytest.FixtureRequest) -> None:
+    folder = request.getfixturevalue(name)
+    files, expected = CheckpointFiles(folder), stored(folder)
+    assert files.tensors.keys() == expected.keys()
+    for key, tensor in files.tensors.items():
+        assert (tensor.shape, tensor.dtype) == (tuple(expected[key].shape), expected[key].dtype)
+        assert torch.equal(files.read(tensor), expected[key])
+        assert key in load_file(folder / tensor.file)
+    assert files.nbytes == sum(tensor.nbytes for tensor in expected.values())
+    files.close()
+
+
+DTYPES = [
+    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+    *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_dtype_reads_as_safetensors_reads_it(dtype: torch.dtype, tmp_path: Path) -> None:
+    raw = torch.arange(48, dtype=torch.uint8) if dtype is not torch.bool else torch.arange(48).remainder(2).bool()
+    save_file({"a": raw.view(dtype), "b": raw.clone().view(dtype).view(2, -1)}, tmp_path / WEIGHTS)
+    files, expected = CheckpointFiles(tmp_path), load_file(tmp_path / WEIGHTS)
+    for key, tensor in files.tensors.items():
+        value = files.read(tensor)
+        assert value.dtype == expected[key].dtype == dtype
+        assert torch.equal(value.view(torch.uint8), expected[key].view(torch.uint8))
+
+
+def test_empty_tensors_and_scalars(tmp_path: Path) -> None:
+    tensors = {"empty": torch.zeros(0, 3), "scalar": torch.tensor(5.0)}
+    save_file(tensors, tmp_path / WEIGHTS)
+    files = CheckpointFiles(tmp_path)
+    for key, tensor in tensors.items():
+        assert torch.equal(files.read(files.tensors[key]), tensor)
+    empty = files.tensors["empty"]
+    assert files.read_joined([empty, empty], (0, 3)) is None
+
+
+def test_joined_tensors_are_one_tensor_over_the_pages(llama_checkpoint: Path) -> None:
+    files, expected = CheckpointFiles(llama_checkpoint), stored(llama_checkpoint)
+    names = [f"model.layers.0.mlp.{part}_proj.weight" for part in ("gate", "up")]
+    joined = files.read_joined([files.tensors[name] for name in names], (768, 256))
+    assert torch.equal(joined, torch.cat([expected[name] for name in names]))
+
+
+def test_tensors_stay_when_the_files_are_closed(llama_checkpoint: Path) -> None:
+    files = CheckpointFiles(llama_checkpoint)
+    tensor = files.tensors["model.embed_tokens.weight"]
+    value, joined = files.read(tensor), files.read_joined([tensor], tensor.shape)
+    files.close()
+    for one in (value, joined):
+        assert torch.equal(one, stored(llama_checkpoint)[tensor.key])
+
+
+def test_writing_into_a_tensor_leaves_the_file_alone(folder: Path) -> None:
+    before = (folder / WEIGHTS).read_bytes()
+    files = CheckpointFiles(folder)
+    for tensor in files.tensors.values():
+        files.read(tensor).zero_()
+    assert (folder / WEIGHTS).read_bytes() == before
+
+
+def test_a_file_is_opened_and_mapped_once_by_many_threads(
+    llama_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = []
+
+    def slow_open(*args: Any, **options: Any) -> Any:
+        opened.append(args[0])
+        time.sleep(0.02)
+        return open(*args, **options)
+
+    files = CheckpointFiles(llama_checkpoint)
+    monkeypatch.setattr(checkpoint_files, "open", slow_open, raising=False)
+    with ThreadPoolExecutor(8) as pool:
+        values = list(pool.map(files.read, files.tensors.values()))
+    assert len(opened) == len(files._maps) == 1
+    for key, value in zip(files.tensors, values, strict=True):
+        assert torch.equal(value, stored(llama_checkpoint)[key])
+
+
+def write_by_hand(path: Path, tensors: dict[str, torch.Tensor], padding: int = 0, **header: Any) -> None:
+    """A safetensors file with any header, which `save_file` would not write."""
+    position, data = 0, b""
+    for key, tensor in tensors.items():
+        raw = tensor.numpy().tobytes()
+        header[key] = {"dtype": "F32", "shape": list(tensor.shape), "data_offsets": [position, position + len(raw)]}
+        position, data = position + len(raw), data + raw
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8 + padding)
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+
+
+@pytest.mark.parametrize("padding", [0, 2])
+def test_nothing_is_mapped_where_it_would_not_be_aligned(tmp_path: Path, padding: int) -> None:
+    tensors = {"a": torch.randn(64, 64), "b": torch.randn(64, 64)}
+    write_by_hand(tmp_path / WEIGHTS, tensors, padding)
+    files = CheckpointFiles(tmp_path)
+    for key, tensor in tensors.items():
+        assert torch.equal(files.read(files.tensors[key]), tensor)
+    joined = files.read_joined(list(files.tensors.values()), (128, 64))
+    if padding:
+        assert joined is None
+    else:
+        assert joined.data_ptr() % 4 == 0
+        assert torch.equal(joined, torch.cat(list(tensors.values())))
+
+
+def test_a_single_file_is_read_before_an_index(shards: Path) -> None:
+    save_file({"a": torch.ones(1)}, shards / WEIGHTS)  # transformers' rule
+    assert list(CheckpointFiles(shards).tensors) == ["a"]
+
+
+# Damage
+
+
+def test_an_empty_folder(tmp_path: Path) -> None:
+    error = refuse(tmp_path)
+    assert problems(error) == {("file", str(tmp_path))}
+    assert f"neither {WEIGHTS} nor {INDEX}" in str(error)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "consolidated.00.pth", "model.gguf"])
+def test_other_formats_are_refused_with_the_conversion(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(b"x")
+    error = refuse(tmp_path)
+    assert problems(error) == {("format", str(tmp_path))}
+    assert f"only {name} found" in str(error)
+    assert f"save_pretrained('{tmp_path}-safetensors')" in str(error)
+
+
+@pytest.mark.parametrize("cut", [1, 1000, 0.5, 0.99999])
+def test_a_truncated_file(folder: Path, cut: float) -> None:
+    path = folder / WEIGHTS
+    content = path.read_bytes()
+    kept = content[: cut if isinstance(cut, int) else int(len(content) * cut)]
+    path.write_bytes(kept)
+    error = refuse(folder)
+    assert problems(error) == {("file", WEIGHTS)}
+    assert f"damaged or cut off ({len(kept)} bytes on disk)" in str(error)
+    assert "download or save the checkpoint again" in str(error)
+
+
+def corrupted_headers() -> dict[str, bytes]:
+    def file(header: bytes, data: bytes = b"\0" * 16) -> bytes:
+        return struct.pack("<Q", len(header)) + header + data
+
+    def entry(**values: Any) -> bytes:
+        return json.dumps({"a": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]} | values}).encode()
+
+    return {
+        "empty file": b"",
+        "no JSON": file(b"{not json" + b" " * 7),
+        "no object": file(b"[1, 2]  "),
+        "longer than the file": struct.pack("<Q", 2**40) + entry() + b"\0" * 16,
+        "unknown dtype": file(entry(dtype="F13")),
+        "shape and size disagree": file(entry(shape=[5])),
+        "outside the file": file(entry(data_offsets=[16, 32])),
+        "negative": file(entry(data_offsets=[-16, 0])),
+        "random bytes": bytes(range(256)),
+        "HTML": b"<!DOCTYPE html><html><body>Not found</body></html>",
+        "git-lfs pointer": b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1234\n",
+    }
+
+
+@pytest.mark.parametrize("content", corrupted_headers().values(), ids=corrupted_headers())
+def test_a_corrupt_header(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / WEIGHTS).write_bytes(content)
+    error = refuse(tmp_path)
+    assert problems(error) == {("file", WEIGHTS)}
+
+
+def test_a_readable_dtype_that_torch_lacks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_file({"a": torch.ones(2, dtype=torch.float64), "b": torch.ones(2)}, tmp_path / WEIGHTS)
+    monkeypatch.delitem(checkpoint_files.DTYPES, "F64")
+    error = refuse(tmp_path)
+    assert problems(error) == {("dtype", "a")}
+    assert "has dtype F64; readable are BOOL, U8" in str(error)
+
+
+# Indexes
+
+
+def test_a_missing_shard(shards: Path) -> None:
+    shard = first_shard(shards)
+    count = sum(file == shard.name for file in weight_map(shards).values())
+    shard.unlink()
+    error = refuse(shards)
+    assert problems(error) == {("file", shard.name)}
+    assert f"is missing, which should hold {count} tensors" in str(error)
+
+
+def test_a_truncated_shard(shards: Path) -> None:
+    shard = first_shard(shards)
+    shard.write_bytes(shard.read_bytes()[:-4])
+    assert problems(refuse(shards)) == {("file", shard.name)}
+
+
+def test_a_tensor_that_is_not_where_the_index_says(shards: Path) -> None:
+    key, file = next(iter(weight_map(shards).items()))
+    other = next(one for one in weight_map(shards).values() if one != file)
+    edit_index(shards, lambda entries: entries.update({key: other}))
+    error = refuse(shards)
+    assert problems(error) == {("index", key)}
+    assert f"({other}): is not in {other}, where {INDEX} says it is" in str(error)
+    assert "do not trust this folder" in str(error)
+
+
+def test_a_tensor_that_no_file_holds(shards: Path) -> None:
+    edit_index(shards, lambda entries: entries.update({"ghost.weight": first_shard(shards).name}))
+    assert problems(refuse(shards)) == {("index", "ghost.weight")}
+
+
+def test_a_tensor_in_two_shards(shards: Path) -> None:
+    first, second = sorted(shards.glob("model-*.safetensors"))[:2]
+    key, tensor = next(iter(load_file(first).items()))
+    save_file(load_file(second) | {key: tensor}, second, metadata={"format": "pt"})
+    error = refuse(shards)
+    assert problems(error) == {("duplicated", key)}
+    assert first.name in str(error)
+    assert second.name in str(error)
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/etc/passwd.safetensors", "../outside.safetensors", "sub/../../outside.safetensors", "..\\outside.safetensors"],
+)
+def test_a_path_outside_the_folder_is_refused(shards: Path, path: str) -> None:
+    outside, shard = shards.parent / "outside.safetensors", first_shard(shards)
+    key, tensor = load_file(shard).popitem()
+    save_file({key: tensor}, outside)
+    shutil.copy(outside, shards / "..\\outside.safetensors")
+    save_file({name: one for name, one in load_file(shard).items() if name != key}, shard)
+    (shards / "sub").mkdir()
+    edit_index(shards, lambda entries: entries.update({key: path}))
+    error = refuse(shards)
+    assert problems(error) == {("index", key)}
+    assert f"points to {path!r}, outside the checkpoint folder" in str(error)
+
+
+def test_an_index_may_name_files_in_folders_below(shards: Path) -> None:
+    shard = first_shard(shards)
+    (shards / "below").mkdir()
+    shard.rename(shards / "below" / shard.name)
+
+    def move(entries: dict[str, str]) -> None:
+        for key, file in entries.items():
+            if file == shard.name:
+                entries[key] = f"below/{file}"
+
+    edit_index(shards, move)
+    assert CheckpointFiles(shards).tensors.keys() == weight_map(shards).keys()
+
+
+@pytest.mark.parametrize("file", ["pytorch_model-00001-of-00002.bin", "", 7, None])
+def test_an_index_entry_that_is_no_safetensors_file(shards: Path, file: Any) -> None:
+    key = next(iter(weight_map(shards)))
+    edit_index(shards, lambda entries: entries.update({key: file}))
+    assert problems(refuse(shards)) == {("format", key)}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "{",
+        "[]",
+        "null",
+        '{"metadata": {}}',
+        '{"weight_map": 3}',
+        '{"weight_map": ["a"]}',
+        '{"weight_map": null}',
+        "\xff\xfe",
+    ],
+)
+def test_a_broken_index(shards: Path, content: str) -> None:
+    (shards / INDEX).write_bytes(content.encode("latin-1"))
+    error = refuse(shards)
+    assert problems(error) == {("index", INDEX)}
+    assert "is not an index with a weight_map" in str(error)
+
+
+def test_everything_that_is_wrong_is_listed_at_once(shards: Path) -> None:
+    missing, cut, *rest = sorted(shards.glob("model-*.safetensors"))
+    missing.unlink()
+    cut.write_bytes(cut.read_bytes()[:100])
+    keys = [key for key, file in weight_map(shards).items() if file == rest[0].name]
+    edit_index(shards, lambda entries: entries.update({keys[0]: "../a.safetensors", "ghost": rest[0].name}))
+    error = refuse(shards)
+    assert problems(error) == {
+        ("file", missing.name),
+        ("file", cut.name),
+        ("index", keys[0]),
+        ("index", "ghost"),
+    }
+
+
+# Where a checkpoint is
+
+
+def test_a_folder_is_itself(llama_checkpoint: Path) -> None:
+    assert resolve_folder(llama_checkpoint) == resolve_folder(str(llama_checkpoint)) == llama_checkpoint
+
+
+def test_a_subfolder(llama_checkpoint: Path) -> None:
+    assert resolve_folder(llama_checkpoint.parent, subfolder=llama_checkpoint.name) == llama_checkpoint
+
+
+@pytest.mark.parametrize("subfolder", ["", "nowhere"])
+def test_a_folder_without_configuration(tmp_path: Path, subfolder: str) -> None:
+    with pytest.raises(CheckpointError, match=r"config\.json: is missing") as caught:
+        resolve_folder(tmp_path, subfolder=subfolder)
+    assert str(tmp_path / subfolder) in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["/no/such/folder", "some/hub-repository", "name", "a/b/c", "no name!"])
+def test_a_hub_repository_that_cannot_be_had(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(
+        CheckpointError, match=r"check the path; for a hub repository check its name, your token"
+    ) as caught:
+        resolve_folder(name, cache_dir=tmp_path)
+    assert name in str(caught.value)
+
+
+def test_only_configuration_code_and_safetensors_are_fetched(
+    llama_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: dict[str, Any] = {}
+
+    def download(repository: str, **options: Any) -> str:
+        asked.update(options, repository=repository)
+        return str(llama_checkpoint.parent)
+
+    monkeypatch.setattr(checkpoint_files, "snapshot_download", download)
+    found = resolve_folder("a/b", subfolder=llama_checkpoint.name, revision="r", token="t", cache_dir="c")
+    assert found == llama_checkpoint
+    assert asked == {
+        "repository": "a/b",
+        "revision": "r",
+        "token": "t",
+        "cache_dir": "c",
+        "allow_patterns": [f"{llama_checkpoint.name}/{end}" for end in ("*.json", "*.py", "model*.safetensors")],
+    }

@@ -1,0 +1,688 @@
+"""Reading a checkpoint into a model: strictly, exactly, and only once everything fits."""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import init_empty_weights
+from checkpoints import (
+    INDEX,
+    WEIGHTS,
+    assert_same,
+    assert_same_model,
+    edit_config,
+    edit_index,
+    edit_weights,
+    hf_tensors,
+    new_model,
+    problems,
+    stored,
+    weight_map,
+)
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import AutoConfig, GptOssConfig, LlamaConfig, PreTrainedModel
+from transformers import LlamaForCausalLM as HFLlama
+from transformers import LlamaForSequenceClassification as HFScore
+
+from nrl_models import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    CheckpointError,
+)
+from nrl_models.common import loading
+from nrl_models.common.checkpoint_files import CheckpointFiles
+from nrl_models.common.loading import load_weights
+from nrl_models.families.llama.model import LlamaForCausalLM
+from nrl_models.testing.tiny import tiny_config
+
+Tensors = dict[str, torch.Tensor]
+
+ATTENTION = "model.layers.0.self_attn"
+Q, K, V = (f"{ATTENTION}.{part}_proj" for part in "qkv")
+
+
+def refuse(folder: Path, **options: Any) -> CheckpointError:
+    """What loading says of a checkpoint, which it must not load, or write into a model that waits for it."""
+    with pytest.raises(CheckpointError) as caught:
+        AutoModelForCausalLM.from_pretrained(folder, **options)
+    model = meta_model(folder)
+    with pytest.raises(CheckpointError):
+        load_weights(model, CheckpointFiles(folder), dtype=torch.float32, strict=options.get("strict", True))
+    assert all(parameter.device.type == "meta" for parameter in model.parameters())
+    assert getattr(model, "_weight_conversions", None) is None
+    return caught.value
+
+
+def meta_model(folder: Path) -> LlamaForCausalLM:
+    with init_empty_weights(include_buffers=False):
+        return LlamaForCausalLM(AutoConfig.from_pretrained(folder))
+
+
+# What fits
+
+
+@pytest.mark.parametrize("name", ["llama_checkpoint", "llama_shards"])
+def test_loads_what_transformers_wrote(name: str, request: pytest.FixtureRequest, llama: PreTrainedModel) -> None:
+    model = AutoModelForCausalLM.from_pretrained(request.getfixturevalue(name))
+    assert isinstance(model, LlamaForCausalLM)
+    assert_same_model(model, llama)
+
+
+def test_loads_experts_one_by_one_into_stacks(mixtral_checkpoint: Path, mixtral: PreTrainedModel) -> None:
+    assert any("experts.3.w2.weight" in key for key in stored(mixtral_checkpoint))
+    assert_same_model(AutoModelForCausalLM.from_pretrained(mixtral_checkpoint), mixtral)
+
+
+def test_loads_experts_that_are_stacked_in_the_file(
+    mixtral_checkpoint: Path, mixtral: PreTrainedModel, tmp_path: Path
+) -> None:
+    mixtral.config.save_pretrained(tmp_path)
+    save_file(mixtral.state_dict(), tmp_path / WEIGHTS)
+    assert_same_model(AutoModelForCausalLM.from_pretrained(tmp_path), mixtral)
+
+
+def test_the_base_models_prefix_may_be_left_out(folder: Path, llama: PreTrainedModel) -> None:
+    def strip(tensors: Tensors) -> None:
+        for key in list(tensors):
+            tensors[key.removeprefix("model.")] = tensors.pop(key)
+
+    edit_weights(folder, strip)
+    assert_same_model(AutoModelForCausalLM.from_pretrained(folder), llama)
+
+
+@pytest.mark.parametrize("key", ["model.layers.0.self_attn.rotary_emb.inv_freq", "model.rotary_emb.inv_freq"])
+def test_tables_that_old_checkpoints_saved_are_ignored(folder: Path, llama: PreTrainedModel, key: str) -> None:
+    edit_weights(folder, lambda tensors: tensors.update({key: torch.full((16,), 7.0)}))
+    assert_same_model(AutoModelForCausalLM.from_pretrained(folder), llama)
+
+
+def test_parameters_are_leaves_that_train(llama_checkpoint: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(llama_checkpoint)
+    for parameter in model.parameters():
+        assert isinstance(parameter, nn.Parameter)
+        assert parameter.requires_grad
+        assert parameter.is_leaf
+
+
+def test_training_a_loaded_model_never_changes_its_files(folder: Path, input_ids: torch.Tensor) -> None:
+    before = (folder / WEIGHTS).read_bytes()
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model(input_ids=input_ids, labels=input_ids).loss.backward()
+    optimizer.step()
+    assert not torch.equal(model.lm_head.weight, stored(folder)["lm_head.weight"])
+    assert (folder / WEIGHTS).read_bytes() == before
+
+
+def mapped_bytes(folder: Path) -> int:
+    total = 0
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if str(folder) in line:
+            start, end = (int(number, 16) for number in line.split()[0].split("-"))
+            total += end - start
+    return total
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="pages of files are mapped on Linux only")
+def test_nothing_is_copied_that_lies_in_the_file_as_in_memory(tmp_path: Path) -> None:
+    new_model(tiny_config(LlamaConfig)).save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    size = {name: parameter.nbytes for name, parameter in model.named_parameters()}
+    # The whole file is mapped; combined weights are made of pages of their own, but for those that two parts share.
+    combined = sum(nbytes for name, nbytes in size.items() if "_up_proj" in name or "qkv_proj" in name)
+    assert mapped_bytes(tmp_path) > sum(size.values()) + 0.9 * combined
+    del model
+    gc.collect()
+    assert mapped_bytes(tmp_path) == 0
+
+
+def test_files_without_page_maps_load_the_same(
+    shards: Path, llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CheckpointFiles, "read_joined", lambda *_: None)
+    assert_same_model(AutoModelForCausalLM.from_pretrained(shards), llama)
+
+
+def test_the_order_of_tensors_in_the_file_does_not_matter(folder: Path, llama: PreTrainedModel) -> None:
+    # Shard by shard in an odd order: q, k and v of a layer lie in three files, with an odd byte count before them.
+    tensors, files = load_file(folder / WEIGHTS), 3
+    (folder / WEIGHTS).unlink()
+    entries = {key: f"part-{index * 7 % files}.safetensors" for index, key in enumerate(sorted(tensors))}
+    for file in set(entries.values()):
+        content = {key: tensor for key, tensor in tensors.items() if entries[key] == file}
+        save_file(content | {f"{file}.pad": torch.zeros(3, dtype=torch.uint8)}, folder / file)
+        entries[f"{file}.pad"] = file
+    (folder / INDEX).write_text(json.dumps({"weight_map": entries}))
+    error = refuse(folder)
+    assert problems(error) == {("unexpected", key) for key in entries if key.endswith(".pad")}
+    model = AutoModelForCausalLM.from_pretrained(folder, strict=False)
+    assert_same_model(model, llama)
+
+
+# What does not fit
+
+
+def pop(*keys: str) -> Callable[[Tensors], object]:
+    return lambda tensors: [tensors.pop(key) for key in keys]
+
+
+def put(key: str, *shape: int) -> Callable[[Tensors], object]:
+    return lambda tensors: tensors.update({key: torch.zeros(*shape)})
+
+
+def copy(source: str, key: str) -> Callable[[Tensors], object]:
+    return lambda tensors: tensors.update({key: tensors[source].clone()})
+
+
+def combine(tensors: Tensors, keep: bool = False) -> None:
+    parts = [tensors[f"{name}.weight"] if keep else tensors.pop(f"{name}.weight") for name in (Q, K, V)]
+    tensors[f"{ATTENTION}.qkv_proj.weight"] = torch.cat(parts)
+
+
+def combine_without_prefix(tensors: Tensors) -> None:
+    combine(tensors)
+    tensors[f"{ATTENTION}.qkv_proj.weight".removeprefix("model.")] = tensors.pop(f"{ATTENTION}.qkv_proj.weight")
+
+
+MISFITS: dict[str, tuple[Callable[[Tensors], object], set[tuple[str, str]], str]] = {
+    "missing": (
+        pop("model.norm.weight"),
+        {("missing", "model.norm.weight")},
+        "model.norm.weight: is not there",
+    ),
+    "missing group": (
+        pop(f"{Q}.weight", f"{K}.weight", f"{V}.weight"),
+        {("missing", f"{Q}.weight, {K}.weight, {V}.weight")},
+        "is not there",
+    ),
+    "missing biases": (
+        pop(f"{Q}.bias", f"{K}.bias", f"{V}.bias"),
+        {("missing", f"{Q}.bias, {K}.bias, {V}.bias")},
+        "is not there",
+    ),
+    "partial": (
+        pop(f"{K}.weight"),
+        {("partial", f"{Q}.weight, {V}.weight")},
+        f"({WEIGHTS}): fill only a part of {ATTENTION}.qkv_proj.weight; {K}.weight is not there",
+    ),
+    "partial bias": (
+        pop(f"{Q}.bias", f"{V}.bias"),
+        {("partial", f"{K}.bias")},
+        f"{Q}.bias, {V}.bias is not there",
+    ),
+    "extra": (
+        put("model.layers.0.extra.weight", 3),
+        {("unexpected", "model.layers.0.extra.weight")},
+        f"unexpected: model.layers.0.extra.weight ({WEIGHTS}): the model has no such tensor",
+    ),
+    "extra layer": (
+        put("model.layers.2.self_attn.q_proj.weight", 256, 256),
+        {("unexpected", "model.layers.2.self_attn.q_proj.weight")},
+        "has no such tensor",
+    ),
+    "shape": (
+        put("model.norm.weight", 255),
+        {("shape", "model.norm.weight")},
+        f"({WEIGHTS}): has shape (255,), the model expects (256,)",
+    ),
+    "shape of a part": (
+        put(f"{K}.weight", 256, 256),
+        {("shape", f"{K}.weight")},
+        "has shape (256, 256), the model expects (128, 256)",
+    ),
+    "shape that broadcasts": (
+        put("model.norm.weight", 1),
+        {("shape", "model.norm.weight")},
+        "has shape (1,), the model expects (256,)",
+    ),
+    "shape transposed": (
+        put("model.layers.0.mlp.down_proj.weight", 384, 256),
+        {("shape", "model.layers.0.mlp.down_proj.weight")},
+        "has shape (384, 256), the model expects (256, 384)",
+    ),
+    "with and without prefix": (
+        copy("model.norm.weight", "norm.weight"),
+        {("duplicated", "model.norm.weight, norm.weight")},
+        "fill model.norm.weight more than once",
+    ),
+    "part with and without prefix": (
+        copy(f"{K}.weight", f"{K}.weight".removeprefix("model.")),
+        {("duplicated", f"layers.0.self_attn.k_proj.weight, {K}.weight, {Q}.weight, {V}.weight")},
+        f"fill {ATTENTION}.qkv_proj.weight more than once",
+    ),
+    "one part twice in place of another": (
+        lambda tensors: tensors.update(
+            {f"{K}.weight".removeprefix("model."): tensors[f"{K}.weight"], f"{K}.weight": tensors.pop(f"{V}.weight")}
+        ),
+        {("duplicated", f"layers.0.self_attn.k_proj.weight, {K}.weight, {Q}.weight")},
+        f"fill {ATTENTION}.qkv_proj.weight more than once",
+    ),
+    "combined beside its parts": (
+        lambda tensors: combine(tensors, keep=True),
+        {("unexpected", f"{ATTENTION}.qkv_proj.weight")},
+        f"is a combined tensor, which exists in memory only; Hugging Face names are {Q}.weight, {K}.weight, {V}.weight",
+    ),
+    "combined in place of its parts": (
+        combine,
+        {("unexpected", f"{ATTENTION}.qkv_proj.weight"), ("missing", f"{Q}.weight, {K}.weight, {V}.weight")},
+        "state_dict_adapter.to_hf",
+    ),
+    "combined without prefix": (
+        combine_without_prefix,
+        {
+            ("unexpected", "layers.0.self_attn.qkv_proj.weight"),
+            ("missing", f"{Q}.weight, {K}.weight, {V}.weight"),
+        },
+        "is a combined tensor",
+    ),
+    "integers": (
+        lambda tensors: tensors.update({f"{K}.weight": tensors[f"{K}.weight"].to(torch.int8)}),
+        {("dtype", f"{Q}.weight, {V}.weight, {K}.weight"), ("dtype", f"{K}.weight")},
+        "cannot be one tensor: they are torch.float32, torch.int8",
+    ),
+    "integers throughout": (
+        lambda tensors: tensors.update({key: tensor.to(torch.int8) for key, tensor in tensors.items() if "lm" in key}),
+        {("dtype", "lm_head.weight")},
+        "is stored quantised, as torch.int8; the model's is torch.float32",
+    ),
+    "fp8": (
+        lambda tensors: tensors.update({"lm_head.weight": tensors["lm_head.weight"].to(torch.float8_e4m3fn)}),
+        {("dtype", "lm_head.weight")},
+        "combine=False and a quantization_config",
+    ),
+    "fp8 with its scales": (
+        lambda tensors: tensors.update(
+            {f"{K}.weight": tensors[f"{K}.weight"].to(torch.float8_e4m3fn), f"{K}.weight_scale_inv": torch.ones(1)}
+        ),
+        {
+            ("unexpected", f"{K}.weight_scale_inv"),
+            ("dtype", f"{K}.weight"),
+            ("dtype", f"{Q}.weight, {V}.weight, {K}.weight"),
+        },
+        "is stored quantised, as torch.float8_e4m3fn",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", MISFITS.values(), ids=MISFITS)
+def test_a_checkpoint_that_does_not_fit_is_refused(
+    folder: Path, case: tuple[Callable[[Tensors], object], set[tuple[str, str]], str]
+) -> None:
+    edit, expected, says = case
+    edit_weights(folder, edit)
+    error = refuse(folder)
+    assert problems(error) == expected
+    assert says in str(error)
+    assert f"{folder} does not fit LlamaForCausalLM" in str(error)
+    assert "What to do: " in str(error)
+
+
+def test_everything_that_does_not_fit_is_listed_at_once(folder: Path) -> None:
+    def spoil(tensors: Tensors) -> None:
+        for key in ("missing", "partial", "extra", "shape of a part", "with and without prefix"):
+            MISFITS[key][0](tensors) if key != "missing" else tensors.pop("lm_head.weight")
+        tensors["model.layers.1.self_attn.k_proj.weight"] = torch.zeros(2, 2)
+        tensors[f"{K}.weight"] = torch.zeros(256, 256)
+
+    edit_weights(folder, spoil)
+    error = refuse(folder)
+    assert problems(error) == {
+        ("missing", "lm_head.weight"),
+        ("unexpected", "model.layers.0.extra.weight"),
+        ("shape", f"{K}.weight"),
+        ("shape", "model.layers.1.self_attn.k_proj.weight"),
+        ("duplicated", "model.norm.weight, norm.weight"),
+    }
+    assert "tie_word_embeddings=True" in str(error)
+    assert "config.json and the weights disagree" in str(error)
+
+
+def test_a_tensor_in_two_shards_is_refused(shards: Path) -> None:
+    first, second = sorted(shards.glob("model-*.safetensors"))[:2]
+    key, tensor = next(iter(load_file(first).items()))
+    save_file(load_file(second) | {key: tensor}, second)
+    with pytest.raises(CheckpointError) as caught:
+        AutoModelForCausalLM.from_pretrained(shards)
+    assert problems(caught.value) == {("duplicated", key)}
+
+
+def test_a_tensor_with_and_without_prefix_in_two_shards_is_refused(shards: Path) -> None:
+    last = max(weight_map(shards).values())
+    edit_weights(shards, copy("model.norm.weight", "norm.weight"), last)
+    edit_index(shards, lambda entries: entries.update({"norm.weight": last}))
+    assert problems(refuse(shards)) == {("duplicated", "model.norm.weight, norm.weight")}
+
+
+@pytest.mark.parametrize(
+    ("values", "kinds"),
+    [
+        ({"hidden_size": 128}, {"shape"}),
+        ({"num_hidden_layers": 3}, {"missing"}),
+        ({"num_hidden_layers": 1}, {"unexpected"}),
+        ({"num_key_value_heads": 8}, {"shape"}),
+        ({"attention_bias": False}, {"unexpected"}),
+        ({"vocab_size": 500}, {"shape"}),
+        ({"architectures": ["LlamaForSequenceClassification"], "hidden_size": 128}, {"shape"}),
+        ({"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}, {"missing", "unexpected"}),
+        ({"model_type": "mixtral", "architectures": ["MixtralForCausalLM"]}, {"missing", "unexpected"}),
+    ],
+    ids=str,
+)
+def test_a_configuration_of_another_model_is_refused(folder: Path, values: dict[str, Any], kinds: set[str]) -> None:
+    edit_config(folder, **values)
+    with pytest.raises(CheckpointError) as caught:
+        AutoModelForCausalLM.from_pretrained(folder)
+    assert {kind for kind, _ in problems(caught.value)} == kinds
+
+
+def test_a_checkpoint_of_another_architecture_is_refused(mixtral_checkpoint: Path, folder: Path) -> None:
+    (folder / WEIGHTS).write_bytes((mixtral_checkpoint / WEIGHTS).read_bytes())
+    kinds = {kind for kind, _ in problems(refuse(folder))}
+    assert kinds == {"missing", "unexpected"}
+
+
+def test_missing_experts_are_named(mixtral_checkpoint: Path, tmp_path: Path) -> None:
+    tensors = stored(mixtral_checkpoint)
+    gone = "model.layers.1.block_sparse_moe.experts.2.w3.weight"
+    save_file({key: tensor for key, tensor in tensors.items() if key != gone}, tmp_path / WEIGHTS)
+    (tmp_path / "config.json").write_text((mixtral_checkpoint / "config.json").read_text())
+    with pytest.raises(CheckpointError) as caught:
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+    (problem,) = caught.value.problems
+    assert problem.kind == "partial"
+    assert "experts.gate_up_proj" in problem.detail
+
+
+def test_experts_both_stacked_and_one_by_one_are_refused(
+    mixtral_checkpoint: Path, mixtral: PreTrainedModel, tmp_path: Path
+) -> None:
+    name = "model.layers.0.mlp.experts.down_proj"
+    save_file(stored(mixtral_checkpoint) | {name: mixtral.state_dict()[name]}, tmp_path / WEIGHTS)
+    (tmp_path / "config.json").write_text((mixtral_checkpoint / "config.json").read_text())
+    with pytest.raises(CheckpointError) as caught:
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+    (problem,) = caught.value.problems
+    assert problem.kind == "duplicated"
+    assert name in problem.subject
+
+
+def test_nothing_is_read_of_a_checkpoint_that_does_not_fit(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise AssertionError("read")
+
+    edit_weights(folder, pop("model.norm.weight"))
+    for name in ("read", "read_joined"):
+        monkeypatch.setattr(CheckpointFiles, name, fail)
+    refuse(folder)
+
+
+# Dtypes
+
+
+def test_one_wider_tensor_in_a_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = new_model(tiny_config(LlamaConfig), dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    exact = torch.randn(128, 256) / 3
+    edit_weights(tmp_path, lambda tensors: tensors.update({f"{K}.weight": exact}))
+    # As transformers loads it, but not in silence.
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    logged = caplog.text
+    caplog.clear()
+    assert_same(hf_tensors(loaded), HFLlama.from_pretrained(tmp_path).state_dict())
+    assert torch.equal(hf_tensors(loaded)[f"{K}.weight"], exact.bfloat16())
+    assert f"stores 1 tensors ({K}.weight, ...) with more precision than torch.bfloat16" in logged
+    # Asked for, its values are kept, and so are the others'.
+    masters = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert torch.equal(hf_tensors(masters)[f"{K}.weight"], exact)
+    assert torch.equal(hf_tensors(masters)[f"{Q}.weight"], model.state_dict()[f"{Q}.weight"].float())
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, "float32", "bfloat16"], ids=str)
+@pytest.mark.parametrize("stored_as", [torch.bfloat16, torch.float32], ids=str)
+def test_the_requested_dtype_is_what_you_get(tmp_path: Path, dtype: str | torch.dtype, stored_as: torch.dtype) -> None:
+    reference = new_model(tiny_config(LlamaConfig), dtype=stored_as)
+    reference.save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
+    wanted = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    assert_same(hf_tensors(model), {name: tensor.to(wanted) for name, tensor in reference.state_dict().items()})
+    assert model.dtype == model.config.dtype == wanted
+    assert model.model.rotary_emb.inv_freq.dtype == torch.float32
+
+
+def test_auto_is_the_configurations_dtype(tmp_path: Path) -> None:
+    new_model(tiny_config(LlamaConfig), dtype=torch.bfloat16).save_pretrained(tmp_path)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path).dtype == torch.bfloat16
+    edit_config(tmp_path, dtype="float16")
+    assert AutoModelForCausalLM.from_pretrained(tmp_path).dtype == torch.float16
+
+
+def test_auto_is_the_checkpoints_dtype_where_the_configuration_has_none(tmp_path: Path) -> None:
+    new_model(tiny_config(LlamaConfig), dtype=torch.bfloat16).save_pretrained(tmp_path)
+    edit_config(tmp_path, dtype=None, torch_dtype=None)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("combine", [True, False])
+@pytest.mark.parametrize("strict", [True, False], ids=["strict", "not strict"])
+def test_modules_that_transformers_keeps_in_fp32_stay_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, combine: bool, strict: bool
+) -> None:
+    attribute = "_keep_in_fp32_modules_strict" if strict else "_keep_in_fp32_modules"
+    for model_class in (HFLlama, LlamaForCausalLM):
+        monkeypatch.setattr(model_class, attribute, {"v_proj", "norm", "down_proj"}, raising=False)
+    new_model(tiny_config(LlamaConfig)).save_pretrained(tmp_path)
+    for dtype in (torch.float16, torch.bfloat16):
+        expected = HFLlama.from_pretrained(tmp_path, dtype=dtype)
+        if combine:  # q, k and v are one tensor, so they share the widest dtype
+            monkeypatch.setattr(LlamaForCausalLM, attribute, {"q_proj", "k_proj", "v_proj", "norm", "down_proj"})
+            for layer in expected.model.layers:
+                for part in "qk":
+                    linear = getattr(layer.self_attn, f"{part}_proj")
+                    linear.weight.data = linear.weight.data.to(layer.self_attn.v_proj.weight.dtype)
+        model = LlamaForCausalLM.from_pretrained(tmp_path, dtype=dtype, combine=combine)
+        dtypes = {name: tensor.dtype for name, tensor in hf_tensors(model).items()}
+        assert dtypes == {name: tensor.dtype for name, tensor in expected.state_dict().items()}
+
+
+def test_modules_kept_in_fp32_upstream(tmp_path: Path) -> None:
+    reference = new_model(tiny_config(GptOssConfig))
+    reference.save_pretrained(tmp_path)
+    expected = type(reference).from_pretrained(tmp_path, dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert {name: tensor.dtype for name, tensor in hf_tensors(model).items()} == {
+        name: tensor.dtype for name, tensor in expected.state_dict().items()
+    }
+
+
+# Tied weights
+
+
+def tie(folder: Path, edit: Callable[[Tensors], object]) -> None:
+    edit_config(folder, tie_word_embeddings=True)
+    edit_weights(folder, edit)
+
+
+HEAD, EMBEDDINGS = "lm_head.weight", "model.embed_tokens.weight"
+
+STORED_TIED = {
+    "embeddings only": pop(HEAD),
+    "head only": lambda tensors: tensors.update({HEAD: tensors.pop(EMBEDDINGS)}),
+    "both and equal": copy(EMBEDDINGS, HEAD),
+}
+
+
+@pytest.mark.parametrize("edit", STORED_TIED.values(), ids=STORED_TIED)
+@pytest.mark.parametrize("combine", [True, False])
+def test_tied_weights_share_storage_however_they_are_stored(
+    folder: Path, llama: PreTrainedModel, edit: Callable[[Tensors], object], combine: bool
+) -> None:
+    tie(folder, edit)
+    model = AutoModelForCausalLM.from_pretrained(folder, combine=combine)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert torch.equal(model.lm_head.weight, llama.model.embed_tokens.weight)
+    assert model.config.tie_word_embeddings is True
+
+
+def test_tied_weights_that_are_stored_with_different_values_are_refused(folder: Path) -> None:
+    tie(folder, lambda tensors: None)
+    error = refuse(folder)
+    assert problems(error) == {("tied", HEAD)}
+    assert f"differs from {EMBEDDINGS}, but the configuration ties them" in str(error)
+    assert "tie_word_embeddings=False" in str(error)
+    model = AutoModelForCausalLM.from_pretrained(folder, tie_word_embeddings=False)  # the advice
+    assert torch.equal(model.lm_head.weight, stored(folder)[HEAD])
+    assert torch.equal(model.model.embed_tokens.weight, stored(folder)[EMBEDDINGS])
+
+
+def test_tied_weights_stored_in_two_dtypes_are_compared_by_value(folder: Path) -> None:
+    tie(folder, lambda tensors: tensors.update({HEAD: tensors[EMBEDDINGS].double()}))
+    assert AutoModelForCausalLM.from_pretrained(folder).lm_head.weight.dtype == torch.float32
+    tie(folder, lambda tensors: tensors.update({HEAD: tensors[EMBEDDINGS].bfloat16()}))
+    assert problems(refuse(folder)) == {("tied", HEAD)}
+
+
+def test_neither_of_two_tied_weights(folder: Path) -> None:
+    tie(folder, pop(HEAD, EMBEDDINGS))
+    assert {kind for kind, _ in problems(refuse(folder))} == {"missing"}
+
+
+def test_a_head_that_is_neither_stored_nor_tied_is_refused(folder: Path) -> None:
+    edit_weights(folder, pop(HEAD))
+    error = refuse(folder)
+    assert problems(error) == {("missing", HEAD)}
+    model = AutoModelForCausalLM.from_pretrained(folder, tie_word_embeddings=True)  # the advice
+    assert "pass tie_word_embeddings=True" in str(error)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_untied_weights_do_not_share_storage(llama_checkpoint: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(llama_checkpoint)
+    assert model.lm_head.weight.data_ptr() != model.model.embed_tokens.weight.data_ptr()
+
+
+# Not strict
+
+
+def test_a_new_head_on_a_base_model(
+    llama_checkpoint: Path, llama: PreTrainedModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        AutoModelForSequenceClassification.from_pretrained(llama_checkpoint)
+    assert problems(caught.value) == {("missing", "score.weight"), ("unexpected", HEAD)}
+    assert "a new head on a base model) pass strict=False" in str(caught.value)
+    torch.manual_seed(3)
+    model = AutoModelForSequenceClassification.from_pretrained(llama_checkpoint, strict=False, num_labels=1)
+    assert "initialised score.weight; skipped lm_head.weight" in caplog.text
+    assert len(caplog.records) == 1
+    tensors, base = hf_tensors(model), llama.state_dict()
+    score = tensors.pop("score.weight")
+    assert_same(tensors, {name: tensor for name, tensor in base.items() if name != HEAD})
+    assert score.shape == (1, 256)
+    torch.manual_seed(3)
+    expected = HFScore.from_pretrained(llama_checkpoint, num_labels=1).score.weight
+    assert score.std() == pytest.approx(expected.std().item(), rel=0.3)  # as transformers initialises it
+    assert not torch.equal(model.score.weight, torch.zeros_like(score))
+
+
+def test_a_whole_checkpoint_warns_of_nothing(llama_checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
+    AutoModelForCausalLM.from_pretrained(llama_checkpoint, strict=False)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    "gone",
+    [
+        (f"{Q}.weight", f"{K}.weight", f"{V}.weight"),
+        (f"{Q}.bias", f"{K}.bias", f"{V}.bias"),
+        ("model.norm.weight",),
+        ("model.layers.1.mlp.gate_proj.weight", "model.layers.1.mlp.up_proj.weight"),
+        (HEAD,),
+        (EMBEDDINGS,),
+    ],
+    ids=lambda gone: gone[0],
+)
+def test_only_what_is_missing_is_initialised(folder: Path, llama: PreTrainedModel, gone: tuple[str, ...]) -> None:
+    edit_weights(folder, pop(*gone))
+    tensors = hf_tensors(AutoModelForCausalLM.from_pretrained(folder, strict=False))
+    expected = llama.state_dict()
+    assert_same(
+        {name: tensor for name, tensor in tensors.items() if name not in gone},
+        {name: tensor for name, tensor in expected.items() if name not in gone},
+    )
+    for name in gone:
+        value = tensors[name]
+        if name.endswith("bias"):
+            assert value.eq(0).all()
+        elif "norm" in name:
+            assert value.eq(1).all()
+        else:
+            assert value.std() == pytest.approx(llama.config.initializer_range, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "partial",
+        "shape",
+        "shape of a part",
+        "with and without prefix",
+        "combined beside its parts",
+        "combined in place of its parts",
+        "combined without prefix",
+        "fp8",
+    ],
+)
+def test_what_strict_false_does_not_forgive(folder: Path, name: str) -> None:
+    edit, expected, _ = MISFITS[name]
+    edit_weights(folder, edit)
+    error = refuse(folder, strict=False)
+    assert problems(error) == {problem for problem in expected if problem[0] != "missing"}
+
+
+def test_initialising_a_loaded_model_again_touches_nothing(llama_checkpoint: Path, llama: PreTrainedModel) -> None:
+    for combine in (True, False):
+        model = AutoModelForCausalLM.from_pretrained(llama_checkpoint, combine=combine)
+        for module in model.modules():
+            module._is_hf_initialized = False
+        model.initialize_weights()
+        assert_same_model(model, llama)
+
+
+# Progress
+
+
+@pytest.mark.parametrize("seconds", [0.0, 2.0])
+def test_progress_is_shown_of_what_takes_long(
+    llama_checkpoint: Path, seconds: float, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from transformers.utils import logging as hf_logging
+
+    monkeypatch.setattr(loading, "PROGRESS_AFTER_SECONDS", seconds)
+    monkeypatch.setattr(CheckpointFiles, "read_joined", lambda *_: None)
+    hf_logging.enable_progress_bar()
+    try:
+        AutoModelForCausalLM.from_pretrained(llama_checkpoint)
+    finally:
+        hf_logging.disable_progress_bar()
+    assert ("Loading weights" in capsys.readouterr().err) is (seconds == 0)
+    AutoModelForCausalLM.from_pretrained(llama_checkpoint)
+    assert "Loading weights" not in capsys.readouterr().err
+
+
+def test_an_error_while_reading_is_raised(llama_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> torch.Tensor:
+        raise OSError("the disk is gone")
+
+    monkeypatch.setattr(CheckpointFiles, "read", fail)
+    for dtype in (torch.float32, torch.bfloat16):  # mapped; cast by threads
+        with pytest.raises(OSError, match="the disk is gone"):
+            AutoModelForCausalLM.from_pretrained(llama_checkpoint, dtype=dtype)

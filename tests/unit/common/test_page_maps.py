@@ -1,0 +1,150 @@
+"""Concatenation by the page table."""
+
+from __future__ import annotations
+
+import gc
+import random
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from nrl_models.common import page_maps
+from nrl_models.common.page_maps import MAX_RUNS, PAGE, Run, joined, map_runs
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="pages of files are mapped on Linux only")
+
+SIZE = 64 * PAGE + 123
+"""The files do not end with a page."""
+
+
+@pytest.fixture
+def contents(tmp_path: Path) -> list[bytes]:
+    contents = [random.Random(seed).randbytes(SIZE) for seed in (0, 1)]
+    for index, content in enumerate(contents):
+        (tmp_path / f"pages-{index}").write_bytes(content)
+    return contents
+
+
+@pytest.fixture
+def files(contents: list[bytes], tmp_path: Path) -> Iterator[list[int]]:
+    with open(tmp_path / "pages-0", "rb") as first, open(tmp_path / "pages-1", "rb") as second:
+        yield [first.fileno(), second.fileno()]
+
+
+def read(runs: list[tuple[int, int, int]], files: list[int]) -> bytes | None:
+    """What is mapped for runs of (file, start, size); None if nothing is."""
+    mapped = map_runs([Run(files[file], start, size) for file, start, size in runs])
+    if mapped is None:
+        return None
+    memory, offset = mapped
+    return memory[offset : offset + sum(size for _, _, size in runs)]
+
+
+def expected(runs: list[tuple[int, int, int]], contents: list[bytes]) -> bytes:
+    return b"".join(contents[file][start : start + size] for file, start, size in runs)
+
+
+def mappings_of(path: Path) -> int:
+    return Path("/proc/self/maps").read_text().count(str(path))
+
+
+CASES = {
+    "whole pages": [(0, PAGE, 3 * PAGE)],
+    "inside one page": [(0, 5, 100)],
+    "from the middle of a page": [(0, 1000, 5 * PAGE)],
+    "to the end of the file": [(0, 10 * PAGE + 24, SIZE - 10 * PAGE - 24)],
+    "fitting runs": [(0, 24, 3 * PAGE - 24), (0, 10 * PAGE, 2 * PAGE), (0, 20 * PAGE, PAGE)],
+    "fitting runs that share pages": [(0, 24, 3 * PAGE), (0, 9 * PAGE + 24, PAGE + 7), (0, 20 * PAGE + 31, 3 * PAGE)],
+    "two files": [(0, 100, 4 * PAGE), (1, 100, 4 * PAGE), (0, 30 * PAGE + 100, PAGE)],
+    "most fit, one does not": [(0, 0, 8 * PAGE), (0, 20 * PAGE + 1, 2 * PAGE), (0, 40 * PAGE, 8 * PAGE)],
+    "the first does not fit": [(0, 17, 2 * PAGE), (1, PAGE, 9 * PAGE), (1, 30 * PAGE, 9 * PAGE)],
+    "many small runs": [(0, 2 * start, 64) for start in range(0, 64 * 300, 64)],
+    "empty runs between": [(0, 8, 0), (0, 0, 2 * PAGE), (1, 77, 0), (0, 4 * PAGE, 2 * PAGE), (0, 5, 0)],
+    "the same bytes twice": [(0, PAGE, 2 * PAGE), (0, PAGE, 2 * PAGE)],
+}
+
+
+@pytest.mark.parametrize("runs", CASES.values(), ids=CASES)
+def test_holds_the_runs_one_after_the_other(
+    runs: list[tuple[int, int, int]], files: list[int], contents: list[bytes]
+) -> None:
+    actual = read(runs, files)
+    if runs is CASES["many small runs"]:  # none covers a page, so next to nothing lies as it would in memory
+        assert actual is None
+    else:
+        assert actual == expected(runs, contents)
+
+
+def test_random_runs(files: list[int], contents: list[bytes]) -> None:
+    numbers = random.Random(7)
+    mapped = 0
+    for _ in range(300):
+        grain = numbers.choice([1, 8, PAGE, PAGE, PAGE])
+        runs = []
+        for _ in range(numbers.randint(1, 6)):
+            size = numbers.choice([0, numbers.randint(1, 99), grain * numbers.randint(1, 6 * PAGE // grain)])
+            start = numbers.randint(0, (SIZE - size) // grain) * grain
+            runs.append((numbers.randint(0, 1), start, size))
+        actual = read(runs, files) if sum(size for _, _, size in runs) else None
+        mapped += actual is not None
+        assert actual in (None, expected(runs, contents))
+    assert mapped > 100
+
+
+def test_runs_that_do_not_fit_are_left_to_reading(files: list[int]) -> None:
+    assert read([(0, 0, 3 * PAGE), (0, 10 * PAGE + 1, 3 * PAGE), (0, 20 * PAGE + 2, 3 * PAGE)], files) is None
+
+
+def test_very_many_runs_are_left_to_reading(files: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = [(0, 2 * index * PAGE, PAGE) for index in range(20)]
+    assert read(runs, files) is not None
+    monkeypatch.setattr(page_maps, "MAX_RUNS", 19)
+    assert read(runs, files) is None
+    assert MAX_RUNS < 65_530  # what a process may map
+
+
+def test_other_systems_read(files: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert read([(0, 0, 3 * PAGE)], files) is None
+
+
+def test_neighbours_are_joined() -> None:
+    runs = [Run(3, 0, 10), Run(3, 10, 5), Run(3, 16, 4), Run(4, 20, 4), Run(4, 24, 1)]
+    assert joined(runs) == [Run(3, 0, 15), Run(3, 16, 4), Run(4, 20, 5)]
+
+
+def test_writing_changes_neither_the_file_nor_another_mapping(
+    files: list[int], contents: list[bytes], tmp_path: Path
+) -> None:
+    runs = [Run(files[0], 24, 3 * PAGE), Run(files[0], 10 * PAGE + 24, 3 * PAGE)]
+    (first, offset), (second, _) = map_runs(runs), map_runs(runs)
+    tensor = torch.frombuffer(first, dtype=torch.uint8, count=6 * PAGE, offset=offset)
+    tensor.fill_(0)
+    assert not any(first[offset : offset + 6 * PAGE])
+    assert second[offset : offset + 6 * PAGE] == expected([(0, 24, 3 * PAGE), (0, 10 * PAGE + 24, 3 * PAGE)], contents)
+    assert [(tmp_path / f"pages-{index}").read_bytes() for index in (0, 1)] == contents
+
+
+def test_pages_are_unmapped_when_the_tensor_goes(files: list[int], tmp_path: Path) -> None:
+    path = tmp_path / "pages-0"
+    assert mappings_of(path) == 0
+    memory, offset = map_runs([Run(files[0], 24, 3 * PAGE), Run(files[0], 10 * PAGE + 24, 3 * PAGE)])
+    tensor = torch.frombuffer(memory, dtype=torch.uint8, count=6 * PAGE, offset=offset)
+    view = tensor[5:]
+    assert mappings_of(path) == 2
+    del memory, tensor
+    gc.collect()
+    assert mappings_of(path) == 2
+    del view
+    gc.collect()
+    assert mappings_of(path) == 0
+
+
+def test_a_file_that_is_cut_meanwhile_is_noticed(files: list[int], tmp_path: Path) -> None:
+    with open(tmp_path / "pages-0", "r+b") as file:
+        file.truncate(12 * PAGE)
+    with pytest.raises(OSError, match=r"the file ended at byte 49152, 24 bytes early: it was cut meanwhile"):
+        map_runs([Run(files[0], 0, 3 * PAGE), Run(files[0], 11 * PAGE, PAGE + 24)])

@@ -1,0 +1,361 @@
+"""The one path from a checkpoint, or a configuration, to a model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+import torch
+from checkpoints import (
+    WEIGHTS,
+    assert_same,
+    assert_same_model,
+    edit_config,
+    edit_weights,
+    hf_tensors,
+    new_model,
+    problems,
+)
+from packaging.version import Version
+from transformers import Gemma3Config, LlamaConfig, PreTrainedModel, Qwen2Config
+from transformers import LlamaForCausalLM as HFLlama
+from transformers import __version__ as transformers_version
+
+from nrl_models import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
+    CheckpointError,
+    UnknownArchitectureError,
+    UnknownArgumentError,
+)
+from nrl_models.common import pretrained
+from nrl_models.common.pretrained import read_config
+from nrl_models.families.gemma3.model import Gemma3ForCausalLM
+from nrl_models.families.llama.model import LlamaForCausalLM
+from nrl_models.families.mistral.model import MistralForCausalLM
+from nrl_models.families.mixtral.model import MixtralForCausalLM
+from nrl_models.families.qwen2.model import Qwen2ForCausalLM
+from nrl_models.testing.tiny import tiny_config
+
+# The model
+
+
+def test_buffers_are_transformers_own(llama_checkpoint: Path, llama: PreTrainedModel) -> None:
+    for device in (None, "cpu", torch.device("cpu")):
+        model = AutoModelForCausalLM.from_pretrained(llama_checkpoint, device=device)
+        assert_same(dict(model.named_buffers()), dict(llama.named_buffers()))
+        assert not [name for name, buffer in model.named_buffers() if buffer.device.type == "meta"]
+
+
+def test_logits_equal_transformers(llama_checkpoint: Path, llama: PreTrainedModel, input_ids: torch.Tensor) -> None:
+    model = AutoModelForCausalLM.from_pretrained(llama_checkpoint)
+    with torch.no_grad():
+        torch.testing.assert_close(model(input_ids).logits, llama(input_ids).logits, atol=1e-5, rtol=1e-5)
+
+
+def test_building_does_not_change_how_others_build(llama_checkpoint: Path) -> None:
+    register = torch.nn.Module.register_parameter
+    AutoModelForCausalLM.from_pretrained(llama_checkpoint)
+    with pytest.raises(UnknownArgumentError):
+        AutoModelForCausalLM.from_pretrained(llama_checkpoint, nonsense=1)
+    with pytest.raises(ValueError, match="attn_implementation"):
+        AutoModelForCausalLM.from_pretrained(llama_checkpoint, attn_implementation="nonsense")
+    assert torch.nn.Module.register_parameter is register
+    assert torch.nn.Linear(2, 2).weight.device.type == "cpu"
+
+
+def test_the_default_dtype_stays(llama_checkpoint: Path) -> None:
+    AutoModelForCausalLM.from_pretrained(llama_checkpoint, dtype=torch.bfloat16)
+    assert torch.get_default_dtype() == torch.float32
+
+
+def test_no_random_number_is_drawn(llama_checkpoint: Path) -> None:
+    torch.manual_seed(0)
+    expected = torch.rand(1)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_pretrained(llama_checkpoint)
+    assert torch.equal(torch.rand(1), expected)
+
+
+def test_the_generation_configuration_comes_along(folder: Path) -> None:
+    path = folder / "generation_config.json"
+    path.write_text(
+        json.dumps(json.loads(path.read_text()) | {"max_new_tokens": 7, "temperature": 0.3, "do_sample": True})
+    )
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert (model.generation_config.max_new_tokens, model.generation_config.temperature) == (7, 0.3)
+    path.unlink()
+    assert AutoModelForCausalLM.from_pretrained(folder).generation_config.max_new_tokens is None
+
+
+def test_a_subfolder(llama_checkpoint: Path, llama: PreTrainedModel) -> None:
+    model = AutoModelForCausalLM.from_pretrained(llama_checkpoint.parent, subfolder=llama_checkpoint.name)
+    assert_same_model(model, llama)
+
+
+def test_the_model_knows_where_it_came_from(llama_checkpoint: Path) -> None:
+    assert AutoModelForCausalLM.from_pretrained(llama_checkpoint).name_or_path == str(llama_checkpoint)
+
+
+def test_new_weights_are_those_of_transformers_under_a_seed(llama_config: LlamaConfig) -> None:
+    tensors = []
+    for build in (HFLlama._from_config, AutoModelForCausalLM.from_config, LlamaForCausalLM.from_config):
+        torch.manual_seed(5)
+        tensors.append(build(llama_config))
+    for model in tensors[1:]:
+        assert_same(hf_tensors(model), tensors[0].state_dict())
+
+
+def test_adopting_rewrites_never_initialises(llama_config: LlamaConfig) -> None:
+    for combine in (True, False):
+        model = AutoModelForCausalLM.from_config(llama_config, combine=combine)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(3)
+        model.initialize_weights()
+        assert all(parameter.eq(3).all() for parameter in model.parameters())
+
+
+# Configuration
+
+
+def test_values_of_the_configuration_may_be_overridden(llama_checkpoint: Path, input_ids: torch.Tensor) -> None:
+    options = {"rms_norm_eps": 0.5, "num_labels": 5, "use_cache": False, "attn_implementation": "eager"}
+    model = AutoModelForCausalLM.from_pretrained(llama_checkpoint, **options)
+    assert (model.config.rms_norm_eps, model.config.num_labels, model.config.use_cache) == (0.5, 5, False)
+    expected = HFLlama.from_pretrained(llama_checkpoint, **options)
+    with torch.no_grad():
+        torch.testing.assert_close(model(input_ids).logits, expected(input_ids).logits, atol=1e-5, rtol=1e-5)
+
+
+def test_values_of_a_nested_configuration(tmp_path: Path) -> None:
+    AutoModelForImageTextToText.from_config(tiny_config(Gemma3Config)).save_pretrained(tmp_path)
+    model = AutoModelForImageTextToText.from_pretrained(tmp_path, text_config={"rms_norm_eps": 0.5})
+    assert model.config.text_config.rms_norm_eps == model.model.language_model.norm.eps == 0.5
+    assert model.config.text_config.hidden_size == 256
+
+
+def test_a_given_configuration_is_used_and_not_changed(llama_checkpoint: Path) -> None:
+    config = LlamaConfig.from_pretrained(llama_checkpoint, rope_parameters={"rope_type": "default", "rope_theta": 77.0})
+    before = config.to_dict()
+    model = LlamaForCausalLM.from_pretrained(
+        llama_checkpoint, config=config, rms_norm_eps=0.5, attn_implementation="eager"
+    )
+    assert model.config.rope_parameters["rope_theta"] == 77.0
+    assert model.config.rms_norm_eps == 0.5
+    assert config.to_dict() == before
+
+
+@pytest.mark.parametrize(
+    ("keyword", "hint"),
+    [
+        ("torch_dtype", "torch_dtype (did you mean dtype?)"),
+        ("devic", "devic (did you mean device?)"),
+        ("atn_implementation", "did you mean attn_implementation"),
+        ("rms_norm_epsilon", "did you mean rms_norm_eps"),
+        ("trust_remote", "did you mean trust_remote_code"),
+        ("device_map", "did you mean device"),
+        ("nonsense", "unknown keyword nonsense: expected one of config, dtype, device"),
+        # What transformers' configuration loader takes for itself, without a word:
+        ("local_files_only", "unknown keyword local_files_only"),
+        ("force_download", "unknown keyword force_download"),
+        ("code_revision", "unknown keyword code_revision"),
+        ("proxies", "unknown keyword proxies"),
+        ("return_unused_kwargs", "unknown keyword return_unused_kwargs"),
+        # A method of configurations is no value of theirs.
+        ("push_to_hub", "unknown keyword push_to_hub"),
+        ("to_dict", "unknown keyword to_dict"),
+    ],
+)
+@pytest.mark.parametrize("given", [False, True], ids=["loaded", "given"])
+def test_an_unknown_keyword_is_refused(llama_checkpoint: Path, keyword: str, hint: str, given: bool) -> None:
+    config = LlamaConfig.from_pretrained(llama_checkpoint) if given else None
+    with pytest.raises(UnknownArgumentError) as caught:
+        AutoModelForCausalLM.from_pretrained(llama_checkpoint, config=config, **{keyword: True})
+    assert hint in str(caught.value)
+    assert "or a key of LlamaConfig" in str(caught.value)
+
+
+def test_all_unknown_keywords_are_named(llama_checkpoint: Path) -> None:
+    with pytest.raises(UnknownArgumentError, match=r"unknown keywords one, devise \(did you mean device\?\): expected"):
+        AutoModelForCausalLM.from_pretrained(llama_checkpoint, one=1, devise="cpu")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat61", "int8", torch.int32, "Tensor", 16])
+def test_a_dtype_that_is_none(llama_checkpoint: Path, dtype: Any) -> None:
+    with pytest.raises(UnknownArgumentError, match="expected 'auto' or a floating-point dtype"):
+        AutoModelForCausalLM.from_pretrained(llama_checkpoint, dtype=dtype)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[1]", "null", '"llama"', "\xff"])
+def test_a_broken_configuration(folder: Path, content: str) -> None:
+    (folder / "config.json").write_bytes(content.encode("latin-1"))
+    with pytest.raises(CheckpointError) as caught:
+        AutoModelForCausalLM.from_pretrained(folder)
+    assert problems(caught.value) == {("file", "config.json")}
+    assert "is not a JSON object" in str(caught.value)
+
+
+def test_a_missing_configuration(folder: Path) -> None:
+    (folder / "config.json").unlink()
+    with pytest.raises(CheckpointError) as caught:
+        AutoModelForCausalLM.from_pretrained(folder)
+    assert problems(caught.value) == {("file", "config.json")}
+
+
+@pytest.mark.parametrize("model_type", [None, "no_such_model"])
+def test_a_model_type_that_nobody_knows(folder: Path, model_type: str | None) -> None:
+    edit_config(folder, model_type=model_type)
+    for attempt in (AutoModelForCausalLM.from_pretrained, LlamaForCausalLM.from_pretrained, read_config):
+        with pytest.raises(UnknownArchitectureError, match=r"neither transformers nor a registered family knows"):
+            attempt(folder)
+
+
+def test_a_hub_name_without_a_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    for attempt in (AutoModelForCausalLM.from_pretrained, LlamaForCausalLM.from_pretrained):
+        with pytest.raises(CheckpointError) as caught:
+            attempt("nobody/nothing", cache_dir=tmp_path)
+        assert problems(caught.value) == {("file", "nobody/nothing")}
+        assert "check its name, your token and the network" in str(caught.value)
+
+
+# A family's own class
+
+
+def test_a_familys_class_loads_directly(llama_checkpoint: Path, llama: PreTrainedModel) -> None:
+    model = LlamaForCausalLM.from_pretrained(llama_checkpoint, dtype=torch.float32, combine=True)
+    assert type(model) is LlamaForCausalLM
+    assert_same_model(model, llama)
+    with pytest.raises(UnknownArgumentError):
+        LlamaForCausalLM.from_pretrained(llama_checkpoint, nonsense=1)
+
+
+@pytest.mark.parametrize("model_class", [Qwen2ForCausalLM, MistralForCausalLM, MixtralForCausalLM, Gemma3ForCausalLM])
+def test_a_class_refuses_another_models_configuration(llama_checkpoint: Path, model_class: Any) -> None:
+    # Llama's weights fit Mistral, which would attend otherwise.
+    for attempt in (
+        lambda: model_class.from_pretrained(llama_checkpoint),
+        lambda: model_class.from_config(LlamaConfig.from_pretrained(llama_checkpoint)),
+    ):
+        with pytest.raises(UnknownArchitectureError) as caught:
+            attempt()
+        assert "LlamaConfig (model_type 'llama')" in str(caught.value)
+        assert f"{model_class.__name__} takes a {model_class.config_class.__name__}" in str(caught.value)
+
+
+def test_a_text_class_takes_the_text_part_of_a_larger_configuration() -> None:
+    config = tiny_config(Gemma3Config)
+    model = Gemma3ForCausalLM.from_config(config)
+    assert type(model.config) is type(config.text_config)
+
+
+def test_a_subclass_of_a_configuration_is_fine() -> None:
+    class Tuned(Qwen2Config):
+        pass
+
+    assert Qwen2ForCausalLM.from_config(tiny_config(Tuned), device="meta").config.__class__ is Tuned
+
+
+# Quantised checkpoints
+
+
+@pytest.fixture
+def quantised(folder: Path) -> Path:
+    """`llama_checkpoint` with its linears in FP8, by blocks, as DeepSeek publishes."""
+
+    def quantise(tensors: dict[str, torch.Tensor]) -> None:
+        for key in [key for key in tensors if key.endswith("proj.weight")]:
+            rows, columns = tensors[key].shape
+            blocks = tensors[key].view(rows // 128, 128, columns // 128, 128)
+            scales = blocks.abs().amax((1, 3)) / 448
+            values = (blocks / scales[:, None, :, None]).to(torch.float8_e4m3fn)
+            tensors[key], tensors[f"{key}_scale_inv"] = values.view(rows, columns), scales
+
+    edit_weights(folder, quantise)
+    method = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+    edit_config(folder, quantization_config=method)
+    return folder
+
+
+@pytest.mark.parametrize("load", [AutoModelForCausalLM.from_pretrained, LlamaForCausalLM.from_pretrained])
+def test_a_quantised_checkpoint_does_not_combine(quantised: Path, load: Any) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        load(quantised)
+    assert problems(caught.value) == {("dtype", "quantization_config")}
+    assert "quantised with fp8" in str(caught.value)
+    assert "pass combine=False" in str(caught.value)
+
+
+@pytest.mark.skipif(
+    Version(transformers_version) < Version("5.18"), reason="transformers 5.16 dequantises no Llama without a GPU"
+)
+def test_a_quantised_checkpoint_loads_uncombined_as_transformers_loads_it(
+    quantised: Path, llama: PreTrainedModel, tmp_path: Path
+) -> None:
+    expected = HFLlama.from_pretrained(quantised, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(quantised, dtype=torch.float32, combine=False)
+    assert type(model) is LlamaForCausalLM
+    assert not model.training
+    assert_same(model.state_dict(), expected.state_dict())
+    torch.testing.assert_close(dict(model.state_dict()), dict(llama.state_dict()), atol=0.05, rtol=0.1)
+    # Without a GPU it is dequantised: saved so, it combines.
+    model.save_pretrained(tmp_path / "saved")
+    assert_same_model(AutoModelForCausalLM.from_pretrained(tmp_path / "saved"), expected)
+
+
+def test_what_transformers_does_not_find_of_a_quantised_checkpoint(
+    quantised: Path, monkeypatch: pytest.MonkeyPatch, llama_config: LlamaConfig
+) -> None:
+    asked = {}
+
+    def load(model_class: type, folder: Path, **options: Any) -> Any:
+        asked.update(options, model_class=model_class)
+        return HFLlama(llama_config), {
+            "missing_keys": {"a"},
+            "unexpected_keys": set(),
+            "mismatched_keys": {("b", 1, 2)},
+        }
+
+    monkeypatch.setattr(pretrained.PreTrainedModel, "from_pretrained", classmethod(load))
+    with pytest.raises(CheckpointError) as caught:
+        AutoModelForCausalLM.from_pretrained(quantised, combine=False, dtype=torch.bfloat16)
+    assert {kind for kind, _ in problems(caught.value)} == {"missing", "shape"}
+    assert asked["model_class"] is LlamaForCausalLM
+    assert (asked["dtype"], asked["device_map"], asked["combine"]) == (torch.bfloat16, torch.device("cpu"), False)
+    assert AutoModelForCausalLM.from_pretrained(quantised, combine=False, strict=False)
+
+
+def test_integers_without_a_quantisation_are_refused(folder: Path) -> None:
+    edit_weights(folder, lambda tensors: tensors.update({"lm_head.weight": tensors["lm_head.weight"].to(torch.int8)}))
+    with pytest.raises(CheckpointError) as caught:
+        AutoModelForCausalLM.from_pretrained(folder, combine=False)
+    assert problems(caught.value) == {("dtype", "lm_head.weight")}
+    assert (folder / WEIGHTS).exists()
+
+
+# Several at once
+
+
+def test_a_sequence_classifier_of_a_base_model_trains(llama_checkpoint: Path, input_ids: torch.Tensor) -> None:
+    model = AutoModelForSequenceClassification.from_pretrained(llama_checkpoint, strict=False, num_labels=1)
+    loss = model(input_ids).logits.square().mean()
+    loss.backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_a_checkpoint_is_loaded_the_same_twice(llama_checkpoint: Path) -> None:
+    first, second = (AutoModelForCausalLM.from_pretrained(llama_checkpoint) for _ in range(2))
+    with torch.no_grad():
+        first.model.norm.weight.zero_()  # not shared with the second
+    assert second.model.norm.weight.all()
+
+
+def test_every_dtype_combination_of_new_models() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        model = new_model(tiny_config(LlamaConfig), dtype=dtype)
+        assert model.dtype == dtype

@@ -1,0 +1,467 @@
+"""A save replaces a checkpoint as a whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import INDEX, WEIGHTS, assert_same, edit_config, hf_tensors, problems, stored, weight_map
+from safetensors.torch import load_file
+from transformers import LlamaConfig, PreTrainedModel
+from transformers import LlamaForCausalLM as HFLlama
+
+from nrl_models import AutoModelForCausalLM, CheckpointError, StateDictError
+from nrl_models.common.saving import separate_storages, staged
+from nrl_models.families.llama.model import LlamaForCausalLM
+
+SIZES = {"single": "5GB", "three shards": "160KB", "more shards": "90KB"}
+"""`max_shard_size` for the small models here."""
+
+TRANSITIONS = [
+    ("single", "single"),
+    ("single", "three shards"),
+    ("three shards", "three shards"),
+    ("three shards", "more shards"),
+    ("more shards", "three shards"),
+    ("three shards", "single"),
+]
+
+transitions = pytest.mark.parametrize(("before", "after"), TRANSITIONS, ids=lambda name: name.replace(" ", "-"))
+
+
+def small_model(seed: int) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 256}
+    return LlamaForCausalLM.from_config(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2))
+
+
+@pytest.fixture(scope="module")
+def models() -> tuple[LlamaForCausalLM, LlamaForCausalLM]:
+    """An old and a new model."""
+    return small_model(0), small_model(1)
+
+
+@pytest.fixture
+def target(models: tuple[LlamaForCausalLM, LlamaForCausalLM], before: str, tmp_path: Path) -> Path:
+    """The old model's checkpoint, with files of others beside it."""
+    folder = tmp_path / "checkpoint"
+    models[0].save_pretrained(folder, max_shard_size=SIZES[before])
+    (folder / "optimizer.pt").write_text("state")
+    (folder / "logs").mkdir()
+    (folder / "logs" / "model.txt").write_text("log")
+    return folder
+
+
+def files_of(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+OTHERS = {"optimizer.pt", "logs/model.txt"}
+
+
+def which(folder: Path, models: tuple[PreTrainedModel, ...]) -> int:
+    """Which of `models` the folder holds: the same one for us and for transformers, exactly."""
+    loaded = [hf_tensors(AutoModelForCausalLM.from_pretrained(folder)), HFLlama.from_pretrained(folder).state_dict()]
+    assert_same(*loaded)
+    return next(
+        index
+        for index, model in enumerate(models)
+        if all(torch.equal(tensor, loaded[0][name]) for name, tensor in hf_tensors(model).items())
+    )
+
+
+# Whole or not at all
+
+
+@transitions
+def test_a_save_replaces_the_checkpoint_and_leaves_nothing_behind(
+    models: tuple[LlamaForCausalLM, LlamaForCausalLM], target: Path, after: str, tmp_path: Path
+) -> None:
+    models[1].save_pretrained(target, max_shard_size=SIZES[after])
+    models[1].save_pretrained(tmp_path / "fresh", max_shard_size=SIZES[after])
+    assert files_of(target) == files_of(tmp_path / "fresh") | OTHERS
+    for path in (tmp_path / "fresh").iterdir():
+        assert (target / path.name).read_bytes() == path.read_bytes()
+        assert (target / path.name).stat().st_mode == path.stat().st_mode
+    assert which(target, models) == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint", "fresh"]
+
+
+def test_the_sizes_here_give_one_three_and_more_files(
+    models: tuple[LlamaForCausalLM, LlamaForCausalLM], tmp_path: Path
+) -> None:
+    for name, size in SIZES.items():
+        models[0].save_pretrained(tmp_path / name, max_shard_size=size)
+    counts = [len(list((tmp_path / name).glob("*.safetensors"))) for name in SIZES]
+    assert counts[:2] == [1, 3]
+    assert counts[2] > 3
+
+
+class InterruptedError(Exception):
+    """A save that was stopped."""
+
+
+STEPS = ("replace", "rename", "link", "unlink")
+
+
+def interrupting(monkeypatch: pytest.MonkeyPatch, at: int, stop: Callable[[], None]) -> Callable[[], int]:
+    """Call `stop` in place of the `at`-th step that changes a folder (from 1); returns a count of the steps so far."""
+    steps = 0
+
+    def patched(original: Callable[..., Any]) -> Callable[..., Any]:
+        def step(*args: Any, **options: Any) -> Any:
+            nonlocal steps
+            steps += 1
+            if steps == at:
+                stop()
+            return original(*args, **options)
+
+        return step
+
+    for name in STEPS:
+        monkeypatch.setattr(os, name, patched(getattr(os, name)))
+    return lambda: steps
+
+
+def interrupt() -> None:
+    raise InterruptedError
+
+
+@transitions
+def test_an_exception_at_any_step_leaves_the_old_or_the_new_model(
+    models: tuple[LlamaForCausalLM, LlamaForCausalLM], target: Path, after: str
+) -> None:
+    spare = shutil.copytree(target, target.parent / "spare")
+    models[1].save_pretrained(target.parent / "new", max_shard_size=SIZES[after])
+    found = []
+    while True:
+        with pytest.MonkeyPatch.context() as patch:
+            steps = interrupting(patch, len(found) + 1, interrupt)
+            try:
+                models[1].save_pretrained(target, max_shard_size=SIZES[after])
+            except InterruptedError:
+                pass
+            else:
+                break
+        assert steps() >= len(found) + 1
+        assert files_of(target) >= OTHERS
+        assert not list(target.glob(".*"))  # the folder that was written to is removed
+        found.append(which(target, models))
+        # A later save repairs everything.
+        models[1].save_pretrained(target, max_shard_size=SIZES[after])
+        assert files_of(target) == files_of(target.parent / "new") | OTHERS
+        assert which(target, models) == 1
+        shutil.rmtree(target)
+        shutil.copytree(spare, target)
+    assert found[0] == 0
+    assert found == sorted(found)  # once new, always new
+    assert len(found) >= 3
+
+
+@transitions
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the save is killed in a forked process")
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # of fork, from Python 3.12 on
+def test_a_kill_at_any_step_leaves_the_old_or_the_new_model(
+    models: tuple[LlamaForCausalLM, LlamaForCausalLM], target: Path, after: str, tmp_path: Path
+) -> None:
+    models[1].save_pretrained(tmp_path / "new", max_shard_size=SIZES[after])
+    spare = shutil.copytree(target, tmp_path / "spare")
+    found, killed = [], 17
+
+    def save_and_be_killed() -> None:
+        with pytest.MonkeyPatch.context() as patch, staged(target) as stage:
+            for path in (tmp_path / "new").iterdir():
+                shutil.copy(path, stage)
+            interrupting(patch, len(found) + 1, lambda: os._exit(killed))
+            # What follows is what `staged` does when its body ends.
+
+    while True:
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                save_and_be_killed()
+                status = 0
+            finally:
+                os._exit(status)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        if code == 0:
+            break
+        assert code == killed
+        assert files_of(target) >= OTHERS
+        found.append(which(target, models))
+        shutil.rmtree(target)
+        shutil.copytree(spare, target)
+    assert found[0] == 0
+    assert found == sorted(found)
+    assert len(found) >= 3
+
+
+@transitions
+def test_an_exception_while_writing_changes_nothing(
+    models: tuple[LlamaForCausalLM, LlamaForCausalLM], target: Path, after: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = {name: (target / name).read_bytes() for name in files_of(target)}
+    written = []
+    original = PreTrainedModel.save_pretrained.__globals__["safe_save_file"]
+
+    def fail_at_the_last(tensors: Any, path: str, **options: Any) -> None:
+        original(tensors, path, **options)
+        written.append(path)
+        if "model.norm.weight" in tensors or after == "single":
+            raise OSError("no space left on device")
+
+    monkeypatch.setitem(PreTrainedModel.save_pretrained.__globals__, "safe_save_file", fail_at_the_last)
+    with pytest.raises(OSError, match="no space left"):
+        models[1].save_pretrained(target, max_shard_size=SIZES[after])
+    assert written
+    assert {name: (target / name).read_bytes() for name in files_of(target)} == before
+
+
+@pytest.mark.parametrize("before", ["three shards"])
+def test_what_a_killed_save_left_is_removed_by_the_next(
+    models: tuple[LlamaForCausalLM, LlamaForCausalLM], target: Path, before: str
+) -> None:
+    clean = files_of(target)
+    with pytest.MonkeyPatch.context() as patch:
+        steps = interrupting(patch, 0, interrupt)
+        models[1].save_pretrained(target, max_shard_size=SIZES[before])
+        last = steps()
+    for at in range(1, last):
+        with pytest.MonkeyPatch.context() as patch, suppress(InterruptedError):
+            interrupting(patch, at, interrupt)
+            models[1].save_pretrained(target, max_shard_size=SIZES[before])
+    models[1].save_pretrained(target, max_shard_size=SIZES[before])
+    assert files_of(target) == clean
+    assert which(target, models) == 1
+
+
+@pytest.mark.parametrize("before", ["three shards"])
+def test_file_systems_without_hard_links(
+    models: tuple[LlamaForCausalLM, LlamaForCausalLM], target: Path, before: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise PermissionError("operation not permitted")
+
+    clean = files_of(target)
+    monkeypatch.setattr(os, "link", refuse)
+    models[1].save_pretrained(target, max_shard_size=SIZES[before])
+    assert files_of(target) == clean
+    assert which(target, models) == 1
+
+
+# Where
+
+
+def test_folders_are_made(models: tuple[LlamaForCausalLM, LlamaForCausalLM], tmp_path: Path) -> None:
+    models[0].save_pretrained(tmp_path / "a" / "b" / "c")
+    assert which(tmp_path / "a" / "b" / "c", models) == 0
+    assert (tmp_path / "a" / "b" / "c").stat().st_mode == (tmp_path / "a").stat().st_mode
+    assert os.listdir(tmp_path / "a" / "b") == ["c"]
+
+
+def test_a_file_in_the_place_of_the_folder(models: tuple[LlamaForCausalLM, LlamaForCausalLM], tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("mine")
+    with pytest.raises(NotADirectoryError, match="is a file, expected a folder"):
+        models[0].save_pretrained(tmp_path / "taken")
+    assert (tmp_path / "taken").read_text() == "mine"
+
+
+def test_through_a_symbolic_link(models: tuple[LlamaForCausalLM, LlamaForCausalLM], tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    models[0].save_pretrained(tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    assert which(tmp_path / "real", models) == 0
+
+
+@pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
+def test_into_the_folder_the_model_is_mapped_from(size: str, tmp_path: Path) -> None:
+    small_model(0).save_pretrained(tmp_path, max_shard_size=size)
+    model = LlamaForCausalLM.from_pretrained(tmp_path)
+    expected = {name: tensor.clone() + 1 for name, tensor in hf_tensors(model).items()}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1)
+    for _ in range(2):
+        model.save_pretrained(tmp_path, max_shard_size=size)
+        assert_same(hf_tensors(model), expected)
+        assert_same(stored(tmp_path), expected)
+    for other in SIZES.values():
+        model.save_pretrained(tmp_path, max_shard_size=other)
+        assert_same(stored(tmp_path), expected)
+
+
+@pytest.mark.parametrize("before", SIZES)
+def test_a_process_that_is_not_to_write_changes_nothing(
+    models: tuple[LlamaForCausalLM, LlamaForCausalLM], target: Path, before: str
+) -> None:
+    files = files_of(target)
+    models[1].save_pretrained(target, is_main_process=False)
+    models[1].save_pretrained(target.parent / "elsewhere", is_main_process=False)
+    assert files_of(target) == files
+    assert which(target, models) == 0
+    assert not list(target.parent.glob("*elsewhere*"))
+
+
+@pytest.mark.parametrize("before", SIZES)
+def test_a_variant_is_saved_beside_the_weights(
+    models: tuple[LlamaForCausalLM, LlamaForCausalLM], target: Path, before: str
+) -> None:
+    files = files_of(target)
+    models[1].save_pretrained(target, variant="new")
+    assert files_of(target) == files | {"model.new.safetensors"}
+    assert which(target, models) == 0
+    assert_same(load_file(target / "model.new.safetensors"), hf_tensors(models[1]))
+
+
+# What
+
+
+def test_only_hugging_face_names_reach_the_disk(tmp_path: Path) -> None:
+    model = small_model(0)
+    for name, size in SIZES.items():
+        model.save_pretrained(tmp_path / name, max_shard_size=size)
+        assert not [key for key in stored(tmp_path / name) if "qkv_proj" in key or "gate_up_proj" in key]
+        if name != "single":
+            assert weight_map(tmp_path / name).keys() == stored(tmp_path / name).keys()
+
+
+def test_grouped_query_attention_is_split_where_the_heads_are(tmp_path: Path) -> None:
+    # transformers' own `Concatenate` reverses to chunks of 22, 22 and 20 rows.
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "vocab_size": 64}
+    config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, attention_bias=True)
+    model = LlamaForCausalLM.from_config(config)
+    combined = model.model.layers[0].self_attn.qkv_proj
+    with torch.no_grad():
+        combined.weight.copy_(torch.arange(64.0)[:, None].expand(-1, 32))
+        combined.bias.copy_(torch.arange(64.0))
+    model.save_pretrained(tmp_path)
+    tensors, start = load_file(tmp_path / WEIGHTS), 0
+    for name, rows in {"q": 32, "k": 16, "v": 16}.items():
+        expected = torch.arange(start, start + rows, dtype=torch.float32)
+        assert torch.equal(tensors[f"model.layers.0.self_attn.{name}_proj.weight"][:, 0], expected)
+        assert torch.equal(tensors[f"model.layers.0.self_attn.{name}_proj.bias"], expected)
+        start += rows
+
+
+def test_a_given_state_dict_is_saved_in_place_of_the_models(
+    models: tuple[LlamaForCausalLM, LlamaForCausalLM], tmp_path: Path
+) -> None:
+    old, new = models
+    old.save_pretrained(tmp_path, state_dict=new.state_dict())
+    assert which(tmp_path, models) == 1
+
+
+def test_a_given_state_dict_may_be_of_another_dtype_and_is_left_alone(tmp_path: Path) -> None:
+    model = small_model(0)
+    given = {name: tensor.to(torch.bfloat16) for name, tensor in model.state_dict().items()}
+    names = list(given)
+    model.save_pretrained(tmp_path, state_dict=given)
+    assert list(given) == names
+    assert_same(stored(tmp_path), {name: tensor.bfloat16() for name, tensor in hf_tensors(model).items()})
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (lambda given: given.update(extra=torch.ones(1)), {("unexpected", "extra")}),
+        (
+            lambda given: given.update({"model.norm.weight": torch.ones(3)}),
+            {("shape", "model.norm.weight")},
+        ),
+    ],
+)
+def test_a_state_dict_of_another_model_is_refused(
+    models: tuple[LlamaForCausalLM, LlamaForCausalLM],
+    tmp_path: Path,
+    change: Callable[[dict[str, torch.Tensor]], None],
+    expected: set[tuple[str, str]],
+) -> None:
+    models[0].save_pretrained(tmp_path)
+    given = models[1].state_dict()
+    change(given)
+    with pytest.raises(StateDictError) as caught:
+        models[0].save_pretrained(tmp_path, state_dict=given)
+    assert problems(caught.value) == expected
+    assert which(tmp_path, models) == 0
+
+
+@pytest.fixture
+def untied() -> LlamaForCausalLM:
+    return small_model(0)
+
+
+def test_a_configuration_that_ties_what_is_not_tied_is_refused(untied: LlamaForCausalLM, tmp_path: Path) -> None:
+    untied.config.tie_word_embeddings = True
+    untied.all_tied_weights_keys = untied.get_expanded_tied_weights_keys(all_submodels=True)
+    with pytest.raises(CheckpointError, match=r"model\.tie_weights\(\), or set model\.config\.tie_word") as caught:
+        untied.save_pretrained(tmp_path / "out")
+    assert problems(caught.value) == {("tied", "lm_head.weight")}
+    assert not (tmp_path / "out").exists()
+
+
+def test_tied_storage_that_the_configuration_does_not_tie_is_refused(untied: LlamaForCausalLM, tmp_path: Path) -> None:
+    untied.lm_head.weight = untied.model.embed_tokens.weight
+    with pytest.raises(CheckpointError, match="disagree on tied weights"):
+        untied.save_pretrained(tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_tied_model_saves_its_embeddings_once(tmp_path: Path) -> None:
+    config = small_model(0).config
+    config.tie_word_embeddings = True
+    model = LlamaForCausalLM.from_config(config)
+    model.save_pretrained(tmp_path)
+    assert "lm_head.weight" not in stored(tmp_path)
+    loaded = HFLlama.from_pretrained(tmp_path)
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+
+
+def test_the_index_counts_what_transformers_counts(tmp_path: Path) -> None:
+    small_model(0).save_pretrained(tmp_path)
+    for name, model_class in (("ours", LlamaForCausalLM), ("theirs", HFLlama)):
+        model_class.from_pretrained(tmp_path).save_pretrained(tmp_path / name, max_shard_size=SIZES["three shards"])
+    assert (tmp_path / "ours" / INDEX).read_text() == (tmp_path / "theirs" / INDEX).read_text()
+
+
+# Storages
+
+
+def test_views_get_storages_of_their_own_over_the_same_memory() -> None:
+    whole = torch.randn(6, 4)
+    tensors = {"top": whole[:2], "rest": whole[2:], "empty": torch.empty(0, 4), "column": whole[:, 1]}
+    separate = separate_storages(tensors)
+    assert_same(separate, tensors)
+    assert separate["top"].data_ptr() == whole.data_ptr()
+    storages = [separate[name].untyped_storage() for name in ("top", "rest")]
+    assert [storage.nbytes() for storage in storages] == [32, 64]
+    assert separate["column"].is_contiguous()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.bool, torch.int64], ids=str)
+def test_every_dtype_can_have_a_storage_of_its_own(dtype: torch.dtype) -> None:
+    tensor = torch.arange(32, dtype=torch.uint8).remainder(2).view(torch.bool if dtype is torch.bool else torch.uint8)
+    tensor = tensor.view(dtype)[1:]
+    assert torch.equal(separate_storages({"a": tensor})["a"].view(torch.uint8), tensor.contiguous().view(torch.uint8))
+
+
+def test_the_memory_of_a_separate_storage_stays() -> None:
+    separate = separate_storages({"a": torch.full((1000, 1000), 3.0)[10:]})["a"]
+    torch.full((1000, 1000), 5.0)
+    assert separate.eq(3).all()
+
+
+def test_config_values_are_saved_as_they_are_now(tmp_path: Path) -> None:
+    model = small_model(0)
+    model.save_pretrained(tmp_path)
+    edit_config(tmp_path, rms_norm_eps=0.5)
+    again = LlamaForCausalLM.from_pretrained(tmp_path)
+    again.save_pretrained(tmp_path)
+    assert LlamaForCausalLM.from_pretrained(tmp_path).config.rms_norm_eps == 0.5

@@ -1,0 +1,218 @@
+"""Views as data: places, reading, writing, and the tracing that finds them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from nrl_models.common.views import HFTensor, NotAViewError, Piece, Place, TracedTensor, View
+
+SHAPE = (6, 4, 10)
+
+
+def numbered(*shape: int) -> torch.Tensor:
+    return torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape)
+
+
+def traced(name: str = "w", shape: tuple[int, ...] = SHAPE) -> TracedTensor:
+    return TracedTensor.of_pieces(shape, torch.float32, (Piece(View(name)),))
+
+
+def read(result: TracedTensor, **tensors: torch.Tensor) -> torch.Tensor:
+    return HFTensor("t", tuple(result.shape), result.pieces).read(tensors)
+
+
+# View
+
+
+VIEWS = {
+    "whole": View("w"),
+    "narrow": View("w").then("narrow", 0, 2, 3),
+    "narrow inner": View("w").then("narrow", 2, 1, 4),
+    "select": View("w").then("select", 1, 2),
+    "transpose": View("w").then("transpose", 0, 2),
+    "reshape": View("w").then("reshape", 24, 10),
+    "block of rows": View("w").then("select", 0, 3).then("narrow", 0, 1, 2),
+    "all of them": View("w")
+    .then("narrow", 0, 1, 4)
+    .then("transpose", 0, 1)
+    .then("select", 0, 3)
+    .then("reshape", 2, 2, 10),
+    "rows in another order": View("w").then("reshape", 3, 2, 4, 10).then("transpose", 0, 1).then("reshape", 6, 4, 10),
+}
+
+
+@pytest.fixture(params=VIEWS)
+def view(request: pytest.FixtureRequest) -> View:
+    return VIEWS[request.param]
+
+
+def test_place_is_where_torch_puts_the_view(view: View) -> None:
+    tensor = numbered(*SHAPE)
+    region, place = view.of(tensor), view.place_in(SHAPE)
+    assert place.shape == tuple(region.shape)
+    if region.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr():
+        assert (place.strides, place.offset) == (region.stride(), region.storage_offset())
+    else:
+        assert place.strides is None
+
+
+def test_a_block_is_a_run_of_elements(view: View) -> None:
+    tensor = numbered(*SHAPE)
+    values, place = view.of(tensor).reshape(-1), view.place_in(SHAPE)
+    run = tensor.view(-1)[place.offset : place.offset + len(values)]
+    assert place.is_block is torch.equal(values, run)
+
+
+def test_a_row_of_one_is_a_block_whatever_its_stride() -> None:
+    assert View("w").then("narrow", 0, 2, 1).place_in(SHAPE).is_block
+    assert View("w").then("narrow", 0, 0, 1).then("narrow", 1, 1, 2).place_in(SHAPE).is_block
+    assert not View("w").then("narrow", 1, 1, 2).place_in(SHAPE).is_block
+
+
+def test_writing_is_the_inverse_of_reading(view: View) -> None:
+    tensor, value = numbered(*SHAPE), -1 - view.of(numbered(*SHAPE))
+    view.write(tensor, value)
+    assert torch.equal(view.of(tensor), value)
+    assert (tensor < 0).sum() == value.numel()  # nothing else was written
+
+
+def test_writing_casts_to_the_parameters_dtype() -> None:
+    tensor = torch.zeros(4, 2, dtype=torch.float32)
+    View("w").then("narrow", 0, 1, 2).write(tensor, torch.full((2, 2), 1.5, dtype=torch.bfloat16))
+    assert tensor[1:3].eq(1.5).all()
+    assert tensor.dtype == torch.float32
+
+
+def test_after_a_reshape_that_copies_only_reshapes_may_follow() -> None:
+    with pytest.raises(ValueError, match="only reshapes may follow"):
+        VIEWS["rows in another order"].then("narrow", 0, 0, 1).place_in(SHAPE)
+
+
+def test_an_unknown_step_is_refused() -> None:
+    with pytest.raises(ValueError, match="unknown step flip"):
+        Place.whole(SHAPE).after("flip", (0,))
+
+
+def test_a_view_prints_as_what_it_does() -> None:
+    assert str(View("a.weight").then("narrow", 0, 2, 3)) == "a.weight.narrow(0, 2, 3)"
+
+
+# Tracing
+
+
+OPERATIONS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "narrow": lambda t: t.narrow(0, 1, 3),
+    "narrow, negative dim": lambda t: torch.narrow(t, -1, 2, 5),
+    "narrow by keyword": lambda t: t.narrow(dim=1, start=1, length=2),
+    "narrow to everything": lambda t: t.narrow(0, 0, 6),
+    "select": lambda t: t.select(1, 2),
+    "select, negative": lambda t: t.select(-1, -2),
+    "transpose": lambda t: t.transpose(0, 2),
+    "transpose, negative": lambda t: torch.transpose(t, -1, -2),
+    "swapaxes": lambda t: t.swapaxes(0, 1),
+    "t": lambda t: t[0].t(),
+    "chunk": lambda t: torch.chunk(t, 3, dim=0),
+    "chunk, uneven": lambda t: torch.chunk(t, 4, dim=-1),
+    "split": lambda t: torch.split(t, 4, dim=0),
+    "split by sizes": lambda t: t.split([1, 2, 3], dim=0),
+    "split by keyword": lambda t: t.split(split_size=[3, 7], dim=2),
+    "split_with_sizes": lambda t: t.split_with_sizes([4, 2]),
+    "unbind": lambda t: torch.unbind(t, dim=1),
+    "iteration": lambda t: tuple(t),
+    "squeeze": lambda t: t.narrow(1, 2, 1).squeeze(1),
+    "squeeze, negative": lambda t: t.narrow(2, 2, 1).squeeze(-1),
+    "squeeze what is no row of one": lambda t: t.squeeze(1),
+    "squeeze after reshape": lambda t: t.reshape(6, 1, 40).squeeze(1),
+    "squeeze after reshape, negative": lambda t: t.reshape(6, 40, 1).squeeze(-1),
+    "squeeze after select": lambda t: t.narrow(0, 1, 1).select(1, 2).squeeze(0),
+    "reshape": lambda t: t.reshape(24, 10),
+    "reshape, inferred": lambda t: t.reshape(-1, 5),
+    "reshape from a tuple": lambda t: t.reshape((3, 2, 40)),
+    "view": lambda t: t.view(60, 4),
+    "rows in another order": lambda t: t.view(2, 3, 4, 10).transpose(0, 1).reshape(6, 4, 10),
+    "getitem": lambda t: t[2],
+    "getitem, negative": lambda t: t[-1],
+    "getitem, slice": lambda t: t[1:4],
+    "getitem, several": lambda t: t[:, 1, 2:],
+    "getitem, open slice": lambda t: t[-2:],
+    "getitem, ellipsis": lambda t: t[...],
+    "contiguous": lambda t: t.contiguous().detach().clone(),
+    **{f"permute {order}": lambda t, order=order: t.permute(*order) for order in itertools.permutations(range(3))},
+    "permute, negative": lambda t: t.permute(-1, 0, 1),
+    "permute from a tuple": lambda t: torch.permute(t, (2, 0, 1)),
+    "cat of neighbours": lambda t: torch.cat(t.chunk(3, dim=0), dim=0),
+    "cat of inner neighbours": lambda t: torch.cat(t.split([3, 7], dim=2), dim=-1),
+    "cat of others": lambda t: torch.cat([t[3:], t[:3]]),
+    "cat along another dim": lambda t: torch.cat(t.chunk(2, dim=0), dim=1),
+    "cat of transposed": lambda t: torch.cat([t[:2].transpose(1, 2), t[2:].transpose(1, 2)]),
+    "cat, nested": lambda t: torch.cat([torch.cat([t[4:], t[:1]]), t[1:4]]),
+}
+
+
+@pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)
+def test_tracing_records_what_torch_does(operation: Callable[[torch.Tensor], Any]) -> None:
+    tensor = numbered(*SHAPE)
+    expected, actual = operation(tensor), operation(traced())
+    if isinstance(expected, torch.Tensor):
+        expected, actual = (expected,), (actual,)
+    assert len(actual) == len(expected)
+    for have, want in zip(actual, expected, strict=True):
+        assert tuple(have.shape) == tuple(want.shape)
+        assert torch.equal(read(have, w=tensor), want)
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        lambda t: torch.add(t, 1),
+        lambda t: t.float() * 2,
+        lambda t: torch.stack([t, t]),
+        lambda t: t.flip(0),
+        lambda t: t[::2],
+        lambda t: t[None],
+        lambda t: t[torch.tensor([0, 1])],
+        lambda t: t.repeat(2, 1, 1),
+    ],
+)
+def test_tracing_refuses_what_is_no_view(operation: Callable[[torch.Tensor], Any]) -> None:
+    with pytest.raises(NotAViewError):
+        operation(traced())
+
+
+def test_an_index_outside_the_tensor_is_refused() -> None:
+    for index in (6, -7):
+        with pytest.raises(IndexError):
+            traced()[index]
+
+
+def test_parts_side_by_side_in_one_parameter_join_to_one_view() -> None:
+    parts = traced().split([1, 2, 3], dim=0)
+    assert torch.cat(parts).pieces == (Piece(View("w").then("narrow", 0, 0, 6)),)
+    assert torch.cat(parts[1:]).pieces == (Piece(View("w").then("narrow", 0, 1, 5)),)
+    assert len(torch.cat(parts[::-1]).pieces) == 3
+    assert len(torch.cat([traced("a")[:2], traced("b")[2:]]).pieces) == 2  # side by side, but not in one
+
+
+def test_a_tensor_joined_from_two_parameters() -> None:
+    left, right = numbered(2, 3), -numbered(4, 3)
+    joined = torch.cat([traced("left", (2, 3)), traced("right", (4, 3))])
+    tensor = HFTensor("t", (6, 3), joined.pieces)
+    assert tensor.parameters == ("left", "right")
+    assert tensor.view is None
+    whole = torch.cat([left, right])
+    assert torch.equal(tensor.read({"left": left, "right": right}), whole)
+    target = torch.zeros(4, 3)
+    tensor.write_into("right", target, whole)
+    assert torch.equal(target, right)
+    with pytest.raises(NotAViewError, match="joined from several"):
+        joined.transpose(0, 1)
+
+
+def test_a_whole_tensor_reads_as_itself() -> None:
+    tensor = numbered(*SHAPE)
+    assert HFTensor("t", SHAPE, (Piece(View("w")),)).read({"w": tensor}) is tensor

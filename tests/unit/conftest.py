@@ -1,0 +1,107 @@
+"""Checkpoints that transformers wrote, and models that hold them. Those of session scope are not to be changed."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import new_model
+from transformers import LlamaConfig, MixtralConfig, PreTrainedModel, dynamic_module_utils
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.utils import logging
+
+from nrl_models import registry
+from nrl_models.testing.tiny import tiny_config
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _no_progress_bars() -> None:
+    logging.disable_progress_bar()
+
+
+@pytest.fixture
+def llama_config() -> LlamaConfig:
+    """Hidden 256, 8 heads, 4 key-value heads, 2 layers."""
+    return tiny_config(LlamaConfig)
+
+
+@pytest.fixture
+def mixtral_config() -> MixtralConfig:
+    """The same sizes with 4 experts."""
+    return tiny_config(MixtralConfig)
+
+
+@pytest.fixture(scope="session")
+def llama() -> PreTrainedModel:
+    """transformers' Llama in fp32, every tensor random."""
+    return new_model(tiny_config(LlamaConfig, {"attention_bias": True, "mlp_bias": True})).eval()
+
+
+@pytest.fixture(scope="session")
+def llama_checkpoint(llama: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`llama` as transformers saves it: one fp32 file."""
+    folder = tmp_path_factory.mktemp("llama")
+    llama.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def llama_shards(llama: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`llama` as transformers saves it: fp32 shards with an index. Some layers lie across two shards."""
+    folder = tmp_path_factory.mktemp("llama-shards")
+    llama.save_pretrained(folder, max_shard_size="2MB")
+    assert len(list(folder.glob("model-*.safetensors"))) > 2
+    return folder
+
+
+@pytest.fixture
+def folder(llama_checkpoint: Path, tmp_path: Path) -> Path:
+    """A copy of `llama_checkpoint` to damage."""
+    return shutil.copytree(llama_checkpoint, tmp_path / "checkpoint")
+
+
+@pytest.fixture
+def shards(llama_shards: Path, tmp_path: Path) -> Path:
+    """A copy of `llama_shards` to damage."""
+    return shutil.copytree(llama_shards, tmp_path / "shards")
+
+
+@pytest.fixture(scope="session")
+def mixtral() -> PreTrainedModel:
+    """transformers' Mixtral in fp32, every tensor random."""
+    return new_model(tiny_config(MixtralConfig)).eval()
+
+
+@pytest.fixture(scope="session")
+def mixtral_checkpoint(mixtral: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`mixtral` as transformers saves it: experts one by one, as on the hub."""
+    folder = tmp_path_factory.mktemp("mixtral")
+    mixtral.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def input_ids() -> torch.Tensor:
+    """Two sequences of twelve tokens."""
+    return torch.randint(16, 480, (2, 12), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture
+def sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder on `sys.path` for packages of families; registrations and imports made meanwhile are undone."""
+    registry.architectures()
+    for name in ("MODEL_ARCH_MAPPING", "_CUSTOM_CONFIG_REGISTRATIONS", "_REQUIREMENTS", "_shadowing", "_warned"):
+        monkeypatch.setattr(registry, name, getattr(registry, name).copy())
+    monkeypatch.setattr(CONFIG_MAPPING, "_extra_content", dict(CONFIG_MAPPING._extra_content))
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.syspath_prepend(tmp_path)
+    before = set(sys.modules)
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        if name.partition(".")[0] in ("outside", "transformers_modules"):
+            del sys.modules[name]

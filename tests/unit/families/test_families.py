@@ -1,0 +1,3 @@
+"""The generated tests, for every registered architecture."""
+
+from nrl_models.testing.suite import *  # noqa: F403

@@ -1,0 +1,54 @@
+"""torch.compile: one graph, compiled once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import _dynamo
+from torch._dynamo.testing import CompileCounterWithBackend
+from transformers import PreTrainedModel
+
+from nrl_models import AutoModelForCausalLM
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> Iterator[None]:
+    _dynamo.reset()
+    yield
+    _dynamo.reset()
+
+
+def gradients(model: PreTrainedModel, run: object, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    run(input_ids=input_ids, labels=input_ids, use_cache=False).loss.backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def test_a_forward_and_backward_is_one_graph_compiled_once(llama_checkpoint: Path, input_ids: torch.Tensor) -> None:
+    model = AutoModelForCausalLM.from_pretrained(llama_checkpoint)
+    backend = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    with torch.no_grad():
+        expected = model(input_ids=input_ids, use_cache=False).logits
+    with _dynamo.config.patch(error_on_recompile=True):
+        for seed in (0, 1):
+            ids = input_ids.roll(seed, dims=1)
+            torch.testing.assert_close(gradients(model, compiled, ids), gradients(model, model, ids))
+    assert backend.frame_count == 1
+    # Under no_grad transformers runs other code, so that is another graph, of one piece too.
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(input_ids=input_ids, use_cache=False).logits, expected)
+    assert not _dynamo.utils.counters["graph_break"]
+
+
+def test_compiled_code_sees_later_changes_of_a_part(llama_checkpoint: Path, input_ids: torch.Tensor) -> None:
+    model = AutoModelForCausalLM.from_pretrained(llama_checkpoint)
+    attention = model.model.layers[0].self_attn
+    compiled = torch.compile(attention.q_proj, fullgraph=True, backend="aot_eager")
+    hidden = torch.randn(2, 3, 256)
+    before = compiled(hidden)
+    attention.q_proj.weight.data = attention.q_proj.weight * 2
+    torch.testing.assert_close(compiled(hidden) - before, hidden @ attention.q_proj.weight.T / 2)

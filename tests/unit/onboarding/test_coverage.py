@@ -1,0 +1,57 @@
+"""The committed coverage pages are those of the committed results, and the results are of what is registered."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from nrl_models import registry
+from nrl_models.onboarding.coverage import FEATURES, CoverageError, verdict, write_pages
+from nrl_models.testing import suite
+
+DOCS = Path(__file__).parents[3] / "docs" / "model-coverage"
+
+
+def test_pages_are_up_to_date(tmp_path: Path) -> None:
+    pages = write_pages(DOCS / "results.json", tmp_path)
+    assert {page.name for page in pages} == {path.name for path in DOCS.glob("*.md")}
+    for page in pages:
+        assert page.read_text() == (DOCS / page.name).read_text(), f"{page.name} is stale: run nrl-models coverage"
+
+
+def test_every_architecture_passed_every_test() -> None:
+    results = json.loads((DOCS / "results.json").read_text())["results"]
+    assert {result["architecture"] for result in results} == {
+        name for names in registry.FAMILIES.values() for name in names
+    }
+    assert [result for result in results if result["outcome"] == "failed"] == []
+
+
+def test_features_name_tests_that_exist() -> None:
+    for tests in FEATURES.values():
+        for name in tests:
+            assert hasattr(suite, name), name
+
+
+def test_every_generated_test_is_behind_some_feature() -> None:
+    named = {name for tests in FEATURES.values() for name in tests}
+    assert {name for name in dir(suite) if name.startswith("test_")} - named == {"test_copies_keep_one_storage"}
+
+
+def test_a_failure_wins() -> None:
+    results = [
+        {"check": "test_padding[left]", "outcome": "passed"},
+        {"check": "test_padding[right]", "outcome": "failed"},
+        {"check": "test_packing", "outcome": "skipped"},
+    ]
+    assert verdict(results, "padding") == "no"
+    assert verdict(results, "packed sequences") == "n/a"
+
+
+def test_an_untested_architecture_is_an_error(tmp_path: Path) -> None:
+    content = json.loads((DOCS / "results.json").read_text())
+    content["results"] = [one for one in content["results"] if one["architecture"] != "Qwen3ForCausalLM"]
+    (tmp_path / "results.json").write_text(json.dumps(content))
+    with pytest.raises(CoverageError, match="Qwen3ForCausalLM"):
+        write_pages(tmp_path / "results.json", tmp_path)
+    assert not list(tmp_path.glob("*.md"))

@@ -1,0 +1,44 @@
+from pathlib import Path
+
+import pytest
+from transformers import AutoConfig
+
+from nrl_models import registry
+from nrl_models.onboarding.inspect import inspect, kinds_of
+from nrl_models.testing.case import FamilyCase
+
+
+@pytest.mark.parametrize(
+    ("model_type", "kinds"),
+    [
+        ("llama", ["dense"]),
+        ("mixtral", ["moe"]),
+        ("deepseek_v3", ["moe"]),
+        ("gemma3", ["dense", "vlm"]),
+        ("qwen3_next", ["moe", "hybrid"]),
+        ("gpt_oss", ["moe"]),
+        ("gemma2", ["dense"]),
+        ("bamba", ["dense", "hybrid"]),
+    ],
+)
+def test_kinds(model_type: str, kinds: list[str]) -> None:
+    assert kinds_of(AutoConfig.for_model(model_type)) == kinds
+
+
+def test_reads_no_weight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    FamilyCase(registry.model_class("MixtralForCausalLM")).reference().save_pretrained(tmp_path)
+    monkeypatch.setattr("nrl_models.common.checkpoint_files.CheckpointFiles.read", None)
+    monkeypatch.setattr("nrl_models.common.checkpoint_files.CheckpointFiles.read_joined", None)
+    found = inspect(tmp_path)
+    assert found.stored_tensors == 41
+    assert found.groups == {"MixtralAttention: q_proj + k_proj + v_proj": 2}
+
+
+def test_unregistered_falls_back(tmp_path: Path) -> None:
+    config = AutoConfig.for_model("olmo2", num_hidden_layers=2, hidden_size=64, architectures=["Olmo2ForCausalLM"])
+    config.save_pretrained(tmp_path)
+    with pytest.warns(UserWarning, match="Olmo2ForCausalLM is not registered"):
+        found = inspect(tmp_path)
+    assert found.family is None
+    assert found.groups == {}
+    assert found.flags == ()

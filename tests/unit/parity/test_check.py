@@ -1,0 +1,63 @@
+from pathlib import Path
+
+import pytest
+import torch
+
+from nrl_models import registry
+from nrl_models.parity import check_parity
+from nrl_models.testing.case import FamilyCase
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    FamilyCase(registry.model_class("MixtralForCausalLM")).reference().save_pretrained(tmp_path)
+    return tmp_path
+
+
+def test_passes_on_a_checkpoint(checkpoint: Path) -> None:
+    report = check_parity(checkpoint)
+    assert report.passed, [row for row in report.rows if not row.passed]
+    checks = [row.check for row in report.rows]
+    assert "level 3: logits, float32" in checks
+    assert "level 3: logits, bfloat16" in checks
+    assert "gradients, float32" in checks
+    assert report.to_json()["verdict"] == "pass"
+
+
+def test_names_the_culprit_of_a_broken_family(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A family whose rewrite computes something else fails, and the report says where."""
+    attention = registry.model_class("MixtralForCausalLM").rewrites
+    rewritten = next(new for old, new in attention.items() if old.__name__ == "MixtralAttention")
+    upstream = rewritten.forward
+
+    def louder(self: torch.nn.Module, *args: object, **kwargs: object) -> tuple[torch.Tensor, object]:
+        output, weights = upstream(self, *args, **kwargs)
+        return output * 1.01, weights
+
+    monkeypatch.setattr(rewritten, "forward", louder)
+    report = check_parity(checkpoint, checks=("2", "3"))
+    assert not report.passed
+    assert report.to_json()["verdict"] == "fail"
+    rows = {row.check: row for row in report.rows}
+    assert not rows["level 2: MixtralAttention"].passed
+    assert "model.layers.0.self_attn" in rows["first to depart"].measured or "model.layers.0.self_attn" in str(
+        [row.measured for row in report.rows if row.check == "first to depart"]
+    )
+
+
+def test_only_the_chosen_checks_run(checkpoint: Path) -> None:
+    assert {row.check.split(":")[0] for row in check_parity(checkpoint, checks=("1",)).rows} == {"level 1"}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"), [({"checks": ("4",)}, r"unknown checks \['4'\]"), ({"batch": 1}, "batch below 2")]
+)
+def test_wrong_arguments(checkpoint: Path, options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_parity(checkpoint, **options)
+
+
+def test_an_empty_report_is_no_pass() -> None:
+    from nrl_models.parity import ParityReport
+
+    assert not ParityReport("nothing was checked").passed

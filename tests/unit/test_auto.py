@@ -1,0 +1,432 @@
+"""From a checkpoint or a configuration to the class that serves it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from checkpoints import WEIGHTS, assert_same, assert_same_model, edit_config, edit_weights, new_model, problems, stored
+from transformers import (
+    CLIPConfig,
+    Gemma3Config,
+    LlamaConfig,
+    MistralConfig,
+    Olmo2Config,
+    PreTrainedModel,
+    T5Config,
+)
+
+from nrl_models import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    CheckpointError,
+    FamilyImportError,
+    RemoteCodeError,
+    UnknownArchitectureError,
+    register_architecture,
+)
+from nrl_models.auto import auto_class_for, auto_class_of
+from nrl_models.common import BackendConfig, CombinedLinear, FamilyModel
+from nrl_models.families.llama import model as llama_family
+from nrl_models.testing.tiny import tiny_config
+
+AUTO = {
+    "ForCausalLM": AutoModelForCausalLM,
+    "ForSequenceClassification": AutoModelForSequenceClassification,
+    "ForTokenClassification": AutoModelForTokenClassification,
+}
+
+
+def combined_in(model: torch.nn.Module) -> int:
+    return sum(isinstance(module, CombinedLinear) for module in model.modules())
+
+
+# Families
+
+
+@pytest.mark.parametrize("kind", AUTO)
+def test_each_kind_loads_its_familys_class(kind: str, tmp_path: Path) -> None:
+    reference = new_model(tiny_config(LlamaConfig), kind)
+    reference.save_pretrained(tmp_path)
+    model = AUTO[kind].from_pretrained(tmp_path)
+    assert type(model) is getattr(llama_family, f"Llama{kind}")
+    assert_same_model(model, reference)
+    assert not model.training
+    assert auto_class_for(tmp_path) is AUTO[kind]
+
+
+def test_vision_language_models(tmp_path: Path) -> None:
+    config = tiny_config(Gemma3Config)
+    AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path)
+    model = AutoModelForImageTextToText.from_pretrained(tmp_path)
+    assert type(model).__name__ == "Gemma3ForConditionalGeneration"
+    assert isinstance(model, FamilyModel)
+    # transformers counts it among the language models, too.
+    assert type(AutoModelForCausalLM.from_pretrained(tmp_path)) is type(model)
+    assert auto_class_for(tmp_path) is AutoModelForImageTextToText
+
+
+def test_a_text_model_in_a_larger_configuration() -> None:
+    config = tiny_config(Gemma3Config)
+    config.architectures = ["Gemma3ForCausalLM"]
+    model = AutoModelForCausalLM.from_config(config)
+    assert type(model).__name__ == "Gemma3ForCausalLM"
+    assert type(model.config) is type(config.text_config)
+
+
+def test_the_configurations_type_decides_where_no_architecture_is_named(folder: Path, llama: PreTrainedModel) -> None:
+    edit_config(folder, architectures=None)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert type(model) is llama_family.LlamaForCausalLM
+    assert_same_model(model, llama)
+
+
+def test_a_configuration_that_transformers_reads_as_another_models(tmp_path: Path) -> None:
+    # A Mistral with layer types is a Ministral: another attention, by the same architecture name.
+    config = tiny_config(MistralConfig)
+    new_model(config).save_pretrained(tmp_path)
+    edit_config(tmp_path, layer_types=["sliding_attention", "full_attention"])
+    expected = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(expected).__name__ in type(model).__name__
+    input_ids = torch.arange(20, 44)[None]
+    torch.testing.assert_close(model(input_ids).logits, expected(input_ids).logits)
+
+
+# From a configuration
+
+
+def test_from_config_leaves_the_configuration_alone(llama_config: LlamaConfig) -> None:
+    before = llama_config.to_dict()
+    model = AutoModelForCausalLM.from_config(
+        llama_config, dtype=torch.bfloat16, backend=BackendConfig(attn="eager"), combine=False
+    )
+    assert llama_config.to_dict() == before
+    assert llama_config._attn_implementation != "eager"
+    assert model.config is not llama_config
+
+
+def test_from_config_on_meta(llama_config: LlamaConfig, llama: PreTrainedModel) -> None:
+    model = AutoModelForCausalLM.from_config(llama_config, device="meta")
+    assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
+    assert combined_in(model) == 4
+    adapter = model.state_dict_adapter
+    wanted = {name: tuple(tensor.shape) for name, tensor in llama.state_dict().items() if not name.endswith("bias")}
+    assert {name: shape for name, shape, _ in adapter.export_plan()} == wanted
+
+
+def test_from_config_trains_and_takes_a_dtype(llama_config: LlamaConfig) -> None:
+    model = AutoModelForCausalLM.from_config(llama_config, dtype=torch.bfloat16)
+    assert model.training
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    ("combine", "backend", "expected"),
+    [
+        (True, None, 4),
+        (False, None, 0),
+        ("auto", None, 0),  # on a CPU
+        (True, BackendConfig(combine=False), 0),
+        (True, BackendConfig(combine="auto"), 0),
+        (False, BackendConfig(combine=True), 0),
+    ],
+)
+def test_combining_is_a_choice(
+    combine: Any, backend: BackendConfig | None, expected: int, llama_config: LlamaConfig, llama_checkpoint: Path
+) -> None:
+    for model in (
+        AutoModelForCausalLM.from_config(llama_config, combine=combine, backend=backend),
+        AutoModelForCausalLM.from_pretrained(llama_checkpoint, combine=combine, backend=backend),
+    ):
+        assert combined_in(model) == expected
+        assert model.combine is bool(expected)
+
+
+def test_combining_is_no_key_of_a_file(llama_checkpoint: Path, tmp_path: Path) -> None:
+    for combine in (True, False):
+        model = AutoModelForCausalLM.from_pretrained(llama_checkpoint, combine=combine)
+        model.save_pretrained(tmp_path / str(combine))
+    for name in ("config.json", WEIGHTS):
+        assert (tmp_path / "True" / name).read_bytes() == (tmp_path / "False" / name).read_bytes()
+    assert "combine" not in (tmp_path / "True" / "config.json").read_text()
+
+
+def test_attention_is_chosen(llama_checkpoint: Path, llama_config: LlamaConfig) -> None:
+    for model in (
+        AutoModelForCausalLM.from_pretrained(llama_checkpoint, backend=BackendConfig(attn="eager")),
+        AutoModelForCausalLM.from_pretrained(llama_checkpoint, attn_implementation="eager"),
+        AutoModelForCausalLM.from_config(llama_config, backend=BackendConfig(attn="eager")),
+    ):
+        assert model.config._attn_implementation == "eager"
+
+
+def test_an_auto_class_has_no_instances() -> None:
+    with pytest.raises(TypeError, match=r"AutoModelForCausalLM is made with from_pretrained\(path\) or from_config"):
+        AutoModelForCausalLM()
+
+
+# The wrong kind
+
+
+@pytest.mark.parametrize(
+    ("auto", "config", "advice"),
+    [
+        (
+            AutoModelForImageTextToText,
+            LlamaConfig,
+            "is no vision-language model. Use AutoModelForCausalLM or AutoModelFor",
+        ),
+        (
+            AutoModelForTokenClassification,
+            Gemma3Config,
+            "is no token classifier. Use AutoModelForCausalLM or AutoModelForImage",
+        ),
+        (AutoModelForCausalLM, T5Config, "Use AutoModelForSequenceClassification or AutoModelForTokenClassification."),
+        (AutoModelForCausalLM, CLIPConfig, "No auto class serves it; a family can register it"),
+    ],
+)
+def test_the_right_auto_class_is_named(auto: Any, config: Any, advice: str) -> None:
+    with pytest.raises(UnknownArchitectureError) as caught:
+        auto.from_config(config())
+    assert advice in str(caught.value)
+    assert config.model_type in str(caught.value)
+
+
+def test_a_checkpoint_of_the_wrong_kind_is_not_half_loaded(tmp_path: Path) -> None:
+    new_model(tiny_config(LlamaConfig), "ForSequenceClassification").save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError) as caught:
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert problems(caught.value) == {("missing", "lm_head.weight"), ("unexpected", "score.weight")}
+
+
+def test_an_unknown_model_type(folder: Path) -> None:
+    edit_config(folder, model_type="lama")
+    with pytest.raises(
+        UnknownArchitectureError, match=r"model_type 'lama', which neither .* Close names: llama"
+    ) as caught:
+        AutoModelForCausalLM.from_pretrained(folder)
+    assert str(folder / "config.json") in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("architectures", "config", "expected"),
+    [
+        (["LlamaForTokenClassification"], LlamaConfig, AutoModelForTokenClassification),
+        (["Gemma3ForConditionalGeneration"], Gemma3Config, AutoModelForImageTextToText),
+        (["LlamaModel"], LlamaConfig, AutoModelForCausalLM),
+        (None, Gemma3Config, AutoModelForCausalLM),
+    ],
+)
+def test_the_auto_class_of_a_configuration(architectures: list[str] | None, config: Any, expected: Any) -> None:
+    assert auto_class_of(config(architectures=architectures)) is expected
+
+
+# Not registered
+
+
+@pytest.mark.usefixtures("sandbox")
+def test_an_unregistered_architecture_loads_as_transformers_own_class(tmp_path: Path, input_ids: torch.Tensor) -> None:
+    folder = tmp_path / "checkpoint"
+    reference = new_model(tiny_config(Olmo2Config)).eval()
+    reference.save_pretrained(folder)
+    with pytest.warns(UserWarning, match="Olmo2ForCausalLM is not registered") as warned:
+        model = AutoModelForCausalLM.from_pretrained(folder)
+    assert len(warned) == 1
+    assert warned[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        AutoModelForCausalLM.from_config(reference.config)  # warned of once
+    assert type(model) is type(reference)
+    assert_same(model.state_dict(), reference.state_dict())
+    with torch.no_grad():
+        assert torch.equal(model(input_ids).logits, reference(input_ids).logits)
+    # The identity adapter.
+    adapter = model.state_dict_adapter
+    assert_same(adapter.to_hf(model.state_dict()), reference.state_dict())
+    assert [name for name, _, _ in adapter.export_plan()] == list(reference.state_dict())
+    # Strictly, like any other.
+    edit_weights(folder, lambda tensors: tensors.pop("model.norm.weight"))
+    with pytest.raises(CheckpointError) as caught:
+        AutoModelForCausalLM.from_pretrained(folder)
+    assert problems(caught.value) == {("missing", "model.norm.weight")}
+
+
+# Families that fail
+
+
+@pytest.mark.usefixtures("sandbox")
+def test_a_family_that_fails_is_no_fallback(llama_checkpoint: Path, llama_config: LlamaConfig) -> None:
+    register_architecture("LlamaForCausalLM", "outside.nowhere:LlamaForCausalLM", exist_ok=True)
+    for attempt in (
+        lambda: AutoModelForCausalLM.from_pretrained(llama_checkpoint),
+        lambda: AutoModelForCausalLM.from_config(llama_config),
+    ):
+        with pytest.raises(FamilyImportError, match=r"LlamaForCausalLM is served by outside\.nowhere"):
+            attempt()
+
+
+@pytest.mark.usefixtures("sandbox")
+def test_a_family_that_needs_a_newer_version(llama_checkpoint: Path) -> None:
+    register_architecture(
+        "LlamaForCausalLM",
+        "nrl_models.families.llama.model:LlamaForCausalLM",
+        requires="transformers>=99",
+        exist_ok=True,
+    )
+    with pytest.raises(FamilyImportError, match="which needs transformers>=99; "):
+        AutoModelForCausalLM.from_pretrained(llama_checkpoint)
+
+
+# Families from outside
+
+
+OUTSIDE = """
+from transformers.models.mixtral import modeling_mixtral as hf
+from nrl_models.common import CombinedQKV, FamilyModel
+
+class {config}(hf.MixtralConfig):
+    model_type = "{model_type}"
+
+class MixtralAttention(CombinedQKV, hf.MixtralAttention):
+    pass
+
+class OutsideForCausalLM(FamilyModel, hf.MixtralForCausalLM):
+    {config_class}
+    rewrites = {{hf.MixtralAttention: MixtralAttention}}
+"""
+
+
+def outside_family(sandbox: Path, model_type: str) -> str:
+    own = model_type != "mixtral"
+    (sandbox / "outside").mkdir()
+    (sandbox / "outside" / "model.py").write_text(
+        OUTSIDE.format(
+            config="OutsideConfig" if own else "Unused",
+            model_type=model_type,
+            config_class="config_class = OutsideConfig" if own else "",
+        )
+    )
+    return "outside.model:OutsideForCausalLM"
+
+
+def as_outside(mixtral_checkpoint: Path, sandbox: Path, **values: Any) -> Path:
+    folder = shutil.copytree(mixtral_checkpoint, sandbox / "checkpoint")
+    edit_config(folder, architectures=["OutsideForCausalLM"], **values)
+    return folder
+
+
+def test_a_family_from_outside_reads_the_hubs_layout(
+    sandbox: Path, mixtral_checkpoint: Path, mixtral: PreTrainedModel, tmp_path: Path
+) -> None:
+    register_architecture("OutsideForCausalLM", outside_family(sandbox, "mixtral"))
+    folder = as_outside(mixtral_checkpoint, sandbox)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert type(model).__module__ == "outside.model"
+    assert_same_model(model, mixtral)
+    model.save_pretrained(tmp_path / "saved")
+    assert_same(stored(tmp_path / "saved"), stored(mixtral_checkpoint))
+
+
+def test_a_family_from_outside_never_gets_random_weights(
+    sandbox: Path, mixtral_checkpoint: Path, mixtral: PreTrainedModel
+) -> None:
+    # A model type of its own has none of transformers' conversions. transformers fills the experts with random
+    # numbers then, and prints a report.
+    register_architecture(
+        "OutsideForCausalLM", outside_family(sandbox, "outside"), config={"outside": "outside.model:OutsideConfig"}
+    )
+    folder = as_outside(mixtral_checkpoint, sandbox, model_type="outside")
+    with pytest.raises(CheckpointError) as caught:
+        AutoModelForCausalLM.from_pretrained(folder)
+    assert {kind for kind, _ in problems(caught.value)} == {"missing", "unexpected"}
+    assert "experts.gate_up_proj" in str(caught.value)
+    # In the layout it has, it loads.
+    (folder / WEIGHTS).unlink()
+    config = json.loads((folder / "config.json").read_text())
+    model = AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(folder))
+    model.load_state_dict(mixtral.state_dict())
+    model.save_pretrained(folder)
+    assert json.loads((folder / "config.json").read_text())["model_type"] == config["model_type"] == "outside"
+    assert_same_model(AutoModelForCausalLM.from_pretrained(folder), mixtral)
+
+
+# Code that comes with a checkpoint
+
+
+CONFIGURATION = """
+from transformers import LlamaConfig
+
+class ToyConfig(LlamaConfig):
+    model_type = "toy"
+"""
+
+MODELING = """
+from transformers import LlamaForCausalLM
+from .configuration_toy import ToyConfig
+
+class ToyForCausalLM(LlamaForCausalLM):
+    config_class = ToyConfig
+"""
+
+AUTO_MAP = {"AutoConfig": "configuration_toy.ToyConfig", "AutoModelForCausalLM": "modeling_toy.ToyForCausalLM"}
+
+
+@pytest.fixture
+def toy(folder: Path, sandbox: Path) -> Path:
+    """A checkpoint that brings its own code."""
+    (folder / "configuration_toy.py").write_text(CONFIGURATION)
+    (folder / "modeling_toy.py").write_text(MODELING)
+    edit_config(folder, model_type="toy", architectures=["ToyForCausalLM"], auto_map=AUTO_MAP)
+    return folder
+
+
+def test_code_of_a_checkpoint_is_not_run_unasked(toy: Path) -> None:
+    for name in ("configuration_toy.py", "modeling_toy.py"):
+        (toy / name).write_text("raise AssertionError('was run')")
+    with pytest.raises(RemoteCodeError) as caught:
+        AutoModelForCausalLM.from_pretrained(toy)
+    for said in (str(toy), "'toy'", "configuration_toy.ToyConfig", "trust_remote_code=True"):
+        assert said in str(caught.value)
+
+
+def test_code_of_a_checkpoint_for_a_configuration_that_is_known_is_not_run_unasked(
+    toy: Path, llama_config: LlamaConfig
+) -> None:
+    config = T5Config(auto_map=AUTO_MAP)  # no language model of transformers'
+    with pytest.raises(RemoteCodeError, match=r"modeling_toy\.ToyForCausalLM"):
+        AutoModelForCausalLM.from_pretrained(toy, config=config)
+    with pytest.raises(RemoteCodeError):
+        AutoModelForCausalLM.from_config(config)
+
+
+@pytest.mark.filterwarnings("ignore:ToyForCausalLM is not registered")
+@pytest.mark.parametrize("subfolder", [False, True])
+def test_code_of_a_checkpoint_is_run_when_it_is_trusted(toy: Path, llama: PreTrainedModel, subfolder: bool) -> None:
+    place = {"path_or_id": toy.parent, "subfolder": toy.name} if subfolder else {"path_or_id": toy}
+    model = AutoModelForCausalLM.from_pretrained(**place, trust_remote_code=True)
+    assert type(model).__name__ == "ToyForCausalLM"
+    assert type(model).__module__.startswith("transformers_modules.")
+    assert type(model.config).__name__ == "ToyConfig"
+    assert_same(model.state_dict(), llama.state_dict())
+    assert_same(model.state_dict_adapter.to_hf(model.state_dict()), llama.state_dict())
+
+
+def test_trusted_code_is_not_run_where_a_family_serves_the_model(toy: Path, llama: PreTrainedModel) -> None:
+    for name in ("configuration_toy.py", "modeling_toy.py"):
+        (toy / name).write_text("raise AssertionError('was run')")
+    edit_config(toy, model_type="llama", architectures=["LlamaForCausalLM"])
+    for trust in (True, False):
+        model = AutoModelForCausalLM.from_pretrained(toy, trust_remote_code=trust)
+        assert type(model) is llama_family.LlamaForCausalLM
+        assert_same_model(model, llama)
