@@ -257,7 +257,7 @@ def _unknown_keywords(unknown: Iterable[str], config: PreTrainedConfig) -> str:
     known = [*KEYWORDS, *IMPLEMENTATIONS, *config.to_dict()]
     lines = []
     for name in unknown:
-        close = ["dtype"] if name == "torch_dtype" else get_close_matches(name, known, n=3)
+        close = ["dtype"] if name == "torch_dtype" else get_close_matches(name, known, n=3, cutoff=0.7)
         lines.append(name + (f" (did you mean {' or '.join(close)}?)" if close else ""))
     return (
         f"unknown keyword{'s' if len(lines) > 1 else ''} {', '.join(lines)}: expected one of "

@@ -15,7 +15,7 @@ from typing import Literal
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from nrl_models.common import layouts, lora
 from nrl_models.common.layouts import TensorSpec
@@ -33,8 +33,9 @@ class StateDictAdapter:
     """Translates between a model's own tensors and Hugging Face's names and shapes.
 
     Args:
-        model: the model the table is made from; real or on meta, combined or not. Only names,
+        source: the model the table is made from; real or on meta, combined or not. Only names,
             shapes, dtypes and the conversions of its checkpoint are read, and no reference is kept.
+            A configuration stands for the model that an auto class builds from it, combined.
 
     Attributes:
         own: the model's own tensors, by name.
@@ -44,7 +45,8 @@ class StateDictAdapter:
         tied: for each own tensor that is tied to another, the name of the one that is saved.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, source: PreTrainedModel | PreTrainedConfig) -> None:
+        model = _on_meta(source) if isinstance(source, PreTrainedConfig) else source
         self.own: dict[str, TensorSpec] = layouts.own_tensors(model)
         self.tied: dict[str, str] = layouts.tied_names(model)
         self.transformers: dict[str, HFTensor] = {
@@ -292,6 +294,13 @@ class StateDictAdapter:
         for key, target in sources:
             target.write_into(name, own, state_dict[key])
         return own
+
+
+def _on_meta(config: PreTrainedConfig) -> PreTrainedModel:
+    """The model of `config`, without weights."""
+    from nrl_models.auto import auto_class_of  # built upon this module; only whoever has no model asks for it
+
+    return auto_class_of(config).from_config(config, device="meta")
 
 
 def _by_parameter(table: Mapping[str, HFTensor]) -> dict[str, list[HFTensor]]:

@@ -9,6 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from nrl_models.common import ProjectionPart, StateDictAdapter
+from nrl_models.common.routing import RoutingRecord, flip_rate, replay_routing
 from nrl_models.parity.compare import TensorComparison, compare_state_dicts, compare_tensors
 from nrl_models.parity.components import calls_of, run_layer
 from nrl_models.parity.inputs import Inputs
@@ -18,12 +19,17 @@ from nrl_models.parity.noise import (
     gradient_noise,
     gradients,
     limit,
+    logits_and_routing,
     logits_noise,
     logits_of,
+    routing_noise,
 )
 from nrl_models.parity.report import ParityRow
 
 MIN_COSINE = 0.9999
+
+MIN_FLIPS = 0.01
+"""A share of differing choices of experts that is never called a difference: few tokens make a coarse noise floor."""
 
 
 def compare_weights(model: PreTrainedModel, reference: PreTrainedModel) -> list[ParityRow]:
@@ -123,23 +129,45 @@ def _worst(comparisons: list[TensorComparison]) -> TensorComparison:
 def compare_end_to_end(model: nn.Module, reference: nn.Module, inputs: Inputs) -> list[ParityRow]:
     """Level 3: the whole model gives the reference's logits.
 
-    The limit is a few times what the reference differs from itself when the batch changes (and never
-    below the dtype's tolerance), so that a bug cannot hide in an allowance that is larger than the noise.
+    The limit is a few times what the reference differs from itself when it rounds otherwise (and never below the
+    dtype's tolerance), so that a bug cannot hide in an allowance that is larger than the noise. Below fp32, a mixture
+    of experts is compared on the reference's choice of experts, and how often its own differs is a row of its own.
     """
     dtype = next(reference.parameters()).dtype
-    expected = logits_of(reference, inputs)
-    noise = logits_noise(reference, inputs)
-    result = compare_tensors(expected, logits_of(model, inputs))
+    expected, routing = logits_and_routing(reference, inputs)
+    rows = []
+    if dtype == torch.float32:
+        routing = {}
+    elif routing:
+        rows.append(_choices(model, reference, inputs, routing))
+    noise = logits_noise(reference, inputs, routing)
+    with replay_routing(model, routing):
+        result = compare_tensors(expected, logits_of(model, inputs))
     allowed = limit(noise, dtype)
     return [
+        *rows,
         ParityRow(
             f"level 3: logits, {_name(dtype)}",
             result.max_diff <= allowed and result.cosine_similarity > MIN_COSINE,
             f"max_diff {result.max_diff:.1e}, cosine {result.cosine_similarity:.8f}",
             f"max_diff at most {allowed:.1e}, cosine above {MIN_COSINE}",
             f"noise floor {noise:.1e}; logits up to {expected.abs().max().item():.1f}",
-        )
+        ),
     ]
+
+
+def _choices(model: nn.Module, reference: nn.Module, inputs: Inputs, routing: RoutingRecord) -> ParityRow:
+    """How often the model chooses other experts than the reference: no more than rounding explains."""
+    noise = routing_noise(reference, inputs, routing)
+    flipped = flip_rate(routing, logits_and_routing(model, inputs)[1])
+    allowed = max(NOISE_FACTOR * noise, MIN_FLIPS)
+    return ParityRow(
+        f"level 3: choice of experts, {_name(next(reference.parameters()).dtype)}",
+        flipped <= allowed,
+        f"{flipped:.2%} differ",
+        f"at most {allowed:.2%}",
+        f"noise floor {noise:.2%}",
+    )
 
 
 def compare_gradients(model: PreTrainedModel, reference: PreTrainedModel, inputs: Inputs) -> list[ParityRow]:

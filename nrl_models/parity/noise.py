@@ -1,18 +1,26 @@
-"""How far the reference is from itself when only the order of its sums changes: the measure for all limits."""
+"""How far the reference is from itself when only its roundings change: the measure for all limits.
+
+A limit by taste either lets a bug pass or fails on a machine that adds up in another order. Here the reference is run
+again with the output of every linear layer moved at random by up to half a unit in the last place, which is what
+another order of summation does to it (random rounding, as in the CESTAC method of Vignes, 1993).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch import nn
 
+from nrl_models.common.routing import RoutingRecord, flip_rate, record_routing, replay_routing
 from nrl_models.parity.inputs import Inputs
 
 TOLERANCE: Mapping[torch.dtype, float] = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-3}
 """Differences below are never called one, per dtype (the parity guide's tolerances)."""
 
-NOISE_FACTOR = 4.0
+NOISE_FACTOR = 2.0
 """A difference may be this many times what the reference differs from itself."""
 
 
@@ -27,6 +35,12 @@ def logits_of(model: nn.Module, inputs: Inputs) -> torch.Tensor:
         return model(**cast(inputs, model), use_cache=False).logits.float().cpu()
 
 
+def logits_and_routing(model: nn.Module, inputs: Inputs) -> tuple[torch.Tensor, RoutingRecord]:
+    """The model's logits, and the experts it chose for them."""
+    with record_routing(model) as routing:
+        return logits_of(model, inputs), routing
+
+
 def cast(inputs: Inputs, model: nn.Module) -> Inputs:
     """The inputs on the model's device, floating-point ones in its dtype."""
     parameter = next(model.parameters())
@@ -36,11 +50,34 @@ def cast(inputs: Inputs, model: nn.Module) -> Inputs:
     }
 
 
-def logits_noise(reference: nn.Module, inputs: Inputs) -> float:
-    """Largest change of the first sequence's logits when others share its batch, or not."""
-    together = logits_of(reference, inputs)[:1]
-    alone = logits_of(reference, {name: value[:1] for name, value in inputs.items()})
-    return (together - alone).abs().max().item()
+@contextmanager
+def rounded_otherwise(model: nn.Module, seed: int = 0) -> Iterator[None]:
+    """While open, every linear layer of `model` rounds its output up or down at random."""
+    device = next(model.parameters()).device
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def move(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        share = torch.rand(output.shape, generator=generator, device=output.device, dtype=torch.float32) - 0.5
+        return output + output * (share * torch.finfo(output.dtype).eps).to(output.dtype)
+
+    with ExitStack() as stack:
+        for module in model.modules():
+            if isinstance(module, nn.Linear):
+                stack.callback(module.register_forward_hook(move).remove)
+        yield
+
+
+def logits_noise(reference: nn.Module, inputs: Inputs, routing: RoutingRecord | None = None) -> float:
+    """Largest change of the logits when the reference rounds otherwise, with `routing`'s experts if given."""
+    expected = logits_of(reference, inputs)
+    with rounded_otherwise(reference), replay_routing(reference, routing or {}):
+        return (expected - logits_of(reference, inputs)).abs().max().item()
+
+
+def routing_noise(reference: nn.Module, inputs: Inputs, routing: RoutingRecord) -> float:
+    """The share of choices of experts that change when the reference rounds otherwise."""
+    with rounded_otherwise(reference):
+        return flip_rate(routing, logits_and_routing(reference, inputs)[1])
 
 
 def gradients(model: nn.Module, inputs: Inputs) -> dict[str, torch.Tensor]:
@@ -61,6 +98,7 @@ def gradients(model: nn.Module, inputs: Inputs) -> dict[str, torch.Tensor]:
 
 
 def gradient_noise(reference: nn.Module, inputs: Inputs, expected: Mapping[str, torch.Tensor]) -> dict[str, float]:
-    """For each parameter the largest change of its gradient when the batch is in another order."""
-    flipped = gradients(reference, {name: value.flip(0) for name, value in inputs.items()})
-    return {name: (flipped[name] - gradient).abs().max().item() for name, gradient in expected.items()}
+    """For each parameter the largest change of its gradient when the reference rounds otherwise."""
+    with rounded_otherwise(reference):
+        moved = gradients(reference, inputs)
+    return {name: (moved[name] - gradient).abs().max().item() for name, gradient in expected.items()}

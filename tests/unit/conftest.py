@@ -94,8 +94,9 @@ def input_ids() -> torch.Tensor:
 def sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder on `sys.path` for packages of families; registrations and imports made meanwhile are undone."""
     registry.architectures()
-    for name in ("MODEL_ARCH_MAPPING", "_CUSTOM_CONFIG_REGISTRATIONS", "_REQUIREMENTS", "_shadowing", "_warned"):
+    for name in ("MODEL_ARCH_MAPPING", "_CUSTOM_CONFIG_REGISTRATIONS", "_REQUIREMENTS", "_shadowing"):
         monkeypatch.setattr(registry, name, getattr(registry, name).copy())
+    monkeypatch.setattr(registry, "_warned", set())  # whatever was warned of before
     monkeypatch.setattr(CONFIG_MAPPING, "_extra_content", dict(CONFIG_MAPPING._extra_content))
     monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.setattr(sys, "path", list(sys.path))

@@ -484,7 +484,8 @@ def test_threads_may_run_one_module(combined: CombinedAttention, shared_input: b
         try:
             for _ in range(60):
                 with torch.no_grad():
-                    if not torch.equal(combined(inputs[index]), expected[index]):
+                    # Close, not equal: a part that runs alone may add up in another order than in the combined matmul.
+                    if not torch.allclose(combined(inputs[index]), expected[index], atol=1e-5):
                         errors.append("another thread's output")
         except BaseException as error:
             errors.append(error)

@@ -363,23 +363,23 @@ def test_a_tensor_with_and_without_prefix_in_two_shards_is_refused(shards: Path)
 @pytest.mark.parametrize(
     ("values", "kinds"),
     [
-        ({"hidden_size": 128}, {"shape"}),
-        ({"num_hidden_layers": 3}, {"missing"}),
-        ({"num_hidden_layers": 1}, {"unexpected"}),
-        ({"num_key_value_heads": 8}, {"shape"}),
-        ({"attention_bias": False}, {"unexpected"}),
-        ({"vocab_size": 500}, {"shape"}),
-        ({"architectures": ["LlamaForSequenceClassification"], "hidden_size": 128}, {"shape"}),
-        ({"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}, {"missing", "unexpected"}),
-        ({"model_type": "mixtral", "architectures": ["MixtralForCausalLM"]}, {"missing", "unexpected"}),
+        ({"hidden_size": 128}, ["shape"]),
+        ({"num_hidden_layers": 3}, ["missing"]),
+        ({"num_hidden_layers": 1}, ["unexpected"]),
+        ({"num_key_value_heads": 8}, ["shape"]),
+        ({"attention_bias": False}, ["unexpected"]),
+        ({"vocab_size": 500}, ["shape"]),
+        ({"architectures": ["LlamaForSequenceClassification"], "hidden_size": 128}, ["shape"]),
+        ({"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}, ["missing", "unexpected"]),
+        ({"model_type": "mixtral", "architectures": ["MixtralForCausalLM"]}, ["missing", "unexpected"]),
     ],
     ids=str,
 )
-def test_a_configuration_of_another_model_is_refused(folder: Path, values: dict[str, Any], kinds: set[str]) -> None:
+def test_a_configuration_of_another_model_is_refused(folder: Path, values: dict[str, Any], kinds: list[str]) -> None:
     edit_config(folder, **values)
     with pytest.raises(CheckpointError) as caught:
         AutoModelForCausalLM.from_pretrained(folder)
-    assert {kind for kind, _ in problems(caught.value)} == kinds
+    assert sorted({kind for kind, _ in problems(caught.value)}) == kinds
 
 
 def test_a_checkpoint_of_another_architecture_is_refused(mixtral_checkpoint: Path, folder: Path) -> None:
