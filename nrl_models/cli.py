@@ -43,9 +43,14 @@ def _errors_for_people() -> Iterator[None]:
 
 
 def _print(table: Table | str) -> None:
+    import os
+    import sys
+
     from rich.console import Console
 
-    Console().print(table, highlight=False)
+    # Where the width is not known (a pipe, a log), wide enough that a table's rows stay one line each.
+    width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 160
+    Console(width=width).print(table, highlight=False)
 
 
 def _write_json(file: Path | None, content: Any) -> None:
