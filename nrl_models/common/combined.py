@@ -195,7 +195,8 @@ Outputs = dict[str, tuple[torch.Tensor, dict[str, torch.Tensor]]]
 class CombinedProjections(nn.Module):
     """Mixin for a Hugging Face module whose linears of one input are computed in one matmul.
 
-    Put it before the Hugging Face class and name the groups:
+    A family names it as what becomes of the module (`FamilyModel.rewrites`); in a class written out it goes before
+    the Hugging Face class:
 
         class DeepseekV3Attention(CombinedProjections, hf.DeepseekV3Attention):
             combined = {"qkv_a_proj": ("q_a_proj", "q_proj", "kv_a_proj_with_mqa")}
@@ -250,6 +251,15 @@ class CombinedProjections(nn.Module):
         if not left:  # let the memory go with the last part's user
             outputs.pop(combined_name, None)
         return output
+
+
+def combine(**groups: tuple[str, ...]) -> type[CombinedProjections]:
+    """A `CombinedProjections` for other groups: `combine(qkv_a_proj=("q_a_proj", "kv_a_proj_with_mqa"))`.
+
+    Args:
+        groups: for each combined module's name the linears it computes, in row order.
+    """
+    return type("Combined", (CombinedProjections,), {"combined": groups})
 
 
 class CombinedQKV(CombinedProjections):

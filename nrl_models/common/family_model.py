@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -19,11 +20,14 @@ from nrl_models.common.state_dict_adapter import StateDictAdapter
 
 
 class FamilyModel:
-    """Mixin for a family's model classes; it goes before the Hugging Face class.
+    """What the models of a family share; `head` makes the model classes.
 
-        class LlamaForCausalLM(FamilyModel, hf.LlamaForCausalLM):
-            rewrites = {hf.LlamaAttention: LlamaAttention, hf.LlamaMLP: LlamaMLP}
+        class LlamaFamily(FamilyModel):
+            rewrites = {hf.LlamaAttention: CombinedQKV, hf.LlamaMLP: CombinedGateUp}
 
+        LlamaForCausalLM = ModelClass = LlamaFamily.head(hf.LlamaForCausalLM)
+
+    A model class may as well be written out, with this before the Hugging Face class.
     The Hugging Face model is built first, exactly as transformers builds it; then each module whose
     class is in `rewrites` is adopted: the same object, of the rewritten class. So weights under a
     seed, names, hooks and whatever transformers hangs on a model stay as they are. The result is
@@ -34,8 +38,9 @@ class FamilyModel:
         combine: whether to combine projections.
 
     Attributes:
-        rewrites: for each Hugging Face layer class the class to use in its place: a subclass, and a
-            `CombinedProjections` if it combines.
+        rewrites: for each Hugging Face layer class what becomes of it: a subclass to use in its place, or
+            a `CombinedProjections` (`CombinedQKV`, `combine(...)`), of which such a subclass is made, of upstream's
+            name and in the family's module.
         flags: what a trainer has to know, see `ModelFlag`.
         limits: what the family cannot do, in words, for its coverage page.
         tiny: values for the generated tests' tiny configuration that its general rules get wrong.
@@ -47,10 +52,27 @@ class FamilyModel:
     limits: ClassVar[tuple[str, ...]] = ()
     tiny: ClassVar[Mapping[str, Any]] = {}
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "rewrites" in cls.__dict__:
+            cls.rewrites = {original: rewritten(original, by, cls.__module__) for original, by in cls.rewrites.items()}
+
     def __init__(self, config: PreTrainedConfig, *args: Any, combine: bool = True, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
         self.combine = combine
         adopt_rewrites(self, self.rewrites, combine)  # type: ignore[arg-type]
+
+    @classmethod
+    def head(cls, upstream: type[PreTrainedModel]) -> type[Any]:
+        """This family's class for one of the Hugging Face model classes, of the same name.
+
+        Assign it to that name at the top of the family's module, where pickle looks for it.
+        """
+        return type(upstream)(
+            upstream.__name__,
+            (cls, upstream),
+            {"__module__": cls.__module__, "__doc__": f"`{upstream.__name__}` of transformers, rewritten."},
+        )
 
     @classmethod
     def reference_class(cls) -> type[PreTrainedModel]:
@@ -136,19 +158,34 @@ class FamilyModel:
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, *rest)  # type: ignore[misc]
 
 
-def adopt_rewrites(model: nn.Module, rewrites: Mapping[type[nn.Module], type[nn.Module]], combine: bool) -> None:
-    """Turn each module of `model` whose class is in `rewrites` into the rewritten class, in place.
+def rewritten(original: type[nn.Module], by: type[nn.Module], module: str) -> type[nn.Module]:
+    """The class that takes the place of `original`: `by` itself if it is a subclass, else the two together.
+
+    Args:
+        original: a Hugging Face layer class.
+        by: a subclass of it, or a `CombinedProjections`.
+        module: name of the module in which a class that is made here stands, under upstream's name.
 
     Raises:
-        TypeError: a rewrite is no subclass of what it replaces: transformers finds layers by `isinstance`.
+        TypeError: `by` is neither: transformers finds layers by `isinstance`.
     """
-    for original, rewritten in rewrites.items():
-        if not issubclass(rewritten, original):
-            raise TypeError(f"{rewritten.__name__} rewrites {original.__name__}, so it has to be a subclass of it")
+    if issubclass(by, original):
+        return by
+    if not issubclass(by, CombinedProjections):
+        raise TypeError(
+            f"{by.__name__} rewrites {original.__name__}, so it has to be a subclass of it, or CombinedProjections"
+        )
+    made = type(original.__name__, (by, original), {"__module__": module, "__doc__": original.__doc__})
+    setattr(sys.modules[module], original.__name__, made)  # where pickle looks for it
+    return made
+
+
+def adopt_rewrites(model: nn.Module, rewrites: Mapping[type[nn.Module], type[nn.Module]], combine: bool) -> None:
+    """Turn each module of `model` whose class is in `rewrites` into the rewritten class, in place."""
     for module in list(model.modules()):
-        rewritten = rewrites.get(type(module))
-        if rewritten is None:
+        rewritten_class = rewrites.get(type(module))
+        if rewritten_class is None:
             continue
-        module.__class__ = rewritten
+        module.__class__ = rewritten_class
         if combine and isinstance(module, CombinedProjections):
             module.combine_projections()
