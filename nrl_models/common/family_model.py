@@ -42,14 +42,14 @@ class FamilyModel:
             a `CombinedProjections` (`CombinedQKV`, `combine(...)`), of which such a subclass is made, of upstream's
             name and in the family's module.
         flags: what a trainer has to know, see `ModelFlag`.
-        limits: what the family cannot do, in words, for its coverage page.
+        limits: for each feature the family lacks (`nrl_models.testing.features`, or one that no test proves) why.
         tiny: values for the generated tests' tiny configuration that its general rules get wrong.
         combine: whether this model's projections are combined.
     """
 
     rewrites: ClassVar[Mapping[type[nn.Module], type[nn.Module]]] = {}
     flags: ClassVar[ModelFlag] = ModelFlag.NONE
-    limits: ClassVar[tuple[str, ...]] = ()
+    limits: ClassVar[Mapping[str, str]] = {}
     tiny: ClassVar[Mapping[str, Any]] = {}
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -63,16 +63,17 @@ class FamilyModel:
         adopt_rewrites(self, self.rewrites, combine)  # type: ignore[arg-type]
 
     @classmethod
-    def head(cls, upstream: type[PreTrainedModel]) -> type[Any]:
+    def head(cls, upstream: type[PreTrainedModel], **attributes: Any) -> type[Any]:
         """This family's class for one of the Hugging Face model classes, of the same name.
 
         Assign it to that name at the top of the family's module, where pickle looks for it.
+
+        Args:
+            upstream: the Hugging Face class.
+            attributes: what differs from the rest of the family (`limits`, `tiny`, ...).
         """
-        return type(upstream)(
-            upstream.__name__,
-            (cls, upstream),
-            {"__module__": cls.__module__, "__doc__": f"`{upstream.__name__}` of transformers, rewritten."},
-        )
+        stated = {"__module__": cls.__module__, "__doc__": f"`{upstream.__name__}` of transformers, rewritten."}
+        return type(upstream)(upstream.__name__, (cls, upstream), stated | attributes)
 
     @classmethod
     def reference_class(cls) -> type[PreTrainedModel]:

@@ -15,7 +15,7 @@ class Gemma3Family(FamilyModel):
         siglip.SiglipAttention: CombinedQKV,
     }
     flags = ModelFlag.SKIP_DTENSOR_TIED_WEIGHTS_CHECK | ModelFlag.VLLM_LOAD_FORMAT_AUTO
-    limits = ("Context parallelism: attention keeps its mask, which torch's context parallelism rejects.",)
+    limits = {"context parallelism": "attention keeps its mask, which torch's context parallelism rejects"}
 
 
 Gemma3ForCausalLM = ModelClass = Gemma3Family.head(hf.Gemma3ForCausalLM)
