@@ -270,7 +270,8 @@ class StateDictAdapter:
             view = tensor.pieces[0].view
             if view.steps and name.endswith(".weight"):
                 start, length = view.steps[0][1][1:]
-                rows[view.parameter.removesuffix(".weight")][name.removesuffix(".weight")] = (start, length)
+                part = name.removesuffix(".weight").removesuffix(".base_layer")  # as PEFT names what it wraps
+                rows[view.parameter.removesuffix(".weight")][part] = (start, length)
         return dict(rows)
 
     def _is_zero_copy(self, tensor: HFTensor) -> bool:
