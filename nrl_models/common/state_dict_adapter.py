@@ -88,6 +88,12 @@ class StateDictAdapter:
                 return table
         return self.hub | self.transformers
 
+    def absent(self, name: str, given: Collection[HFTensor]) -> list[str]:
+        """Names of what own tensor `name` lacks when `given` are there, in the layout that `given` are named in."""
+        layout: Layout = "transformers" if all(tensor.name in self.transformers for tensor in given) else "hub"
+        there = {tensor.pieces for tensor in given}  # names of one region differ between layouts
+        return [tensor.name for tensor in self.tensors_in(name, layout) if tensor.pieces not in there]
+
     def why_unexpected(self, key: str) -> str:
         """Words for a key that is in no layout."""
         if key in self.own:
@@ -115,7 +121,7 @@ class StateDictAdapter:
             {key: Given(tuple(tensor.shape), tensor.dtype) for key, tensor in state_dict.items()},
             self.table_for(state_dict).get,
             self.own,
-            self.parts,
+            self.absent,
             self.tied,
             may_miss=lambda name: not strict,
             why_unexpected=self.why_unexpected,
