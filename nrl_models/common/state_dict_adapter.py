@@ -20,7 +20,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from nrl_models.common import layouts, lora
 from nrl_models.common.layouts import TensorSpec
 from nrl_models.common.matching import Given, match
-from nrl_models.common.views import HFTensor, Piece, View
+from nrl_models.common.views import HFTensor, Piece, Place, View
 from nrl_models.errors import Problem, StateDictError
 
 Layout = Literal["hub", "transformers"]
@@ -294,10 +294,11 @@ class StateDictAdapter:
     ) -> torch.Tensor:
         """One own tensor from the given tensors in it: itself where it is given whole, else a new one."""
         first, target = sources[0]
-        if len(sources) == 1 and target.view == View(name):
+        shape = self.own[name].shape
+        if len(sources) == 1 and target.view is not None and target.view.place_in(shape) == Place.whole(shape):
             return state_dict[first]
         dtype = widest(state_dict[key].dtype for key, _ in sources)
-        own = state_dict[first].new_empty(self.own[name].shape, dtype=dtype)
+        own = state_dict[first].new_empty(shape, dtype=dtype)
         for key, target in sources:
             target.write_into(name, own, state_dict[key])
         return own
