@@ -7,7 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Gemma2Config, Gemma3Config, GptOssConfig, LlamaConfig, MixtralConfig, PreTrainedConfig
+from transformers import (
+    Gemma2Config,
+    Gemma3Config,
+    GPT2Config,
+    GptOssConfig,
+    LlamaConfig,
+    MixtralConfig,
+    PreTrainedConfig,
+)
 
 from nrl_models import registry
 from nrl_models.testing.case import FamilyCase
@@ -44,6 +52,13 @@ def test_nothing_is_dropped_at_random(case: FamilyCase) -> None:
     for part in parts_of(case.config):
         assert all(getattr(part, name, 0.0) in (0.0, None) for name in DROPOUTS)
         assert part.classifier_dropout == 0.0
+
+
+def test_dropout_by_default_is_switched_off() -> None:
+    default, config = GPT2Config(), tiny_config(GPT2Config)
+    for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop"):
+        assert getattr(default, name) == 0.1
+        assert getattr(config, name) == 0.0
 
 
 def test_every_kind_of_layer_of_the_published_model_is_there(case: FamilyCase) -> None:
