@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +116,7 @@ def test_no_conversion_leaves_the_order_and_an_empty_list_sorts_as_transformers_
     assert list(convert_layout(llama, backwards, adapter.own, None)) == list(backwards)
     converted = convert_layout(llama, backwards, adapter.own, [])
     assert converted == adapter.transformers
-    loaded = new_model(llama.config)
+    loaded = new_model(copy.deepcopy(llama.config))
     loaded._weight_conversions = []
     assert list(converted) == list(revert_weight_conversion(loaded, dict(reversed(loaded.state_dict().items()))))
 

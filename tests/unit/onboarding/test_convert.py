@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import INDEX, WEIGHTS, assert_same, edit_config, new_model, problems, stored, weight_map
+from transformers import LlamaConfig, Olmo2Config, PreTrainedModel
 from transformers import LlamaForCausalLM as HFLlama
 from transformers import MixtralForCausalLM as HFMixtral
-from transformers import Olmo2Config, PreTrainedModel
 
 from nrl_models import AutoModelForCausalLM, AutoModelForSequenceClassification, CheckpointError, UnknownArgumentError
 from nrl_models.onboarding.convert import convert
@@ -86,14 +86,14 @@ def test_experts_stay_as_the_hub_has_them(mixtral_checkpoint: Path, tmp_path: Pa
     assert HFMixtral.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
 
 
-def test_a_model_of_another_kind(tmp_path: Path, llama: PreTrainedModel) -> None:
-    new_model(llama.config, "ForSequenceClassification").save_pretrained(tmp_path / "in")
+def test_a_model_of_another_kind(tmp_path: Path, llama_config: LlamaConfig) -> None:
+    new_model(llama_config, "ForSequenceClassification").save_pretrained(tmp_path / "in")
     convert(tmp_path / "in", tmp_path / "out", dtype="bfloat16")
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
     assert torch.equal(model.score.weight, stored(tmp_path / "in")["score.weight"].bfloat16())
 
 
-@pytest.mark.filterwarnings("ignore:Olmo2ForCausalLM is not registered")
+@pytest.mark.usefixtures("sandbox")  # which undoes that it has been warned of
 def test_an_architecture_of_no_family(tmp_path: Path) -> None:
     reference = new_model(tiny_config(Olmo2Config))
     reference.save_pretrained(tmp_path / "in")
