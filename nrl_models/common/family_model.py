@@ -87,6 +87,17 @@ class FamilyModel:
         """As of the reference: transformers' conversions hold for a rewritten class of its own, too."""
         return cls.reference_class().is_custom_code()
 
+    # transformers finds out whether a class may choose its kernels by reading the source of the class's module. Of
+    # a family's module it would conclude that experts cannot be grouped, and compute them one by one.
+
+    @classmethod
+    def _can_set_attn_implementation(cls) -> bool:
+        return cls.reference_class()._can_set_attn_implementation()
+
+    @classmethod
+    def _can_set_experts_implementation(cls) -> bool:
+        return cls.reference_class()._can_set_experts_implementation()
+
     @classmethod
     def from_pretrained(cls, path_or_id: str | Path, **options: Any) -> PreTrainedModel:
         """Load a checkpoint into this class.

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping
 
 import torch
 from transformers import PreTrainedModel
 
 from nrl_models.common.layouts import convert_layout
+from nrl_models.common.matching import Given, match
 from nrl_models.common.saving import separate_storages
 from nrl_models.common.state_dict_adapter import StateDictAdapter, widest
-from nrl_models.common.views import HFTensor
 from nrl_models.errors import CheckpointError, Problem, StateDictError
 
 
@@ -85,7 +84,8 @@ def fill_from_hf_names(model: PreTrainedModel, state_dict: dict[str, torch.Tenso
         The Hugging Face names of parts that are not given.
 
     Raises:
-        StateDictError: shapes that do not fit, or a tensor given both combined and in parts.
+        StateDictError: shapes or dtypes that do not fit, a tensor given twice (combined and in parts, say), or
+            in part to a model on meta, which has no rows to keep.
     """
     own = model.state_dict(keep_vars=True)
     foreign = [key for key in state_dict if key.startswith(prefix) and key.removeprefix(prefix) not in own]
@@ -93,34 +93,36 @@ def fill_from_hf_names(model: PreTrainedModel, state_dict: dict[str, torch.Tenso
         return []
     adapter = StateDictAdapter(model)
     table = adapter.hub | adapter.transformers
-    sources: dict[str, list[tuple[str, HFTensor]]] = defaultdict(list)
-    problems = []
-    for key in foreign:
-        target = table.get(key.removeprefix(prefix))
-        if target is None:
-            continue
-        if tuple(state_dict[key].shape) != target.shape:
-            detail = f"has shape {tuple(state_dict[key].shape)}, the model expects {target.shape}"
-            problems.append(Problem("shape", key, detail))
-        for name in target.parameters:
-            sources[name].append((key, target))
-            if prefix + name in state_dict:
-                problems.append(Problem("duplicated", key, f"is a part of {prefix + name}, which is given too"))
+    found = match(
+        {key: Given(tuple(state_dict[key].shape), state_dict[key].dtype) for key in foreign},
+        lambda key: table.get(key.removeprefix(prefix)),
+        adapter.own,
+        adapter.absent,
+        tied={},
+        may_miss=lambda name: True,
+        why_unexpected=lambda key: None,
+    )
+    absent = {name: adapter.absent(name, [target for _, target in given]) for name, given in found.sources.items()}
+    problems = [problem for problem in found.problems if problem.kind != "partial"]
+    for name, given in found.sources.items():
+        if prefix + name in state_dict:
+            detail = f"is a part of {prefix + name}, which is given too"
+            problems += [Problem("duplicated", key, detail) for key, _ in given]
+        elif absent[name] and own[name].is_meta and not all(state_dict[key].is_meta for key, _ in given):
+            detail = f"has no weights yet that {', '.join(absent[name])} could keep"
+            problems.append(Problem("partial", prefix + name, detail))
     if problems:
         raise StateDictError(f"state dict does not fit {type(model).__name__}", problems)
-    missing = []
-    for name, given in sources.items():
-        names = {target.name for _, target in given}
-        layout = "transformers" if given[0][1].name in adapter.transformers else "hub"
-        absent = [target for target in adapter.tensors_in(name, layout) if target.name not in names]
-        missing += [prefix + target.name for target in absent]
+    for name, given in found.sources.items():
         first = state_dict[given[0][0]]
-        dtype = widest(state_dict[key].dtype for key, _ in given)
-        shape = own[name].shape
-        whole = own[name].detach().to(dtype, copy=True) if absent else first.new_empty(shape, dtype=dtype)
+        dtypes = [state_dict[key].dtype for key, _ in given]
+        if absent[name]:
+            whole = own[name].detach().to(widest([own[name].dtype, *dtypes]), copy=True)
+        else:
+            whole = first.new_empty(own[name].shape, dtype=widest(dtypes))
         for key, target in given:
             target.write_into(name, whole, state_dict[key])
         state_dict[prefix + name] = whole
-    for key in {key for given in sources.values() for key, _ in given}:
+    for key in {key for given in found.sources.values() for key, _ in given}:
         del state_dict[key]
-    return missing
+    return [prefix + name for names in absent.values() for name in names]

@@ -36,6 +36,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Make `--nrl-family` alone collect the suite, and record results if asked."""
+    config.addinivalue_line("markers", "xdist_group(name): tests for one worker, where pytest-xdist is installed")
     if config.getoption("--nrl-family"):
         chosen = config.args_source is pytest.Config.ArgsSource.ARGS
         config.args = [*(config.args if chosen else []), str(SUITE)]
@@ -48,6 +49,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "family_case" not in metafunc.fixturenames:
         return
     names = metafunc.config.getoption("--nrl-family")
+    if problems := [problem for name in names if (problem := _problem_with(name))]:
+        pytest.fail("\n".join(problems), pytrace=False)
     if not names:
         from nrl_models import registry
 
@@ -72,6 +75,33 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def _class_name(item: pytest.Item) -> str:
     return item.callspec.params["family_case"]  # type: ignore[attr-defined]
+
+
+def _problem_with(name: str) -> str | None:
+    """Why a name given to `--nrl-family` is none of a family's class. Code that fails is left to the tests to show."""
+    from nrl_models import registry
+    from nrl_models.common import FamilyModel
+
+    module, colon, attribute = name.partition(":")
+    if not colon:
+        if name in registry.architectures():
+            return None
+        return (
+            f"--nrl-family {name}: no family serves that architecture. Register it, or give its class as MODULE:CLASS"
+        )
+    try:
+        found = getattr(import_module(module), attribute, None)
+    except ModuleNotFoundError as error:
+        if error.name and f"{module}.".startswith(f"{error.name}."):
+            return f"--nrl-family {name}: there is no module {error.name} on the Python path"
+        return None
+    except ImportError:
+        return None
+    if found is None:
+        return f"--nrl-family {name}: {module} has no {attribute}"
+    if not (isinstance(found, type) and issubclass(found, FamilyModel)):
+        return f"--nrl-family {name}: expected a class that extends FamilyModel (CONTRIBUTING.md), not {found!r}"
+    return None
 
 
 def _class_of(name: str) -> Any:
