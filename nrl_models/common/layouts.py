@@ -46,13 +46,13 @@ def transformers_views(model: nn.Module) -> Iterator[tuple[str, View]]:
 
     Combined projections are seen as the linears they are made of; everything else is itself.
     """
-    for prefix, module in model.named_modules(remove_duplicate=False):
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for prefix, module in modules.items():
         dot = f"{prefix}." if prefix else ""
         if isinstance(module, CombinedLinear):
             continue
         if isinstance(module, ProjectionPart):
-            owner = prefix.rpartition(".")[0]
-            combined_name = f"{owner}.{module._combined_name}" if owner else module._combined_name
+            combined_name = _combined_name(module, prefix, modules)
             start, length = module.combined.rows[module._part_name]
             for name in ("weight", "bias"):
                 if getattr(module.combined, name) is not None:
@@ -64,6 +64,17 @@ def transformers_views(model: nn.Module) -> Iterator[tuple[str, View]]:
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
                 yield f"{dot}{name}", View(f"{dot}{name}")
+
+
+def _combined_name(part: ProjectionPart, prefix: str, modules: Mapping[str, nn.Module]) -> str:
+    """The name of the module that computes the part at `prefix`: a child of its owner, which is above it somewhere.
+
+    Not always right above it: PEFT puts its layers between the two (`q_proj.base_layer`).
+    """
+    path = prefix.split(".")
+    above = [".".join(path[:end]) for end in range(len(path))]
+    owner = next(name for name in above if modules[name] is part._owner)
+    return f"{owner}.{part._combined_name}" if owner else part._combined_name
 
 
 def tied_names(model: PreTrainedModel) -> dict[str, str]:

@@ -270,7 +270,9 @@ class StateDictAdapter:
             view = tensor.pieces[0].view
             if view.steps and name.endswith(".weight"):
                 start, length = view.steps[0][1][1:]
-                rows[view.parameter.removesuffix(".weight")][name.removesuffix(".weight")] = (start, length)
+                # PEFT keeps a linear it has wrapped as `base_layer`, and names the adapter by the linear.
+                part = name.removesuffix(".weight").removesuffix(".base_layer")
+                rows[view.parameter.removesuffix(".weight")][part] = (start, length)
         return dict(rows)
 
     def _is_zero_copy(self, tensor: HFTensor) -> bool:
