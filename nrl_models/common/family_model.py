@@ -65,6 +65,16 @@ class FamilyModel:
         """As of the reference: transformers' conversions hold for a rewritten class of its own, too."""
         return cls.reference_class().is_custom_code()
 
+    # transformers looks for these in the source of the class's module, and that is the reference's to answer.
+
+    @classmethod
+    def _can_set_attn_implementation(cls) -> bool:
+        return cls.reference_class()._can_set_attn_implementation()
+
+    @classmethod
+    def _can_set_experts_implementation(cls) -> bool:
+        return cls.reference_class()._can_set_experts_implementation()
+
     @classmethod
     def from_pretrained(cls, path_or_id: str | Path, **options: Any) -> PreTrainedModel:
         """Load a checkpoint into this class.
