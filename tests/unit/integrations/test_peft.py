@@ -131,6 +131,29 @@ def test_an_adapter_with_a_task_type_is_found_by_peft_alone(
     assert_close(logits(found, input_ids), logits(model, input_ids))
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]},
+        {"target_modules": ["q_proj", "w1", "w2", "w3"]},  # as experts were named before they were stacked
+    ],
+    ids=["stacks", "old names"],
+)
+def test_an_adapter_of_experts(
+    options: dict[str, Any], mixtral_checkpoint: Path, input_ids: torch.Tensor, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    reference = get_peft_model(theirs(mixtral_checkpoint), random_lora(**options))
+    reference.save_pretrained(tmp_path / "adapter")
+    model = PeftModel.from_pretrained(ours(mixtral_checkpoint), tmp_path / "adapter")
+    expected = logits(reference, input_ids)
+    assert not torch.allclose(expected, logits(theirs(mixtral_checkpoint), input_ids), atol=0.1)
+    assert_close(logits(model, input_ids), expected)
+    for name, one in (("theirs", reference), ("ours", model)):
+        one.merge_and_unload().save_pretrained(tmp_path / name)
+    assert_close(stored(tmp_path / "ours"), stored(tmp_path / "theirs"))
+
+
 def test_an_adapters_folder_is_no_model(adapter: Path) -> None:
     with pytest.raises(CheckpointError, match=r"(?s)is that of a PEFT adapter, and the model's files.*PeftModel"):
         ours(adapter)
