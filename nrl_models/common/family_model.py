@@ -15,6 +15,7 @@ from nrl_models.common import pretrained
 from nrl_models.common.combined import CombinedProjections
 from nrl_models.common.flags import ModelFlag
 from nrl_models.common.hf_names import fill_from_hf_names, to_checkpoint
+from nrl_models.common.lora import check_biases
 from nrl_models.common.saving import staged
 from nrl_models.common.state_dict_adapter import StateDictAdapter
 
@@ -118,6 +119,27 @@ class FamilyModel:
     def state_dict_adapter(self) -> StateDictAdapter:
         """The way between this model's tensors and Hugging Face's, made anew from the model as it is now."""
         return StateDictAdapter(self)  # type: ignore[arg-type]
+
+    @property
+    def peft_config(self) -> Mapping[str, Any]:
+        """PEFT's configurations of the adapters in this model, by name. PEFT sets it having put them in.
+
+        Raises:
+            ValueError: on setting one that trains biases, while some are combined, see `check_biases`.
+        """
+        try:
+            return self.__dict__["peft_config"]
+        except KeyError:
+            raise AttributeError(f"no adapter is in this {type(self).__name__}") from None
+
+    @peft_config.setter
+    def peft_config(self, configs: Mapping[str, Any]) -> None:
+        check_biases(self, configs)  # type: ignore[arg-type]
+        self.__dict__["peft_config"] = configs
+
+    @peft_config.deleter
+    def peft_config(self) -> None:
+        del self.__dict__["peft_config"]
 
     def save_pretrained(
         self,

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
+from accelerate.utils import has_offloaded_params
+from accelerate.utils.modeling import get_state_dict_offloaded_model
 from transformers import PreTrainedModel
 
 from nrl_models.common.layouts import convert_layout
@@ -24,13 +26,13 @@ def to_checkpoint(
         state_dict: own tensors to use in place of the model's; all or some.
 
     Raises:
-        CheckpointError: what the configuration says of tied weights is not so.
+        CheckpointError: what the configuration says of tied weights is not so, or tensors have no values.
         StateDictError: `state_dict` is not this model's.
     """
     adapter = StateDictAdapter(model)
     if state_dict is None:
-        _check_ties(model, adapter)
-        state_dict = {name: tensor.detach() for name, tensor in model.state_dict(keep_vars=True).items()}
+        state_dict = _values(model)
+        _check_ties(model, adapter, state_dict)
     left_out = set(model._keys_to_ignore_on_save or ()) | adapter.tied.keys()
     kept = {name: tensor for name, tensor in state_dict.items() if name not in left_out}
     loaded_with = getattr(model, "_weight_conversions", None)
@@ -44,13 +46,32 @@ def to_checkpoint(
     return separate_storages({name: tensor.read(kept) for name, tensor in available.items()})
 
 
-def _check_ties(model: PreTrainedModel, adapter: StateDictAdapter) -> None:
-    """The configuration and the storage must agree on what is tied, or reloading would not give this model."""
+def _values(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """The model's own tensors; those that accelerate keeps elsewhere (in memory, on disk) are fetched."""
+    own = {name: tensor.detach() for name, tensor in model.state_dict(keep_vars=True).items()}
+    if any(has_offloaded_params(module) for module in model.modules()):
+        fetched = get_state_dict_offloaded_model(model)
+        own = {name: fetched.get(name, tensor) if tensor.is_meta else tensor for name, tensor in own.items()}
+    if problems := [Problem("missing", name, "is on meta") for name, tensor in own.items() if tensor.is_meta]:
+        raise CheckpointError(
+            f"{type(model).__name__} has tensors without values",
+            problems,
+            ["load a checkpoint into it: from_config(device='meta') gives shapes only"],
+        )
+    return own
+
+
+def _check_ties(model: PreTrainedModel, adapter: StateDictAdapter, values: Mapping[str, torch.Tensor]) -> None:
+    """The configuration and the storage must agree on what is tied, or reloading would not give this model.
+
+    Of what accelerate keeps elsewhere only `values` can be compared.
+    """
     own = model.state_dict(keep_vars=True)
     problems = [
         Problem("tied", name, f"is not the same tensor as {kept}, but the configuration ties them")
         for name, kept in adapter.tied.items()
         if name in own and kept in own and not _same_storage(own[name], own[kept])
+        if not (own[name].is_meta and torch.equal(values[name], values[kept]))
     ]
     head = getattr(model.get_output_embeddings(), "weight", None)
     if not adapter.tied and head is not None and _same_storage(head, model.get_input_embeddings().weight):

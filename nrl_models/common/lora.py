@@ -12,9 +12,12 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
+from torch import nn
 
+from nrl_models.common.combined import CombinedLinear
 from nrl_models.errors import Problem, StateDictError
 
 CombinedRows = dict[str, dict[str, tuple[int, int]]]
@@ -122,6 +125,31 @@ def _misfits(parts: dict[str, dict[str, torch.Tensor]], rows: dict[str, tuple[in
             yield Problem("shape", part, detail)
         if "B" in sides and sides["B"].shape[0] != rows[part][1]:
             yield Problem("shape", part, f"lora_B has {sides['B'].shape[0]} rows, the linear has {rows[part][1]}")
+
+
+def check_biases(model: nn.Module, configs: Mapping[str, Any]) -> None:
+    """Refuse adapters that train biases while some of these are combined.
+
+    PEFT trains and saves a bias by its own name in the model, and for a combined one that is a name no other
+    program knows: the adapter would load elsewhere without it, and without a word.
+
+    Args:
+        model: the model the adapters are in.
+        configs: PEFT's configurations by adapter name.
+
+    Raises:
+        ValueError: naming the adapters and the biases.
+    """
+    bias = {name: getattr(config, "bias", "none") for name, config in configs.items()}
+    training = [f"{name} (bias={value!r})" for name, value in bias.items() if value != "none"]
+    combined = [name for name, module in model.named_modules() if isinstance(module, CombinedLinear)]
+    biases = [f"{name}.bias" for name in combined if model.get_submodule(name).bias is not None]
+    if training and biases:
+        raise ValueError(
+            f"adapter {', '.join(training)} trains biases, and {len(biases)} of these are combined ({biases[0]}, ...): "
+            "PEFT would save them under names that only this model has. "
+            "Load the model again with combine=False, or train with bias='none'."
+        )
 
 
 def _combine(

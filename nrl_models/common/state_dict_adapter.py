@@ -276,7 +276,8 @@ class StateDictAdapter:
             view = tensor.pieces[0].view
             if view.steps and name.endswith(".weight"):
                 start, length = view.steps[0][1][1:]
-                part = name.removesuffix(".weight").removesuffix(".base_layer")  # as PEFT names what it wraps
+                # PEFT keeps a linear it has wrapped as `base_layer`, and names the adapter by the linear.
+                part = name.removesuffix(".weight").removesuffix(".base_layer")
                 rows[view.parameter.removesuffix(".weight")][part] = (start, length)
         return dict(rows)
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+from huggingface_hub import split_torch_state_dict_into_shards
+
 from nrl_models.auto import auto_class_for
 from nrl_models.common.checkpoint_files import CheckpointFiles, resolve_folder
-from nrl_models.errors import CheckpointError, Problem
+from nrl_models.errors import CheckpointError, Problem, UnknownArgumentError
 
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "*.onnx_data")
 """Files of these kinds do not come along: they would hold the old weights, or others."""
@@ -26,8 +28,14 @@ def convert(source: str | Path, target: str | Path, *, dtype: str = "auto", max_
 
     Raises:
         CheckpointError: `source` does not load, or `target` is `source`.
-        UnknownArgumentError: no such dtype.
+        UnknownArgumentError: no such dtype, or no size.
     """
+    try:
+        split_torch_state_dict_into_shards({}, max_shard_size=max_shard_size)
+    except ValueError as error:
+        raise UnknownArgumentError(
+            f"max_shard_size={max_shard_size!r}: expected a size such as '5GB'. {error}"
+        ) from error
     folder, target = resolve_folder(source), Path(target)
     if folder.resolve() == target.resolve():
         detail = "is the checkpoint itself"

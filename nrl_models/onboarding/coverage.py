@@ -46,12 +46,16 @@ def write_pages(results_file: Path, out: Path) -> list[Path]:
         out: the folder; pages of families that are gone are removed.
 
     Raises:
-        CoverageError: architectures that are registered but not in the results.
+        CoverageError: the file holds no results, or none of some architecture that is registered.
+        FileNotFoundError: there is no such file.
     """
-    content = json.loads(results_file.read_text())
     by_architecture: dict[str, list[Result]] = defaultdict(list)
-    for result in content["results"]:
-        by_architecture[result["architecture"]].append(result)
+    try:
+        content = json.loads(results_file.read_text())
+        for result in content["results"]:
+            by_architecture[result["architecture"]].append(result)
+    except (ValueError, KeyError, TypeError) as error:
+        raise CoverageError(f"{results_file} is not what pytest --nrl-results writes: {error!r}") from error
     untested = [name for names in registry.FAMILIES.values() for name in names if name not in by_architecture]
     if untested:
         raise CoverageError(f"{results_file} has no results for {', '.join(untested)}: run nrl-models coverage again")
