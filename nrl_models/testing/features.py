@@ -13,8 +13,12 @@ FEATURES = (
     "logits",
     "gradients",
     "activation checkpointing",
-    "padding",
+    "left padding",
+    "right padding",
     "packed sequences",
+    "batch order",
+    "router replay",
+    "cached decoding",
     "generate",
     "LoRA",
     "tied weights",
@@ -35,6 +39,9 @@ def proves(feature: str) -> Callable[[Test], Test]:
 
     A family that lacks the feature says so (`FamilyModel.limits`), and its tests then have to fail: where they pass,
     the limit is gone.
+
+    Args:
+        feature: one of `FEATURES`.
     """
     if feature not in FEATURES:
         raise ValueError(f"unknown feature {feature!r}: expected one of {', '.join(FEATURES)}")
