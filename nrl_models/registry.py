@@ -13,6 +13,12 @@ from packaging.requirements import Requirement
 from nrl_models.errors import FamilyImportError, RegistrationError
 
 FAMILIES: dict[str, tuple[str, ...]] = {
+    "baichuan": (
+        "BaichuanForCausalLM",
+        "BaiChuanForCausalLM",
+        "BaichuanForSequenceClassification",
+        "BaichuanForTokenClassification",
+    ),
     "deepseek_v3": (
         "DeepseekV3ForCausalLM",
         "DeepseekV3ForSequenceClassification",
@@ -43,7 +49,9 @@ MODEL_ARCH_MAPPING: OrderedDict[str, tuple[str, str]] = OrderedDict(
 )
 """For each architecture (`config.architectures`) the module and class that serve it, imported on first use."""
 
-_CUSTOM_CONFIG_REGISTRATIONS: dict[str, tuple[str, str]] = {}
+_CUSTOM_CONFIG_REGISTRATIONS: dict[str, tuple[str, str]] = {
+    "baichuan": ("nrl_models.families.baichuan.configuration", "BaichuanConfig"),
+}
 """For each `model_type` that transformers lacks the module and class of its configuration."""
 
 _REQUIREMENTS: dict[str, str] = {}
