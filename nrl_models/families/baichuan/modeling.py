@@ -234,7 +234,8 @@ class BaichuanModel(BaichuanPreTrainedModel):
         implementation = self.config._attn_implementation
         if implementation not in ("eager", "sdpa"):
             raise ValueError(
-                f"attn_implementation={implementation!r} cannot add ALiBi's biases: load the model with 'sdpa' or 'eager'"
+                f"attn_implementation={implementation!r} cannot add ALiBi's biases: "
+                "load the model with 'sdpa' or 'eager'"
             )
         config = copy.copy(self.config)
         config._attn_implementation_internal = "eager"  # whose masks are added, and never left out
