@@ -22,7 +22,6 @@ class DeepseekV3Family(FamilyModel):
     """What every DeepSeek-V3 model shares."""
 
     rewrites = {hf.DeepseekV3Attention: DeepseekV3Attention, hf.DeepseekV3MLP: DeepseekV3MLP}
-    tiny = {"num_key_value_heads": 8, "head_dim": 16}  # as many as heads, and the rotary part alone
 
 
 class DeepseekV3ForCausalLM(DeepseekV3Family, hf.DeepseekV3ForCausalLM):

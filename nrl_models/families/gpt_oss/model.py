@@ -52,14 +52,6 @@ class GptOssFamily(FamilyModel):
     """What every GptOss model shares."""
 
     rewrites = {hf.GptOssAttention: GptOssAttention, hf.GptOssModel: GptOssModel}
-    tiny = {
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "rope_theta": 1e4,
-            "factor": 32.0,
-            "original_max_position_embeddings": 8,
-        }
-    }
 
 
 class GptOssForCausalLM(GptOssFamily, hf.GptOssForCausalLM):
