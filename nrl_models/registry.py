@@ -32,6 +32,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
         "Gemma3TextForSequenceClassification",
     ),
     "gpt_oss": ("GptOssForCausalLM", "GptOssForSequenceClassification", "GptOssForTokenClassification"),
+    "kimi_vl": ("KimiVLForConditionalGeneration",),
     "llama": ("LlamaForCausalLM", "LlamaForSequenceClassification", "LlamaForTokenClassification"),
     "mistral": ("MistralForCausalLM", "MistralForSequenceClassification", "MistralForTokenClassification"),
     "mixtral": ("MixtralForCausalLM", "MixtralForSequenceClassification", "MixtralForTokenClassification"),
@@ -51,6 +52,8 @@ MODEL_ARCH_MAPPING: OrderedDict[str, tuple[str, str]] = OrderedDict(
 
 _CUSTOM_CONFIG_REGISTRATIONS: dict[str, tuple[str, str]] = {
     "baichuan": ("nrl_models.families.baichuan.configuration", "BaichuanConfig"),
+    "kimi_vl": ("nrl_models.families.kimi_vl.configuration", "KimiVLConfig"),
+    "moonvit": ("nrl_models.families.kimi_vl.configuration", "MoonViTConfig"),
 }
 """For each `model_type` that transformers lacks the module and class of its configuration."""
 

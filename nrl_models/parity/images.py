@@ -94,7 +94,7 @@ class Geometry:
         b, c, p, s, m, n = self.batch, self.channels, self.patch, self.side, self.merge, self.grid**2
         if pixels == "flattened_patches":
             return [(b, n, 2 + self.flat)]
-        if {"image_grid_thw", "image_grid_hw"} & set(names):
+        if {"image_grid_thw", "image_grid_hw", "image_grid_hws"} & set(names):
             return [(b * n, c * self.frames * p * p), (b * n, c, p, p), (b * n, c * p * p), (b * n, m * p, m * p, c)]
         if {"spatial_shapes", "image_position_ids", "image_token_pooling"} & set(names):
             return [(b, n, c * p * p), (b, n, c * m * m * p * p)]
@@ -147,6 +147,7 @@ def _ones(*shape: int, dtype: torch.dtype = torch.long) -> torch.Tensor:
 COMPANIONS: dict[str, tuple[Callable[[Geometry, Shape], torch.Tensor], ...]] = {
     "image_grid_thw": (lambda g, shape: torch.cat([_ones(g.batch, 1), _grid(g, shape)], dim=1),),
     "image_grid_hw": (_grid,),
+    "image_grid_hws": (_grid,),
     "spatial_shapes": (_grid,),
     "target_sizes": (_grid,),
     "image_sizes": (_size,),
