@@ -11,6 +11,10 @@ class NemotronHFamily(FamilyModel):
     rewrites = {
         hf.NemotronHAttention: CombinedQKV,  # mixers project once, and MLPs have no gate
     }
+    limits = {
+        "packed sequences": "upstream's Mamba mixers carry their state from a document to the next",
+        "LoRA": "PEFT refuses the mixers' out_proj, whose kernel it would bypass, so `all-linear` is refused, too",
+    }
 
 
 NemotronHForCausalLM = ModelClass = NemotronHFamily.head(hf.NemotronHForCausalLM)

@@ -3,6 +3,15 @@
 from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl as hf
 
 from nrl_models.common import CombinedGateUp, CombinedQKV, FamilyModel
+from nrl_models.common.mrope import FreshPositions, PackedTextPositions
+
+
+class Qwen2_5_VLTextModel(PackedTextPositions, hf.Qwen2_5_VLTextModel):
+    """The decoder; documents packed by plain positions do not see each other."""
+
+
+class Qwen2_5_VLModel(FreshPositions, hf.Qwen2_5_VLModel):
+    """Vision tower and decoder; a sequence without images decodes without the last one's offsets."""
 
 
 class Qwen25VLFamily(FamilyModel):
@@ -12,6 +21,8 @@ class Qwen25VLFamily(FamilyModel):
         hf.Qwen2_5_VLAttention: CombinedQKV,
         hf.Qwen2MLP: CombinedGateUp,
         hf.Qwen2_5_VLMLP: CombinedGateUp,  # of the vision tower
+        hf.Qwen2_5_VLTextModel: Qwen2_5_VLTextModel,
+        hf.Qwen2_5_VLModel: Qwen2_5_VLModel,
     }
 
 

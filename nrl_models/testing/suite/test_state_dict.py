@@ -74,14 +74,20 @@ def test_load_state_dict_accepts_hf_names(family_case: FamilyCase) -> None:
 
 @proves("refit")
 def test_single_tensor_export(family_case: FamilyCase) -> None:
-    """Exporting tensor by tensor gives what exporting all at once gives, sharing the parameters' storage."""
+    """Exporting tensor by tensor gives what exporting all at once gives, sharing storage wherever strides can."""
     model = family_case.model()
     adapter = model.state_dict_adapter
     own = model.state_dict()
     one_by_one = {name: tensor for key in own for name, tensor in adapter.convert_single_tensor_to_hf(key, own[key])}
     assert_same_tensors(one_by_one, adapter.to_hf(own))
     storages = {tensor.untyped_storage().data_ptr() for tensor in own.values()}
-    assert all(tensor.untyped_storage().data_ptr() in storages for tensor in one_by_one.values())
+    # Rows in another order (rotary weights) are no view; nothing else may be copied.
+    permuted = {
+        name
+        for name in one_by_one
+        if any(method == "reshape" for piece in adapter.hub[name].pieces for method, _ in piece.view.steps[-1:])
+    }
+    assert all(one_by_one[name].untyped_storage().data_ptr() in storages for name in one_by_one.keys() - permuted)
 
 
 @proves("refit")
