@@ -291,7 +291,7 @@ class CombinedProjections(nn.Module):
         dimension is the rows: parts that hold their own can be sharded each by its own rule.
         """
         combined: CombinedLinear = self._modules[combined_name]  # type: ignore[assignment]
-        bias = combined._parameters["bias"]
+        bias = combined._parameters.get("bias")
         if bias is None:
             return
         for name, (start, length) in combined.rows.items():

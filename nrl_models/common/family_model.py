@@ -39,6 +39,9 @@ class FamilyModel:
         flags: what a trainer has to know, see `ModelFlag`.
         limits: what the family cannot do, in words, for its coverage page.
         tiny: values for the generated tests' tiny configuration that its general rules get wrong.
+        tensor_parallel: rules of tensor parallelism that transformers lacks for these models, or has otherwise, by
+            the names of the modules (`*` for a number) and in the words of its `base_model_tp_plan`.
+        sharding: how the model is sharded (`nrl_models.distributed`); None if it is not.
         combine: whether this model's projections are combined.
     """
 
@@ -46,6 +49,8 @@ class FamilyModel:
     flags: ClassVar[ModelFlag] = ModelFlag.NONE
     limits: ClassVar[tuple[str, ...]] = ()
     tiny: ClassVar[Mapping[str, Any]] = {}
+    tensor_parallel: ClassVar[Mapping[str, str]] = {}
+    sharding: Any = None
 
     def __init__(self, config: PreTrainedConfig, *args: Any, combine: bool = True, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
@@ -82,8 +87,12 @@ class FamilyModel:
 
     @property
     def state_dict_adapter(self) -> StateDictAdapter:
-        """The way between this model's tensors and Hugging Face's, made anew from the model as it is now."""
-        return StateDictAdapter(self)  # type: ignore[arg-type]
+        """The way between this model's tensors and Hugging Face's, made anew from the model as it is now.
+
+        Of a sharded model it is the one made when it was sharded.
+        """
+        sharding = getattr(self, "sharding", None)
+        return sharding.adapter if sharding is not None else StateDictAdapter(self)  # type: ignore[arg-type]
 
     def save_pretrained(
         self,

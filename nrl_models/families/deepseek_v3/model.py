@@ -22,6 +22,13 @@ class DeepseekV3Family(FamilyModel):
     """What every DeepSeek-V3 model shares."""
 
     rewrites = {hf.DeepseekV3Attention: DeepseekV3Attention, hf.DeepseekV3MLP: DeepseekV3MLP}
+    tensor_parallel = {
+        "model.layers.*.self_attn.q_proj": "colwise",
+        "model.layers.*.self_attn.q_b_proj": "colwise",
+        "model.layers.*.self_attn.kv_a_proj_with_mqa": "mla_kv_a_proj",
+        "model.layers.*.self_attn.kv_b_proj": "colwise",
+        "model.layers.*.self_attn.o_proj": "rowwise",
+    }
     tiny = {"num_key_value_heads": 8, "head_dim": 16}  # as many as heads, and the rotary part alone
 
 

@@ -52,6 +52,13 @@ class GptOssFamily(FamilyModel):
     """What every GptOss model shares."""
 
     rewrites = {hf.GptOssAttention: GptOssAttention, hf.GptOssModel: GptOssModel}
+    tensor_parallel = {
+        "model.layers.*.self_attn.q_proj": "colwise",
+        "model.layers.*.self_attn.k_proj": "colwise",
+        "model.layers.*.self_attn.v_proj": "colwise",
+        "model.layers.*.self_attn.sinks": "colwise",
+        "model.layers.*.self_attn.o_proj": "rowwise",
+    }
     tiny = {
         "rope_parameters": {
             "rope_type": "yarn",
