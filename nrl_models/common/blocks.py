@@ -166,7 +166,9 @@ def _split(block: Block, dim: int, sizes: Sequence[int]) -> list[Block]:
     while length:
         if start % inner == 0 and length >= inner:  # whole rows of the inner dimensions
             count = length // inner * inner
-            rows = block.tensor.narrow(dim, start - block.offset[dim], count).unflatten(dim, (count // inner, *sizes[1:]))
+            rows = block.tensor.narrow(dim, start - block.offset[dim], count).unflatten(
+                dim, (count // inner, *sizes[1:])
+            )
             zeros = (0,) * (len(sizes) - 1)
             result.append(Block((*block.offset[:dim], start // inner, *zeros, *block.offset[dim + 1 :]), rows))
         else:  # within one row

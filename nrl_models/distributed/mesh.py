@@ -25,7 +25,11 @@ def mesh_problems(mesh: DeviceMesh) -> list[Problem]:
     expected = f"expected some of {', '.join(DIMENSIONS)}, in this order"
     if not names:
         return [Problem("mesh", str(tuple(mesh.shape)), f"has dimensions without names; {expected}")]
-    unknown = [Problem("mesh", repr(name), f"is no dimension a model has; {expected}") for name in names if name not in DIMENSIONS]
+    unknown = [
+        Problem("mesh", repr(name), f"is no dimension a model has; {expected}")
+        for name in names
+        if name not in DIMENSIONS
+    ]
     if unknown:
         return unknown
     if list(names) != [name for name in DIMENSIONS if name in names]:

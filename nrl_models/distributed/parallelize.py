@@ -59,7 +59,9 @@ def parallelize(model: PreTrainedModel, mesh: DeviceMesh, plan: Plan | ParallelP
     chosen, error = None, None
     try:
         if getattr(model, "sharding", None) is not None:
-            raise ShardingError("the model is sharded already", [Problem("mesh", describe(model.sharding.mesh), "is its mesh")])
+            raise ShardingError(
+                "the model is sharded already", [Problem("mesh", describe(model.sharding.mesh), "is its mesh")]
+            )
         chosen = plan_for(model, mesh, plan)
         _check_division(model, mesh, chosen)
     except ShardingError as caught:
@@ -80,7 +82,9 @@ def _facts(model: PreTrainedModel) -> dict[str, object]:
     own = dict(model.state_dict(keep_vars=True))
     facts["parameters"] = [(name, tuple(one.shape), one.dtype, one.requires_grad) for name, one in own.items()]
     facts["values"] = [
-        None if one.device.type == "meta" else (one.detach().double().sum().item(), one.detach().float().abs().max().item())
+        None
+        if one.device.type == "meta"
+        else (one.detach().double().sum().item(), one.detach().float().abs().max().item())
         for one in own.values()
         if one.numel()
     ]
@@ -148,7 +152,9 @@ class _ModelDivision:
                 continue
             assert isinstance(owner, CombinedProjections)
             owner.separate_projections(combined_name)
-            alike = next((parts for kind, parts in kinds.items() if kind in ("colwise", "whole") and len(parts) > 1), ())
+            alike = next(
+                (parts for kind, parts in kinds.items() if kind in ("colwise", "whole") and len(parts) > 1), ()
+            )
             if alike:
                 owner._combine(combined_name, {part: owner._modules[part] for part in alike})  # type: ignore[misc]
                 owner.separate_biases(combined_name)
@@ -319,6 +325,8 @@ def _data_dims(model: nn.Module, ranks: int) -> Mapping[int, int]:
         if isinstance(parameter, DTensor):
             taken = {one.dim for one in parameter.placements if isinstance(one, Shard)}
         rows_stay = id(parameter) in combined or 0 in taken or parameter.ndim > 2
-        others = [dim for dim in reversed(range(1, parameter.ndim)) if dim not in taken and parameter.shape[dim] % ranks == 0]
+        others = [
+            dim for dim in reversed(range(1, parameter.ndim)) if dim not in taken and parameter.shape[dim] % ranks == 0
+        ]
         result[id(parameter)] = others[0] if rows_stay and others else 0
     return result

@@ -50,7 +50,7 @@ class ParallelPlan:
 
     tensor: Mapping[str, str] = field(default_factory=dict)
     expert: Mapping[str, str] = field(default_factory=dict)
-    units: frozenset[str] = frozenset()
+    units: tuple[str, ...] = ()
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     reshard_after_forward: bool = True
@@ -115,12 +115,12 @@ def declared_expert_plan(model: PreTrainedModel) -> dict[str, str]:
     return dict(getattr(model, "_ep_plan", None) or {})
 
 
-def units_of(model: PreTrainedModel) -> frozenset[str]:
+def units_of(model: PreTrainedModel) -> tuple[str, ...]:
     """Class names of the modules that data parallelism gathers as one: those transformers never splits."""
     declared: set[str] = set()
     for module in model.modules():
         declared.update(getattr(module, "_no_split_modules", None) or ())
-    return frozenset(declared)
+    return tuple(sorted(declared))
 
 
 def rules_by_module(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
@@ -165,11 +165,7 @@ def _class_name(model: nn.Module) -> str:
 def _overridden(model: PreTrainedModel, declared: ParallelPlan, rules: Mapping[str, str]) -> ParallelPlan:
     """`declared` with `rules` in the place of what it says of the same modules."""
     spoken_of = rules_by_module(model, rules).keys()
-    tensor = {
-        name: style
-        for name, style in rules_by_module(model, declared.tensor).items()
-        if name not in spoken_of
-    }
+    tensor = {name: style for name, style in rules_by_module(model, declared.tensor).items() if name not in spoken_of}
     return replace(declared, tensor={**tensor, **rules})
 
 
@@ -182,9 +178,9 @@ def _unknown_names(model: nn.Module, rules: Mapping[str, str]) -> list[Problem]:
     ]
 
 
-def _unknown_units(model: nn.Module, units: frozenset[str]) -> list[Problem]:
+def _unknown_units(model: nn.Module, units: tuple[str, ...]) -> list[Problem]:
     classes = {_class_name(module) for module in model.modules()}
-    return [Problem("plan", unit, "is no class of a module of the model") for unit in sorted(units - classes)] if units else []
+    return [Problem("plan", unit, "is no class of a module of the model") for unit in units if unit not in classes]
 
 
 def _unknown_styles(plan: ParallelPlan) -> list[Problem]:
@@ -208,7 +204,9 @@ def _tensor_problems(model: PreTrainedModel, mesh: DeviceMesh, plan: ParallelPla
     modules = dict(model.named_modules())
     inside = {name for name in rules if not (name in modules and is_vocabulary(model, modules[name]))}
     if not any(TENSOR_STYLES[rules[name]].dim(2) is not None for name in inside):
-        return [Problem("plan", _class_name(model), "has no tensor-parallel plan, neither transformers' nor its family's")]
+        return [
+            Problem("plan", _class_name(model), "has no tensor-parallel plan, neither transformers' nor its family's")
+        ]
     problems = []
     for name, word in rules.items():
         style = TENSOR_STYLES[word]
@@ -227,7 +225,9 @@ def _tensor_problems(model: PreTrainedModel, mesh: DeviceMesh, plan: ParallelPla
         problems += _uneven(name, module.weight, style, ranks) if not problems else []
     lora = [name for name, module in modules.items() if hasattr(module, "lora_A")]
     if lora:
-        problems.append(Problem("plan", lora[0], f"and {len(lora) - 1} more have LoRA adapters, which tp does not divide"))
+        problems.append(
+            Problem("plan", lora[0], f"and {len(lora) - 1} more have LoRA adapters, which tp does not divide")
+        )
     return problems
 
 
@@ -289,12 +289,16 @@ def _expert_problems(model: PreTrainedModel, mesh: DeviceMesh, plan: ParallelPla
         owner, _, attribute = name.rpartition(".")
         parameter = getattr(modules[owner], attribute)
         if EXPERT_STYLES[word].dim(parameter.ndim) is not None and parameter.shape[0] % ranks:
-            problems.append(Problem("divide", name, f"has {parameter.shape[0]} experts, which ep={ranks} does not divide"))
+            problems.append(
+                Problem("divide", name, f"has {parameter.shape[0]} experts, which ep={ranks} does not divide")
+            )
     for name in stacks:
         loose = [one for one in modules[name]._parameters if f"{name}.{one}" not in rules]
         if not hasattr(modules[name], "num_experts"):
             problems.append(Problem("plan", name, "does not say how many experts it has (num_experts)"))
-        problems += [Problem("plan", f"{name}.{one}", "is in a stack that ep divides, and no rule says how") for one in loose]
+        problems += [
+            Problem("plan", f"{name}.{one}", "is in a stack that ep divides, and no rule says how") for one in loose
+        ]
     return problems
 
 
@@ -314,6 +318,7 @@ def _advice(model: PreTrainedModel, mesh: DeviceMesh, problems: list[Problem]) -
     if any("no experts" in problem.detail for problem in problems):
         advice.append("leave out ep")
     if any("names no module" in problem.detail for problem in problems):
-        advice.append("names are those of transformers' model, with * for layer numbers, e.g. model.layers.*.mlp.up_proj")
+        advice.append(
+            "names are those of transformers' model, with * for layer numbers, e.g. model.layers.*.mlp.up_proj"
+        )
     return advice
-

@@ -34,7 +34,9 @@ def entering(tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
 
 def leaving(tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     """The sum of the ranks' tensors; each gets the sum's gradient."""
-    return DTensor.from_local(tensor, mesh, [Partial()], run_check=False).redistribute(placements=[Replicate()]).to_local()
+    return (
+        DTensor.from_local(tensor, mesh, [Partial()], run_check=False).redistribute(placements=[Replicate()]).to_local()
+    )
 
 
 def _gathered(tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:

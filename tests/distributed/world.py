@@ -16,7 +16,7 @@ JOB_SECONDS = 240
 """A job that takes longer hangs."""
 
 
-class RanksFailed(AssertionError):
+class RanksFailedError(AssertionError):
     """A job raised on some ranks.
 
     Attributes:
@@ -53,7 +53,7 @@ class World:
         """Run `job(*arguments)`, a function of a module, on every rank; what each returned.
 
         Raises:
-            RanksFailed: it raised on some.
+            RanksFailedError: it raised on some.
         """
         for jobs in self._jobs:
             jobs.put((job, arguments))
@@ -68,7 +68,7 @@ class World:
                 raise AssertionError(f"{job}: ranks {waiting} hang; others: {errors}") from None
             (errors if failed else results)[rank] = value
         if errors:
-            raise RanksFailed(errors)
+            raise RanksFailedError(errors)
         return [results[rank] for rank in range(self.size)]
 
     @property
@@ -98,7 +98,9 @@ def _serve(rank: int, size: int, store: str, jobs: Any, results: Any) -> None:
     torch.set_num_threads(1)
     logging.disable_progress_bar()
     logging.set_verbosity_error()
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=60))
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=60)
+    )
     while (message := jobs.get()) is not None:
         job, arguments = message
         try:
