@@ -105,7 +105,7 @@ class FamilyModel:
         """Write what transformers' `save_pretrained` writes for the same model, tensor for tensor.
 
         The files are written aside and then moved into place: an interrupted save leaves the previous
-        checkpoint whole.
+        checkpoint whole. Every rank calls it for a sharded model; one writes, file by file as they are gathered.
 
         Args:
             save_directory: the folder; made if need be.
@@ -121,6 +121,9 @@ class FamilyModel:
             super().save_pretrained(  # type: ignore[misc]
                 save_directory, state_dict=state_dict, max_shard_size=max_shard_size, **options
             )
+            return
+        if self.sharding is not None and state_dict is None:
+            self.sharding.save_pretrained(self, save_directory, max_shard_size, **options)
             return
         tensors = to_checkpoint(self, state_dict)  # type: ignore[arg-type]
         if options.get("push_to_hub"):

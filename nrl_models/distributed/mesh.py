@@ -59,6 +59,11 @@ def rank_in(mesh: DeviceMesh, name: str) -> int:
     return mesh.get_local_rank(name) if name in (mesh.mesh_dim_names or ()) else 0
 
 
+def is_first(mesh: DeviceMesh) -> bool:
+    """Whether this is the first rank of the mesh: the one that writes."""
+    return all(mesh.get_local_rank(dim) == 0 for dim in range(mesh.ndim))
+
+
 def describe(mesh: DeviceMesh) -> str:
     """A mesh in words, e.g. `fsdp=2, tp=4`."""
     return ", ".join(f"{name}={mesh.size(dim)}" for dim, name in enumerate(mesh.mesh_dim_names or ()))

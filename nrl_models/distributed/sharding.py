@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from nrl_models.common.blocks import Block, through
-from nrl_models.common.state_dict_adapter import StateDictAdapter
-from nrl_models.common.views import HFTensor
+from nrl_models.common.combined import ProjectionPart
+from nrl_models.common.state_dict_adapter import Layout, StateDictAdapter
+from nrl_models.common.views import HFTensor, View
+from nrl_models.distributed.gathering import DEFAULT_BUCKET, gathered
+from nrl_models.distributed.saving import save_pretrained
+from nrl_models.distributed.shards import fill_shards
 
 if TYPE_CHECKING:
     from nrl_models.distributed.plan import ParallelPlan
@@ -43,38 +46,37 @@ class Sharding:
         self.adapter = StateDictAdapter(model)
         model.sharding = self
 
+    def hf_views(self, model: nn.Module, layout: Layout) -> dict[str, torch.Tensor]:
+        """Live Hugging Face tensors as DTensors, see `StateDictAdapter.hf_views`."""
+        in_memory: dict[View, torch.Tensor] = {}
+        for name, tensor in self.adapter.transformers.items():
+            owner, _, attribute = name.rpartition(".")
+            view = tensor.view
+            # A parameter, or a part of one, as its module shows it. What is packed over ranks has no placement.
+            if view is not None and (not view.steps or isinstance(model.get_submodule(owner), ProjectionPart)):
+                in_memory[view] = getattr(model.get_submodule(owner), attribute).detach()
+        return {
+            name: in_memory[tensor.view]
+            for name, tensor in self.adapter.layout(layout).items()
+            if tensor.view in in_memory and tensor.parameters[0] not in self.adapter.tied
+        }
+
+    def iter_export(
+        self, model: nn.Module, exported: Mapping[str, HFTensor], max_bytes: int | None
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Whole tensors, bucket by bucket, see `StateDictAdapter.iter_export`."""
+        yield from gathered(self.own_tensors(model), exported, self.mesh, max_bytes or DEFAULT_BUCKET)
+
+    def save_pretrained(
+        self, model: PreTrainedModel, folder: str | Path, max_shard_size: int | str, **options: Any
+    ) -> None:
+        """Write a plain Hugging Face checkpoint, see `FamilyModel.save_pretrained`."""
+        save_pretrained(model, folder, max_shard_size=max_shard_size, **options)
+
+    def local_state_dict(self, model: nn.Module, state_dict: dict[str, torch.Tensor], prefix: str = "") -> list[str]:
+        """Replace whole tensors under Hugging Face names by shards of the model's own, see `fill_from_hf_names`."""
+        return fill_shards(self, model, state_dict, prefix)
+
     def own_tensors(self, model: nn.Module) -> dict[str, torch.Tensor]:
         """The model's own tensors, detached: DTensors, and buffers as they are."""
         return {name: tensor.detach() for name, tensor in model.state_dict(keep_vars=True).items()}
-
-
-def own_block(tensor: torch.Tensor) -> Block:
-    """This rank's block of one of the model's own tensors: all of it where it is not sharded."""
-    if not isinstance(tensor, DTensor):
-        return Block((0,) * tensor.ndim, tensor)
-    (chunk,) = tensor.__create_chunk_list__()
-    local = tensor.to_local()
-    return Block(tuple(chunk.offsets) if local.numel() else (0,) * tensor.ndim, local)
-
-
-def blocks_of(tensor: HFTensor, own: Mapping[str, torch.Tensor]) -> list[Block]:
-    """This rank's blocks of a Hugging Face tensor, over the memory of the model's own tensors."""
-    result = []
-    for piece in tensor.pieces:
-        whole = own[piece.view.parameter]
-        for block in through(piece.view.steps, whole.shape, own_block(whole)):
-            offset = list(block.offset)
-            for method, args in piece.region:
-                assert method == "narrow", f"{tensor.name}: {method} in a region"
-                offset[args[0]] += args[1]
-            result.append(Block(tuple(offset), block.tensor))
-    return result
-
-
-def divided_over(tensor: HFTensor, own: Mapping[str, torch.Tensor]) -> set[int]:
-    """The mesh dimensions, by number, over which the ranks' blocks of a Hugging Face tensor differ."""
-    dims: set[int] = set()
-    for name in tensor.parameters:
-        if isinstance(whole := own[name], DTensor):
-            dims |= {dim for dim, placement in enumerate(whole.placements) if not placement.is_replicate()}
-    return dims

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from nrl_models import registry
@@ -71,3 +72,45 @@ def equals_one_process(architecture: str, **sizes: int) -> dict[str, float]:
     worst = max(float((found[name] - gradients[name]).abs().max()) for name in gradients)
     scale = max(float(one.abs().max()) for one in gradients.values())
     return {"loss": abs(actual - loss), "gradients": worst, "scale": scale}
+
+
+def exports_and_saves(architecture: str, folder: str, **sizes: int) -> None:
+    """A sharded model exports, shows and saves exactly what one process does; and loads it back."""
+    case = case_of(architecture)
+    whole = copy.deepcopy(case.model())
+    adapter = whole.state_dict_adapter
+    reference = dict(adapter.iter_export(whole))
+    model = parallelize(copy.deepcopy(whole), mesh_of(**sizes))
+    for layout in ("hub", "transformers"):
+        reference = dict(adapter.iter_export(whole, layout=layout))
+        exported = list(model.state_dict_adapter.iter_export(model, max_bytes=300_000, layout=layout))
+        assert [name for name, _ in exported] == list(reference)
+        assert_same(dict(exported), reference)
+        views = model.state_dict_adapter.hf_views(model, layout=layout)
+        assert_same({name: full(view) for name, view in views.items()}, {name: reference[name] for name in views})
+        gathered = {name: full(tensor) for name, tensor in model.state_dict().items()}
+        assert_same(
+            model.state_dict_adapter.to_hf(gathered, layout=layout), adapter.to_hf(whole.state_dict(), layout=layout)
+        )
+    model.save_pretrained(folder, max_shard_size="700KB")
+    if dist.get_rank() == 0:
+        whole.save_pretrained(folder + "-whole", max_shard_size="700KB")
+    dist.barrier()
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            tensor.zero_()
+    loaded = model.load_state_dict(adapter.to_hf(whole.state_dict()))
+    assert not loaded.missing_keys
+    assert_same(dict(model.state_dict_adapter.iter_export(model)), dict(adapter.iter_export(whole)))
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole of a DTensor; any other tensor itself."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def assert_same(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    """The same names, and values bit for bit."""
+    assert sorted(actual) == sorted(expected)
+    different = [name for name, tensor in expected.items() if not torch.equal(actual[name], tensor)]
+    assert not different, different
