@@ -63,7 +63,7 @@ def parallelize(model: PreTrainedModel, mesh: DeviceMesh, plan: Plan | ParallelP
                 "the model is sharded already", [Problem("mesh", describe(model.sharding.mesh), "is its mesh")]
             )
         chosen = plan_for(model, mesh, plan)
-        _check_division(model, mesh, chosen)
+        check_division(model, mesh, chosen)
     except ShardingError as caught:
         if not mesh.mesh_dim_names:
             raise  # nothing to agree over
@@ -269,7 +269,7 @@ def _blocks(module: nn.Module, attribute: str, size: int, style: Style) -> list[
     return [size // style.blocks] * style.blocks
 
 
-def _check_division(model: PreTrainedModel, mesh: DeviceMesh, plan: ParallelPlan) -> None:
+def check_division(model: PreTrainedModel, mesh: DeviceMesh, plan: ParallelPlan) -> None:
     """Whether `fsdp` divides every parameter that it has to divide evenly.
 
     Raises:

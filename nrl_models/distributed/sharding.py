@@ -31,9 +31,11 @@ class Sharding:
 
     Attributes:
         adapter: the model's adapter. Its tables speak of whole tensors: of what `DTensor.full_tensor()` gives.
+        loaded_bytes: how much of the checkpoint's tensors this rank read, if the model was loaded sharded.
     """
 
     adapter: StateDictAdapter
+    loaded_bytes: int = 0
 
     def __init__(self, mesh: DeviceMesh, plan: ParallelPlan) -> None:
         self.mesh, self.plan = mesh, plan

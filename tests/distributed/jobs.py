@@ -114,3 +114,33 @@ def assert_same(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
     assert sorted(actual) == sorted(expected)
     different = [name for name, tensor in expected.items() if not torch.equal(actual[name], tensor)]
     assert not different, different
+
+
+def loads(folder: str, architecture: str, **sizes: int) -> dict[str, Any]:
+    """Load a checkpoint sharded; it holds what one process loads, and computes the same."""
+    case = case_of(architecture)
+    mesh = mesh_of(**sizes)
+    whole = case.model_class.from_pretrained(folder)
+    model = case.model_class.from_pretrained(folder, mesh=mesh, plan="auto")
+    assert not model.training
+    for layout in ("hub", "transformers"):
+        expected = dict(whole.state_dict_adapter.iter_export(whole, layout=layout))
+        assert_same(dict(model.state_dict_adapter.iter_export(model, layout=layout)), expected)
+    assert_same(dict(model.named_buffers()), dict(whole.named_buffers()))
+    assert {name: one.dtype for name, one in model.named_parameters()} == dtypes_of(whole, model)
+    head, words = model.get_output_embeddings(), model.get_input_embeddings()
+    if head is not None:
+        tied = whole.get_output_embeddings().weight is whole.get_input_embeddings().weight
+        assert (head.weight is words.weight) is tied
+    inputs = case.inputs()
+    with torch.no_grad():
+        difference = (model(**inputs).logits - whole(**inputs).logits).abs().max().item()
+    nbytes = sum(tensor.nbytes for tensor in whole.state_dict_adapter.to_hf(whole.state_dict()).values())
+    return {"logits": difference, "read": model.sharding.loaded_bytes / nbytes}
+
+
+def dtypes_of(whole: PreTrainedModel, model: PreTrainedModel) -> dict[str, torch.dtype]:
+    """The dtypes that a sharded model's parameters should have."""
+    hf = {name: tensor.dtype for name, tensor in whole.state_dict_adapter.to_hf(whole.state_dict(), layout="transformers").items()}
+    parts = model.state_dict_adapter.parts
+    return {name: hf[parts[name][0]] for name, _ in model.named_parameters()}
