@@ -16,6 +16,7 @@ from nrl_models.distributed.mesh import agree, describe, rank_in, size_of
 from nrl_models.distributed.plan import (
     ParallelPlan,
     Plan,
+    experts_over,
     group_styles,
     is_vocabulary,
     plan_for,
@@ -118,7 +119,8 @@ class _ModelDivision:
     def __init__(self, model: PreTrainedModel, mesh: DeviceMesh, inner: DeviceMesh, plan: ParallelPlan) -> None:
         self.model, self.mesh, self.inner = model, mesh, inner
         self.tensor = rules_by_module(model, plan.tensor) if size_of(mesh, "tp") > 1 else {}
-        self.expert = rules_by_module(model, plan.expert) if size_of(mesh, "ep") > 1 else {}
+        self.experts_over = experts_over(model, mesh, plan)
+        self.expert = rules_by_module(model, plan.expert) if self.experts_over else {}
         self.units = plan.units
         self.sums_gradient: set[tuple[int, str]] = set()
         self.done: dict[int, nn.Parameter] = {}  # by the identity of what they replace: tied ones stay one
@@ -190,7 +192,9 @@ class _ModelDivision:
             return
         placements, local = [], parameter.detach()
         for dimension in self.inner.mesh_dim_names or ():
-            style = expert if dimension == "ep" else tensor
+            style = TENSOR_STYLES["replicate"] if dimension == "ep" else tensor
+            if dimension == self.experts_over and expert.dim(parameter.ndim) is not None:
+                style = expert
             ranks, rank = size_of(self.mesh, dimension), rank_in(self.mesh, dimension)
             dim = style.dim(parameter.ndim) if ranks > 1 else None
             placements.append(Replicate() if dim is None else Shard(dim))
@@ -226,13 +230,13 @@ class _ModelDivision:
         mixins = []
         if expert.compute is not None:
             mixins.append(expert.compute)
-            module.ep_mesh = self.mesh["ep"]
+            module.ep_mesh = self.mesh[self.experts_over]
         if tensor.compute is not None:
             mixins.append(tensor.compute)
             module.tp_mesh = self.mesh["tp"]
         if ExpertsOfThisRank in mixins:
-            module.num_experts //= size_of(self.mesh, "ep")
-            module.first_expert = rank_in(self.mesh, "ep") * module.num_experts
+            module.num_experts //= size_of(self.mesh, self.experts_over)
+            module.first_expert = rank_in(self.mesh, self.experts_over) * module.num_experts
         if VocabularyParallel in mixins:
             words = module.weight.shape[0] // size_of(self.mesh, "tp")
             module.first_word = rank_in(self.mesh, "tp") * words

@@ -144,6 +144,23 @@ def vocabulary_is_divided(model: PreTrainedModel, mesh: DeviceMesh) -> bool:
     return all(one.weight.shape[0] % size_of(mesh, "tp") == 0 for one in both)
 
 
+def experts_over(model: nn.Module, mesh: DeviceMesh, plan: ParallelPlan) -> str | None:
+    """The mesh dimension that divides the experts of a stack: `ep`; or `tp`, where it has no rule of its own for it.
+
+    None if the experts stay together: no stack, no such dimension, or one that does not divide their number.
+    """
+    rules = rules_by_module(model, plan.expert)
+    divided = [name for name, word in rules.items() if EXPERT_STYLES[word].dim(3) is not None]
+    if not divided:
+        return None
+    if size_of(mesh, "ep") > 1:
+        return "ep"
+    ranks, tensor = size_of(mesh, "tp"), rules_by_module(model, plan.tensor)
+    parameters = dict(_hf_parameters(model))
+    fits = all(name not in tensor and parameters[name].shape[0] % ranks == 0 for name in divided)
+    return "tp" if ranks > 1 and fits else None
+
+
 def group_styles(combined_name: str, combined: CombinedLinear, rules: Mapping[str, str]) -> dict[str, str]:
     """For each part of a combined projection the word that a plan has for it."""
     owner = combined_name.rpartition(".")[0]

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from nrl_models import registry
-from nrl_models.distributed import parallelize
+from nrl_models.distributed import load_checkpoint, parallelize, save_checkpoint
 from nrl_models.distributed.mesh import rank_in, size_of
 from nrl_models.testing.case import FamilyCase
 
@@ -141,6 +141,53 @@ def loads(folder: str, architecture: str, **sizes: int) -> dict[str, Any]:
 
 def dtypes_of(whole: PreTrainedModel, model: PreTrainedModel) -> dict[str, torch.dtype]:
     """The dtypes that a sharded model's parameters should have."""
-    hf = {name: tensor.dtype for name, tensor in whole.state_dict_adapter.to_hf(whole.state_dict(), layout="transformers").items()}
+    hf = {
+        name: tensor.dtype
+        for name, tensor in whole.state_dict_adapter.to_hf(whole.state_dict(), layout="transformers").items()
+    }
     parts = model.state_dict_adapter.parts
     return {name: hf[parts[name][0]] for name, _ in model.named_parameters()}
+
+
+def train(model: PreTrainedModel, optimizer: torch.optim.Optimizer, case: FamilyCase, steps: range) -> list[float]:
+    """Optimiser steps on batches that depend on the step alone; the loss of each."""
+    losses = []
+    for number in steps:
+        optimizer.zero_grad()
+        loss = model(**case.inputs(batch=2, length=LENGTH, seed=number, labels=True), use_cache=False).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def new_optimizer(model: PreTrainedModel) -> torch.optim.Optimizer:
+    """AdamW with two groups, as trainers make it: no decay for what has one dimension."""
+    matrices = [one for one in model.parameters() if one.ndim > 1]
+    others = [one for one in model.parameters() if one.ndim <= 1]
+    return torch.optim.AdamW([{"params": matrices}, {"params": others, "weight_decay": 0.0}], lr=1e-3, weight_decay=0.1)
+
+
+def train_and_save(folder: str, architecture: str, **sizes: int) -> list[float]:
+    """Two steps, a checkpoint, and two more steps; all losses."""
+    case = case_of(architecture)
+    model = parallelize(copy.deepcopy(case.model()).train(), mesh_of(**sizes))
+    optimizer = new_optimizer(model)
+    losses = train(model, optimizer, case, range(2))
+    save_checkpoint(folder, model, optimizer, {"step": 2})
+    return losses + train(model, optimizer, case, range(2, 4))
+
+
+def resume(folder: str, architecture: str, combine: bool = True, **sizes: int) -> list[float]:
+    """The two steps after the checkpoint, by a model that began with other weights."""
+    case = case_of(architecture)
+    torch.manual_seed(7)
+    model = case.model_class.from_config(case.config, combine=combine).train()
+    model = parallelize(model, mesh_of(**sizes))
+    optimizer = new_optimizer(model)
+    optimizer.param_groups[0]["lr"] = 7.0
+    progress = load_checkpoint(folder, model, optimizer)
+    assert progress == {"step": 2}
+    assert optimizer.param_groups[0]["lr"] == 1e-3
+    return train(model, optimizer, case, range(progress["step"], 4))
