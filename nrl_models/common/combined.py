@@ -216,6 +216,10 @@ class ProjectionPart(nn.Linear):
             f"(`part.{name}.data = ...` or `part.{name}.copy_(...)`), or load the model with combine=False."
         )
 
+    def extra_repr(self) -> str:
+        """What `print(model)` shows; of a sharded model, too, whose bias may not be seen alone."""
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.combined.has_bias}"
+
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """`input`: `(..., I)`. Returns `(..., O)`."""
         # Read once: another thread's forward of the same owner may end, or begin, at any time.

@@ -40,7 +40,8 @@ class FamilyModel:
         limits: what the family cannot do, in words, for its coverage page.
         tiny: values for the generated tests' tiny configuration that its general rules get wrong.
         tensor_parallel: rules of tensor parallelism that transformers lacks for these models, or has otherwise, by
-            the names of the modules (`*` for a number) and in the words of its `base_model_tp_plan`.
+            the names of the modules (`*` for a number) and in the words of its `base_model_tp_plan`. None says that
+            transformers' rules are wrong for these models, so that tensor parallelism is refused.
         sharding: how the model is sharded (`nrl_models.distributed`); None if it is not.
         combine: whether this model's projections are combined.
     """
@@ -49,7 +50,7 @@ class FamilyModel:
     flags: ClassVar[ModelFlag] = ModelFlag.NONE
     limits: ClassVar[tuple[str, ...]] = ()
     tiny: ClassVar[Mapping[str, Any]] = {}
-    tensor_parallel: ClassVar[Mapping[str, str]] = {}
+    tensor_parallel: ClassVar[Mapping[str, str] | None] = {}
     sharding: Any = None
 
     def __init__(self, config: PreTrainedConfig, *args: Any, combine: bool = True, **kwargs: Any) -> None:

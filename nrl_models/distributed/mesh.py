@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from nrl_models.errors import Problem, ShardingError
+from nrl_models.errors import NRLModelsError, Problem, ShardingError
 
 DIMENSIONS = ("fsdp", "ep", "tp")
 """What a mesh's dimensions may be, in the order they have to stand.
@@ -95,7 +96,11 @@ def agree(mesh: DeviceMesh, what: str, facts: dict[str, Any], error: Exception |
     """
     own = {key: _short(repr(value)) for key, value in facts.items()}
     message = None if error is None else f"{type(error).__name__}: {error}"
-    ranks = gather_over(mesh, (dist.get_rank(), message, own))
+    try:
+        with reporting_the_dead(what):
+            ranks = gather_over(mesh, (dist.get_rank(), message, own))
+    except ShardingError as dead:
+        raise (dead if error is None else error) from dead
     if error is not None:
         raise error
     problems = [Problem("rank", f"rank {rank}", message) for rank, message, _ in ranks if message is not None]
@@ -108,6 +113,23 @@ def agree(mesh: DeviceMesh, what: str, facts: dict[str, Any], error: Exception |
         ]
     if problems:
         raise ShardingError(f"cannot {what}: ranks failed or disagree", problems, _advice(ranks))
+
+
+@contextmanager
+def reporting_the_dead(what: str) -> Iterator[None]:
+    """Say what a collective's failure means: a rank is gone, or slower than the process group waits.
+
+    Raises:
+        ShardingError: the collective failed.
+    """
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:
+        if isinstance(error, NRLModelsError):
+            raise
+        problem = Problem("rank", "a rank that this one waited for", f"is gone, or did not come in time: {error}")
+        advice = ["see the output of the other ranks: one of them ended first"]
+        raise ShardingError(f"cannot {what}", [problem], advice) from error
 
 
 def _short(text: str, limit: int = 120) -> str:

@@ -99,8 +99,10 @@ def declared_tensor_plan(model: PreTrainedModel) -> dict[str, str]:
     The words' vectors and the head are divided alike, over the vocabulary, so that they can stay tied; over ranks
     that do not divide the vocabulary, both stay whole.
     """
-    plan = dict(getattr(model, "_tp_plan", None) or {})
-    plan |= getattr(model, "tensor_parallel", {})
+    own = getattr(model, "tensor_parallel", {})
+    if own is None:
+        return {}
+    plan = dict(getattr(model, "_tp_plan", None) or {}) | dict(own)
     names = {module: name for name, module in model.named_modules()}
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if isinstance(embedding, nn.Embedding):
@@ -221,9 +223,10 @@ def _tensor_problems(model: PreTrainedModel, mesh: DeviceMesh, plan: ParallelPla
     modules = dict(model.named_modules())
     inside = {name for name in rules if not (name in modules and is_vocabulary(model, modules[name]))}
     if not any(TENSOR_STYLES[rules[name]].dim(2) is not None for name in inside):
-        return [
-            Problem("plan", _class_name(model), "has no tensor-parallel plan, neither transformers' nor its family's")
-        ]
+        why = "has no tensor-parallel plan, neither transformers' nor its family's"
+        if getattr(model, "tensor_parallel", {}) is None:
+            why = "has no tensor-parallel plan: its family declares that transformers' is wrong for it"
+        return [Problem("plan", _class_name(model), why)]
     problems = []
     for name, word in rules.items():
         style = TENSOR_STYLES[word]

@@ -19,7 +19,7 @@ from nrl_models.common.hf_names import checkpoint_layout
 from nrl_models.common.saving import staged
 from nrl_models.common.views import HFTensor
 from nrl_models.distributed.gathering import DEFAULT_BUCKET, gathered
-from nrl_models.distributed.mesh import agree, is_first
+from nrl_models.distributed.mesh import agree, is_first, reporting_the_dead
 from nrl_models.errors import UnknownArgumentError
 
 
@@ -115,7 +115,8 @@ def write_together(folder: str | Path, mesh: DeviceMesh, write: Callable[[Path |
             stages: list[Path] = []
             if is_first(mesh):
                 attempt(lambda: stages.append(stack.enter_context(staged(folder))))
-            write(stages[0] if stages else None, attempt)
+            with reporting_the_dead(what):
+                write(stages[0] if stages else None, attempt)
             agree(mesh, what, {}, attempt.error)
             agreed = True
     except Exception as error:

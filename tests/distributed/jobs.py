@@ -3,16 +3,32 @@
 from __future__ import annotations
 
 import copy
+import ctypes
+import gc
+import os
+import threading
+import time
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from transformers import AutoConfig, LlamaConfig, PreTrainedModel
 
-from nrl_models import registry
-from nrl_models.distributed import load_checkpoint, parallelize, save_checkpoint
+from nrl_models import AutoModelForCausalLM, AutoModelForSequenceClassification, registry
+from nrl_models.common import ProjectionPart
+from nrl_models.distributed import checkpoint as dcp_checkpoint
+from nrl_models.distributed import gathering, load_checkpoint, loading, parallelize, plan_for, save_checkpoint, saving
 from nrl_models.distributed.mesh import rank_in, size_of
 from nrl_models.testing.case import FamilyCase
 
@@ -60,12 +76,33 @@ def whole_gradients(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     return model.state_dict_adapter.to_hf(own)
 
 
-def equals_one_process(architecture: str, **sizes: int) -> dict[str, float]:
+def equals_one_process(architecture: str, checkpointing: bool = False, **sizes: int) -> dict[str, float]:
     """How far loss and gradients of a sharded model are from one process's."""
-    case = case_of(architecture)
+    return _differences(case_of(architecture), checkpointing, sizes)
+
+
+def llama_equals_one_process(config: dict[str, Any], combine: bool = True, **sizes: int) -> dict[str, float]:
+    """The same for a Llama with other values in its configuration."""
+    return _differences(llama_case(config, combine), False, sizes)
+
+
+def llama_case(config: dict[str, Any], combine: bool = True) -> FamilyCase:
+    """A tiny Llama with other values in its configuration, combined or not."""
+
+    class Llama(registry.model_class("LlamaForCausalLM")):  # type: ignore[misc]
+        tiny = config
+
+    Llama.__name__ = Llama.__qualname__ = "LlamaForCausalLM"
+    Llama.from_config = partial(Llama.from_config, combine=combine)  # type: ignore[method-assign]
+    return FamilyCase(Llama, torch.device("cpu"))
+
+
+def _differences(case: FamilyCase, checkpointing: bool, sizes: dict[str, int]) -> dict[str, float]:
     mesh = mesh_of(**sizes)
     loss, gradients = expected(case, size_of(mesh, "fsdp"))
     model = parallelize(copy.deepcopy(case.model()).train(), mesh)
+    if checkpointing:
+        model.gradient_checkpointing_enable()
     actual = step(model, case)
     found = whole_gradients(model)
     assert sorted(found) == sorted(gradients)
@@ -191,3 +228,266 @@ def resume(folder: str, architecture: str, combine: bool = True, **sizes: int) -
     assert progress == {"step": 2}
     assert optimizer.param_groups[0]["lr"] == 1e-3
     return train(model, optimizer, case, range(progress["step"], 4))
+
+
+def accepts(architectures: list[str], **sizes: int) -> None:
+    """A plan is found for each."""
+    mesh = mesh_of(**sizes)
+    for architecture in architectures:
+        plan_for(case_of(architecture).model(), mesh)
+
+
+def parts_are_dtensors(config: dict[str, Any], **sizes: int) -> None:
+    """Each part's weight and bias: a DTensor of its Hugging Face tensor over a view of this rank's shard."""
+    case = llama_case(config)
+    whole, mesh = case.model(), mesh_of(**sizes)
+    model = parallelize(copy.deepcopy(whole), mesh)
+    placed = {"fsdp": Shard(1), "tp": Shard(0)}
+    for name, part in [(name, one) for name, one in model.named_modules() if isinstance(one, ProjectionPart)]:
+        weight, bias = part.weight, part.bias
+        assert weight.placements == tuple(placed[dim] for dim in sizes)
+        assert (
+            weight.to_local().untyped_storage().data_ptr()
+            == part.combined.weight.to_local().untyped_storage().data_ptr()
+        )
+        assert torch.equal(weight.full_tensor(), whole.get_submodule(name).weight)
+        if bias is not None:
+            assert torch.equal(bias.full_tensor(), whole.get_submodule(name).bias)
+        with torch.no_grad():
+            weight.mul_(2)
+        assert torch.equal(part.combined.weight.full_tensor().sum(), 2 * part.combined.weight.full_tensor().sum() / 2)
+        assert torch.equal(part.weight.full_tensor(), 2 * whole.get_submodule(name).weight)
+        assert "bias=" in repr(part)
+    combined = "model.layers.0.self_attn.qkv_proj.weight"
+    single = dict(
+        model.state_dict_adapter.convert_single_tensor_to_hf(combined, model.get_parameter(combined).full_tensor())
+    )
+    for part, tensor in single.items():
+        assert torch.equal(tensor, 2 * whole.get_submodule(part.rpartition(".")[0]).weight)
+    assert len(single) == 3
+
+
+def trains_as_one_process(config: dict[str, Any], **sizes: int) -> float:
+    """The largest difference of any weight after a few steps with clipping."""
+    case = llama_case(config)
+    whole = copy.deepcopy(case.model()).train()
+    model = parallelize(copy.deepcopy(whole), mesh_of(**sizes))
+    losses = [train(one, torch.optim.SGD(one.parameters(), lr=0.3), case, range(4)) for one in (whole, model)]
+    assert losses[0][-1] != losses[0][0]
+    expected = dict(whole.state_dict_adapter.iter_export(whole))
+    moved = expected["model.layers.0.self_attn.k_proj.bias"] - case.model().model.layers[0].self_attn.k_proj.bias
+    assert float(moved.detach().abs().max()) > 1e-6  # keys' biases have tiny gradients
+    return max(float((one - expected[name]).abs().max()) for name, one in model.state_dict_adapter.iter_export(model))
+
+
+def mixed_precision() -> dict[str, str]:
+    """In which dtypes a model with fp32 weights keeps, computes and sums."""
+    case, mesh = case_of("LlamaForCausalLM"), mesh_of(fsdp=2)
+    model = copy.deepcopy(case.model()).train()
+    plan = replace(plan_for(model, mesh), param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    parallelize(model, mesh, plan)
+    seen = []
+    attention = model.model.layers[0].self_attn
+    attention.register_forward_hook(lambda *_: seen.append(str(attention.qkv_proj.weight.dtype)))
+    step(model, case)
+    parameter = attention.qkv_proj.weight
+    return {"kept": str(parameter.dtype), "gradients": str(parameter.grad.dtype), "computed": seen[0]}
+
+
+def generates_as_one_process(architecture: str, **sizes: int) -> None:
+    """Greedy generation picks the same tokens."""
+    case = case_of(architecture)
+    inputs = case.inputs(length=8)
+    options = {"max_new_tokens": 6, "do_sample": False, "min_new_tokens": 6}
+    expected = case.model().generate(**inputs, **options)
+    model = parallelize(copy.deepcopy(case.model()), mesh_of(**sizes))
+    assert torch.equal(model.generate(**inputs, **options), expected)
+
+
+def plain_fully_shard() -> None:
+    """Sharded along rows by somebody else: equal losses; parts say what they cannot do; whole state dicts convert."""
+    case = case_of("Qwen2ForCausalLM")
+    loss, gradients = expected(case, 2)
+    model = copy.deepcopy(case.model()).train()
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    batch = batches(case, 2)[dist.get_rank()]
+    own = model(**batch, use_cache=False).loss
+    own.backward()
+    dist.all_reduce(total := own.detach().clone())
+    assert abs(float(total) / 2 - loss) <= 1e-6
+    part = model.model.layers[0].self_attn.k_proj
+    with pytest.raises(RuntimeError, match=r"nrl_models\.distributed\.parallelize"):
+        _ = part.weight
+    assert "bias=True" in repr(model)
+    adapter = case.model().state_dict_adapter
+    found = adapter.to_hf(
+        {name: one.grad.full_tensor() for name, one in model.named_parameters() if one.grad is not None}
+    )
+    assert max(float((found[name] - gradients[name]).abs().max()) for name in gradients) <= 1e-5
+
+
+# Loading
+
+
+def loads_over(folder: str, sizes: tuple[int, ...], names: tuple[str, ...] | None) -> None:
+    """Load over a mesh with any names, or none."""
+    AutoModelForCausalLM.from_pretrained(folder, mesh=init_device_mesh("cpu", sizes, mesh_dim_names=names))
+
+
+def loads_plainly(folder: str, plan: Any = "auto", **sizes: int) -> None:
+    """Load over a mesh; the rank has not allocated anything if that fails."""
+    AutoModelForCausalLM.from_pretrained(folder, mesh=mesh_of(**sizes), plan=plan)
+
+
+def loads_differently(folders: list[str], **sizes: int) -> None:
+    """Each rank loads another folder."""
+    loads_plainly(folders[dist.get_rank()], **sizes)
+
+
+def shards_what_differs(**sizes: int) -> None:
+    """Each rank has other weights."""
+    model = copy.deepcopy(case_of("LlamaForCausalLM").model())
+    with torch.no_grad():
+        model.model.norm.weight.add_(dist.get_rank())
+    parallelize(model, mesh_of(**sizes))
+
+
+def dies_while_loading(folder: str, dying: int, **sizes: int) -> None:
+    """One rank ends where it reads."""
+    if dist.get_rank() == dying:
+        loading._fill = lambda *_: os._exit(3)  # type: ignore[assignment]
+    loads_plainly(folder, **sizes)
+
+
+def anonymous() -> int:
+    """This process's memory that no file backs, in bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon")) * 1024
+
+
+class Peak:
+    """The largest rise of a process's anonymous memory while open."""
+
+    def __enter__(self) -> Peak:
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)  # or what earlier jobs freed would be taken again, unseen
+        self.base, self.peak, self.done = anonymous(), 0, False
+        self.watcher = threading.Thread(target=self._watch)
+        self.watcher.start()
+        return self
+
+    def _watch(self) -> None:
+        while not self.done:
+            self.peak = max(self.peak, anonymous() - self.base)
+            time.sleep(0.001)
+
+    def __exit__(self, *_: object) -> None:
+        self.done = True
+        self.watcher.join()
+
+
+def peak_of_loading(folder: str, **sizes: int) -> int:
+    """Memory that loading takes on this rank, at most."""
+    mesh = mesh_of(**sizes)
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), device="meta")  # imports
+    with Peak() as peak:
+        model = AutoModelForCausalLM.from_pretrained(folder, mesh=mesh)
+    del model
+    return peak.peak
+
+
+def loads_classifier(folder: str, **sizes: int) -> dict[str, Any]:
+    """A classifier on a language model's body: its head is new, and the same on all ranks."""
+    torch.manual_seed(dist.get_rank())
+    model = AutoModelForSequenceClassification.from_pretrained(
+        folder, mesh=mesh_of(**sizes), strict=False, num_labels=6
+    )
+    weights = dict(model.state_dict_adapter.iter_export(model))
+    whole = AutoModelForCausalLM.from_pretrained(folder)
+    expected = whole.state_dict_adapter.to_hf(whole.state_dict())
+    seen: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(seen, weights["score.weight"])
+    return {
+        "std": float(weights["score.weight"].std()),
+        "same": all(torch.equal(one, seen[0]) for one in seen),
+        "body": all(torch.equal(one, expected[name]) for name, one in weights.items() if name != "score.weight"),
+    }
+
+
+# Export and save
+
+
+def peak_of_export(**sizes: int) -> tuple[int, int]:
+    """Memory that exporting takes on this rank, and the size of a bucket."""
+    config = LlamaConfig(hidden_size=512, intermediate_size=1408, num_hidden_layers=16, vocab_size=1024,
+                         num_attention_heads=8, num_key_value_heads=4)  # fmt: skip
+    torch.manual_seed(0)
+    model = parallelize(AutoModelForCausalLM.from_config(config), mesh_of(**sizes))
+    bucket = 8 * 2**20
+    with Peak() as peak:
+        total = sum(tensor.nbytes for _, tensor in model.state_dict_adapter.iter_export(model, max_bytes=bucket))
+    assert total > 16 * bucket
+    return peak.peak, bucket
+
+
+def loads_and_saves(folder: str, again: str, **sizes: int) -> None:
+    """Load, and save."""
+    AutoModelForCausalLM.from_pretrained(folder, mesh=mesh_of(**sizes)).save_pretrained(again)
+
+
+def saves(folder: str, fails: bool, **sizes: int) -> None:
+    """Save; if asked to, fail where files are written."""
+    model = parallelize(copy.deepcopy(case_of("LlamaForCausalLM").model()), mesh_of(**sizes))
+
+    def disk_full(*_: Any, **__: Any) -> None:
+        raise OSError("disk full")
+
+    with mock.patch.object(saving, "save_file", disk_full if fails else saving.save_file):
+        model.save_pretrained(folder, max_shard_size="700KB")
+
+
+def pushes(folder: str, **sizes: int) -> None:
+    """Save with what a sharded model cannot."""
+    model = parallelize(copy.deepcopy(case_of("LlamaForCausalLM").model()), mesh_of(**sizes))
+    model.save_pretrained(folder, push_to_hub=True)
+
+
+def dies_while_saving(folder: str, dying: int, checkpoint: bool = False, **sizes: int) -> None:
+    """One rank ends after the first files are written."""
+    model = parallelize(copy.deepcopy(case_of("LlamaForCausalLM").model()), mesh_of(**sizes))
+    if dist.get_rank() == dying:
+        gathering.dist = SimpleNamespace(all_reduce=lambda *_, **__: os._exit(3))  # type: ignore[assignment]
+        dcp_checkpoint.dcp = SimpleNamespace(save=lambda *_, **__: os._exit(3))  # type: ignore[assignment]
+    if checkpoint:
+        save_checkpoint(folder, model)
+    else:
+        model.save_pretrained(folder, max_shard_size="700KB")
+
+
+# Checkpoints
+
+
+def resume_without_optimizer(folder: str, **sizes: int) -> list[float]:
+    """Go on with the weights alone."""
+    case = case_of("LlamaForCausalLM")
+    model = parallelize(case.model_class.from_config(case.config).train(), mesh_of(**sizes))
+    load_checkpoint(folder, model)
+    return train(model, new_optimizer(model), case, range(2, 4))
+
+
+def resume_with_one_group(folder: str, **sizes: int) -> None:
+    """An optimiser that was made otherwise."""
+    case = case_of("LlamaForCausalLM")
+    model = parallelize(copy.deepcopy(case.model()), mesh_of(**sizes))
+    load_checkpoint(folder, model, torch.optim.AdamW(model.parameters()))
+
+
+def names_in_checkpoint(folder: str) -> dict[str, list[str]]:
+    """The tensors of its two parts."""
+    readers = {
+        "model": HuggingFaceStorageReader(f"{folder}/model"),
+        "optimizer": FileSystemReader(f"{folder}/optimizer"),
+    }
+    return {kind: list(reader.read_metadata().state_dict_metadata) for kind, reader in readers.items()}

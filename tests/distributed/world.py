@@ -71,6 +71,24 @@ class World:
             raise RanksFailedError(errors)
         return [results[rank] for rank in range(self.size)]
 
+    def run_dying(self, dying: int, job: Callable[..., Any], *arguments: Any) -> dict[int, tuple[str, str]]:
+        """Run `job(*arguments, dying)`, in which rank `dying` ends its process; the errors of the others.
+
+        Raises:
+            AssertionError: another rank hangs, or returns as if nothing were.
+        """
+        for jobs in self._jobs:
+            jobs.put((job, (*arguments, dying)))
+        errors: dict[int, tuple[str, str]] = {}
+        while len(errors) < self.size - 1:
+            try:
+                rank, failed, value = self._results.get(timeout=JOB_SECONDS)
+            except queue.Empty:
+                raise AssertionError(f"others than rank {dying} hang") from None
+            assert failed, f"rank {rank} went on as if rank {dying} were there"
+            errors[rank] = value[:2]
+        return errors
+
     @property
     def alive(self) -> bool:
         """Whether every process runs."""
@@ -107,4 +125,6 @@ def _serve(rank: int, size: int, store: str, jobs: Any, results: Any) -> None:
             results.put((rank, False, job(*arguments)))
         except BaseException as error:
             results.put((rank, True, (type(error).__name__, str(error), traceback.format_exc())))
-    dist.destroy_process_group()
+    results.close()
+    results.join_thread()
+    os._exit(0)  # nothing is left to say; tearing gloo down takes seconds
