@@ -19,6 +19,7 @@ from nrl_models.errors import RemoteCodeError, UnknownArchitectureError
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+    from nrl_models.common.placement import DeviceMap
     from nrl_models.distributed.plan import ParallelPlan, Plan
 
 
@@ -46,6 +47,9 @@ class _AutoModel:
         config: PreTrainedConfig | None = None,
         dtype: str | torch.dtype = "auto",
         device: str | int | torch.device | None = None,
+        device_map: DeviceMap | None = None,
+        offload_folder: str | Path | None = None,
+        quantization_config: Any = None,
         combine: Combine = True,
         backend: BackendConfig | None = None,
         mesh: DeviceMesh | None = None,
@@ -68,6 +72,11 @@ class _AutoModel:
             dtype: of the parameters, fp32 masters included; "auto" is the configuration's, else the
                 checkpoint's. What transformers keeps in fp32 stays fp32.
             device: where to put the model; None is the CPU, or with a mesh this rank's device.
+            device_map: how to spread the model over several devices of this process, the CPU and the disk, as
+                transformers takes it: "auto", or a device for each module.
+            offload_folder: where what a device map puts on "disk" goes.
+            quantization_config: how transformers is to quantise the linears while it loads them (QLoRA); needs
+                `combine=False`, because quantisers replace linears they must own.
             combine: whether projections of one input become one matmul: True, False, or "auto", which
                 follows the measurements in docs/benchmarks.md. No effect on any file.
             backend: attention and expert implementations, and `combine` unless that is given.
@@ -99,6 +108,9 @@ class _AutoModel:
             config=config,
             dtype=dtype,
             device=device,
+            device_map=device_map,
+            offload_folder=offload_folder,
+            quantization_config=quantization_config,
             combine=combine,
             backend=backend,
             mesh=mesh,

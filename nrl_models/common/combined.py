@@ -89,7 +89,9 @@ class CombinedLinear(nn.Module):
         self.has_bias = parts[0].bias is not None
         self.weight = _concatenated([part.weight for part in parts])
         self.bias = _concatenated([part.bias for part in parts]) if self.has_bias else None
-        self._biased_parts: list[ProjectionPart] = []  # those that hold their biases themselves; in a list, not adopted
+        # In a dict and a list, which do not adopt: each part stays where it was, or where PEFT puts it.
+        self._parts: dict[str, ProjectionPart] = {}
+        self._biased_parts: list[ProjectionPart] = []  # those that hold their biases themselves
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`x`: `(..., I)`. Returns `(..., C)`."""
@@ -268,16 +270,17 @@ class CombinedProjections(nn.Module):
                 self._combine(combined_name, linears)
 
     def _combine(self, combined_name: str, linears: Mapping[str, nn.Linear]) -> None:
-        self.add_module(combined_name, CombinedLinear(linears))
+        combined = CombinedLinear(linears)
+        self.add_module(combined_name, combined)
         for name, linear in linears.items():
             ProjectionPart.adopt(linear, self, combined_name, name)
+            combined._parts[name] = linear  # type: ignore[assignment]
 
     def separate_projections(self, combined_name: str) -> None:
         """Undo one group, in place: its parts are plain linears again, with weights of their own."""
         combined: CombinedLinear = self._modules.pop(combined_name)  # type: ignore[assignment]
         for name, (start, length) in combined.rows.items():
-            part = self._modules[name]
-            assert isinstance(part, ProjectionPart)
+            part = combined._parts[name]
             for attribute in ("_owner", "_combined_name", "_part_name"):
                 del part.__dict__[attribute]
             part.__class__ = nn.Linear
@@ -299,10 +302,10 @@ class CombinedProjections(nn.Module):
         if bias is None:
             return
         for name, (start, length) in combined.rows.items():
-            part = self._modules[name]
+            part = combined._parts[name]
             own = nn.Parameter(bias.detach().narrow(0, start, length).clone(), requires_grad=bias.requires_grad)
-            part._parameters["bias"] = own  # type: ignore[union-attr]
-            combined._biased_parts.append(part)  # type: ignore[arg-type]
+            part._parameters["bias"] = own
+            combined._biased_parts.append(part)
         combined._parameters["bias"] = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -46,12 +46,13 @@ def transformers_views(model: nn.Module) -> Iterator[tuple[str, View]]:
 
     Combined projections are seen as the linears they are made of; everything else is itself.
     """
+    names = {id(module): name for name, module in model.named_modules()}
     for prefix, module in model.named_modules(remove_duplicate=False):
         dot = f"{prefix}." if prefix else ""
         if isinstance(module, CombinedLinear):
             continue
         if isinstance(module, ProjectionPart):
-            owner = prefix.rpartition(".")[0]
+            owner = names[id(module._owner)]  # PEFT may have put the part into a module of its own
             combined_name = f"{owner}.{module._combined_name}" if owner else module._combined_name
             for name in ("weight", "bias"):
                 if module._parameters.get(name) is not None:

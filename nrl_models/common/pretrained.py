@@ -22,6 +22,7 @@ from transformers.utils import logging
 from nrl_models.common.backend import BackendConfig, Combine, should_combine
 from nrl_models.common.checkpoint_files import CONFIG_NAME, CheckpointFiles, resolve_folder
 from nrl_models.common.loading import load_weights
+from nrl_models.common.placement import DeviceMap, dispatch
 from nrl_models.errors import (
     CheckpointError,
     Problem,
@@ -36,6 +37,9 @@ KEYWORDS = (
     "config",
     "dtype",
     "device",
+    "device_map",
+    "offload_folder",
+    "quantization_config",
     "combine",
     "backend",
     "mesh",
@@ -63,6 +67,9 @@ def from_pretrained(
     config: PreTrainedConfig | None = None,
     dtype: str | torch.dtype = "auto",
     device: str | int | torch.device | None = None,
+    device_map: DeviceMap | None = None,
+    offload_folder: str | Path | None = None,
+    quantization_config: Any = None,
     combine: Combine = True,
     backend: BackendConfig | None = None,
     mesh: DeviceMesh | None = None,
@@ -83,6 +90,7 @@ def from_pretrained(
     Args:
         class_for: chooses the class. For the others: see `nrl_models.AutoModelForCausalLM.from_pretrained`.
     """
+    _check_destination(device, device_map, mesh, plan)
 
     def prepare() -> Prepared:
         """What comes before anything is read."""
@@ -93,11 +101,14 @@ def from_pretrained(
         model_class = class_for(read, folder)
         read = config_for(model_class, read)
         torch_device = torch.device(_default_device(mesh) if device is None else device)
-        options = _construction(model_class, read, combine, backend, torch_device)
-        if getattr(read, "quantization_config", None) is not None:
+        quantised_as = quantization_config or getattr(read, "quantization_config", None)
+        options = _construction(model_class, read, combine, backend, torch_device, quantised_as)
+        if quantised_as is not None:
             if mesh is not None:
                 problem = Problem("dtype", "quantization_config", "a quantised model is not sharded")
                 raise CheckpointError(f"cannot load {path_or_id}", [problem], ["load it without mesh"])
+            if quantization_config is not None:
+                options["quantization_config"] = quantization_config
             quantised = _load_quantised(model_class, folder, read, dtype, torch_device, strict, options)
             return Prepared(quantised, folder, None, quantised.dtype, torch_device)
         files = CheckpointFiles(folder)
@@ -107,8 +118,6 @@ def from_pretrained(
         return Prepared(model, folder, files, resolved, torch_device)
 
     if mesh is None:
-        if plan is not None:
-            raise UnknownArgumentError("plan says how to shard over a mesh: pass mesh, too")
         prepared = prepare()
         if prepared.files is None:
             return prepared.model
@@ -131,7 +140,21 @@ def from_pretrained(
         )
     if model.can_generate() and (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
-    return model.eval()
+    model.eval()
+    return model if device_map is None else dispatch(model, device_map, offload_folder)
+
+
+def _check_destination(device: Any, device_map: Any, mesh: DeviceMesh | None, plan: Any) -> None:
+    """Refuse to put one model in two places.
+
+    Raises:
+        UnknownArgumentError: keywords that exclude one another.
+    """
+    given = [name for name, one in (("device", device), ("device_map", device_map), ("mesh", mesh)) if one is not None]
+    if len(given) > 1 and given != ["device", "mesh"]:
+        raise UnknownArgumentError(f"{' and '.join(given)}: expected one of them, as each says where the model goes")
+    if plan is not None and mesh is None:
+        raise UnknownArgumentError("plan says how to shard over a mesh: pass mesh, too")
 
 
 @dataclass(slots=True)
@@ -207,7 +230,8 @@ def from_config(
     model_class = class_for(config, None)
     config = config_for(model_class, config)
     torch_device = torch.device("cpu" if device is None else device)
-    options = _construction(model_class, config, combine, backend, torch_device)
+    quantised_as = getattr(config, "quantization_config", None)
+    options = _construction(model_class, config, combine, backend, torch_device, quantised_as)
     if dtype is not None:
         options["dtype"] = dtype
     with torch_device:
@@ -334,6 +358,7 @@ def _construction(
     combine: Combine,
     backend: BackendConfig | None,
     device: torch.device,
+    quantised_as: Any,
 ) -> dict[str, Any]:
     """Keywords for `model_class._from_config`."""
     given = backend or BackendConfig()
@@ -341,11 +366,12 @@ def _construction(
     options: dict[str, Any] = given.implementations()
     if not hasattr(model_class, "rewrites"):  # a plain Hugging Face class has nothing to combine
         return options
-    if combined and getattr(config, "quantization_config", None) is not None:
-        method = dict(config.quantization_config).get("quant_method", "an unnamed method")
+    if combined and quantised_as is not None:
+        described = quantised_as if isinstance(quantised_as, Mapping) else quantised_as.to_dict()
+        method = described.get("quant_method", "an unnamed method")
         raise CheckpointError(
             f"cannot load {config.name_or_path} into {model_class.__name__} with combined projections",
-            [Problem("dtype", "quantization_config", f"the checkpoint is quantised with {method}")],
+            [Problem("dtype", "quantization_config", f"it is to be quantised with {method}")],
             ["pass combine=False: quantisers replace the linears they own"],
         )
     return options | {"combine": combined}

@@ -158,7 +158,7 @@ class _ModelDivision:
                 (parts for kind, parts in kinds.items() if kind in ("colwise", "whole") and len(parts) > 1), ()
             )
             if alike:
-                owner._combine(combined_name, {part: owner._modules[part] for part in alike})  # type: ignore[misc]
+                owner._combine(combined_name, {part: combined._parts[part] for part in alike})  # type: ignore[misc]
                 owner.separate_biases(combined_name)
 
     def _divide_module(self, name: str, module: nn.Module) -> None:
