@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -271,8 +272,16 @@ def warn_unregistered(architecture: str) -> None:
         warnings.warn(
             f"{architecture} is not registered: it loads as transformers' own class, uncombined, with the identity "
             "adapter. Parity, consistency and export work; to combine its projections, add a family (CONTRIBUTING.md).",
-            stacklevel=6,  # the caller of an auto class
+            stacklevel=_frames_of_this_package() + 1,
         )
+
+
+def _frames_of_this_package() -> int:
+    """How many frames, from the caller of this function on, are this package's: the next is who called it."""
+    frame, count = sys._getframe(1), 0
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == __package__:
+        frame, count = frame.f_back, count + 1
+    return count
 
 
 _warned: set[str] = set()

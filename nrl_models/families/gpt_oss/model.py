@@ -48,6 +48,13 @@ class GptOssFamily(FamilyModel):
     """What every GptOss model shares."""
 
     rewrites = {hf.GptOssAttention: CombinedQKV, hf.GptOssModel: GptOssModel}
+    tensor_parallel = {
+        "model.layers.*.self_attn.q_proj": "colwise",
+        "model.layers.*.self_attn.k_proj": "colwise",
+        "model.layers.*.self_attn.v_proj": "colwise",
+        "model.layers.*.self_attn.sinks": "colwise",
+        "model.layers.*.self_attn.o_proj": "rowwise",
+    }
 
 
 GptOssForCausalLM = ModelClass = GptOssFamily.head(hf.GptOssForCausalLM)
