@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any
@@ -25,10 +26,12 @@ class FamilyCase:
     Args:
         model_class: the class.
         device: where to test; CUDA when there is one.
+        tiny: values for the tiny configuration, beside those that the class names.
     """
 
     model_class: type[FamilyModel]
     device: torch.device = field(default_factory=lambda: torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    tiny: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def architecture(self) -> str:
@@ -43,7 +46,9 @@ class FamilyCase:
     @property
     def config(self) -> PreTrainedConfig:
         """A tiny configuration, new at each call."""
-        return tiny_config(self.reference_class.config_class, self.model_class.tiny, self.reference_class)
+        return tiny_config(
+            self.reference_class.config_class, {**self.model_class.tiny, **self.tiny}, self.reference_class
+        )
 
     @property
     def full_config(self) -> PreTrainedConfig:
