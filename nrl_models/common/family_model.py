@@ -48,6 +48,8 @@ class FamilyModel:
             the names of the modules (`*` for a number) and in the words of its `base_model_tp_plan`. None says that
             transformers' rules are wrong for these models, so that tensor parallelism is refused.
         sharding: how the model is sharded (`nrl_models.distributed`); None if it is not.
+        keeps_unused: patterns of a checkpoint's tensors that nothing in the model is for, as transformers knows, and
+            that are saved again as they were; transformers drops them.
         combine: whether this model's projections are combined.
     """
 
@@ -55,6 +57,7 @@ class FamilyModel:
     flags: ClassVar[ModelFlag] = ModelFlag.NONE
     limits: ClassVar[Mapping[str, str]] = {}
     tiny: ClassVar[Mapping[str, Any]] = {}
+    keeps_unused: ClassVar[tuple[str, ...]] = ()
     tensor_parallel: ClassVar[Mapping[str, str] | None] = {}
     sharding: Any = None
 

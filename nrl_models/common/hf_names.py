@@ -20,6 +20,8 @@ def to_checkpoint(
 ) -> dict[str, torch.Tensor]:
     """The tensors transformers would save for `model`, by the names of the checkpoint it came from.
 
+    With them those the checkpoint held and the model keeps unused (`FamilyModel.keeps_unused`).
+
     Args:
         model: the model.
         state_dict: own tensors to use in place of the model's; all or some.
@@ -35,7 +37,8 @@ def to_checkpoint(
     adapter.to_hf(state_dict)  # checks names and shapes
     table = checkpoint_layout(model, adapter)
     available = {name: tensor for name, tensor in table.items() if all(one in state_dict for one in tensor.parameters)}
-    return separate_storages({name: tensor.read(state_dict) for name, tensor in available.items()})
+    unused = getattr(model, "_unused_tensors", {})
+    return separate_storages({name: tensor.read(state_dict) for name, tensor in available.items()} | unused)
 
 
 def checkpoint_layout(model: PreTrainedModel, adapter: StateDictAdapter) -> dict[str, HFTensor]:

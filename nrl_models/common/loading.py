@@ -66,6 +66,7 @@ def load_weights(
     fit = fit_checkpoint(model, files, dtype=dtype, strict=strict)
     _read(model, fit, files, device)
     model._weight_conversions = fit.names.used_conversions()
+    keep_unused(model, fit, files)
     _finish(model, fit, device)
     fit.warn(model, files)
     return fit.narrowed(files)
@@ -81,6 +82,7 @@ class Fit:
         found: which keys fill which tensors.
         dtypes: the dtype to load each own tensor in.
         skipped: keys that nothing in the model is for, where that is allowed.
+        unused: keys of tensors that go back into the next checkpoint, though nothing in the model is for them.
     """
 
     adapter: StateDictAdapter
@@ -88,6 +90,7 @@ class Fit:
     found: Match
     dtypes: dict[str, torch.dtype]
     skipped: list[str]
+    unused: list[str]
 
     def narrowed(self, files: CheckpointFiles) -> list[str]:
         """The keys that are stored with more precision than they are loaded in."""
@@ -128,10 +131,14 @@ def fit_checkpoint(
     names = CheckpointNames(model, adapter, files.tensors)
     ignorable = _patterns(model, "_keys_to_ignore_on_load_unexpected", _former_buffers(model))
     optional = _patterns(model, "_keys_to_ignore_on_load_missing", ())
+    kept = _patterns(model, "keeps_unused", ())
     skipped: list[str] = []
+    unused: list[str] = []
 
     def why_unexpected(key: str) -> str | None:
         if ignorable.search(key):
+            if kept.search(key):
+                unused.append(key)
             return None
         own_name = names.own_name(key)
         if not strict and own_name is None:
@@ -154,7 +161,13 @@ def fit_checkpoint(
     if found.problems:
         summary = f"{files.folder} does not fit {class_name(model)}"
         raise CheckpointError(summary, found.problems, _advice(model, names, found))
-    return Fit(adapter, names, found, _target_dtypes(model, adapter, dtype), skipped)
+    return Fit(adapter, names, found, _target_dtypes(model, adapter, dtype), skipped, unused)
+
+
+def keep_unused(model: PreTrainedModel, fit: Fit, files: CheckpointFiles) -> None:
+    """Leave with the model, as the files' pages, what it does not use and is to save again."""
+    if fit.unused:
+        model._unused_tensors = {key: files.read(files.tensors[key]) for key in fit.unused}
 
 
 def class_name(model: nn.Module) -> str:

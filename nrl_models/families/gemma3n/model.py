@@ -3,9 +3,10 @@
 from transformers.models.gemma3n import modeling_gemma3n as hf
 
 from nrl_models.common import CombinedGateUp, CombinedQKV, FamilyModel
+from nrl_models.common.kv_sharing import SharedKeyValues
 
 
-class Gemma3nFamily(FamilyModel):
+class Gemma3nFamily(SharedKeyValues, FamilyModel):
     """What every Gemma 3n model shares."""
 
     rewrites = {
