@@ -98,7 +98,7 @@ class Fit:
             key
             for name, sources in self.found.sources.items()
             for key, _ in sources
-            if files.tensors[key].dtype.itemsize > self.dtypes[name].itemsize
+            if files.tensors[key].dtype.itemsize > self.dtypes[name].itemsize and key not in files.dequantised
         ]
 
     def warn(self, model: PreTrainedModel, files: CheckpointFiles) -> None:
@@ -320,7 +320,10 @@ def _advice(model: PreTrainedModel, names: CheckpointNames, found: Match) -> lis
     if "shape" in kinds:
         advice.append("config.json and the weights disagree: one of them is of another model")
     if "dtype" in kinds:
-        advice.append("quantised weights load with combine=False and a quantization_config that transformers knows")
+        advice.append(
+            "quantised weights need a quantization_config that says how: FP8 by blocks and MXFP4 are read as plain "
+            "weights, other methods with combine=False by transformers"
+        )
     return advice
 
 

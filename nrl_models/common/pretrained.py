@@ -21,6 +21,7 @@ from transformers.utils import logging
 
 from nrl_models.common.backend import BackendConfig, Combine, should_combine
 from nrl_models.common.checkpoint_files import CONFIG_NAME, CheckpointFiles, resolve_folder
+from nrl_models.common.dequantised import METHODS, DequantisedFiles, settings_of
 from nrl_models.common.loading import load_weights
 from nrl_models.common.placement import DeviceMap, dispatch
 from nrl_models.errors import (
@@ -102,8 +103,11 @@ def from_pretrained(
         read = config_for(model_class, read)
         torch_device = torch.device(_default_device(mesh) if device is None else device)
         quantised_as = quantization_config or getattr(read, "quantization_config", None)
-        options = _construction(model_class, read, combine, backend, torch_device, quantised_as)
-        if quantised_as is not None:
+        is_read_plain = quantization_config is None and _method(quantised_as) in METHODS
+        options = _construction(
+            model_class, read, combine, backend, torch_device, None if is_read_plain else quantised_as
+        )
+        if quantised_as is not None and not is_read_plain:
             if mesh is not None:
                 problem = Problem("dtype", "quantization_config", "a quantised model is not sharded")
                 raise CheckpointError(f"cannot load {path_or_id}", [problem], ["load it without mesh"])
@@ -111,7 +115,9 @@ def from_pretrained(
                 options["quantization_config"] = quantization_config
             quantised = _load_quantised(model_class, folder, read, dtype, torch_device, strict, options)
             return Prepared(quantised, folder, None, quantised.dtype, torch_device)
-        files = CheckpointFiles(folder)
+        if is_read_plain:
+            del read.quantization_config  # the model is not quantised, and what it saves is not
+        files = DequantisedFiles(folder, quantised_as) if is_read_plain else CheckpointFiles(folder)
         resolved = _resolve_dtype(dtype, read, files)
         with _meta_parameters():
             model = model_class._from_config(read, dtype=resolved, **options)
@@ -367,8 +373,7 @@ def _construction(
     if not hasattr(model_class, "rewrites"):  # a plain Hugging Face class has nothing to combine
         return options
     if combined and quantised_as is not None:
-        described = quantised_as if isinstance(quantised_as, Mapping) else quantised_as.to_dict()
-        method = described.get("quant_method", "an unnamed method")
+        method = _method(quantised_as)
         raise CheckpointError(
             f"cannot load {config.name_or_path} into {model_class.__name__} with combined projections",
             [Problem("dtype", "quantization_config", f"it is to be quantised with {method}")],
@@ -377,12 +382,18 @@ def _construction(
     return options | {"combine": combined}
 
 
+def _method(quantised_as: Any) -> str:
+    """What a quantisation is called, as transformers' object or as `config.json` has it."""
+    return "none" if quantised_as is None else str(settings_of(quantised_as).get("quant_method", "an unnamed method"))
+
+
 def _resolve_dtype(dtype: str | torch.dtype, config: PreTrainedConfig, files: CheckpointFiles) -> torch.dtype:
     """The dtype to load in: "auto" is the configuration's, else that of the first floating-point tensor."""
     if dtype == "auto":
         dtype = config.dtype or config.get_text_config().dtype
         if dtype is None:
-            floats = (tensor.dtype for tensor in files.tensors.values() if tensor.dtype.is_floating_point)
+            plain = (tensor for key, tensor in files.tensors.items() if key not in files.dequantised)
+            floats = (tensor.dtype for tensor in plain if tensor.dtype.is_floating_point)
             return next((one for one in floats if one.itemsize > 1), torch.get_default_dtype())
     resolved = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if not isinstance(resolved, torch.dtype) or not resolved.is_floating_point:
