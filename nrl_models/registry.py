@@ -56,11 +56,19 @@ FAMILIES: dict[str, tuple[str, ...]] = {
 }
 """The families in this repository and the architectures each serves."""
 
+ALIASES: dict[str, str] = {
+    # Kimi K2.5's checkpoints and its trainers' own class, each named otherwise than transformers' class.
+    "KimiK25ForConditionalGeneration": "Kimi_K25ForConditionalGeneration",
+    "KimiK25VLForConditionalGeneration": "Kimi_K25ForConditionalGeneration",
+}
+"""Other names that configurations have for an architecture. What is saved has the class's own."""
+
 MODEL_ARCH_MAPPING: OrderedDict[str, tuple[str, str]] = OrderedDict(
     (architecture, (f"nrl_models.families.{family}.model", architecture))
     for family, architectures in FAMILIES.items()
     for architecture in architectures
 )
+MODEL_ARCH_MAPPING.update((alias, MODEL_ARCH_MAPPING[name]) for alias, name in ALIASES.items())
 """For each architecture (`config.architectures`) the module and class that serve it, imported on first use."""
 
 _CUSTOM_CONFIG_REGISTRATIONS: dict[str, tuple[str, str]] = {
@@ -70,7 +78,7 @@ _CUSTOM_CONFIG_REGISTRATIONS: dict[str, tuple[str, str]] = {
 }
 """For each `model_type` that transformers lacks the module and class of its configuration."""
 
-_REQUIREMENTS: dict[str, str] = {}
+_REQUIREMENTS: dict[str, str] = {"Gemma3nForConditionalGeneration": "timm"}  # of its vision tower; text needs none
 """For each architecture that needs more than this package does the requirement, e.g. `transformers>=5.18`."""
 
 ENTRY_POINTS = "nrl_models.families"

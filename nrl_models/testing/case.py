@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from nrl_models.common import FamilyModel
 from nrl_models.parity.inputs import Inputs, inputs_for
+from nrl_models.testing.published import PUBLISHED
 from nrl_models.testing.tiny import tiny_config
 
 SEED = 42
@@ -51,9 +52,11 @@ class FamilyCase:
         )
 
     @property
-    def full_config(self) -> PreTrainedConfig:
-        """A configuration of published size: the class's default."""
-        return self.reference_class.config_class()
+    def full_configs(self) -> dict[str, PreTrainedConfig]:
+        """Configurations of published size, by name: the class's default, and those of `PUBLISHED`."""
+        config_class = self.reference_class.config_class
+        published = PUBLISHED.get(self.architecture, {})
+        return {"default": config_class()} | {name: config_class(**values) for name, values in published.items()}
 
     def inputs(self, **options: Any) -> Inputs:
         """Random inputs of the kind this class takes, see `inputs_for`."""

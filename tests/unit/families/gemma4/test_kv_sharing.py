@@ -81,7 +81,7 @@ def test_a_cache_changes_nothing(case: FamilyCase) -> None:
 def test_reentrant_checkpointing_is_refused(case: FamilyCase) -> None:
     _, model = case.new_pair()
     for kwargs in ({"use_reentrant": True}, {"use_reentrant": True, "preserve_rng_state": False}):
-        with pytest.raises(UnknownArgumentError, match="attend to earlier ones' keys and values.*use_reentrant=False"):
+        with pytest.raises(UnknownArgumentError, match=r"attend to earlier ones' keys and values.*use_reentrant=False"):
             model.gradient_checkpointing_enable(kwargs)
         with pytest.raises(UnknownArgumentError):
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)
