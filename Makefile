@@ -2,6 +2,7 @@
 #
 #   make demo     set up, and run the main job on real input
 #   make test     set up, and run the tests (TRANSFORMERS=5.16.1 for another version)
+#   make test-distributed   set up, and run the tests that need several processes, and the packages models train with
 #   make lint     ruff
 #   make coverage run the generated tests and write docs/model-coverage
 #   make bench    run the benchmarks and write docs/benchmarks.md
@@ -15,13 +16,17 @@ TRANSFORMERS ?=
 VENV := .venv$(if $(TRANSFORMERS),-$(TRANSFORMERS))
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint coverage bench clean setup
+.PHONY: demo test test-distributed lint coverage bench clean setup
 
 demo: setup
 	$(BIN)/nrl-models demo
 
 test: setup
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup
+
+# One process at a time: the tests start processes themselves.
+test-distributed: $(VENV)/.ready-integrations
+	$(BIN)/python -m pytest -q tests/distributed
 
 lint: setup
 	$(BIN)/ruff check .
@@ -40,6 +45,10 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	$(if $(TRANSFORMERS),sed '/^transformers==/d' constraints.txt >$(VENV)/constraints.txt && echo 'transformers==$(TRANSFORMERS)' >>$(VENV)/constraints.txt,cp constraints.txt $(VENV)/constraints.txt)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(VENV)/constraints.txt torch
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(VENV)/constraints.txt --editable '.[test,dev]'
+	touch $@
+
+$(VENV)/.ready-integrations: $(VENV)/.ready
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(VENV)/constraints.txt --editable '.[test,dev,integrations]'
 	touch $@
 
 clean:

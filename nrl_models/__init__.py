@@ -26,6 +26,7 @@ _WHERE = {
     "UnknownArgumentError": "nrl_models.errors",
     "MODEL_ARCH_MAPPING": "nrl_models.registry",
     "register_architecture": "nrl_models.registry",
+    "unreachable_parameters": "nrl_models.common",
 }
 
 __all__ = ["__version__", *sorted(_WHERE)]

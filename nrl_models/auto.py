@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import transformers
@@ -15,6 +15,12 @@ from nrl_models import registry
 from nrl_models.common import FamilyModel, StateDictAdapter, pretrained
 from nrl_models.common.backend import BackendConfig, Combine
 from nrl_models.errors import RemoteCodeError, UnknownArchitectureError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from nrl_models.common.placement import DeviceMap
+    from nrl_models.distributed.plan import ParallelPlan, Plan
 
 
 class _AutoModel:
@@ -41,8 +47,13 @@ class _AutoModel:
         config: PreTrainedConfig | None = None,
         dtype: str | torch.dtype = "auto",
         device: str | int | torch.device | None = None,
+        device_map: DeviceMap | None = None,
+        offload_folder: str | Path | None = None,
+        quantization_config: Any = None,
         combine: Combine = True,
         backend: BackendConfig | None = None,
+        mesh: DeviceMesh | None = None,
+        plan: Plan | ParallelPlan | None = None,
         strict: bool = True,
         revision: str | None = None,
         token: str | bool | None = None,
@@ -60,10 +71,19 @@ class _AutoModel:
             config: a configuration to use in place of the checkpoint's.
             dtype: of the parameters, fp32 masters included; "auto" is the configuration's, else the
                 checkpoint's. What transformers keeps in fp32 stays fp32.
-            device: where to put the model; None is the CPU.
+            device: where to put the model; None is the CPU, or with a mesh this rank's device.
+            device_map: how to spread the model over several devices of this process, the CPU and the disk, as
+                transformers takes it: "auto", or a device for each module.
+            offload_folder: where what a device map puts on "disk" goes.
+            quantization_config: how transformers is to quantise the linears while it loads them (QLoRA); needs
+                `combine=False`, because quantisers replace linears they must own.
             combine: whether projections of one input become one matmul: True, False, or "auto", which
                 follows the measurements in docs/benchmarks.md. No effect on any file.
             backend: attention and expert implementations, and `combine` unless that is given.
+            mesh: the ranks to shard the model over; every rank calls this, and reads only the slices it holds. Its
+                dimensions are named `fsdp`, `ep`, `tp` (any of them, in this order); see
+                `nrl_models.distributed.parallelize`.
+            plan: how to shard it: "auto" (what None stands for), rules that change that, or a `ParallelPlan`.
             strict: whether the checkpoint must hold exactly this model. False initialises what is
                 missing and skips what is not known, with a warning that lists both: for a new head on
                 a base model.
@@ -78,6 +98,7 @@ class _AutoModel:
             UnknownArchitectureError: an architecture that is unknown or not of this kind.
             FamilyImportError: a family that does not import or needs another version.
             RemoteCodeError: a checkpoint that needs its own code.
+            ShardingError: mesh or plan do not fit the model, or ranks disagree or failed; on every rank.
             UnknownArgumentError: a keyword that is neither of the above nor in the configuration.
         """
         registry.register_custom_configs()
@@ -87,8 +108,13 @@ class _AutoModel:
             config=config,
             dtype=dtype,
             device=device,
+            device_map=device_map,
+            offload_folder=offload_folder,
+            quantization_config=quantization_config,
             combine=combine,
             backend=backend,
+            mesh=mesh,
+            plan=plan,
             strict=strict,
             revision=revision,
             token=token,

@@ -69,3 +69,7 @@ class RemoteCodeError(NRLModelsError, ValueError):
 
 class UnknownArgumentError(NRLModelsError, TypeError):
     """A keyword that neither the call nor the model's configuration knows."""
+
+
+class ShardingError(StateDictError):
+    """A mesh, a plan or a rank does not fit: raised on every rank, before memory is spent."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -13,11 +14,13 @@ from packaging.requirements import Requirement
 from nrl_models.errors import FamilyImportError, RegistrationError
 
 FAMILIES: dict[str, tuple[str, ...]] = {
-    "deepseek_v3": (
-        "DeepseekV3ForCausalLM",
-        "DeepseekV3ForSequenceClassification",
-        "DeepseekV3ForTokenClassification",
+    "baichuan": (
+        "BaichuanForCausalLM",
+        "BaiChuanForCausalLM",
+        "BaichuanForSequenceClassification",
+        "BaichuanForTokenClassification",
     ),
+    "deepseek_v3": ("DeepseekV3ForCausalLM", "DeepseekV3ForSequenceClassification", "DeepseekV3ForTokenClassification"),
     "gemma2": ("Gemma2ForCausalLM", "Gemma2ForSequenceClassification", "Gemma2ForTokenClassification"),
     "gemma3": (
         "Gemma3ForCausalLM",
@@ -25,28 +28,57 @@ FAMILIES: dict[str, tuple[str, ...]] = {
         "Gemma3ForSequenceClassification",
         "Gemma3TextForSequenceClassification",
     ),
+    "gemma3n": ("Gemma3nForCausalLM", "Gemma3nForConditionalGeneration"),
+    "gemma4": ("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"),
     "gpt_oss": ("GptOssForCausalLM", "GptOssForSequenceClassification", "GptOssForTokenClassification"),
+    "kimi_k25": ("Kimi_K25ForConditionalGeneration",),
+    "kimi_vl": ("KimiVLForConditionalGeneration",),
     "llama": ("LlamaForCausalLM", "LlamaForSequenceClassification", "LlamaForTokenClassification"),
     "mistral": ("MistralForCausalLM", "MistralForSequenceClassification", "MistralForTokenClassification"),
+    "mistral3": ("Mistral3ForConditionalGeneration",),
+    "mistral4": ("Mistral4ForCausalLM", "Mistral4ForSequenceClassification", "Mistral4ForTokenClassification"),
     "mixtral": ("MixtralForCausalLM", "MixtralForSequenceClassification", "MixtralForTokenClassification"),
+    "nemotron_h": ("NemotronHForCausalLM",),
     "phi3": ("Phi3ForCausalLM", "Phi3ForSequenceClassification", "Phi3ForTokenClassification"),
     "qwen2": ("Qwen2ForCausalLM", "Qwen2ForSequenceClassification", "Qwen2ForTokenClassification"),
+    "qwen2_5_vl": ("Qwen2_5_VLForConditionalGeneration",),
+    "qwen2_vl": ("Qwen2VLForConditionalGeneration",),
     "qwen3": ("Qwen3ForCausalLM", "Qwen3ForSequenceClassification", "Qwen3ForTokenClassification"),
+    "qwen3_5": (
+        "Qwen3_5ForCausalLM",
+        "Qwen3_5ForConditionalGeneration",
+        "Qwen3_5ForSequenceClassification",
+        "Qwen3_5ForTokenClassification",
+        "Qwen3_5TextForSequenceClassification",
+    ),
+    "qwen3_5_moe": ("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"),
     "qwen3_moe": ("Qwen3MoeForCausalLM", "Qwen3MoeForSequenceClassification", "Qwen3MoeForTokenClassification"),
 }
 """The families in this repository and the architectures each serves."""
+
+ALIASES: dict[str, str] = {
+    # Kimi K2.5's checkpoints and its trainers' own class, each named otherwise than transformers' class.
+    "KimiK25ForConditionalGeneration": "Kimi_K25ForConditionalGeneration",
+    "KimiK25VLForConditionalGeneration": "Kimi_K25ForConditionalGeneration",
+}
+"""Other names that configurations have for an architecture. What is saved has the class's own."""
 
 MODEL_ARCH_MAPPING: OrderedDict[str, tuple[str, str]] = OrderedDict(
     (architecture, (f"nrl_models.families.{family}.model", architecture))
     for family, architectures in FAMILIES.items()
     for architecture in architectures
 )
+MODEL_ARCH_MAPPING.update((alias, MODEL_ARCH_MAPPING[name]) for alias, name in ALIASES.items())
 """For each architecture (`config.architectures`) the module and class that serve it, imported on first use."""
 
-_CUSTOM_CONFIG_REGISTRATIONS: dict[str, tuple[str, str]] = {}
+_CUSTOM_CONFIG_REGISTRATIONS: dict[str, tuple[str, str]] = {
+    "baichuan": ("nrl_models.families.baichuan.configuration", "BaichuanConfig"),
+    "kimi_vl": ("nrl_models.families.kimi_vl.configuration", "KimiVLConfig"),
+    "moonvit": ("nrl_models.families.kimi_vl.configuration", "MoonViTConfig"),
+}
 """For each `model_type` that transformers lacks the module and class of its configuration."""
 
-_REQUIREMENTS: dict[str, str] = {}
+_REQUIREMENTS: dict[str, str] = {"Gemma3nForConditionalGeneration": "timm"}  # of its vision tower; text needs none
 """For each architecture that needs more than this package does the requirement, e.g. `transformers>=5.18`."""
 
 ENTRY_POINTS = "nrl_models.families"
@@ -248,8 +280,16 @@ def warn_unregistered(architecture: str) -> None:
         warnings.warn(
             f"{architecture} is not registered: it loads as transformers' own class, uncombined, with the identity "
             "adapter. Parity, consistency and export work; to combine its projections, add a family (CONTRIBUTING.md).",
-            stacklevel=6,  # the caller of an auto class
+            stacklevel=_frames_of_this_package() + 1,
         )
+
+
+def _frames_of_this_package() -> int:
+    """How many frames, from the caller of this function on, are this package's: the next is who called it."""
+    frame, count = sys._getframe(1), 0
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == __package__:
+        frame, count = frame.f_back, count + 1
+    return count
 
 
 _warned: set[str] = set()

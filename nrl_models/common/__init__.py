@@ -11,6 +11,7 @@ from nrl_models.common.combined import (
 )
 from nrl_models.common.family_model import FamilyModel
 from nrl_models.common.flags import ModelFlag
+from nrl_models.common.reach import unreachable_parameters
 from nrl_models.common.state_dict_adapter import StateDictAdapter
 
 __all__ = [
@@ -24,4 +25,5 @@ __all__ = [
     "ProjectionPart",
     "StateDictAdapter",
     "combine",
+    "unreachable_parameters",
 ]

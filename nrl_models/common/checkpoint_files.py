@@ -80,11 +80,14 @@ class CheckpointFiles:
     Attributes:
         folder: the folder.
         tensors: every tensor by key.
+        dequantised: keys of tensors whose values are computed when they are read; here none.
 
     Raises:
         CheckpointError: no safetensors weights, a damaged or missing file, an index that is wrong or
             leaves the folder, a tensor in two files or not where the index says; all of them at once.
     """
+
+    dequantised: frozenset[str] = frozenset()
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)

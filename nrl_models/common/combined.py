@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 
@@ -83,6 +84,10 @@ class CombinedLinear(nn.Module):
         weight: `(C, I)`, the plain row concatenation of the parts' weights.
         bias: `(C,)` or None.
         rows: for each part's name its `(start, length)` in the rows.
+        shards: how many ranks tensor parallelism divides every part's rows over; 1 without. Each rank holds
+            its rows of every part, one part after the other: `C` is then `[q0 k0 v0 q1 k1 v1 ...]`, of
+            which a rank has one `[q k v]`.
+        has_bias: whether there is a bias, here or (when sharded) in the parts.
 
     Raises:
         TypeError: if a linear is not a plain `nn.Linear`.
@@ -100,12 +105,25 @@ class CombinedLinear(nn.Module):
         for name, part in linears.items():
             self.rows[name] = (start, part.out_features)
             start += part.out_features
+        self.shards = 1
+        self.has_bias = parts[0].bias is not None
         self.weight = _concatenated([part.weight for part in parts])
-        self.bias = _concatenated([part.bias for part in parts]) if parts[0].bias is not None else None
+        self.bias = _concatenated([part.bias for part in parts]) if self.has_bias else None
+        # In a dict and a list, which do not adopt: each part stays where it was, or where PEFT puts it.
+        self._parts: dict[str, ProjectionPart] = {}
+        self._biased_parts: list[ProjectionPart] = []  # those that hold their biases themselves
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`x`: `(..., I)`. Returns `(..., C)`."""
-        return F.linear(x, self.weight, self.bias)
+        bias = self.bias
+        if self._biased_parts:
+            bias = torch.cat([part._parameters["bias"] for part in self._biased_parts])
+        return F.linear(x, self.weight, bias)
+
+    def local_rows(self, part: str) -> tuple[int, int]:
+        """The `(start, length)` of a part in the rows that one rank of tensor parallelism holds."""
+        start, length = self.rows[part]
+        return start // self.shards, length // self.shards
 
     def split(self, output: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The parts' outputs `(..., O)`, in order, as slices of `output` `(..., C)`.
@@ -113,12 +131,12 @@ class CombinedLinear(nn.Module):
         `unsafe_split` is `split` whose slices may be changed in place (OLMo clamps its queries so),
         and whose backward is one concatenation instead of a zero-padded sum for each part.
         """
-        return torch.unsafe_split_with_sizes(output, [length for _, length in self.rows.values()], -1)
+        return torch.unsafe_split_with_sizes(output, [length // self.shards for _, length in self.rows.values()], -1)
 
     def extra_repr(self) -> str:
         """What `print(model)` shows."""
         parts = ", ".join(f"{name}={length}" for name, (_, length) in self.rows.items())
-        return f"in_features={self.in_features}, {parts}, bias={self.bias is not None}"
+        return f"in_features={self.in_features}, {parts}, bias={self.has_bias}"
 
 
 def _check_combinable(linears: Mapping[str, nn.Linear]) -> None:
@@ -148,7 +166,8 @@ def _concatenated(tensors: list[nn.Parameter]) -> nn.Parameter:
 class ProjectionPart(nn.Linear):
     """One of the linears of a `CombinedLinear`, at its Hugging Face place and name.
 
-    `weight` `(O, I)` and `bias` `(O,)` are live views of the combined parameters' rows. Inside its
+    `weight` `(O, I)` and `bias` `(O,)` are live views of the combined parameters' rows; of a sharded
+    model they are DTensors, whose local tensors are views of this rank's shard. Inside its
     owner's forward a call takes its slice of the combined matmul; elsewhere it computes its own rows.
     Made by `CombinedProjections.combine_projections`, not by hand.
     """
@@ -178,19 +197,39 @@ class ProjectionPart(nn.Linear):
 
     @property
     def bias(self) -> torch.Tensor | None:
-        """This part's elements of the combined bias, `(O,)`, or None."""
+        """This part's elements of the combined bias, `(O,)`, or None. A sharded part holds it itself."""
+        if (own := self._parameters.get("bias")) is not None:
+            return own
         return None if self.combined.bias is None else self._rows_of("bias")
 
     def _rows_of(self, name: str) -> torch.Tensor:
         combined = self.combined
         parameter = getattr(combined, name)
-        view = parameter.narrow(0, *combined.rows[self._part_name])
+        if isinstance(parameter, DTensor):
+            return self._shard_of(parameter)
+        view = parameter.narrow(0, *combined.local_rows(self._part_name))
         if torch.compiler.is_compiling():
             return view
         part = _part_tensor(view)
         if getattr(parameter, "_is_hf_initialized", False):  # transformers must not initialise what was loaded
             part._is_hf_initialized = True
         return part
+
+    def _shard_of(self, parameter: DTensor) -> DTensor:
+        """This part's rows of a sharded parameter, over the shard this rank holds: nothing is communicated."""
+        combined = self.combined
+        mesh, placements = parameter.device_mesh, parameter.placements
+        by_rows = [mesh.size(dim) for dim, one in enumerate(placements) if getattr(one, "dim", None) == 0]
+        if by_rows not in ([], [combined.shards]):
+            raise RuntimeError(
+                f"{self._part_name} cannot be seen alone: the rows of {self._combined_name}, which hold several "
+                f"linears, are sharded as {placements}, so that a rank's rows are of any of them. Shard the model "
+                "with nrl_models.distributed.parallelize, which keeps rows whole, or load it with combine=False."
+            )
+        local = parameter.to_local().narrow(0, *combined.local_rows(self._part_name))
+        shape = torch.Size((combined.rows[self._part_name][1], *parameter.shape[1:]))
+        stride = torch.empty(shape, device="meta").stride()
+        return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Refuse a parameter of its own: it would not be the one that computes."""
@@ -220,11 +259,18 @@ class ProjectionPart(nn.Linear):
                 copied.register_parameter(name, own)
         return copied
 
+    def extra_repr(self) -> str:
+        """What `print(model)` shows; of a sharded model, too, whose bias may not be seen alone."""
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.combined.has_bias}"
+
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """`input`: `(..., I)`. Returns `(..., O)`."""
         # Read once: another thread's forward of the same owner may end, or begin, at any time.
         outputs = self._owner._outputs
         if outputs is None:
+            combined = self.combined
+            if combined.shards > 1 or combined._biased_parts:  # rows of a shard have meaning only in its own forward
+                return dict(zip(combined.rows, combined.split(combined(input)), strict=True))[self._part_name]
             return F.linear(input, self.weight, self.bias)
         return self._owner._take_output(outputs, self._combined_name, self._part_name, input)
 
@@ -262,11 +308,47 @@ class CombinedProjections(nn.Module):
         """Form every group of `combined`, in place. Parameters keep their values, dtype and device."""
         for combined_name, part_names in self.combined.items():
             linears = {name: part for name in part_names if (part := getattr(self, name, None)) is not None}
-            if len(linears) < 2 or combined_name in self._modules:
-                continue
-            self.add_module(combined_name, CombinedLinear(linears))
-            for name, linear in linears.items():
-                ProjectionPart.adopt(linear, self, combined_name, name)
+            if len(linears) >= 2 and combined_name not in self._modules:
+                self._combine(combined_name, linears)
+
+    def _combine(self, combined_name: str, linears: Mapping[str, nn.Linear]) -> None:
+        combined = CombinedLinear(linears)
+        self.add_module(combined_name, combined)
+        for name, linear in linears.items():
+            ProjectionPart.adopt(linear, self, combined_name, name)
+            combined._parts[name] = linear  # type: ignore[assignment]
+
+    def separate_projections(self, combined_name: str) -> None:
+        """Undo one group, in place: its parts are plain linears again, with weights of their own."""
+        combined: CombinedLinear = self._modules.pop(combined_name)  # type: ignore[assignment]
+        for name, (start, length) in combined.rows.items():
+            part = combined._parts[name]
+            for attribute in ("_owner", "_combined_name", "_part_name"):
+                del part.__dict__[attribute]
+            part.__class__ = nn.Linear
+            for kind in ("weight", "bias"):
+                whole = getattr(combined, kind)
+                part._parameters[kind] = None
+                if whole is not None:
+                    rows = whole.detach().narrow(0, start, length).clone()
+                    part._parameters[kind] = nn.Parameter(rows, requires_grad=whole.requires_grad)
+
+    def separate_biases(self, combined_name: str) -> None:
+        """Let each part of a group hold its bias itself; the forward joins them.
+
+        What shards a combined weight along its rows or its columns has no such choice for a bias, whose only
+        dimension is the rows: parts that hold their own can be sharded each by its own rule.
+        """
+        combined: CombinedLinear = self._modules[combined_name]  # type: ignore[assignment]
+        bias = combined._parameters.get("bias")
+        if bias is None:
+            return
+        for name, (start, length) in combined.rows.items():
+            part = combined._parts[name]
+            own = nn.Parameter(bias.detach().narrow(0, start, length).clone(), requires_grad=bias.requires_grad)
+            part._parameters["bias"] = own
+            combined._biased_parts.append(part)
+        combined._parameters["bias"] = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The Hugging Face forward, with one matmul for each group. Arguments and results are its own."""

@@ -46,6 +46,12 @@ class FamilyModel:
         flags: what a trainer has to know, see `ModelFlag`.
         limits: for each feature the family lacks (`nrl_models.testing.features`, or one that no test proves) why.
         tiny: values for the generated tests' tiny configuration that its general rules get wrong.
+        tensor_parallel: rules of tensor parallelism that transformers lacks for these models, or has otherwise, by
+            the names of the modules (`*` for a number) and in the words of its `base_model_tp_plan`. None says that
+            transformers' rules are wrong for these models, so that tensor parallelism is refused.
+        sharding: how the model is sharded (`nrl_models.distributed`); None if it is not.
+        keeps_unused: patterns of a checkpoint's tensors that nothing in the model is for, as transformers knows, and
+            that are saved again as they were; transformers drops them.
         combine: whether this model's projections are combined.
     """
 
@@ -53,6 +59,9 @@ class FamilyModel:
     flags: ClassVar[ModelFlag] = ModelFlag.NONE
     limits: ClassVar[Mapping[str, str]] = {}
     tiny: ClassVar[Mapping[str, Any]] = {}
+    keeps_unused: ClassVar[tuple[str, ...]] = ()
+    tensor_parallel: ClassVar[Mapping[str, str] | None] = {}
+    sharding: Any = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -120,8 +129,12 @@ class FamilyModel:
 
     @property
     def state_dict_adapter(self) -> StateDictAdapter:
-        """The way between this model's tensors and Hugging Face's, made anew from the model as it is now."""
-        return StateDictAdapter(self)  # type: ignore[arg-type]
+        """The way between this model's tensors and Hugging Face's, made anew from the model as it is now.
+
+        Of a sharded model it is the one made when it was sharded.
+        """
+        sharding = getattr(self, "sharding", None)
+        return sharding.adapter if sharding is not None else StateDictAdapter(self)  # type: ignore[arg-type]
 
     @property
     def peft_config(self) -> Mapping[str, Any]:
@@ -155,7 +168,7 @@ class FamilyModel:
         """Write what transformers' `save_pretrained` writes for the same model, tensor for tensor.
 
         The files are written aside and then moved into place: an interrupted save leaves the previous
-        checkpoint whole.
+        checkpoint whole. Every rank calls it for a sharded model; one writes, file by file as they are gathered.
 
         Args:
             save_directory: the folder; made if need be.
@@ -171,6 +184,9 @@ class FamilyModel:
             super().save_pretrained(  # type: ignore[misc]
                 save_directory, state_dict=state_dict, max_shard_size=max_shard_size, **options
             )
+            return
+        if self.sharding is not None and state_dict is None:
+            self.sharding.save_pretrained(self, save_directory, max_shard_size, **options)
             return
         tensors = to_checkpoint(self, state_dict)  # type: ignore[arg-type]
         if options.get("push_to_hub"):

@@ -13,6 +13,7 @@ from nrl_models.common.layouts import convert_layout
 from nrl_models.common.matching import Given, match
 from nrl_models.common.saving import separate_storages
 from nrl_models.common.state_dict_adapter import StateDictAdapter, widest
+from nrl_models.common.views import HFTensor
 from nrl_models.errors import CheckpointError, Problem, StateDictError
 
 
@@ -20,6 +21,8 @@ def to_checkpoint(
     model: PreTrainedModel, state_dict: Mapping[str, torch.Tensor] | None = None
 ) -> dict[str, torch.Tensor]:
     """The tensors transformers would save for `model`, by the names of the checkpoint it came from.
+
+    With them those the checkpoint held and the model keeps unused (`FamilyModel.keeps_unused`).
 
     Args:
         model: the model.
@@ -33,17 +36,26 @@ def to_checkpoint(
     if state_dict is None:
         state_dict = _values(model)
         _check_ties(model, adapter, state_dict)
+    adapter.to_hf(state_dict)  # checks names and shapes
+    table = checkpoint_layout(model, adapter)
+    available = {name: tensor for name, tensor in table.items() if all(one in state_dict for one in tensor.parameters)}
+    unused = getattr(model, "_unused_tensors", {})
+    return separate_storages({name: tensor.read(state_dict) for name, tensor in available.items()} | unused)
+
+
+def checkpoint_layout(model: PreTrainedModel, adapter: StateDictAdapter) -> dict[str, HFTensor]:
+    """The tensors transformers would save for `model`, by the names of the checkpoint it came from.
+
+    transformers saves a model in the layout it was loaded from, whatever the hub's is; a new model in the hub's.
+    """
     left_out = set(model._keys_to_ignore_on_save or ()) | adapter.tied.keys()
-    kept = {name: tensor for name, tensor in state_dict.items() if name not in left_out}
     loaded_with = getattr(model, "_weight_conversions", None)
     if loaded_with is None:
-        return separate_storages(adapter.to_hf(kept))
-    # transformers saves a model in the layout it was loaded from, whatever the hub's is.
-    in_memory = {name: tensor for name, tensor in adapter.transformers.items() if name not in adapter.tied}
-    layout = convert_layout(model, in_memory, adapter.own, loaded_with)
-    adapter.to_hf(kept)  # checks names and shapes
-    available = {name: tensor for name, tensor in layout.items() if all(one in kept for one in tensor.parameters)}
-    return separate_storages({name: tensor.read(kept) for name, tensor in available.items()})
+        table = adapter.hub
+    else:
+        in_memory = {name: tensor for name, tensor in adapter.transformers.items() if name not in adapter.tied}
+        table = convert_layout(model, in_memory, adapter.own, loaded_with)
+    return {name: tensor for name, tensor in table.items() if not left_out.intersection(tensor.parameters)}
 
 
 def _values(model: PreTrainedModel) -> dict[str, torch.Tensor]:
@@ -108,6 +120,8 @@ def fill_from_hf_names(model: PreTrainedModel, state_dict: dict[str, torch.Tenso
         StateDictError: shapes or dtypes that do not fit, a tensor given twice (combined and in parts, say), or
             in part to a model on meta, which has no rows to keep.
     """
+    if (sharding := getattr(model, "sharding", None)) is not None:
+        return sharding.local_state_dict(model, state_dict, prefix)
     own = model.state_dict(keep_vars=True)
     foreign = [key for key in state_dict if key.startswith(prefix) and key.removeprefix(prefix) not in own]
     if not foreign:

@@ -9,7 +9,7 @@ retyped, and no family writes one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -46,32 +46,51 @@ def transformers_views(model: nn.Module) -> Iterator[tuple[str, View]]:
 
     Combined projections are seen as the linears they are made of; everything else is itself.
     """
-    modules = dict(model.named_modules(remove_duplicate=False))
-    for prefix, module in modules.items():
+    names = {id(module): name for name, module in model.named_modules()}
+    for prefix, module in model.named_modules(remove_duplicate=False):
         dot = f"{prefix}." if prefix else ""
         if isinstance(module, CombinedLinear):
             continue
         if isinstance(module, ProjectionPart):
-            owner = _owner_name(prefix, module, modules)
+            owner = names[id(module._owner)]  # PEFT may have put the part into a module of its own
             combined_name = f"{owner}.{module._combined_name}" if owner else module._combined_name
-            start, length = module.combined.rows[module._part_name]
             for name in ("weight", "bias"):
-                if getattr(module.combined, name) is not None:
-                    yield f"{dot}{name}", View(f"{combined_name}.{name}").then("narrow", 0, start, length)
+                if module._parameters.get(name) is not None:
+                    yield f"{dot}{name}", View(f"{dot}{name}")
+                elif (whole := getattr(module.combined, name)) is not None:
+                    yield f"{dot}{name}", _part_view(f"{combined_name}.{name}", whole.shape, module)
             continue
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                yield f"{dot}{name}", View(f"{dot}{name}")
+                yield f"{dot}{name}", _packed_view(f"{dot}{name}", parameter.shape, module, name)
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
                 yield f"{dot}{name}", View(f"{dot}{name}")
 
 
-def _owner_name(prefix: str, part: ProjectionPart, modules: Mapping[str, nn.Module]) -> str:
-    """The name of the module that a part belongs to: its parent's, unless something wraps the part, as PEFT does."""
-    while prefix and modules[prefix] is not part._owner:
-        prefix = prefix.rpartition(".")[0]
-    return prefix
+def _part_view(combined_name: str, shape: Sequence[int], part: ProjectionPart) -> View:
+    """A part's rows of the combined tensor: whole, or some from each rank's share of it."""
+    combined = part.combined
+    start, length = combined.local_rows(part._part_name)
+    if combined.shards == 1:
+        return View(combined_name).then("narrow", 0, start, length)
+    total, *columns = shape
+    by_rank = View(combined_name).then("reshape", combined.shards, total // combined.shards, *columns)
+    return by_rank.then("narrow", 1, start, length).then("reshape", length * combined.shards, *columns)
+
+
+def _packed_view(own_name: str, shape: Sequence[int], module: nn.Module, name: str) -> View:
+    """The whole of a parameter; rows put in order where each rank holds its share of several equal blocks of them.
+
+    Tensor parallelism says so on the module that has the parameter: `packed_over[name]` is the dimension, the
+    number of blocks and the number of ranks.
+    """
+    dim, blocks, ranks = getattr(module, "packed_over", {}).get(name, (0, 1, 1))
+    if ranks == 1:
+        return View(own_name)
+    before, size, after = shape[:dim], shape[dim], shape[dim + 1 :]
+    by_rank = View(own_name).then("reshape", *before, ranks, blocks, size // ranks // blocks, *after)
+    return by_rank.then("transpose", dim, dim + 1).then("reshape", *shape)
 
 
 def tied_names(model: PreTrainedModel) -> dict[str, str]:

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -62,14 +63,82 @@ def load_weights(
         CheckpointError: what does not fit, all of it; the model is then unchanged.
     """
     device = device or torch.device("cpu")
+    fit = fit_checkpoint(model, files, dtype=dtype, strict=strict)
+    _read(model, fit, files, device)
+    model._weight_conversions = fit.names.used_conversions()
+    keep_unused(model, fit, files)
+    _finish(model, fit, device)
+    fit.warn(model, files)
+    return fit.narrowed(files)
+
+
+@dataclass(slots=True)
+class Fit:
+    """How a checkpoint fits a model: what is known before anything is read.
+
+    Attributes:
+        adapter: the model's.
+        names: what the checkpoint's keys stand for.
+        found: which keys fill which tensors.
+        dtypes: the dtype to load each own tensor in.
+        skipped: keys that nothing in the model is for, where that is allowed.
+        unused: keys of tensors that go back into the next checkpoint, though nothing in the model is for them.
+    """
+
+    adapter: StateDictAdapter
+    names: CheckpointNames
+    found: Match
+    dtypes: dict[str, torch.dtype]
+    skipped: list[str]
+    unused: list[str]
+
+    def narrowed(self, files: CheckpointFiles) -> list[str]:
+        """The keys that are stored with more precision than they are loaded in."""
+        return [
+            key
+            for name, sources in self.found.sources.items()
+            for key, _ in sources
+            if files.tensors[key].dtype.itemsize > self.dtypes[name].itemsize and key not in files.dequantised
+        ]
+
+    def warn(self, model: PreTrainedModel, files: CheckpointFiles) -> None:
+        """Say once what was missing and what was skipped (`strict=False`)."""
+        if self.skipped or self.found.missing:
+            logger.warning(
+                f"{files.folder} does not hold all of {class_name(model)} (strict=False): initialised "
+                f"{', '.join(self.found.missing) or 'nothing'}; skipped {', '.join(self.skipped) or 'nothing'}."
+            )
+
+
+def fit_checkpoint(
+    model: PreTrainedModel,
+    files: CheckpointFiles,
+    *,
+    dtype: torch.dtype,
+    strict: bool = True,
+    share: tuple[int, int] = (0, 1),
+) -> Fit:
+    """Match a checkpoint to a model on meta. Nothing is read, except tensors that are tied and stored twice.
+
+    Args:
+        model, files, dtype, strict: as in `load_weights`.
+        share: `(i, n)`: of tensors stored twice compare the i-th of n shares.
+
+    Raises:
+        CheckpointError: what does not fit, all of it.
+    """
     adapter = StateDictAdapter(model)
     names = CheckpointNames(model, adapter, files.tensors)
     ignorable = _patterns(model, "_keys_to_ignore_on_load_unexpected", _former_buffers(model))
     optional = _patterns(model, "_keys_to_ignore_on_load_missing", ())
+    kept = _patterns(model, "keeps_unused", ())
     skipped: list[str] = []
+    unused: list[str] = []
 
     def why_unexpected(key: str) -> str | None:
         if ignorable.search(key):
+            if kept.search(key):
+                unused.append(key)
             return None
         own_name = names.own_name(key)
         if not strict and own_name is None:
@@ -88,25 +157,22 @@ def load_weights(
     )
     found.problems += _dtype_problems(adapter, found, files)
     if not found.problems:
-        found.problems += _tie_problems(adapter, found, files)
+        found.problems += _tie_problems(adapter, found, files, share)
     if found.problems:
-        summary = f"{files.folder} does not fit {type(model).__name__}"
+        summary = f"{files.folder} does not fit {class_name(model)}"
         raise CheckpointError(summary, found.problems, _advice(model, names, found))
-    dtypes = _target_dtypes(model, adapter, dtype)
-    _read(model, adapter, found, files, dtypes, device)
-    model._weight_conversions = names.used_conversions()
-    _finish(model, adapter, found, device)
-    if not strict and (skipped or found.missing):
-        logger.warning(
-            f"{files.folder} does not hold all of {type(model).__name__} (strict=False): initialised "
-            f"{', '.join(found.missing) or 'nothing'}; skipped {', '.join(skipped) or 'nothing'}."
-        )
-    return [
-        key
-        for name, sources in found.sources.items()
-        for key, _ in sources
-        if files.tensors[key].dtype.itemsize > dtypes[name].itemsize
-    ]
+    return Fit(adapter, names, found, _target_dtypes(model, adapter, dtype), skipped, unused)
+
+
+def keep_unused(model: PreTrainedModel, fit: Fit, files: CheckpointFiles) -> None:
+    """Leave with the model, as the files' pages, what it does not use and is to save again."""
+    if fit.unused:
+        model._unused_tensors = {key: files.read(files.tensors[key]) for key in fit.unused}
+
+
+def class_name(model: nn.Module) -> str:
+    """The name of a model's class, whatever FSDP made of it."""
+    return type(model).__name__.removeprefix("FSDP")
 
 
 class CheckpointNames:
@@ -214,13 +280,17 @@ def _dtype_problems(adapter: StateDictAdapter, found: Match, files: CheckpointFi
     return problems
 
 
-def _tie_problems(adapter: StateDictAdapter, found: Match, files: CheckpointFiles) -> list[Problem]:
-    """Tensors the configuration ties, stored twice with different values."""
+def _tie_problems(
+    adapter: StateDictAdapter, found: Match, files: CheckpointFiles, share: tuple[int, int]
+) -> list[Problem]:
+    """Tensors the configuration ties, stored twice with different values in the share that is compared."""
+    index, count = share
     problems = []
     for name, kept in adapter.tied.items():
         if name in found.sources and kept in found.sources:
             first, second = (found.sources[one][0][0] for one in (name, kept))
-            if not torch.equal(files.read(files.tensors[first]), files.read(files.tensors[second])):
+            shares = [torch.tensor_split(files.read(files.tensors[one]), count)[index] for one in (first, second)]
+            if not torch.equal(*shares):
                 detail = f"differs from {second}, but the configuration ties them (tie_word_embeddings)"
                 problems.append(Problem("tied", first, detail, files.tensors[first].file))
     return problems
@@ -236,7 +306,7 @@ def _advice(model: PreTrainedModel, names: CheckpointNames, found: Match) -> lis
         )
     elif "missing" in kinds or "unexpected" in kinds:
         advice.append(
-            f"check that the checkpoint is one of {type(model).__name__} and whole; to start from a part of it "
+            f"check that the checkpoint is one of {class_name(model)} and whole; to start from a part of it "
             "(a new head on a base model) pass strict=False"
         )
     if "missing" in kinds and any("lm_head" in problem.subject for problem in found.problems):
@@ -250,19 +320,16 @@ def _advice(model: PreTrainedModel, names: CheckpointNames, found: Match) -> lis
     if "shape" in kinds:
         advice.append("config.json and the weights disagree: one of them is of another model")
     if "dtype" in kinds:
-        advice.append("quantised weights load with combine=False and a quantization_config that transformers knows")
+        advice.append(
+            "quantised weights need a quantization_config that says how: FP8 by blocks and MXFP4 are read as plain "
+            "weights, other methods with combine=False by transformers"
+        )
     return advice
 
 
-def _read(
-    model: PreTrainedModel,
-    adapter: StateDictAdapter,
-    found: Match,
-    files: CheckpointFiles,
-    dtypes: Mapping[str, torch.dtype],
-    device: torch.device,
-) -> None:
+def _read(model: PreTrainedModel, fit: Fit, files: CheckpointFiles, device: torch.device) -> None:
     """Put every own tensor in the model, reading several sources at a time."""
+    adapter, found, dtypes = fit.adapter, fit.found, fit.dtypes
     tensors: dict[str, torch.Tensor] = {}
     copies: list[tuple[str, StoredTensor, HFTensor]] = []
     for name, keys in found.sources.items():
@@ -279,12 +346,17 @@ def _read(
         target.write_into(name, tensors[name], files.read(stored))
 
     copies.sort(key=lambda job: -job[1].nbytes)  # so that no thread is left with a large one at the end
-    with ThreadPoolExecutor(max_workers=READERS) as pool:
-        done = pool.map(copy, copies)
-        for _ in logging.tqdm(done, total=len(copies), desc="Loading weights", delay=PROGRESS_AFTER_SECONDS):
-            pass
+    run_readers(copy, copies)
     for name, tensor in tensors.items():
-        _install(model, name, tensor)
+        install(model, name, tensor)
+
+
+def run_readers(read: Callable[[Any], None], jobs: Sequence[Any]) -> None:
+    """Do `read` for every job, several at a time, with a progress bar if it takes long."""
+    with ThreadPoolExecutor(max_workers=READERS) as pool:
+        done = pool.map(read, jobs)
+        for _ in logging.tqdm(done, total=len(jobs), desc="Loading weights", delay=PROGRESS_AFTER_SECONDS):
+            pass
 
 
 def _over_pages(
@@ -306,7 +378,7 @@ def _over_pages(
     return files.read_joined([stored for _, stored in blocks], shape)
 
 
-def _install(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
+def install(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
     """Put `tensor` in the place of the parameter or buffer `name`."""
     owner, _, attribute = name.rpartition(".")
     module = model.get_submodule(owner)
@@ -318,22 +390,33 @@ def _install(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
     module._parameters[attribute] = parameter
 
 
-def _finish(model: PreTrainedModel, adapter: StateDictAdapter, found: Match, device: torch.device) -> None:
-    """Initialise what was allowed to be missing, share what is tied, and put buffers on the device."""
+def share_copies(model: nn.Module, found: Match) -> None:
+    """Let tensors that are given only under a name tied to theirs be the one that is given."""
     for name, given in found.copies.items():
         owner, _, attribute = name.rpartition(".")
         source_owner, _, source_attribute = given.rpartition(".")
         parameter = model.get_submodule(source_owner)._parameters[source_attribute]
         model.get_submodule(owner)._parameters[attribute] = parameter
+
+
+def move_buffers(model: nn.Module, device: torch.device) -> None:
+    """Put a model's real buffers on a device."""
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.device != device and buffer.device.type != "meta":
                 module._buffers[name] = buffer.to(device)
+
+
+def _finish(model: PreTrainedModel, fit: Fit, device: torch.device) -> None:
+    """Initialise what was allowed to be missing, share what is tied, and put buffers on the device."""
+    found = fit.found
+    share_copies(model, found)
+    move_buffers(model, device)
     if found.missing:
         for name in found.missing:
             placeholder = _tensor(model, name)
             if placeholder.device.type == "meta":
-                _install(model, name, torch.empty_like(placeholder, device=device))
+                install(model, name, torch.empty_like(placeholder, device=device))
             _tensor(model, name)._is_hf_initialized = False
         for module in model.modules():
             module._is_hf_initialized = False

@@ -6,6 +6,7 @@ import copy
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -13,14 +14,17 @@ from typing import Any
 import torch
 from accelerate import init_empty_weights
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import logging
 
 from nrl_models.common.backend import BackendConfig, Combine, should_combine
 from nrl_models.common.checkpoint_files import CONFIG_NAME, CheckpointFiles, resolve_folder
+from nrl_models.common.dequantised import METHODS, DequantisedFiles, settings_of
 from nrl_models.common.loading import load_weights
 from nrl_models.common.matching import is_wide_float
+from nrl_models.common.placement import DeviceMap, dispatch
 from nrl_models.errors import (
     CheckpointError,
     Problem,
@@ -35,8 +39,13 @@ KEYWORDS = (
     "config",
     "dtype",
     "device",
+    "device_map",
+    "offload_folder",
+    "quantization_config",
     "combine",
     "backend",
+    "mesh",
+    "plan",
     "strict",
     "revision",
     "token",
@@ -60,8 +69,13 @@ def from_pretrained(
     config: PreTrainedConfig | None = None,
     dtype: str | torch.dtype = "auto",
     device: str | int | torch.device | None = None,
+    device_map: DeviceMap | None = None,
+    offload_folder: str | Path | None = None,
+    quantization_config: Any = None,
     combine: Combine = True,
     backend: BackendConfig | None = None,
+    mesh: DeviceMesh | None = None,
+    plan: Any = None,
     strict: bool = True,
     revision: str | None = None,
     token: str | bool | None = None,
@@ -78,24 +92,54 @@ def from_pretrained(
     Args:
         class_for: chooses the class. For the others: see `nrl_models.AutoModelForCausalLM.from_pretrained`.
     """
-    folder = resolve_folder(path_or_id, subfolder=subfolder, revision=revision, token=token, cache_dir=cache_dir)
-    config = read_config(folder, trust_remote_code=trust_remote_code) if config is None else copy.deepcopy(config)
-    _override(config, config_overrides)
-    config.name_or_path = str(path_or_id)
-    model_class = class_for(config, folder)
-    config = config_for(model_class, config)
-    torch_device = torch.device("cpu" if device is None else device)
-    options = _construction(model_class, config, combine, backend, torch_device)
-    if getattr(config, "quantization_config", None) is not None:
-        return _load_quantised(model_class, folder, config, dtype, torch_device, strict, options)
-    files = CheckpointFiles(folder)
-    resolved = _resolve_dtype(dtype, config, files)
-    with _meta_parameters():
-        model = model_class._from_config(config, dtype=resolved, **options)
-    try:
-        narrowed = load_weights(model, files, dtype=resolved, device=torch_device, strict=strict)
-    finally:
-        files.close()
+    _check_destination(device, device_map, mesh, plan)
+
+    def prepare() -> Prepared:
+        """What comes before anything is read."""
+        folder = resolve_folder(path_or_id, subfolder=subfolder, revision=revision, token=token, cache_dir=cache_dir)
+        read = read_config(folder, trust_remote_code=trust_remote_code) if config is None else copy.deepcopy(config)
+        _override(read, config_overrides)
+        read.name_or_path = str(path_or_id)
+        model_class = class_for(read, folder)
+        read = config_for(model_class, read)
+        torch_device = torch.device(_default_device(mesh) if device is None else device)
+        quantised_as = quantization_config or getattr(read, "quantization_config", None)
+        is_read_plain = quantization_config is None and _method(quantised_as) in METHODS
+        options = _construction(
+            model_class, read, combine, backend, torch_device, None if is_read_plain else quantised_as
+        )
+        if quantised_as is not None and not is_read_plain:
+            if mesh is not None:
+                problem = Problem("dtype", "quantization_config", "a quantised model is not sharded")
+                raise CheckpointError(f"cannot load {path_or_id}", [problem], ["load it without mesh"])
+            if quantization_config is not None:
+                options["quantization_config"] = quantization_config
+            quantised = _load_quantised(model_class, folder, read, dtype, torch_device, strict, options)
+            return Prepared(quantised, folder, None, quantised.dtype, torch_device)
+        if is_read_plain:
+            del read.quantization_config  # the model is not quantised, and what it saves is not
+        files = DequantisedFiles(folder, quantised_as) if is_read_plain else CheckpointFiles(folder)
+        resolved = _resolve_dtype(dtype, read, files)
+        with _meta_parameters():
+            model = model_class._from_config(read, dtype=resolved, **options)
+        return Prepared(model, folder, files, resolved, torch_device)
+
+    if mesh is None:
+        prepared = prepare()
+        if prepared.files is None:
+            return prepared.model
+        try:
+            narrowed = load_weights(
+                prepared.model, prepared.files, dtype=prepared.dtype, device=prepared.device, strict=strict
+            )
+        finally:
+            prepared.files.close()
+    else:
+        from nrl_models.distributed.loading import load_sharded  # built upon this module; only sharding asks for it
+
+        prepared, narrowed = load_sharded(prepare, mesh, "auto" if plan is None else plan, strict=strict)
+        prepared.files.close()
+    model, resolved, folder = prepared.model, prepared.dtype, prepared.folder
     if narrowed and dtype == "auto":
         logger.warning(
             f"{path_or_id} stores {len(narrowed)} tensors ({narrowed[0]}, ...) with more precision than {resolved}, "
@@ -103,7 +147,47 @@ def from_pretrained(
         )
     if model.can_generate() and (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
-    return model.eval()
+    model.eval()
+    return model if device_map is None else dispatch(model, device_map, offload_folder)
+
+
+def _check_destination(device: Any, device_map: Any, mesh: DeviceMesh | None, plan: Any) -> None:
+    """Refuse to put one model in two places.
+
+    Raises:
+        UnknownArgumentError: keywords that exclude one another.
+    """
+    given = [name for name, one in (("device", device), ("device_map", device_map), ("mesh", mesh)) if one is not None]
+    if len(given) > 1 and given != ["device", "mesh"]:
+        raise UnknownArgumentError(f"{' and '.join(given)}: expected one of them, as each says where the model goes")
+    if plan is not None and mesh is None:
+        raise UnknownArgumentError("plan says how to shard over a mesh: pass mesh, too")
+
+
+@dataclass(slots=True)
+class Prepared:
+    """A model to fill, and what to fill it from.
+
+    Args:
+        model: with parameters on meta and real buffers; or loaded already, if `files` is None.
+        folder: the checkpoint's.
+        files: the checkpoint's tensors.
+        dtype: of the parameters.
+        device: where to put them.
+    """
+
+    model: PreTrainedModel
+    folder: Path
+    files: Any
+    dtype: torch.dtype
+    device: torch.device
+
+
+def _default_device(mesh: DeviceMesh | None) -> str:
+    """Where a model goes if nothing is said: the CPU, or this rank's device of a mesh."""
+    if mesh is None or mesh.device_type == "cpu":
+        return "cpu"
+    return f"{mesh.device_type}:{torch.get_device_module(mesh.device_type).current_device()}"
 
 
 def _load_quantised(
@@ -153,7 +237,8 @@ def from_config(
     model_class = class_for(config, None)
     config = config_for(model_class, config)
     torch_device = torch.device("cpu" if device is None else device)
-    options = _construction(model_class, config, combine, backend, torch_device)
+    quantised_as = getattr(config, "quantization_config", None)
+    options = _construction(model_class, config, combine, backend, torch_device, quantised_as)
     if dtype is not None:
         options["dtype"] = dtype
     with torch_device:
@@ -195,12 +280,20 @@ def config_for(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> 
     )
 
 
+_OTHER_SHARDING = ("distributed_config", "tp_plan", "tp_size", "device_mesh")
+
+
 def _override(config: PreTrainedConfig, overrides: Mapping[str, Any]) -> None:
     """Set `overrides`, values by the configuration's own names, on `config`.
 
     Raises:
         UnknownArgumentError: names it does not have. Nothing is set then.
     """
+    if other := [name for name in overrides if name in _OTHER_SHARDING]:
+        raise UnknownArgumentError(
+            f"{', '.join(other)}: transformers' own sharded loading is wrong for combined projections. Pass "
+            "mesh=init_device_mesh(device, sizes, mesh_dim_names=('fsdp', 'tp')) and plan='auto' (docs/scaling.md)"
+        )
     unknown = [name for name in overrides if name not in IMPLEMENTATIONS and not _is_value(config, name)]
     if unknown:
         raise UnknownArgumentError(_unknown_keywords(unknown, config))
@@ -272,6 +365,7 @@ def _construction(
     combine: Combine,
     backend: BackendConfig | None,
     device: torch.device,
+    quantised_as: Any,
 ) -> dict[str, Any]:
     """Keywords for `model_class._from_config`."""
     given = backend or BackendConfig()
@@ -279,14 +373,19 @@ def _construction(
     options: dict[str, Any] = given.implementations()
     if not hasattr(model_class, "rewrites"):  # a plain Hugging Face class has nothing to combine
         return options
-    if combined and getattr(config, "quantization_config", None) is not None:
-        method = dict(config.quantization_config).get("quant_method", "an unnamed method")
+    if combined and quantised_as is not None:
+        method = _method(quantised_as)
         raise CheckpointError(
             f"cannot load {config.name_or_path} into {model_class.__name__} with combined projections",
-            [Problem("dtype", "quantization_config", f"the checkpoint is quantised with {method}")],
+            [Problem("dtype", "quantization_config", f"it is to be quantised with {method}")],
             ["pass combine=False: quantisers replace the linears they own"],
         )
     return options | {"combine": combined}
+
+
+def _method(quantised_as: Any) -> str:
+    """What a quantisation is called, as transformers' object or as `config.json` has it."""
+    return "none" if quantised_as is None else str(settings_of(quantised_as).get("quant_method", "an unnamed method"))
 
 
 def _resolve_dtype(dtype: str | torch.dtype, config: PreTrainedConfig, files: CheckpointFiles) -> torch.dtype:
@@ -294,7 +393,8 @@ def _resolve_dtype(dtype: str | torch.dtype, config: PreTrainedConfig, files: Ch
     if dtype == "auto":
         dtype = config.dtype or config.get_text_config().dtype
         if dtype is None:
-            floats = (tensor.dtype for tensor in files.tensors.values() if tensor.dtype.is_floating_point)
+            plain = (tensor for key, tensor in files.tensors.items() if key not in files.dequantised)
+            floats = (tensor.dtype for tensor in plain if tensor.dtype.is_floating_point)
             return next((one for one in floats if one.itemsize > 1), torch.get_default_dtype())
     resolved = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if not isinstance(resolved, torch.dtype) or not is_wide_float(resolved):

@@ -200,8 +200,11 @@ class StateDictAdapter:
     def hf_views(self, model: nn.Module, *, layout: Layout = "hub") -> dict[str, torch.Tensor]:
         """Live Hugging Face tensors of `model`: writing into them changes the model.
 
-        Tensors that are no view of one parameter (see `HFTensor`) are left out; `to_hf` computes them.
+        Tensors that are no view of one parameter (see `HFTensor`) are left out; `to_hf` computes them. Of a sharded
+        model they are DTensors over this rank's shards; those whose shards no placement describes are left out, too.
         """
+        if (sharding := getattr(model, "sharding", None)) is not None:
+            return sharding.hf_views(model, layout)
         own = {name: tensor.detach() for name, tensor in model.state_dict(keep_vars=True).items()}
         return {name: tensor.read(own) for name, tensor in self._exported(layout).items() if self._is_zero_copy(tensor)}
 
@@ -220,8 +223,13 @@ class StateDictAdapter:
             max_bytes: None yields live views, without copying. A number yields contiguous copies,
                 packed into buffers of at most that many bytes (one tensor that is larger gets a
                 buffer of its own), for consumers that send buckets. A buffer lives as long as its tensors.
+                A sharded model has no whole tensors to show: one buffer after the other is gathered, by default of
+                half a gibibyte. Every rank gets every tensor, and has to go on to the end.
             layout: whose names and shapes to give.
         """
+        if (sharding := getattr(model, "sharding", None)) is not None:
+            yield from sharding.iter_export(model, self._exported(layout), max_bytes)
+            return
         own = {name: tensor.detach() for name, tensor in model.state_dict(keep_vars=True).items()}
         exported = self._exported(layout)
         if max_bytes is None:

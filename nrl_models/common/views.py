@@ -57,7 +57,8 @@ class Place:
         shape, strides = list(self.shape), list(self.strides) if self.strides is not None else None
         if method == "reshape":
             return self._reshaped(args)
-        assert strides is not None
+        if strides is None:  # only the shape is known
+            return Place(Place.whole(self.shape).after(method, args).shape, None)
         offset = self.offset
         if method == "narrow":
             dim, start, shape[args[0]] = args
@@ -91,9 +92,9 @@ class View:
     Args:
         parameter: name in the model's own `state_dict()`.
         steps: `narrow(dim, start, length)`, `select(dim, index)`, `transpose(dim0, dim1)` or
-            `reshape(*shape)`, with dimensions counted from the front. A `reshape` that no strides can
-            express (a permutation of rows, as rotary weights need) may stand last: reading then copies,
-            writing does not.
+            `reshape(*shape)`, with dimensions counted from the front. Where no strides can express a
+            `reshape` (a permutation of rows, as rotary weights need), reading copies; writing does not, but
+            then only reshapes may follow.
     """
 
     parameter: str
@@ -110,10 +111,15 @@ class View:
     def region_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """The region of `tensor`, always sharing its storage: of another shape where the last steps would copy.
 
-        Those steps are reshapes (checked when the view was made), so the elements and their order are right.
+        Those steps are reshapes, so the elements and their order are right.
+
+        Raises:
+            ValueError: another step follows one that would copy.
         """
-        for method, args in self.steps:
+        for number, (method, args) in enumerate(self.steps):
             if method == "reshape" and not _is_viewable(tensor, args):
+                if any(later != "reshape" for later, _ in self.steps[number:]):
+                    raise ValueError(f"{self} cannot be written: after a reshape that copies only reshapes may follow")
                 break
             tensor = getattr(tensor, "view" if method == "reshape" else method)(*args)
         return tensor
@@ -125,10 +131,8 @@ class View:
 
     def place_in(self, shape: Sequence[int]) -> Place:
         """Where the region lies in a contiguous parameter of `shape`."""
-        place: Place | None = Place.whole(shape)
+        place = Place.whole(shape)
         for method, args in self.steps:
-            if place.strides is None and method != "reshape":
-                raise ValueError(f"{self}: after a reshape that copies only reshapes may follow")
             place = place.after(method, args)
         return place
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any
@@ -13,6 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from nrl_models.common import FamilyModel
 from nrl_models.parity.inputs import Inputs, inputs_for
+from nrl_models.testing.published import PUBLISHED
 from nrl_models.testing.tiny import tiny_config
 
 SEED = 42
@@ -25,10 +27,12 @@ class FamilyCase:
     Args:
         model_class: the class.
         device: where to test; CUDA when there is one.
+        tiny: values for the tiny configuration, beside those that the class names.
     """
 
     model_class: type[FamilyModel]
     device: torch.device = field(default_factory=lambda: torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    tiny: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def architecture(self) -> str:
@@ -43,16 +47,20 @@ class FamilyCase:
     @property
     def config(self) -> PreTrainedConfig:
         """A tiny configuration, new at each call."""
-        return tiny_config(self.reference_class.config_class, self.model_class.tiny)
+        return tiny_config(
+            self.reference_class.config_class, {**self.model_class.tiny, **self.tiny}, self.reference_class
+        )
 
     @property
-    def full_config(self) -> PreTrainedConfig:
-        """A configuration of published size: the class's default."""
-        return self.reference_class.config_class()
+    def full_configs(self) -> dict[str, PreTrainedConfig]:
+        """Configurations of published size, by name: the class's default, and those of `PUBLISHED`."""
+        config_class = self.reference_class.config_class
+        published = PUBLISHED.get(self.architecture, {})
+        return {"default": config_class()} | {name: config_class(**values) for name, values in published.items()}
 
     def inputs(self, **options: Any) -> Inputs:
         """Random inputs of the kind this class takes, see `inputs_for`."""
-        return inputs_for(self.model_class, self.config, self.device, **options)
+        return inputs_for(self.reference(), **options)
 
     def reference(self, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
         """The reference with randomised weights, in evaluation mode. Shared: do not change it."""

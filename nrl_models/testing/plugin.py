@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from importlib import import_module
 from pathlib import Path
@@ -45,8 +45,17 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """One test for each class."""
+    """One test for each class, or for each of `FAMILY_VARIANTS` of a module that has some.
+
+    `FAMILY_VARIANTS` maps a name to a class, as `--nrl-family` takes it, and values for its tiny configuration: a
+    module that imports the suite's tests runs them on configurations the default one is not.
+    """
     if "family_case" not in metafunc.fixturenames:
+        return
+    if variants := getattr(metafunc.module, "FAMILY_VARIANTS", None):
+        _variants.update({f"{target}#{name}": values for name, (target, values) in variants.items()})
+        params = [_param(f"{target}#{name}") for name, (target, _) in variants.items()]
+        metafunc.parametrize("family_case", params, indirect=True)
         return
     names = metafunc.config.getoption("--nrl-family")
     if problems := [problem for name in names if (problem := _problem_with(name))]:
@@ -54,12 +63,15 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if not names:
         from nrl_models import registry
 
-        names = registry.architectures()
+        names = [name for name in registry.architectures() if name not in registry.ALIASES]
     metafunc.parametrize("family_case", [_param(name) for name in names], indirect=True)
 
 
+_variants: dict[str, Mapping[str, Any]] = {}  # values for tiny configurations, by class and variant
+
+
 def _param(name: str) -> Any:
-    architecture = name.rpartition(":")[2]
+    architecture = name.rpartition(":")[2].replace("#", "-")
     # The tests of one class share its models, so they belong on one worker.
     return pytest.param(name, id=architecture, marks=pytest.mark.xdist_group(architecture))
 
@@ -71,6 +83,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     generated.sort(key=lambda item: order[_class_name(item)])
     others = [item for item in items if "family_case" not in getattr(item, "fixturenames", ())]
     items[:] = [*others, *generated]
+
+
+def _architecture(name: str) -> str:
+    return name.partition("#")[0].rpartition(":")[2]
 
 
 def _class_name(item: pytest.Item) -> str:
@@ -114,7 +130,7 @@ def _class_of(name: str) -> Any:
 @pytest.fixture
 def family_case(request: pytest.FixtureRequest) -> FamilyCase:
     """The class under test, with its models."""
-    request.node.user_properties.append(("architecture", request.param.rpartition(":")[2]))
+    request.node.user_properties.append(("architecture", _architecture(request.param)))
     case = _case(request.param)
     if reason := case.model_class.limits.get(getattr(request.function, "feature", "")):
         request.node.add_marker(pytest.mark.xfail(reason=reason, strict=True))
@@ -136,9 +152,9 @@ def _case(name: str) -> FamilyCase:
     from nrl_models.testing.case import FamilyCase
 
     share_cores()
-    if unmet := registry.unmet_requirement(name):
+    if unmet := registry.unmet_requirement(_architecture(name)):
         pytest.skip(f"{name} needs {unmet}")
-    return FamilyCase(_class_of(name))
+    return FamilyCase(_class_of(name.partition("#")[0]), tiny=_variants.get(name, {}))
 
 
 class ResultsRecorder:

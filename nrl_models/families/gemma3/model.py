@@ -4,6 +4,7 @@ from transformers.models.gemma3 import modeling_gemma3 as hf
 from transformers.models.siglip import modeling_siglip as siglip
 
 from nrl_models.common import CombinedGateUp, CombinedQKV, FamilyModel, ModelFlag
+from nrl_models.common.token_types import with_token_types
 
 
 class Gemma3Family(FamilyModel):
@@ -19,6 +20,9 @@ class Gemma3Family(FamilyModel):
 
 
 Gemma3ForCausalLM = ModelClass = Gemma3Family.head(hf.Gemma3ForCausalLM)
-Gemma3ForConditionalGeneration = Gemma3Family.head(hf.Gemma3ForConditionalGeneration)
+Gemma3ForConditionalGeneration = Gemma3Family.head(
+    hf.Gemma3ForConditionalGeneration,
+    forward=with_token_types(hf.Gemma3ForConditionalGeneration.forward, "token_type_ids", {"image_token_id": 1}),
+)
 Gemma3ForSequenceClassification = Gemma3Family.head(hf.Gemma3ForSequenceClassification)
 Gemma3TextForSequenceClassification = Gemma3Family.head(hf.Gemma3TextForSequenceClassification)

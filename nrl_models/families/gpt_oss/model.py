@@ -48,13 +48,12 @@ class GptOssFamily(FamilyModel):
     """What every GptOss model shares."""
 
     rewrites = {hf.GptOssAttention: CombinedQKV, hf.GptOssModel: GptOssModel}
-    tiny = {
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "rope_theta": 1e4,
-            "factor": 32.0,
-            "original_max_position_embeddings": 8,
-        }
+    tensor_parallel = {
+        "model.layers.*.self_attn.q_proj": "colwise",
+        "model.layers.*.self_attn.k_proj": "colwise",
+        "model.layers.*.self_attn.v_proj": "colwise",
+        "model.layers.*.self_attn.sinks": "colwise",
+        "model.layers.*.self_attn.o_proj": "rowwise",
     }
 
 

@@ -168,5 +168,6 @@ def test_lora(family_case: FamilyCase) -> None:
     reference, reference_merged, actual, actual_merged = logits
     assert_same_tensors(adapters[1], adapters[0])
     assert not torch.allclose(reference, family_case.reference()(**inputs).logits, atol=1e-2)
-    assert_close(actual, reference)
-    assert_close(actual_merged, reference_merged, scale=10)  # merged weights multiply other numbers
+    # Adapters this large make logits large; and merged weights multiply other numbers.
+    assert_close(actual, reference, scale=10)
+    assert_close(actual_merged, reference_merged, scale=10)

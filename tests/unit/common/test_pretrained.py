@@ -282,34 +282,24 @@ def quantised(folder: Path) -> Path:
     return folder
 
 
+@pytest.fixture
+def awq(quantised: Path) -> Path:
+    """`quantised` as if by a method that is left to transformers."""
+    edit_config(quantised, quantization_config={"quant_method": "awq", "bits": 4})
+    return quantised
+
+
 @pytest.mark.parametrize("load", [AutoModelForCausalLM.from_pretrained, LlamaForCausalLM.from_pretrained])
-def test_a_quantised_checkpoint_does_not_combine(quantised: Path, load: Any) -> None:
+def test_what_transformers_quantises_does_not_combine(awq: Path, load: Any) -> None:
     with pytest.raises(CheckpointError) as caught:
-        load(quantised)
+        load(awq)
     assert problems(caught.value) == {("dtype", "quantization_config")}
-    assert "quantised with fp8" in str(caught.value)
+    assert "quantised with awq" in str(caught.value)
     assert "pass combine=False" in str(caught.value)
 
 
-@pytest.mark.skipif(
-    Version(transformers_version) < Version("5.18"), reason="transformers 5.16 dequantises no Llama without a GPU"
-)
-def test_a_quantised_checkpoint_loads_uncombined_as_transformers_loads_it(
-    quantised: Path, llama: PreTrainedModel, tmp_path: Path
-) -> None:
-    expected = HFLlama.from_pretrained(quantised, dtype=torch.float32)
-    model = AutoModelForCausalLM.from_pretrained(quantised, dtype=torch.float32, combine=False)
-    assert type(model) is LlamaForCausalLM
-    assert not model.training
-    assert_same(model.state_dict(), expected.state_dict())
-    torch.testing.assert_close(dict(model.state_dict()), dict(llama.state_dict()), atol=0.05, rtol=0.1)
-    # Without a GPU it is dequantised: saved so, it combines.
-    model.save_pretrained(tmp_path / "saved")
-    assert_same_model(AutoModelForCausalLM.from_pretrained(tmp_path / "saved"), expected)
-
-
 def test_what_transformers_does_not_find_of_a_quantised_checkpoint(
-    quantised: Path, monkeypatch: pytest.MonkeyPatch, llama_config: LlamaConfig
+    awq: Path, monkeypatch: pytest.MonkeyPatch, llama_config: LlamaConfig
 ) -> None:
     asked = {}
 
@@ -323,11 +313,29 @@ def test_what_transformers_does_not_find_of_a_quantised_checkpoint(
 
     monkeypatch.setattr(pretrained.PreTrainedModel, "from_pretrained", classmethod(load))
     with pytest.raises(CheckpointError) as caught:
-        AutoModelForCausalLM.from_pretrained(quantised, combine=False, dtype=torch.bfloat16)
+        AutoModelForCausalLM.from_pretrained(awq, combine=False, dtype=torch.bfloat16)
     assert {kind for kind, _ in problems(caught.value)} == {"missing", "shape"}
     assert asked["model_class"] is LlamaForCausalLM
     assert (asked["dtype"], asked["device_map"], asked["combine"]) == (torch.bfloat16, torch.device("cpu"), False)
-    assert AutoModelForCausalLM.from_pretrained(quantised, combine=False, strict=False)
+    assert AutoModelForCausalLM.from_pretrained(awq, combine=False, strict=False)
+
+
+@pytest.mark.skipif(
+    Version(transformers_version) < Version("5.18"), reason="transformers 5.16 dequantises no Llama without a GPU"
+)
+@pytest.mark.parametrize("combine", [True, False])
+def test_fp8_loads_as_transformers_dequantises_it(
+    quantised: Path, llama: PreTrainedModel, tmp_path: Path, combine: bool
+) -> None:
+    expected = HFLlama.from_pretrained(quantised, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(quantised, dtype=torch.float32, combine=combine)
+    assert type(model) is LlamaForCausalLM
+    assert not model.training
+    assert_same(hf_tensors(model), expected.state_dict())
+    torch.testing.assert_close(dict(hf_tensors(model)), dict(llama.state_dict()), atol=0.05, rtol=0.1)
+    model.save_pretrained(tmp_path / "saved")
+    assert "quantization_config" not in json.loads((tmp_path / "saved" / "config.json").read_text())
+    assert_same_model(AutoModelForCausalLM.from_pretrained(tmp_path / "saved"), expected)
 
 
 def test_integers_without_a_quantisation_are_refused(folder: Path) -> None:

@@ -88,9 +88,14 @@ def test_writing_casts_to_the_parameters_dtype() -> None:
     assert tensor.dtype == torch.float32
 
 
-def test_after_a_reshape_that_copies_only_reshapes_may_follow() -> None:
+def test_after_a_reshape_that_copies_a_view_is_read_but_not_written() -> None:
+    view = VIEWS["rows in another order"].then("narrow", 0, 0, 1)
+    tensor = torch.arange(torch.Size(SHAPE).numel()).view(SHAPE)
+    row = view.of(tensor)
+    assert torch.equal(row, VIEWS["rows in another order"].of(tensor)[:1])
+    assert view.place_in(SHAPE) == Place(tuple(row.shape), None)
     with pytest.raises(ValueError, match="only reshapes may follow"):
-        VIEWS["rows in another order"].then("narrow", 0, 0, 1).place_in(SHAPE)
+        view.write(tensor, row)
 
 
 def test_an_unknown_step_is_refused() -> None:

@@ -1,0 +1,46 @@
+"""Positions in three dimensions (M-RoPE): what upstream forgets of plain ones, and remembers too long."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class PackedTextPositions(nn.Module):
+    """Mixin for a decoder with M-RoPE: plain positions tell packed documents apart, as in every other decoder.
+
+    Upstream makes masks from positions of four planes only, of which the first is the text's; plain ones turn the
+    tokens, and documents packed into one row see each other. It goes before the Hugging Face class.
+    """
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Arguments and results are upstream's; `position_ids` `(batch, tokens)`, `(3, batch, ...)` or `(4, ...)`."""
+        if position_ids is not None and position_ids.ndim == 2:
+            position_ids = position_ids[None].expand(4, -1, -1)
+        return super().forward(input_ids, attention_mask, position_ids, *args, **kwargs)
+
+
+class FreshPositions(nn.Module):
+    """Mixin for a multimodal model with M-RoPE: a new sequence forgets the offsets of the one before.
+
+    Upstream keeps the offset that an image gives to the positions after it, and adds it when decoding from a cache,
+    even if the sequence in the cache has no image. It goes before the Hugging Face class.
+    """
+
+    def compute_3d_position_ids(
+        self, input_ids: torch.Tensor | None = None, *args: Any, past_key_values: Any = None, **kwargs: Any
+    ) -> torch.Tensor | None:
+        """Arguments and results are upstream's."""
+        is_new = past_key_values is None or past_key_values.get_seq_length() == 0
+        if is_new and input_ids is not None:
+            self.rope_deltas = None
+        return super().compute_3d_position_ids(input_ids, *args, past_key_values=past_key_values, **kwargs)

@@ -1,0 +1,197 @@
+"""Loading a checkpoint into a sharded model: each rank reads the slices it holds, and no rank the whole.
+
+The order is that of `nrl_models.common.loading`, with agreement where one process only has to be sure itself: the
+model on meta, sharded there; names, shapes and mesh checked on every rank; then, when all ranks have said that they
+can go on, and that they see the same, the slices.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from nrl_models.common.blocks import Block, through
+from nrl_models.common.checkpoint_files import StoredTensor
+from nrl_models.common.combined import CombinedLinear, ProjectionPart
+from nrl_models.common.loading import Fit, fit_checkpoint, install, move_buffers, run_readers, share_copies
+from nrl_models.common.pretrained import Prepared
+from nrl_models.common.views import HFTensor, Piece, apply_steps
+from nrl_models.distributed.mesh import agree, check_mesh, gather_over
+from nrl_models.distributed.parallelize import check_division, divide_data, divide_model
+from nrl_models.distributed.plan import ParallelPlan, Plan, plan_for
+from nrl_models.distributed.sharding import Sharding
+from nrl_models.distributed.shards import over_shard, own_block
+from nrl_models.errors import Problem, ShardingError
+
+
+def load_sharded(
+    prepare: Callable[[], Prepared], mesh: DeviceMesh, plan: Plan | ParallelPlan, *, strict: bool
+) -> tuple[Prepared, list[str]]:
+    """Build a model and fill each rank's shards of it.
+
+    Args:
+        prepare: gives the model on meta and its checkpoint's files; run on every rank.
+        mesh: see `parallelize`.
+        plan: see `parallelize`.
+        strict: see `nrl_models.common.loading.load_weights`.
+
+    Returns:
+        What was prepared, its model filled; and the keys stored with more precision than they are loaded in.
+
+    Raises:
+        CheckpointError, ShardingError: whatever is wrong on this rank, or on another; before memory is spent.
+    """
+    check_mesh(mesh)
+    error, prepared, fit = None, None, None
+    facts: dict[str, object] = {}
+    try:
+        prepared = prepare()
+        model, files = prepared.model, prepared.files
+        model.tie_weights()
+        chosen = plan_for(model, mesh, plan)
+        check_division(model, mesh, chosen)
+        sharding = divide_model(model, mesh, chosen)
+        share = (mesh.get_coordinate() or [0])[-1], mesh.size(mesh.ndim - 1)
+        fit = fit_checkpoint(model, files, dtype=prepared.dtype, strict=strict, share=share)
+        model._weight_conversions = fit.names.used_conversions()
+        _check_missing(model, fit)
+        _retype(model, fit)
+        sharding.finish(model)
+        divide_data(model, sharding)
+        facts = {
+            "class": type(model).__name__,
+            "config": prepared.model.config.to_json_string(),
+            "dtype": prepared.dtype,
+            "plan": chosen,
+            "checkpoint": sorted((key, one.shape, one.dtype) for key, one in files.tensors.items()),
+        }
+    except Exception as caught:
+        error = caught
+    agree(mesh, "load the checkpoint", facts, error)
+    assert prepared is not None
+    assert fit is not None
+    try:
+        _fill(prepared, fit)
+    except Exception as caught:
+        error = caught
+    agree(mesh, "load the checkpoint", {}, error)
+    fit.warn(prepared.model, prepared.files)
+    return prepared, fit.narrowed(prepared.files)
+
+
+def _check_missing(model: PreTrainedModel, fit: Fit) -> None:
+    """Refuse to initialise what only the whole model can.
+
+    Raises:
+        ShardingError: a combined weight is missing.
+    """
+    problems = [
+        Problem("missing", name, "is not there, and combined weights are not initialised in shards")
+        for name in fit.found.missing
+        if isinstance(model.get_submodule(name.rpartition(".")[0]), CombinedLinear | ProjectionPart)
+    ]
+    if problems:
+        advice = ["load with combine=False; or load the whole model, and call nrl_models.distributed.parallelize"]
+        raise ShardingError("cannot initialise what the checkpoint lacks", problems, advice)
+
+
+def _retype(model: nn.Module, fit: Fit) -> None:
+    """Give parameters on meta the dtypes they are loaded in, before FSDP takes note of them."""
+    done: dict[int, nn.Parameter] = {}
+    for module_name, module in model.named_modules():
+        for attribute, parameter in module._parameters.items():
+            name = f"{module_name}.{attribute}" if module_name else attribute
+            if parameter is None or name not in fit.dtypes or parameter.dtype == fit.dtypes[name]:
+                continue
+            if id(parameter) not in done:
+                dtype = fit.dtypes[name]
+                data = parameter.detach()
+                cast = over_shard(data, data.to_local().to(dtype)) if isinstance(data, DTensor) else data.to(dtype)
+                done[id(parameter)] = nn.Parameter(cast, requires_grad=parameter.requires_grad)
+            module._parameters[attribute] = done[id(parameter)]
+
+
+def _fill(prepared: Prepared, fit: Fit) -> None:
+    """Read this rank's shard of every tensor, several at a time."""
+    model, files, device = prepared.model, prepared.files, prepared.device
+    sharding: Sharding = model.sharding
+    own = sharding.own_tensors(model)
+    shards: dict[str, torch.Tensor] = {}
+    jobs: list[tuple[StoredTensor, list[tuple[Piece, Block]]]] = []
+    wanted: dict[str, list[tuple[Piece, Block]]] = {}
+    targets: dict[str, HFTensor] = {}
+    for name, sources in fit.found.sources.items():
+        whole = own[name]
+        meta = own_block(whole)
+        # Where FSDP offloads, its shards are on the CPU.
+        place = torch.device("cpu") if sharding.plan.offload and isinstance(whole, DTensor) else device
+        shard = torch.empty(meta.shape, dtype=fit.dtypes[name], device=place)
+        shards[name] = over_shard(whole, shard) if isinstance(whole, DTensor) else shard
+        for key, target in sources:
+            targets[key] = target
+            for piece in target.pieces:
+                if piece.view.parameter == name:
+                    blocks = through(piece.view.steps, whole.shape, Block(meta.offset, shard))
+                    wanted.setdefault(key, []).extend((piece, block) for block in blocks)
+    jobs = [(files.tensors[key], slices) for key, slices in wanted.items() if slices]
+    sharding.loaded_bytes = sum(
+        block.tensor.numel() * stored.dtype.itemsize for stored, slices in jobs for _, block in slices
+    )
+
+    def read(job: tuple[StoredTensor, list[tuple[Piece, Block]]]) -> None:
+        stored, slices = job
+        pages = files.read(stored)  # nothing is read until a slice is copied
+        for piece, block in slices:
+            block.tensor.copy_(block.of(apply_steps(pages, piece.region)))
+
+    jobs.sort(key=lambda job: -sum(block.tensor.nbytes for _, block in job[1]))
+    run_readers(read, jobs)
+    for name, tensor in shards.items():
+        install(model, name, tensor)
+    _initialise_missing(model, fit, device)
+    share_copies(model, fit.found)
+    for name, kept in fit.adapter.tied.items():
+        owner, _, attribute = name.rpartition(".")
+        kept_owner, _, kept_attribute = kept.rpartition(".")
+        tied = model.get_submodule(kept_owner)._parameters[kept_attribute]
+        model.get_submodule(owner)._parameters[attribute] = tied
+    move_buffers(model, device)
+    unwritten = [name for name, tensor in model.state_dict(keep_vars=True).items() if tensor.device.type == "meta"]
+    if unwritten:  # cannot happen: matching has accounted for every tensor
+        raise AssertionError(f"not written: {', '.join(unwritten)}")
+
+
+def _initialise_missing(model: PreTrainedModel, fit: Fit, device: torch.device) -> None:
+    """Initialise missing parameters as transformers does, module by module, the same on every rank."""
+    mesh = model.sharding.mesh
+    (seed, *_) = gather_over(mesh, torch.initial_seed()) if fit.found.missing else (0,)
+    by_module: dict[str, list[str]] = {}
+    for name in fit.found.missing:
+        by_module.setdefault(name.rpartition(".")[0], []).append(name.rpartition(".")[2])
+    for owner, attributes in by_module.items():
+        module = model.get_submodule(owner)
+        whole = copy.copy(module)  # the same module with whole tensors, which the initialisation may fill
+        whole.__dict__["_parameters"] = {
+            attribute: None if parameter is None else nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype))
+            for attribute, parameter in module._parameters.items()
+        }
+        whole.__dict__["_is_hf_initialized"] = False
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.manual_seed(seed)
+            model._init_weights(whole)
+        for attribute in attributes:
+            name = f"{owner}.{attribute}"
+            placeholder = module._parameters.get(attribute)
+            if placeholder is None:  # a buffer, which is real, and as it was built
+                continue
+            value = whole._parameters[attribute].detach()
+            if isinstance(placeholder, DTensor):
+                block = own_block(placeholder.detach())
+                value = over_shard(placeholder.detach(), block.of(value).to(device, copy=True).contiguous())
+            install(model, name, value.to(device) if not isinstance(value, DTensor) else value)

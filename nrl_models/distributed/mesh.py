@@ -1,0 +1,145 @@
+"""The mesh a model is sharded over, and agreement between its ranks."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from nrl_models.errors import NRLModelsError, Problem, ShardingError
+
+DIMENSIONS = ("fsdp", "ep", "tp")
+"""What a mesh's dimensions may be, in the order they have to stand.
+
+`fsdp`: parameters and batches are divided (fully sharded data parallelism). `ep`: experts are divided. `tp`:
+the rows and columns of linears are divided. Ranks that differ only in `ep` and `tp` see the same batch.
+"""
+
+
+def mesh_problems(mesh: DeviceMesh) -> list[Problem]:
+    """What is wrong with a mesh, apart from any model."""
+    names = mesh.mesh_dim_names
+    expected = f"expected some of {', '.join(DIMENSIONS)}, in this order"
+    if not names:
+        return [Problem("mesh", str(tuple(mesh.shape)), f"has dimensions without names; {expected}")]
+    unknown = [
+        Problem("mesh", repr(name), f"is no dimension a model has; {expected}")
+        for name in names
+        if name not in DIMENSIONS
+    ]
+    if unknown:
+        return unknown
+    if list(names) != [name for name in DIMENSIONS if name in names]:
+        return [Problem("mesh", ", ".join(names), f"are in another order than models are sharded in; {expected}")]
+    return []
+
+
+def check_mesh(mesh: DeviceMesh) -> None:
+    """Refuse a mesh whose dimensions are not `DIMENSIONS`.
+
+    Raises:
+        ShardingError: a dimension without a name, of another name or in another order.
+    """
+    if problems := mesh_problems(mesh):
+        advice = ['name the dimensions: init_device_mesh(device, (2, 4), mesh_dim_names=("fsdp", "tp"))']
+        raise ShardingError("the mesh does not fit a model", problems, advice)
+
+
+def size_of(mesh: DeviceMesh, name: str) -> int:
+    """The size of a dimension, 1 if the mesh lacks it."""
+    names = mesh.mesh_dim_names or ()
+    return mesh.size(names.index(name)) if name in names else 1
+
+
+def rank_in(mesh: DeviceMesh, name: str) -> int:
+    """This rank's place in a dimension, 0 if the mesh lacks it."""
+    return mesh.get_local_rank(name) if name in (mesh.mesh_dim_names or ()) else 0
+
+
+def is_first(mesh: DeviceMesh) -> bool:
+    """Whether this is the first rank of the mesh: the one that writes."""
+    return all(mesh.get_local_rank(dim) == 0 for dim in range(mesh.ndim))
+
+
+def describe(mesh: DeviceMesh) -> str:
+    """A mesh in words, e.g. `fsdp=2, tp=4`."""
+    return ", ".join(f"{name}={mesh.size(dim)}" for dim, name in enumerate(mesh.mesh_dim_names or ()))
+
+
+def gather_over(mesh: DeviceMesh, value: Any) -> list[Any]:
+    """`value` of every rank of the mesh, in the mesh's order, on every rank."""
+    values = [value]
+    for dim in reversed(range(mesh.ndim)):
+        gathered: list[Any] = [None] * mesh.size(dim)
+        dist.all_gather_object(gathered, values, group=mesh.get_group(dim))
+        values = [one for part in gathered for one in part]
+    return values
+
+
+def agree(mesh: DeviceMesh, what: str, facts: dict[str, Any], error: Exception | None = None) -> None:
+    """Go on only if every rank can, and all see the same.
+
+    Whatever goes wrong on one rank is raised on all of them, so that none waits for one that has given up.
+
+    Args:
+        mesh: whose ranks agree.
+        what: what they are about to do, for the message.
+        facts: what has to be equal on all ranks, in words or numbers. Compared by `repr`.
+        error: what went wrong on this rank.
+
+    Raises:
+        ShardingError: a rank has an error, or facts differ. The rank whose error it is raises the error itself.
+    """
+    own = {key: _short(repr(value)) for key, value in facts.items()}
+    message = None if error is None else f"{type(error).__name__}: {error}"
+    try:
+        with reporting_the_dead(what):
+            ranks = gather_over(mesh, (dist.get_rank(), message, own))
+    except ShardingError as dead:
+        raise (dead if error is None else error) from dead
+    if error is not None:
+        raise error
+    problems = [Problem("rank", f"rank {rank}", message) for rank, message, _ in ranks if message is not None]
+    if not problems:
+        problems = [
+            Problem("rank", f"{key} of rank {rank}", f"is {theirs.get(key)}, but rank {ranks[0][0]} has {value}")
+            for key, value in ranks[0][2].items()
+            for rank, _, theirs in ranks
+            if theirs.get(key) != value
+        ]
+    if problems:
+        raise ShardingError(f"cannot {what}: ranks failed or disagree", problems, _advice(ranks))
+
+
+@contextmanager
+def reporting_the_dead(what: str) -> Iterator[None]:
+    """Say what a collective's failure means: a rank is gone, or slower than the process group waits.
+
+    Raises:
+        ShardingError: the collective failed.
+    """
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:
+        if isinstance(error, NRLModelsError):
+            raise
+        problem = Problem("rank", "a rank that this one waited for", f"is gone, or did not come in time: {error}")
+        advice = ["see the output of the other ranks: one of them ended first"]
+        raise ShardingError(f"cannot {what}", [problem], advice) from error
+
+
+def _short(text: str, limit: int = 120) -> str:
+    """`text`, or its beginning and a digest of all of it."""
+    if len(text) <= limit:
+        return text
+    return f"{text[: limit // 2]}... (sha256 {hashlib.sha256(text.encode()).hexdigest()[:12]})"
+
+
+def _advice(ranks: Sequence[tuple[int, str | None, dict[str, str]]]) -> list[str]:
+    if any(message is not None for _, message, _ in ranks):
+        return ["see the output of the rank named; nothing was changed on the others"]
+    return ["give every rank the same checkpoint, configuration, mesh, plan and versions"]

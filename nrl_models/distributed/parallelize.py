@@ -1,0 +1,336 @@
+"""Sharding a model in place: linears, vocabulary and experts over `tp` and `ep`, everything over `fsdp`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from transformers import PreTrainedModel
+
+from nrl_models.common.combined import CombinedLinear, CombinedProjections
+from nrl_models.distributed.mesh import agree, describe, rank_in, size_of
+from nrl_models.distributed.plan import (
+    ParallelPlan,
+    Plan,
+    experts_over,
+    group_styles,
+    is_vocabulary,
+    plan_for,
+    rules_by_module,
+    vocabulary_is_divided,
+)
+from nrl_models.distributed.sharding import Sharding
+from nrl_models.distributed.styles import (
+    EXPERT_STYLES,
+    TENSOR_STYLES,
+    ExpertsOfThisRank,
+    LatentKeys,
+    OnLocalTensors,
+    Style,
+    VocabularyParallel,
+    become,
+)
+from nrl_models.errors import Problem, ShardingError
+
+
+def parallelize(model: PreTrainedModel, mesh: DeviceMesh, plan: Plan | ParallelPlan = "auto") -> PreTrainedModel:
+    """Shard a model that every rank has, in place.
+
+    Every rank keeps its share of each parameter, as DTensors. `model.state_dict_adapter`, `save_pretrained`,
+    `load_state_dict` and the functions of `nrl_models.distributed` then work on shares, and optimisers and gradient
+    clipping are torch's own. Make the optimiser afterwards.
+
+    Args:
+        model: on the mesh's kind of device, or on meta; the same on every rank.
+        mesh: with dimensions named `fsdp`, `ep`, `tp` (any of them, in this order). Ranks that differ in `fsdp`
+            take different batches, whose gradients are averaged; those that differ in `ep` or `tp` the same batch.
+        plan: `"auto"`, rules that change it, or a whole `ParallelPlan`.
+
+    Returns:
+        `model`.
+
+    Raises:
+        ShardingError: mesh or plan do not fit the model, or ranks disagree on it; on every rank, and the model is
+            then unchanged.
+    """
+    chosen, error = None, None
+    try:
+        if getattr(model, "sharding", None) is not None:
+            raise ShardingError(
+                "the model is sharded already", [Problem("mesh", describe(model.sharding.mesh), "is its mesh")]
+            )
+        chosen = plan_for(model, mesh, plan)
+        check_division(model, mesh, chosen)
+    except ShardingError as caught:
+        if not mesh.mesh_dim_names:
+            raise  # nothing to agree over
+        error = caught
+    agree(mesh, "shard the model", {"plan": chosen, **_facts(model)}, error)
+    assert chosen is not None
+    sharding = divide_model(model, mesh, chosen)
+    sharding.finish(model)
+    divide_data(model, sharding)
+    return model
+
+
+def _facts(model: PreTrainedModel) -> dict[str, object]:
+    """What ranks must agree on: every parameter's name, shape and dtype, and a sum of its values."""
+    facts: dict[str, object] = {"class": type(model).__name__, "config": model.config.to_json_string()}
+    own = dict(model.state_dict(keep_vars=True))
+    facts["parameters"] = [(name, tuple(one.shape), one.dtype, one.requires_grad) for name, one in own.items()]
+    facts["values"] = [
+        None
+        if one.device.type == "meta"
+        else (one.detach().double().sum().item(), one.detach().float().abs().max().item())
+        for one in own.values()
+        if one.numel()
+    ]
+    return facts
+
+
+def divide_model(model: PreTrainedModel, mesh: DeviceMesh, plan: ParallelPlan) -> Sharding:
+    """Apply `tp` and `ep`: parameters become DTensors, modules exchange activations. Nothing is communicated.
+
+    Without either dimension only the layout of combined biases changes.
+    """
+    for owner in [one for one in model.modules() if isinstance(one, CombinedProjections)]:
+        for name in [name for name in owner.combined if isinstance(owner._modules.get(name), CombinedLinear)]:
+            owner.separate_biases(name)
+    names = [name for name in ("ep", "tp") if name in mesh.mesh_dim_names]  # type: ignore[operator]
+    if names:
+        _ModelDivision(model, mesh, mesh[tuple(names)], plan).apply()
+    return Sharding(mesh, plan)
+
+
+class _ModelDivision:
+    """One run of `divide_model`.
+
+    Args:
+        model: changed in place.
+        mesh: all dimensions.
+        inner: those without `fsdp`, over which parameters become DTensors.
+        plan: a plan that fits.
+    """
+
+    def __init__(self, model: PreTrainedModel, mesh: DeviceMesh, inner: DeviceMesh, plan: ParallelPlan) -> None:
+        self.model, self.mesh, self.inner = model, mesh, inner
+        self.tensor = rules_by_module(model, plan.tensor) if size_of(mesh, "tp") > 1 else {}
+        self.experts_over = experts_over(model, mesh, plan)
+        self.expert = rules_by_module(model, plan.expert) if self.experts_over else {}
+        self.units = plan.units
+        self.sums_gradient: set[tuple[int, str]] = set()
+        self.done: dict[int, nn.Parameter] = {}  # by the identity of what they replace: tied ones stay one
+
+    def apply(self) -> None:
+        self._separate_mixed_groups()
+        if self.tensor and not vocabulary_is_divided(self.model, self.mesh):
+            for name in [name for name, module in self.model.named_modules() if is_vocabulary(self.model, module)]:
+                self.tensor.pop(name, None)
+        modules = dict(self.model.named_modules())
+        for name, module in modules.items():
+            self._divide_module(name, module)
+        for module in modules.values():
+            if self._computes_alone(module):
+                become(module, OnLocalTensors)
+                module.sums_gradient_of = frozenset(self.sums_gradient)
+
+    def _separate_mixed_groups(self) -> None:
+        """Parts of one matmul are divided alike: a group of which some are and some are not becomes linears again."""
+        for name, combined in list(self.model.named_modules()):
+            if not isinstance(combined, CombinedLinear):
+                continue
+            owner_name, _, combined_name = name.rpartition(".")
+            owner = self.model.get_submodule(owner_name)
+            kinds: dict[object, list[str]] = {}
+            for part, word in group_styles(name, combined, self.tensor).items():
+                style = TENSOR_STYLES[word]
+                kind = word if style.dim(2) is not None else "whole"
+                kinds.setdefault(kind, []).append(part)
+            if len(kinds) == 1 and set(kinds) <= {"colwise", "whole"}:
+                continue
+            assert isinstance(owner, CombinedProjections)
+            owner.separate_projections(combined_name)
+            alike = next(
+                (parts for kind, parts in kinds.items() if kind in ("colwise", "whole") and len(parts) > 1), ()
+            )
+            if alike:
+                owner._combine(combined_name, {part: combined._parts[part] for part in alike})  # type: ignore[misc]
+                owner.separate_biases(combined_name)
+
+    def _divide_module(self, name: str, module: nn.Module) -> None:
+        if isinstance(module, CombinedLinear):
+            words = set(group_styles(name, module, self.tensor).values())
+            style = TENSOR_STYLES["colwise" if "colwise" in words else "replicate"]
+            if style.compute is not None:
+                module.shards = size_of(self.mesh, "tp")
+        else:
+            style = TENSOR_STYLES[self.tensor.get(name, "replicate")]
+        expert = EXPERT_STYLES[self.expert.get(name, "replicate")]
+        is_part = hasattr(module, "_part_name")
+        for attribute, parameter in list(module._parameters.items()):
+            if parameter is None:
+                continue
+            own = f"{name}.{attribute}" if name else attribute
+            by_tensor = TENSOR_STYLES[self.tensor[own]] if own in self.tensor else style
+            by_expert = EXPERT_STYLES[self.expert[own]] if own in self.expert else expert
+            if by_tensor.sums_gradient or style.sums_gradient:
+                self.sums_gradient.add((id(module), attribute))
+            self._divide_parameter(module, attribute, by_tensor, by_expert)
+        if is_part and style.compute is not LatentKeys:
+            return  # the combined linear computes
+        self._exchange(module, style, expert)
+
+    def _divide_parameter(self, module: nn.Module, attribute: str, tensor: Style, expert: Style) -> None:
+        parameter = module._parameters[attribute]
+        assert parameter is not None
+        if id(parameter) in self.done:
+            module._parameters[attribute] = self.done[id(parameter)]
+            return
+        placements, local = [], parameter.detach()
+        for dimension in self.inner.mesh_dim_names or ():
+            style = TENSOR_STYLES["replicate"] if dimension == "ep" else tensor
+            if dimension == self.experts_over and expert.dim(parameter.ndim) is not None:
+                style = expert
+            ranks, rank = size_of(self.mesh, dimension), rank_in(self.mesh, dimension)
+            dim = style.dim(parameter.ndim) if ranks > 1 else None
+            placements.append(Replicate() if dim is None else Shard(dim))
+            if dim is None:
+                continue
+            lengths = _blocks(module, attribute, local.shape[dim], style)
+            if style.blocks > 1:
+                packed = dict(getattr(module, "packed_over", {}))
+                module.packed_over = packed | {attribute: (dim, style.blocks, ranks)}
+            starts = [sum(lengths[:index]) for index in range(len(lengths))]
+            shares = [
+                local.narrow(dim, start + rank * (length // ranks), length // ranks)
+                for start, length in zip(starts, lengths, strict=True)
+            ]
+            local = torch.cat(shares, dim)
+        divided = nn.Parameter(
+            DTensor.from_local(
+                local.clone() if local.untyped_storage().nbytes() > local.nbytes else local,
+                self.inner,
+                placements,
+                run_check=False,
+                shape=parameter.shape,
+                stride=parameter.stride(),
+            ),
+            requires_grad=parameter.requires_grad,
+        )
+        if getattr(parameter, "_is_hf_initialized", False):
+            divided._is_hf_initialized = True
+        self.done[id(parameter)] = module._parameters[attribute] = divided
+        self.done[id(divided)] = divided
+
+    def _exchange(self, module: nn.Module, tensor: Style, expert: Style) -> None:
+        mixins = []
+        if expert.compute is not None:
+            mixins.append(expert.compute)
+            module.ep_mesh = self.mesh[self.experts_over]
+        if tensor.compute is not None:
+            mixins.append(tensor.compute)
+            module.tp_mesh = self.mesh["tp"]
+        if ExpertsOfThisRank in mixins:
+            module.num_experts //= size_of(self.mesh, self.experts_over)
+            module.first_expert = rank_in(self.mesh, self.experts_over) * module.num_experts
+        if VocabularyParallel in mixins:
+            words = module.weight.shape[0] // size_of(self.mesh, "tp")
+            module.first_word = rank_in(self.mesh, "tp") * words
+            if module.padding_idx is not None:  # a word of this rank's share, or none
+                inside = module.first_word <= module.padding_idx < module.first_word + words
+                module.padding_idx = module.padding_idx - module.first_word if inside else None
+        if LatentKeys in mixins:
+            module.rotary_features = self._rotary_features(module)
+        if mixins:
+            become(module, *mixins)
+
+    def _rotary_features(self, module: nn.Module) -> int:
+        return self.model.config.get_text_config().qk_rope_head_dim
+
+    def _computes_alone(self, module: nn.Module) -> bool:
+        """A unit; elsewhere any module with parameters of its own."""
+        if type(module).__name__ in self.units:
+            return True
+        if any(parameter is not None for parameter in module._parameters.values()):
+            return not any(module is inside for unit in self._units() for inside in unit)
+        return False
+
+    def _units(self) -> list[list[nn.Module]]:
+        if not hasattr(self, "_in_units"):
+            units = [one for one in self.model.modules() if type(one).__name__ in self.units]
+            self._in_units = [list(unit.modules()) for unit in units]
+        return self._in_units
+
+
+def _blocks(module: nn.Module, attribute: str, size: int, style: Style) -> list[int]:
+    """The lengths of what a divided dimension holds one after the other, each of which every rank has a share of."""
+    if isinstance(module, CombinedLinear):
+        return [length for _, length in module.rows.values()]
+    return [size // style.blocks] * style.blocks
+
+
+def check_division(model: PreTrainedModel, mesh: DeviceMesh, plan: ParallelPlan) -> None:
+    """Whether `fsdp` divides every parameter that it has to divide evenly.
+
+    Raises:
+        ShardingError: those it does not.
+    """
+    ranks = size_of(mesh, "fsdp")
+    if ranks == 1:
+        return
+    problems = []
+    for name, module in model.named_modules():
+        if isinstance(module, CombinedLinear) and module.in_features % ranks:
+            detail = f"holds several linears of {module.in_features} input features, which fsdp={ranks} does not divide"
+            problems.append(Problem("divide", name, detail))
+    if problems:
+        raise ShardingError(
+            f"{type(model).__name__} cannot be sharded over {describe(mesh)}",
+            problems,
+            ["load it with combine=False, whose rows fsdp divides unevenly, or take another number of ranks"],
+        )
+
+
+def divide_data(model: PreTrainedModel, sharding: Sharding) -> None:
+    """Apply `fsdp`, if the mesh has it. Nothing is communicated."""
+    mesh, plan = sharding.mesh, sharding.plan
+    if "fsdp" not in (mesh.mesh_dim_names or ()):
+        return
+    ranks = size_of(mesh, "fsdp")
+    dims = _data_dims(model, ranks)
+    offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if plan.offload else OffloadPolicy()
+    options = {
+        "mesh": mesh["fsdp"],
+        "mp_policy": MixedPrecisionPolicy(param_dtype=plan.param_dtype, reduce_dtype=plan.reduce_dtype),
+        "shard_placement_fn": lambda parameter: Shard(dims[id(parameter)]),
+        "offload_policy": offload,
+    }
+    units = [one for one in model.modules() if type(one).__name__ in plan.units and one is not model]
+    for unit in reversed(units):  # those within others first
+        if any(True for _ in unit.parameters()):
+            fully_shard(unit, reshard_after_forward=plan.reshard_after_forward, **options)
+    fully_shard(model, reshard_after_forward=plan.reshard_after_forward, **options)
+
+
+def _data_dims(model: nn.Module, ranks: int) -> Mapping[int, int]:
+    """For each parameter, by identity, the dimension that `fsdp` divides.
+
+    Rows, which is what FSDP gathers without a copy; but combined weights along their columns, so that the rows of each
+    part stay whole, stacks of experts along the features, and what `tp` or `ep` divides along another dimension.
+    """
+    combined = {id(one.weight) for one in model.modules() if isinstance(one, CombinedLinear)}
+    result = {}
+    for parameter in model.parameters():
+        taken = set()
+        if isinstance(parameter, DTensor):
+            taken = {one.dim for one in parameter.placements if isinstance(one, Shard)}
+        rows_stay = id(parameter) in combined or 0 in taken or parameter.ndim > 2
+        others = [
+            dim for dim in reversed(range(1, parameter.ndim)) if dim not in taken and parameter.shape[dim] % ranks == 0
+        ]
+        result[id(parameter)] = others[0] if rows_stay and others else 0
+    return result

@@ -1,0 +1,344 @@
+"""What is divided, and how: a plan for a model, from what transformers and the family declare.
+
+transformers names, for each architecture, the linears that tensor parallelism divides and the stacks that
+expert parallelism divides. A combined projection is made of such linears: each part follows its own rule, and a
+group whose parts follow different rules is not combined. What is divided by data parallelism needs no names.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import PreTrainedModel
+
+from nrl_models.common.combined import CombinedLinear
+from nrl_models.distributed.mesh import describe, mesh_problems, size_of
+from nrl_models.distributed.styles import (
+    EXPERT_STYLES,
+    TENSOR_STYLES,
+    ExpertsOfThisRank,
+    Style,
+    VocabularyParallel,
+)
+from nrl_models.errors import Problem, ShardingError
+
+Plan = Literal["auto"] | Mapping[str, str]
+"""`"auto"`, or rules that take the place of the model's own where they speak of the same modules."""
+
+
+@dataclass(frozen=True)
+class ParallelPlan:
+    """How a model is divided.
+
+    Names may have `*` for a number, as transformers' plans do: `model.layers.*.self_attn.q_proj`.
+
+    Args:
+        tensor: for each module or parameter the `TENSOR_STYLES` word that says how `tp` divides it.
+        expert: likewise for `ep`, from `EXPERT_STYLES`.
+        units: class names of the modules that `fsdp` gathers and frees as one.
+        param_dtype: of parameters while they compute under `fsdp`; None is their own.
+        reduce_dtype: in which `fsdp` sums gradients; None is `param_dtype`.
+        reshard_after_forward: whether `fsdp` frees a unit's parameters between forward and backward.
+        offload: whether `fsdp` keeps parameters and gradients on the CPU.
+    """
+
+    tensor: Mapping[str, str] = field(default_factory=dict)
+    expert: Mapping[str, str] = field(default_factory=dict)
+    units: tuple[str, ...] = ()
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    reshard_after_forward: bool = True
+    offload: bool = False
+
+
+def plan_for(model: PreTrainedModel, mesh: DeviceMesh, plan: Plan | ParallelPlan = "auto") -> ParallelPlan:
+    """The plan by which to shard `model` over `mesh`, checked.
+
+    Args:
+        model: real or on meta.
+        mesh: with dimensions named `fsdp`, `ep`, `tp` (any of them, in this order).
+        plan: see `Plan`; a whole `ParallelPlan` is checked and taken as it is.
+
+    Raises:
+        ShardingError: everything about mesh and plan that does not fit the model.
+    """
+    problems = mesh_problems(mesh)
+    if problems:
+        advice = ['name the dimensions: init_device_mesh(device, (2, 4), mesh_dim_names=("fsdp", "tp"))']
+        raise ShardingError("the mesh does not fit a model", problems, advice)
+    if isinstance(plan, ParallelPlan):
+        chosen = plan
+        problems += _unknown_names(model, {**plan.tensor, **plan.expert})
+        problems += _unknown_units(model, plan.units)
+    elif plan == "auto" or isinstance(plan, Mapping):
+        chosen = ParallelPlan(declared_tensor_plan(model), declared_expert_plan(model), units_of(model))
+        if not isinstance(plan, str):
+            problems += _unknown_names(model, plan)
+            chosen = _overridden(model, chosen, plan)
+    else:
+        raise ShardingError("no such plan", [Problem("plan", repr(plan), "is neither 'auto' nor rules by name")])
+    problems += _unknown_styles(chosen)
+    if not problems:
+        problems += [*_tensor_problems(model, mesh, chosen), *_expert_problems(model, mesh, chosen)]
+    if problems:
+        raise ShardingError(
+            f"{_class_name(model)} cannot be sharded over {describe(mesh)}", problems, _advice(model, mesh, problems)
+        )
+    return chosen
+
+
+def declared_tensor_plan(model: PreTrainedModel) -> dict[str, str]:
+    """transformers' tensor-parallel plan for a model, with what its family adds, and its vocabulary divided.
+
+    The words' vectors and the head are divided alike, over the vocabulary, so that they can stay tied; over ranks
+    that do not divide the vocabulary, both stay whole.
+    """
+    own = getattr(model, "tensor_parallel", {})
+    if own is None:
+        return {}
+    plan = dict(getattr(model, "_tp_plan", None) or {}) | dict(own)
+    names = {module: name for name, module in model.named_modules()}
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if isinstance(embedding, nn.Embedding):
+        plan[names[embedding]] = "embedding_rowwise"
+    if isinstance(head, nn.Linear) and head in names:
+        plan[names[head]] = "colwise_gather_output"
+    return plan
+
+
+def declared_expert_plan(model: PreTrainedModel) -> dict[str, str]:
+    """transformers' expert-parallel plan for a model."""
+    return dict(getattr(model, "_ep_plan", None) or {})
+
+
+def units_of(model: PreTrainedModel) -> tuple[str, ...]:
+    """Class names of the modules that data parallelism gathers as one: those transformers never splits."""
+    declared: set[str] = set()
+    for module in model.modules():
+        declared.update(getattr(module, "_no_split_modules", None) or ())
+    return tuple(sorted(declared))
+
+
+def rules_by_module(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
+    """For each module and parameter that a plan names, the word it has for it."""
+    patterns = [(_pattern(name), style) for name, style in plan.items()]
+    names = [name for name, _ in model.named_modules()] + [name for name, _ in _hf_parameters(model)]
+    found: dict[str, str] = {}
+    for pattern, style in patterns:
+        found |= {name: style for name in names if pattern.fullmatch(name)}
+    return found
+
+
+def is_vocabulary(model: PreTrainedModel, module: nn.Module) -> bool:
+    """Whether `module` is the model's embedding or its head."""
+    return module is model.get_input_embeddings() or module is model.get_output_embeddings()
+
+
+def vocabulary_is_divided(model: PreTrainedModel, mesh: DeviceMesh) -> bool:
+    """Whether `tp` divides the vocabulary: only if it divides that of both embedding and head."""
+    both = [one for one in (model.get_input_embeddings(), model.get_output_embeddings()) if one is not None]
+    return all(one.weight.shape[0] % size_of(mesh, "tp") == 0 for one in both)
+
+
+def experts_over(model: nn.Module, mesh: DeviceMesh, plan: ParallelPlan) -> str | None:
+    """The mesh dimension that divides the experts of a stack: `ep`; or `tp`, where it has no rule of its own for it.
+
+    None if the experts stay together: no stack, no such dimension, or one that does not divide their number.
+    """
+    rules = rules_by_module(model, plan.expert)
+    divided = [name for name, word in rules.items() if EXPERT_STYLES[word].dim(3) is not None]
+    if not divided:
+        return None
+    if size_of(mesh, "ep") > 1:
+        return "ep"
+    ranks, tensor = size_of(mesh, "tp"), rules_by_module(model, plan.tensor)
+    parameters = dict(_hf_parameters(model))
+    fits = all(name not in tensor and parameters[name].shape[0] % ranks == 0 for name in divided)
+    return "tp" if ranks > 1 and fits else None
+
+
+def group_styles(combined_name: str, combined: CombinedLinear, rules: Mapping[str, str]) -> dict[str, str]:
+    """For each part of a combined projection the word that a plan has for it."""
+    owner = combined_name.rpartition(".")[0]
+    return {part: rules.get(f"{owner}.{part}" if owner else part, "replicate") for part in combined.rows}
+
+
+def _pattern(name: str) -> re.Pattern[str]:
+    return re.compile(re.escape(name).replace(r"\*", r"\d+"))
+
+
+def _hf_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return list(model.named_parameters(remove_duplicate=False))
+
+
+def _class_name(model: nn.Module) -> str:
+    return type(model).__name__.removeprefix("FSDP")
+
+
+def _overridden(model: PreTrainedModel, declared: ParallelPlan, rules: Mapping[str, str]) -> ParallelPlan:
+    """`declared` with `rules` in the place of what it says of the same modules."""
+    spoken_of = rules_by_module(model, rules).keys()
+    tensor = {name: style for name, style in rules_by_module(model, declared.tensor).items() if name not in spoken_of}
+    return replace(declared, tensor={**tensor, **rules})
+
+
+def _unknown_names(model: nn.Module, rules: Mapping[str, str]) -> list[Problem]:
+    names = [name for name, _ in model.named_modules()] + [name for name, _ in _hf_parameters(model)]
+    return [
+        Problem("plan", name, "names no module or parameter of the model")
+        for name in rules
+        if not any(_pattern(name).fullmatch(one) for one in names)
+    ]
+
+
+def _unknown_units(model: nn.Module, units: tuple[str, ...]) -> list[Problem]:
+    classes = {_class_name(module) for module in model.modules()}
+    return [Problem("plan", unit, "is no class of a module of the model") for unit in units if unit not in classes]
+
+
+def _unknown_styles(plan: ParallelPlan) -> list[Problem]:
+    problems = []
+    for rules, styles in ((plan.tensor, TENSOR_STYLES), (plan.expert, EXPERT_STYLES)):
+        known = ", ".join(styles)
+        problems += [
+            Problem("plan", name, f"has the style {style!r}; known are {known}")
+            for name, style in rules.items()
+            if style not in styles
+        ]
+    return problems
+
+
+def _tensor_problems(model: PreTrainedModel, mesh: DeviceMesh, plan: ParallelPlan) -> list[Problem]:
+    """Why `tp` does not divide a model."""
+    ranks = size_of(mesh, "tp")
+    if ranks == 1:
+        return []
+    rules = rules_by_module(model, plan.tensor)
+    modules = dict(model.named_modules())
+    inside = {name for name in rules if not (name in modules and is_vocabulary(model, modules[name]))}
+    if not any(TENSOR_STYLES[rules[name]].dim(2) is not None for name in inside):
+        why = "has no tensor-parallel plan, neither transformers' nor its family's"
+        if getattr(model, "tensor_parallel", {}) is None:
+            why = "has no tensor-parallel plan: its family declares that transformers' is wrong for it"
+        return [Problem("plan", _class_name(model), why)]
+    problems = []
+    for name, word in rules.items():
+        style = TENSOR_STYLES[word]
+        if name not in modules:
+            owner, _, attribute = name.rpartition(".")
+            problems += _uneven(name, getattr(modules[owner], attribute), style, ranks)
+            continue
+        module = modules[name]
+        if is_vocabulary(model, module):
+            continue
+        problems += _unsuited(name, module, word)
+        if not isinstance(module, nn.Linear):
+            continue
+        if style.dim(2) == 0:
+            problems += _uneven_heads(model, name, module, modules, ranks)
+        problems += _uneven(name, module.weight, style, ranks) if not problems else []
+    lora = [name for name, module in modules.items() if hasattr(module, "lora_A")]
+    if lora:
+        problems.append(
+            Problem("plan", lora[0], f"and {len(lora) - 1} more have LoRA adapters, which tp does not divide")
+        )
+    return problems
+
+
+def _unsuited(name: str, module: nn.Module, word: str) -> list[Problem]:
+    """A style whose computation the module does not do."""
+    compute = TENSOR_STYLES[word].compute
+    if compute is None or isinstance(module, nn.Linear):
+        return []
+    if compute is VocabularyParallel and isinstance(module, nn.Embedding):
+        if module.max_norm is not None:
+            return [Problem("plan", name, "normalises its vectors (max_norm), which no share of them can")]
+        return []
+    if TENSOR_STYLES[word].dim(2) is None:
+        return []
+    return [Problem("plan", name, f"is a {type(module).__name__}, and {word} divides nn.Linear")]
+
+
+def _uneven(name: str, parameter: torch.Tensor | None, style: Style, ranks: int) -> list[Problem]:
+    if parameter is None or (dim := style.dim(parameter.ndim)) is None:
+        return []
+    size = parameter.shape[dim]
+    if size % (ranks * style.blocks) == 0:
+        return []
+    packed = f", packed of {style.blocks}," if style.blocks > 1 else ""
+    return [Problem("divide", name, f"has {size} in dimension {dim}{packed} which tp={ranks} does not divide")]
+
+
+def _uneven_heads(
+    model: PreTrainedModel, name: str, module: nn.Linear, modules: Mapping[str, nn.Module], ranks: int
+) -> list[Problem]:
+    """A projection to heads whose heads the ranks cannot share evenly: heads are whole on a rank."""
+    owner = modules[name.rpartition(".")[0]]
+    head_dim = getattr(owner, "head_dim", None)
+    if not isinstance(head_dim, int) or module.out_features % head_dim or "Attention" not in type(owner).__name__:
+        return []
+    heads = module.out_features // head_dim
+    if heads % ranks == 0:
+        return []
+    config = model.config.get_text_config()
+    named = [key for key in ("num_key_value_heads", "num_attention_heads") if getattr(config, key, None) == heads]
+    kind = f" ({named[0]})" if named else ""
+    return [Problem("divide", name, f"has {heads} heads of {head_dim}{kind}, which tp={ranks} does not divide")]
+
+
+def _expert_problems(model: PreTrainedModel, mesh: DeviceMesh, plan: ParallelPlan) -> list[Problem]:
+    """Why `ep` does not divide a model."""
+    ranks = size_of(mesh, "ep")
+    if ranks == 1:
+        return []
+    rules = rules_by_module(model, plan.expert)
+    modules = dict(model.named_modules())
+    stacks = [name for name, word in rules.items() if EXPERT_STYLES[word].compute is ExpertsOfThisRank]
+    if not stacks:
+        return [Problem("plan", _class_name(model), "has no experts that an expert-parallel plan divides")]
+    problems = []
+    for name, word in rules.items():
+        if name in modules:
+            continue
+        owner, _, attribute = name.rpartition(".")
+        parameter = getattr(modules[owner], attribute)
+        if EXPERT_STYLES[word].dim(parameter.ndim) is not None and parameter.shape[0] % ranks:
+            problems.append(
+                Problem("divide", name, f"has {parameter.shape[0]} experts, which ep={ranks} does not divide")
+            )
+    for name in stacks:
+        loose = [one for one in modules[name]._parameters if f"{name}.{one}" not in rules]
+        if not hasattr(modules[name], "num_experts"):
+            problems.append(Problem("plan", name, "does not say how many experts it has (num_experts)"))
+        problems += [
+            Problem("plan", f"{name}.{one}", "is in a stack that ep divides, and no rule says how") for one in loose
+        ]
+    return problems
+
+
+def _advice(model: PreTrainedModel, mesh: DeviceMesh, problems: list[Problem]) -> list[str]:
+    kinds = {problem.kind for problem in problems}
+    advice = []
+    config = model.config.get_text_config()
+    if "divide" in kinds:
+        heads = [getattr(config, key, None) for key in ("num_key_value_heads", "num_attention_heads")]
+        sizes = [one for one in heads if isinstance(one, int)]
+        fitting = [n for n in range(1, max(sizes, default=1) + 1) if all(one % n == 0 for one in sizes)]
+        advice.append(f"take tp among {fitting} (heads are never split or copied), and put the other ranks into fsdp")
+    if any("no tensor-parallel plan" in problem.detail for problem in problems):
+        advice.append("use fsdp alone; or give rules as plan={name: style}, or in the family's `tensor_parallel`")
+    if any("LoRA" in problem.detail for problem in problems):
+        advice.append("use fsdp alone for LoRA")
+    if any("no experts" in problem.detail for problem in problems):
+        advice.append("leave out ep")
+    if any("names no module" in problem.detail for problem in problems):
+        advice.append(
+            "names are those of transformers' model, with * for layer numbers, e.g. model.layers.*.mlp.up_proj"
+        )
+    return advice

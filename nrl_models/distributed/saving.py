@@ -1,0 +1,147 @@
+"""`save_pretrained` of a sharded model: a plain Hugging Face checkpoint, file by file as it is gathered."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors.torch import save_file
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import PreTrainedModel
+
+from nrl_models.common.checkpoint_files import INDEX_NAME
+from nrl_models.common.hf_names import checkpoint_layout
+from nrl_models.common.saving import staged
+from nrl_models.common.views import HFTensor
+from nrl_models.distributed.gathering import DEFAULT_BUCKET, gathered
+from nrl_models.distributed.mesh import agree, is_first, reporting_the_dead
+from nrl_models.errors import UnknownArgumentError
+
+
+def save_pretrained(
+    model: PreTrainedModel, folder: str | Path, *, max_shard_size: int | str = "5GB", **options: Any
+) -> None:
+    """Write what `save_pretrained` of the unsharded model would write, tensor for tensor.
+
+    Every rank calls it; the first writes. It holds one file's tensors at a time, the others one bucket's. The files are
+    written aside and moved into place when all is there and no rank has failed: until then an old checkpoint stays.
+
+    Args:
+        model: a sharded model.
+        folder: the folder, as the first rank sees it; made if need be.
+        max_shard_size: no file is larger, unless a single tensor is.
+        options: none. What else transformers' `save_pretrained` takes needs the whole model.
+
+    Raises:
+        UnknownArgumentError: `options`.
+        ShardingError: another rank failed. The rank that failed raises its own error.
+    """
+    if options := {name: value for name, value in options.items() if name not in _IMPLIED}:
+        raise UnknownArgumentError(
+            f"save_pretrained of a sharded model takes no {', '.join(options)}: save it, then do that with the folder"
+        )
+    mesh = model.sharding.mesh
+    adapter = model.sharding.adapter
+    own = model.sharding.own_tensors(model)
+    table = checkpoint_layout(model, adapter)
+    meta = {
+        name: torch.empty(one.shape, dtype=own[one.parameters[0]].dtype, device="meta") for name, one in table.items()
+    }
+    split = split_torch_state_dict_into_shards(
+        meta, filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_size
+    )
+
+    def write(stage: Path | None, attempt: Attempt) -> None:
+        for file, names in split.filename_to_tensors.items():
+            tensors = _gathered_file({name: table[name] for name in names}, own, mesh, keep=stage is not None)
+            if stage is not None:
+                attempt(save_file, tensors, stage / file, metadata={"format": "pt"})
+        if stage is not None:
+            attempt(_write_configuration, model, own, stage)
+            if split.is_sharded:
+                metadata = {"total_parameters": model.num_parameters(), **split.metadata}
+                index = {"metadata": metadata, "weight_map": split.tensor_to_filename}
+                attempt((stage / INDEX_NAME).write_text, json.dumps(index, indent=2, sort_keys=True) + "\n")
+
+    write_together(folder, mesh, write)
+
+
+_IMPLIED = ("is_main_process", "safe_serialization", "save_original_format")
+"""Keywords that trainers pass, and that change nothing here."""
+
+
+class Attempt:
+    """Calls functions until one fails; keeps the error, because other ranks wait for what comes after.
+
+    Attributes:
+        error: the first error.
+    """
+
+    error: Exception | None = None
+
+    def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        """Call it, unless something failed before."""
+        if self.error is None:
+            try:
+                function(*args, **kwargs)
+            except Exception as error:
+                self.error = error
+
+
+def write_together(folder: str | Path, mesh: DeviceMesh, write: Callable[[Path | None, Attempt], None]) -> None:
+    """Let all ranks write a folder, which is there in whole or not at all.
+
+    The first rank makes a folder aside, and moves it into place once every rank is done and none has failed.
+
+    Args:
+        folder: the folder.
+        mesh: whose ranks write.
+        write: what a rank does, given the folder aside (None on other ranks than the first). What may fail there, and
+            only there, goes through the `Attempt`.
+
+    Raises:
+        ShardingError: another rank failed. The rank that failed raises its own error.
+    """
+    what = f"save into {folder}"
+    attempt = Attempt()
+    agreed = False
+    try:
+        with ExitStack() as stack:
+            stages: list[Path] = []
+            if is_first(mesh):
+                attempt(lambda: stages.append(stack.enter_context(staged(folder))))
+            with reporting_the_dead(what):
+                write(stages[0] if stages else None, attempt)
+            agree(mesh, what, {}, attempt.error)
+            agreed = True
+    except Exception as error:
+        if not agreed:
+            raise
+        attempt.error = error  # moving into place failed
+    agree(mesh, what, {}, attempt.error)
+
+
+def _gathered_file(
+    tensors: Mapping[str, HFTensor], own: Mapping[str, torch.Tensor], mesh: DeviceMesh, *, keep: bool
+) -> dict[str, torch.Tensor]:
+    """A file's tensors, whole, on the CPU, each in a storage of its own; nothing on ranks that do not keep them."""
+    kept = {}
+    for name, tensor in gathered(own, tensors, mesh, DEFAULT_BUCKET):
+        if keep:
+            kept[name] = tensor.to("cpu", copy=True)
+    return kept
+
+
+def _write_configuration(model: PreTrainedModel, own: Mapping[str, torch.Tensor], stage: Path) -> None:
+    """The configuration as transformers writes it beside weights."""
+    dtype = next(tensor.dtype for tensor in own.values() if tensor.is_floating_point())
+    model.config.dtype = str(dtype).removeprefix("torch.")
+    model.config.architectures = [type(model).__name__.removeprefix("FSDP")]
+    model.config.save_pretrained(stage)
+    if model.can_generate():
+        model.generation_config.save_pretrained(stage)

@@ -1,0 +1,84 @@
+"""A sharded model's own account of itself: which blocks of which Hugging Face tensors this rank holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import PreTrainedModel
+
+from nrl_models.common.combined import ProjectionPart
+from nrl_models.common.state_dict_adapter import Layout, StateDictAdapter
+from nrl_models.common.views import HFTensor, View
+from nrl_models.distributed.gathering import DEFAULT_BUCKET, gathered
+from nrl_models.distributed.saving import save_pretrained
+from nrl_models.distributed.shards import fill_shards
+
+if TYPE_CHECKING:
+    from nrl_models.distributed.plan import ParallelPlan
+
+
+class Sharding:
+    """How a model is sharded. Kept on the model as `model.sharding`.
+
+    Args:
+        mesh: over which.
+        plan: by which.
+
+    Attributes:
+        adapter: the model's adapter. Its tables speak of whole tensors: of what `DTensor.full_tensor()` gives.
+        loaded_bytes: how much of the checkpoint's tensors this rank read, if the model was loaded sharded.
+    """
+
+    adapter: StateDictAdapter
+    loaded_bytes: int = 0
+
+    def __init__(self, mesh: DeviceMesh, plan: ParallelPlan) -> None:
+        self.mesh, self.plan = mesh, plan
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Sharding:
+        return self
+
+    def finish(self, model: PreTrainedModel) -> None:
+        """Take note of the model's tensors. Before `fsdp`, which changes the names of classes."""
+        self.adapter = StateDictAdapter(model)
+        model.sharding = self
+
+    def hf_views(self, model: nn.Module, layout: Layout) -> dict[str, torch.Tensor]:
+        """Live Hugging Face tensors as DTensors, see `StateDictAdapter.hf_views`."""
+        in_memory: dict[View, torch.Tensor] = {}
+        for name, tensor in self.adapter.transformers.items():
+            owner, _, attribute = name.rpartition(".")
+            view = tensor.view
+            # A parameter, or a part of one, as its module shows it. What is packed over ranks has no placement.
+            if view is not None and (not view.steps or isinstance(model.get_submodule(owner), ProjectionPart)):
+                in_memory[view] = getattr(model.get_submodule(owner), attribute).detach()
+        return {
+            name: in_memory[tensor.view]
+            for name, tensor in self.adapter.layout(layout).items()
+            if tensor.view in in_memory and tensor.parameters[0] not in self.adapter.tied
+        }
+
+    def iter_export(
+        self, model: nn.Module, exported: Mapping[str, HFTensor], max_bytes: int | None
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Whole tensors, bucket by bucket, see `StateDictAdapter.iter_export`."""
+        yield from gathered(self.own_tensors(model), exported, self.mesh, max_bytes or DEFAULT_BUCKET)
+
+    def save_pretrained(
+        self, model: PreTrainedModel, folder: str | Path, max_shard_size: int | str, **options: Any
+    ) -> None:
+        """Write a plain Hugging Face checkpoint, see `FamilyModel.save_pretrained`."""
+        save_pretrained(model, folder, max_shard_size=max_shard_size, **options)
+
+    def local_state_dict(self, model: nn.Module, state_dict: dict[str, torch.Tensor], prefix: str = "") -> list[str]:
+        """Replace whole tensors under Hugging Face names by shards of the model's own, see `fill_from_hf_names`."""
+        return fill_shards(self, model, state_dict, prefix)
+
+    def own_tensors(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        """The model's own tensors, detached: DTensors, and buffers as they are."""
+        return {name: tensor.detach() for name, tensor in model.state_dict(keep_vars=True).items()}

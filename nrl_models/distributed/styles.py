@@ -1,0 +1,331 @@
+"""How one module takes part in tensor or expert parallelism: which dimension is divided, what is exchanged.
+
+Names and meaning are transformers' (the values of a configuration's `base_model_tp_plan`), so that its
+plans can be read; the code is our own and rests on DTensor. Parameters are DTensors. A module computes on
+its rank's plain tensors; where an activation has to be exchanged, it passes through a DTensor, whose
+`redistribute` knows both directions:
+
+- `entering` a divided region: nothing forward, a sum backward (each rank has a share of the gradient);
+- `leaving` it: a sum forward, nothing backward.
+
+The two are Megatron-LM's `f` and `g` (https://arxiv.org/abs/1909.08053).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.nn import functional as F
+
+
+def entering(tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """`tensor`, which every rank of `mesh` has; its gradient is the sum of theirs."""
+    replicated = DTensor.from_local(tensor, mesh, [Replicate()], run_check=False)
+    return replicated.to_local(grad_placements=[Partial()])
+
+
+def leaving(tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """The sum of the ranks' tensors; each gets the sum's gradient."""
+    return (
+        DTensor.from_local(tensor, mesh, [Partial()], run_check=False).redistribute(placements=[Replicate()]).to_local()
+    )
+
+
+def _gathered(tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """The ranks' tensors side by side in the last dimension."""
+    divided = DTensor.from_local(tensor, mesh, [Shard(tensor.ndim - 1)], run_check=False)
+    return divided.redistribute(placements=[Replicate()]).to_local()
+
+
+def _own_share(tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """This rank's share of the last dimension of a tensor every rank has."""
+    whole = DTensor.from_local(tensor, mesh, [Replicate()], run_check=False)
+    return whole.redistribute(placements=[Shard(tensor.ndim - 1)]).to_local()
+
+
+class _Parallel(nn.Module):
+    """Mixin: a module some of whose work other ranks do.
+
+    Attributes:
+        tp_mesh, ep_mesh: the one-dimensional meshes of the ranks that divide it.
+    """
+
+    tp_mesh: DeviceMesh
+    ep_mesh: DeviceMesh
+
+
+class Colwise(_Parallel):
+    """A linear with its share of the output features."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """`input` `(..., I)`, the same on every rank. Returns `(..., O / ranks)`."""
+        return super().forward(entering(input, self.tp_mesh))
+
+
+class ColwiseGathered(Colwise):
+    """A linear with its share of the output features, which are then gathered."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """`input` `(..., I)`, the same on every rank. Returns `(..., O)`, the same too."""
+        return _gathered(super().forward(input), self.tp_mesh)
+
+
+class Rowwise(_Parallel):
+    """A linear with its share of the input features. The bias is added once, after the sum."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """`input` `(..., I / ranks)`, this rank's share. Returns `(..., O)`, the same on every rank."""
+        output = leaving(F.linear(input, self.weight), self.tp_mesh)
+        return output if self.bias is None else output + self.bias
+
+
+class RowwiseSplit(Rowwise):
+    """`Rowwise` of an input that every rank has whole."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """`input` `(..., I)`, the same on every rank. Returns `(..., O)`, the same too."""
+        return super().forward(_own_share(input, self.tp_mesh))
+
+
+class VocabularyParallel(_Parallel):
+    """An embedding with its share of the vocabulary: words of other ranks are zeros until the sum.
+
+    Attributes:
+        first_word: the first word of this rank's share.
+    """
+
+    first_word: int
+    weight: torch.Tensor
+
+    def forward(self, input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """`input`: words, the same on every rank. Returns their vectors, the same too."""
+        inside = (input >= self.first_word) & (input < self.first_word + self.weight.shape[0])
+        local = torch.where(inside, input - self.first_word, 0)
+        vectors = super().forward(local, *args, **kwargs).masked_fill(~inside.unsqueeze(-1), 0)
+        return leaving(vectors, self.tp_mesh)
+
+
+class SummedOutput(_Parallel):
+    """A module whose ranks each compute a share of a sum."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Arguments are the module's own. Returns the sum."""
+        return leaving(super().forward(*args, **kwargs), self.tp_mesh)
+
+
+class LatentKeys(_Parallel):
+    """The projection to the keys' latents of multi-head latent attention, which every rank has whole.
+
+    Its rotary part goes to each rank's heads directly, so that its gradient there is a share; the rest passes
+    through a divided projection, which sums by itself.
+
+    Attributes:
+        rotary_features: how many of the last output features are the rotary part.
+    """
+
+    rotary_features: int
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """`input` `(..., I)`, the same on every rank. Returns `(..., O)`, the same too."""
+        output = super().forward(input)
+        latent, rotary = output.split([output.shape[-1] - self.rotary_features, self.rotary_features], dim=-1)
+        return torch.cat([latent, entering(rotary, self.tp_mesh)], dim=-1)
+
+
+class DividedExperts(_Parallel):
+    """A stack of experts, each with its share of the intermediate features."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Arguments are the stack's own, the same on every rank. Returns the experts' sum, the same too."""
+        shared = [entering(one, self.tp_mesh) if _is_float(one) else one for one in args]
+        named = {key: entering(one, self.tp_mesh) if _is_float(one) else one for key, one in kwargs.items()}
+        return leaving(super().forward(*shared, **named), self.tp_mesh)
+
+
+class ScaledIdentity(_Parallel):
+    """An expert that returns its input, on ranks whose outputs are summed."""
+
+    def forward(self, input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Returns this rank's share of `input`."""
+        return super().forward(input / self.tp_mesh.size(), *args, **kwargs)
+
+
+class ExpertsOfThisRank(_Parallel):
+    """A stack with its share of the experts: each rank computes the tokens that chose one of its own.
+
+    Attributes:
+        first_expert: the first expert of this rank's share.
+        num_experts: how many it has.
+    """
+
+    first_expert: int
+    num_experts: int
+
+    def forward(self, hidden_states: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """All as of the whole stack, and the same on every rank.
+
+        Args:
+            hidden_states: `(..., D)`, tokens.
+            chosen: `(tokens, k)`, each token's experts.
+            weights: `(tokens, k)`, each choice's weight.
+
+        Returns:
+            `(..., D)`, the sum over every rank's experts.
+        """
+        tokens = entering(hidden_states, self.ep_mesh).reshape(-1, hidden_states.shape[-1])
+        weights = entering(weights, self.ep_mesh)
+        token, choice = ((chosen >= self.first_expert) & (chosen < self.first_expert + self.num_experts)).nonzero(
+            as_tuple=True
+        )
+        if token.numel() == 0:  # one token for nothing, so that every parameter has a gradient on every rank
+            token = choice = chosen.new_zeros(1)
+            expert, weight = token, weights[token, choice] * 0
+        else:
+            expert, weight = chosen[token, choice] - self.first_expert, weights[token, choice]
+        outputs = super().forward(tokens[token], expert.unsqueeze(-1), torch.ones_like(weight).unsqueeze(-1))
+        weighted = (outputs * weight.unsqueeze(-1)).to(tokens.dtype)
+        summed = torch.zeros_like(tokens).index_add(0, token, weighted)
+        return leaving(summed, self.ep_mesh).reshape(hidden_states.shape)
+
+
+def _is_float(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+@dataclass(frozen=True, slots=True)
+class Style:
+    """What a plan's word means.
+
+    Args:
+        dim: the dimension of a parameter that is divided, given how many it has; None divides nothing.
+        compute: the mixin that exchanges activations; None where nothing is exchanged.
+        blocks: how many equal blocks the divided dimension holds, of each of which a rank has its share.
+        sums_gradient: whether the parameters are whole on every rank, yet see only its share of the work.
+    """
+
+    dim: Callable[[int], int | None] = lambda ndim: None
+    compute: type[_Parallel] | None = None
+    blocks: int = 1
+    sums_gradient: bool = False
+
+
+def _output(ndim: int) -> int:
+    return max(ndim - 2, 0)
+
+
+def _input(ndim: int) -> int | None:
+    return ndim - 1 if ndim > 1 else None
+
+
+def _first(ndim: int) -> int:
+    return 0
+
+
+TENSOR_STYLES: dict[str, Style] = {
+    "colwise": Style(_output, Colwise),
+    "colwise_gather_output": Style(_output, ColwiseGathered),
+    "colwise_rep": Style(_output, ColwiseGathered),
+    "rowwise": Style(_input, Rowwise),
+    "rowwise_split_input": Style(_input, RowwiseSplit),
+    "rowwise_rep": Style(_input, RowwiseSplit),
+    "packed_colwise": Style(_output, Colwise, blocks=2),
+    "packed_rowwise": Style(_input, Rowwise, blocks=2),
+    "embedding_rowwise": Style(_first, VocabularyParallel),
+    "moe_tp_experts": Style(compute=DividedExperts),
+    "moe_identity_expert": Style(compute=ScaledIdentity),
+    "mla_kv_a_proj": Style(compute=LatentKeys),
+    "all_reduce": Style(compute=SummedOutput),
+    "replicated_with_grad_allreduce": Style(sums_gradient=True),
+    "local_params": Style(),  # every module computes on its rank's tensors here
+    "replicate": Style(),
+}
+"""What a tensor-parallel plan may say of a module or a parameter."""
+
+EXPERT_STYLES: dict[str, Style] = {
+    "grouped_gemm": Style(_first),
+    "ep_dispatch_experts": Style(compute=ExpertsOfThisRank),
+    "moe_tp_experts": Style(compute=ExpertsOfThisRank),  # so called before transformers 5.2x
+    "ep_router": Style(),  # routes as ever: choosing this rank's experts is the stack's affair here
+    "replicate": Style(),
+}
+"""What an expert-parallel plan may say."""
+
+
+class OnLocalTensors(nn.Module):
+    """Mixin: during its forward, every parameter in this module is this rank's plain tensor.
+
+    Whatever the module's code does with its parameters, and those of modules in it, is done on plain
+    tensors, at no cost per operation; gradients come back as DTensors of the parameters' placements.
+
+    Attributes:
+        sums_gradient_of: `(module, name)` of parameters whose gradient is a share on each rank of `tp`.
+    """
+
+    sums_gradient_of: frozenset[tuple[int, str]] = frozenset()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Arguments and results are the module's own."""
+        return _run_on_local_tensors(self, super().forward, args, kwargs)
+
+
+@torch._dynamo.disable(recursive=False)
+def _run_on_local_tensors(module: OnLocalTensors, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Not compiled itself, since it exchanges parameters; what it calls is."""
+    with _local_tensors(module):
+        return forward(*args, **kwargs)
+
+
+@contextmanager
+def _local_tensors(module: OnLocalTensors) -> Iterator[None]:
+    exchanged = [
+        (part, name, parameter)
+        for part in _modules_within(module)
+        for name, parameter in part._parameters.items()
+        if isinstance(parameter, DTensor)
+    ]
+    try:
+        for part, name, parameter in exchanged:
+            part._parameters[name] = _local(parameter, (id(part), name) in module.sums_gradient_of)  # type: ignore[assignment]
+        yield
+    finally:
+        for part, name, parameter in exchanged:
+            part._parameters[name] = parameter
+
+
+def _modules_within(module: nn.Module) -> Iterator[nn.Module]:
+    """`module` and what is in it, apart from modules that see to themselves."""
+    yield module
+    for child in module.children():
+        if not isinstance(child, OnLocalTensors):
+            yield from _modules_within(child)
+
+
+def _local(parameter: DTensor, sums_gradient: bool) -> torch.Tensor:
+    if not sums_gradient:
+        return parameter.to_local()
+    # A redistribution to where it is already: nothing forward, the placements' own sum backward.
+    names = parameter.device_mesh.mesh_dim_names or ()
+    shares = [Partial() if name == "tp" else one for name, one in zip(names, parameter.placements, strict=True)]
+    return parameter.redistribute(placements=parameter.placements).to_local(grad_placements=shares)
+
+
+def become(module: nn.Module, *mixins: type[nn.Module]) -> None:
+    """Let `module` be of its class with `mixins` before it: the same object, and a class of the same name."""
+    module.__class__ = _mixed(type(module), mixins)
+
+
+@cache
+def _mixed(cls: type[nn.Module], mixins: tuple[type[nn.Module], ...]) -> type[nn.Module]:
+    body = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    return type(cls.__name__, (*mixins, cls), body)

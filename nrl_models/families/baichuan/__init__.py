@@ -1,0 +1,1 @@
+"""Baichuan: packed projections on the hub, rotary positions or ALiBi."""

@@ -1,0 +1,98 @@
+"""Configuration of Baichuan 1 and 2."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from huggingface_hub.dataclasses import strict
+from transformers import PreTrainedConfig
+
+BAICHUAN2_VOCAB_SIZE = 125696
+"""By its vocabulary a published configuration is known to be of Baichuan 2; nothing else in it says so."""
+
+
+@strict
+class BaichuanConfig(PreTrainedConfig):
+    """Baichuan 1 and 2, 7B (rotary positions) and 13B (ALiBi). Defaults are those of Baichuan2-7B.
+
+    The hub's four configurations share one `model_type` and differ in what they leave out; what they
+    imply is said outright here, and saved.
+
+    Attributes:
+        max_position_embeddings: length of the rotary table. The 13B models' configurations have none.
+        model_max_length: length the model was trained for.
+        position_embedding_type: `rotary` or `alibi`; None is `rotary` where there are `max_position_embeddings`.
+        normalize_head: whether logits are products with rows of unit length (`NormHead`); None is
+            whether the vocabulary is Baichuan 2's.
+        z_loss_weight: of the squared largest logit, in the loss.
+        rope_parameters: of rotary positions; None is the plain kind with base 10,000.
+    """
+
+    model_type = "baichuan"
+    keys_to_ignore_at_inference = ["past_key_values"]
+    base_model_tp_plan = {
+        "layers.*.self_attn.q_proj": "colwise",
+        "layers.*.self_attn.k_proj": "colwise",
+        "layers.*.self_attn.v_proj": "colwise",
+        "layers.*.self_attn.o_proj": "rowwise",
+        "layers.*.mlp.gate_proj": "colwise",
+        "layers.*.mlp.up_proj": "colwise",
+        "layers.*.mlp.down_proj": "rowwise",
+    }
+    base_model_pp_plan = {
+        "embed_tokens": (["input_ids"], ["inputs_embeds"]),
+        "layers": (["hidden_states", "attention_mask"], ["hidden_states"]),
+        "norm": (["hidden_states"], ["hidden_states"]),
+    }
+
+    vocab_size: int = BAICHUAN2_VOCAB_SIZE
+    hidden_size: int = 4096
+    intermediate_size: int = 11008
+    num_hidden_layers: int = 32
+    num_attention_heads: int = 32
+    hidden_act: str = "silu"
+    max_position_embeddings: int | None = None
+    model_max_length: int = 4096
+    position_embedding_type: str | None = None
+    normalize_head: bool | None = None
+    z_loss_weight: float | int = 0.0
+    initializer_range: float = 0.02
+    rms_norm_eps: float = 1e-6
+    attention_dropout: float | int = 0.0
+    use_cache: bool = True
+    pad_token_id: int | None = 0
+    bos_token_id: int | None = 1
+    eos_token_id: int | list[int] | None = 2
+    tie_word_embeddings: bool = False
+    rope_parameters: dict[str, Any] | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        """Say what the published configurations imply."""
+        if self.position_embedding_type is None:
+            self.position_embedding_type = "alibi" if self.max_position_embeddings is None else "rotary"
+        if self.normalize_head is None:
+            self.normalize_head = self.vocab_size == BAICHUAN2_VOCAB_SIZE
+        if self.position_embedding_type == "alibi":
+            # Each head has a slope of its own, which nothing divides: attention stays whole.
+            self.base_model_tp_plan = {name: by for name, by in self.base_model_tp_plan.items() if ".mlp." in name}
+        elif self.rope_parameters is None:
+            self.rope_parameters = {"rope_type": "default", "rope_theta": kwargs.pop("rope_theta", 10000.0)}
+        super().__post_init__(**kwargs)
+
+    def validate_architecture(self) -> None:
+        """Refuse what no Baichuan is; transformers calls this."""
+        if self.position_embedding_type not in ("rotary", "alibi"):
+            raise ValueError(
+                f"position_embedding_type={self.position_embedding_type!r}: expected 'rotary' (7B) or 'alibi' (13B)"
+            )
+        if self.position_embedding_type == "rotary" and self.max_position_embeddings is None:
+            raise ValueError("rotary positions need max_position_embeddings, the length they were trained for")
+        if self.hidden_size % self.num_attention_heads:
+            raise ValueError(
+                f"hidden_size={self.hidden_size} is no multiple of num_attention_heads={self.num_attention_heads}"
+            )
+
+    @property
+    def head_dim(self) -> int:
+        """Width of a head."""
+        return self.hidden_size // self.num_attention_heads

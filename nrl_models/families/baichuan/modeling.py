@@ -1,0 +1,328 @@
+"""Baichuan in transformers' style: Llama's block, rotary positions or ALiBi, and a head that may be normalised.
+
+transformers has no Baichuan. This is the plain, uncombined model that the family's tests compare with; the
+hub packs its queries, keys and values (`W_pack`), and a conversion registered here says so to transformers.
+Follows Baichuan 2 (arXiv 2309.10305), RoPE (arXiv 2104.09864) and ALiBi (arXiv 2108.12409).
+
+Shape suffixes: `B` batch, `H` heads, `Q` queries, `K` keys.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.conversion_mapping import register_checkpoint_conversion_mapping
+from transformers.core_model_loading import Chunk, WeightConverter
+from transformers.generation import GenerationMixin
+from transformers.masking_utils import create_causal_mask
+from transformers.modeling_layers import (
+    GenericForSequenceClassification,
+    GenericForTokenClassification,
+    GradientCheckpointingLayer,
+)
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama import modeling_llama as llama
+from transformers.utils import can_return_tuple
+from transformers.utils.generic import merge_with_config_defaults
+from transformers.utils.output_capturing import capture_outputs
+
+from nrl_models.families.baichuan.configuration import BaichuanConfig
+
+
+def alibi_slopes(heads: int) -> list[float]:
+    """The slope of each of `heads` heads: a geometric sequence for a power of two.
+
+    For another number: the sequence of the power below, then every second one of the power above.
+    """
+    power = 2 ** math.floor(math.log2(heads))
+    slopes = [2 ** (-8 * (head + 1) / power) for head in range(power)]
+    return slopes if power == heads else slopes + alibi_slopes(2 * power)[::2][: heads - power]
+
+
+class BaichuanRMSNorm(llama.LlamaRMSNorm):
+    """Root-mean-square norm, in fp32."""
+
+
+class BaichuanRotaryEmbedding(llama.LlamaRotaryEmbedding):
+    """Tables of rotary positions."""
+
+
+class BaichuanMLP(nn.Module):
+    """SwiGLU without biases."""
+
+    def __init__(self, config: BaichuanConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.act_fn = llama.ACT2FN[config.hidden_act]
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """`(..., hidden)` to `(..., hidden)`."""
+        return self.down_proj(self.act_fn(self.gate_proj(hidden_states)) * self.up_proj(hidden_states))
+
+
+class BaichuanAttention(nn.Module):
+    """Multi-head attention. ALiBi's biases come in the mask, rotary positions as tables."""
+
+    def __init__(self, config: BaichuanConfig, layer_idx: int) -> None:
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer_idx
+        self.head_dim = config.head_dim
+        self.num_key_value_groups = 1
+        self.scaling = self.head_dim**-0.5
+        self.attention_dropout = config.attention_dropout
+        self.is_causal = True
+        self.q_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+        self.k_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+        self.v_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+        self.o_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Output `(B, Q, hidden)` and, from eager attention, the weights `(B, H, Q, K)`."""
+        by_head = (*hidden_states.shape[:-1], -1, self.head_dim)
+        query, key, value = (
+            projection(hidden_states).view(by_head).transpose(1, 2)
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        if position_embeddings is not None:
+            query, key = llama.apply_rotary_pos_emb(query, key, *position_embeddings)
+        if past_key_values is not None:
+            key, value = past_key_values.update(key, value, self.layer_idx)
+        attend: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, llama.eager_attention_forward
+        )
+        dropout = self.attention_dropout if self.training else 0.0
+        output, weights = attend(
+            self, query, key, value, attention_mask, dropout=dropout, scaling=self.scaling, **kwargs
+        )
+        return self.o_proj(output.flatten(-2).contiguous()), weights
+
+
+class BaichuanDecoderLayer(GradientCheckpointingLayer):
+    """Attention and MLP, each behind a norm and with a residual."""
+
+    def __init__(self, config: BaichuanConfig, layer_idx: int) -> None:
+        super().__init__()
+        self.self_attn = BaichuanAttention(config, layer_idx)
+        self.mlp = BaichuanMLP(config)
+        self.input_layernorm = BaichuanRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = BaichuanRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        """`(B, Q, hidden)` to `(B, Q, hidden)`; keywords go to the attention."""
+        attended, _ = self.self_attn(self.input_layernorm(hidden_states), **kwargs)
+        hidden_states = hidden_states + attended
+        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+
+
+class BaichuanNormHead(nn.Linear):
+    """Output embeddings whose rows count by their direction only.
+
+    The remote code overwrites the weight with its normalised rows at the first evaluation; here the weight
+    stays as it was trained, and logits are the same.
+    """
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """`(..., hidden)` to `(..., vocabulary)`."""
+        return F.linear(input, F.normalize(self.weight), self.bias)
+
+
+class BaichuanPreTrainedModel(PreTrainedModel):
+    """What all Baichuan models share."""
+
+    config_class = BaichuanConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["BaichuanDecoderLayer"]
+    _skip_keys_device_placement = ["past_key_values"]
+    _supports_flash_attn = True
+    _supports_sdpa = True
+    _supports_flex_attn = True
+    _can_compile_fullgraph = True
+    _supports_attention_backend = True
+    _can_record_outputs = {"hidden_states": BaichuanDecoderLayer, "attentions": BaichuanAttention}
+    _keys_to_ignore_on_load_unexpected = [r"rotary_emb\.inv_freq$"]
+
+
+class BaichuanModel(BaichuanPreTrainedModel):
+    """The decoder without a head.
+
+    Raises:
+        ValueError: ALiBi with an attention implementation that takes no biases.
+    """
+
+    def __init__(self, config: BaichuanConfig) -> None:
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
+        self.layers = nn.ModuleList(BaichuanDecoderLayer(config, index) for index in range(config.num_hidden_layers))
+        self.norm = BaichuanRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.has_alibi = config.position_embedding_type == "alibi"
+        self.rotary_emb = None if self.has_alibi else BaichuanRotaryEmbedding(config=config)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    @merge_with_config_defaults
+    @capture_outputs
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPast:
+        """Hidden states `(B, Q, hidden)`. Arguments are those of every decoder in transformers."""
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("give either input_ids or inputs_embeds")
+        if inputs_embeds is None:
+            inputs_embeds = self.embed_tokens(input_ids)
+        if use_cache and past_key_values is None:
+            past_key_values = DynamicCache(config=self.config)
+        seen = past_key_values.get_seq_length() if past_key_values is not None else 0
+        if position_ids is None:
+            position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device)[None] + seen
+        mask_inputs = {
+            "inputs_embeds": inputs_embeds,
+            "attention_mask": attention_mask,
+            "past_key_values": past_key_values,
+            "position_ids": position_ids,
+        }
+        if self.has_alibi:
+            mask, positions = self._alibi_mask(seen, mask_inputs), None
+        else:
+            mask = create_causal_mask(self.config, **mask_inputs)
+            positions = self.rotary_emb(inputs_embeds, position_ids=position_ids)
+        hidden_states = inputs_embeds
+        for layer in self.layers[: self.config.num_hidden_layers]:
+            hidden_states = layer(
+                hidden_states,
+                attention_mask=mask,
+                position_embeddings=positions,
+                position_ids=position_ids,
+                past_key_values=past_key_values,
+                use_cache=use_cache,
+                **kwargs,
+            )
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values)
+
+    def _alibi_mask(self, seen: int | torch.Tensor, mask_inputs: dict[str, Any]) -> torch.Tensor:
+        """The causal mask with each head's penalty on distance, `(B, H, Q, K)`, to be added to the scores.
+
+        Distance is counted in places, so that it is right within a document wherever it lies: packed,
+        padded on either side, or partly in a cache.
+        """
+        implementation = self.config._attn_implementation
+        if implementation not in ("eager", "sdpa"):
+            raise ValueError(
+                f"attn_implementation={implementation!r} cannot add ALiBi's biases: "
+                "load the model with 'sdpa' or 'eager'"
+            )
+        config = copy.copy(self.config)
+        config._attn_implementation_internal = "eager"  # whose masks are added, and never left out
+        mask = create_causal_mask(config, **mask_inputs)
+        queries = torch.arange(mask.shape[-2], device=mask.device) + seen
+        distance = torch.arange(mask.shape[-1], device=mask.device) - queries[:, None]
+        slopes = torch.tensor(alibi_slopes(self.config.num_attention_heads), device=mask.device)
+        # What is masked stays at the dtype's lowest value, which a penalty would take to infinity.
+        return mask + (slopes[:, None, None] * distance).to(mask.dtype).masked_fill(mask < 0, 0)
+
+
+class BaichuanForCausalLM(BaichuanPreTrainedModel, GenerationMixin):
+    """Baichuan with a language-model head: `BaichuanForCausalLM` on the hub."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+    _tp_plan = {"lm_head": "colwise_gather_output"}
+    _pp_plan = {"lm_head": (["hidden_states"], ["logits"])}
+
+    def __init__(self, config: BaichuanConfig) -> None:
+        super().__init__(config)
+        self.model = BaichuanModel(config)
+        head = BaichuanNormHead if config.normalize_head else nn.Linear
+        self.lm_head = head(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        """Logits `(B, Q, vocabulary)`, and the loss for `labels`. Arguments are those of every causal model."""
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(outputs.last_hidden_state[:, kept, :])
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+            if self.config.z_loss_weight:
+                loss = loss + self.config.z_loss_weight * logits[..., :-1, :].amax(-1).float().square().mean()
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+
+
+class BaiChuanForCausalLM(BaichuanForCausalLM):
+    """The same under the name that Baichuan-7B's configuration gives it."""
+
+
+class BaichuanForSequenceClassification(GenericForSequenceClassification, BaichuanPreTrainedModel):
+    """Baichuan with one score, or several, for a whole sequence."""
+
+
+class BaichuanForTokenClassification(GenericForTokenClassification, BaichuanPreTrainedModel):
+    """Baichuan with scores for each token."""
+
+
+AutoConfig.register(BaichuanConfig.model_type, BaichuanConfig, exist_ok=True)
+AutoModel.register(BaichuanConfig, BaichuanModel, exist_ok=True)  # the generic heads ask it for their decoder
+AutoModelForCausalLM.register(BaichuanConfig, BaichuanForCausalLM, exist_ok=True)
+register_checkpoint_conversion_mapping(
+    BaichuanConfig.model_type,
+    [
+        WeightConverter(
+            source_patterns="self_attn.W_pack.weight",
+            target_patterns=[f"self_attn.{name}.weight" for name in ("q_proj", "k_proj", "v_proj")],
+            operations=[Chunk(dim=0)],
+        )
+    ],
+    overwrite=True,
+)

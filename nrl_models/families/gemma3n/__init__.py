@@ -1,0 +1,1 @@
+"""Gemma 3n: later layers attend to earlier layers' keys and values."""

@@ -1,0 +1,19 @@
+"""Gemma 3n: AltUp, LAuReL and embeddings for each layer; later layers attend to earlier layers' keys and values."""
+
+from transformers.models.gemma3n import modeling_gemma3n as hf
+
+from nrl_models.common import CombinedGateUp, CombinedQKV, FamilyModel
+from nrl_models.common.kv_sharing import SharedKeyValues
+
+
+class Gemma3nFamily(SharedKeyValues, FamilyModel):
+    """What every Gemma 3n model shares."""
+
+    rewrites = {
+        hf.Gemma3nTextAttention: CombinedQKV,  # of queries alone in layers that share keys and values
+        hf.Gemma3nTextMLP: CombinedGateUp,
+    }
+
+
+Gemma3nForCausalLM = ModelClass = Gemma3nFamily.head(hf.Gemma3nForCausalLM)
+Gemma3nForConditionalGeneration = Gemma3nFamily.head(hf.Gemma3nForConditionalGeneration)

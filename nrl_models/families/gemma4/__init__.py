@@ -1,0 +1,1 @@
+"""Gemma 4: dense, mixture of experts, and shared keys and values."""

@@ -1,0 +1,28 @@
+"""Gemma 4: dense, with experts (26B-A4B), and with layers that attend to earlier ones' keys and values (E2B, E4B)."""
+
+from transformers.models.gemma4 import modeling_gemma4 as hf
+
+from nrl_models.common import CombinedGateUp, CombinedQKV, FamilyModel
+from nrl_models.common.kv_sharing import SharedKeyValues
+from nrl_models.common.token_types import with_token_types
+
+
+class Gemma4Family(SharedKeyValues, FamilyModel):
+    """What every Gemma 4 model shares."""
+
+    rewrites = {
+        # Without values where keys are the values (`attention_k_eq_v`), of queries alone where both are shared.
+        hf.Gemma4TextAttention: CombinedQKV,
+        hf.Gemma4TextMLP: CombinedGateUp,
+    }
+
+
+Gemma4ForCausalLM = ModelClass = Gemma4Family.head(hf.Gemma4ForCausalLM)
+Gemma4ForConditionalGeneration = Gemma4Family.head(
+    hf.Gemma4ForConditionalGeneration,
+    forward=with_token_types(
+        hf.Gemma4ForConditionalGeneration.forward,
+        "mm_token_type_ids",
+        {"image_token_id": 1, "video_token_id": 2, "audio_token_id": 3},
+    ),
+)

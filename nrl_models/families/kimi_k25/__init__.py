@@ -1,0 +1,1 @@
+"""Kimi K2.5: a vision tower before DeepSeek-V3."""

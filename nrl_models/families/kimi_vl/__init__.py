@@ -1,0 +1,1 @@
+"""Kimi-VL: a MoonViT vision tower before DeepSeek-V3."""

@@ -1,0 +1,19 @@
+"""Kimi-VL: a MoonViT vision tower, whose projections are one on the hub already, before DeepSeek-V3."""
+
+from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek_v3
+
+from nrl_models.common import CombinedGateUp, FamilyModel, combine
+from nrl_models.families.kimi_vl import modeling as hf
+
+
+class KimiVLFamily(FamilyModel):
+    """What every Kimi-VL model shares."""
+
+    rewrites = {
+        # The published text model does not compress queries: `q_proj`, not `q_a_proj`.
+        deepseek_v3.DeepseekV3Attention: combine(qkv_a_proj=("q_a_proj", "q_proj", "kv_a_proj_with_mqa")),
+        deepseek_v3.DeepseekV3MLP: CombinedGateUp,
+    }
+
+
+KimiVLForConditionalGeneration = ModelClass = KimiVLFamily.head(hf.KimiVLForConditionalGeneration)

@@ -1,0 +1,1 @@
+"""Mistral 3: a Pixtral vision tower before Mistral."""

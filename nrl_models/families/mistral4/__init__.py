@@ -1,0 +1,1 @@
+"""Mistral 4: latent attention over a mixture of experts."""

@@ -1,0 +1,1 @@
+"""Nemotron-H: Mamba-2, attention and MLPs or experts."""

@@ -1,0 +1,20 @@
+"""Nemotron-H (v2 dense, v3 with experts): Mamba-2 mixers, attention, and squared-ReLU MLPs or experts, one a layer."""
+
+from transformers.models.nemotron_h import modeling_nemotron_h as hf
+
+from nrl_models.common import CombinedQKV, FamilyModel
+
+
+class NemotronHFamily(FamilyModel):
+    """What every Nemotron-H model shares."""
+
+    rewrites = {
+        hf.NemotronHAttention: CombinedQKV,  # mixers project once, and MLPs have no gate
+    }
+    limits = {
+        "packed sequences": "upstream's Mamba mixers carry their state from a document to the next",
+        "LoRA": "PEFT refuses the mixers' out_proj, whose kernel it would bypass, so `all-linear` is refused, too",
+    }
+
+
+NemotronHForCausalLM = ModelClass = NemotronHFamily.head(hf.NemotronHForCausalLM)

@@ -1,0 +1,29 @@
+"""Qwen2.5-VL: a vision tower with windows and gated MLPs before Qwen2 with positions in three dimensions."""
+
+from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl as hf
+
+from nrl_models.common import CombinedGateUp, CombinedQKV, FamilyModel
+from nrl_models.common.mrope import FreshPositions, PackedTextPositions
+
+
+class Qwen2_5_VLTextModel(PackedTextPositions, hf.Qwen2_5_VLTextModel):
+    """The decoder; documents packed by plain positions do not see each other."""
+
+
+class Qwen2_5_VLModel(FreshPositions, hf.Qwen2_5_VLModel):
+    """Vision tower and decoder; a sequence without images decodes without the last one's offsets."""
+
+
+class Qwen25VLFamily(FamilyModel):
+    """What every Qwen2.5-VL model shares."""
+
+    rewrites = {
+        hf.Qwen2_5_VLAttention: CombinedQKV,
+        hf.Qwen2MLP: CombinedGateUp,
+        hf.Qwen2_5_VLMLP: CombinedGateUp,  # of the vision tower
+        hf.Qwen2_5_VLTextModel: Qwen2_5_VLTextModel,
+        hf.Qwen2_5_VLModel: Qwen2_5_VLModel,
+    }
+
+
+Qwen2_5_VLForConditionalGeneration = ModelClass = Qwen25VLFamily.head(hf.Qwen2_5_VLForConditionalGeneration)

@@ -1,0 +1,28 @@
+"""Qwen2-VL: a vision tower with packed projections before Qwen2 with positions in three dimensions."""
+
+from transformers.models.qwen2_vl import modeling_qwen2_vl as hf
+
+from nrl_models.common import CombinedGateUp, CombinedQKV, FamilyModel
+from nrl_models.common.mrope import FreshPositions, PackedTextPositions
+
+
+class Qwen2VLTextModel(PackedTextPositions, hf.Qwen2VLTextModel):
+    """The decoder; documents packed by plain positions do not see each other."""
+
+
+class Qwen2VLModel(FreshPositions, hf.Qwen2VLModel):
+    """Vision tower and decoder; a sequence without images decodes without the last one's offsets."""
+
+
+class Qwen2VLFamily(FamilyModel):
+    """What every Qwen2-VL model shares."""
+
+    rewrites = {
+        hf.Qwen2VLAttention: CombinedQKV,
+        hf.Qwen2MLP: CombinedGateUp,
+        hf.Qwen2VLTextModel: Qwen2VLTextModel,
+        hf.Qwen2VLModel: Qwen2VLModel,
+    }
+
+
+Qwen2VLForConditionalGeneration = ModelClass = Qwen2VLFamily.head(hf.Qwen2VLForConditionalGeneration)

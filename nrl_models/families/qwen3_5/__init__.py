@@ -1,0 +1,1 @@
+"""Qwen3.5: gated delta nets and gated attention."""

@@ -1,0 +1,1 @@
+"""Qwen3.5-MoE: gated delta nets and gated attention."""

@@ -1,0 +1,26 @@
+"""Worlds of two and four processes, kept for the session, and checkpoints of tiny models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from world import World
+
+
+def _world(size: int) -> Iterator[World]:
+    world = World(size)
+    yield world
+    world.close()
+
+
+@pytest.fixture(scope="session")
+def two() -> Iterator[World]:
+    """Two processes."""
+    yield from _world(2)
+
+
+@pytest.fixture(scope="session")
+def four() -> Iterator[World]:
+    """Four processes."""
+    yield from _world(4)

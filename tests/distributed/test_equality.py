@@ -1,0 +1,152 @@
+"""Sharded models compute what one process computes: loss within 1e-6, gradients within 1e-5, by Hugging Face name.
+
+Every registered family takes part. A layout that a family refuses is a skip with the reason; a wrong result never is.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jobs
+import pytest
+from world import RanksFailedError, World
+
+from nrl_models import registry
+
+ONE_EACH = [names[0] for names in registry.FAMILIES.values()]
+"""The first class of every family: its language model."""
+
+HEADS = [name for name in registry.FAMILIES["llama"] + registry.FAMILIES["gemma3"] if name not in ONE_EACH]
+"""Other heads, and images."""
+
+
+MIXTURES = [
+    name
+    for name in [*ONE_EACH, *HEADS]
+    if registry.unmet_requirement(name) is None
+    and getattr(registry.model_class(name).reference_class().config_class, "base_model_ep_plan", None)
+]
+"""Those with experts that transformers has a plan for."""
+
+
+def check(world: World, architecture: str, **sizes: int) -> None:
+    if unmet := registry.unmet_requirement(architecture):
+        pytest.skip(f"{architecture} needs {unmet}")
+    try:
+        found = world.run(partial(jobs.equals_one_process, **sizes), architecture)
+    except RanksFailedError as error:
+        if {kind for kind, _ in error.errors.values()} == {"ShardingError"} and len(error.errors) == world.size:
+            pytest.skip(error.errors[0][1])
+        raise
+    for rank in found:
+        assert rank["loss"] <= 1e-6
+        assert rank["gradients"] <= 1e-5
+        assert rank["scale"] > 0.05, "gradients too small for a mistake to show"
+
+
+@pytest.mark.parametrize("architecture", [*ONE_EACH, *HEADS])
+@pytest.mark.parametrize("dimension", ["fsdp", "tp"])
+def test_two_ranks_equal_one(two: World, architecture: str, dimension: str) -> None:
+    check(two, architecture, **{dimension: 2})
+
+
+@pytest.mark.parametrize("architecture", ONE_EACH)
+def test_four_ranks_equal_one(four: World, architecture: str) -> None:
+    check(four, architecture, fsdp=2, tp=2)
+
+
+@pytest.mark.parametrize("architecture", MIXTURES)
+def test_two_ranks_that_share_the_experts_equal_one(two: World, architecture: str) -> None:
+    check(two, architecture, ep=2)
+
+
+@pytest.mark.parametrize("architecture", MIXTURES)
+@pytest.mark.parametrize("other", ["fsdp", "tp"])
+def test_four_ranks_that_share_the_experts_equal_one(four: World, architecture: str, other: str) -> None:
+    check(four, architecture, **({"fsdp": 2, "ep": 2} if other == "fsdp" else {"ep": 2, "tp": 2}))
+
+
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Gemma3ForCausalLM", "DeepseekV3ForCausalLM"])
+def test_four_ranks_of_tensor_parallelism_equal_one(four: World, architecture: str) -> None:
+    check(four, architecture, tp=4)
+
+
+def test_the_foundation_is_refused_nothing_but_experts_it_lacks(two: World, four: World) -> None:
+    for world, sizes in ((two, {"fsdp": 2}), (two, {"tp": 2}), (four, {"fsdp": 2, "tp": 2})):
+        world.run(partial(jobs.accepts, **sizes), ONE_EACH)
+    two.run(partial(jobs.accepts, ep=2), ["MixtralForCausalLM", "GptOssForCausalLM", "DeepseekV3ForCausalLM"])
+
+
+# What went wrong elsewhere: see the research notes on combined projections.
+
+
+@pytest.mark.parametrize("sizes", [{"tp": 2}, {"fsdp": 2}, {"fsdp": 2, "tp": 2}], ids=["tp", "fsdp", "fsdp-tp"])
+def test_parts_are_shards_of_their_hugging_face_tensors(two: World, four: World, sizes: dict[str, int]) -> None:
+    world = four if len(sizes) == 2 else two
+    world.run(partial(jobs.parts_are_dtensors, **sizes), {"attention_bias": True})
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+def test_key_value_heads_that_ranks_do_not_divide_are_right_under_fsdp(four: World, heads: int) -> None:
+    (found, *_) = four.run(partial(jobs.llama_equals_one_process, fsdp=4), {"num_key_value_heads": heads})
+    assert found["loss"] <= 1e-6
+    assert found["gradients"] <= 1e-5
+
+
+def test_key_value_heads_that_ranks_do_not_divide_are_refused_under_tp(four: World) -> None:
+    with pytest.raises(RanksFailedError) as caught:
+        four.run(partial(jobs.llama_equals_one_process, tp=4), {"num_key_value_heads": 2})
+    for rank in range(4):
+        kind, message = caught.value.errors[rank]
+        assert kind == "ShardingError"
+        assert "k_proj: has 2 heads of 32 (num_key_value_heads), which tp=4 does not divide" in message
+        assert "take tp among [1, 2]" in message
+
+
+@pytest.mark.parametrize("sizes", [{"fsdp": 2}, {"tp": 2}, {"fsdp": 2, "tp": 2}], ids=["fsdp", "tp", "fsdp-tp"])
+def test_biases_train_as_in_one_process(two: World, four: World, sizes: dict[str, int]) -> None:
+    world = four if len(sizes) == 2 else two
+    for difference in world.run(
+        partial(jobs.trains_as_one_process, **sizes), {"attention_bias": True, "mlp_bias": True}
+    ):
+        assert difference <= 1e-5
+
+
+def test_a_vocabulary_that_ranks_do_not_divide_stays_whole(two: World) -> None:
+    for found in two.run(
+        partial(jobs.llama_equals_one_process, tp=2), {"vocab_size": 513, "tie_word_embeddings": True}
+    ):
+        assert found["loss"] <= 1e-6
+        assert found["gradients"] <= 1e-5
+
+
+def test_a_combined_weight_that_ranks_do_not_divide_is_refused_and_works_uncombined(four: World) -> None:
+    odd = {"hidden_size": 258, "num_attention_heads": 6, "num_key_value_heads": 3}
+    with pytest.raises(RanksFailedError, match=r"qkv_proj: holds several linears of 258 input features, which fsdp=4"):
+        four.run(partial(jobs.llama_equals_one_process, fsdp=4), odd)
+    (found, *_) = four.run(partial(jobs.llama_equals_one_process, fsdp=4), odd, False)
+    assert found["gradients"] <= 1e-5
+
+
+def test_mixed_precision_computes_in_one_dtype_and_keeps_another(two: World) -> None:
+    for found in two.run(jobs.mixed_precision):
+        assert found == {"kept": "torch.float32", "gradients": "torch.float32", "computed": "torch.bfloat16"}
+
+
+@pytest.mark.parametrize("sizes", [{"fsdp": 2}, {"tp": 2}, {"fsdp": 2, "tp": 2}], ids=["fsdp", "tp", "fsdp-tp"])
+def test_activation_checkpointing_changes_no_gradient(two: World, four: World, sizes: dict[str, int]) -> None:
+    world = four if len(sizes) == 2 else two
+    for architecture in ("Qwen3ForCausalLM", "GptOssForCausalLM"):
+        for found in world.run(partial(jobs.equals_one_process, checkpointing=True, **sizes), architecture):
+            assert found["loss"] <= 1e-6
+            assert found["gradients"] <= 1e-5
+
+
+def test_generation_is_the_same(two: World) -> None:
+    for sizes in ({"fsdp": 2}, {"tp": 2}):
+        two.run(partial(jobs.generates_as_one_process, **sizes), "Gemma3ForCausalLM")
+
+
+def test_other_shardings_of_combined_rows_are_named_when_a_part_is_asked_for(two: World) -> None:
+    """As accelerate shards: right in the forward, but no part is a view of a rank's rows."""
+    two.run(jobs.plain_fully_shard)

@@ -1,0 +1,84 @@
+"""What leaves a sharded model: whole tensors and plain files, bit for bit those of one process."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import jobs
+import pytest
+from test_loading import CASES, LAYOUTS, refused, world_for
+from world import World
+
+from nrl_models import registry
+
+
+def files_in(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize(("architecture", "layout"), CASES, ids=["-".join(case) for case in CASES])
+def test_exports_and_files_are_those_of_one_process(
+    two: World, four: World, tmp_path: Path, architecture: str, layout: str
+) -> None:
+    world = world_for(layout, two, four)
+    world.run(partial(jobs.exports_and_saves, **LAYOUTS[layout]), architecture, str(tmp_path / "sharded"))
+    assert files_in(tmp_path / "sharded") == files_in(tmp_path / "sharded-whole")
+
+
+REST = sorted({names[0] for names in registry.FAMILIES.values()} - {architecture for architecture, _ in CASES})
+
+
+@pytest.mark.parametrize("architecture", REST)
+def test_every_other_family_exports_what_one_process_does(two: World, tmp_path: Path, architecture: str) -> None:
+    if unmet := registry.unmet_requirement(architecture):
+        pytest.skip(f"{architecture} needs {unmet}")
+    two.run(partial(jobs.exports_and_saves, fsdp=2), architecture, str(tmp_path / "sharded"))
+    assert files_in(tmp_path / "sharded") == files_in(tmp_path / "sharded-whole")
+
+
+def test_one_bucket_at_a_time_is_held(two: World) -> None:
+    for peak, bucket in two.run(partial(jobs.peak_of_export, fsdp=2)):
+        # This one, the one before it that the caller still looks at, and what the collective takes.
+        assert peak <= 4 * bucket, f"{peak / bucket:.1f} buckets"
+
+
+def test_what_was_loaded_saves_in_the_layout_it_came_in(two: World, tmp_path: Path) -> None:
+    reference = jobs.case_of("MixtralForCausalLM").reference()
+    reference.save_pretrained(tmp_path / "hub")
+    two.run(partial(jobs.loads_and_saves, tp=2), str(tmp_path / "hub"), str(tmp_path / "again"))
+    first, again = files_in(tmp_path / "hub"), files_in(tmp_path / "again")
+    assert first["model.safetensors"] == again["model.safetensors"]
+
+
+def test_a_save_that_fails_on_the_writer_fails_on_all_and_leaves_the_old_one(two: World, tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    two.run(partial(jobs.saves, fsdp=2), str(folder), False)
+    before = files_in(folder)
+    first, second = refused(two, partial(jobs.saves, fsdp=2), str(folder), True)
+    assert first == ("OSError", "disk full")
+    assert second[0] == "ShardingError"
+    assert "rank 0: OSError: disk full" in second[1]
+    assert files_in(folder) == before
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_rank_that_dies_in_a_save_leaves_the_old_checkpoint_and_no_other_waiting(tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    world = World(2)
+    try:
+        world.run(partial(jobs.saves, fsdp=2), str(folder), False)
+        before = files_in(folder)
+        (kind, text) = world.run_dying(1, partial(jobs.dies_while_saving, fsdp=2), str(folder))[0]
+    finally:
+        world.close()
+    assert kind == "ShardingError"
+    assert "is gone" in text
+    assert files_in(folder) == before
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_keywords_that_need_the_whole_model_are_refused(two: World, tmp_path: Path) -> None:
+    for kind, text in refused(two, partial(jobs.pushes, fsdp=2), str(tmp_path / "out")):
+        assert kind == "UnknownArgumentError"
+        assert "push_to_hub" in text

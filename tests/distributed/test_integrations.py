@@ -1,0 +1,290 @@
+"""The packages people train with, run for real on combined models: what they compute is what they compute without."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jobs
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import PreTrainedModel, Trainer, TrainingArguments
+from world import World
+
+from nrl_models import AutoModelForCausalLM
+from nrl_models.common import CombinedLinear, ProjectionPart
+
+SCRIPTS = Path(__file__).parent / "scripts"
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama with biases, as transformers writes it."""
+    folder = tmp_path_factory.mktemp("llama")
+    jobs.llama_case({"attention_bias": True}).reference().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def stored(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: one for file in folder.glob("*.safetensors") for name, one in load_file(file).items()}
+
+
+def examples(count: int) -> list[dict[str, Any]]:
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randint(16, 480, (count, 12), generator=generator).tolist()
+    return [{"input_ids": row, "attention_mask": [1] * 12, "labels": row} for row in rows]
+
+
+# accelerate
+
+
+def launch(out: Path, checkpoint: Path, policy: list[str], *arguments: str) -> list[list[float]]:
+    """Run the example under `accelerate launch` with two processes; each one's losses."""
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2", "--num_machines", "1"]
+    command += ["--mixed_precision", "no", "--dynamo_backend", "no", "--use_fsdp", "--fsdp_version", "2"]
+    command += ["--main_process_port", "0", "--fsdp_state_dict_type", "FULL_STATE_DICT", *policy]
+    command += [str(SCRIPTS / "accelerate_on_cpu.py"), str(checkpoint), str(out), *arguments]
+    environment = os.environ | {"ACCELERATE_USE_CPU": "true", "LOSSES": f"{out}.losses", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, timeout=240, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [json.loads(Path(f"{out}.losses.{rank}").read_text()) for rank in range(2)]
+
+
+def test_accelerate_launch_with_fsdp2(tmp_path: Path) -> None:
+    # Without biases: keys' have no gradient but rounding, which Adam makes as large as any.
+    checkpoint = tmp_path / "llama"
+    jobs.case_of("LlamaForCausalLM").reference().save_pretrained(checkpoint)
+    wrap = ["--fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP"]
+    wrap += ["--fsdp_transformer_layer_cls_to_wrap", "LlamaDecoderLayer"]
+    theirs = launch(tmp_path / "theirs", checkpoint, wrap)
+    ours = launch(tmp_path / "ours", checkpoint, ["--fsdp_auto_wrap_policy", "NO_WRAP"], "--beforehand")
+    for one, other in zip(theirs, ours, strict=True):
+        assert one == pytest.approx(other, abs=1e-5)
+    before, first, second = stored(checkpoint), stored(tmp_path / "theirs"), stored(tmp_path / "ours")
+    assert sorted(first) == sorted(second) == sorted(before)
+    for name, tensor in first.items():
+        torch.testing.assert_close(second[name], tensor, atol=1e-4, rtol=0)
+        assert not torch.equal(tensor, before[name])
+
+
+# transformers
+
+
+def trained(model: PreTrainedModel, folder: Path, **options: Any) -> Trainer:
+    arguments = TrainingArguments(
+        str(folder), max_steps=4, save_steps=2, per_device_train_batch_size=2, learning_rate=1e-3, logging_steps=1,
+        use_cpu=True, report_to=[], disable_tqdm=True, seed=0, **options,
+    )  # fmt: skip
+    return Trainer(model, arguments, train_dataset=examples(8))
+
+
+def test_trainer_trains_saves_and_resumes_as_with_transformers_own_model(checkpoint: Path, tmp_path: Path) -> None:
+    import transformers
+
+    losses = []
+    for name, auto in (("theirs", transformers.AutoModelForCausalLM), ("ours", AutoModelForCausalLM)):
+        trainer = trained(auto.from_pretrained(checkpoint), tmp_path / name)
+        trainer.train()
+        losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+    assert losses[1] == pytest.approx(losses[0], abs=1e-5)
+    assert losses[0][-1] != losses[0][0]
+    first, second = (stored(tmp_path / name / "checkpoint-4") for name in ("theirs", "ours"))
+    assert sorted(first) == sorted(second)
+    for name, tensor in first.items():
+        torch.testing.assert_close(second[name], tensor, atol=1e-5, rtol=1e-4)
+    resumed = trained(AutoModelForCausalLM.from_pretrained(checkpoint), tmp_path / "ours")
+    resumed.train(resume_from_checkpoint=str(tmp_path / "ours" / "checkpoint-2"))
+    again = [entry["loss"] for entry in resumed.state.log_history if "loss" in entry]
+    assert again[-2:] == pytest.approx(losses[1][-2:], abs=1e-6)
+
+
+# PEFT
+
+
+def test_lora_trains_under_fsdp_and_is_an_adapter_of_the_hugging_face_model(
+    two: World, checkpoint: Path, tmp_path: Path
+) -> None:
+    peft = pytest.importorskip("peft")
+    import transformers
+
+    adapters = [two.run(partial(jobs.trains_lora, fsdp=2), str(checkpoint), str(tmp_path / "adapter"))[0]]
+    assert all("q_proj" in name or "v_proj" in name or "up_proj" in name for name in adapters[0])
+    reference = transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
+    reference = peft.PeftModel.from_pretrained(reference, tmp_path / "adapter")
+    inputs = {"input_ids": torch.tensor([[20, 30, 40, 50]])}
+    ours = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(checkpoint), tmp_path / "adapter")
+    base = AutoModelForCausalLM.from_pretrained(checkpoint)
+    with torch.no_grad():
+        expected, actual = reference(**inputs).logits, ours(**inputs).logits
+        torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
+        assert (actual - base(**inputs).logits).abs().max() > 1e-3, "the adapter does nothing"
+
+
+def test_lora_under_tensor_parallelism_is_refused(two: World, checkpoint: Path, tmp_path: Path) -> None:
+    from test_loading import refused
+
+    for kind, text in refused(two, partial(jobs.trains_lora, tp=2), str(checkpoint), str(tmp_path / "adapter")):
+        assert kind == "ShardingError"
+        assert "LoRA adapters, which tp does not divide" in text
+
+
+def test_qlora_with_bitsandbytes_goes_through_uncombined_linears(checkpoint: Path, tmp_path: Path) -> None:
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    peft = pytest.importorskip("peft")
+    from transformers import BitsAndBytesConfig
+
+    from nrl_models.errors import CheckpointError
+
+    config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    with pytest.raises(CheckpointError, match="pass combine=False"):
+        AutoModelForCausalLM.from_pretrained(checkpoint, quantization_config=config)
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, quantization_config=config, combine=False)
+    assert isinstance(model.model.layers[0].self_attn.q_proj, bitsandbytes.nn.Linear4bit)
+    model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+    optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=1e-2)
+    tokens = torch.tensor([[20, 30, 40, 50, 60, 70]])
+    losses = []
+    for _ in range(6):
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] - 0.1
+    model.save_pretrained(tmp_path / "adapter")
+    assert any("q_proj" in name for name in load_file(tmp_path / "adapter" / "adapter_model.safetensors"))
+
+
+# TRL
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> Any:
+    """One word a number, with a chat template."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {"<pad>": 0, "<s>": 1, "</s>": 2, "<unk>": 3} | {str(number): number for number in range(4, 512)}
+    raw = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    return PreTrainedTokenizerFast(tokenizer_object=raw, **special)
+
+
+def test_trl_sft(checkpoint: Path, tmp_path: Path, tokenizer: Any) -> None:
+    trl = pytest.importorskip("trl")
+    datasets = pytest.importorskip("datasets")
+    import transformers
+
+    rows = datasets.Dataset.from_dict({"text": [" ".join(map(str, row["input_ids"])) for row in examples(8)]})
+    losses = []
+    for name, auto in (("theirs", transformers.AutoModelForCausalLM), ("ours", AutoModelForCausalLM)):
+        arguments = trl.SFTConfig(
+            str(tmp_path / name), max_steps=3, per_device_train_batch_size=2, learning_rate=1e-3, logging_steps=1,
+            use_cpu=True, bf16=False, report_to=[], disable_tqdm=True, seed=0, max_length=16, save_strategy="no",
+        )  # fmt: skip
+        trainer = trl.SFTTrainer(
+            auto.from_pretrained(checkpoint, dtype=torch.float32), args=arguments, train_dataset=rows,
+            processing_class=tokenizer,
+        )  # fmt: skip
+        trainer.train()
+        losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+    assert losses[1] == pytest.approx(losses[0], abs=1e-4)
+    assert len(losses[0]) == 3
+
+
+def test_trl_grpo(checkpoint: Path, tmp_path: Path, tokenizer: Any) -> None:
+    trl = pytest.importorskip("trl")
+    datasets = pytest.importorskip("datasets")
+    import transformers
+
+    rows = datasets.Dataset.from_dict({"prompt": ["20 30 40", "50 60 70", "80 90 100", "110 120 130"]})
+
+    def reward(completions: list[str], **_: Any) -> list[float]:
+        return [sum(int(word) % 7 for word in one.split() if word.isdigit()) / 10 for one in completions]
+
+    weights = []
+    for name, auto in (("theirs", transformers.AutoModelForCausalLM), ("ours", AutoModelForCausalLM)):
+        arguments = trl.GRPOConfig(
+            str(tmp_path / name), max_steps=2, per_device_train_batch_size=4, num_generations=4, learning_rate=1e-3,
+            max_completion_length=6, use_cpu=True, bf16=False, report_to=[], disable_tqdm=True, seed=0,
+            save_strategy="no", logging_steps=1,
+        )  # fmt: skip
+        model = auto.from_pretrained(checkpoint, dtype=torch.float32)
+        trainer = trl.GRPOTrainer(
+            model, reward_funcs=reward, args=arguments, train_dataset=rows, processing_class=tokenizer
+        )
+        trainer.train()
+        rewards = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
+        assert len(rewards) == 2
+        trainer.model.save_pretrained(tmp_path / f"{name}-saved")
+        weights.append((rewards, stored(tmp_path / f"{name}-saved")))
+    before = stored(checkpoint)
+    assert weights[1][0] == pytest.approx(weights[0][0])  # the same completions
+    assert sorted(weights[0][1]) == sorted(weights[1][1])
+    for name, tensor in weights[0][1].items():
+        torch.testing.assert_close(weights[1][1][name], tensor, atol=1e-4, rtol=1e-3)
+    assert any(not torch.equal(tensor, before[name]) for name, tensor in weights[1][1].items())
+
+
+# torch
+
+
+@pytest.mark.parametrize("sizes", [{"fsdp": 2}, {"tp": 2}], ids=["fsdp", "tp"])
+def test_layers_compiled_one_by_one_compute_the_same(two: World, sizes: dict[str, int]) -> None:
+    for found in two.run(partial(jobs.compiled_layers_equal_one_process, **sizes), "LlamaForCausalLM"):
+        assert found["loss"] <= 1e-5
+        assert found["gradients"] <= 1e-5
+        assert found["graphs"] > 0
+
+
+@pytest.mark.parametrize("sizes", [{}, {"fsdp": 2}], ids=["one process", "fsdp"])
+def test_a_muon_style_optimiser_sees_the_logical_matrices(two: World, sizes: dict[str, int]) -> None:
+    """Orthogonalising q, k and v apart, as on the uncombined model; their concatenation would give another update."""
+    for difference, combined in two.run(partial(jobs.muon_on_parts, **sizes)):
+        assert difference <= 1e-5
+        assert combined > 1e-3
+
+
+# accelerate's device maps
+
+
+def test_device_map_auto(checkpoint: Path) -> None:
+    expected = AutoModelForCausalLM.from_pretrained(checkpoint)
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, device_map="auto")
+    assert set(map(str, model.hf_device_map.values())) <= {"cpu", "0"}
+    tokens = torch.tensor([[20, 30, 40, 50]])
+    with torch.no_grad():
+        torch.testing.assert_close(model(tokens).logits.cpu(), expected(tokens).logits, atol=1e-5, rtol=1e-5)
+
+
+def test_device_map_with_combined_weights_on_disk(checkpoint: Path, tmp_path: Path) -> None:
+    expected = AutoModelForCausalLM.from_pretrained(checkpoint)
+    names = {"model.embed_tokens": "cpu", "model.layers.0": "disk", "model.layers.1": "cpu", "model.norm": "cpu"}
+    names |= {"lm_head": "cpu", "model.rotary_emb": "cpu"}
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, device_map=names, offload_folder=tmp_path)
+    assert model.model.layers[0].self_attn.qkv_proj.weight.device.type == "meta"
+    assert any("qkv_proj" in path.name for path in tmp_path.iterdir())
+    tokens = torch.tensor([[20, 30, 40, 50]])
+    with torch.no_grad():
+        assert torch.equal(model(tokens).logits, expected(tokens).logits)
+    assert sum(isinstance(one, CombinedLinear) for one in model.modules()) == 4
+    assert sum(isinstance(one, ProjectionPart) for one in model.modules()) == 10
+
+
+def test_one_model_goes_to_one_place(checkpoint: Path) -> None:
+    from nrl_models.errors import UnknownArgumentError
+
+    with pytest.raises(UnknownArgumentError, match="device and device_map"):
+        AutoModelForCausalLM.from_pretrained(checkpoint, device="cpu", device_map="auto")

@@ -1,0 +1,218 @@
+"""Loading over a mesh: what one process loads, read in slices; and every way it can go wrong, on every rank."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from functools import partial
+from pathlib import Path
+
+import jobs
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM
+from world import RanksFailedError, World
+
+LAYOUTS = {
+    "fsdp": {"fsdp": 2},
+    "tp": {"tp": 2},
+    "ep": {"ep": 2},
+    "fsdp-tp": {"fsdp": 2, "tp": 2},
+    "fsdp-ep": {"fsdp": 2, "ep": 2},
+    "ep-tp": {"ep": 2, "tp": 2},
+}
+DENSE = ("fsdp", "tp", "fsdp-tp")
+CASES = [
+    *(("LlamaForCausalLM", layout) for layout in DENSE),
+    *(("Qwen2ForCausalLM", layout) for layout in DENSE),  # biases
+    *(("Gemma3ForCausalLM", layout) for layout in DENSE),  # tied
+    *(("Gemma3ForConditionalGeneration", layout) for layout in ("fsdp", "tp")),  # images
+    *(("Phi3ForCausalLM", layout) for layout in DENSE),  # combined on the hub
+    *(("MixtralForCausalLM", layout) for layout in LAYOUTS),  # experts one by one on the hub
+    *(("DeepseekV3ForCausalLM", layout) for layout in LAYOUTS),  # latent attention, a buffer
+    *(("GptOssForCausalLM", layout) for layout in LAYOUTS),  # experts with biases, sinks
+]
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """For each architecture a checkpoint of several files, as transformers writes it."""
+    folders: dict[str, Path] = {}
+    for architecture in dict.fromkeys(name for name, _ in CASES):
+        folders[architecture] = tmp_path_factory.mktemp(architecture)
+        jobs.case_of(architecture).reference(torch.float32).save_pretrained(
+            folders[architecture], max_shard_size="700KB"
+        )
+    return folders
+
+
+@pytest.fixture
+def llama(checkpoints: dict[str, Path], tmp_path: Path) -> Path:
+    """A copy of a Llama's checkpoint to damage."""
+    return shutil.copytree(checkpoints["LlamaForCausalLM"], tmp_path / "llama")
+
+
+def world_for(layout: str, two: World, four: World) -> World:
+    return four if "-" in layout else two
+
+
+@pytest.mark.parametrize(("architecture", "layout"), CASES, ids=["-".join(case) for case in CASES])
+def test_it_holds_what_one_process_loads(
+    two: World, four: World, checkpoints: dict[str, Path], architecture: str, layout: str
+) -> None:
+    world = world_for(layout, two, four)
+    for found in world.run(partial(jobs.loads, **LAYOUTS[layout]), str(checkpoints[architecture]), architecture):
+        assert found["logits"] <= 1e-5
+        if "ep" not in layout and (layout, architecture) != ("tp", "Gemma3ForConditionalGeneration"):
+            # ep leaves whole what is no expert, tp the tower that sees images
+            norms_and_such = 0.04
+            assert found["read"] <= 1 / world.size + norms_and_such
+
+
+def test_no_rank_ever_holds_more_than_its_share_and_one_tensor(two: World, tmp_path: Path) -> None:
+    config = LlamaConfig(
+        hidden_size=1024, intermediate_size=2816, num_hidden_layers=5, num_attention_heads=16, num_key_value_heads=8,
+        vocab_size=8192, head_dim=64,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    model.save_pretrained(tmp_path, max_shard_size="60MB")
+    sizes = [tensor.nbytes for tensor in model.state_dict().values()]
+    del model
+    for layout in ("tp", "fsdp"):
+        for peak in two.run(partial(jobs.peak_of_loading, **LAYOUTS[layout]), str(tmp_path)):
+            assert peak <= sum(sizes) / 2 + max(sizes), f"{layout}: {peak / sum(sizes):.2f} of the model"
+            assert peak >= sum(sizes) / 2  # it was measured
+
+
+@pytest.mark.parametrize("layout", ["fsdp", "tp"])
+def test_a_missing_head_is_initialised_alike_on_all_ranks(two: World, llama: Path, layout: str) -> None:
+    for found in two.run(partial(jobs.loads_classifier, **LAYOUTS[layout]), str(llama)):
+        assert found["std"] > 0.01
+        assert found["same"]
+        assert found["body"]
+
+
+# What goes wrong
+
+
+def refused(world: World, job: object, *arguments: object) -> list[tuple[str, str]]:
+    """The errors of a job that must fail on every rank."""
+    with pytest.raises(RanksFailedError) as caught:
+        world.run(job, *arguments)  # type: ignore[arg-type]
+    errors = caught.value.errors
+    assert sorted(errors) == list(range(world.size)), f"only ranks {sorted(errors)} failed: {errors}"
+    return [errors[rank] for rank in range(world.size)]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "names", "message"),
+    [
+        ((2,), None, "has dimensions without names"),
+        ((2,), ("data",), "'data': is no dimension a model has; expected some of fsdp, ep, tp"),
+        ((1, 2), ("tp", "fsdp"), "tp, fsdp: are in another order"),
+    ],
+    ids=["unnamed", "unknown", "order"],
+)
+def test_a_mesh_of_other_dimensions_is_refused(
+    two: World, llama: Path, sizes: tuple[int, ...], names: tuple[str, ...] | None, message: str
+) -> None:
+    for kind, text in refused(two, jobs.loads_over, str(llama), sizes, names):
+        assert kind == "ShardingError"
+        assert message in text
+        assert "mesh_dim_names=" in text or "order" in text
+
+
+def test_a_mesh_that_does_not_divide_the_model_is_refused(two: World, tmp_path: Path) -> None:
+    folder = tmp_path / "odd"
+    LlamaForCausalLM(LlamaConfig(hidden_size=96, num_attention_heads=6, num_key_value_heads=3, vocab_size=64,
+                                 intermediate_size=33, num_hidden_layers=1)).save_pretrained(folder)  # fmt: skip
+    for kind, text in refused(two, partial(jobs.loads_plainly, tp=2), str(folder)):
+        assert kind == "ShardingError"
+        assert "model.layers.0.self_attn.k_proj: has 3 heads of 16 (num_key_value_heads)" in text
+        assert "model.layers.0.self_attn.v_proj" in text
+
+
+def test_a_plan_that_names_no_module_is_refused(two: World, llama: Path) -> None:
+    plan = {"model.layers.*.self_attn.query": "colwise", "model.layers.*.mlp.up_proj": "sideways"}
+    for kind, text in refused(two, partial(jobs.loads_plainly, plan=plan, tp=2), str(llama)):
+        assert kind == "ShardingError"
+        assert "model.layers.*.self_attn.query: names no module or parameter" in text
+        assert "has the style 'sideways'; known are colwise" in text
+
+
+def test_a_checkpoint_of_another_architecture_is_refused(two: World, llama: Path, checkpoints: dict[str, Path]) -> None:
+    shutil.copy(checkpoints["GptOssForCausalLM"] / "config.json", llama)
+    for kind, text in refused(two, partial(jobs.loads_plainly, tp=2), str(llama)):
+        assert kind == "CheckpointError"
+        assert "missing: model.layers.0.self_attn.sinks" in text
+
+
+def test_ranks_that_disagree_on_the_configuration_are_told(two: World, llama: Path, tmp_path: Path) -> None:
+    other = shutil.copytree(llama, tmp_path / "other")
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(
+        json.dumps(config | {"rope_parameters": {"rope_type": "default", "rope_theta": 5.0}})
+    )
+    for kind, text in refused(two, partial(jobs.loads_differently, tp=2), [str(llama), str(other)]):
+        assert kind == "ShardingError"
+        assert "config of rank 1" in text
+
+
+def test_ranks_that_see_other_files_are_told_and_the_rank_with_the_fault_says_which(
+    two: World, llama: Path, tmp_path: Path
+) -> None:
+    other = shutil.copytree(llama, tmp_path / "other")
+    next(other.glob("model-00002-*.safetensors")).unlink()
+    (first, second) = refused(two, partial(jobs.loads_differently, fsdp=2), [str(llama), str(other)])
+    assert second[0] == "CheckpointError"
+    assert first[0] == "ShardingError"
+    assert "rank 1: CheckpointError" in first[1]
+    assert "model-00002-of" in first[1]
+    assert "model-00002-of" in second[1]
+
+
+def test_ranks_with_other_weights_are_told(two: World) -> None:
+    for kind, text in refused(two, partial(jobs.shards_what_differs, fsdp=2)):
+        assert kind == "ShardingError"
+        assert "values of rank 1" in text
+
+
+def test_tensors_stored_twice_must_be_equal_in_every_share(
+    two: World, checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    folder = shutil.copytree(checkpoints["Gemma3ForCausalLM"], tmp_path / "gemma")
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    file = index["weight_map"]["model.norm.weight"]
+    tensors = load_file(folder / file)
+    words = load_file(folder / index["weight_map"]["model.embed_tokens.weight"])["model.embed_tokens.weight"]
+    tensors["lm_head.weight"] = words.clone()
+    tensors["lm_head.weight"][-1] += 1  # in the second rank's share
+    save_file(tensors, folder / file, metadata={"format": "pt"})
+    index["weight_map"]["lm_head.weight"] = file
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    errors = refused(two, partial(jobs.loads_plainly, tp=2), str(folder))
+    assert "lm_head.weight" in errors[1][1]
+    assert "differs from model.embed_tokens.weight" in errors[0][1]
+
+
+def test_transformers_own_sharding_is_refused_with_a_pointer_to_ours(llama: Path) -> None:
+    from nrl_models import AutoModelForCausalLM
+    from nrl_models.errors import UnknownArgumentError
+
+    for name in ("tp_plan", "distributed_config", "tp_size", "device_mesh"):
+        with pytest.raises(UnknownArgumentError, match=rf"{name}: transformers' own sharded loading .* mesh="):
+            AutoModelForCausalLM.from_pretrained(llama, **{name: "auto"})
+    with pytest.raises(UnknownArgumentError, match="pass mesh"):
+        AutoModelForCausalLM.from_pretrained(llama, plan="auto")
+
+
+def test_a_rank_that_dies_while_loading_leaves_no_other_waiting(llama: Path) -> None:
+    world = World(2)
+    try:
+        (kind, text) = world.run_dying(1, partial(jobs.dies_while_loading, tp=2), str(llama))[0]
+    finally:
+        world.close()
+    assert kind == "ShardingError"
+    assert "cannot load the checkpoint" in text
+    assert "is gone" in text

@@ -1,0 +1,130 @@
+"""Worlds of processes that run jobs: started once, as starting torch takes longer than most tests."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import queue
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+JOB_SECONDS = 240
+"""A job that takes longer hangs."""
+
+
+class RanksFailedError(AssertionError):
+    """A job raised on some ranks.
+
+    Attributes:
+        errors: for each rank that raised, the error's type name and text.
+    """
+
+    def __init__(self, errors: dict[int, tuple[str, str, str]]) -> None:
+        self.errors = {rank: (kind, text) for rank, (kind, text, _) in errors.items()}
+        super().__init__("\n".join(f"rank {rank}:\n{trace}" for rank, (_, _, trace) in sorted(errors.items())))
+
+
+class World:
+    """Processes joined by gloo, each with one thread.
+
+    Args:
+        size: how many.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        context = multiprocessing.get_context("spawn")
+        self._folder = tempfile.TemporaryDirectory(prefix="world-")
+        self._jobs = [context.Queue() for _ in range(size)]
+        self._results = context.Queue()
+        store = str(Path(self._folder.name) / "store")
+        self._processes = [
+            context.Process(target=_serve, args=(rank, size, store, self._jobs[rank], self._results), daemon=True)
+            for rank in range(size)
+        ]
+        for process in self._processes:
+            process.start()
+
+    def run(self, job: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """Run `job(*arguments)`, a function of a module, on every rank; what each returned.
+
+        Raises:
+            RanksFailedError: it raised on some.
+        """
+        for jobs in self._jobs:
+            jobs.put((job, arguments))
+        results: dict[int, Any] = {}
+        errors: dict[int, tuple[str, str, str]] = {}
+        while len(results) + len(errors) < self.size:
+            try:
+                rank, failed, value = self._results.get(timeout=JOB_SECONDS)
+            except queue.Empty:
+                self.close()
+                waiting = sorted(set(range(self.size)) - set(results) - set(errors))
+                raise AssertionError(f"{job}: ranks {waiting} hang; others: {errors}") from None
+            (errors if failed else results)[rank] = value
+        if errors:
+            raise RanksFailedError(errors)
+        return [results[rank] for rank in range(self.size)]
+
+    def run_dying(self, dying: int, job: Callable[..., Any], *arguments: Any) -> dict[int, tuple[str, str]]:
+        """Run `job(*arguments, dying)`, in which rank `dying` ends its process; the errors of the others.
+
+        Raises:
+            AssertionError: another rank hangs, or returns as if nothing were.
+        """
+        for jobs in self._jobs:
+            jobs.put((job, (*arguments, dying)))
+        errors: dict[int, tuple[str, str]] = {}
+        while len(errors) < self.size - 1:
+            try:
+                rank, failed, value = self._results.get(timeout=JOB_SECONDS)
+            except queue.Empty:
+                raise AssertionError(f"others than rank {dying} hang") from None
+            assert failed, f"rank {rank} went on as if rank {dying} were there"
+            errors[rank] = value[:2]
+        return errors
+
+    @property
+    def alive(self) -> bool:
+        """Whether every process runs."""
+        return all(process.is_alive() for process in self._processes)
+
+    def close(self) -> None:
+        """End the processes."""
+        for jobs in self._jobs:
+            jobs.put(None)
+        for process in self._processes:
+            process.join(timeout=5)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        self._folder.cleanup()
+
+
+def _serve(rank: int, size: int, store: str, jobs: Any, results: Any) -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    import torch
+    import torch.distributed as dist
+    from transformers.utils import logging
+
+    torch.set_num_threads(1)
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=60)
+    )
+    while (message := jobs.get()) is not None:
+        job, arguments = message
+        try:
+            results.put((rank, False, job(*arguments)))
+        except BaseException as error:
+            results.put((rank, True, (type(error).__name__, str(error), traceback.format_exc())))
+    results.close()
+    results.join_thread()
+    os._exit(0)  # nothing is left to say; tearing gloo down takes seconds

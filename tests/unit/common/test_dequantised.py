@@ -1,0 +1,232 @@
+"""FP8 and MXFP4 checkpoints, read as the plain checkpoints they stand for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import assert_same, edit_config, edit_weights, hf_tensors, new_model, problems, stored
+from transformers import DeepseekV3Config, GptOssConfig, PreTrainedModel
+
+from nrl_models import AutoModelForCausalLM, CheckpointError
+from nrl_models.common.dequantised import FP4_VALUES, from_fp8, from_mxfp4
+from nrl_models.testing.tiny import tiny_config
+
+BLOCK = (128, 128)
+
+
+def to_fp8(weight: torch.Tensor, block: tuple[int, int] = BLOCK) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise by blocks, the last of a row or column cut short; element by element, as the formula is read."""
+    rows, columns = weight.shape
+    scales = torch.empty(-(-rows // block[0]), -(-columns // block[1]))
+    values = torch.empty_like(weight)
+    for i in range(scales.shape[0]):
+        for j in range(scales.shape[1]):
+            place = slice(i * block[0], (i + 1) * block[0]), slice(j * block[1], (j + 1) * block[1])
+            scales[i, j] = weight[place].abs().max() / 448
+            values[place] = weight[place] / scales[i, j]
+    return values.to(torch.float8_e4m3fn), scales
+
+
+def by_elements(values: torch.Tensor, scales: torch.Tensor, block: tuple[int, int] = BLOCK) -> torch.Tensor:
+    down = torch.arange(values.shape[0])[:, None] // block[0]
+    across = torch.arange(values.shape[1])[None] // block[1]
+    return values.float() * scales[down, across]
+
+
+@pytest.mark.parametrize("shape", [(256, 256), (80, 256), (300, 130), (1, 129)])
+def test_fp8_is_each_number_times_the_scale_of_its_block(shape: tuple[int, int]) -> None:
+    values, scales = to_fp8(torch.randn(shape))
+    assert torch.equal(from_fp8(values, scales, BLOCK), by_elements(values, scales))
+    stacked = from_fp8(values[None].repeat(3, 1, 1), torch.stack([scales, 2 * scales, 4 * scales]), BLOCK)
+    assert torch.equal(stacked[2], 4 * by_elements(values, scales))
+
+
+def test_fp8_with_one_scale_for_the_whole() -> None:
+    values = torch.randn(3, 5).to(torch.float8_e4m3fn)
+    for scale in (torch.tensor(0.5), torch.tensor([0.5])):
+        assert torch.equal(from_fp8(values, scale, None), values.float() / 2)
+
+
+def test_mxfp4_is_each_code_times_the_power_of_two_of_its_group() -> None:
+    codes = torch.randint(0, 16, (2, 6, 64))
+    exponents = torch.randint(100, 150, (2, 6, 2), dtype=torch.uint8)
+    packed = (codes[..., ::2] + 16 * codes[..., 1::2]).to(torch.uint8).view(2, 6, 2, 16)
+    expected = torch.tensor(FP4_VALUES)[codes] * 2.0 ** (exponents.float() - 127).repeat_interleave(32, -1)
+    actual = from_mxfp4(packed, exponents)
+    assert actual.dtype == torch.bfloat16
+    assert torch.equal(actual.float(), expected.transpose(1, 2))
+
+
+def test_mxfp4_is_what_transformers_makes_of_it() -> None:
+    mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
+    packed = torch.randint(0, 256, (3, 8, 4, 16), dtype=torch.uint8)
+    exponents = torch.randint(110, 140, (3, 8, 4), dtype=torch.uint8)
+    expected = mxfp4.convert_moe_packed_tensors(packed, exponents, dtype=torch.bfloat16)
+    assert torch.equal(from_mxfp4(packed, exponents), expected)
+
+
+# Whole checkpoints
+
+
+@pytest.fixture(scope="module")
+def deepseek() -> PreTrainedModel:
+    """Latents of 96, and of 64 + 16: sizes that blocks of 128 do not divide."""
+    return new_model(tiny_config(DeepseekV3Config, {"intermediate_size": 320}), dtype=torch.bfloat16).eval()
+
+
+@pytest.fixture
+def fp8(deepseek: PreTrainedModel, tmp_path: Path) -> Path:
+    """`deepseek` as DeepSeek publishes it: linears and experts in FP8, norms, routers and embeddings not."""
+    folder = tmp_path / "fp8"
+    deepseek.save_pretrained(folder)
+
+    def quantise(tensors: dict[str, torch.Tensor]) -> None:
+        for key in [key for key in tensors if key.endswith("proj.weight") or "_proj_with_mqa" in key]:
+            values, scales = to_fp8(tensors[key].float())
+            tensors[key], tensors[f"{key}_scale_inv"] = values, scales
+
+    tensors = edit_weights(folder, quantise)
+    assert any(min(tensor.shape) % 128 for key, tensor in tensors.items() if key.endswith("_proj.weight"))
+    method = {"quant_method": "fp8", "weight_block_size": [*BLOCK], "activation_scheme": "dynamic", "fmt": "e4m3"}
+    edit_config(folder, quantization_config=method, architectures=["DeepseekV3ForCausalLM"])
+    return folder
+
+
+def plain(folder: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """What a quantised checkpoint stands for."""
+    tensors = stored(folder)
+    return {
+        key: (by_elements(value, tensors[f"{key}_scale_inv"]) if value.dtype == torch.float8_e4m3fn else value).to(
+            torch.float32 if "e_score_correction_bias" in key else dtype
+        )
+        for key, value in tensors.items()
+        if not key.endswith("_scale_inv")
+    }
+
+
+@pytest.mark.parametrize("combine", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_fp8_is_read_into_combined_projections_and_stacked_experts(
+    fp8: Path, tmp_path: Path, dtype: torch.dtype, combine: bool
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(fp8, dtype=dtype, combine=combine)
+    assert getattr(model.config, "quantization_config", None) is None
+    assert hasattr(model.model.layers[0].self_attn, "qkv_a_proj") is combine
+    model.save_pretrained(tmp_path / "plain")
+    assert_same(stored(tmp_path / "plain"), plain(fp8, dtype))
+    assert "quantization_config" not in json.loads((tmp_path / "plain" / "config.json").read_text())
+    reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
+    assert_same(hf_tensors(reloaded), hf_tensors(model))
+
+
+def test_auto_is_the_configurations_dtype_without_a_warning(fp8: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = AutoModelForCausalLM.from_pretrained(fp8)
+    assert model.dtype == torch.bfloat16
+    assert not caplog.records
+    edit_config(fp8, dtype=None)
+    assert AutoModelForCausalLM.from_pretrained(fp8).dtype == torch.bfloat16
+
+
+def drop(key: str) -> Callable[[dict[str, torch.Tensor]], object]:
+    return lambda tensors: tensors.pop(key)
+
+
+QUERY, MLP = "model.layers.0.self_attn.q_a_proj.weight", "model.layers.0.mlp.down_proj.weight"
+DAMAGES: dict[str, tuple[Callable[[dict[str, torch.Tensor]], object], set[tuple[str, str]]]] = {
+    "a scale is lost": (drop(f"{QUERY}_scale_inv"), {("missing", f"{QUERY}_scale_inv")}),
+    "values are lost": (drop(QUERY), {("unexpected", f"{QUERY}_scale_inv")}),
+    "two things at once": (
+        lambda tensors: (tensors.pop(f"{QUERY}_scale_inv"), tensors.update({f"{MLP}_scale_inv": torch.ones(3, 3)})),
+        {("missing", f"{QUERY}_scale_inv"), ("shape", f"{MLP}_scale_inv")},
+    ),
+    "scales are integers": (
+        lambda tensors: tensors.update({f"{QUERY}_scale_inv": tensors[f"{QUERY}_scale_inv"].int()}),
+        {("dtype", f"{QUERY}_scale_inv")},
+    ),
+    "scales of what is not quantised": (
+        lambda tensors: tensors.update({"model.norm.weight_scale_inv": torch.ones(2)}),
+        {("unexpected", "model.norm.weight_scale_inv")},
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_fp8_is_refused_with_everything_that_is_wrong(fp8: Path, damage: str) -> None:
+    edit, expected = DAMAGES[damage]
+    edit_weights(fp8, edit)
+    with pytest.raises(CheckpointError, match="quantised with fp8") as caught:
+        AutoModelForCausalLM.from_pretrained(fp8)
+    assert problems(caught.value) == expected
+
+
+def test_another_block_size_than_the_scales_are_of_is_refused(fp8: Path) -> None:
+    edit_config(fp8, quantization_config={"quant_method": "fp8", "weight_block_size": [64, 128]})
+    with pytest.raises(CheckpointError, match=r"in blocks of \(64, 128\) needs"):
+        AutoModelForCausalLM.from_pretrained(fp8)
+
+
+def test_fp8_without_a_configuration_is_refused(fp8: Path) -> None:
+    edit_config(fp8, quantization_config=None)
+    with pytest.raises(CheckpointError, match="quantised weights need a quantization_config") as caught:
+        AutoModelForCausalLM.from_pretrained(fp8)
+    assert ("unexpected", f"{QUERY}_scale_inv") in problems(caught.value)
+
+
+@pytest.fixture
+def mxfp4(tmp_path: Path) -> tuple[Path, dict[str, Any]]:
+    """A gpt-oss checkpoint with its experts in MXFP4, and the experts it stands for."""
+    folder = tmp_path / "mxfp4"
+    new_model(tiny_config(GptOssConfig), dtype=torch.bfloat16).save_pretrained(folder)
+    experts: dict[str, torch.Tensor] = {}
+
+    def quantise(tensors: dict[str, torch.Tensor]) -> None:
+        for key in [key for key in tensors if key.endswith(("gate_up_proj", "down_proj"))]:
+            count, columns, rows = tensors.pop(key).shape
+            tensors[f"{key}_blocks"] = torch.randint(0, 256, (count, rows, columns // 32, 16), dtype=torch.uint8)
+            tensors[f"{key}_scales"] = torch.randint(118, 124, (count, rows, columns // 32), dtype=torch.uint8)
+            experts[key] = from_mxfp4(tensors[f"{key}_blocks"], tensors[f"{key}_scales"])
+
+    edit_weights(folder, quantise)
+    assert experts
+    edit_config(folder, quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": ["model.embed_tokens"]})
+    return folder, experts
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_mxfp4_is_read_into_the_experts(
+    mxfp4: tuple[Path, dict[str, Any]], tmp_path: Path, input_ids: torch.Tensor, dtype: torch.dtype
+) -> None:
+    folder, experts = mxfp4
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    assert hasattr(model.model.layers[0].self_attn, "qkv_proj")
+    assert_same({key: hf_tensors(model)[key] for key in experts}, {key: one.to(dtype) for key, one in experts.items()})
+    model.train()(input_ids, labels=input_ids).loss.backward()
+    model.save_pretrained(tmp_path / "plain")
+    saved = stored(tmp_path / "plain")
+    assert not any(key.endswith(("_blocks", "_scales")) for key in saved)
+    assert_same({key: saved[key] for key in experts}, {key: one.to(dtype) for key, one in experts.items()})
+
+
+@pytest.mark.parametrize(
+    ("edit", "kind"),
+    [
+        (lambda key, tensors: tensors.pop(f"{key}_scales"), "missing"),
+        (lambda key, tensors: tensors.pop(f"{key}_blocks"), "unexpected"),
+        (lambda key, tensors: tensors.update({f"{key}_scales": tensors[f"{key}_scales"][..., :-1].clone()}), "shape"),
+    ],
+    ids=["no scales", "no blocks", "scales of another shape"],
+)
+def test_damaged_mxfp4_is_refused(
+    mxfp4: tuple[Path, dict[str, Any]], edit: Callable[[str, dict[str, torch.Tensor]], object], kind: str
+) -> None:
+    folder, experts = mxfp4
+    key = sorted(experts)[0]
+    edit_weights(folder, lambda tensors: edit(key, tensors))
+    with pytest.raises(CheckpointError, match="quantised with mxfp4") as caught:
+        AutoModelForCausalLM.from_pretrained(folder)
+    assert problems(caught.value) == {(kind, f"{key}_scales")}

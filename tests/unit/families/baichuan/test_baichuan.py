@@ -1,0 +1,147 @@
+"""Baichuan: what the generated tests cannot know, because both sides of them share it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import edit_config, stored
+from torch.nn import functional as F
+
+from nrl_models import AutoModelForCausalLM
+from nrl_models.families.baichuan import modeling as hf
+from nrl_models.families.baichuan.configuration import BaichuanConfig
+from nrl_models.families.baichuan.model import BaichuanForCausalLM
+from nrl_models.testing.case import randomise
+from nrl_models.testing.tiny import tiny_config
+
+SIZES = {
+    "Baichuan-7B": ({"vocab_size": 64000, "max_position_embeddings": 4096}, "rotary", False),
+    "Baichuan-13B": ({"vocab_size": 64000}, "alibi", False),
+    "Baichuan2-7B": ({"vocab_size": 125696, "max_position_embeddings": 4096}, "rotary", True),
+    "Baichuan2-13B": ({"vocab_size": 125696}, "alibi", True),
+}
+
+
+def new_reference(**values: object) -> hf.BaichuanForCausalLM:
+    torch.manual_seed(0)
+    model = hf.BaichuanForCausalLM._from_config(tiny_config(BaichuanConfig, values))
+    randomise(model)
+    return model.eval()
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_published_configurations_say_what_they_imply(name: str) -> None:
+    values, positions, normalised = SIZES[name]
+    config = BaichuanConfig(**values)
+    assert config.position_embedding_type == positions
+    assert config.normalize_head is normalised
+    assert BaichuanConfig(**config.to_dict()).to_dict() == config.to_dict()
+
+
+@pytest.mark.parametrize("heads", [1, 2, 8, 12, 40])
+def test_slopes_are_those_of_the_paper(heads: int) -> None:
+    slopes = hf.alibi_slopes(heads)
+    assert len(slopes) == len(set(slopes)) == heads
+    power = 2 ** (heads.bit_length() - 1)
+    assert slopes[:power] == pytest.approx([2 ** (-8 * (head + 1) / power) for head in range(power)])
+    between = [2 ** (-8 * (2 * head + 1) / (2 * power)) for head in range(heads - power)]
+    assert slopes[power:] == pytest.approx(between)
+
+
+@pytest.mark.parametrize("attn", ["sdpa", "eager"])
+def test_alibi_attention_equals_the_plain_formula(attn: str) -> None:
+    model = new_reference(num_attention_heads=12, hidden_size=240)  # twelve heads: slopes of two sequences
+    model.set_attn_implementation(attn)
+    layer, states = model.model.layers[0].self_attn, torch.randn(2, 9, 240)
+    mask = model.model._alibi_mask(
+        0, {"inputs_embeds": states, "attention_mask": None, "past_key_values": None, "position_ids": None}
+    )
+    with torch.no_grad():
+        actual, _ = layer(states, attention_mask=mask)
+        query, key, value = (
+            F.linear(states, projection.weight).view(2, 9, 12, 20)
+            for projection in (layer.q_proj, layer.k_proj, layer.v_proj)
+        )
+        # As the remote code has it: a bias by the key's place alone, which differs by a constant in each row.
+        bias = torch.tensor(hf.alibi_slopes(12))[:, None, None] * torch.arange(9)
+        scores = torch.einsum("bqhd,bkhd->bhqk", query, key) / 20**0.5 + bias
+        scores = scores.masked_fill(torch.ones(9, 9).triu(1).bool(), float("-inf"))
+        expected = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), value).reshape(2, 9, 240) @ layer.o_proj.weight.T
+    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_logits_are_products_with_rows_of_unit_length() -> None:
+    model = new_reference(normalize_head=True)
+    input_ids = torch.randint(16, 480, (2, 7))
+    before = model.lm_head.weight.detach().clone()
+    with torch.no_grad():
+        states = model.model(input_ids).last_hidden_state
+        logits = model(input_ids).logits
+    unit = before / before.norm(dim=-1, keepdim=True)
+    torch.testing.assert_close(logits, states @ unit.T, atol=1e-5, rtol=1e-5)
+    assert torch.equal(model.lm_head.weight, before)  # the remote code overwrites it here
+
+
+def test_the_hub_packs_queries_keys_and_values(tmp_path: Path) -> None:
+    reference = new_reference(max_position_embeddings=64)
+    reference.save_pretrained(tmp_path)
+    tensors = stored(tmp_path)
+    attention = reference.model.layers[1].self_attn
+    packed = torch.cat([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight])
+    assert torch.equal(tensors["model.layers.1.self_attn.W_pack.weight"], packed)
+    assert not any(name in key for key in tensors for name in ("q_proj", "k_proj", "v_proj"))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(model) is BaichuanForCausalLM
+    assert torch.equal(model.model.layers[1].self_attn.qkv_proj.weight, packed)
+    # What is packed on the hub is one combined tensor: refit hands it on without a copy.
+    views = model.state_dict_adapter.hf_views(model)
+    view = views["model.layers.1.self_attn.W_pack.weight"]
+    assert view.data_ptr() == model.model.layers[1].self_attn.qkv_proj.weight.data_ptr()
+    uncombined = AutoModelForCausalLM.from_pretrained(tmp_path, combine=False)
+    assert torch.equal(uncombined.model.layers[1].self_attn.k_proj.weight, attention.k_proj.weight)
+
+
+def test_a_published_config_json_loads(tmp_path: Path) -> None:
+    new_reference(normalize_head=False).save_pretrained(tmp_path)
+    edit_config(
+        tmp_path,
+        position_embedding_type=None,
+        normalize_head=None,
+        architectures=["BaichuanForCausalLM"],
+        auto_map={"AutoModelForCausalLM": "modeling_baichuan.BaichuanForCausalLM"},  # not needed, so not run
+        z_loss_weight=0,
+        _from_model_config=True,
+    )
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert model.model.has_alibi
+    assert type(model.lm_head) is torch.nn.Linear
+
+
+def test_z_loss_adds_the_squared_largest_logit() -> None:
+    model = new_reference()
+    input_ids = torch.randint(16, 480, (2, 7))
+    with torch.no_grad():
+        plain = model(input_ids, labels=input_ids)
+        model.config.z_loss_weight = 0.5
+        loss = model(input_ids, labels=input_ids).loss
+    largest = plain.logits[:, :-1].max(-1).values
+    torch.testing.assert_close(loss, plain.loss + 0.5 * (largest**2).mean())
+
+
+def test_attention_that_cannot_add_biases_is_refused() -> None:
+    model = new_reference()
+    model.config._attn_implementation_internal = "flash_attention_2"
+    with pytest.raises(ValueError, match="cannot add ALiBi's biases: load the model with 'sdpa' or 'eager'"):
+        model(torch.randint(16, 480, (1, 4)))
+
+
+def test_a_misspelt_kind_of_positions_is_refused() -> None:
+    with pytest.raises(Exception, match="expected 'rotary' \\(7B\\) or 'alibi' \\(13B\\)"):
+        BaichuanConfig(position_embedding_type="rope")
+
+
+def test_attention_with_alibi_is_not_divided_among_ranks() -> None:
+    assert not any("self_attn" in name for name in BaichuanConfig().base_model_tp_plan)
+    assert any("self_attn" in name for name in BaichuanConfig(max_position_embeddings=64).base_model_tp_plan)
