@@ -87,4 +87,4 @@ def load_reference(
 
 def sample(model: PreTrainedModel, *, length: int, batch: int, seed: int, labels: bool = False) -> Inputs:
     """Random inputs for `model`; long enough that images fit."""
-    return inputs_for(type(model), model.config, model.device, batch=batch, length=length, labels=labels, seed=seed)
+    return inputs_for(model, batch=batch, length=length, labels=labels, seed=seed)

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
-Inputs = dict[str, Any]
+from nrl_models.common.configurations import all_values
+from nrl_models.parity.images import Inputs, image_inputs, image_token, takes_images
+
+__all__ = ["FIRST_WORD", "Inputs", "inputs_for", "takes_images"]
 
 FIRST_WORD = 16
 """Token ids below are left to special tokens."""
 
 
 def inputs_for(
-    model_class: type,
-    config: PreTrainedConfig,
-    device: torch.device,
+    model: PreTrainedModel,
     *,
     batch: int = 2,
     length: int = 24,
@@ -24,60 +26,64 @@ def inputs_for(
     labels: bool = False,
     seed: int = 0,
 ) -> Inputs:
-    """Keyword arguments for a forward of `model_class`, on `device`.
+    """Keyword arguments for a forward of `model`, on its device, floating-point ones in fp32.
 
     Args:
-        model_class: the class under test.
-        config: its configuration.
-        device: where the tensors go.
+        model: the model. One that takes images is run on one, to see in which form.
         batch: number of sequences.
-        length: tokens in each.
+        length: tokens in each, images included; more where an image alone is as long.
         images: whether to put an image in each sequence; None puts one wherever the model takes any.
         labels: whether to add labels for the loss.
         seed: of the random numbers.
+
+    Raises:
+        ImageInputsError: the model takes images in a form that is not known.
     """
     generator = torch.Generator().manual_seed(seed)
-    vocab_size = config.get_text_config().vocab_size
-    input_ids = torch.randint(FIRST_WORD, vocab_size, (batch, length), generator=generator)
-    input_ids[torch.isin(input_ids, torch.tensor(_special_tokens(config)))] = FIRST_WORD
-    result: Inputs = {"input_ids": input_ids}
-    takes_images = getattr(config, "vision_config", None) is not None
-    if takes_images and images is not False:
-        result |= _image_inputs(config, input_ids, generator)
+    config = model.config
+    forward = inspect.signature(model.forward).parameters
+    result: Inputs = {
+        name: _words(config, (batch, length), generator)
+        for name in ("input_ids", "decoder_input_ids")
+        if name in forward
+    }
+    multimodal = takes_images(model)
+    if multimodal and images is not False:
+        result = image_inputs(model, result, generator)
     if labels:
-        result["labels"] = _labels(model_class, config, input_ids, generator)
-        if takes_images and "token_type_ids" not in result:
-            result["token_type_ids"] = torch.zeros_like(input_ids)
-    return {name: value.to(device) for name, value in result.items()}
+        result["labels"] = _labels(model, result.get("decoder_input_ids", result.get("input_ids")), generator)
+    token = image_token(config)
+    if multimodal and token is not None and (labels or images is not False):
+        # Which positions are an image's; some models want to know in training, also where there is none.
+        kinds = (result["input_ids"] == token).long()
+        result |= {name: kinds for name in ("token_type_ids", "mm_token_type_ids") if name in forward}
+    return {name: value.to(model.device) for name, value in result.items()}
+
+
+def _words(config: PreTrainedConfig, shape: tuple[int, int], generator: torch.Generator) -> torch.Tensor:
+    text = config.get_text_config(decoder=True)
+    count = min(text.vocab_size, getattr(text, "unpadded_vocab_size", None) or text.vocab_size)
+    words = torch.randint(FIRST_WORD, count, shape, generator=generator)
+    words[torch.isin(words, torch.tensor(_special_tokens(config)))] = FIRST_WORD
+    return words
 
 
 def _special_tokens(config: PreTrainedConfig) -> list[int]:
     """Ids that stand for something else than a word: ends, padding, images."""
-    values = [
-        value
-        for part in (config, config.get_text_config())
-        for key, value in part.to_dict().items()
-        if key.endswith(("token_id", "token_index"))
-    ]
-    return [one for value in values for one in (value if isinstance(value, list) else [value]) if isinstance(one, int)]
+    found: list[Any] = []
+    for key, value in all_values(config):
+        if key == "vocabulary_map":
+            found.extend((value or {}).values())
+        elif key.endswith(("_id", "token_ids", "token_index")):
+            found.extend(value if isinstance(value, (list, tuple)) else [value])
+    return [one for one in found if type(one) is int]
 
 
-def _image_inputs(config: PreTrainedConfig, input_ids: torch.Tensor, generator: torch.Generator) -> Inputs:
-    """One image of fixed size a sequence, its tokens after the third word."""
-    vision = config.vision_config
-    count = config.mm_tokens_per_image
-    input_ids[:, 3 : 3 + count] = config.image_token_id
-    token_type_ids = (input_ids == config.image_token_id).long()
-    size = (len(input_ids), getattr(vision, "num_channels", 3), vision.image_size, vision.image_size)
-    return {"pixel_values": torch.randn(size, generator=generator), "token_type_ids": token_type_ids}
-
-
-def _labels(
-    model_class: type, config: PreTrainedConfig, input_ids: torch.Tensor, generator: torch.Generator
-) -> torch.Tensor:
-    name = model_class.__name__
+def _labels(model: PreTrainedModel, input_ids: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    name, config = type(model).__name__, model.config
     if name.endswith("ForSequenceClassification"):
         return torch.randint(0, config.num_labels, (len(input_ids),), generator=generator)
     if name.endswith("ForTokenClassification"):
         return torch.randint(0, config.num_labels, tuple(input_ids.shape), generator=generator)
-    return input_ids.clone()
+    token = image_token(config)
+    return input_ids.clone() if token is None else input_ids.masked_fill(input_ids == token, -100)

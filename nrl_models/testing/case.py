@@ -43,7 +43,7 @@ class FamilyCase:
     @property
     def config(self) -> PreTrainedConfig:
         """A tiny configuration, new at each call."""
-        return tiny_config(self.reference_class.config_class, self.model_class.tiny)
+        return tiny_config(self.reference_class.config_class, self.model_class.tiny, self.reference_class)
 
     @property
     def full_config(self) -> PreTrainedConfig:
@@ -52,7 +52,7 @@ class FamilyCase:
 
     def inputs(self, **options: Any) -> Inputs:
         """Random inputs of the kind this class takes, see `inputs_for`."""
-        return inputs_for(self.model_class, self.config, self.device, **options)
+        return inputs_for(self.reference(), **options)
 
     def reference(self, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
         """The reference with randomised weights, in evaluation mode. Shared: do not change it."""

@@ -1,81 +1,174 @@
-"""Tiny configurations: about a million parameters, yet large enough that a mistake shows."""
+"""Tiny configurations: a few million parameters at most, yet large enough that a mistake shows."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
-from transformers import PreTrainedConfig
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.utils import logging as transformers_logging
 
-TINY: dict[str, Any] = {
-    "vocab_size": 512,
-    "hidden_size": 256,
-    "intermediate_size": 384,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 32,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.06,  # about 1 / sqrt(hidden_size): activations keep their size, so errors do not drown
-    "sliding_window": 8,  # shorter than the test sequences
-    # special tokens
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    # mixtures of experts
-    "num_local_experts": 4,
-    "num_experts": 4,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 128,
-    "first_k_dense_replace": 1,
-    "n_group": 2,
-    "topk_group": 1,
-    # latent attention
-    "q_lora_rank": 96,
-    "kv_lora_rank": 64,
-    "qk_nope_head_dim": 32,
-    "qk_rope_head_dim": 16,
-    "v_head_dim": 32,
-    # vision
-    "image_size": 56,
-    "patch_size": 14,
-    "mm_tokens_per_image": 4,
-    "image_token_index": 500,
-    "boi_token_index": 501,
-    "eoi_token_index": 502,
-}
-"""Values by the configuration's own key. Only keys that a configuration has, and sets, are used."""
-
-DROPOUTS = ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "classifier_dropout")
-"""Set to zero: two models have to see the same numbers in training mode too."""
+from nrl_models.common.configurations import all_values
+from nrl_models.errors import NRLModelsError
+from nrl_models.parity.inputs import inputs_for
+from nrl_models.testing import sizes
+from nrl_models.testing.shrink import Needs, shrink
 
 
-def tiny_config(config_class: type[PreTrainedConfig], overrides: Mapping[str, Any] | None = None) -> PreTrainedConfig:
-    """A small configuration of `config_class`, with everything the class distinguishes still in it.
+class TinyModelError(NRLModelsError, ValueError):
+    """A class that no tiny model can be built of."""
 
-    Layer types that the default configuration mixes are all there, one layer each.
+
+@dataclass(frozen=True)
+class Tiny:
+    """A tiny configuration, and how it was found.
 
     Args:
-        config_class: the class.
-        overrides: values the rules here cannot know; a mapping for a nested configuration.
+        config: the configuration.
+        needs: what had to be added for its class to build and run; empty for most.
+        reached: how far a model of it got: `configuration`, `build`, `inputs` or `forward`, the last that succeeded.
+        failure: what stopped it there; None if nothing did, or if no class was given to try.
     """
-    default = config_class()
-    overrides = dict(overrides or {})
-    values: dict[str, Any] = {}
-    for key in default.to_dict():
-        value = getattr(default, key, None)
-        if isinstance(value, PreTrainedConfig):
-            values[key] = tiny_config(type(value), overrides.pop(key, None))
-        elif key in TINY and (value is not None or key in ("pad_token_id", "bos_token_id", "eos_token_id")):
-            values[key] = TINY[key]
-        elif key in DROPOUTS:
-            values[key] = 0.0
-    kinds = list(dict.fromkeys(getattr(default, "layer_types", None) or ()))
-    if len(kinds) > 1:
-        values["layer_types"], values["num_hidden_layers"] = kinds, len(kinds)
-    if "num_local_experts" in values and "num_experts" in default.attribute_map:
-        values.pop("num_experts", None)  # another name for the same value
-    config = config_class(**(values | overrides))
-    config.classifier_dropout = 0.0  # token classifiers take 0.1 where a configuration says nothing
-    return config
+
+    config: PreTrainedConfig | None
+    needs: Needs
+    reached: str
+    failure: Exception | None = None
+
+    @property
+    def rank(self) -> int:
+        """How far it got, as a number."""
+        return STAGES.index(self.reached)
+
+
+STAGES = ("nothing", "configuration", "build", "inputs", "forward")
+
+
+def tiny_config(
+    source: type[PreTrainedConfig] | PreTrainedConfig,
+    overrides: Mapping[str, Any] | None = None,
+    model_class: type[PreTrainedModel] | None = None,
+) -> PreTrainedConfig:
+    """A small configuration with everything in it that distinguishes the model.
+
+    Hidden size 256, 8 heads, 4 key-value heads wherever the model allows it; one layer of each kind that the given
+    configuration mixes; what it leaves off stays off.
+
+    Args:
+        source: a configuration class, whose default is made small, or a configuration.
+        overrides: values the rules here cannot know; a mapping for a nested configuration.
+        model_class: the class it is for. If that does not build, or run, what the configuration leaves unset is filled.
+
+    Raises:
+        TinyModelError: no configuration that the class builds from.
+    """
+    found = find_tiny(source, overrides, model_class)
+    if found.config is None or (model_class is not None and found.reached == "configuration"):
+        name = (model_class or (source if isinstance(source, type) else type(source))).__name__
+        raise TinyModelError(
+            f"cannot build a tiny {name}: {type(found.failure).__name__}: {found.failure}. "
+            "If it is a value that is wrong, give one by its key, in a family's `tiny`."
+        ) from found.failure
+    return copy.deepcopy(found.config)
+
+
+_found: dict[Any, Tiny] = {}
+
+
+def find_tiny(
+    source: type[PreTrainedConfig] | PreTrainedConfig,
+    overrides: Mapping[str, Any] | None = None,
+    model_class: type[PreTrainedModel] | None = None,
+) -> Tiny:
+    """As `tiny_config`, with how it was found. Equal arguments are answered from memory.
+
+    A configuration by the rules alone comes first. If `model_class` does not run with it, unset keys are filled from
+    `sizes.MISSING`, all at once, and then those left out again without which it gets as far.
+    """
+    key = (source if isinstance(source, type) else source.to_json_string(), repr(overrides), model_class)
+    if key not in _found:
+        with _quiet(), torch.random.fork_rng(devices=[]):
+            _found[key] = _find(source, overrides or {}, model_class)
+    return _found[key]
+
+
+def _find(
+    source: type[PreTrainedConfig] | PreTrainedConfig,
+    overrides: Mapping[str, Any],
+    model_class: type[PreTrainedModel] | None,
+) -> Tiny:
+    try:
+        default = source() if isinstance(source, type) else source
+    except Exception as error:
+        return Tiny(None, Needs(), "nothing", error)
+
+    def attempt(needs: Needs) -> Tiny:
+        tiny = _attempt(default, overrides, needs, model_class)
+        error = tiny.failure
+        if (
+            isinstance(error, AttributeError)
+            and isinstance(error.obj, PreTrainedConfig)
+            and error.name in sizes.MISSING
+        ):
+            wanted = (type(error.obj), error.name)
+            if wanted not in needs.undeclared:
+                return attempt(replace(needs, undeclared=(*needs.undeclared, wanted)))
+        return tiny
+
+    best = _attempt(default, overrides, Needs(), model_class)
+    if best.failure is None:
+        return best
+    unset = tuple(dict.fromkeys(_unset(default)))
+    for rope in ("", "sections", "layer types"):
+        candidate = attempt(Needs(unset, rope=rope))
+        best = max(best, candidate, key=lambda one: one.rank)
+        if candidate.failure is None:
+            break
+    for key in best.needs.keys:
+        without = attempt(replace(best.needs, keys=tuple(one for one in best.needs.keys if one != key)))
+        best = without if without.rank >= best.rank else best
+    return best
+
+
+def _attempt(
+    default: PreTrainedConfig,
+    overrides: Mapping[str, Any],
+    needs: Needs,
+    model_class: type[PreTrainedModel] | None,
+) -> Tiny:
+    config, reached = None, "nothing"
+    try:
+        config = shrink(default, overrides, needs)
+        reached = "configuration"
+        if model_class is not None:
+            torch.manual_seed(0)
+            model = model_class._from_config(copy.deepcopy(config)).eval()
+            reached = "build"
+            inputs = inputs_for(model, length=12)
+            reached = "inputs"
+            with torch.no_grad():
+                model(**inputs)
+        reached = "forward"
+    except Exception as error:
+        return Tiny(config, needs, reached, error)
+    return Tiny(config, needs, reached)
+
+
+def _unset(config: PreTrainedConfig) -> Iterator[str]:
+    return (key for key, value in all_values(config) if key in sizes.MISSING and sizes.is_unset(key, value))
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """What transformers says about configurations that are tried is of no interest."""
+    before = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(before)

@@ -13,7 +13,6 @@ class DeepseekV3Family(FamilyModel):
         hf.DeepseekV3Attention: combine(qkv_a_proj=("q_a_proj", "q_proj", "kv_a_proj_with_mqa")),
         hf.DeepseekV3MLP: CombinedGateUp,
     }
-    tiny = {"num_key_value_heads": 8, "head_dim": 16}  # as many as heads, and the rotary part alone
 
 
 DeepseekV3ForCausalLM = ModelClass = DeepseekV3Family.head(hf.DeepseekV3ForCausalLM)

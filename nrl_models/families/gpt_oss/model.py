@@ -48,14 +48,6 @@ class GptOssFamily(FamilyModel):
     """What every GptOss model shares."""
 
     rewrites = {hf.GptOssAttention: CombinedQKV, hf.GptOssModel: GptOssModel}
-    tiny = {
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "rope_theta": 1e4,
-            "factor": 32.0,
-            "original_max_position_embeddings": 8,
-        }
-    }
 
 
 GptOssForCausalLM = ModelClass = GptOssFamily.head(hf.GptOssForCausalLM)

@@ -1,0 +1,104 @@
+"""Which layers of a model a tiny one keeps: the first of each kind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from nrl_models.testing import sizes
+
+MANY = 4
+"""Where numbers take more values than this, layers of different size are of one kind."""
+
+
+class KeptLayers:
+    """The layers to keep, and what keys about layers say about them.
+
+    A kind is what distinguishes layers: the entries of lists with one for each layer (`layer_types`), being in a list
+    of layer numbers (`mlp_only_layers`), being among the first or last so many (`first_k_dense_replace`,
+    `num_kv_shared_layers`), values of its own (`per_layer_config`). Each is kept once, and two layers at least.
+
+    Args:
+        config: a configuration's keys and values.
+
+    Attributes:
+        kept: numbers of the layers that are kept; none where the configuration counts no layers.
+        own_values: for those of them that have some, by their new number, values of their own.
+    """
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        types = config.get("layers_block_type") or config.get("layer_types") or ()
+        self._count = next((value for key in sizes.LAYERS if type(value := config.get(key)) is int), len(types))
+        lists = {key: value for key, value in config.items() if isinstance(value, (list, tuple))}
+        self._per_layer = {key: value for key, value in lists.items() if len(value) == self._count > 2}
+        self._numbers = {
+            key: value
+            for key, value in lists.items()
+            if key not in self._per_layer
+            and key.endswith(sizes.INDEX_SUFFIXES)
+            and all(type(one) is int and 0 <= one < self._count for one in value)
+        }
+        self._leading = {key: value for key in sizes.LEADING if type(value := config.get(key)) is int}
+        self._trailing = {key: value for key in sizes.TRAILING if type(value := config.get(key)) is int}
+        own_values = {int(layer): values for layer, values in (config.get("per_layer_config") or {}).items()}
+        self._own_values = own_values
+        self.kept = self._choose()
+        self.own_values = {place: own_values[layer] for place, layer in enumerate(self.kept) if layer in own_values}
+
+    def value(self, key: str, value: Any) -> Any:
+        """What `key` says in a model of the kept layers alone; None for keys about something else."""
+        if not self.kept:
+            return None
+        if key in self._per_layer:
+            return type(value)(range(len(self.kept)) if _are_numbers(value) else [value[layer] for layer in self.kept])
+        if key in self._numbers:
+            return type(value)(place for place, layer in enumerate(self.kept) if layer in value)
+        if key in self._leading:
+            return sum(layer < value for layer in self.kept)
+        if key in self._trailing:
+            return sum(layer >= self._count - value for layer in self.kept)
+        if key in sizes.LAYERS and type(value) is int:
+            return len(self.kept)
+        return None
+
+    def _choose(self) -> list[int]:
+        seen: set[Any] = set()
+        chosen: list[int] = []
+        for layer in range(self._count):
+            kinds = set(self._kinds(layer))
+            if kinds - seen:
+                seen |= kinds
+                chosen.append(layer)
+        sharing = [layer for layer in range(self._count) if set(self._types(layer)) & set(sizes.SHARED_BLOCKS)]
+        chosen = sorted({*chosen, *sharing[:2]})
+        others = [layer for layer in range(self._count) if layer not in chosen]
+        return sorted([*chosen, *others[: max(0, 2 - len(chosen))]])
+
+    def _kinds(self, layer: int) -> Iterator[Any]:
+        for key, values in self._per_layer.items():
+            if not _are_numbers(values):
+                yield key, _kind(values[layer], values)
+        for key, numbers in self._numbers.items():
+            yield key, layer in numbers
+        for key, count in self._leading.items():
+            yield key, layer < count
+        for key, count in self._trailing.items():
+            if count:  # one of each type, for what a layer shares is of its own type
+                yield key, layer >= self._count - count, *self._types(layer)
+        for key, value in (self._own_values.get(layer) or {}).items():
+            yield "per_layer_config", key, _kind(value, [values.get(key) for values in self._own_values.values()])
+
+    def _types(self, layer: int) -> list[str]:
+        return [values[layer] for key, values in self._per_layer.items() if key in ("layer_types", "layers_block_type")]
+
+
+def _are_numbers(values: Any) -> bool:
+    """Whether a list with an entry for each layer names each layer's own number."""
+    return list(values) == list(range(len(values)))
+
+
+def _kind(value: Any, values: Any) -> str:
+    """What a layer's value says about its kind: all of it, unless layers merely differ in size."""
+    if isinstance(value, (int, float)) and len({repr(one) for one in values}) > MANY:
+        return "some" if value else "none"
+    return repr(value)

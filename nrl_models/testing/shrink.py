@@ -1,0 +1,290 @@
+"""Making a configuration small by rules: each value by its key, then the equations between them."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from nrl_models.common.configurations import all_values, own_values
+from nrl_models.testing import sizes
+from nrl_models.testing.kept_layers import KeptLayers
+
+KEPT_AS_THEY_ARE = ("id2label", "label2id", "transformers_version", "architectures", "model_type")
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a model class needs and the configuration it is given lacks.
+
+    Args:
+        keys: unset keys, in whatever part, that take the value `sizes.MISSING` has for them.
+        undeclared: keys that a configuration class does not have at all, likewise.
+        rope: what the rotary parameters need: nothing, `sections` for three kinds of positions, or a set of them for
+            each of the `layer types`.
+    """
+
+    keys: tuple[str, ...] = ()
+    undeclared: tuple[tuple[type[PreTrainedConfig], str], ...] = ()
+    rope: str = ""
+
+    def __str__(self) -> str:
+        undeclared = (f"{owner.__name__}.{key}" for owner, key in self.undeclared)
+        rope = (f"rope_parameters with {self.rope}",) if self.rope else ()
+        return ", ".join([*self.keys, *undeclared, *rope])
+
+
+def shrink(default: PreTrainedConfig, overrides: Mapping[str, Any], needs: Needs) -> PreTrainedConfig:
+    """A small configuration of `default`'s class that says what `default` says.
+
+    Args:
+        default: the configuration; not changed.
+        overrides: values to use in place of what the rules give; a mapping for a nested configuration.
+        needs: what to add.
+
+    Raises:
+        Exception: whatever the class raises for values it does not allow.
+    """
+    return _Shrinking(_token_ids(default), needs).config(default, overrides)
+
+
+class _Shrinking:
+    def __init__(self, token_ids: Mapping[int, int], needs: Needs) -> None:
+        self._token_ids = token_ids
+        self._needs = needs
+
+    def config(self, default: PreTrainedConfig, overrides: Mapping[str, Any]) -> PreTrainedConfig:
+        config_class = type(default)
+        old = {key: value for key, value in own_values(default).items() if key not in KEPT_AS_THEY_ARE}
+        parts = {key: value for key, value in old.items() if isinstance(value, PreTrainedConfig)}
+        for key, part_class in config_class.sub_configs.items():
+            if key in self._needs.keys and old.get(key, 0) is None:
+                parts[key] = part_class()
+        new_parts = {key: self.config(part, overrides.get(key, {})) for key, part in parts.items()}
+        # What a parent gave its part, or a file a model, is in the description but not in the class's own default.
+        given = _own_default(config_class)
+        own = {key: value for key, value in old.items() if key not in parts}
+        values = {key: value for key, value in own.items() if key in given and not _same(value, given[key])}
+        values |= self._values(default, old, parts, new_parts)
+        values |= new_parts
+        for owner, key in self._needs.undeclared:
+            if owner is config_class:
+                values[key] = sizes.MISSING[key]
+        values = {key: value for key, value in values.items() if key not in _read_only(config_class)}
+        config = config_class(**values | {key: value for key, value in overrides.items() if key not in new_parts})
+        config.classifier_dropout = 0.0  # token classifiers take 0.1 where a configuration says nothing
+        return config
+
+    def _values(
+        self,
+        default: PreTrainedConfig,
+        old: Mapping[str, Any],
+        parts: Mapping[str, PreTrainedConfig],
+        new_parts: Mapping[str, PreTrainedConfig],
+    ) -> dict[str, Any]:
+        """New values for the keys that change."""
+        public = {own: name for name, own in default.attribute_map.items()}
+        layers = KeptLayers(old)
+        new: dict[str, Any] = {}
+        for key, value in old.items():
+            if key in parts or key in ("per_layer_config", "rope_parameters"):
+                continue
+            kept = layers.value(key, value)
+            value = value if kept is None else kept
+            result = self._value(key, value, public.get(key, key), derived=key not in _given_by_default(type(default)))
+            if (result := kept if result is None else result) is not None:
+                new[key] = result
+        new |= _equations({**old, **parts}, {**old, **new, **new_parts}, lambda key: key in old)
+        if layers.own_values:
+            new["per_layer_config"] = {
+                str(place): self._own_values_of_layer(values, old, new, public)
+                for place, values in layers.own_values.items()
+            }
+        if rope := self._rope(default, old, {**old, **new}):
+            new["rope_parameters"] = rope
+        return {key: value for key, value in new.items() if not _same(value, old[key])}
+
+    def _value(self, key: str, value: Any, public: str, derived: bool) -> Any:
+        """The new value of one key, None to leave it."""
+        if key in self._needs.keys and sizes.is_unset(key, value):
+            missing = sizes.MISSING[key]
+            return missing(value) if callable(missing) else missing
+        if sizes.is_token(key):
+            return self._token(key, value)
+        if value is None or isinstance(value, (str, bool)):
+            return None
+        if key in sizes.VALUES:
+            return sizes.VALUES[key]
+        if any(word in key for word in sizes.DROPOUTS):
+            return type(value)(0) if isinstance(value, (int, float)) else None
+        if key in sizes.LAYER_REFERENCES:
+            return _within(value, 2)
+        if (size := _size(key, value, public)) is not None:
+            return size
+        # A scalar that the class computes from others follows them by itself.
+        if _is_large_width(key, value) and (isinstance(value, (list, tuple)) or not derived):
+            return _in_form_of(value, sizes.WIDTH)
+        return None
+
+    def _own_values_of_layer(
+        self, values: Mapping[str, Any], old: Mapping[str, Any], new: Mapping[str, Any], public: Mapping[str, str]
+    ) -> dict[str, Any]:
+        """What one layer has in place of the model's values; also where only the new ones differ."""
+        own = {
+            key: value if (size := _size(key, value, public.get(key, key))) is None else size
+            for key, value in values.items()
+        }
+        merged = {**old, **new, **own}
+        equal = _equations({**old, **values}, merged, lambda key: key in old)
+        return own | {key: value for key, value in equal.items() if key in own or value != {**old, **new}[key]}
+
+    def _rope(self, default: PreTrainedConfig, old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any] | None:
+        parameters = old.get("rope_parameters") or {}
+        if not parameters and not (self._needs.rope and "rope_parameters" in old):
+            return None
+        head_dim = new.get("head_dim") or new.get("hidden_size", 0) // (new.get("num_attention_heads") or 1)
+        known = getattr(default, "ignore_keys_at_rope_validation", None) or ()
+        sections = self._needs.rope == "sections" or "mrope_section" in known
+
+        def one(given: Mapping[str, Any]) -> dict[str, Any]:
+            result = {"rope_type": "default", "rope_theta": 1e4, **given}
+            pairs = int(head_dim * given.get("partial_rotary_factor", 1.0)) // 2
+            if sections or "mrope_section" in given:
+                result["mrope_section"] = _shares(pairs, given.get("mrope_section") or (1, 1, 1))
+            if "original_max_position_embeddings" in given:
+                result["original_max_position_embeddings"] = 8  # less than the test sequences
+            for key in ("short_factor", "long_factor"):
+                if key in given:
+                    result[key] = given[key][:pairs]
+            return result
+
+        if nested := {key: one(value) for key, value in parameters.items() if isinstance(value, Mapping)}:
+            return {**parameters, **nested}
+        if self._needs.rope == "layer types" and new.get("layer_types"):
+            return {layer_type: one(parameters) for layer_type in dict.fromkeys(new["layer_types"])}
+        return one(parameters)
+
+    def _token(self, key: str, value: Any) -> Any:
+        if key in sizes.COMMON_TOKENS:
+            return sizes.COMMON_TOKENS[key]
+        if isinstance(value, (list, tuple)):
+            return type(value)(self._token_ids.get(one, one) for one in value)
+        return self._token_ids.get(value, value)
+
+
+# What classes say about themselves
+
+
+@cache
+def _own_default(config_class: type[PreTrainedConfig]) -> dict[str, Any]:
+    """What the class's default holds; nothing for a class that has none."""
+    try:
+        return own_values(config_class())
+    except Exception:
+        return {}
+
+
+@cache
+def _given_by_default(config_class: type[PreTrainedConfig]) -> frozenset[str]:
+    """Keys with a default of their own; the others are computed, or unset."""
+    return frozenset(
+        field.name
+        for field in dataclasses.fields(config_class)
+        if field.default is not dataclasses.MISSING and field.default is not None
+    )
+
+
+@cache
+def _read_only(config_class: type[PreTrainedConfig]) -> frozenset[str]:
+    members = inspect.getmembers_static(config_class)
+    return frozenset(name for name, member in members if isinstance(member, property) and member.fset is None)
+
+
+# Special tokens
+
+
+def _token_ids(root: PreTrainedConfig) -> dict[int, int]:
+    """A new id for each id of a special token in `root` and its parts."""
+    found = dict.fromkeys(_special_tokens(root))
+    return {one: sizes.FIRST_SPECIAL + place for place, one in enumerate(found)}
+
+
+def _special_tokens(config: PreTrainedConfig) -> Iterator[int]:
+    for key, value in all_values(config):
+        if sizes.is_token(key) and key not in sizes.COMMON_TOKENS:
+            yield from (one for one in (value if isinstance(value, (list, tuple)) else [value]) if type(one) is int)
+
+
+# Values
+
+
+def _size(key: str, value: Any, public: str) -> Any:
+    """What the tables say about a key or its public name; None if nothing."""
+    for name in (key, public):
+        if name in sizes.SIZES:
+            return _in_form_of(value, sizes.SIZES[name])
+        if name in sizes.AT_MOST:
+            return _at_most(value, sizes.AT_MOST[name])
+    return None
+
+
+def _is_large_width(key: str, value: Any) -> bool:
+    values = value if isinstance(value, (list, tuple)) else [value]
+    whole = bool(values) and all(type(one) is int for one in values)
+    return key.endswith(sizes.WIDTH_SUFFIXES) and whole and max(values) > sizes.WIDTH
+
+
+def _in_form_of(value: Any, size: float) -> Any:
+    """`size` as `value` is: of its type, a list of its length in its proportions, zero where it is zero."""
+    if not isinstance(value, (list, tuple)):
+        return type(value)(size) if isinstance(value, (int, float)) and value else None
+    if not value or not all(isinstance(one, (int, float)) for one in value):
+        return None
+    largest = max(value)
+    if largest <= size and len(set(value)) > 1:
+        return None
+    return type(value)(one and max(1, round(size * one / largest)) for one in value)
+
+
+def _at_most(value: Any, size: int) -> Any:
+    if isinstance(value, (list, tuple)):
+        return type(value)(_at_most(one, size) for one in value)
+    return min(value, size) if type(value) is int else None
+
+
+def _within(layer: Any, count: int) -> Any:
+    """A layer's number, from either end, that `count` layers have; of a list each."""
+    if isinstance(layer, (list, tuple)):
+        return type(layer)(_within(one, count) for one in layer)
+    return max(-count, min(layer, count - 1))
+
+
+def _shares(total: int, parts: tuple[int, ...] | list[int]) -> list[int]:
+    """`total` in whole shares as large to each other as `parts`; the last takes what is left."""
+    shares = [total * part // sum(parts) for part in parts]
+    return [*shares[:-1], total - sum(shares[:-1])]
+
+
+def _equations(old: Mapping[str, Any], new: Mapping[str, Any], is_key: Any) -> dict[str, Any]:
+    """What the equations that hold in `old`, and those that always hold, make of `new`."""
+    new = dict(new)
+    result = {}
+    for key, right, always in [*((*one, False) for one in sizes.RELATIONS), *((*one, True) for one in sizes.LAWS)]:
+        try:
+            if is_key(key) and (always or right(SimpleNamespace(**old)) == old[key]):
+                value = right(SimpleNamespace(**new))
+                if value:
+                    result[key] = new[key] = value
+        except (AttributeError, TypeError, ZeroDivisionError):  # keys that this configuration does not have, or unset
+            continue
+    return result
+
+
+def _same(one: Any, other: Any) -> bool:
+    return type(one) is type(other) and one == other
