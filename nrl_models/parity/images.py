@@ -17,7 +17,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from nrl_models.common.configurations import parts
-from nrl_models.errors import NRLModelsError
+from nrl_models.errors import NRLModelsError, in_words
 
 Inputs = dict[str, Any]
 Shape = tuple[int, ...]
@@ -210,7 +210,7 @@ def image_inputs(model: PreTrainedModel, inputs: Inputs, generator: torch.Genera
                     given = {name: value for name, value in image.items() if name in forward}
                     result = inputs | given | {"input_ids": _with_tokens(model.config, text, count)}
             except Exception as error:
-                failures[str(tuple(shape))] = f"{type(error).__name__}: {error}"
+                failures[str(tuple(shape))] = in_words(error)
                 continue
             return result
     tried = "; ".join(f"{pixels} of shape {shape}: {failure}" for shape, failure in failures.items())

@@ -85,6 +85,7 @@ class KeptLayers:
         for key, count in self._trailing.items():
             if count:  # one of each type, for what a layer shares is of its own type
                 yield key, layer >= self._count - count, *self._types(layer)
+        yield "per_layer_config", layer in self._own_values
         for key, value in (self._own_values.get(layer) or {}).items():
             yield "per_layer_config", key, _kind(value, [values.get(key) for values in self._own_values.values()])
 
