@@ -233,6 +233,7 @@ def test_what_a_parent_gives_its_part_is_kept() -> None:
     ("name", "needs"),
     [
         ("LlamaForCausalLM", ""),
+        ("Gemma4ForConditionalGeneration", "vision_config"),  # and no experts, though they are unset too
         ("HunYuanDenseV1ForCausalLM", "head_dim"),
         ("DbrxForCausalLM", "clip_qkv, DbrxAttentionConfig.rope_theta"),
         ("Dots1ForCausalLM", "n_shared_experts, n_routed_experts, num_experts_per_tok"),
