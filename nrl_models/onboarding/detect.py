@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -17,6 +18,9 @@ from nrl_models.errors import in_words
 from nrl_models.parity.inputs import inputs_for, takes_images
 from nrl_models.testing.case import randomise
 from nrl_models.testing.tiny import find_tiny
+
+AUDIO = {"input_features", "input_values", "audio_input_ids", "audio_input_features"}
+"""What arguments that hold sound are called."""
 
 STEPS = ("configuration", "build", "text", "images", "backward")
 """What is done with a class, in this order."""
@@ -106,6 +110,8 @@ def detect(
             if not _images_matter(model):
                 raise ValueError("the logits do not depend on the image: its tokens are not known")
             found["modalities"] = (*found.get("modalities", ()), "images")
+        if AUDIO & set(inspect.signature(model.forward).parameters):
+            found["note"] = "; ".join([*filter(None, [found.get("note")]), "takes sound, which was not tried"])
         found |= _by_class(model, trace)
         step = "backward"
         model.train()

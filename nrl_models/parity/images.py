@@ -170,9 +170,14 @@ COMPANIONS: dict[str, tuple[Callable[[Geometry, Shape], torch.Tensor], ...]] = {
 """How to make the arguments that come with an image; where a name has two meanings, both."""
 
 
-def takes_images(model: PreTrainedModel) -> bool:
+def accepts_images(model: PreTrainedModel) -> bool:
     """Whether the model's forward has an argument for images."""
     return any(name in _parameters(model.forward) for name in PIXELS)
+
+
+def takes_images(model: PreTrainedModel) -> bool:
+    """Whether the model can do something with an image: it accepts them and was not made without a tower."""
+    return accepts_images(model) and getattr(model.config, "vision_config", model.config) is not None
 
 
 def image_inputs(model: PreTrainedModel, inputs: Inputs, generator: torch.Generator) -> Inputs:

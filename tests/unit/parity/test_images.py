@@ -102,9 +102,9 @@ def test_an_image_is_as_many_tokens_as_the_model_makes_of_it(model: PreTrainedMo
     assert places.shape[1] >= count + 8
     for name in ("token_type_ids", "mm_token_type_ids"):
         assert name not in inputs or torch.equal(inputs[name].bool(), places)
-    # One token more or less is one that the model has nothing for, or something that has no place.
+    # One more is one that the model has nothing for.
     wrong = inputs["input_ids"].clone()
-    wrong[0, 3] = 20
+    wrong[0, -1] = image_token(model.config)
     with pytest.raises((ValueError, RuntimeError)):
         model(**inputs | {"input_ids": wrong})
 
@@ -160,6 +160,17 @@ def test_a_text_model_takes_no_images() -> None:
     model = transformers.LlamaForCausalLM(config)
     assert not takes_images(model)
     assert inputs_for(model, images=True).keys() == {"input_ids"}
+
+
+def test_a_model_that_was_made_without_a_tower_gets_text_unless_an_image_is_asked_for() -> None:
+    model_class = getattr(transformers, "Gemma4ForConditionalGeneration", None)
+    if model_class is None:
+        pytest.skip("this transformers has no Gemma 4")
+    model = model_class(tiny_config(model_class.config_class))
+    assert model.config.vision_config is None
+    assert inputs_for(model).keys() == {"input_ids"}
+    with pytest.raises(ImageInputsError):
+        inputs_for(model, images=True)
 
 
 def test_an_image_in_a_form_that_is_not_known_is_an_error_that_names_the_forms_tried() -> None:
