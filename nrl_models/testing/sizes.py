@@ -102,7 +102,13 @@ TRAILING = ("num_kv_shared_layers",)
 INDEX_SUFFIXES = ("_layers", "_indexes", "_indices", "_idxs", "_ids")
 """What lists of layer numbers end with."""
 
-LAYER_REFERENCES = ("vision_feature_layer", "feature_layer", "spatial_vision_layer", "insert_layer_id")
+LAYER_REFERENCES = (
+    "vision_feature_layer",
+    "vision_feature_layers",
+    "feature_layer",
+    "spatial_vision_layer",
+    "insert_layer_id",
+)
 """Numbers of layers of another part, counted from either end."""
 
 SHARED_BLOCKS = ("hybrid",)
