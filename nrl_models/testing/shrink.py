@@ -71,7 +71,8 @@ class _Shrinking:
         given = _own_default(config_class)
         own = {key: value for key, value in old.items() if key not in parts}
         values = {key: value for key, value in own.items() if key in given and not _same(value, given[key])}
-        values |= self._values(default, old, parts, new_parts)
+        layers = KeptLayers(old, next((overrides[key] for key in sizes.LAYERS if key in overrides), None))
+        values |= self._values(default, old, layers, parts, new_parts)
         values |= new_parts
         for owner, key in self._needs.undeclared:
             if owner is config_class:
@@ -85,12 +86,12 @@ class _Shrinking:
         self,
         default: PreTrainedConfig,
         old: Mapping[str, Any],
+        layers: KeptLayers,
         parts: Mapping[str, PreTrainedConfig],
         new_parts: Mapping[str, PreTrainedConfig],
     ) -> dict[str, Any]:
         """New values for the keys that change."""
         public = {own: name for name, own in default.attribute_map.items()}
-        layers = KeptLayers(old)
         new: dict[str, Any] = {}
         for key, value in old.items():
             if key in parts or key in ("per_layer_config", "rope_parameters"):

@@ -266,6 +266,14 @@ def test_overrides_reach_nested_parts_and_win() -> None:
     assert config.image_token_id == 7
 
 
+def test_an_overridden_number_of_layers_is_one_for_everything_about_layers() -> None:
+    default = tiny_config(Qwen3NextConfig)
+    assert default.layer_types == ["linear_attention", "full_attention"]
+    assert tiny_config(Qwen3NextConfig, {"num_hidden_layers": 1}).layer_types == ["linear_attention"]
+    more = tiny_config(Qwen3NextConfig, {"num_hidden_layers": 4})
+    assert sorted(more.layer_types) == ["full_attention", *["linear_attention"] * 3]
+
+
 def test_the_answer_is_the_same_each_time_and_a_copy() -> None:
     state = torch.get_rng_state()
     first = tiny_config(Qwen3Config, None, model_class("Qwen3ForCausalLM"))
