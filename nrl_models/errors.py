@@ -10,6 +10,11 @@ class NRLModelsError(Exception):
     """Base of every error this library raises on purpose."""
 
 
+def in_words(error: BaseException) -> str:
+    """An error of someone else's in one line, to be quoted in one's own."""
+    return f"{type(error).__name__}: {' '.join(str(error).split()).rstrip('.')}"
+
+
 @dataclass(frozen=True, slots=True)
 class Problem:
     """One thing that is wrong with a checkpoint or a state dict.

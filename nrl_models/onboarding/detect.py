@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import re
+import inspect
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -14,9 +14,13 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from nrl_models.common.tracing import Trace, trace_linears
+from nrl_models.errors import in_words
 from nrl_models.parity.inputs import inputs_for, takes_images
 from nrl_models.testing.case import randomise
 from nrl_models.testing.tiny import find_tiny
+
+AUDIO = {"input_features", "input_values", "audio_input_ids", "audio_input_features"}
+"""What arguments that hold sound are called."""
 
 STEPS = ("configuration", "build", "text", "images", "backward")
 """What is done with a class, in this order."""
@@ -99,13 +103,15 @@ def detect(
         except Exception as error:
             if not multimodal:
                 raise
-            found["note"] = f"takes no text alone: {_in_words(error)}"  # it describes images, say
+            found["note"] = f"takes no text alone: {in_words(error)}"  # it describes images, say
         if multimodal:
             step = "images"
             trace = _run(model, images=True)
             if not _images_matter(model):
                 raise ValueError("the logits do not depend on the image: its tokens are not known")
             found["modalities"] = (*found.get("modalities", ()), "images")
+        if AUDIO & set(inspect.signature(model.forward).parameters):
+            found["note"] = "; ".join([*filter(None, [found.get("note")]), "takes sound, which was not tried"])
         found |= _by_class(model, trace)
         step = "backward"
         model.train()
@@ -115,7 +121,7 @@ def detect(
         loss.backward()
         step = ""
     except Exception as error:
-        found["failure"] = _in_words(error)
+        found["failure"] = in_words(error)
     return Detection(model_class.__name__, source.model_type, **found, step=step)
 
 
@@ -157,7 +163,3 @@ def _by_class(model: nn.Module, trace: Trace) -> dict[str, Any]:
         "obstacles": {name: list(found) for name, found in obstacles.items()},
         "uncalled": {name: tuple(sorted(found)) for name, found in uncalled.items()},
     }
-
-
-def _in_words(error: BaseException | None) -> str:
-    return re.sub(r"\s+", " ", f"{type(error).__name__}: {error}").strip()[:400]

@@ -17,7 +17,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from nrl_models.common.configurations import parts
-from nrl_models.errors import NRLModelsError
+from nrl_models.errors import NRLModelsError, in_words
 
 Inputs = dict[str, Any]
 Shape = tuple[int, ...]
@@ -171,9 +171,14 @@ COMPANIONS: dict[str, tuple[Callable[[Geometry, Shape], torch.Tensor], ...]] = {
 """How to make the arguments that come with an image; where a name has two meanings, both."""
 
 
-def takes_images(model: PreTrainedModel) -> bool:
+def accepts_images(model: PreTrainedModel) -> bool:
     """Whether the model's forward has an argument for images."""
     return any(name in _parameters(model.forward) for name in PIXELS)
+
+
+def takes_images(model: PreTrainedModel) -> bool:
+    """Whether the model can do something with an image: it accepts them and was not made without a tower."""
+    return accepts_images(model) and getattr(model.config, "vision_config", model.config) is not None
 
 
 def image_inputs(model: PreTrainedModel, inputs: Inputs, generator: torch.Generator) -> Inputs:
@@ -211,7 +216,7 @@ def image_inputs(model: PreTrainedModel, inputs: Inputs, generator: torch.Genera
                     given = {name: value for name, value in image.items() if name in forward}
                     result = inputs | given | {"input_ids": _with_tokens(model.config, text, count)}
             except Exception as error:
-                failures[str(tuple(shape))] = f"{type(error).__name__}: {error}"
+                failures[str(tuple(shape))] = in_words(error)
                 continue
             return result
     tried = "; ".join(f"{pixels} of shape {shape}: {failure}" for shape, failure in failures.items())

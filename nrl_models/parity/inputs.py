@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from nrl_models.common.configurations import all_values
-from nrl_models.parity.images import Inputs, image_inputs, image_token, takes_images
+from nrl_models.parity.images import Inputs, accepts_images, image_inputs, image_token, takes_images
 
 __all__ = ["FIRST_WORD", "Inputs", "inputs_for", "takes_images"]
 
@@ -32,7 +32,8 @@ def inputs_for(
         model: the model. One that takes images is run on one, to see in which form.
         batch: number of sequences.
         length: tokens in each, images included; more where an image alone is as long.
-        images: whether to put an image in each sequence; None puts one wherever the model takes any.
+        images: whether to put an image in each sequence (of a model that accepts them); None puts one wherever the
+            model has a tower for it.
         labels: whether to add labels for the loss.
         seed: of the random numbers.
 
@@ -47,13 +48,13 @@ def inputs_for(
         for name in ("input_ids", "decoder_input_ids")
         if name in forward
     }
-    multimodal = takes_images(model)
-    if multimodal and images is not False:
+    images = takes_images(model) if images is None else images and accepts_images(model)
+    if images:
         result = image_inputs(model, result, generator)
     if labels:
         result["labels"] = _labels(model, result.get("decoder_input_ids", result.get("input_ids")), generator)
     token = image_token(config)
-    if multimodal and token is not None and (labels or images is not False):
+    if token is not None and (images or (labels and accepts_images(model))):
         # Which positions are an image's; some models want to know in training, also where there is none.
         kinds = (result["input_ids"] == token).long()
         result |= {name: kinds for name in ("token_type_ids", "mm_token_type_ids") if name in forward}

@@ -20,13 +20,14 @@ class KeptLayers:
 
     Args:
         config: a configuration's keys and values.
+        count: how many layers to keep; as many as there are kinds if None.
 
     Attributes:
         kept: numbers of the layers that are kept; none where the configuration counts no layers.
         own_values: for those of them that have some, by their new number, values of their own.
     """
 
-    def __init__(self, config: Mapping[str, Any]) -> None:
+    def __init__(self, config: Mapping[str, Any], count: int | None = None) -> None:
         types = config.get("layers_block_type") or config.get("layer_types") or ()
         self._count = next((value for key in sizes.LAYERS if type(value := config.get(key)) is int), len(types))
         lists = {key: value for key, value in config.items() if isinstance(value, (list, tuple))}
@@ -42,7 +43,7 @@ class KeptLayers:
         self._trailing = {key: value for key in sizes.TRAILING if type(value := config.get(key)) is int}
         own_values = {int(layer): values for layer, values in (config.get("per_layer_config") or {}).items()}
         self._own_values = own_values
-        self.kept = self._choose()
+        self.kept = self._choose(count)
         self.own_values = {place: own_values[layer] for place, layer in enumerate(self.kept) if layer in own_values}
 
     def value(self, key: str, value: Any) -> Any:
@@ -61,7 +62,7 @@ class KeptLayers:
             return len(self.kept)
         return None
 
-    def _choose(self) -> list[int]:
+    def _choose(self, count: int | None) -> list[int]:
         seen: set[Any] = set()
         chosen: list[int] = []
         for layer in range(self._count):
@@ -72,7 +73,8 @@ class KeptLayers:
         sharing = [layer for layer in range(self._count) if set(self._types(layer)) & set(sizes.SHARED_BLOCKS)]
         chosen = sorted({*chosen, *sharing[:2]})
         others = [layer for layer in range(self._count) if layer not in chosen]
-        return sorted([*chosen, *others[: max(0, 2 - len(chosen))]])
+        wanted = max(2, len(chosen)) if count is None else count
+        return sorted([*chosen, *others[: max(0, wanted - len(chosen))]])[:wanted]
 
     def _kinds(self, layer: int) -> Iterator[Any]:
         for key, values in self._per_layer.items():
@@ -85,6 +87,7 @@ class KeptLayers:
         for key, count in self._trailing.items():
             if count:  # one of each type, for what a layer shares is of its own type
                 yield key, layer >= self._count - count, *self._types(layer)
+        yield "per_layer_config", layer in self._own_values
         for key, value in (self._own_values.get(layer) or {}).items():
             yield "per_layer_config", key, _kind(value, [values.get(key) for values in self._own_values.values()])
 

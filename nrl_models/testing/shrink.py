@@ -71,7 +71,8 @@ class _Shrinking:
         given = _own_default(config_class)
         own = {key: value for key, value in old.items() if key not in parts}
         values = {key: value for key, value in own.items() if key in given and not _same(value, given[key])}
-        values |= self._values(default, old, parts, new_parts)
+        layers = KeptLayers(old, next((overrides[key] for key in sizes.LAYERS if key in overrides), None))
+        values |= self._values(default, old, layers, parts, new_parts)
         values |= new_parts
         for owner, key in self._needs.undeclared:
             if owner is config_class:
@@ -85,12 +86,12 @@ class _Shrinking:
         self,
         default: PreTrainedConfig,
         old: Mapping[str, Any],
+        layers: KeptLayers,
         parts: Mapping[str, PreTrainedConfig],
         new_parts: Mapping[str, PreTrainedConfig],
     ) -> dict[str, Any]:
         """New values for the keys that change."""
         public = {own: name for name, own in default.attribute_map.items()}
-        layers = KeptLayers(old)
         new: dict[str, Any] = {}
         for key, value in old.items():
             if key in parts or key in ("per_layer_config", "rope_parameters"):
@@ -135,14 +136,17 @@ class _Shrinking:
     def _own_values_of_layer(
         self, values: Mapping[str, Any], old: Mapping[str, Any], new: Mapping[str, Any], public: Mapping[str, str]
     ) -> dict[str, Any]:
-        """What one layer has in place of the model's values; also where only the new ones differ."""
-        own = {
-            key: value if (size := _size(key, value, public.get(key, key))) is None else size
-            for key, value in values.items()
-        }
-        merged = {**old, **new, **own}
-        equal = _equations({**old, **values}, merged, lambda key: key in old)
-        return own | {key: value for key, value in equal.items() if key in own or value != {**old, **new}[key]}
+        """What one layer has in place of the model's values: as much more or less than those as it was."""
+        model = {**old, **new}
+        own: dict[str, Any] = {}
+        for key, value in values.items():
+            is_size = key in sizes.SIZES or public.get(key) in sizes.SIZES
+            if is_size and type(value) is int and value and type(old.get(key)) is int and old[key]:
+                own[key] = max(1, model[key] * value // old[key])
+            else:
+                own[key] = value if (size := _size(key, value, public.get(key, key))) is None else size
+        equal = _equations({**old, **values}, {**model, **own}, lambda key: key in old)
+        return own | {key: value for key, value in equal.items() if key in own or value != model[key]}
 
     def _rope(self, default: PreTrainedConfig, old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any] | None:
         parameters = old.get("rope_parameters") or {}

@@ -38,7 +38,8 @@ SIZES: dict[str, Any] = _by_key(
             encoder_attention_heads decoder_attention_heads num_encoder_attention_heads num_decoder_attention_heads
             swa_num_attention_heads num_sliding_attention_heads resampler_n_heads
             mamba_num_heads mamba_n_heads n_mamba_heads
-            sliding_window sliding_window_size attention_window_size local_attention attention_chunk_size index_topk""",
+            sliding_window sliding_window_size attention_window_size local_attention attention_chunk_size index_topk
+            floor_scale log_scaling_n_floor""",
         4: """num_key_value_heads num_kv_heads kv_n_heads n_head_kv swa_num_key_value_heads index_n_heads
             mm_tokens_per_image max_value_projector_patch_to_query_dict""",
         32: """head_dim d_kv dim_head d_head kv_channels attention_head_size attention_head_dim swa_head_dim v_head_dim
@@ -101,7 +102,13 @@ TRAILING = ("num_kv_shared_layers",)
 INDEX_SUFFIXES = ("_layers", "_indexes", "_indices", "_idxs", "_ids")
 """What lists of layer numbers end with."""
 
-LAYER_REFERENCES = ("vision_feature_layer", "feature_layer", "spatial_vision_layer", "insert_layer_id")
+LAYER_REFERENCES = (
+    "vision_feature_layer",
+    "vision_feature_layers",
+    "feature_layer",
+    "spatial_vision_layer",
+    "insert_layer_id",
+)
 """Numbers of layers of another part, counted from either end."""
 
 SHARED_BLOCKS = ("hybrid",)

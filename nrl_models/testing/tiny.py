@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from nrl_models.common.configurations import all_values
-from nrl_models.errors import NRLModelsError
+from nrl_models.errors import NRLModelsError, in_words
 from nrl_models.parity.inputs import inputs_for
 from nrl_models.testing import sizes
 from nrl_models.testing.shrink import Needs, shrink
@@ -71,7 +71,7 @@ def tiny_config(
     if found.config is None or (model_class is not None and found.reached == "configuration"):
         name = (model_class or (source if isinstance(source, type) else type(source))).__name__
         raise TinyModelError(
-            f"cannot build a tiny {name}: {type(found.failure).__name__}: {found.failure}. "
+            f"cannot build a tiny {name}: {in_words(found.failure) if found.failure else 'no configuration'}. "
             "If it is a value that is wrong, give one by its key, in a family's `tiny`."
         ) from found.failure
     return copy.deepcopy(found.config)
@@ -90,7 +90,8 @@ def find_tiny(
     A configuration by the rules alone comes first. If `model_class` does not run with it, unset keys are filled from
     `sizes.MISSING`, all at once, and then those left out again without which it gets as far.
     """
-    key = (source if isinstance(source, type) else source.to_json_string(), repr(overrides), model_class)
+    given = source if isinstance(source, type) else (type(source), source.to_json_string())
+    key = (given, repr(overrides), model_class)
     if key not in _found:
         with _quiet(), torch.random.fork_rng(devices=[]):
             _found[key] = _find(source, overrides or {}, model_class)
@@ -149,13 +150,13 @@ def _attempt(
             torch.manual_seed(0)
             model = model_class._from_config(copy.deepcopy(config)).eval()
             reached = "build"
-            inputs = inputs_for(model, length=12)
+            inputs = inputs_for(model, length=12, images=True)
             reached = "inputs"
             with torch.no_grad():
                 model(**inputs)
         reached = "forward"
     except Exception as error:
-        return Tiny(config, needs, reached, error)
+        return Tiny(config, needs, reached, error.with_traceback(None))  # whose frames would keep the model
     return Tiny(config, needs, reached)
 
 

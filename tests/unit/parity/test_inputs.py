@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
-from transformers import Gemma3Config, LlamaConfig
+from transformers import Gemma3Config, LlamaConfig, PreTrainedModel
 
 from nrl_models import registry
 from nrl_models.parity.inputs import FIRST_WORD, inputs_for
 from nrl_models.testing.tiny import tiny_config
 
-CPU = torch.device("cpu")
+
+@cache
+def model(kind: str) -> PreTrainedModel:
+    config_class = Gemma3Config if kind.startswith("Gemma3") else LlamaConfig
+    return registry.model_class(kind).from_config(tiny_config(config_class))
 
 
-def inputs(architecture: str = "LlamaForCausalLM", config: Any = None, **options: Any) -> dict[str, torch.Tensor]:
-    config = tiny_config(LlamaConfig) if config is None else config
-    return inputs_for(registry.model_class(architecture), config, CPU, **options)
+def inputs(architecture: str = "LlamaForCausalLM", **options: Any) -> dict[str, torch.Tensor]:
+    return inputs_for(model(architecture), **options)
 
 
 def vision_inputs(kind: str = "ForConditionalGeneration", **options: Any) -> dict[str, torch.Tensor]:
-    return inputs(f"Gemma3{kind}", tiny_config(Gemma3Config), **options)
+    return inputs(f"Gemma3{kind}", **options)
 
 
 def test_words_alone() -> None:
@@ -37,11 +41,12 @@ def test_words_alone() -> None:
 
 def test_no_special_token_is_a_word() -> None:
     config = tiny_config(LlamaConfig, {"vocab_size": 32, "eos_token_id": [20, 21], "pad_token_id": 25})
-    ids = inputs(config=config, length=2000)["input_ids"]
+    ids = inputs_for(registry.model_class("LlamaForCausalLM").from_config(config), length=2000)["input_ids"]
     assert set(ids.unique().tolist()) == set(range(FIRST_WORD, 32)) - {20, 21, 25}
 
 
 def test_a_seed_gives_the_same_numbers_and_draws_no_others() -> None:
+    inputs(), vision_inputs()  # building the models draws some
     state = torch.get_rng_state()
     for one in (inputs, vision_inputs):
         first, again, other = one(labels=True), one(labels=True), one(labels=True, seed=1)
@@ -86,7 +91,6 @@ def test_no_image_on_request() -> None:
 
 
 def test_tensors_are_on_the_device() -> None:
-    given = inputs_for(
-        registry.model_class("Gemma3ForConditionalGeneration"), tiny_config(Gemma3Config), torch.device("meta")
-    )
+    gemma = registry.model_class("Gemma3ForConditionalGeneration").from_config(tiny_config(Gemma3Config), device="meta")
+    given = inputs_for(gemma)
     assert all(tensor.is_meta for tensor in given.values())

@@ -1,0 +1,143 @@
+"""Linears that read the same input and still cannot be combined; what is called again, elsewhere, or never."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from nrl_models.common import CombinedProjections
+from nrl_models.common.tracing import Readers, Trace, trace_groups, trace_linears
+from nrl_models.parity.components import Call
+from nrl_models.testing.matmuls import count_matmuls
+
+SIZE = 4
+
+
+class Layer(nn.Module):
+    """Linears `a` to `d`, called as a test wants."""
+
+    def __init__(self, run: Callable[[Layer, torch.Tensor], Any], **bias: bool) -> None:
+        super().__init__()
+        for name in "abcd":
+            setattr(self, name, nn.Linear(SIZE, SIZE, bias=bias.get(name, True)))
+        self.run = run
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.run(self, x)
+
+
+class Special(nn.Linear):
+    """Some library's linear."""
+
+
+def traced(model: nn.Module) -> Trace:
+    return trace_linears(model, lambda: model(torch.randn(2, SIZE)))
+
+
+def test_mixed_biases_are_an_obstacle() -> None:
+    layer = Layer(lambda m, x: (m.a(x), m.b(x), m.c(x)), b=False)
+    assert traced(layer).readers == (Readers("", ("a", "b", "c"), "mixed bias: b without"),)
+    assert trace_groups(layer, lambda: layer(torch.randn(2, SIZE))) == {}
+    with pytest.raises(ValueError, match="bias"):  # as combining them says
+        type("Combined", (CombinedProjections, Layer), {"combined": {"abc": ("a", "b", "c")}})(layer.run, b=False)
+
+
+def test_linears_of_another_class_are_named_and_the_plain_ones_stay_a_group() -> None:
+    layer = Layer(lambda m, x: (m.a(x), m.b(x), m.c(x)))
+    layer.b = Special(SIZE, SIZE)
+    assert traced(layer).readers == (Readers("", ("a", "b", "c"), "b is a Special"), Readers("", ("a", "c")))
+
+
+def test_mixed_dtypes_are_an_obstacle() -> None:
+    layer = Layer(lambda m, x: (m.a(x), m.b(x)))
+    layer.b.register_forward_pre_hook(lambda module, args: None)
+    layer.b.weight.data = layer.b.weight.data.double()
+    layer.b.forward = lambda x: x  # the sizes of the numbers are all that matters here
+    assert [one.obstacle for one in traced(layer).readers] == ["mixed dtypes or devices"]
+
+
+def test_linears_that_others_call_cannot_be_combined_by_their_module() -> None:
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Layer(lambda m, x: x)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.inner.a(x), self.inner.b(x), self.inner(x)
+
+    (readers,) = traced(Outer()).readers
+    assert readers == Readers("inner", ("a", "b"), "called while their module is not running")
+
+
+@pytest.mark.parametrize("container", [nn.ModuleList, nn.Sequential])
+def test_linears_in_a_container_are_the_containers(container: Any) -> None:
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            linears = [nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE)]
+            self.linears = container(linears) if container is nn.ModuleList else container(*linears)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.linears[0](x), self.linears[1](x)
+
+    (readers,) = traced(Outer()).readers
+    assert (readers.owner, readers.names) == ("linears", ("0", "1"))
+    assert readers.obstacle
+
+
+@pytest.mark.parametrize(
+    ("run", "expected"),
+    [
+        # a block that layers share, a loop: the same inputs each time
+        (lambda m, x: [(m.a(y), m.b(y)) for y in (x, x + 1)], [("a", "b")]),
+        (lambda m, x: (m.a(x), m.b(x), m.a(x + 1)), []),  # `a` reads more
+        (lambda m, x: (m.a(x), m.b(x), m.c(x), *[(m.b(y), m.c(y)) for y in (x + 1,)]), [("b", "c")]),
+        (lambda m, x: (m.a(x), m.b(x + 1), m.a(x + 1), m.b(x)), []),
+    ],
+)
+def test_what_is_called_again_must_read_the_same_again(run: Any, expected: list[tuple[str, ...]]) -> None:
+    layer = Layer(run)
+    groups = trace_groups(layer, lambda: layer(torch.randn(2, SIZE)))
+    assert groups.get("", []) == expected
+
+
+def test_a_view_is_another_tensor_for_a_combined_projection_too() -> None:
+    # Why identity is what counts: parts that are called with two views of one tensor run two matmuls.
+    def run(m: Layer, x: torch.Tensor) -> Any:
+        return m.a(x), m.b(x.view(2, SIZE))
+
+    combined = type("Combined", (CombinedProjections, Layer), {"combined": {"ab": ("a", "b")}})
+    same, views = combined(lambda m, x: (m.a(x), m.b(x))), combined(run)
+    counts = [count_matmuls(model, Call((torch.randn(2, SIZE),), {})) for model in (same, views)]
+    assert counts == [1, 2]
+    assert trace_groups(layer := Layer(run), lambda: layer(torch.randn(2, SIZE))) == {}
+
+
+def test_linears_that_are_never_called_are_named() -> None:
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.all, self.some = Layer(lambda m, x: m.d(m.c(m.b(m.a(x))))), Layer(lambda m, x: m.b(x))
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.all(x), self.some(x)
+
+    assert traced(Outer()).uncalled == {"some": ("a", "c", "d")}
+
+
+def test_hooks_are_gone_afterwards_also_when_the_run_fails() -> None:
+    layer = Layer(lambda m, x: m.a(x) + m.b(x))
+    traced(layer)
+
+    def fails() -> None:
+        layer(torch.randn(2, SIZE))
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        trace_linears(layer, fails)
+    modules = list(layer.modules())
+    assert not any(one._forward_pre_hooks or one._forward_hooks for one in modules)

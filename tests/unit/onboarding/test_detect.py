@@ -1,0 +1,142 @@
+"""What a model class combines, from its classes alone."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from transformers import Gemma3ForConditionalGeneration, LlamaConfig, LlamaForCausalLM, Qwen3NextForCausalLM
+from transformers.models.llama import modeling_llama
+
+from nrl_models import registry
+from nrl_models.common import CombinedProjections
+from nrl_models.onboarding.detect import detect
+
+LLAMA = "transformers.models.llama.modeling_llama"
+
+
+def by_class(found: Any) -> dict[str, list[tuple[str, ...]]]:
+    return {name.partition(":")[2]: groups for name, groups in found.groups.items()}
+
+
+def test_a_text_model() -> None:
+    found = detect(LlamaForCausalLM)
+    assert found.ok
+    assert (found.architecture, found.model_type, found.modalities) == ("LlamaForCausalLM", "llama", ("text",))
+    assert found.groups == {
+        f"{LLAMA}:LlamaAttention": [("q_proj", "k_proj", "v_proj")],
+        f"{LLAMA}:LlamaMLP": [("gate_proj", "up_proj")],
+    }
+    assert 500_000 < found.parameters < 2_000_000
+    assert not found.needs
+    assert not found.obstacles
+    assert json.loads(json.dumps(found.to_dict()))["ok"] is True
+
+
+def test_a_tower_is_looked_at_too() -> None:
+    found = detect(Gemma3ForConditionalGeneration)
+    assert found.modalities == ("text", "images")
+    assert by_class(found) == {
+        "SiglipAttention": [("q_proj", "k_proj", "v_proj")],
+        "Gemma3Attention": [("q_proj", "k_proj", "v_proj")],
+        "Gemma3MLP": [("gate_proj", "up_proj")],
+    }
+
+
+def test_a_hybrid() -> None:
+    assert by_class(detect(Qwen3NextForCausalLM)) == {
+        "Qwen3NextGatedDeltaNet": [("in_proj_qkvz", "in_proj_ba")],
+        "Qwen3NextAttention": [("q_proj", "k_proj", "v_proj")],
+        "Qwen3NextMLP": [("gate_proj", "up_proj")],
+    }
+
+
+def test_a_configuration_in_place_of_the_default() -> None:
+    found = detect(LlamaForCausalLM, LlamaConfig(num_hidden_layers=40, attention_bias=True))
+    assert found.ok
+    assert found.parameters > detect(LlamaForCausalLM).parameters
+
+
+def test_what_cannot_be_combined_is_told() -> None:
+    found = detect(transformers.WhisperForCausalLM)
+    assert found.ok
+    assert by_class(found) == {}
+    (reasons,) = found.obstacles.values()
+    assert reasons == ["q_proj + k_proj + v_proj: mixed bias: k_proj without"]
+
+
+def test_layers_of_one_class_that_differ_give_the_largest_group_and_what_is_not_called() -> None:
+    class Attention(modeling_llama.LlamaAttention):
+        def __init__(self, config: Any, layer_idx: int) -> None:
+            super().__init__(config, layer_idx)
+            self.gate = nn.Linear(config.hidden_size, config.hidden_size)
+            self.layer_idx = layer_idx
+
+        def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> Any:
+            output, weights = super().forward(hidden_states, **kwargs)
+            return (output * self.gate(hidden_states), weights) if self.layer_idx else (output, weights)
+
+    class Model(LlamaForCausalLM):
+        def __init__(self, config: LlamaConfig) -> None:
+            super().__init__(config)
+            for index, layer in enumerate(self.model.layers):
+                layer.self_attn = Attention(config, index)
+
+    found = detect(Model, overrides={"attention_bias": True})
+    assert found.ok, found.failure
+    (name,) = [name for name in found.groups if name.endswith("Attention")]
+    assert found.groups[name] == [("q_proj", "k_proj", "v_proj", "gate")]
+    assert found.uncalled == {name: ("gate",)}
+
+
+@pytest.mark.parametrize(
+    ("step", "bug", "words"),
+    [
+        ("build", lambda m: 1 / 0, "ZeroDivisionError"),
+        ("text", lambda m: setattr(m, "forward", lambda input_ids=None, **kwargs: 1 / 0), "ZeroDivisionError"),
+        ("backward", lambda m: setattr(m, "loss_function", lambda **kwargs: None), "the loss is None"),
+        ("text", lambda m: m.lm_head.register_forward_hook(lambda *a: a[-1] / 0), "not finite"),
+    ],
+)
+def test_a_failure_is_a_result_that_names_the_step(step: str, bug: Any, words: str) -> None:
+    class Model(LlamaForCausalLM):
+        def __init__(self, config: LlamaConfig) -> None:
+            super().__init__(config)
+            bug(self)
+
+    found = detect(Model)
+    assert not found.ok
+    assert found.step == step
+    assert words in found.failure
+
+
+def test_an_image_that_does_not_reach_the_logits_is_a_failure() -> None:
+    class Blind(Gemma3ForConditionalGeneration):
+        def forward(self, pixel_values: Any = None, **kwargs: Any) -> Any:
+            return super().forward(pixel_values=None if pixel_values is None else pixel_values * 0, **kwargs)
+
+    # `get_image_features` and the forward's signature are the class's own.
+    Blind.forward.__signature__ = inspect.signature(Gemma3ForConditionalGeneration.forward)
+    found = detect(Blind)
+    assert found.step == "images"
+    assert "do not depend on the image" in found.failure
+
+
+def test_nothing_random_is_drawn_and_every_registered_declaration_agrees() -> None:
+    state = torch.get_rng_state()
+    for name in ("Qwen2ForCausalLM", "DeepseekV3ForCausalLM", "MixtralForCausalLM"):
+        family = registry.model_class(name)
+        found = by_class(detect(family.reference_class()))
+        declared = {
+            original.__name__: list(rewrite.combined.values())
+            for original, rewrite in family.rewrites.items()
+            if issubclass(rewrite, CombinedProjections)
+        }
+        assert found.keys() == declared.keys()
+        assert all(set(group) <= set(declared[one][0]) for one, groups in found.items() for group in groups)
+    assert torch.equal(torch.get_rng_state(), state)
