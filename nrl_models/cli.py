@@ -189,6 +189,44 @@ def coverage(
     _print(f"wrote {len(pages)} pages to {out}")
 
 
+@app.command()
+def new(
+    source: Annotated[
+        Path, typer.Argument(metavar="PATH_OR_CONFIG", help="A checkpoint folder or a config.json.", show_default=False)
+    ],
+    name: Annotated[str | None, typer.Option(help="Of the package; else the model_type.", show_default=False)] = None,
+    out_of_tree: Annotated[
+        Path | None,
+        typer.Option(help="Write an installable package to this new folder, not into this repository."),
+    ] = None,
+) -> None:
+    """Make a family: find out what combines, write it, run the generated tests, say what is left to decide."""
+    from rich.table import Table
+
+    from nrl_models.onboarding.new import new_family
+
+    with _errors_for_people():
+        made = new_family(source, name=name, out_of_tree=out_of_tree)
+    plan, passed = made.plan, sum(one["outcome"] == "passed" for one in made.results)
+    table = Table(title="New family", title_justify="left", show_header=False)
+    table.add_row("architectures", ", ".join(plan.architectures))
+    table.add_row("kind", ", ".join(plan.kinds))
+    table.add_row("nearest family", f"{plan.nearest[0]} ({plan.nearest[1]:.0%} of keys)" if plan.nearest else "none")
+    for layer, groups in plan.detection.groups.items():
+        table.add_row(layer.rpartition(":")[2], "; ".join(" + ".join(one) for one in groups))
+    for feature, reason in made.limits.items():
+        table.add_row(f"limit: {feature}", reason)
+    table.add_row("generated tests", f"{passed} passed" if made.results else "not run")
+    table.add_row("written", "\n".join(map(str, made.files)))
+    for one in made.undecided:
+        table.add_row("to decide", one)
+    _print(table)
+    if not made.ok:
+        _print("The family is written; a person has to go on from here.")
+        raise typer.Exit(1)
+    _print("All generated tests pass.")
+
+
 def main() -> None:
     """Entry point of `python -m nrl_models`."""
     app()

@@ -11,60 +11,19 @@ from importlib.metadata import PackageNotFoundError, entry_points, version
 
 from packaging.requirements import Requirement
 
+from nrl_models import families
 from nrl_models.errors import FamilyImportError, RegistrationError
+from nrl_models.families.standard.table import STANDARD
 
-FAMILIES: dict[str, tuple[str, ...]] = {
-    "baichuan": (
-        "BaichuanForCausalLM",
-        "BaiChuanForCausalLM",
-        "BaichuanForSequenceClassification",
-        "BaichuanForTokenClassification",
-    ),
-    "deepseek_v3": ("DeepseekV3ForCausalLM", "DeepseekV3ForSequenceClassification", "DeepseekV3ForTokenClassification"),
-    "gemma2": ("Gemma2ForCausalLM", "Gemma2ForSequenceClassification", "Gemma2ForTokenClassification"),
-    "gemma3": (
-        "Gemma3ForCausalLM",
-        "Gemma3ForConditionalGeneration",
-        "Gemma3ForSequenceClassification",
-        "Gemma3TextForSequenceClassification",
-    ),
-    "gemma3n": ("Gemma3nForCausalLM", "Gemma3nForConditionalGeneration"),
-    "gemma4": ("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"),
-    "gpt_oss": ("GptOssForCausalLM", "GptOssForSequenceClassification", "GptOssForTokenClassification"),
-    "kimi_k25": ("Kimi_K25ForConditionalGeneration",),
-    "kimi_vl": ("KimiVLForConditionalGeneration",),
-    "llama": ("LlamaForCausalLM", "LlamaForSequenceClassification", "LlamaForTokenClassification"),
-    "mistral": ("MistralForCausalLM", "MistralForSequenceClassification", "MistralForTokenClassification"),
-    "mistral3": ("Mistral3ForConditionalGeneration",),
-    "mistral4": ("Mistral4ForCausalLM", "Mistral4ForSequenceClassification", "Mistral4ForTokenClassification"),
-    "mixtral": ("MixtralForCausalLM", "MixtralForSequenceClassification", "MixtralForTokenClassification"),
-    "nemotron_h": ("NemotronHForCausalLM",),
-    "phi3": ("Phi3ForCausalLM", "Phi3ForSequenceClassification", "Phi3ForTokenClassification"),
-    "qwen2": ("Qwen2ForCausalLM", "Qwen2ForSequenceClassification", "Qwen2ForTokenClassification"),
-    "qwen2_5_vl": ("Qwen2_5_VLForConditionalGeneration",),
-    "qwen2_vl": ("Qwen2VLForConditionalGeneration",),
-    "qwen3": ("Qwen3ForCausalLM", "Qwen3ForSequenceClassification", "Qwen3ForTokenClassification"),
-    "qwen3_5": (
-        "Qwen3_5ForCausalLM",
-        "Qwen3_5ForConditionalGeneration",
-        "Qwen3_5ForSequenceClassification",
-        "Qwen3_5ForTokenClassification",
-        "Qwen3_5TextForSequenceClassification",
-    ),
-    "qwen3_5_moe": ("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"),
-    "qwen3_moe": ("Qwen3MoeForCausalLM", "Qwen3MoeForSequenceClassification", "Qwen3MoeForTokenClassification"),
-}
+FAMILIES: dict[str, tuple[str, ...]] = dict(
+    sorted((families.FAMILIES | {name: entry.architectures for name, entry in STANDARD.items()}).items())
+)
 """The families in this repository and the architectures each serves."""
 
-ALIASES: dict[str, str] = {
-    # Kimi K2.5's checkpoints and its trainers' own class, each named otherwise than transformers' class.
-    "KimiK25ForConditionalGeneration": "Kimi_K25ForConditionalGeneration",
-    "KimiK25VLForConditionalGeneration": "Kimi_K25ForConditionalGeneration",
-}
-"""Other names that configurations have for an architecture. What is saved has the class's own."""
+ALIASES = families.ALIASES
 
 MODEL_ARCH_MAPPING: OrderedDict[str, tuple[str, str]] = OrderedDict(
-    (architecture, (f"nrl_models.families.{family}.model", architecture))
+    (architecture, (families.module_of(family), architecture))
     for family, architectures in FAMILIES.items()
     for architecture in architectures
 )

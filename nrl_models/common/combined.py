@@ -11,7 +11,7 @@ Shape suffixes: `I` in_features, `O` out_features of a part, `C` the sum of the 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -395,3 +395,30 @@ class CombinedGateUp(CombinedProjections):
     """A gated MLP with one projection, `gate_up_proj`, for `gate_proj` and `up_proj`."""
 
     combined = {"gate_up_proj": ("gate_proj", "up_proj")}
+
+
+KNOWN_GROUPS: Mapping[tuple[str, ...], type[CombinedProjections]] = {
+    tuple(parts): made for made in (CombinedQKV, CombinedGateUp) for parts in made.combined.values()
+}
+"""Groups that have a class of their own."""
+
+
+def combine_groups(groups: Iterable[Sequence[str]]) -> type[CombinedProjections]:
+    """A `CombinedProjections` for groups that are given no name: `q_k_v_gate_proj` computes `q_proj`, `k_proj`, ...
+
+    Args:
+        groups: names of linears, in row order.
+    """
+    groups = [tuple(group) for group in groups]
+    known = KNOWN_GROUPS.get(groups[0]) if len(groups) == 1 else None
+    return known or combine(**{combined_name(group): group for group in groups})
+
+
+def combined_name(group: Sequence[str]) -> str:
+    """What the module that computes a group's linears is called where no family names it."""
+    known = KNOWN_GROUPS.get(tuple(group))
+    if known is not None:
+        return next(iter(known.combined))
+    if all(name.endswith("_proj") for name in group):
+        return "_".join(name.removesuffix("_proj") for name in group) + "_proj"
+    return "_".join(group)

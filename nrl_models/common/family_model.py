@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -73,7 +73,12 @@ class FamilyModel:
     def __init__(self, config: PreTrainedConfig, *args: Any, combine: bool = True, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
         self.combine = combine
-        adopt_rewrites(self, self.rewrites, combine)  # type: ignore[arg-type]
+        adopt_rewrites(self, self.rewrite_of, combine)  # type: ignore[arg-type]
+
+    @classmethod
+    def rewrite_of(cls, layer: type[nn.Module]) -> type[nn.Module] | None:
+        """What becomes of a layer of this Hugging Face class: None if it stays as it is."""
+        return cls.rewrites.get(layer)
 
     @classmethod
     def head(cls, upstream: type[PreTrainedModel], **attributes: Any) -> type[Any]:
@@ -211,13 +216,14 @@ class FamilyModel:
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, *rest)  # type: ignore[misc]
 
 
-def rewritten(original: type[nn.Module], by: type[nn.Module], module: str) -> type[nn.Module]:
+def rewritten(original: type[nn.Module], by: type[nn.Module], module: str, *, within: str = "") -> type[nn.Module]:
     """The class that takes the place of `original`: `by` itself if it is a subclass, else the two together.
 
     Args:
         original: a Hugging Face layer class.
         by: a subclass of it, or a `CombinedProjections`.
         module: name of the module in which a class that is made here stands, under upstream's name.
+        within: what in that module the class is an attribute of, of itself; it is put into the module if empty.
 
     Raises:
         TypeError: `by` is neither: transformers finds layers by `isinstance`.
@@ -229,14 +235,19 @@ def rewritten(original: type[nn.Module], by: type[nn.Module], module: str) -> ty
             f"{by.__name__} rewrites {original.__name__}, so it has to be a subclass of it, or CombinedProjections"
         )
     made = type(original.__name__, (by, original), {"__module__": module, "__doc__": original.__doc__})
-    setattr(sys.modules[module], original.__name__, made)  # where pickle looks for it
+    if within:
+        made.__qualname__ = f"{within}.{original.__name__}"
+    else:
+        setattr(sys.modules[module], original.__name__, made)  # where pickle looks for it
     return made
 
 
-def adopt_rewrites(model: nn.Module, rewrites: Mapping[type[nn.Module], type[nn.Module]], combine: bool) -> None:
-    """Turn each module of `model` whose class is in `rewrites` into the rewritten class, in place."""
+def adopt_rewrites(
+    model: nn.Module, rewrite_of: Callable[[type[nn.Module]], type[nn.Module] | None], combine: bool
+) -> None:
+    """Turn each module of `model` whose class is rewritten into the rewritten class, in place."""
     for module in list(model.modules()):
-        rewritten_class = rewrites.get(type(module))
+        rewritten_class = rewrite_of(type(module))
         if rewritten_class is None:
             continue
         module.__class__ = rewritten_class

@@ -21,8 +21,8 @@ def keep_documents_apart(forward: Forward) -> Forward:
     """A model's `forward` that asks for no cache, and drops a 2-D mask, where positions start again.
 
     The positions then say all that the mask said, because padding is never in one document with a later word; where it
-    is, the call is refused. Not under `torch.compile`, where values cannot be looked at: give `use_cache=False` and no
-    mask there.
+    is, the call is refused, and so is packing where the family says that documents do not stay apart (`limits`). Not
+    under `torch.compile`, where values cannot be looked at: give `use_cache=False` and no mask there.
 
     Args:
         forward: unbound, taking `attention_mask`, `position_ids` `(batch, length)` and `past_key_values` by name.
@@ -40,6 +40,11 @@ def keep_documents_apart(forward: Forward) -> Forward:
             mask = torch.ones_like(positions)
         if not _is_2d(mask) or mask.shape != positions.shape or not _start_again(mask, positions):
             return forward(self, *args, **kwargs)
+        if reason := getattr(self, "limits", {}).get("packed sequences"):
+            raise ValueError(
+                f"{type(self).__name__} cannot keep documents apart that are packed into one row: {reason}. "
+                "position_ids start again inside a row: give each document a row of its own, and pad."
+            )
         _check_padding(mask, positions)
         return forward(self, **(given | {"attention_mask": None} | without_cache))
 

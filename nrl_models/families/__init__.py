@@ -1,1 +1,59 @@
-"""One package a model family. `nrl_models.registry` says which architecture is where."""
+"""Model families: which architectures each serves, one folder for a family, and `standard` for those that need none.
+
+Importing this imports no model: `nrl_models.registry` reads it.
+"""
+
+FAMILIES: dict[str, tuple[str, ...]] = {
+    "baichuan": (
+        "BaichuanForCausalLM",
+        "BaiChuanForCausalLM",
+        "BaichuanForSequenceClassification",
+        "BaichuanForTokenClassification",
+    ),
+    "deepseek_v3": ("DeepseekV3ForCausalLM", "DeepseekV3ForSequenceClassification", "DeepseekV3ForTokenClassification"),
+    "gemma2": ("Gemma2ForCausalLM", "Gemma2ForSequenceClassification", "Gemma2ForTokenClassification"),
+    "gemma3": (
+        "Gemma3ForCausalLM",
+        "Gemma3ForConditionalGeneration",
+        "Gemma3ForSequenceClassification",
+        "Gemma3TextForSequenceClassification",
+    ),
+    "gemma3n": ("Gemma3nForCausalLM", "Gemma3nForConditionalGeneration"),
+    "gemma4": ("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"),
+    "gpt_oss": ("GptOssForCausalLM", "GptOssForSequenceClassification", "GptOssForTokenClassification"),
+    "kimi_k25": ("Kimi_K25ForConditionalGeneration",),
+    "kimi_vl": ("KimiVLForConditionalGeneration",),
+    "llama": ("LlamaForCausalLM", "LlamaForSequenceClassification", "LlamaForTokenClassification"),
+    "mistral": ("MistralForCausalLM", "MistralForSequenceClassification", "MistralForTokenClassification"),
+    "mistral3": ("Mistral3ForConditionalGeneration",),
+    "mistral4": ("Mistral4ForCausalLM", "Mistral4ForSequenceClassification", "Mistral4ForTokenClassification"),
+    "mixtral": ("MixtralForCausalLM", "MixtralForSequenceClassification", "MixtralForTokenClassification"),
+    "nemotron_h": ("NemotronHForCausalLM",),
+    "phi3": ("Phi3ForCausalLM", "Phi3ForSequenceClassification", "Phi3ForTokenClassification"),
+    "qwen2": ("Qwen2ForCausalLM", "Qwen2ForSequenceClassification", "Qwen2ForTokenClassification"),
+    "qwen2_5_vl": ("Qwen2_5_VLForConditionalGeneration",),
+    "qwen2_vl": ("Qwen2VLForConditionalGeneration",),
+    "qwen3": ("Qwen3ForCausalLM", "Qwen3ForSequenceClassification", "Qwen3ForTokenClassification"),
+    "qwen3_5": (
+        "Qwen3_5ForCausalLM",
+        "Qwen3_5ForConditionalGeneration",
+        "Qwen3_5ForSequenceClassification",
+        "Qwen3_5ForTokenClassification",
+        "Qwen3_5TextForSequenceClassification",
+    ),
+    "qwen3_5_moe": ("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"),
+    "qwen3_moe": ("Qwen3MoeForCausalLM", "Qwen3MoeForSequenceClassification", "Qwen3MoeForTokenClassification"),
+}
+"""The families with a folder of their own, and the architectures each serves."""
+
+ALIASES: dict[str, str] = {
+    # Kimi K2.5's checkpoints and its trainers' own class, each named otherwise than transformers' class.
+    "KimiK25ForConditionalGeneration": "Kimi_K25ForConditionalGeneration",
+    "KimiK25VLForConditionalGeneration": "Kimi_K25ForConditionalGeneration",
+}
+"""Other names that configurations have for an architecture. What is saved has the class's own."""
+
+
+def module_of(family: str) -> str:
+    """The name of the module that has a family's classes."""
+    return f"nrl_models.families.{family if family in FAMILIES else 'standard'}.model"

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from nrl_models import registry
+from nrl_models import families, registry
 from nrl_models.errors import NRLModelsError
 from nrl_models.onboarding.inspect import combined_groups, kinds_of
 from nrl_models.testing.features import FEATURES, SUITE, generated_tests
@@ -119,7 +119,7 @@ def _index(by_architecture: dict[str, list[Result]], versions: dict[str, str]) -
 
 
 def _family_page(family: str, results: dict[str, list[Result]], versions: dict[str, str]) -> str:
-    module = f"nrl_models.families.{family}.model"
+    module = families.module_of(family)
     classes = {name: registry.model_class(name) for name in results}
     first: Any = next(iter(classes.values()))
     lines = [GENERATED, f"# {family}", "", (sys.modules[module].__doc__ or "").strip(), ""]

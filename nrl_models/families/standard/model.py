@@ -1,0 +1,85 @@
+"""The classes of standard families, made from the table when they are asked for.
+
+They stand here as if each were written out: `nrl_models.families.standard.model.AfmoeForCausalLM`, and its rewritten
+layers under the name of their package, `nrl_models.families.standard.model.afmoe.AfmoeAttention`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+from torch import nn
+
+from nrl_models.common import FamilyModel
+from nrl_models.common.combined import combine_groups
+from nrl_models.common.family_model import rewritten
+from nrl_models.families import FAMILIES, module_of
+from nrl_models.families.standard.table import STANDARD, Standard
+
+
+class StandardModel(FamilyModel):
+    """A model of transformers in which every layer is rewritten that some family's declaration names.
+
+    A vision-language model takes its decoder and its tower from others' packages, as its configuration says.
+    """
+
+    @classmethod
+    def rewrite_of(cls, layer: type[nn.Module]) -> type[nn.Module] | None:
+        """What becomes of a layer class, of whichever family."""
+        return rewritten_layer(layer)
+
+
+@cache
+def rewritten_layer(layer: type[nn.Module]) -> type[nn.Module] | None:
+    """The rewritten class for a layer class of transformers; None if no family declares one."""
+    package = _package_of(layer)
+    if package in FAMILIES:
+        return _declared_layers(package).get(layer)
+    entry = STANDARD.get(package)
+    if entry is None or layer.__module__ != entry.module(package) or layer.__name__ not in entry.layers:
+        return None
+    combined = combine_groups(group.split() for group in entry.layers[layer.__name__])
+    return rewritten(layer, combined, __name__, within=package)
+
+
+@cache
+def _declared_layers(family: str) -> Mapping[type[nn.Module], type[nn.Module]]:
+    """What the classes of a family with a folder of its own rewrite."""
+    found: dict[type[nn.Module], type[nn.Module]] = {}
+    for value in vars(import_module(module_of(family))).values():
+        if isinstance(value, type) and issubclass(value, FamilyModel):
+            found |= value.rewrites
+    return found
+
+
+def _package_of(layer: type[nn.Module]) -> str:
+    parts = layer.__module__.split(".")
+    return parts[2] if parts[:2] == ["transformers", "models"] and len(parts) > 2 else ""
+
+
+class _Layers(type):
+    """A family's name in this module: its rewritten layers are its attributes, so that pickle finds them."""
+
+    def __getattr__(cls, name: str) -> type[nn.Module]:
+        entry: Standard = STANDARD[cls.__name__]
+        if name in entry.layers:
+            return rewritten_layer(getattr(import_module(entry.module(cls.__name__)), name))  # type: ignore[return-value]
+        raise AttributeError(f"{cls.__name__} rewrites no {name}")
+
+
+def __getattr__(name: str) -> Any:
+    if name in STANDARD:
+        made: Any = _Layers(name, (), {"__doc__": f"The rewritten layers of {name}."})
+    else:
+        package = next((package for package, entry in STANDARD.items() if name in entry.architectures), None)
+        if package is None:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        entry = STANDARD[package]
+        made = StandardModel.head(
+            getattr(import_module(entry.module(package)), name), tiny=entry.tiny, limits=entry.limits_of(name)
+        )
+    globals()[name] = made
+    return made

@@ -1,0 +1,238 @@
+"""A new family from a configuration: written, tested, and put in place only when it is whole."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import nrl_models
+from nrl_models import families
+from nrl_models.onboarding.plan import FamilyPlan, OnboardingError, plan_family
+from nrl_models.onboarding.writing import plain_source, write_package, write_project
+from nrl_models.testing.features import SUITE, generated_tests
+
+INVARIANCES = frozenset(
+    {
+        "activation checkpointing",
+        "left padding",
+        "right padding",
+        "packed sequences",
+        "batch order",
+        "router replay",
+        "cached decoding",
+        "generate",
+    }
+)
+"""Features that transformers' own class may lack: where it fails the same tests, the family says so in `limits`.
+
+Whatever compares with transformers' class (weights, layers, logits, gradients, files, LoRA) has no such excuse.
+"""
+
+Result = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Onboarding:
+    """What became of a new family.
+
+    Args:
+        plan: what was found out.
+        limits: features that transformers' class lacks, with the reason.
+        results: outcome of every generated test, as `pytest --nrl-results` writes it.
+        files: what was written.
+        undecided: what a person has to decide or mend; empty if the family is right as it is.
+    """
+
+    plan: FamilyPlan
+    limits: Mapping[str, str]
+    results: tuple[Result, ...]
+    files: tuple[Path, ...]
+    undecided: tuple[str, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is left for a person."""
+        return not self.undecided
+
+
+def new_family(
+    source: str | Path, *, name: str | None = None, out_of_tree: Path | None = None, again: bool = False
+) -> Onboarding:
+    """Make a family for the model whose configuration is in `source`.
+
+    The package is written and tested aside. It is put in place whole, also when tests fail (a person goes on from
+    there), and not at all when something stops the command.
+
+    Args:
+        source: a folder with `config.json`, with or without weights, or such a file.
+        name: of the package; the configuration's `model_type` if None.
+        out_of_tree: a new folder for an installable package with entry points; into this repository if None: the
+            package, its entry in `nrl_models/families/__init__.py`, and its coverage page.
+        again: see `plan_family`.
+
+    Raises:
+        OnboardingError: nothing can be made of the configuration, or something is in the way. Nothing was written.
+    """
+    root = Path(nrl_models.__path__[0]).parent
+    plan = plan_family(source, name, again=again)
+    package = f"nrl_models_{plan.name}" if out_of_tree is not None else plan.name
+    _check_room(plan, out_of_tree, root)
+    if not plan.detection.groups and plan.detection.ok:
+        raise OnboardingError(
+            f"{plan.architectures[0]} has no linears that read one input and can be combined, so it needs no family: "
+            "it loads, saves and exports as transformers' own class. Nothing was written."
+        )
+    beside = (out_of_tree or root / "nrl_models" / "families" / plan.name).resolve().parent
+    beside.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".nrl-new-", dir=beside) as stage:
+        limits, results, undecided = prove(plan, package, Path(stage) / "package")
+        if out_of_tree is not None:
+            write_project(plan, package, Path(stage) / "package")
+            files = _place(Path(stage) / "package", out_of_tree)
+        else:
+            files = _place(Path(stage) / "package" / package, beside / plan.name)
+    if out_of_tree is None:
+        files += _register(plan, root, results)
+    return Onboarding(plan, limits, tuple(results), tuple(files), (*plan.undecided, *undecided))
+
+
+def prove(plan: FamilyPlan, package: str, folder: Path) -> tuple[dict[str, str], list[Result], list[str]]:
+    """Write the package to `folder / package`, run the generated tests on it, and find its limits.
+
+    Returns:
+        The limits, which the package then states; the tests' outcomes with them; what failed all the same, in words.
+    """
+    limits: dict[str, str] = {}
+    write_package(plan, limits, folder / package)
+    if not plan.detection.ok:  # the tests would all fail of the same cause
+        return limits, [], []
+    results = run_tests(f"{package}.model", plan.architectures, folder)
+    failed = _features(results, "failed")
+    if suspects := sorted(failed & INVARIANCES):
+        (folder / "plain_of_transformers.py").write_text(plain_source(plan))
+        tests = [name for name, feature in generated_tests().items() if feature in suspects]
+        plain = run_tests("plain_of_transformers", plan.architectures, folder, tests)
+        (folder / "plain_of_transformers.py").unlink()
+        lacking = sorted(_features(plain, "failed") & set(suspects))
+        limits = {feature: _reason(plan, plain, feature) for feature in lacking}
+        if limits:
+            shutil.rmtree(folder / package)
+            write_package(plan, limits, folder / package)
+            results = run_tests(f"{package}.model", plan.architectures, folder)
+    shutil.rmtree(folder / package / "__pycache__", ignore_errors=True)
+    shutil.rmtree(folder / "__pycache__", ignore_errors=True)
+    undecided = [
+        f"{one['architecture']}: {one['check']} failed: {one['reason']}"
+        for one in results
+        if one["outcome"] == "failed"
+    ]
+    return limits, results, undecided
+
+
+def run_tests(module: str, architectures: Iterable[str], folder: Path, tests: Iterable[str] = ()) -> list[Result]:
+    """Run generated tests on a module's classes, in a process of their own.
+
+    Args:
+        module: importable with `folder` on the path.
+        architectures: names of its classes.
+        folder: what goes on the path.
+        tests: names of the tests; all if empty.
+
+    Raises:
+        OnboardingError: pytest could not run them.
+    """
+    if find_spec("pytest") is None:
+        raise OnboardingError("pytest is not installed, and a family is proven with it: pip install 'nrl_models[test]'")
+    with tempfile.TemporaryDirectory() as out:
+        file = Path(out) / "results.json"
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            f"--nrl-results={file}",
+            "--rootdir",
+            out,
+        ]
+        command += [f"--nrl-family={module}:{name}" for name in architectures]
+        if tests:
+            command += ["-k", " or ".join(tests)]
+        path = os.pathsep.join(filter(None, [str(folder), str(SUITE.parents[2]), os.environ.get("PYTHONPATH", "")]))
+        environment = os.environ | {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=out)
+        if done.returncode not in (0, 1) or not file.is_file():
+            said = (done.stdout + done.stderr)[-3000:]
+            raise OnboardingError(f"pytest ended with exit status {done.returncode}:\n{said}")
+        return json.loads(file.read_text())["results"]
+
+
+def _features(results: Iterable[Result], outcome: str) -> set[str]:
+    proofs = generated_tests()
+    return {proofs[name] for one in results if one["outcome"] == outcome and (name := _test(one)) in proofs}
+
+
+def _test(result: Result) -> str:
+    return result["check"].partition("[")[0]
+
+
+def _reason(plan: FamilyPlan, plain: Iterable[Result], feature: str) -> str:
+    proofs = generated_tests()
+    names = sorted({_test(one) for one in plain if one["outcome"] == "failed" and proofs[_test(one)] == feature})
+    return f"transformers' own {plan.model_class.__name__.partition('For')[0]} fails {', '.join(names)}, too"
+
+
+def _check_room(plan: FamilyPlan, out_of_tree: Path | None, root: Path) -> None:
+    """Refuse before work is done what would be overwritten, or would not be found."""
+    if not re.fullmatch(r"[a-z][a-z0-9_]*", plan.name):
+        raise OnboardingError(f"{plan.name!r} cannot name a package; give another with --name, in lower case")
+    target = out_of_tree or root / "nrl_models" / "families" / plan.name
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise OnboardingError(f"{target} exists; nothing was written. Remove it, or choose another name or folder.")
+    if out_of_tree is None and not (root / "docs" / "model-coverage" / "results.json").is_file():
+        raise OnboardingError(f"{root} is no checkout of nrl_models: use --out-of-tree DIR")
+
+
+def _place(made: Path, target: Path) -> list[Path]:
+    if target.is_dir():
+        target.rmdir()  # empty, as was checked
+    made.rename(target)
+    target.chmod(0o755)
+    return sorted(path for path in target.rglob("*") if path.is_file())
+
+
+def _register(plan: FamilyPlan, root: Path, results: list[Result]) -> list[Path]:
+    """Enter the family in the table, and its results in the coverage pages."""
+    table = root / "nrl_models" / "families" / "__init__.py"
+    names = ", ".join(f'"{name}"' for name in plan.architectures) + ("," if len(plan.architectures) == 1 else "")
+    entries = families.FAMILIES | {plan.name: plan.architectures}
+    following = next((name for name in sorted(entries) if name > plan.name and name in families.FAMILIES), None)
+    entry, text = f'    "{plan.name}": ({names}),\n', table.read_text()
+    place = text.index(f'    "{following}": (') if following else text.index("\n}", text.index("FAMILIES")) + 1
+    table.write_text(text[:place] + entry + text[place:])
+    if not results:
+        return [table]
+    pages = root / "docs" / "model-coverage"
+    content = json.loads((pages / "results.json").read_text())
+    kept = [one for one in content["results"] if one["architecture"] not in plan.architectures]
+    by_name = defaultdict(list)
+    for one in [*kept, *results]:
+        by_name[one["architecture"]].append(one)
+    content["results"] = [one for name in sorted(by_name) for one in by_name[name]]
+    (pages / "results.json").write_text(json.dumps(content, indent=1) + "\n")
+    # The registry of this process does not know the family: another one writes the pages.
+    command = [sys.executable, "-m", "nrl_models", "coverage", "--results", str(pages / "results.json")]
+    subprocess.run([*command, "--out", str(pages)], check=True, capture_output=True, cwd=root)
+    return [table, pages / f"{plan.name}.md", pages / "results.json"]

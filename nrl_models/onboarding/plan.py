@@ -1,0 +1,191 @@
+"""What a new family consists of: found out from a configuration and the model class it names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+
+from nrl_models import registry
+from nrl_models.common.checkpoint_files import CheckpointFiles
+from nrl_models.common.loading import fit_checkpoint
+from nrl_models.common.pretrained import read_config
+from nrl_models.errors import NRLModelsError, StateDictError, in_words
+from nrl_models.families import FAMILIES
+from nrl_models.onboarding.detect import Detection, detect
+from nrl_models.onboarding.inspect import kinds_of
+
+HEADS = ("ForSequenceClassification", "ForTokenClassification")
+"""Heads of the same model that a family serves beside the one that was asked for."""
+
+NOT_STRUCTURE = frozenset(
+    {
+        "architectures",
+        "attn_implementation",
+        "auto_map",
+        "dtype",
+        "id2label",
+        "label2id",
+        "model_type",
+        "name_or_path",
+        "output_attentions",
+        "output_hidden_states",
+        "problem_type",
+        "return_dict",
+        "torch_dtype",
+        "transformers_version",
+        "use_cache",
+    }
+)
+"""Configuration keys that say nothing about layers."""
+
+
+class OnboardingError(NRLModelsError, ValueError):
+    """A family cannot be made, or must not be: nothing was written."""
+
+
+@dataclass(frozen=True)
+class FamilyPlan:
+    """A family that is not written yet.
+
+    Args:
+        name: of its package: the configuration's `model_type`.
+        architectures: what it serves, the one that was asked for first.
+        model_class: the uncombined class of that one.
+        config: the configuration it was made from.
+        kinds: some of `dense`, `moe`, `vlm`, `hybrid`.
+        nearest: the family whose configurations share most keys with this one's, and the share; None if none does.
+        detection: what the class combines.
+        tiny: values of the configuration that are neither sizes nor the class's defaults: the tests' model has them.
+        undecided: what a person has to look at, found without running a test.
+    """
+
+    name: str
+    architectures: tuple[str, ...]
+    model_class: type[PreTrainedModel]
+    config: PreTrainedConfig
+    kinds: tuple[str, ...]
+    nearest: tuple[str, float] | None
+    detection: Detection
+    tiny: Mapping[str, Any] = field(default_factory=dict)
+    undecided: tuple[str, ...] = ()
+
+
+def plan_family(source: str | Path, name: str | None = None, *, again: bool = False) -> FamilyPlan:
+    """Read a configuration, and the headers of the weights beside it if there are some, and find out what is combined.
+
+    Args:
+        source: a folder with a `config.json`, or such a file.
+        name: of the package; the configuration's `model_type` if None.
+        again: plan also what a family serves already (to see what it would be today).
+
+    Raises:
+        OnboardingError: no such file, an architecture that the installed transformers lacks, or one that is served.
+        RemoteCodeError: the model brings code of its own.
+    """
+    path = Path(source)
+    folder = path if path.is_dir() else path.parent
+    if not (folder / "config.json" if path.is_dir() else path).is_file():
+        raise OnboardingError(f"{source}: expected a folder with a config.json, or such a file")
+    config = read_config(folder) if path.is_dir() else AutoConfig.from_pretrained(path)
+    model_class = _class_of(config, source)
+    architecture = model_class.__name__
+    if not again and architecture in registry.architectures():
+        module, _ = registry.MODEL_ARCH_MAPPING[architecture]
+        raise OnboardingError(f"{architecture} is served already, by {module}: nothing was written")
+    tiny = structure_of(config)
+    found = detect(model_class, overrides=tiny)
+    undecided = []
+    if not found.ok:
+        undecided.append(
+            f"the tiny model fails at the step '{found.step}': {found.failure}. Find values for `tiny` with which it "
+            "is built and run (nrl_models/testing/sizes.py has the rules)."
+        )
+    undecided += [f"{layer}: {one}" for layer, ones in found.obstacles.items() for one in ones]
+    undecided += [
+        f"{layer}: {', '.join(names)} was never called; say whether it joins a group"
+        for layer, names in found.uncalled.items()
+    ]
+    undecided += misfits(model_class, config, folder)
+    return FamilyPlan(
+        name=(name or config.model_type).replace("-", "_").replace(".", "_"),
+        architectures=(architecture, *heads_beside(model_class)),
+        model_class=model_class,
+        config=config,
+        kinds=tuple(kinds_of(config)),
+        nearest=nearest_family(config),
+        detection=found,
+        tiny=tiny,
+        undecided=tuple(undecided),
+    )
+
+
+def _class_of(config: PreTrainedConfig, source: str | Path) -> type[PreTrainedModel]:
+    names = config.architectures or []
+    if len(names) != 1:
+        raise OnboardingError(f"{source}: its `architectures` is {names}, expected one name")
+    found = getattr(transformers, names[0], None)
+    if not (isinstance(found, type) and issubclass(found, PreTrainedModel)):
+        raise OnboardingError(
+            f"{source} is a {names[0]}, which transformers {transformers.__version__} does not have. Install one that "
+            "has it, or write the family by hand with modelling code of its own (nrl_models/families/baichuan is one)."
+        )
+    return found
+
+
+def heads_beside(model_class: type[PreTrainedModel]) -> tuple[str, ...]:
+    """Names of the classification heads that the module of a causal language model has for the same model."""
+    base, causal, _ = model_class.__name__.partition("ForCausalLM")
+    names = [base + head for head in HEADS] if causal else []
+    module = import_module(model_class.__module__)
+    return tuple(name for name in names if hasattr(module, name) and hasattr(transformers, name))
+
+
+def structure_of(config: PreTrainedConfig) -> dict[str, Any]:
+    """What a configuration chooses other than its class does by default: flags, names, what is absent; no sizes."""
+    default = type(config)().to_dict()
+    chosen = {}
+    for key, value in config.to_dict().items():
+        if key in default and default[key] == value:
+            continue
+        if key in NOT_STRUCTURE or key.startswith("_") or key.endswith("_token_id"):
+            continue
+        if value is None or isinstance(value, bool | str):
+            chosen[key] = value
+    return chosen
+
+
+def nearest_family(config: PreTrainedConfig) -> tuple[str, float] | None:
+    """The family with a folder of its own whose configuration has most keys in common (Jaccard index)."""
+    keys = set(config.to_dict()) - NOT_STRUCTURE
+    scores = {}
+    for family, architectures in FAMILIES.items():
+        if any(registry.unmet_requirement(name) for name in architectures):
+            continue
+        found: Any = registry.model_class(architectures[0])
+        other = set(found.reference_class().config_class().to_dict()) - NOT_STRUCTURE
+        scores[family] = len(keys & other) / len(keys | other)
+    best = max(scores, key=scores.__getitem__)
+    return (best, round(scores[best], 2)) if scores[best] > 0 else None
+
+
+def misfits(model_class: type[PreTrainedModel], config: PreTrainedConfig, folder: Path) -> list[str]:
+    """Keys of the weights in `folder`, if there are some, that do not fit the class; no weight is read."""
+    if not any(folder.glob("*.safetensors")):
+        return []
+    try:
+        files = CheckpointFiles(folder)
+        with torch.device("meta"):
+            model = model_class._from_config(config)
+        fit_checkpoint(model, files, dtype=torch.float32)
+    except StateDictError as error:
+        return [str(problem) for problem in error.problems]
+    except Exception as error:
+        return [f"the class cannot be built at full size: {in_words(error)}"]
+    return []

@@ -1,0 +1,151 @@
+"""A family's package as text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from textwrap import fill
+from typing import Any
+
+from nrl_models import __version__
+from nrl_models.common.combined import KNOWN_GROUPS, combined_name
+from nrl_models.onboarding.plan import FamilyPlan
+
+WIDTH = 120
+
+
+def write_package(plan: FamilyPlan, limits: Mapping[str, str], folder: Path) -> None:
+    """Write the family's package to `folder`, which must not exist.
+
+    Args:
+        plan: the family.
+        limits: as `FamilyModel.limits`.
+        folder: the package's own.
+    """
+    folder.mkdir(parents=True)
+    (folder / "__init__.py").write_text(f'"""{title(plan)}."""\n')
+    (folder / "model.py").write_text(model_source(plan, limits))
+
+
+def write_project(plan: FamilyPlan, package: str, folder: Path) -> None:
+    """Write what makes the package beside it installable: `pyproject.toml` with the entry points, and a README."""
+    targets = "\n".join(f'{name} = "{package}.model:{name}"' for name in plan.architectures)
+    (folder / "pyproject.toml").write_text(
+        f"""[build-system]
+requires = ["hatchling>=1.25"]
+build-backend = "hatchling.build"
+
+[project]
+name = "{package.replace("_", "-")}"
+version = "0.1.0"
+description = "{title(plan)}, for nrl_models."
+requires-python = ">=3.11"
+dependencies = ["nrl_models>={__version__}"]
+
+[project.entry-points."nrl_models.families"]
+{targets}
+
+[tool.hatch.build.targets.wheel]
+packages = ["{package}"]
+"""
+    )
+    (folder / "README.md").write_text(
+        f"""# {package}
+
+{title(plan)}, for [nrl_models](https://pypi.org/project/nrl_models). Once it is installed, `from_pretrained` finds it:
+
+```console
+$ pip install --editable .
+$ pytest --nrl-family {package}.model:{plan.architectures[0]}
+```
+"""
+    )
+
+
+def plain_source(plan: FamilyPlan) -> str:
+    """A module with the same architectures and nothing rewritten: what fails there is not the family's doing."""
+    hf = plan.model_class.__module__.rpartition(".")
+    heads = "\n".join(f"{name} = Plain.head(hf.{name})" for name in plan.architectures)
+    return (
+        f"from {hf[0]} import {hf[2]} as hf\n\nfrom nrl_models.common import FamilyModel\n\n\n"
+        f"class Plain(FamilyModel):\n    tiny = {dict(plan.tiny)!r}\n\n\n{heads}\n"
+    )
+
+
+def title(plan: FamilyPlan) -> str:
+    """What the family is, in a line."""
+    kinds = {"dense": "dense", "moe": "mixture of experts", "vlm": "vision-language", "hybrid": "hybrid"}
+    return f"{plan.config.model_type}: {', '.join(kinds[kind] for kind in plan.kinds)}"
+
+
+def model_source(plan: FamilyPlan, limits: Mapping[str, str]) -> str:
+    """The family's `model.py`."""
+    modules = _aliases(plan)
+    rows, used = [], {"FamilyModel"}
+    for name, groups in plan.detection.groups.items():
+        module, _, layer = name.partition(":")
+        lines = list(_row(f"{modules[module]}.{layer}", groups))
+        used.add(lines[0].partition(": ")[2].partition("(")[0].rstrip(","))
+        rows += lines
+    family = f"{plan.model_class.__name__.partition('For')[0]}Family"
+    lines = [f'"""{title(plan)}."""', ""]
+    for module, alias in sorted(modules.items()):
+        package, _, name = module.rpartition(".")
+        lines.append(f"from {package} import {name} as {alias}")
+    lines += ["", f"from nrl_models.common import {', '.join(sorted(used, key=_import_order))}", "", ""]
+    every = f"What every {family.removesuffix('Family')} model shares."
+    lines += [f"class {family}(FamilyModel):", f'    """{every}"""', ""]
+    lines += ["    rewrites = {", *rows, "    }"]
+    lines += [*_mapping("tiny", plan.tiny), *_mapping("limits", limits)]
+    lines += ["", ""]
+    for index, name in enumerate(plan.architectures):
+        lines.append(f"{name} = {'ModelClass = ' if index == 0 else ''}{family}.head(hf.{name})")
+    return "\n".join([*lines, ""])
+
+
+def _aliases(plan: FamilyPlan) -> dict[str, str]:
+    """What the modules of the rewritten layers are called; the model's own is `hf`."""
+    own = plan.model_class.__module__
+    found = {own: "hf"}
+    for name in plan.detection.groups:
+        module = name.partition(":")[0]
+        found.setdefault(module, module.rpartition(".")[2].removeprefix("modeling_"))
+    return found
+
+
+def _row(layer: str, groups: list[tuple[str, ...]]) -> Iterator[str]:
+    """A layer's line in `rewrites`; several if it is long."""
+    if len(groups) == 1 and (known := KNOWN_GROUPS.get(tuple(groups[0]))):
+        yield f"        {layer}: {known.__name__},"
+        return
+    named = [f"{combined_name(one)}=({', '.join(map(_quoted, one))})" for one in groups]
+    if len(line := f"        {layer}: combine({', '.join(named)}),") <= WIDTH:
+        yield line
+        return
+    yield f"        {layer}: combine("
+    yield from (f"            {one}," for one in named)
+    yield "        ),"
+
+
+def _import_order(name: str) -> tuple[bool, str]:
+    return name.islower(), name  # as ruff sorts
+
+
+def _mapping(name: str, values: Mapping[str, Any]) -> Iterator[str]:
+    if values:
+        yield f"    {name} = {{"
+        for key, value in values.items():
+            text = _quoted(value) if isinstance(value, str) else repr(value)
+            line = f'        "{key}": {text},'
+            if len(line) <= WIDTH:
+                yield line
+            else:
+                words = fill(value, WIDTH - 18, drop_whitespace=False).split("\n")
+                yield f'        "{key}": ('
+                yield from (f"            {_quoted(one)}" for one in words)
+                yield "        ),"
+        yield "    }"
+
+
+def _quoted(text: str) -> str:
+    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'

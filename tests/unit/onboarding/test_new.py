@@ -1,0 +1,214 @@
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import nrl_models
+from nrl_models.errors import RemoteCodeError
+from nrl_models.onboarding import new
+from nrl_models.onboarding.new import new_family, prove
+from nrl_models.onboarding.plan import OnboardingError, plan_family, structure_of
+from nrl_models.onboarding.writing import model_source
+from nrl_models.testing.tiny import tiny_config
+from tests.unit.checkpoints import new_model
+
+ROOT = Path(nrl_models.__path__[0]).parent
+
+
+@pytest.fixture
+def configured(tmp_path: Path) -> Callable[..., Path]:
+    """Writes a configuration of an architecture to a folder."""
+
+    def write(architecture: str, **values: Any) -> Path:
+        folder = tmp_path / architecture
+        config_class = getattr(transformers, architecture).config_class
+        config_class(architectures=[architecture], **values).save_pretrained(folder)
+        return folder
+
+    return write
+
+
+@pytest.fixture
+def untested(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
+    """In place of the generated tests, which take a while: they pass. The list tells what would have run."""
+    runs: list[tuple[str, ...]] = []
+
+    def passed(module: str, architectures: Any, folder: Path, tests: Any = ()) -> list[dict[str, Any]]:
+        assert (folder / f"{module.replace('.', '/')}.py").is_file()
+        runs.append((module, *tests))
+        return [
+            {"architecture": name, "check": "test_packing[ones]", "outcome": "passed", "reason": ""}
+            for name in architectures
+        ]
+
+    monkeypatch.setattr(new, "run_tests", passed)
+    return runs
+
+
+def test_a_new_family_is_written_proven_and_installable(configured: Callable[..., Path], tmp_path: Path) -> None:
+    made = new_family(configured("OlmoForCausalLM"), out_of_tree=tmp_path / "made", again=True)
+    assert made.ok, made.undecided
+    assert {one["outcome"] for one in made.results} == {"passed", "skipped"}
+    assert (
+        sum(one["check"].startswith("test_attention_equivalence") for one in made.results) == 4
+    )  # fp32 and bf16, of two heads
+    assert sorted(str(file.relative_to(tmp_path / "made")) for file in made.files) == [
+        "README.md",
+        "nrl_models_olmo/__init__.py",
+        "nrl_models_olmo/model.py",
+        "pyproject.toml",
+    ]
+    project = (tmp_path / "made" / "pyproject.toml").read_text()
+    assert 'OlmoForCausalLM = "nrl_models_olmo.model:OlmoForCausalLM"' in project
+
+
+def test_into_this_repository_with_its_entry_and_its_page(tmp_path: Path, configured: Callable[..., Path]) -> None:
+    # In a copy, without a family that it has: what comes back is that family again.
+    shutil.copytree(ROOT / "nrl_models", tmp_path / "copy" / "nrl_models", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "docs", tmp_path / "copy" / "docs")
+    table = tmp_path / "copy" / "nrl_models" / "families" / "__init__.py"
+    before = table.read_text()
+    standard = table.parent / "standard" / "table.py"
+    rows = standard.read_text()
+    row = next(row for row in rows.splitlines(keepends=True) if row.startswith('    "cwm": Standard('))
+    standard.write_text(rows.replace(row, ""))
+    run = subprocess.run(
+        [sys.executable, "-m", "nrl_models", "new", str(configured("CwmForCausalLM"))],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(tmp_path / "copy")},
+        cwd=tmp_path,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert table.read_text() == before.replace(
+        '    "deepseek_v3": (', '    "cwm": ("CwmForCausalLM",),\n    "deepseek_v3": ('
+    )
+    assert "All generated tests pass." in run.stdout
+    assert "hf.CwmAttention: CombinedQKV," in (table.parent / "cwm" / "model.py").read_text()
+    page = (tmp_path / "copy" / "docs" / "model-coverage" / "cwm.md").read_text()
+    assert "| CwmForCausalLM | yes |" in page
+    assert not list(table.parent.glob(".nrl-new-*"))
+
+
+def test_what_transformers_lacks_too_is_a_limit_and_the_rest_is_left_to_a_person(
+    configured: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failing = {"test_packing[None]", "test_generate", "test_state_dict_roundtrip"}
+    plain = failing - {"test_generate"}
+
+    def run(module: str, architectures: Any, folder: Path, tests: Any = ()) -> list[dict[str, Any]]:
+        limited = "packed sequences" in (folder / "olmo" / "model.py").read_text()
+        fails = plain if module == "plain_of_transformers" else failing
+        return [
+            {
+                "architecture": "OlmoForCausalLM",
+                "check": check,
+                "outcome": "limited" if limited and "packing" in check else "failed" if check in fails else "passed",
+                "reason": "so it is",
+            }
+            for check in ("test_packing[None]", "test_generate", "test_state_dict_roundtrip", "test_logits")
+        ]
+
+    monkeypatch.setattr(new, "run_tests", run)
+    plan = plan_family(configured("OlmoForCausalLM"), again=True)
+    limits, results, undecided = prove(plan, "olmo", tmp_path / "stage")
+    assert limits == {"packed sequences": "transformers' own Olmo fails test_packing, too"}
+    assert [one["outcome"] for one in results] == ["limited", "failed", "failed", "passed"]
+    assert undecided == [
+        "OlmoForCausalLM: test_generate failed: so it is",
+        "OlmoForCausalLM: test_state_dict_roundtrip failed: so it is",
+    ]
+    assert sorted(path.name for path in (tmp_path / "stage").iterdir()) == ["olmo"]
+
+
+def test_what_the_configuration_chooses_is_in_the_tests_configuration(configured: Callable[..., Path]) -> None:
+    plan = plan_family(configured("OlmoForCausalLM", attention_bias=True, hidden_size=512), again=True)
+    assert plan.tiny == {"attention_bias": True}
+    assert '"attention_bias": True' in model_source(plan, {})
+    assert structure_of(transformers.OlmoConfig(clip_qkv=None, hidden_act="gelu")) == {"hidden_act": "gelu"}
+
+
+def test_long_groups_and_reasons_are_wrapped(configured: Callable[..., Path]) -> None:
+    plan = plan_family(configured("Qwen3_5ForCausalLM"), again=True)
+    text = model_source(plan, {"packed sequences": "because " * 30})
+    assert max(map(len, text.splitlines())) <= 120
+    assert '("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")' in text
+    compile(text, "model.py", "exec")
+
+
+def test_weights_that_do_not_fit_are_for_a_person(tmp_path: Path, untested: list[Any]) -> None:
+    model = new_model(tiny_config(transformers.LlamaConfig))
+    model.save_pretrained(tmp_path / "model", state_dict=model.state_dict() | {"model.extra.weight": torch.ones(3)})
+    made = new_family(tmp_path / "model", out_of_tree=tmp_path / "out", again=True)
+    assert not made.ok
+    assert [one for one in made.undecided if "model.extra.weight" in one]
+
+
+def test_what_cannot_be_run_is_for_a_person(
+    configured: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, untested: list[Any]
+) -> None:
+    folder = configured("OlmoForCausalLM")
+    monkeypatch.setattr(transformers.OlmoForCausalLM, "forward", lambda self, **_: 1 / 0)
+    made = new_family(folder, out_of_tree=tmp_path / "out", again=True)
+    assert "fails at the step 'text': ZeroDivisionError" in made.undecided[0]
+    assert untested == []  # nothing to be learnt from tests that all fail of that
+
+
+def test_what_exists_stays(configured: Callable[..., Path], tmp_path: Path, untested: list[Any]) -> None:
+    folder = configured("OlmoForCausalLM")
+    with pytest.raises(OnboardingError, match="OlmoForCausalLM is served already, by nrl_models"):
+        new_family(folder, out_of_tree=tmp_path / "out")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").write_text("precious")
+    with pytest.raises(OnboardingError, match="out exists; nothing was written"):
+        new_family(folder, out_of_tree=tmp_path / "out", again=True)
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine"]
+    with pytest.raises(OnboardingError, match="llama exists; nothing was written"):
+        new_family(folder, name="llama", again=True)
+    with pytest.raises(OnboardingError, match="cannot name a package"):
+        new_family(folder, name="../llama", out_of_tree=tmp_path / "other", again=True)
+
+
+def test_nothing_is_left_where_something_stops_it(
+    configured: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    folder = configured("OlmoForCausalLM")
+    monkeypatch.setattr(new, "run_tests", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        new_family(folder, out_of_tree=tmp_path / "made" / "out", again=True)
+    assert list((tmp_path / "made").iterdir()) == []
+
+
+def test_says_what_is_wrong_with_a_configuration(configured: Callable[..., Path], tmp_path: Path) -> None:
+    with pytest.raises(OnboardingError, match=r"expected a folder with a config\.json"):
+        plan_family(tmp_path / "nowhere")
+    folder = configured("OlmoForCausalLM")
+    content = json.loads((folder / "config.json").read_text())
+    for architectures, message in [
+        (["NovaForCausalLM"], "is a NovaForCausalLM, which transformers .* does not have"),
+        ([], r"`architectures` is \[\], expected one name"),
+        (["A", "B"], "expected one name"),
+    ]:
+        (folder / "config.json").write_text(json.dumps(content | {"architectures": architectures}))
+        with pytest.raises(OnboardingError, match=message):
+            plan_family(folder)
+    remote = content | {"model_type": "nova", "auto_map": {"AutoConfig": "configuration_nova.NovaConfig"}}
+    (folder / "config.json").write_text(json.dumps(remote))
+    with pytest.raises(RemoteCodeError, match="trust_remote_code"):
+        plan_family(folder)
+    with pytest.raises(OnboardingError, match="has no linears that read one input"):
+        new_family(configured("MambaForCausalLM"), out_of_tree=tmp_path / "out")
