@@ -24,7 +24,7 @@ def test_the_reference_is_the_class_that_the_family_extends(case: FamilyCase) ->
     assert case.reference_class is HFQwen2
     assert type(case.reference()) is HFQwen2
     assert type(case.model()) is Qwen2ForCausalLM
-    assert case.full_config.to_dict() == HFQwen2.config_class().to_dict()
+    assert case.full_configs["default"].to_dict() == HFQwen2.config_class().to_dict()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
