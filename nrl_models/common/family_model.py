@@ -46,6 +46,8 @@ class FamilyModel:
         flags: what a trainer has to know, see `ModelFlag`.
         limits: for each feature the family lacks (`nrl_models.testing.features`, or one that no test proves) why.
         tiny: values for the generated tests' tiny configuration that its general rules get wrong.
+        published: by name of a published model its configuration's values, for the generated tests at full size; those
+            that the configuration class has by default may be left out.
         tensor_parallel: rules of tensor parallelism that transformers lacks for these models, or has otherwise, by
             the names of the modules (`*` for a number) and in the words of its `base_model_tp_plan`. None says that
             transformers' rules are wrong for these models, so that tensor parallelism is refused.
@@ -59,6 +61,7 @@ class FamilyModel:
     flags: ClassVar[ModelFlag] = ModelFlag.NONE
     limits: ClassVar[Mapping[str, str]] = {}
     tiny: ClassVar[Mapping[str, Any]] = {}
+    published: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     keeps_unused: ClassVar[tuple[str, ...]] = ()
     tensor_parallel: ClassVar[Mapping[str, str] | None] = {}
     sharding: Any = None

@@ -14,7 +14,6 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from nrl_models.common import FamilyModel
 from nrl_models.parity.inputs import Inputs, inputs_for
-from nrl_models.testing.published import PUBLISHED
 from nrl_models.testing.tiny import tiny_config
 
 SEED = 42
@@ -53,10 +52,10 @@ class FamilyCase:
 
     @property
     def full_configs(self) -> dict[str, PreTrainedConfig]:
-        """Configurations of published size, by name: the class's default, and those of `PUBLISHED`."""
+        """Configurations of published size, by name: the class's default, and its `published` models'."""
         config_class = self.reference_class.config_class
-        published = PUBLISHED.get(self.architecture, {})
-        return {"default": config_class()} | {name: config_class(**values) for name, values in published.items()}
+        published = {name: config_class(**values) for name, values in self.model_class.published.items()}
+        return {"default": config_class()} | published
 
     def inputs(self, **options: Any) -> Inputs:
         """Random inputs of the kind this class takes, see `inputs_for`."""

@@ -3,6 +3,7 @@
 from transformers.models.deepseek_v3 import modeling_deepseek_v3 as hf
 
 from nrl_models.common import CombinedGateUp, FamilyModel, combine
+from nrl_models.families.deepseek_v3.published import PUBLISHED
 
 
 class DeepseekV3Family(FamilyModel):
@@ -22,6 +23,6 @@ class DeepseekV3Family(FamilyModel):
     }
 
 
-DeepseekV3ForCausalLM = ModelClass = DeepseekV3Family.head(hf.DeepseekV3ForCausalLM)
+DeepseekV3ForCausalLM = ModelClass = DeepseekV3Family.head(hf.DeepseekV3ForCausalLM, published=PUBLISHED)
 DeepseekV3ForSequenceClassification = DeepseekV3Family.head(hf.DeepseekV3ForSequenceClassification)
 DeepseekV3ForTokenClassification = DeepseekV3Family.head(hf.DeepseekV3ForTokenClassification)

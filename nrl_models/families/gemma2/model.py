@@ -3,6 +3,7 @@
 from transformers.models.gemma2 import modeling_gemma2 as hf
 
 from nrl_models.common import CombinedGateUp, CombinedQKV, FamilyModel, ModelFlag
+from nrl_models.families.gemma2.published import PUBLISHED
 
 
 class Gemma2Family(FamilyModel):
@@ -12,6 +13,6 @@ class Gemma2Family(FamilyModel):
     flags = ModelFlag.VLLM_LOAD_FORMAT_AUTO
 
 
-Gemma2ForCausalLM = ModelClass = Gemma2Family.head(hf.Gemma2ForCausalLM)
+Gemma2ForCausalLM = ModelClass = Gemma2Family.head(hf.Gemma2ForCausalLM, published=PUBLISHED)
 Gemma2ForSequenceClassification = Gemma2Family.head(hf.Gemma2ForSequenceClassification)
 Gemma2ForTokenClassification = Gemma2Family.head(hf.Gemma2ForTokenClassification)

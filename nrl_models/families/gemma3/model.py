@@ -5,6 +5,7 @@ from transformers.models.siglip import modeling_siglip as siglip
 
 from nrl_models.common import CombinedGateUp, CombinedQKV, FamilyModel, ModelFlag
 from nrl_models.common.token_types import with_token_types
+from nrl_models.families.gemma3 import published
 
 
 class Gemma3Family(FamilyModel):
@@ -19,10 +20,11 @@ class Gemma3Family(FamilyModel):
     limits = {"context parallelism": "attention keeps its mask, which torch's context parallelism rejects"}
 
 
-Gemma3ForCausalLM = ModelClass = Gemma3Family.head(hf.Gemma3ForCausalLM)
+Gemma3ForCausalLM = ModelClass = Gemma3Family.head(hf.Gemma3ForCausalLM, published=published.TEXT)
 Gemma3ForConditionalGeneration = Gemma3Family.head(
     hf.Gemma3ForConditionalGeneration,
     forward=with_token_types(hf.Gemma3ForConditionalGeneration.forward, "token_type_ids", {"image_token_id": 1}),
+    published=published.WITH_IMAGES,
 )
 Gemma3ForSequenceClassification = Gemma3Family.head(hf.Gemma3ForSequenceClassification)
 Gemma3TextForSequenceClassification = Gemma3Family.head(hf.Gemma3TextForSequenceClassification)

@@ -4,6 +4,7 @@ from transformers.models.gemma3n import modeling_gemma3n as hf
 
 from nrl_models.common import CombinedGateUp, CombinedQKV, FamilyModel
 from nrl_models.common.kv_sharing import SharedKeyValues
+from nrl_models.families.gemma3n.published import PUBLISHED
 
 
 class Gemma3nFamily(SharedKeyValues, FamilyModel):
@@ -15,5 +16,5 @@ class Gemma3nFamily(SharedKeyValues, FamilyModel):
     }
 
 
-Gemma3nForCausalLM = ModelClass = Gemma3nFamily.head(hf.Gemma3nForCausalLM)
+Gemma3nForCausalLM = ModelClass = Gemma3nFamily.head(hf.Gemma3nForCausalLM, published=PUBLISHED)
 Gemma3nForConditionalGeneration = Gemma3nFamily.head(hf.Gemma3nForConditionalGeneration)

@@ -7,6 +7,7 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 from transformers.models.gpt_oss import modeling_gpt_oss as hf
 
 from nrl_models.common import CombinedQKV, FamilyModel
+from nrl_models.families.gpt_oss.published import PUBLISHED
 
 
 class GptOssModel(hf.GptOssModel):
@@ -57,6 +58,6 @@ class GptOssFamily(FamilyModel):
     }
 
 
-GptOssForCausalLM = ModelClass = GptOssFamily.head(hf.GptOssForCausalLM)
+GptOssForCausalLM = ModelClass = GptOssFamily.head(hf.GptOssForCausalLM, published=PUBLISHED)
 GptOssForSequenceClassification = GptOssFamily.head(hf.GptOssForSequenceClassification)
 GptOssForTokenClassification = GptOssFamily.head(hf.GptOssForTokenClassification)

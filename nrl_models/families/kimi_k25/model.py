@@ -4,6 +4,7 @@ from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek_v3
 from transformers.models.kimi_k25 import modeling_kimi_k25 as hf
 
 from nrl_models.common import CombinedGateUp, CombinedQKV, FamilyModel, combine
+from nrl_models.families.kimi_k25.published import PUBLISHED
 
 
 class KimiK25Family(FamilyModel):
@@ -16,4 +17,6 @@ class KimiK25Family(FamilyModel):
     }
 
 
-Kimi_K25ForConditionalGeneration = ModelClass = KimiK25Family.head(hf.Kimi_K25ForConditionalGeneration)
+Kimi_K25ForConditionalGeneration = ModelClass = KimiK25Family.head(
+    hf.Kimi_K25ForConditionalGeneration, published=PUBLISHED
+)

@@ -3,6 +3,7 @@
 from transformers.models.llama import modeling_llama as hf
 
 from nrl_models.common import CombinedGateUp, CombinedQKV, FamilyModel
+from nrl_models.families.llama.published import PUBLISHED
 
 
 class LlamaFamily(FamilyModel):
@@ -11,6 +12,6 @@ class LlamaFamily(FamilyModel):
     rewrites = {hf.LlamaAttention: CombinedQKV, hf.LlamaMLP: CombinedGateUp}
 
 
-LlamaForCausalLM = ModelClass = LlamaFamily.head(hf.LlamaForCausalLM)
+LlamaForCausalLM = ModelClass = LlamaFamily.head(hf.LlamaForCausalLM, published=PUBLISHED)
 LlamaForSequenceClassification = LlamaFamily.head(hf.LlamaForSequenceClassification)
 LlamaForTokenClassification = LlamaFamily.head(hf.LlamaForTokenClassification)

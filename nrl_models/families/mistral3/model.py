@@ -7,6 +7,7 @@ from transformers.models.mistral4 import modeling_mistral4 as mistral4
 from transformers.models.pixtral import modeling_pixtral as pixtral
 
 from nrl_models.common import CombinedGateUp, CombinedQKV, FamilyModel, combine
+from nrl_models.families.mistral3.published import PUBLISHED
 
 
 class Mistral3Family(FamilyModel):
@@ -24,4 +25,6 @@ class Mistral3Family(FamilyModel):
     }
 
 
-Mistral3ForConditionalGeneration = ModelClass = Mistral3Family.head(hf.Mistral3ForConditionalGeneration)
+Mistral3ForConditionalGeneration = ModelClass = Mistral3Family.head(
+    hf.Mistral3ForConditionalGeneration, published=PUBLISHED
+)

@@ -3,6 +3,7 @@
 from transformers.models.mixtral import modeling_mixtral as hf
 
 from nrl_models.common import CombinedQKV, FamilyModel
+from nrl_models.families.mixtral.published import PUBLISHED
 
 
 class MixtralFamily(FamilyModel):
@@ -11,6 +12,6 @@ class MixtralFamily(FamilyModel):
     rewrites = {hf.MixtralAttention: CombinedQKV}
 
 
-MixtralForCausalLM = ModelClass = MixtralFamily.head(hf.MixtralForCausalLM)
+MixtralForCausalLM = ModelClass = MixtralFamily.head(hf.MixtralForCausalLM, published=PUBLISHED)
 MixtralForSequenceClassification = MixtralFamily.head(hf.MixtralForSequenceClassification)
 MixtralForTokenClassification = MixtralFamily.head(hf.MixtralForTokenClassification)

@@ -3,6 +3,7 @@
 from transformers.models.nemotron_h import modeling_nemotron_h as hf
 
 from nrl_models.common import CombinedQKV, FamilyModel
+from nrl_models.families.nemotron_h.published import PUBLISHED
 
 
 class NemotronHFamily(FamilyModel):
@@ -17,4 +18,4 @@ class NemotronHFamily(FamilyModel):
     }
 
 
-NemotronHForCausalLM = ModelClass = NemotronHFamily.head(hf.NemotronHForCausalLM)
+NemotronHForCausalLM = ModelClass = NemotronHFamily.head(hf.NemotronHForCausalLM, published=PUBLISHED)

@@ -3,12 +3,13 @@
 from transformers.models.phi3 import modeling_phi3 as hf
 
 from nrl_models.common import FamilyModel
+from nrl_models.families.phi3.published import PUBLISHED
 
 
 class Phi3Family(FamilyModel):
     """What every Phi3 model shares."""
 
 
-Phi3ForCausalLM = ModelClass = Phi3Family.head(hf.Phi3ForCausalLM)
+Phi3ForCausalLM = ModelClass = Phi3Family.head(hf.Phi3ForCausalLM, published=PUBLISHED)
 Phi3ForSequenceClassification = Phi3Family.head(hf.Phi3ForSequenceClassification)
 Phi3ForTokenClassification = Phi3Family.head(hf.Phi3ForTokenClassification)

@@ -3,6 +3,7 @@
 from transformers.models.qwen2 import modeling_qwen2 as hf
 
 from nrl_models.common import CombinedGateUp, CombinedQKV, FamilyModel
+from nrl_models.families.qwen2.published import PUBLISHED
 
 
 class Qwen2Family(FamilyModel):
@@ -11,6 +12,6 @@ class Qwen2Family(FamilyModel):
     rewrites = {hf.Qwen2Attention: CombinedQKV, hf.Qwen2MLP: CombinedGateUp}
 
 
-Qwen2ForCausalLM = ModelClass = Qwen2Family.head(hf.Qwen2ForCausalLM)
+Qwen2ForCausalLM = ModelClass = Qwen2Family.head(hf.Qwen2ForCausalLM, published=PUBLISHED)
 Qwen2ForSequenceClassification = Qwen2Family.head(hf.Qwen2ForSequenceClassification)
 Qwen2ForTokenClassification = Qwen2Family.head(hf.Qwen2ForTokenClassification)

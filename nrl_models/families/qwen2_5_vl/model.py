@@ -4,6 +4,7 @@ from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl as hf
 
 from nrl_models.common import CombinedGateUp, CombinedQKV, FamilyModel
 from nrl_models.common.mrope import FreshPositions, PackedTextPositions
+from nrl_models.families.qwen2_5_vl.published import PUBLISHED
 
 
 class Qwen2_5_VLTextModel(PackedTextPositions, hf.Qwen2_5_VLTextModel):
@@ -26,4 +27,6 @@ class Qwen25VLFamily(FamilyModel):
     }
 
 
-Qwen2_5_VLForConditionalGeneration = ModelClass = Qwen25VLFamily.head(hf.Qwen2_5_VLForConditionalGeneration)
+Qwen2_5_VLForConditionalGeneration = ModelClass = Qwen25VLFamily.head(
+    hf.Qwen2_5_VLForConditionalGeneration, published=PUBLISHED
+)

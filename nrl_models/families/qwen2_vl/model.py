@@ -4,6 +4,7 @@ from transformers.models.qwen2_vl import modeling_qwen2_vl as hf
 
 from nrl_models.common import CombinedGateUp, CombinedQKV, FamilyModel
 from nrl_models.common.mrope import FreshPositions, PackedTextPositions
+from nrl_models.families.qwen2_vl.published import PUBLISHED
 
 
 class Qwen2VLTextModel(PackedTextPositions, hf.Qwen2VLTextModel):
@@ -25,4 +26,6 @@ class Qwen2VLFamily(FamilyModel):
     }
 
 
-Qwen2VLForConditionalGeneration = ModelClass = Qwen2VLFamily.head(hf.Qwen2VLForConditionalGeneration)
+Qwen2VLForConditionalGeneration = ModelClass = Qwen2VLFamily.head(
+    hf.Qwen2VLForConditionalGeneration, published=PUBLISHED
+)

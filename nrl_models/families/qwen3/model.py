@@ -3,6 +3,7 @@
 from transformers.models.qwen3 import modeling_qwen3 as hf
 
 from nrl_models.common import CombinedGateUp, CombinedQKV, FamilyModel
+from nrl_models.families.qwen3.published import PUBLISHED
 
 
 class Qwen3Family(FamilyModel):
@@ -11,6 +12,6 @@ class Qwen3Family(FamilyModel):
     rewrites = {hf.Qwen3Attention: CombinedQKV, hf.Qwen3MLP: CombinedGateUp}
 
 
-Qwen3ForCausalLM = ModelClass = Qwen3Family.head(hf.Qwen3ForCausalLM)
+Qwen3ForCausalLM = ModelClass = Qwen3Family.head(hf.Qwen3ForCausalLM, published=PUBLISHED)
 Qwen3ForSequenceClassification = Qwen3Family.head(hf.Qwen3ForSequenceClassification)
 Qwen3ForTokenClassification = Qwen3Family.head(hf.Qwen3ForTokenClassification)

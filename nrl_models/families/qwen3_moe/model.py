@@ -3,6 +3,7 @@
 from transformers.models.qwen3_moe import modeling_qwen3_moe as hf
 
 from nrl_models.common import CombinedGateUp, CombinedQKV, FamilyModel
+from nrl_models.families.qwen3_moe.published import PUBLISHED
 
 
 class Qwen3MoeFamily(FamilyModel):
@@ -12,6 +13,6 @@ class Qwen3MoeFamily(FamilyModel):
     tiny = {"mlp_only_layers": [0]}  # one dense layer, one sparse
 
 
-Qwen3MoeForCausalLM = ModelClass = Qwen3MoeFamily.head(hf.Qwen3MoeForCausalLM)
+Qwen3MoeForCausalLM = ModelClass = Qwen3MoeFamily.head(hf.Qwen3MoeForCausalLM, published=PUBLISHED)
 Qwen3MoeForSequenceClassification = Qwen3MoeFamily.head(hf.Qwen3MoeForSequenceClassification)
 Qwen3MoeForTokenClassification = Qwen3MoeFamily.head(hf.Qwen3MoeForTokenClassification)

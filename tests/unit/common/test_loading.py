@@ -295,7 +295,7 @@ MISFITS: dict[str, tuple[Callable[[Tensors], object], set[tuple[str, str]], str]
     "fp8": (
         lambda tensors: tensors.update({"lm_head.weight": tensors["lm_head.weight"].to(torch.float8_e4m3fn)}),
         {("dtype", "lm_head.weight")},
-        "combine=False and a quantization_config",
+        "quantised weights need a quantization_config that says how",
     ),
     "fp8 with its scales": (
         lambda tensors: tensors.update(

@@ -158,7 +158,7 @@ def test_a_given_configuration_is_used_and_not_changed(llama_checkpoint: Path) -
         ("atn_implementation", "did you mean attn_implementation"),
         ("rms_norm_epsilon", "did you mean rms_norm_eps"),
         ("trust_remote", "did you mean trust_remote_code"),
-        ("device_map", "did you mean device"),
+        ("low_cpu_mem_usage", "unknown keyword low_cpu_mem_usage"),
         ("nonsense", "unknown keyword nonsense: expected one of config, dtype, device"),
         # What transformers' configuration loader takes for itself, without a word:
         ("local_files_only", "unknown keyword local_files_only"),

@@ -24,7 +24,13 @@ def test_the_reference_is_the_class_that_the_family_extends(case: FamilyCase) ->
     assert case.reference_class is HFQwen2
     assert type(case.reference()) is HFQwen2
     assert type(case.model()) is Qwen2ForCausalLM
-    assert case.full_config.to_dict() == HFQwen2.config_class().to_dict()
+    assert case.full_configs["default"].to_dict() == HFQwen2.config_class().to_dict()
+
+
+def test_published_sizes_are_those_that_the_family_names(case: FamilyCase) -> None:
+    sizes = {name: config.hidden_size for name, config in case.full_configs.items()}
+    assert sizes.keys() == {"default", *Qwen2ForCausalLM.published}
+    assert sizes["Qwen2.5-7B"] == 3584
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

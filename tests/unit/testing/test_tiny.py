@@ -64,7 +64,7 @@ def test_dropout_by_default_is_switched_off() -> None:
 
 
 def test_every_kind_of_layer_of_the_published_model_is_there(case: FamilyCase) -> None:
-    kinds = set(getattr(case.full_config.get_text_config(), "layer_types", None) or ())
+    kinds = set(getattr(case.full_configs["default"].get_text_config(), "layer_types", None) or ())
     text = case.config.get_text_config()
     assert set(getattr(text, "layer_types", None) or ()) == kinds
     if kinds:

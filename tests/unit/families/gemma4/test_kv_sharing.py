@@ -18,6 +18,7 @@ from nrl_models.testing.case import FamilyCase
 E2B = {
     "num_hidden_layers": 6,
     "layer_types": ["sliding_attention", "full_attention"] * 3,
+    "per_layer_config": {str(layer): {"head_dim": 64} for layer in (1, 3, 5)},  # full attention has wider heads
     "num_kv_shared_layers": 3,
     "use_double_wide_mlp": True,
 }

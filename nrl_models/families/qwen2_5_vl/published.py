@@ -1,0 +1,15 @@
+"""Sizes of published Qwen2.5-VL models, as their `config.json` gives them."""
+
+from nrl_models.common.configurations import decoder_sizes
+
+PUBLISHED = {
+    "Qwen2.5-VL-7B": {
+        "text_config": decoder_sizes(152064, 3584, 18944, 28, 28, 4),
+        "vision_config": {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "out_hidden_size": 3584},
+    },
+    "Qwen2.5-VL-72B": {
+        "text_config": decoder_sizes(152064, 8192, 29568, 80, 64, 8),
+        "vision_config": {"depth": 32, "hidden_size": 1280, "intermediate_size": 3456, "out_hidden_size": 8192},
+    },
+}
+"""Values, by configuration key, of published models; what the class has by default is left out."""
