@@ -16,7 +16,11 @@ from nrl_models.errors import FamilyImportError, RegistrationError
 from nrl_models.families.standard.table import STANDARD
 
 FAMILIES: dict[str, tuple[str, ...]] = dict(
-    sorted((families.FAMILIES | {name: entry.architectures for name, entry in STANDARD.items()}).items())
+    sorted(
+        (
+            families.FAMILIES | {name: entry.architectures for name, entry in STANDARD.items() if entry.architectures}
+        ).items()
+    )
 )
 """The families in this repository and the architectures each serves."""
 

@@ -403,15 +403,20 @@ KNOWN_GROUPS: Mapping[tuple[str, ...], type[CombinedProjections]] = {
 """Groups that have a class of their own."""
 
 
-def combine_groups(groups: Iterable[Sequence[str]]) -> type[CombinedProjections]:
-    """A `CombinedProjections` for groups that are given no name: `q_k_v_gate_proj` computes `q_proj`, `k_proj`, ...
+def combine_groups(groups: Iterable[str]) -> type[CombinedProjections]:
+    """A `CombinedProjections` for groups written as text: `"q_proj k_proj v_proj"`, or `"qkv: q_proj k_proj v_proj"`.
 
     Args:
-        groups: names of linears, in row order.
+        groups: names of linears, in row order, after the name of the module that computes them; see `combined_name`
+            where there is none.
     """
-    groups = [tuple(group) for group in groups]
-    known = KNOWN_GROUPS.get(groups[0]) if len(groups) == 1 else None
-    return known or combine(**{combined_name(group): group for group in groups})
+    named = {}
+    for group in groups:
+        name, _, linears = group.rpartition(":")
+        parts = tuple(linears.split())
+        named[name or combined_name(parts)] = parts
+    known = KNOWN_GROUPS.get(next(iter(named.values())))
+    return known if known is not None and known.combined == named else combine(**named)
 
 
 def combined_name(group: Sequence[str]) -> str:

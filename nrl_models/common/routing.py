@@ -61,8 +61,11 @@ def replay_routing(model: nn.Module, record: Mapping[str, list[torch.Tensor]]) -
 
     Raises:
         KeyError: a recorded module that `model` does not have.
-        ValueError: in a forward, a choice of another shape than the recorded one.
+        ValueError: `model` says that replaying would change nothing (`limits`); in a forward, a choice of another shape
+            than the recorded one.
     """
+    if reason := getattr(model, "limits", {}).get("router replay"):
+        raise ValueError(f"the routing of {type(model).__name__} cannot be replayed: {reason}")
     modules = dict(model.named_modules())
     if unknown := sorted(record.keys() - modules.keys()):
         raise KeyError(f"the record names modules the model lacks: {', '.join(unknown)}")

@@ -15,6 +15,7 @@ import torch
 from nrl_models import families, registry
 from nrl_models.errors import NRLModelsError
 from nrl_models.onboarding.inspect import combined_groups, kinds_of
+from nrl_models.testing.case import FamilyCase
 from nrl_models.testing.features import FEATURES, SUITE, generated_tests
 
 Result = dict[str, Any]
@@ -167,13 +168,13 @@ def _by_reason(results: dict[str, list[Result]], outcome: str) -> list[str]:
 
 def _groups(model_class: Any) -> list[str]:
     with torch.device("meta"):
-        model = model_class(model_class.reference_class().config_class())
+        model = model_class(FamilyCase(model_class).config)
     return list(combined_groups(model))
 
 
 def _kinds(architecture: str) -> str:
     model_class: Any = registry.model_class(architecture)
-    return ", ".join(kinds_of(model_class.reference_class().config_class()))
+    return ", ".join(kinds_of(FamilyCase(model_class).config))
 
 
 def _with(versions: dict[str, str]) -> str:

@@ -52,10 +52,19 @@ class FamilyCase:
 
     @property
     def full_configs(self) -> dict[str, PreTrainedConfig]:
-        """Configurations of published size, by name: the class's default, and its `published` models'."""
+        """Configurations of published size, by name: the class's default, and its `published` models'.
+
+        Some classes' defaults are of no model: those that transformers cannot build are left out.
+        """
         config_class = self.reference_class.config_class
         published = {name: config_class(**values) for name, values in self.model_class.published.items()}
-        return {"default": config_class()} | published
+        default = config_class()
+        try:
+            with torch.device("meta"):
+                self.reference_class(copy.deepcopy(default))
+        except Exception:  # whatever a missing size leads to
+            return published
+        return {"default": default} | published
 
     def inputs(self, **options: Any) -> Inputs:
         """Random inputs of the kind this class takes, see `inputs_for`."""

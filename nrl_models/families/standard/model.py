@@ -41,7 +41,7 @@ def rewritten_layer(layer: type[nn.Module]) -> type[nn.Module] | None:
     entry = STANDARD.get(package)
     if entry is None or layer.__module__ != entry.module(package) or layer.__name__ not in entry.layers:
         return None
-    combined = combine_groups(group.split() for group in entry.layers[layer.__name__])
+    combined = combine_groups(entry.layers[layer.__name__])
     return rewritten(layer, combined, __name__, within=package)
 
 

@@ -18,7 +18,8 @@ class Standard:
 
     Args:
         architectures: classes of the package that are served.
-        layers: for each layer class of the package its groups, as the names of linears with spaces between.
+        layers: for each layer class of the package its groups, as the names of linears with spaces between; before
+            them, with a colon, what the module that computes them is called, where that is not the rule's name.
         tiny: as `FamilyModel.tiny`.
         limits: as `FamilyModel.limits`; what holds for one architecture only stands under `"Architecture: feature"`.
         modeling: the module that has the classes, where it is not called as the package.
@@ -44,11 +45,32 @@ class Standard:
         return found
 
 
+UPSTREAM_LACKS: Mapping[str, str] = {
+    "left padding": "transformers' own model gives a sequence other logits when it is padded on the left",
+    "right padding": "transformers' own model gives a sequence other logits when it is padded on the right",
+    "packed sequences": "in transformers' own model documents in one row see each other, whatever their positions",
+    "router replay": "transformers' own model does not use the indices of the `topk` that are replayed",
+    "cached decoding": "transformers' own model decodes other logits with a cache than without, or keeps none",
+}
+"""Features that some of transformers' classes lack, and how."""
+
+
+def lacks(*features: str) -> dict[str, str]:
+    """The limits of a model of which transformers' own class fails the same tests.
+
+    Args:
+        features: of `UPSTREAM_LACKS`, each with `"Architecture: "` before it if it is of one only.
+    """
+    return {feature: UPSTREAM_LACKS[feature.rpartition(": ")[2]] for feature in features}
+
+
 QKV = ("q_proj k_proj v_proj",)
 GATE_UP = ("gate_proj up_proj",)
 STANDARD: dict[str, Standard] = {
     "afmoe": Standard(
-        ("AfmoeForCausalLM",), {"AfmoeAttention": ("q_proj k_proj v_proj gate_proj",), "AfmoeMLP": GATE_UP}
+        ("AfmoeForCausalLM",),
+        {"AfmoeAttention": ("q_proj k_proj v_proj gate_proj",), "AfmoeMLP": GATE_UP},
+        limits=lacks("packed sequences"),
     ),
     "apertus": Standard(("ApertusForCausalLM", "ApertusForTokenClassification"), {"ApertusAttention": QKV}),
     "arcee": Standard(
@@ -65,8 +87,9 @@ STANDARD: dict[str, Standard] = {
     "axk2": Standard(
         ("AXK2ForCausalLM", "AXK2ForSequenceClassification", "AXK2ForTokenClassification"),
         {"AXK2Attention": ("q_a_proj kv_a_proj_with_mqa",), "AXK2Indexer": ("wk weights_proj",), "AXK2MLP": GATE_UP},
+        limits=lacks("cached decoding"),
     ),
-    "aya_vision": Standard(("AyaVisionForConditionalGeneration",), {}),
+    "aya_vision": Standard(("AyaVisionForConditionalGeneration",), {}, limits=lacks("packed sequences")),
     "bailing_hybrid": Standard(
         ("BailingHybridForCausalLM",),
         {
@@ -74,32 +97,54 @@ STANDARD: dict[str, Standard] = {
             "BailingHybridMLP": GATE_UP,
             "BailingHybridAttention": ("q_proj kv_a_proj_with_mqa g_proj",),
         },
+        limits=lacks("packed sequences"),
     ),
-    "bamba": Standard(("BambaForCausalLM",), {"BambaMLP": GATE_UP, "BambaAttention": QKV}),
-    "bart": Standard(("BartForCausalLM",), {"BartAttention": QKV}),
+    "bamba": Standard(
+        ("BambaForCausalLM",),
+        {"BambaMLP": GATE_UP, "BambaAttention": QKV},
+        limits=lacks("packed sequences", "cached decoding"),
+    ),
+    "bart": Standard(("BartForCausalLM",), {"BartAttention": QKV}, limits=lacks("left padding", "packed sequences")),
     "beam": Standard(("BeamForCausalLM",), {"BeamAttention": ("q_proj k_proj v_proj gate_proj",), "BeamMLP": GATE_UP}),
     "bert": Standard(
-        ("BertLMHeadModel",), {"BertSelfAttention": ("query key value",), "BertCrossAttention": ("key value",)}
+        ("BertLMHeadModel",),
+        {"BertSelfAttention": ("query key value",), "BertCrossAttention": ("key value",)},
+        limits=lacks("packed sequences", "cached decoding"),
     ),
-    "bert_generation": Standard(("BertGenerationDecoder",), {"BertGenerationSelfAttention": ("query key value",)}),
-    "bigbird_pegasus": Standard(("BigBirdPegasusForCausalLM",), {"BigBirdPegasusDecoderAttention": QKV}),
+    "bert_generation": Standard(
+        ("BertGenerationDecoder",),
+        {"BertGenerationSelfAttention": ("query key value",)},
+        limits=lacks("packed sequences", "cached decoding"),
+    ),
+    "bigbird_pegasus": Standard(
+        ("BigBirdPegasusForCausalLM",),
+        {"BigBirdPegasusDecoderAttention": QKV},
+        limits=lacks("left padding", "packed sequences"),
+    ),
     "biogpt": Standard(
         ("BioGptForCausalLM", "BioGptForSequenceClassification", "BioGptForTokenClassification"),
         {"BioGptAttention": QKV},
+        limits=lacks("packed sequences"),
     ),
     "bitnet": Standard(("BitNetForCausalLM",), {"BitNetAttention": QKV, "BitNetMLP": GATE_UP}),
-    "blenderbot": Standard(("BlenderbotForCausalLM",), {"BlenderbotAttention": QKV}),
-    "blenderbot_small": Standard(("BlenderbotSmallForCausalLM",), {"BlenderbotSmallAttention": QKV}),
-    "blip": Standard(
-        ("BlipForConditionalGeneration",),
-        {"BlipTextSelfAttention": ("query key value",)},
-        modeling="modeling_blip_text",
+    "blenderbot": Standard(
+        ("BlenderbotForCausalLM",), {"BlenderbotAttention": QKV}, limits=lacks("left padding", "packed sequences")
     ),
-    "blip_2": Standard(("Blip2ForConditionalGeneration",), {"Blip2QFormerMultiHeadAttention": ("query key value",)}),
+    "blenderbot_small": Standard(
+        ("BlenderbotSmallForCausalLM",),
+        {"BlenderbotSmallAttention": QKV},
+        limits=lacks("left padding", "packed sequences"),
+    ),
     "blt": Standard(
-        ("BltForCausalLM",), {"BltSelfAttention": QKV, "BltMLP": GATE_UP, "BltCrossAttention": ("k_proj v_proj",)}
+        ("BltForCausalLM",),
+        {"BltSelfAttention": QKV, "BltMLP": GATE_UP, "BltCrossAttention": ("k_proj v_proj",)},
+        limits=lacks("left padding", "packed sequences", "cached decoding"),
     ),
-    "camembert": Standard(("CamembertForCausalLM",), {"CamembertSelfAttention": ("query key value",)}),
+    "camembert": Standard(
+        ("CamembertForCausalLM",),
+        {"CamembertSelfAttention": ("query key value",)},
+        limits=lacks("left padding", "right padding", "packed sequences", "cached decoding"),
+    ),
     "chameleon": Standard(("ChameleonForConditionalGeneration",), {"ChameleonAttention": QKV, "ChameleonMLP": GATE_UP}),
     "clip": Standard((), {"CLIPAttention": QKV}),
     "cohere": Standard(("CohereForCausalLM",), {"CohereAttention": QKV, "CohereMLP": GATE_UP}),
@@ -109,30 +154,22 @@ STANDARD: dict[str, Standard] = {
     "cohere_compass": Standard(
         ("CohereCompassForCausalLM", "CohereCompassForConditionalGeneration"),
         {"CohereCompassAttention": QKV, "CohereCompassMLP": GATE_UP},
+        limits=lacks("CohereCompassForConditionalGeneration: cached decoding"),
     ),
     "cosmos3_edge": Standard(
-        ("Cosmos3EdgeForConditionalGeneration",), {"Cosmos3EdgeVisionAttention": QKV, "Cosmos3EdgeTextAttention": QKV}
+        ("Cosmos3EdgeForConditionalGeneration",),
+        {"Cosmos3EdgeVisionAttention": QKV, "Cosmos3EdgeTextAttention": QKV},
+        limits=lacks("packed sequences", "cached decoding"),
     ),
-    "cosmos3_omni": Standard(("Cosmos3OmniForConditionalGeneration",), {}),
-    "cpmant": Standard(
-        ("CpmAntForCausalLM",),
-        {"CpmAntAttention": ("project_q project_k project_v",), "CpmAntDenseGatedACT": ("w_0 w_1",)},
+    "cosmos3_omni": Standard(
+        ("Cosmos3OmniForConditionalGeneration",), {}, limits=lacks("packed sequences", "cached decoding")
     ),
-    "ctrl": Standard(("CTRLLMHeadModel",), {"MultiHeadAttention": ("Wq Wk Wv",)}),
     "cwm": Standard(("CwmForCausalLM",), {"CwmAttention": QKV, "CwmMLP": GATE_UP}),
     "data2vec": Standard(
         ("Data2VecTextForCausalLM",),
         {"Data2VecTextSelfAttention": ("query key value",)},
+        limits=lacks("left padding", "right padding", "packed sequences", "cached decoding"),
         modeling="modeling_data2vec_text",
-    ),
-    "deepseek_ocr2": Standard(
-        ("DeepseekOcr2ForConditionalGeneration",),
-        {
-            "DeepseekOcr2VisionAttention": QKV,
-            "DeepseekOcr2VisionMLP": GATE_UP,
-            "DeepseekOcr2TextAttention": QKV,
-            "DeepseekOcr2TextMLP": GATE_UP,
-        },
     ),
     "deepseek_v2": Standard(
         ("DeepseekV2ForCausalLM", "DeepseekV2ForSequenceClassification"),
@@ -145,16 +182,7 @@ STANDARD: dict[str, Standard] = {
             "DeepseekV32Indexer": ("wk weights_proj",),
             "DeepseekV32MLP": GATE_UP,
         },
-    ),
-    "deepseek_v4": Standard(
-        ("DeepseekV4ForCausalLM",),
-        {
-            "DeepseekV4Attention": ("q_a_proj kv_proj",),
-            "DeepseekV4HCACompressor": ("kv_proj gate_proj",),
-            "DeepseekV4MLP": GATE_UP,
-            "DeepseekV4CSACompressor": ("kv_proj gate_proj",),
-            "DeepseekV4Indexer": ("kv_proj gate_proj",),
-        },
+        limits=lacks("cached decoding"),
     ),
     "deepseek_vl": Standard(("DeepseekVLForConditionalGeneration",), {}),
     "deepseek_vl_hybrid": Standard(("DeepseekVLHybridForConditionalGeneration",), {}),
@@ -172,29 +200,35 @@ STANDARD: dict[str, Standard] = {
             "Dots3NoteTextMLP": GATE_UP,
             "Dots3NoteVisionMLP": GATE_UP,
         },
+        limits=lacks("Dots3NoteForCausalLM: cached decoding"),
     ),
-    "electra": Standard(("ElectraForCausalLM",), {"ElectraSelfAttention": ("query key value",)}),
+    "electra": Standard(
+        ("ElectraForCausalLM",),
+        {"ElectraSelfAttention": ("query key value",)},
+        limits=lacks("packed sequences", "cached decoding"),
+    ),
     "emu3": Standard(
         ("Emu3ForCausalLM", "Emu3ForConditionalGeneration"),
         {"Emu3Attention": QKV, "Emu3MLP": GATE_UP, "Emu3VQVAEAttentionBlock": QKV},
     ),
-    "ernie": Standard(("ErnieForCausalLM",), {"ErnieSelfAttention": ("query key value",)}),
+    "ernie": Standard(
+        ("ErnieForCausalLM",),
+        {"ErnieSelfAttention": ("query key value",)},
+        limits=lacks("packed sequences", "cached decoding"),
+    ),
     "ernie4_5": Standard(("Ernie4_5ForCausalLM",), {"Ernie4_5Attention": QKV, "Ernie4_5MLP": GATE_UP}),
     "ernie4_5_moe": Standard(("Ernie4_5_MoeForCausalLM",), {"Ernie4_5_MoeAttention": QKV, "Ernie4_5_MoeMLP": GATE_UP}),
-    "ernie4_5_vl_moe": Standard(
-        ("Ernie4_5_VLMoeForConditionalGeneration",), {"Ernie4_5_VLMoeTextAttention": QKV, "Ernie4_5_VLMoeMLP": GATE_UP}
+    "evolla": Standard(
+        ("EvollaForProteinText2Text",), {"EvollaAttention": QKV, "EvollaMLP": GATE_UP}, limits=lacks("packed sequences")
     ),
-    "evolla": Standard(("EvollaForProteinText2Text",), {"EvollaAttention": QKV, "EvollaMLP": GATE_UP}),
     "exaone4": Standard(
         ("Exaone4ForCausalLM", "Exaone4ForSequenceClassification", "Exaone4ForTokenClassification"),
         {"Exaone4Attention": QKV, "Exaone4MLP": GATE_UP},
     ),
     "exaone4_5": Standard(("Exaone4_5_ForConditionalGeneration",), {"Exaone4_5_MLP": GATE_UP}),
     "exaone_moe": Standard(("ExaoneMoeForCausalLM",), {"ExaoneMoeAttention": QKV, "ExaoneMoeMLP": GATE_UP}),
-    "falcon_h1": Standard(("FalconH1ForCausalLM",), {"FalconH1Attention": QKV, "FalconH1MLP": ("up_proj gate_proj",)}),
     "flex_olmo": Standard(("FlexOlmoForCausalLM",), {"FlexOlmoAttention": QKV}),
     "flint": Standard(("FlintForCausalLM",), {"FlintAttention": QKV, "FlintMLP": GATE_UP}),
-    "florence2": Standard(("Florence2ForConditionalGeneration",), {}),
     "gemma": Standard(
         ("GemmaForCausalLM", "GemmaForSequenceClassification", "GemmaForTokenClassification"),
         {"GemmaAttention": QKV, "GemmaMLP": GATE_UP},
@@ -203,14 +237,13 @@ STANDARD: dict[str, Standard] = {
         ("Gemma4UnifiedForCausalLM", "Gemma4UnifiedForConditionalGeneration"),
         {"Gemma4UnifiedTextAttention": QKV, "Gemma4UnifiedTextMLP": GATE_UP},
     ),
-    "git": Standard(("GitForCausalLM",), {"GitVisionAttention": QKV, "GitSelfAttention": ("query key value",)}),
     "glm": Standard(
         ("GlmForCausalLM", "GlmForSequenceClassification", "GlmForTokenClassification"), {"GlmAttention": QKV}
     ),
     "glm4": Standard(
         ("Glm4ForCausalLM", "Glm4ForSequenceClassification", "Glm4ForTokenClassification"), {"Glm4Attention": QKV}
     ),
-    "glm46v": Standard(("Glm46VForConditionalGeneration",), {}),
+    "glm46v": Standard(("Glm46VForConditionalGeneration",), {}, limits=lacks("packed sequences", "cached decoding")),
     "glm4_moe": Standard(("Glm4MoeForCausalLM",), {"Glm4MoeAttention": QKV, "Glm4MoeMLP": GATE_UP}),
     "glm4_moe_lite": Standard(
         ("Glm4MoeLiteForCausalLM",),
@@ -219,6 +252,7 @@ STANDARD: dict[str, Standard] = {
     "glm4v": Standard(
         ("Glm4vForConditionalGeneration",),
         {"Glm4VisionMlp": GATE_UP, "Glm4vVisionPatchMerger": GATE_UP, "Glm4vTextAttention": QKV},
+        limits=lacks("packed sequences", "cached decoding"),
     ),
     "glm4v_moe": Standard(
         ("Glm4vMoeForConditionalGeneration",),
@@ -228,6 +262,7 @@ STANDARD: dict[str, Standard] = {
             "Glm4vMoeTextAttention": QKV,
             "Glm4vMoeTextMLP": GATE_UP,
         },
+        limits=lacks("packed sequences", "cached decoding"),
     ),
     "glm5_next": Standard(
         ("Glm5NextForConditionalGeneration",),
@@ -239,6 +274,7 @@ STANDARD: dict[str, Standard] = {
             "Glm5NextTextAttention": ("q_a_proj kv_a_proj_with_mqa",),
             "Glm5NextTextIndexer": ("wk weights_proj",),
         },
+        limits=lacks("packed sequences", "cached decoding"),
     ),
     "glm_moe_dsa": Standard(
         ("GlmMoeDsaForCausalLM",),
@@ -247,10 +283,12 @@ STANDARD: dict[str, Standard] = {
             "GlmMoeDsaIndexer": ("wk weights_proj",),
             "GlmMoeDsaMLP": GATE_UP,
         },
+        limits=lacks("cached decoding"),
     ),
     "glm_ocr": Standard(
         ("GlmOcrForConditionalGeneration",),
         {"GlmOcrVisionMlp": GATE_UP, "GlmOcrVisionPatchMerger": GATE_UP, "GlmOcrTextAttention": QKV},
+        limits=lacks("packed sequences", "cached decoding"),
     ),
     "glmasr": Standard(("GlmAsrForConditionalGeneration",), {}),
     "got_ocr2": Standard(("GotOcr2ForConditionalGeneration",), {}),
@@ -258,29 +296,25 @@ STANDARD: dict[str, Standard] = {
         ("GPTNeoForCausalLM", "GPTNeoForSequenceClassification", "GPTNeoForTokenClassification"),
         {"GPTNeoSelfAttention": QKV},
     ),
-    "gptj": Standard(("GPTJForCausalLM", "GPTJForSequenceClassification"), {"GPTJAttention": QKV}),
     "granite": Standard(("GraniteForCausalLM",), {"GraniteAttention": QKV, "GraniteMLP": GATE_UP}),
-    "granite4_vision": Standard(
-        ("Granite4VisionForConditionalGeneration",),
-        {"Granite4VisionTextAttention": QKV, "Granite4VisionTextMLP": GATE_UP},
-    ),
     "granite_docling": Standard(
         ("GraniteDoclingForConditionalGeneration",),
         {"GraniteDoclingVisionAttention": QKV, "GraniteDoclingTextAttention": QKV, "GraniteDoclingTextMLP": GATE_UP},
     ),
-    "granite_speech": Standard(("GraniteSpeechForConditionalGeneration",), {}),
-    "granite_speech_plus": Standard(("GraniteSpeechPlusForConditionalGeneration",), {}),
     "granite_swa": Standard(("GraniteSWAForCausalLM",), {"GraniteSWAAttention": QKV, "GraniteSWAMLP": GATE_UP}),
-    "granitemoe": Standard(("GraniteMoeForCausalLM",), {"GraniteMoeAttention": QKV}),
-    "granitemoe_swa": Standard(("GraniteMoeSWAForCausalLM",), {"GraniteMoeSWAAttention": QKV}),
-    "granitemoehybrid": Standard(("GraniteMoeHybridForCausalLM",), {"GraniteMoeHybridAttention": QKV}),
-    "granitemoeshared": Standard(("GraniteMoeSharedForCausalLM",), {"GraniteMoeSharedAttention": QKV}),
+    "granitemoe": Standard(("GraniteMoeForCausalLM",), {"GraniteMoeAttention": QKV}, limits=lacks("packed sequences")),
+    "granitemoe_swa": Standard(
+        ("GraniteMoeSWAForCausalLM",), {"GraniteMoeSWAAttention": QKV}, limits=lacks("packed sequences")
+    ),
+    "granitemoehybrid": Standard(
+        ("GraniteMoeHybridForCausalLM",), {"GraniteMoeHybridAttention": QKV}, limits=lacks("packed sequences")
+    ),
+    "granitemoeshared": Standard(
+        ("GraniteMoeSharedForCausalLM",), {"GraniteMoeSharedAttention": QKV}, limits=lacks("packed sequences")
+    ),
     "helium": Standard(
         ("HeliumForCausalLM", "HeliumForSequenceClassification", "HeliumForTokenClassification"),
         {"HeliumAttention": QKV, "HeliumMLP": GATE_UP},
-    ),
-    "hrm_text": Standard(
-        ("HrmTextForCausalLM",), {"HrmTextAttention": ("q_proj k_proj v_proj gate_proj",), "HrmTextMLP": GATE_UP}
     ),
     "hunyuan_v1_dense": Standard(
         ("HunYuanDenseV1ForCausalLM", "HunYuanDenseV1ForSequenceClassification"),
@@ -289,52 +323,29 @@ STANDARD: dict[str, Standard] = {
     "hunyuan_v1_moe": Standard(
         ("HunYuanMoEV1ForCausalLM", "HunYuanMoEV1ForSequenceClassification"),
         {"HunYuanMoEV1Attention": QKV, "HunYuanMoEV1MLP": GATE_UP},
-    ),
-    "hunyuan_vl": Standard(
-        ("HunYuanVLForConditionalGeneration",),
-        {"HunYuanVLVisionAttention": QKV, "HunYuanVLDenseV1Attention": QKV, "HunYuanVLMLP": GATE_UP},
+        limits=lacks("router replay"),
     ),
     "hy_v3": Standard(("HYV3ForCausalLM",), {"HYV3Attention": QKV, "HYV3MLP": GATE_UP}),
-    "hy_v4": Standard(
-        ("HYV4ForCausalLM",),
-        {
-            "HYV4Attention": ("gate_proj q_a_proj kv_a_proj_with_mqa",),
-            "HYV4Indexer": ("wk weights_proj",),
-            "HYV4MLP": GATE_UP,
-        },
-    ),
     "hyperclovax": Standard(("HyperCLOVAXForCausalLM",), {"HyperCLOVAXAttention": QKV, "HyperCLOVAXMLP": GATE_UP}),
     "hyperclovax_vision_v2": Standard(("HyperCLOVAXVisionV2ForConditionalGeneration",), {}),
-    "idefics": Standard(
-        ("IdeficsForVisionText2Text",),
-        {"IdeficsVisionAttention": QKV, "IdeficsAttention": QKV, "IdeficsMLP": GATE_UP},
-        modeling="vision",
-    ),
     "idefics2": Standard(
         ("Idefics2ForConditionalGeneration",),
         {"Idefics2VisionAttention": QKV, "Idefics2MLP": GATE_UP, "Idefics2PerceiverAttention": ("k_proj v_proj",)},
     ),
     "idefics3": Standard(("Idefics3ForConditionalGeneration",), {"Idefics3VisionAttention": QKV}),
-    "inkling": Standard(("InklingForCausalLM",), {"InklingAttention": ("q_proj k_proj v_proj r_proj",)}),
-    "inkling2": Standard(
-        ("Inkling2ForCausalLM", "Inkling2ForConditionalGeneration"),
-        {
-            "Inkling2SlidingAttention": ("q_proj k_proj v_proj r_proj gate_proj sink_proj",),
-            "Inkling2FullAttention": ("q_proj r_proj gate_proj sink_proj",),
-            "Inkling2VisionAttention": QKV,
-        },
+    "inkling": Standard(
+        ("InklingForCausalLM",),
+        {"InklingAttention": ("q_proj k_proj v_proj r_proj",)},
+        limits=lacks("packed sequences"),
     ),
-    "instructblip": Standard(
-        ("InstructBlipForConditionalGeneration",), {"InstructBlipQFormerMultiHeadAttention": ("query key value",)}
+    "internvl": Standard(
+        ("InternVLForConditionalGeneration",), {"InternVLVisionAttention": QKV}, limits=lacks("packed sequences")
     ),
-    "instructblipvideo": Standard(
-        ("InstructBlipVideoForConditionalGeneration",),
-        {"InstructBlipVideoQFormerMultiHeadAttention": ("query key value",)},
-    ),
-    "internvl": Standard(("InternVLForConditionalGeneration",), {"InternVLVisionAttention": QKV}),
     "jais2": Standard(("Jais2ForCausalLM",), {"Jais2Attention": QKV}),
     "jamba": Standard(
-        ("JambaForCausalLM", "JambaForSequenceClassification"), {"JambaMLP": GATE_UP, "JambaAttention": QKV}
+        ("JambaForCausalLM", "JambaForSequenceClassification"),
+        {"JambaMLP": GATE_UP, "JambaAttention": QKV},
+        limits=lacks("packed sequences"),
     ),
     "janus": Standard(("JanusForConditionalGeneration",), {"JanusVisionAttention": QKV}),
     "kimi_linear": Standard(
@@ -344,61 +355,60 @@ STANDARD: dict[str, Standard] = {
             "KimiLinearMLP": GATE_UP,
             "KimiLinearAttention": ("q_proj kv_a_proj_with_mqa",),
         },
+        limits=lacks("packed sequences"),
     ),
     "kolibri1": Standard(("Kolibri1ForCausalLM",), {"Kolibri1Attention": QKV, "Kolibri1MLP": GATE_UP}),
-    "kosmos2": Standard(
-        ("Kosmos2ForConditionalGeneration",), {"Kosmos2VisionAttention": QKV, "KosmosTextAttention": QKV}
-    ),
-    "kosmos2_5": Standard(
-        ("Kosmos2_5ForConditionalGeneration",),
-        {
-            "Kosmos2_5VisionAttention": ("query key value",),
-            "Kosmos2_5VisionMlp": ("wi_0 wi_1",),
-            "Kosmos2_5TextAttention": ("k_proj v_proj q_proj",),
-        },
-    ),
-    "laguna": Standard(
-        ("LagunaForCausalLM",), {"LagunaAttention": ("q_proj k_proj v_proj g_proj",), "LagunaMLP": GATE_UP}
-    ),
     "lfm2": Standard(("Lfm2ForCausalLM",), {"Lfm2Attention": QKV, "Lfm2MLP": ("w1 w3",)}),
-    "lfm2_moe": Standard(("Lfm2MoeForCausalLM",), {"Lfm2MoeMLP": ("w1 w3",), "Lfm2MoeAttention": QKV}),
+    "lfm2_moe": Standard(
+        ("Lfm2MoeForCausalLM",), {"Lfm2MoeMLP": ("w1 w3",), "Lfm2MoeAttention": QKV}, limits=lacks("packed sequences")
+    ),
     "lfm2_vl": Standard(("Lfm2VlForConditionalGeneration",), {}),
-    "lfm3": Standard(("Lfm3ForCausalLM",), {"Lfm3MLP": ("w1 w3",), "Lfm3Attention": ("q_proj k_proj v_proj g_proj",)}),
+    "lfm3": Standard(
+        ("Lfm3ForCausalLM",),
+        {"Lfm3MLP": ("w1 w3",), "Lfm3Attention": ("q_proj k_proj v_proj g_proj",)},
+        limits=lacks("packed sequences"),
+    ),
     "lfm3_vl": Standard(
-        ("Lfm3VlForConditionalGeneration",), {"Lfm3VlVisionMLP": ("w1 w3",), "Lfm3VlVisionAttention": QKV}
+        ("Lfm3VlForConditionalGeneration",),
+        {"Lfm3VlVisionMLP": ("w1 w3",), "Lfm3VlVisionAttention": QKV},
+        limits=lacks("packed sequences"),
     ),
     "lighton_ocr": Standard(("LightOnOcrForConditionalGeneration",), {}),
-    "llama4": Standard(
-        ("Llama4ForCausalLM", "Llama4ForConditionalGeneration"),
-        {"Llama4TextAttention": QKV, "Llama4TextMLP": GATE_UP, "Llama4VisionAttention": QKV},
-    ),
-    "llava": Standard(("LlavaForConditionalGeneration",), {}),
+    "llava": Standard(("LlavaForConditionalGeneration",), {}, limits=lacks("packed sequences")),
     "llava_next": Standard(("LlavaNextForConditionalGeneration",), {}),
     "llava_next_video": Standard(("LlavaNextVideoForConditionalGeneration",), {}),
     "llava_onevision": Standard(("LlavaOnevisionForConditionalGeneration",), {}),
     "longcat_flash": Standard(
         ("LongcatFlashForCausalLM",), {"LongcatFlashMLA": ("q_a_proj kv_a_proj_with_mqa",), "LongcatFlashMLP": GATE_UP}
     ),
-    "marian": Standard(("MarianForCausalLM",), {"MarianAttention": QKV}),
-    "mbart": Standard(("MBartForCausalLM",), {"MBartAttention": QKV}),
-    "megatron_bert": Standard(("MegatronBertForCausalLM",), {"MegatronBertSelfAttention": ("query key value",)}),
+    "marian": Standard(
+        ("MarianForCausalLM",), {"MarianAttention": QKV}, limits=lacks("left padding", "packed sequences")
+    ),
+    "mbart": Standard(("MBartForCausalLM",), {"MBartAttention": QKV}, limits=lacks("left padding", "packed sequences")),
+    "megatron_bert": Standard(
+        ("MegatronBertForCausalLM",),
+        {"MegatronBertSelfAttention": ("query key value",)},
+        limits=lacks("packed sequences", "cached decoding"),
+    ),
     "mellum": Standard(("MellumForCausalLM",), {"MellumAttention": QKV}),
     "mimo_v2_flash": Standard(("MiMoV2FlashForCausalLM",), {"MiMoV2FlashAttention": QKV, "MiMoV2FlashMLP": GATE_UP}),
     "minicpm3": Standard(
         ("MiniCPM3ForCausalLM", "MiniCPM3ForSequenceClassification"),
         {"MiniCPM3Attention": ("q_a_proj kv_a_proj_with_mqa",), "MiniCPM3MLP": GATE_UP},
     ),
-    "minicpm_ocr": Standard(("MiniCPMOcrForConditionalGeneration",), {"MiniCPMOcrVisionAttention": QKV}),
-    "minicpmv4_6": Standard(("MiniCPMV4_6ForConditionalGeneration",), {"MiniCPMV4_6VisionAttention": QKV}),
-    "minicpmv4_7": Standard(("MiniCPMV4_7ForConditionalGeneration",), {"MiniCPMV4_7VisionAttention": QKV}),
     "minimax": Standard(
         ("MiniMaxForCausalLM", "MiniMaxForSequenceClassification", "MiniMaxForTokenClassification"),
-        {"MiniMaxAttention": QKV, "MiniMaxLightningAttention": ("qkv_proj output_gate",)},
+        {
+            "MiniMaxAttention": ("attention_qkv: q_proj k_proj v_proj",),
+            "MiniMaxLightningAttention": ("qkv_proj output_gate",),
+        },
+        limits=lacks("packed sequences"),
     ),
     "minimax_m2": Standard(("MiniMaxM2ForCausalLM",), {"MiniMaxM2Attention": QKV}),
     "minimax_m3_vl": Standard(
         ("MiniMaxM3SparseForConditionalGeneration", "MiniMaxM3VLForCausalLM"),
         {"MiniMaxM3VLVisionAttention": QKV, "MiniMaxM3VLAttention": QKV},
+        limits=lacks("MiniMaxM3SparseForConditionalGeneration: packed sequences"),
     ),
     "ministral": Standard(
         ("MinistralForCausalLM", "MinistralForSequenceClassification", "MinistralForTokenClassification"),
@@ -408,16 +418,8 @@ STANDARD: dict[str, Standard] = {
         ("Ministral3ForCausalLM", "Ministral3ForSequenceClassification", "Ministral3ForTokenClassification"),
         {"Ministral3Attention": QKV, "Ministral3MLP": GATE_UP},
     ),
-    "mistral_large4": Standard(
-        ("MistralLarge4ForConditionalGeneration",),
-        {
-            "MistralLarge4TextAttention": ("q_proj kv_a_proj_with_mqa",),
-            "MistralLarge4TextIndexer": ("wk weights_proj",),
-            "MistralLarge4TextMLP": GATE_UP,
-        },
-    ),
     "mllama": Standard(
-        ("MllamaForCausalLM", "MllamaForConditionalGeneration"),
+        ("MllamaForConditionalGeneration",),
         {
             "MllamaTextSelfAttention": QKV,
             "MllamaTextMLP": GATE_UP,
@@ -425,20 +427,10 @@ STANDARD: dict[str, Standard] = {
             "MllamaTextCrossAttention": ("k_proj v_proj",),
         },
     ),
-    "modernbert_decoder": Standard(
-        ("ModernBertDecoderForCausalLM", "ModernBertDecoderForSequenceClassification"),
-        {"ModernBertDecoderAttention": QKV},
+    "modernbert_decoder": Standard(("ModernBertDecoderForCausalLM",), {"ModernBertDecoderAttention": QKV}),
+    "moss_transcribe_diarize": Standard(
+        ("MossTranscribeDiarizeForConditionalGeneration",), {}, limits=lacks("packed sequences")
     ),
-    "molmo2": Standard(
-        ("Molmo2ForConditionalGeneration",),
-        {
-            "Molmo2VisionAttention": QKV,
-            "Molmo2ImageProjectorMLP": GATE_UP,
-            "Molmo2Attention": QKV,
-            "Molmo2MLP": GATE_UP,
-        },
-    ),
-    "moss_transcribe_diarize": Standard(("MossTranscribeDiarizeForConditionalGeneration",), {}),
     "muse_glimmer": Standard(
         ("MuseGlimmerForConditionalGeneration",),
         {
@@ -450,15 +442,15 @@ STANDARD: dict[str, Standard] = {
     "muse_spark": Standard(
         ("MuseSparkForConditionalGeneration",),
         {"MuseSparkVisionAttention": QKV, "MuseSparkTextAttention": ("q_proj k_proj v_proj gate_proj",)},
+        limits=lacks("router replay"),
     ),
-    "mvp": Standard(("MvpForCausalLM",), {"MvpAttention": QKV}),
+    "mvp": Standard(("MvpForCausalLM",), {"MvpAttention": QKV}, limits=lacks("left padding", "packed sequences")),
     "nanochat": Standard(("NanoChatForCausalLM",), {"NanoChatAttention": QKV}),
     "nemotron": Standard(
         ("NemotronForCausalLM", "NemotronForSequenceClassification", "NemotronForTokenClassification"),
         {"NemotronAttention": QKV},
     ),
-    "nemotron3_5_transcribe": Standard(("Nemotron3_5TranscribeForConditionalGeneration",), {}),
-    "nemotron_h_omni": Standard(("NemotronH_Omni_Reasoning_V3",), {}),
+    "nemotron_h_omni": Standard(("NemotronH_Omni_Reasoning_V3",), {}, limits=lacks("packed sequences")),
     "olmo": Standard(("OlmoForCausalLM", "OlmoForSequenceClassification"), {"OlmoAttention": QKV, "OlmoMLP": GATE_UP}),
     "olmo2": Standard(
         ("Olmo2ForCausalLM", "Olmo2ForSequenceClassification"), {"Olmo2Attention": QKV, "Olmo2MLP": GATE_UP}
@@ -473,44 +465,35 @@ STANDARD: dict[str, Standard] = {
             "OlmoHybridMLP": GATE_UP,
             "OlmoHybridAttention": QKV,
         },
+        limits=lacks("packed sequences"),
     ),
     "olmoe": Standard(("OlmoeForCausalLM",), {"OlmoeAttention": QKV}),
-    "opt": Standard(("OPTForCausalLM", "OPTForSequenceClassification"), {"OPTAttention": QKV}),
+    "opt": Standard(
+        ("OPTForCausalLM", "OPTForSequenceClassification"), {"OPTAttention": QKV}, limits=lacks("packed sequences")
+    ),
     "ovis2": Standard(("Ovis2ForConditionalGeneration",), {"Ovis2VisionAttention": QKV, "Ovis2MLP": GATE_UP}),
     "paddleocr_vl": Standard(
         ("PaddleOCRVLForConditionalGeneration",),
         {"PaddleOCRVisionAttention": QKV, "PaddleOCRAttention": QKV, "PaddleOCRMLP": GATE_UP},
+        limits=lacks("packed sequences", "cached decoding"),
     ),
-    "paligemma": Standard(("PaliGemmaForConditionalGeneration",), {}),
-    "pegasus": Standard(("PegasusForCausalLM",), {"PegasusAttention": QKV}),
+    "pegasus": Standard(
+        ("PegasusForCausalLM",), {"PegasusAttention": QKV}, limits=lacks("left padding", "packed sequences")
+    ),
     "phi": Standard(
         ("PhiForCausalLM", "PhiForSequenceClassification", "PhiForTokenClassification"), {"PhiAttention": QKV}
     ),
-    "phimoe": Standard(("PhimoeForCausalLM", "PhimoeForSequenceClassification"), {"PhimoeAttention": QKV}),
-    "pix2struct": Standard(
-        ("Pix2StructForConditionalGeneration",),
-        {
-            "Pix2StructVisionAttention": ("query key value",),
-            "Pix2StructVisionMlp": ("wi_0 wi_1",),
-            "Pix2StructTextAttention": ("query key value",),
-            "Pix2StructTextDenseGatedActDense": ("wi_0 wi_1",),
-        },
-    ),
     "pixtral": Standard((), {"PixtralAttention": QKV, "PixtralMLP": GATE_UP}),
-    "plbart": Standard(("PLBartForCausalLM",), {"PLBartAttention": QKV}),
-    "pp_formulanet": Standard(("PPFormulaNetForConditionalGeneration",), {"PPFormulaNetAttention": QKV}),
-    "prophetnet": Standard(
-        ("ProphetNetForCausalLM",), {"ProphetNetNgramSelfAttention": ("query_proj key_proj value_proj",)}
+    "plbart": Standard(
+        ("PLBartForCausalLM",), {"PLBartAttention": QKV}, limits=lacks("left padding", "packed sequences")
     ),
-    "qianfan_ocr": Standard(("QianfanOCRForConditionalGeneration",), {"QianfanOCRVisionAttention": QKV}),
-    "qwen2_5_omni": Standard(
-        ("Qwen2_5OmniThinkerForConditionalGeneration",),
-        {
-            "Qwen2_5OmniVisionAttention": ("q k v",),
-            "Qwen2_5OmniMLP": GATE_UP,
-            "Qwen2_5OmniAttention": QKV,
-            "Qwen2MLP": GATE_UP,
-        },
+    "prophetnet": Standard(
+        ("ProphetNetForCausalLM",),
+        {"ProphetNetNgramSelfAttention": ("query_proj key_proj value_proj",)},
+        limits=lacks("left padding", "right padding", "packed sequences", "cached decoding"),
+    ),
+    "qianfan_ocr": Standard(
+        ("QianfanOCRForConditionalGeneration",), {"QianfanOCRVisionAttention": QKV}, limits=lacks("packed sequences")
     ),
     "qwen2_audio": Standard(("Qwen2AudioForConditionalGeneration",), {}),
     "qwen2_moe": Standard(
@@ -521,14 +504,18 @@ STANDARD: dict[str, Standard] = {
     "qwen3_next": Standard(
         ("Qwen3NextForCausalLM", "Qwen3NextForSequenceClassification", "Qwen3NextForTokenClassification"),
         {"Qwen3NextGatedDeltaNet": ("in_proj_qkvz in_proj_ba",), "Qwen3NextMLP": GATE_UP, "Qwen3NextAttention": QKV},
-    ),
-    "qwen3_omni_moe": Standard(
-        ("Qwen3OmniMoeThinkerForConditionalGeneration",), {"Qwen3OmniMoeThinkerTextAttention": QKV}
+        limits=lacks("packed sequences"),
     ),
     "qwen3_vl": Standard(
-        ("Qwen3VLForConditionalGeneration",), {"Qwen3VLTextAttention": QKV, "Qwen3VLTextMLP": GATE_UP}
+        ("Qwen3VLForConditionalGeneration",),
+        {"Qwen3VLTextAttention": QKV, "Qwen3VLTextMLP": GATE_UP},
+        limits=lacks("packed sequences", "cached decoding"),
     ),
-    "qwen3_vl_moe": Standard(("Qwen3VLMoeForConditionalGeneration",), {"Qwen3VLMoeTextAttention": QKV}),
+    "qwen3_vl_moe": Standard(
+        ("Qwen3VLMoeForConditionalGeneration",),
+        {"Qwen3VLMoeTextAttention": QKV},
+        limits=lacks("packed sequences", "cached decoding"),
+    ),
     "qwen4_exp": Standard(
         ("Qwen4ExpForCausalLM", "Qwen4ExpForConditionalGeneration"),
         {
@@ -537,6 +524,7 @@ STANDARD: dict[str, Standard] = {
             "Qwen4ExpTextMLP": GATE_UP,
             "Qwen4ExpTextAttention": QKV,
         },
+        limits=lacks("packed sequences", "Qwen4ExpForConditionalGeneration: cached decoding"),
     ),
     "radio": Standard((), {"RadioAttention": QKV}),
     "recurrent_gemma": Standard(
@@ -546,21 +534,33 @@ STANDARD: dict[str, Standard] = {
             "RecurrentGemmaMlp": GATE_UP,
             "RecurrentGemmaAttention": QKV,
         },
+        limits=lacks("left padding", "packed sequences", "cached decoding"),
     ),
-    "reformer": Standard(
-        ("ReformerModelWithLMHead",),
-        {"LocalSelfAttention": ("query key value",), "LSHSelfAttention": ("query_key value",)},
+    "rembert": Standard(
+        ("RemBertForCausalLM",),
+        {"RemBertSelfAttention": ("query key value",)},
+        limits=lacks("packed sequences", "cached decoding"),
     ),
-    "rembert": Standard(("RemBertForCausalLM",), {"RemBertSelfAttention": ("query key value",)}),
-    "roberta": Standard(("RobertaForCausalLM",), {"RobertaSelfAttention": ("query key value",)}),
+    "roberta": Standard(
+        ("RobertaForCausalLM",),
+        {"RobertaSelfAttention": ("query key value",)},
+        limits=lacks("left padding", "right padding", "packed sequences", "cached decoding"),
+    ),
     "roberta_prelayernorm": Standard(
-        ("RobertaPreLayerNormForCausalLM",), {"RobertaPreLayerNormSelfAttention": ("query key value",)}
+        ("RobertaPreLayerNormForCausalLM",),
+        {"RobertaPreLayerNormSelfAttention": ("query key value",)},
+        limits=lacks("left padding", "right padding", "packed sequences", "cached decoding"),
     ),
     "roc_bert": Standard(
-        ("RoCBertForCausalLM", "RoCBertForSequenceClassification", "RoCBertForTokenClassification"),
+        ("RoCBertForCausalLM", "RoCBertForSequenceClassification"),
         {"RoCBertSelfAttention": ("query key value",)},
+        limits=lacks("packed sequences", "cached decoding"),
     ),
-    "roformer": Standard(("RoFormerForCausalLM",), {"RoFormerSelfAttention": ("query key value",)}),
+    "roformer": Standard(
+        ("RoFormerForCausalLM",),
+        {"RoFormerSelfAttention": ("query key value",)},
+        limits=lacks("packed sequences", "cached decoding"),
+    ),
     "seed_oss": Standard(
         ("SeedOssForCausalLM", "SeedOssForSequenceClassification", "SeedOssForTokenClassification"),
         {"SeedOssAttention": QKV, "SeedOssMLP": GATE_UP},
@@ -585,32 +585,33 @@ STANDARD: dict[str, Standard] = {
         ("Step3p7ForConditionalGeneration",),
         {"Step3p7VisionAttention": QKV, "Step3p7Attention": ("q_proj k_proj v_proj g_proj",), "Step3p7MLP": GATE_UP},
     ),
-    "t5gemma2": Standard(
-        ("T5Gemma2ForConditionalGeneration",),
-        {"T5Gemma2SelfAttention": QKV, "T5Gemma2MLP": GATE_UP, "T5Gemma2MergedAttention": ("k_proj v_proj",)},
-    ),
-    "trocr": Standard(("TrOCRForCausalLM",), {"TrOCRAttention": QKV}),
-    "unlimited_ocr": Standard(
-        ("UnlimitedOcrForConditionalGeneration",),
-        {"UnlimitedOcrAttention": QKV, "UnlimitedOcrTextAttention": QKV, "UnlimitedOcrTextMLP": GATE_UP},
-    ),
+    "trocr": Standard(("TrOCRForCausalLM",), {"TrOCRAttention": QKV}, limits=lacks("left padding", "packed sequences")),
     "vaultgemma": Standard(("VaultGemmaForCausalLM",), {"VaultGemmaAttention": QKV, "VaultGemmaMLP": GATE_UP}),
     "video_llama_3": Standard(("VideoLlama3ForConditionalGeneration",), {"VideoLlama3VisionAttention": QKV}),
     "video_llava": Standard(("VideoLlavaForConditionalGeneration",), {}),
     "vipllava": Standard(("VipLlavaForConditionalGeneration",), {}),
-    "vision_encoder_decoder": Standard(("VisionEncoderDecoderModel",), {}),
-    "vit": Standard((), {"ViTAttention": QKV}),
     "voxtral": Standard(("VoxtralForConditionalGeneration",), {}),
-    "xglm": Standard(("XGLMForCausalLM",), {"XGLMAttention": QKV}),
-    "xlm_roberta": Standard(("XLMRobertaForCausalLM",), {"XLMRobertaSelfAttention": ("query key value",)}),
-    "xlm_roberta_xl": Standard(("XLMRobertaXLForCausalLM",), {"XLMRobertaXLSelfAttention": ("query key value",)}),
-    "xlstm": Standard(("xLSTMForCausalLM",), {"xLSTMFeedForward": ("proj_up_gate proj_up",)}),
-    "xmod": Standard(("XmodForCausalLM",), {"XmodSelfAttention": ("query key value",)}),
-    "youtu": Standard(("YoutuForCausalLM",), {"YoutuAttention": ("q_a_proj kv_a_proj_with_mqa",), "YoutuMLP": GATE_UP}),
-    "zamba": Standard(
-        ("ZambaForCausalLM", "ZambaForSequenceClassification"), {"ZambaAttention": QKV, "ZambaMLP": GATE_UP}
+    "xglm": Standard(("XGLMForCausalLM",), {"XGLMAttention": QKV}, limits=lacks("packed sequences")),
+    "xlm_roberta": Standard(
+        ("XLMRobertaForCausalLM",),
+        {"XLMRobertaSelfAttention": ("query key value",)},
+        limits=lacks("left padding", "right padding", "packed sequences", "cached decoding"),
     ),
-    "zamba2": Standard(("Zamba2ForCausalLM", "Zamba2ForSequenceClassification"), {"Zamba2Attention": QKV}),
-    "zaya": Standard(("ZayaForCausalLM",), {"ZayaCCAProjection": ("q_proj k_proj v_proj_current",)}),
+    "xlm_roberta_xl": Standard(
+        ("XLMRobertaXLForCausalLM",),
+        {"XLMRobertaXLSelfAttention": ("query key value",)},
+        limits=lacks("left padding", "right padding", "packed sequences", "cached decoding"),
+    ),
+    "xlstm": Standard(
+        ("xLSTMForCausalLM",),
+        {"xLSTMFeedForward": ("proj_up_gate proj_up",)},
+        limits=lacks("left padding", "packed sequences", "cached decoding"),
+    ),
+    "xmod": Standard(
+        ("XmodForCausalLM",),
+        {"XmodSelfAttention": ("query key value",)},
+        limits=lacks("left padding", "right padding", "packed sequences", "cached decoding"),
+    ),
+    "youtu": Standard(("YoutuForCausalLM",), {"YoutuAttention": ("q_a_proj kv_a_proj_with_mqa",), "YoutuMLP": GATE_UP}),
 }
 """The rows, by package."""

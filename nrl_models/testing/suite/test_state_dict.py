@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import pytest
 import torch
 from transformers.core_model_loading import revert_weight_conversion
 
@@ -49,7 +50,10 @@ def test_views_partition_parameters(family_case: FamilyCase) -> None:
 @proves("state dict")
 def test_full_size_names_and_shapes(family_case: FamilyCase) -> None:
     """At published sizes, on meta: names, shapes and order are those of transformers, in both layouts."""
-    for size, config in family_case.full_configs.items():
+    configs = family_case.full_configs
+    if not configs:
+        pytest.skip("transformers' default configuration is of no model, and no published one is named")
+    for size, config in configs.items():
         with torch.device("meta"):
             reference = family_case.reference_class(copy.deepcopy(config))
             model = family_case.model_class(config)
