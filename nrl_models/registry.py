@@ -28,7 +28,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
         "Gemma3ForSequenceClassification",
         "Gemma3TextForSequenceClassification",
     ),
-    "gemma3n": ("Gemma3nForCausalLM", "Gemma3nForConditionalGeneration"),
+    "gemma3n": ("Gemma3nForCausalLM",),
     "gemma4": ("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"),
     "gpt_oss": ("GptOssForCausalLM", "GptOssForSequenceClassification", "GptOssForTokenClassification"),
     "kimi_k25": ("Kimi_K25ForConditionalGeneration",),
@@ -78,7 +78,7 @@ _CUSTOM_CONFIG_REGISTRATIONS: dict[str, tuple[str, str]] = {
 }
 """For each `model_type` that transformers lacks the module and class of its configuration."""
 
-_REQUIREMENTS: dict[str, str] = {"Gemma3nForConditionalGeneration": "timm"}  # of its vision tower; text needs none
+_REQUIREMENTS: dict[str, str] = {}
 """For each architecture that needs more than this package does the requirement, e.g. `transformers>=5.18`."""
 
 ENTRY_POINTS = "nrl_models.families"
