@@ -15,13 +15,10 @@ from nrl_models import families
 from nrl_models.errors import FamilyImportError, RegistrationError
 from nrl_models.families.standard.table import STANDARD
 
-FAMILIES: dict[str, tuple[str, ...]] = dict(
-    sorted(
-        (
-            families.FAMILIES | {name: entry.architectures for name, entry in STANDARD.items() if entry.architectures}
-        ).items()
-    )
-)
+FAMILIES: dict[str, tuple[str, ...]] = families.FAMILIES | {
+    name: entry.architectures for name, entry in STANDARD.items() if entry.architectures
+}
+FAMILIES = dict(sorted(FAMILIES.items()))
 """The families in this repository and the architectures each serves."""
 
 ALIASES = families.ALIASES
@@ -41,7 +38,9 @@ _CUSTOM_CONFIG_REGISTRATIONS: dict[str, tuple[str, str]] = {
 }
 """For each `model_type` that transformers lacks the module and class of its configuration."""
 
-_REQUIREMENTS: dict[str, str] = {"Gemma3nForConditionalGeneration": "timm"}  # of its vision tower; text needs none
+_REQUIREMENTS: dict[str, str] = {
+    name: entry.requires for entry in STANDARD.values() if entry.requires for name in entry.architectures
+}
 """For each architecture that needs more than this package does the requirement, e.g. `transformers>=5.18`."""
 
 ENTRY_POINTS = "nrl_models.families"

@@ -18,7 +18,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
         "Gemma3ForSequenceClassification",
         "Gemma3TextForSequenceClassification",
     ),
-    "gemma3n": ("Gemma3nForCausalLM", "Gemma3nForConditionalGeneration"),
+    "gemma3n": ("Gemma3nForCausalLM",),
     "gemma4": ("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"),
     "gpt_oss": ("GptOssForCausalLM", "GptOssForSequenceClassification", "GptOssForTokenClassification"),
     "kimi_k25": ("Kimi_K25ForConditionalGeneration",),

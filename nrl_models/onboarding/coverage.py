@@ -94,9 +94,12 @@ def _index(by_architecture: dict[str, list[Result]], versions: dict[str, str]) -
             results = by_architecture[name]
             for one in results:
                 counts[one["outcome"]] += 1
-            cells = " | ".join(verdict(results, feature) for feature in FEATURES)
+            if _was_tested(results):
+                kinds, cells = _kinds(name), " | ".join(verdict(results, feature) for feature in FEATURES)
+            else:
+                kinds, cells = "not tested", " | ".join("" for _ in FEATURES)
             passed = sum(one["outcome"] == "passed" for one in results)
-            rows.append(f"| [{family}]({family}.md) | {name} | {_kinds(name)} | {cells} | {passed} |")
+            rows.append(f"| [{family}]({family}.md) | {name} | {kinds} | {cells} | {passed} |")
     return "\n".join(
         [
             GENERATED,
@@ -106,7 +109,8 @@ def _index(by_architecture: dict[str, list[Result]], versions: dict[str, str]) -
             f"passed, {counts['failed']:,} failed; with {_with(versions)}.",
             "",
             "Every column stands for tests against transformers' own class with the same weights; `n/a` where a model "
-            "has no such thing (a classifier does not generate).",
+            "has no such thing (a classifier does not generate). What was not tested needs a package that was not "
+            "installed, which its page names.",
             "",
             f"| family | architecture | kind | {' | '.join(FEATURES)} | tests passed |",
             f"|---|---|---|{'---|' * len(FEATURES)}---|",
@@ -121,6 +125,11 @@ def _index(by_architecture: dict[str, list[Result]], versions: dict[str, str]) -
 
 def _family_page(family: str, results: dict[str, list[Result]], versions: dict[str, str]) -> str:
     module = families.module_of(family)
+    untested = {name: ones for name, ones in results.items() if not _was_tested(ones)}
+    results = {name: ones for name, ones in results.items() if name not in untested}
+    reasons = [f"not tested: {reason.rpartition(': ')[0]}" for reason in _by_reason(untested, "skipped")]
+    if not results:
+        return "\n".join([GENERATED, f"# {family}", "", *(f"- {reason}" for reason in reasons), ""])
     classes = {name: registry.model_class(name) for name in results}
     first: Any = next(iter(classes.values()))
     lines = [GENERATED, f"# {family}", "", (sys.modules[module].__doc__ or "").strip(), ""]
@@ -148,11 +157,16 @@ def _family_page(family: str, results: dict[str, list[Result]], versions: dict[s
         for feature, reason in model_class.limits.items():
             stated[f"{feature}: {reason}"].append(name)
     limits = [f"{limit} ({', '.join(names)})" for limit, names in stated.items()]
-    limits += _by_reason(results, "failed")
+    limits += [*_by_reason(results, "failed"), *reasons]
     lines += ["", "## Limits", "", *(f"- {limit}" for limit in limits or ["None known."])]
     if skipped := _by_reason(results, "skipped"):
         lines += ["", "## Not applicable", "", *(f"- {reason}" for reason in skipped)]
     return "\n".join([*lines, ""])
+
+
+def _was_tested(results: list[Result]) -> bool:
+    """Whether any test ran: none does where the architecture needs what was not installed."""
+    return any(one["outcome"] != "skipped" for one in results)
 
 
 def _by_reason(results: dict[str, list[Result]], outcome: str) -> list[str]:

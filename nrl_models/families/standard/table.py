@@ -22,6 +22,7 @@ class Standard:
             them, with a colon, what the module that computes them is called, where that is not the rule's name.
         tiny: as `FamilyModel.tiny`.
         limits: as `FamilyModel.limits`; what holds for one architecture only stands under `"Architecture: feature"`.
+        requires: what the classes need beyond what this package does, e.g. `transformers>=5.23`.
         modeling: the module that has the classes, where it is not called as the package.
     """
 
@@ -29,6 +30,7 @@ class Standard:
     layers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     tiny: Mapping[str, Any] = field(default_factory=dict)
     limits: Mapping[str, str] = field(default_factory=dict)
+    requires: str = ""
     modeling: str = ""
 
     def module(self, package: str) -> str:
@@ -98,6 +100,7 @@ STANDARD: dict[str, Standard] = {
             "BailingHybridAttention": ("q_proj kv_a_proj_with_mqa g_proj",),
         },
         limits=lacks("packed sequences"),
+        requires="transformers>=5.23",
     ),
     "bamba": Standard(
         ("BambaForCausalLM",),
@@ -105,7 +108,11 @@ STANDARD: dict[str, Standard] = {
         limits=lacks("packed sequences", "cached decoding"),
     ),
     "bart": Standard(("BartForCausalLM",), {"BartAttention": QKV}, limits=lacks("left padding", "packed sequences")),
-    "beam": Standard(("BeamForCausalLM",), {"BeamAttention": ("q_proj k_proj v_proj gate_proj",), "BeamMLP": GATE_UP}),
+    "beam": Standard(
+        ("BeamForCausalLM",),
+        {"BeamAttention": ("q_proj k_proj v_proj gate_proj",), "BeamMLP": GATE_UP},
+        requires="transformers>=5.23",
+    ),
     "bert": Standard(
         ("BertLMHeadModel",),
         {"BertSelfAttention": ("query key value",), "BertCrossAttention": ("key value",)},
@@ -201,6 +208,7 @@ STANDARD: dict[str, Standard] = {
             "Dots3NoteVisionMLP": GATE_UP,
         },
         limits=lacks("Dots3NoteForCausalLM: cached decoding"),
+        requires="transformers>=5.23",
     ),
     "electra": Standard(
         ("ElectraForCausalLM",),
@@ -228,7 +236,9 @@ STANDARD: dict[str, Standard] = {
     "exaone4_5": Standard(("Exaone4_5_ForConditionalGeneration",), {"Exaone4_5_MLP": GATE_UP}),
     "exaone_moe": Standard(("ExaoneMoeForCausalLM",), {"ExaoneMoeAttention": QKV, "ExaoneMoeMLP": GATE_UP}),
     "flex_olmo": Standard(("FlexOlmoForCausalLM",), {"FlexOlmoAttention": QKV}),
-    "flint": Standard(("FlintForCausalLM",), {"FlintAttention": QKV, "FlintMLP": GATE_UP}),
+    "flint": Standard(
+        ("FlintForCausalLM",), {"FlintAttention": QKV, "FlintMLP": GATE_UP}, requires="transformers>=5.23"
+    ),
     "gemma": Standard(
         ("GemmaForCausalLM", "GemmaForSequenceClassification", "GemmaForTokenClassification"),
         {"GemmaAttention": QKV, "GemmaMLP": GATE_UP},
@@ -300,6 +310,7 @@ STANDARD: dict[str, Standard] = {
     "granite_docling": Standard(
         ("GraniteDoclingForConditionalGeneration",),
         {"GraniteDoclingVisionAttention": QKV, "GraniteDoclingTextAttention": QKV, "GraniteDoclingTextMLP": GATE_UP},
+        requires="transformers>=5.23",
     ),
     "granite_swa": Standard(("GraniteSWAForCausalLM",), {"GraniteSWAAttention": QKV, "GraniteSWAMLP": GATE_UP}),
     "granitemoe": Standard(("GraniteMoeForCausalLM",), {"GraniteMoeAttention": QKV}, limits=lacks("packed sequences")),
@@ -327,7 +338,9 @@ STANDARD: dict[str, Standard] = {
     ),
     "hy_v3": Standard(("HYV3ForCausalLM",), {"HYV3Attention": QKV, "HYV3MLP": GATE_UP}),
     "hyperclovax": Standard(("HyperCLOVAXForCausalLM",), {"HyperCLOVAXAttention": QKV, "HyperCLOVAXMLP": GATE_UP}),
-    "hyperclovax_vision_v2": Standard(("HyperCLOVAXVisionV2ForConditionalGeneration",), {}),
+    "hyperclovax_vision_v2": Standard(
+        ("HyperCLOVAXVisionV2ForConditionalGeneration",), {}, requires="transformers>=5.18"
+    ),
     "idefics2": Standard(
         ("Idefics2ForConditionalGeneration",),
         {"Idefics2VisionAttention": QKV, "Idefics2MLP": GATE_UP, "Idefics2PerceiverAttention": ("k_proj v_proj",)},
@@ -356,8 +369,11 @@ STANDARD: dict[str, Standard] = {
             "KimiLinearAttention": ("q_proj kv_a_proj_with_mqa",),
         },
         limits=lacks("packed sequences"),
+        requires="transformers>=5.18",
     ),
-    "kolibri1": Standard(("Kolibri1ForCausalLM",), {"Kolibri1Attention": QKV, "Kolibri1MLP": GATE_UP}),
+    "kolibri1": Standard(
+        ("Kolibri1ForCausalLM",), {"Kolibri1Attention": QKV, "Kolibri1MLP": GATE_UP}, requires="transformers>=5.23"
+    ),
     "lfm2": Standard(("Lfm2ForCausalLM",), {"Lfm2Attention": QKV, "Lfm2MLP": ("w1 w3",)}),
     "lfm2_moe": Standard(
         ("Lfm2MoeForCausalLM",), {"Lfm2MoeMLP": ("w1 w3",), "Lfm2MoeAttention": QKV}, limits=lacks("packed sequences")
@@ -367,11 +383,13 @@ STANDARD: dict[str, Standard] = {
         ("Lfm3ForCausalLM",),
         {"Lfm3MLP": ("w1 w3",), "Lfm3Attention": ("q_proj k_proj v_proj g_proj",)},
         limits=lacks("packed sequences"),
+        requires="transformers>=5.23",
     ),
     "lfm3_vl": Standard(
         ("Lfm3VlForConditionalGeneration",),
         {"Lfm3VlVisionMLP": ("w1 w3",), "Lfm3VlVisionAttention": QKV},
         limits=lacks("packed sequences"),
+        requires="transformers>=5.23",
     ),
     "lighton_ocr": Standard(("LightOnOcrForConditionalGeneration",), {}),
     "llava": Standard(("LlavaForConditionalGeneration",), {}, limits=lacks("packed sequences")),
@@ -429,7 +447,10 @@ STANDARD: dict[str, Standard] = {
     ),
     "modernbert_decoder": Standard(("ModernBertDecoderForCausalLM",), {"ModernBertDecoderAttention": QKV}),
     "moss_transcribe_diarize": Standard(
-        ("MossTranscribeDiarizeForConditionalGeneration",), {}, limits=lacks("packed sequences")
+        ("MossTranscribeDiarizeForConditionalGeneration",),
+        {},
+        limits=lacks("packed sequences"),
+        requires="transformers>=5.23",
     ),
     "muse_glimmer": Standard(
         ("MuseGlimmerForConditionalGeneration",),
@@ -443,6 +464,7 @@ STANDARD: dict[str, Standard] = {
         ("MuseSparkForConditionalGeneration",),
         {"MuseSparkVisionAttention": QKV, "MuseSparkTextAttention": ("q_proj k_proj v_proj gate_proj",)},
         limits=lacks("router replay"),
+        requires="transformers>=5.23",
     ),
     "mvp": Standard(("MvpForCausalLM",), {"MvpAttention": QKV}, limits=lacks("left padding", "packed sequences")),
     "nanochat": Standard(("NanoChatForCausalLM",), {"NanoChatAttention": QKV}),
@@ -450,7 +472,9 @@ STANDARD: dict[str, Standard] = {
         ("NemotronForCausalLM", "NemotronForSequenceClassification", "NemotronForTokenClassification"),
         {"NemotronAttention": QKV},
     ),
-    "nemotron_h_omni": Standard(("NemotronH_Omni_Reasoning_V3",), {}, limits=lacks("packed sequences")),
+    "nemotron_h_omni": Standard(
+        ("NemotronH_Omni_Reasoning_V3",), {}, limits=lacks("packed sequences"), requires="transformers>=5.18"
+    ),
     "olmo": Standard(("OlmoForCausalLM", "OlmoForSequenceClassification"), {"OlmoAttention": QKV, "OlmoMLP": GATE_UP}),
     "olmo2": Standard(
         ("Olmo2ForCausalLM", "Olmo2ForSequenceClassification"), {"Olmo2Attention": QKV, "Olmo2MLP": GATE_UP}
@@ -588,8 +612,8 @@ STANDARD: dict[str, Standard] = {
     "trocr": Standard(("TrOCRForCausalLM",), {"TrOCRAttention": QKV}, limits=lacks("left padding", "packed sequences")),
     "vaultgemma": Standard(("VaultGemmaForCausalLM",), {"VaultGemmaAttention": QKV, "VaultGemmaMLP": GATE_UP}),
     "video_llama_3": Standard(("VideoLlama3ForConditionalGeneration",), {"VideoLlama3VisionAttention": QKV}),
-    "video_llava": Standard(("VideoLlavaForConditionalGeneration",), {}),
-    "vipllava": Standard(("VipLlavaForConditionalGeneration",), {}),
+    "video_llava": Standard(("VideoLlavaForConditionalGeneration",), {}, requires="transformers>=5.23"),
+    "vipllava": Standard(("VipLlavaForConditionalGeneration",), {}, requires="transformers>=5.23"),
     "voxtral": Standard(("VoxtralForConditionalGeneration",), {}),
     "xglm": Standard(("XGLMForCausalLM",), {"XGLMAttention": QKV}, limits=lacks("packed sequences")),
     "xlm_roberta": Standard(
