@@ -227,6 +227,21 @@ def new(
     _print("All generated tests pass.")
 
 
+@app.command()
+def reach(
+    results: Annotated[Path, typer.Option(help="The generated tests' results.")] = Path(
+        "docs/model-coverage/results.json"
+    ),
+    out: Annotated[Path, typer.Option(help="The page to write.")] = Path("docs/onboarding-reach.md"),
+) -> None:
+    """Look at every decoder of the installed transformers, and write what onboarding makes of it."""
+    from nrl_models.onboarding.reach import write_reach
+
+    with _errors_for_people():
+        counts = write_reach(results, out)
+    _print(f"wrote {out}: " + ", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items())))
+
+
 def main() -> None:
     """Entry point of `python -m nrl_models`."""
     app()
