@@ -134,7 +134,7 @@ def _class_of(config: PreTrainedConfig, source: str | Path) -> type[PreTrainedMo
     if not (isinstance(found, type) and issubclass(found, PreTrainedModel)):
         raise OnboardingError(
             f"{source} is a {names[0]}, which transformers {transformers.__version__} does not have. Install one that "
-            "has it, or write the family by hand with modelling code of its own (nrl_models/families/baichuan is one)."
+            "has it, or write the family by hand with modelling code of its own (CONTRIBUTING.md)."
         )
     return found
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from importlib.metadata import version
 from pathlib import Path
 from textwrap import fill
 from typing import Any
 
-from nrl_models import __version__
 from nrl_models.common.combined import KNOWN_GROUPS, combined_name
 from nrl_models.onboarding.plan import FamilyPlan
 
@@ -40,7 +40,7 @@ name = "{package.replace("_", "-")}"
 version = "0.1.0"
 description = "{title(plan)}, for nrl_models."
 requires-python = ">=3.11"
-dependencies = ["nrl_models>={__version__}"]
+dependencies = ["nrl_models>={version("nrl_models")}"]
 
 [project.entry-points."nrl_models.families"]
 {targets}

@@ -12,7 +12,14 @@ import pytest
 import torch
 from transformers import AutoConfig, LlamaConfig
 
-from nrl_models import MODEL_ARCH_MAPPING, FamilyImportError, RegistrationError, register_architecture, registry
+from nrl_models import (
+    MODEL_ARCH_MAPPING,
+    FamilyImportError,
+    RegistrationError,
+    families,
+    register_architecture,
+    registry,
+)
 from nrl_models.families.llama.model import LlamaForCausalLM
 
 FAMILY = """
@@ -66,7 +73,7 @@ def test_every_built_in_architecture_imports_and_is_a_class_of_that_name() -> No
 
 
 def test_every_family_names_a_default_class() -> None:
-    for family, architectures in registry.FAMILIES.items():
+    for family, architectures in families.FAMILIES.items():
         module = import_module(f"nrl_models.families.{family}.model")
         assert module.ModelClass.__name__ in architectures
 
@@ -250,7 +257,7 @@ def test_a_configuration_that_does_not_import_does_not_stop_other_models() -> No
 
 SCRIPT = """
 import json, sys, warnings
-from nrl_models import registry
+from nrl_models import families, registry
 from nrl_models.errors import NRLModelsError
 
 def attempt(function, *args, **options):

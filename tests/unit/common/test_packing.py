@@ -122,3 +122,16 @@ def test_other_masks_are_the_callers_business() -> None:
     mask = torch.ones(1, 1, 3, 3, dtype=torch.bool)
     assert Spy().forward(attention_mask=mask, position_ids=torch.tensor([[0, 1, 0]])) is mask
     assert Spy().forward(attention_mask=None, position_ids=torch.tensor([[0, 1, 0]])) is None
+
+
+def test_where_documents_would_see_each_other_packing_is_refused_and_nothing_else(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(type(model), "limits", {"packed sequences": "its attention looks everywhere"})
+    ids = torch.arange(12)[None]
+    for mask in (None, torch.ones_like(ids)):
+        with pytest.raises(ValueError, match=r"LlamaForCausalLM cannot keep documents apart .* looks everywhere"):
+            model(input_ids=ids, position_ids=PACKED, attention_mask=mask)
+    model(input_ids=ids, position_ids=torch.arange(12)[None])
+    left = torch.tensor([[0] * 4 + [1] * 8])
+    model(input_ids=ids, attention_mask=left, position_ids=(left.cumsum(-1) - 1).clamp(min=0))

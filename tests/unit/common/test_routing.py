@@ -103,6 +103,17 @@ def test_a_record_of_other_tokens_is_refused(mixtral: PreTrainedModel, input_ids
         pass
 
 
+def test_replaying_is_refused_where_it_would_change_nothing(
+    mixtral: PreTrainedModel, input_ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(type(mixtral), "limits", {"router replay": "it sorts scores by itself"}, raising=False)
+    with (
+        pytest.raises(ValueError, match="MixtralForCausalLM cannot be replayed: it sorts scores by itself"),
+        replay_routing(mixtral, {}),
+    ):
+        mixtral(input_ids)
+
+
 def test_flip_rate_counts_tokens_whose_set_of_experts_differs() -> None:
     first = {"gate": [torch.tensor([[0, 1], [2, 3], [0, 2], [1, 2]])]}
     second = {"gate": [torch.tensor([[1, 0], [2, 3], [0, 3], [1, 2]])]}
