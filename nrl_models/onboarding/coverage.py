@@ -132,7 +132,7 @@ def _family_page(family: str, results: dict[str, list[Result]], versions: dict[s
         return "\n".join([GENERATED, f"# {family}", "", *(f"- {reason}" for reason in reasons), ""])
     classes = {name: registry.model_class(name) for name in results}
     first: Any = next(iter(classes.values()))
-    lines = [GENERATED, f"# {family}", "", (sys.modules[module].__doc__ or "").strip(), ""]
+    lines = [GENERATED, f"# {family}", "", _about(family), ""]
     lines += [f"Source: `{module}`. Tested with {_with(versions)}.", "", "## Architectures", ""]
     lines += ["| architecture | kind | tests passed | failed | not applicable |", "|---|---|---|---|---|"]
     for name, ones in results.items():
@@ -167,6 +167,13 @@ def _family_page(family: str, results: dict[str, list[Result]], versions: dict[s
 def _was_tested(results: list[Result]) -> bool:
     """Whether any test ran: none does where the architecture needs what was not installed."""
     return any(one["outcome"] != "skipped" for one in results)
+
+
+def _about(family: str) -> str:
+    """What a family's module says of it; a row of the table says nothing."""
+    if family in families.FAMILIES:
+        return (sys.modules[families.module_of(family)].__doc__ or "").strip()
+    return f"`transformers.models.{family}`, as a row of `nrl_models/families/standard/table.py`."
 
 
 def _by_reason(results: dict[str, list[Result]], outcome: str) -> list[str]:

@@ -1,6 +1,6 @@
 """Sharded models compute what one process computes: loss within 1e-6, gradients within 1e-5, by Hugging Face name.
 
-Every registered family takes part. A layout that a family refuses is a skip with the reason; a wrong result never is.
+Every family of `SHARDED_FAMILIES` takes part. A layout that a family refuses is a skip with the reason; a wrong result never is.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from functools import partial
 
 import jobs
 import pytest
-from world import RanksFailedError, World
+from world import SHARDED_FAMILIES, RanksFailedError, World
 
 from nrl_models import registry
 
-ONE_EACH = [names[0] for names in registry.FAMILIES.values()]
-"""The first class of every family: its language model."""
+ONE_EACH = [registry.FAMILIES[family][0] for family in SHARDED_FAMILIES]
+"""The first class of each: its language model."""
 
 HEADS = [name for name in registry.FAMILIES["llama"] + registry.FAMILIES["gemma3"] if name not in ONE_EACH]
 """Other heads, and images."""

@@ -331,11 +331,6 @@ STANDARD: dict[str, Standard] = {
         ("HunYuanDenseV1ForCausalLM", "HunYuanDenseV1ForSequenceClassification"),
         {"HunYuanDenseV1Attention": QKV, "HunYuanDenseV1MLP": GATE_UP},
     ),
-    "hunyuan_v1_moe": Standard(
-        ("HunYuanMoEV1ForCausalLM", "HunYuanMoEV1ForSequenceClassification"),
-        {"HunYuanMoEV1Attention": QKV, "HunYuanMoEV1MLP": GATE_UP},
-        limits=lacks("router replay"),
-    ),
     "hy_v3": Standard(("HYV3ForCausalLM",), {"HYV3Attention": QKV, "HYV3MLP": GATE_UP}),
     "hyperclovax": Standard(("HyperCLOVAXForCausalLM",), {"HyperCLOVAXAttention": QKV, "HyperCLOVAXMLP": GATE_UP}),
     "hyperclovax_vision_v2": Standard(
@@ -459,12 +454,6 @@ STANDARD: dict[str, Standard] = {
             "MuseGlimmerTextAttention": ("q_proj k_proj v_proj gate_proj",),
             "MuseGlimmerTextMLP": GATE_UP,
         },
-    ),
-    "muse_spark": Standard(
-        ("MuseSparkForConditionalGeneration",),
-        {"MuseSparkVisionAttention": QKV, "MuseSparkTextAttention": ("q_proj k_proj v_proj gate_proj",)},
-        limits=lacks("router replay"),
-        requires="transformers>=5.23",
     ),
     "mvp": Standard(("MvpForCausalLM",), {"MvpAttention": QKV}, limits=lacks("left padding", "packed sequences")),
     "nanochat": Standard(("NanoChatForCausalLM",), {"NanoChatAttention": QKV}),
