@@ -1,6 +1,7 @@
 """Sharded models compute what one process computes: loss within 1e-6, gradients within 1e-5, by Hugging Face name.
 
-Every family of `SHARDED_FAMILIES` takes part. A layout that a family refuses is a skip with the reason; a wrong result never is.
+Every family of `SHARDED_FAMILIES` takes part. A layout that a family refuses is a skip with the reason; a wrong result
+never is.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from transformers import (
     Gemma3Config,
     LlamaConfig,
     MistralConfig,
-    Olmo2Config,
+    PersimmonConfig,
     PreTrainedModel,
     T5Config,
 )
@@ -238,9 +238,9 @@ def test_the_auto_class_of_a_configuration(architectures: list[str] | None, conf
 @pytest.mark.usefixtures("sandbox")
 def test_an_unregistered_architecture_loads_as_transformers_own_class(tmp_path: Path, input_ids: torch.Tensor) -> None:
     folder = tmp_path / "checkpoint"
-    reference = new_model(tiny_config(Olmo2Config)).eval()
+    reference = new_model(tiny_config(PersimmonConfig)).eval()
     reference.save_pretrained(folder)
-    with pytest.warns(UserWarning, match="Olmo2ForCausalLM is not registered") as warned:
+    with pytest.warns(UserWarning, match="PersimmonForCausalLM is not registered") as warned:
         model = AutoModelForCausalLM.from_pretrained(folder)
     assert len(warned) == 1
     assert warned[0].filename == __file__

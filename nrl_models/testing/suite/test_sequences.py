@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 
 import pytest
@@ -72,14 +71,6 @@ def test_documents_get_no_gradient_from_each_other(family_case: FamilyCase) -> N
     (gradient,) = torch.autograd.grad(logits[0, -last:].square().sum(), embedded)
     assert gradient[0, -last:].abs().sum() > 0
     assert gradient[0, :-last].abs().max() == 0
-
-
-def test_packing_is_refused_where_documents_would_not_stay_apart(family_case: FamilyCase) -> None:
-    """Where the family says that packed documents see each other, packing is an error that says so."""
-    if not (reason := family_case.model_class.limits.get("packed sequences")):
-        pytest.skip("keeps packed documents apart")
-    with pytest.raises(ValueError, match=re.escape(reason)):
-        family_case.model()(**pack(family_case))
 
 
 def pack(case: FamilyCase, padding: int = 0) -> dict[str, torch.Tensor]:

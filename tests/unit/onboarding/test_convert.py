@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import INDEX, WEIGHTS, assert_same, edit_config, new_model, problems, stored, weight_map
-from transformers import LlamaConfig, Olmo2Config, PreTrainedModel
+from transformers import LlamaConfig, PersimmonConfig, PreTrainedModel
 from transformers import LlamaForCausalLM as HFLlama
 from transformers import MixtralForCausalLM as HFMixtral
 
@@ -95,9 +95,9 @@ def test_a_model_of_another_kind(tmp_path: Path, llama_config: LlamaConfig) -> N
 
 @pytest.mark.usefixtures("sandbox")  # which undoes that it has been warned of
 def test_an_architecture_of_no_family(tmp_path: Path) -> None:
-    reference = new_model(tiny_config(Olmo2Config))
+    reference = new_model(tiny_config(PersimmonConfig))
     reference.save_pretrained(tmp_path / "in")
-    with pytest.warns(UserWarning, match="Olmo2ForCausalLM is not registered"):
+    with pytest.warns(UserWarning, match="PersimmonForCausalLM is not registered"):
         convert(tmp_path / "in", tmp_path / "out", dtype="bfloat16")
     expected = {name: tensor.bfloat16() for name, tensor in reference.state_dict().items()}
     assert_same(stored(tmp_path / "out"), expected)

@@ -35,9 +35,11 @@ def test_reads_no_weight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_unregistered_falls_back(tmp_path: Path) -> None:
-    config = AutoConfig.for_model("olmo2", num_hidden_layers=2, hidden_size=64, architectures=["Olmo2ForCausalLM"])
+    config = AutoConfig.for_model(
+        "persimmon", num_hidden_layers=2, hidden_size=64, architectures=["PersimmonForCausalLM"]
+    )
     config.save_pretrained(tmp_path)
-    with pytest.warns(UserWarning, match="Olmo2ForCausalLM is not registered"):
+    with pytest.warns(UserWarning, match="PersimmonForCausalLM is not registered"):
         found = inspect(tmp_path)
     assert found.family is None
     assert found.groups == {}
