@@ -256,10 +256,10 @@ def test_an_unregistered_architecture_loads_as_transformers_own_class(tmp_path: 
     assert_same(adapter.to_hf(model.state_dict()), reference.state_dict())
     assert [name for name, _, _ in adapter.export_plan()] == list(reference.state_dict())
     # Strictly, like any other.
-    edit_weights(folder, lambda tensors: tensors.pop("model.norm.weight"))
+    edit_weights(folder, lambda tensors: tensors.pop("model.final_layernorm.weight"))
     with pytest.raises(CheckpointError) as caught:
         AutoModelForCausalLM.from_pretrained(folder)
-    assert problems(caught.value) == {("missing", "model.norm.weight")}
+    assert problems(caught.value) == {("missing", "model.final_layernorm.weight")}
 
 
 # Families that fail
