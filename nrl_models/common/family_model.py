@@ -42,6 +42,8 @@ class FamilyModel:
         tensor_parallel: rules of tensor parallelism that transformers lacks for these models, or has otherwise, by
             the names of the modules (`*` for a number) and in the words of its `base_model_tp_plan`. None says that
             transformers' rules are wrong for these models, so that tensor parallelism is refused.
+        context_parallel: why torch's context parallelism is wrong for these models, in words, where their configuration
+            does not show it; None if it is not.
         sharding: how the model is sharded (`nrl_models.distributed`); None if it is not.
         combine: whether this model's projections are combined.
     """
@@ -51,6 +53,7 @@ class FamilyModel:
     limits: ClassVar[tuple[str, ...]] = ()
     tiny: ClassVar[Mapping[str, Any]] = {}
     tensor_parallel: ClassVar[Mapping[str, str] | None] = {}
+    context_parallel: ClassVar[str | None] = None
     sharding: Any = None
 
     def __init__(self, config: PreTrainedConfig, *args: Any, combine: bool = True, **kwargs: Any) -> None:

@@ -426,14 +426,14 @@ def peak_of_export(**sizes: int) -> tuple[int, int]:
                          num_attention_heads=8, num_key_value_heads=4)  # fmt: skip
     torch.manual_seed(0)
     model = parallelize(AutoModelForCausalLM.from_config(config), mesh_of(**sizes))
-    bucket = 16 * 2**20
+    bucket = 8 * 2**20
     adapter = model.state_dict_adapter
     assert len(list(adapter.iter_export(model, max_bytes=2**20))) == len(
         adapter.hub
     )  # connections, and buffers of them
     with Peak() as peak:
         total = sum(tensor.nbytes for _, tensor in adapter.iter_export(model, max_bytes=bucket))
-    assert total > 10 * bucket
+    assert total > 20 * bucket
     return peak.peak, bucket
 
 

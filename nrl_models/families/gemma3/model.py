@@ -27,6 +27,7 @@ class Gemma3Family(FamilyModel):
         siglip.SiglipAttention: SiglipAttention,
     }
     flags = ModelFlag.SKIP_DTENSOR_TIED_WEIGHTS_CHECK | ModelFlag.VLLM_LOAD_FORMAT_AUTO
+    context_parallel = "keeps its attention mask whatever the layer, which torch's ring attention rejects"
     limits = ("Context parallelism: attention keeps its mask, which torch's context parallelism rejects.",)
 
 
