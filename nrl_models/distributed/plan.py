@@ -87,9 +87,8 @@ def plan_for(model: PreTrainedModel, mesh: DeviceMesh, plan: Plan | ParallelPlan
     if not problems:
         problems += [*_tensor_problems(model, mesh, chosen), *_expert_problems(model, mesh, chosen)]
     if problems:
-        raise ShardingError(
-            f"{_class_name(model)} cannot be sharded over {describe(mesh)}", problems, _advice(model, mesh, problems)
-        )
+        summary = f"{_class_name(model)} cannot be sharded over {describe(mesh)}"
+        raise ShardingError(summary, _one_for_all_layers(problems), _advice(model, mesh, problems))
     return chosen
 
 
@@ -186,6 +185,18 @@ def _overridden(model: PreTrainedModel, declared: ParallelPlan, rules: Mapping[s
     spoken_of = rules_by_module(model, rules).keys()
     tensor = {name: style for name, style in rules_by_module(model, declared.tensor).items() if name not in spoken_of}
     return replace(declared, tensor={**tensor, **rules})
+
+
+def _one_for_all_layers(problems: list[Problem]) -> list[Problem]:
+    """The same, what several layers have in common said once."""
+    alike: dict[tuple[str, str, str], list[Problem]] = {}
+    for problem in problems:
+        key = (problem.kind, re.sub(r"\.\d+(?=\.|$)", ".*", problem.subject), problem.detail)
+        alike.setdefault(key, []).append(problem)
+    return [
+        several[0] if len(several) == 1 else Problem(kind, f"{subject} ({len(several)} times)", detail)
+        for (kind, subject, detail), several in alike.items()
+    ]
 
 
 def _unknown_names(model: nn.Module, rules: Mapping[str, str]) -> list[Problem]:

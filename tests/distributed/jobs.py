@@ -575,3 +575,41 @@ def muon_on_parts(**sizes: int) -> tuple[float, float]:
                 together = view.of(orthogonalised(gradient))
                 combined = max(combined, float((together - expected[part]).abs().max()))
     return worst, combined
+
+
+# Estimates
+
+
+def measures(architecture: str, batch: int, length: int, **sizes: int) -> dict[str, int]:
+    """Bytes this rank holds after a step, and bytes autograd keeps in a forward."""
+    case = case_of(architecture)
+    model = parallelize(copy.deepcopy(case.model()).train(), mesh_of(**sizes))
+    optimizer = torch.optim.AdamW(model.parameters())
+    tokens = case.inputs(batch=batch, length=length)["input_ids"]
+    kept: dict[int, int] = {}
+    parameters = {local(one).untyped_storage().data_ptr() for one in model.parameters()}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = local(tensor).untyped_storage()
+        if storage.data_ptr() not in parameters:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        logits = model(input_ids=tokens, use_cache=False).logits
+        loss = torch.nn.functional.cross_entropy(logits.float().flatten(0, -2), tokens.flatten())
+    loss.backward()
+    optimizer.step()
+    states = [one for state in optimizer.state.values() for one in state.values() if one.ndim > 0]
+    return {
+        "parameters": sum(local(one).nbytes for one in model.parameters()),
+        "gradients": sum(local(one.grad).nbytes for one in model.parameters()),
+        "optimizer": sum(local(one).nbytes for one in states),
+        "buffers": sum(one.nbytes for one in model.buffers()),
+        "activations": sum(kept.values()),
+    }
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's share."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
