@@ -22,21 +22,49 @@ app = typer.Typer(
 )
 
 CheckpointPath = Annotated[Path, typer.Argument(help="A checkpoint folder.", show_default=False)]
+
+
+def _writable(file: Path | None) -> Path | None:
+    """Make sure that a result can be written, before time is spent on it."""
+    if file is not None:
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            is_new = not file.exists()
+            file.open("a").close()
+            if is_new:
+                file.unlink()
+        except OSError as error:
+            raise typer.BadParameter(f"{file} cannot be written: {error.strerror}") from error
+    return file
+
+
+def _device(name: str) -> str:
+    """Make sure that torch can put a tensor on a device."""
+    import torch
+
+    try:
+        torch.empty(1, device=name)
+    except (AssertionError, RuntimeError, NotImplementedError) as error:
+        raise typer.BadParameter(f"{name}: {str(error).splitlines()[0]}") from error
+    return name
+
+
 JsonFile = Annotated[
-    Path | None, typer.Option("--json", help="Write the result here as JSON, too.", show_default=False)
+    Path | None,
+    typer.Option("--json", help="Write the result here as JSON, too.", show_default=False, callback=_writable),
 ]
 
 
 @contextmanager
 def _errors_for_people() -> Iterator[None]:
-    """Print an error this library raises on purpose without a traceback, and exit with 2."""
+    """Print what this library raises on purpose, and what files make fail, without a traceback; exit with 2."""
     from rich.console import Console
 
     from nrl_models.errors import NRLModelsError
 
     try:
         yield
-    except NRLModelsError as error:
+    except (NRLModelsError, OSError) as error:
         Console(stderr=True).print(f"[bold red]error:[/bold red] {type(error).__name__}", highlight=False)
         Console(stderr=True).print(str(error), markup=False, highlight=False)
         raise typer.Exit(2) from error
@@ -50,12 +78,11 @@ def _print(table: Table | str) -> None:
 
     # Where the width is not known (a pipe, a log), wide enough that a table's rows stay one line each.
     width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 160
-    Console(width=width).print(table, highlight=False)
+    Console(width=width).print(table, highlight=False, markup=False)
 
 
 def _write_json(file: Path | None, content: Any) -> None:
     if file is not None:
-        file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(content, indent=2) + "\n")
 
 
@@ -81,13 +108,14 @@ def inspect(path: CheckpointPath, json_file: JsonFile = None) -> None:
     """Say what a checkpoint is, from its configuration and its files' headers alone."""
     from dataclasses import asdict
 
+    from rich.markup import escape
     from rich.table import Table
 
     from nrl_models.onboarding.inspect import inspect as look
 
     with _errors_for_people():
         found = look(path)
-    table = Table(title=str(path), title_justify="left", show_header=False)
+    table = Table(title=escape(str(path)), title_justify="left", show_header=False)
     table.add_row("architecture", found.architecture)
     table.add_row("family", found.family or "none: loads as transformers' own class, uncombined")
     table.add_row("kind", ", ".join(found.kinds))
@@ -111,7 +139,7 @@ def parity(
     check: Annotated[
         list[str] | None, typer.Option(help="1, 2, 3 or gradients; repeatable. All by default.", show_default=False)
     ] = None,
-    device: Annotated[str, typer.Option(help="Where to run.")] = "cpu",
+    device: Annotated[str, typer.Option(help="Where to run.", callback=_device)] = "cpu",
     length: Annotated[int, typer.Option(help="Tokens in a sequence.", min=8)] = 64,
     batch: Annotated[int, typer.Option(help="Sequences.", min=2)] = 2,
     seed: Annotated[int, typer.Option(help="Of the random inputs.")] = 42,

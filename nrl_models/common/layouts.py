@@ -46,13 +46,13 @@ def transformers_views(model: nn.Module) -> Iterator[tuple[str, View]]:
 
     Combined projections are seen as the linears they are made of; everything else is itself.
     """
-    names = {id(module): name for name, module in model.named_modules()}
-    for prefix, module in model.named_modules(remove_duplicate=False):
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for prefix, module in modules.items():
         dot = f"{prefix}." if prefix else ""
         if isinstance(module, CombinedLinear):
             continue
         if isinstance(module, ProjectionPart):
-            owner = names[id(module._owner)]  # PEFT may have put the part into a module of its own
+            owner = _owner_name(prefix, module, modules)
             combined_name = f"{owner}.{module._combined_name}" if owner else module._combined_name
             for name in ("weight", "bias"):
                 if module._parameters.get(name) is not None:
@@ -91,6 +91,13 @@ def _packed_view(own_name: str, shape: Sequence[int], module: nn.Module, name: s
     before, size, after = shape[:dim], shape[dim], shape[dim + 1 :]
     by_rank = View(own_name).then("reshape", *before, ranks, blocks, size // ranks // blocks, *after)
     return by_rank.then("transpose", dim, dim + 1).then("reshape", *shape)
+
+
+def _owner_name(prefix: str, part: ProjectionPart, modules: Mapping[str, nn.Module]) -> str:
+    """The name of the module that a part belongs to: its parent's, unless something wraps the part, as PEFT does."""
+    while prefix and modules[prefix] is not part._owner:
+        prefix = prefix.rpartition(".")[0]
+    return prefix
 
 
 def tied_names(model: PreTrainedModel) -> dict[str, str]:

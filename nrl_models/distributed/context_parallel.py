@@ -34,7 +34,8 @@ def context_parallel_problems(model: PreTrainedModel, batch: Mapping[str, Any] |
         batch: keywords of a forward, if they are to be judged too.
     """
     name, config = class_name(model), model.config.get_text_config()
-    problems = [Problem("context", name, declared)] if (declared := getattr(model, "context_parallel", None)) else []
+    declared = getattr(model, "limits", {}).get("context parallelism")
+    problems = [Problem("context", name, declared)] if declared else []
     kinds = dict.fromkeys(_layer_types(config))
     problems += [
         Problem(

@@ -98,10 +98,7 @@ def declared_tensor_plan(model: PreTrainedModel) -> dict[str, str]:
     The words' vectors and the head are divided alike, over the vocabulary, so that they can stay tied; over ranks
     that do not divide the vocabulary, both stay whole.
     """
-    own = getattr(model, "tensor_parallel", {})
-    if own is None:
-        return {}
-    plan = dict(getattr(model, "_tp_plan", None) or {}) | dict(own)
+    plan = dict(getattr(model, "_tp_plan", None) or {}) | dict(getattr(model, "tensor_parallel", {}))
     names = {module: name for name, module in model.named_modules()}
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if isinstance(embedding, nn.Embedding):
@@ -235,9 +232,9 @@ def _tensor_problems(model: PreTrainedModel, mesh: DeviceMesh, plan: ParallelPla
     inside = {name for name in rules if not (name in modules and is_vocabulary(model, modules[name]))}
     if not any(TENSOR_STYLES[rules[name]].dim(2) is not None for name in inside):
         why = "has no tensor-parallel plan, neither transformers' nor its family's"
-        if getattr(model, "tensor_parallel", {}) is None:
-            why = "has no tensor-parallel plan: its family declares that transformers' is wrong for it"
         return [Problem("plan", _class_name(model), why)]
+    if declared := getattr(model, "limits", {}).get("tensor parallelism"):
+        return [Problem("plan", _class_name(model), f"declares that it lacks tensor parallelism: {declared}")]
     problems = []
     for name, word in rules.items():
         style = TENSOR_STYLES[word]

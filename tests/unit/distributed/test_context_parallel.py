@@ -14,8 +14,8 @@ CAN = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForC
 CANNOT = {
     "MistralForCausalLM": "sliding_attention",
     "Gemma2ForCausalLM": "caps its attention scores",
-    "Gemma3ForCausalLM": "keeps its attention mask whatever the layer",
-    "Gemma3TextForSequenceClassification": "keeps its attention mask whatever the layer",
+    "Gemma3ForCausalLM": "attention keeps its mask",
+    "Gemma3TextForSequenceClassification": "attention keeps its mask",
     "Gemma3ForConditionalGeneration": "tokens of an image see each other",
     "GptOssForCausalLM": "has attention sinks",
 }
@@ -43,7 +43,7 @@ def test_what_needs_a_mask_a_window_a_sink_or_a_cap_is_refused(architecture: str
 
 def test_gemma_3_is_refused_even_if_every_layer_is_full() -> None:
     model = model_of("Gemma3ForCausalLM", layer_types=["full_attention"] * 2, num_hidden_layers=2)
-    assert [problem.detail for problem in context_parallel_problems(model)] == [model.context_parallel]
+    assert [problem.detail for problem in context_parallel_problems(model)] == [model.limits["context parallelism"]]
 
 
 @pytest.mark.parametrize(
