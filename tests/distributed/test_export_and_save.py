@@ -78,6 +78,16 @@ def test_a_rank_that_dies_in_a_save_leaves_the_old_checkpoint_and_no_other_waiti
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+def test_a_rank_that_dies_in_a_refit_leaves_no_other_waiting() -> None:
+    world = World(2)
+    try:
+        (kind, text) = world.run_dying(1, partial(jobs.dies_while_exporting, fsdp=2))[0]
+    finally:
+        world.close()
+    assert kind == "ShardingError"
+    assert "cannot gather the model's tensors" in text
+
+
 def test_keywords_that_need_the_whole_model_are_refused(two: World, tmp_path: Path) -> None:
     for kind, text in refused(two, partial(jobs.pushes, fsdp=2), str(tmp_path / "out")):
         assert kind == "UnknownArgumentError"
