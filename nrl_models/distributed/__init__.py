@@ -2,9 +2,11 @@
 
 from nrl_models.distributed.checkpoint import load_checkpoint, save_checkpoint
 from nrl_models.distributed.context_parallel import check_context_parallel, context_parallel
+from nrl_models.distributed.mesh import parse_mesh
 from nrl_models.distributed.parallelize import parallelize
 from nrl_models.distributed.plan import ParallelPlan, plan_for
 from nrl_models.distributed.saving import save_pretrained
+from nrl_models.distributed.shards import share_of
 
 __all__ = [
     "ParallelPlan",
@@ -12,7 +14,9 @@ __all__ = [
     "context_parallel",
     "load_checkpoint",
     "parallelize",
+    "parse_mesh",
     "plan_for",
     "save_checkpoint",
     "save_pretrained",
+    "share_of",
 ]

@@ -93,26 +93,6 @@ class Estimate:
         return asdict(self) | {"total": self.total}
 
 
-def parse_mesh(text: str) -> dict[str, int]:
-    """`"fsdp=16,tp=8"` as sizes by dimension, in the order meshes have them.
-
-    Raises:
-        ShardingError: anything else.
-    """
-    sizes: dict[str, int] = {}
-    problems = []
-    for item in text.split(","):
-        name, _, size = item.strip().partition("=")
-        if name not in DIMENSIONS or not size.isdigit() or int(size) < 1 or name in sizes:
-            expected = f"expected name=size once for each of some of {', '.join(DIMENSIONS)}"
-            problems.append(Problem("mesh", repr(item), expected))
-        else:
-            sizes[name] = int(size)
-    if problems:
-        raise ShardingError("no such mesh", problems, ["write it as fsdp=16,tp=8"])
-    return {name: sizes[name] for name in DIMENSIONS if name in sizes}
-
-
 def estimate_checkpoint(folder: str | Path, setting: Setting) -> Estimate:
     """`estimate` of the configuration in a folder; no weights are needed."""
     return estimate(pretrained.read_config(pretrained.resolve_folder(folder)), setting)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -39,18 +39,20 @@ class ParallelPlan:
     Names may have `*` for a number, as transformers' plans do: `model.layers.*.self_attn.q_proj`.
 
     Args:
-        tensor: for each module or parameter the `TENSOR_STYLES` word that says how `tp` divides it.
+        tensor: for each module or parameter the `TENSOR_STYLES` word that says how `tp` divides it; None takes what
+            transformers and the family declare.
         expert: likewise for `ep`, from `EXPERT_STYLES`.
-        units: class names of the modules that `fsdp` gathers and frees as one.
+        units: class names of the modules that `fsdp` gathers and frees as one; None takes those that transformers
+            never splits.
         param_dtype: of parameters while they compute under `fsdp`; None is their own.
         reduce_dtype: in which `fsdp` sums gradients; None is `param_dtype`.
         reshard_after_forward: whether `fsdp` frees a unit's parameters between forward and backward.
         offload: whether `fsdp` keeps parameters and gradients on the CPU.
     """
 
-    tensor: Mapping[str, str] = field(default_factory=dict)
-    expert: Mapping[str, str] = field(default_factory=dict)
-    units: tuple[str, ...] = ()
+    tensor: Mapping[str, str] | None = None
+    expert: Mapping[str, str] | None = None
+    units: tuple[str, ...] | None = None
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     reshard_after_forward: bool = True
@@ -63,7 +65,10 @@ def plan_for(model: PreTrainedModel, mesh: DeviceMesh, plan: Plan | ParallelPlan
     Args:
         model: real or on meta.
         mesh: with dimensions named `fsdp`, `ep`, `tp` (any of them, in this order).
-        plan: see `Plan`; a whole `ParallelPlan` is checked and taken as it is.
+        plan: see `Plan`; of a `ParallelPlan`, what it leaves open is filled in.
+
+    Returns:
+        A plan that leaves nothing open.
 
     Raises:
         ShardingError: everything about mesh and plan that does not fit the model.
@@ -73,11 +78,11 @@ def plan_for(model: PreTrainedModel, mesh: DeviceMesh, plan: Plan | ParallelPlan
         advice = ['name the dimensions: init_device_mesh(device, (2, 4), mesh_dim_names=("fsdp", "tp"))']
         raise ShardingError("the mesh does not fit a model", problems, advice)
     if isinstance(plan, ParallelPlan):
-        chosen = plan
-        problems += _unknown_names(model, {**plan.tensor, **plan.expert})
-        problems += _unknown_units(model, plan.units)
+        problems += _unknown_names(model, {**(plan.tensor or {}), **(plan.expert or {})})
+        problems += _unknown_units(model, plan.units or ())
+        chosen = _completed(model, plan)
     elif plan == "auto" or isinstance(plan, Mapping):
-        chosen = ParallelPlan(declared_tensor_plan(model), declared_expert_plan(model), units_of(model))
+        chosen = _completed(model, ParallelPlan())
         if not isinstance(plan, str):
             problems += _unknown_names(model, plan)
             chosen = _overridden(model, chosen, plan)
@@ -90,6 +95,16 @@ def plan_for(model: PreTrainedModel, mesh: DeviceMesh, plan: Plan | ParallelPlan
         summary = f"{_class_name(model)} cannot be sharded over {describe(mesh)}"
         raise ShardingError(summary, _one_for_all_layers(problems), _advice(model, mesh, problems))
     return chosen
+
+
+def _completed(model: PreTrainedModel, plan: ParallelPlan) -> ParallelPlan:
+    """`plan`, with what is declared where it leaves something open."""
+    return replace(
+        plan,
+        tensor=declared_tensor_plan(model) if plan.tensor is None else plan.tensor,
+        expert=declared_expert_plan(model) if plan.expert is None else plan.expert,
+        units=units_of(model) if plan.units is None else plan.units,
+    )
 
 
 def declared_tensor_plan(model: PreTrainedModel) -> dict[str, str]:
@@ -121,9 +136,9 @@ def units_of(model: PreTrainedModel) -> tuple[str, ...]:
     return tuple(sorted(declared))
 
 
-def rules_by_module(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
+def rules_by_module(model: nn.Module, plan: Mapping[str, str] | None) -> dict[str, str]:
     """For each module and parameter that a plan names, the word it has for it."""
-    patterns = [(_pattern(name), style) for name, style in plan.items()]
+    patterns = [(_pattern(name), style) for name, style in (plan or {}).items()]
     names = [name for name, _ in model.named_modules()] + [name for name, _ in _hf_parameters(model)]
     found: dict[str, str] = {}
     for pattern, style in patterns:
@@ -216,7 +231,7 @@ def _unknown_styles(plan: ParallelPlan) -> list[Problem]:
         known = ", ".join(styles)
         problems += [
             Problem("plan", name, f"has the style {style!r}; known are {known}")
-            for name, style in rules.items()
+            for name, style in (rules or {}).items()
             if style not in styles
         ]
     return problems

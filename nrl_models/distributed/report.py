@@ -11,7 +11,8 @@ from rich.table import Table
 
 from nrl_models import registry
 from nrl_models.common import pretrained
-from nrl_models.distributed.estimate import GIB, Setting, estimate, parse_mesh, remedies
+from nrl_models.distributed.estimate import GIB, Setting, estimate, remedies
+from nrl_models.distributed.mesh import parse_mesh
 from nrl_models.errors import UnknownArgumentError
 
 ROWS = {

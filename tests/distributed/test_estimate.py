@@ -53,7 +53,7 @@ def test_bytes_are_those_that_ranks_hold(
         # What experts get depends on the data.
         tolerance = 0.1 if architecture == "LlamaForCausalLM" else 0.25
         assert figures["activations"] == pytest.approx(measured["activations"], rel=tolerance)
-        assert figures["traffic"].keys() == {*sizes}
+    assert figures["traffic"] == pytest.approx(measured["traffic"], rel=0.02)
 
 
 def test_what_does_not_fit_is_said_with_what_to_change(tmp_path: Path) -> None:
