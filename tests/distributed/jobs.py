@@ -602,6 +602,15 @@ def muon_on_parts(**sizes: int) -> tuple[float, float]:
     return worst, combined
 
 
+def sharded_example(*arguments: str) -> list[float]:
+    """`examples/sharded.py`, in this world's process group."""
+    import sharded
+
+    losses = sharded.main(list(arguments))
+    torch.compiler.reset()
+    return losses
+
+
 # Estimates
 
 
