@@ -264,6 +264,8 @@ def _run(config: PreTrainedConfig, setting: Setting, mesh: DeviceMesh) -> tuple[
             stack.callback(module.register_forward_hook(leave).remove)
         # It looks at values, of which there are none here.
         stack.enter_context(mock.patch.object(masking_utils, "find_packed_sequence_indices", return_value=None))
+        # On meta torch would take its plain formulas, which keep every score; devices have a kernel that does not.
+        stack.enter_context(mock.patch.object(nn.functional, "scaled_dot_product_attention", _fused_attention))
         exchanges = stack.enter_context(_Exchanges(mesh))
         tokens = torch.zeros(setting.micro_batch, setting.seq_len, dtype=torch.long, device="meta")
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
@@ -288,6 +290,35 @@ def _run(config: PreTrainedConfig, setting: Setting, mesh: DeviceMesh) -> tuple[
     if setting.checkpointing and sizes:
         layers = sum(inputs[module] for module in sizes) + max(sizes.values())
     return outside + layers, exchanges.sent
+
+
+class _FusedAttention(torch.autograd.Function):
+    """The shapes of attention as kernels compute it: the scores are not kept, but a sum for each query."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        output = query.new_empty(*query.shape[:-1], value.shape[-1])
+        sums = query.new_empty(query.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, output, sums, *(() if mask is None else (mask,)))
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        query, key, value = ctx.saved_tensors[:3]
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None
+
+
+def _fused_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    *_: Any,
+    **__: Any,
+) -> torch.Tensor:
+    return _FusedAttention.apply(query, key, value, attn_mask)
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -41,15 +41,18 @@ def test_bytes_are_those_that_ranks_hold(
     two: World, four: World, tmp_path: Path, architecture: str, sizes: dict[str, int]
 ) -> None:
     mesh = ",".join(f"{name}={size}" for name, size in sizes.items())
-    options = ["--seq-len", "64", "--micro-batch", "2", "--compute", "float32", "--no-checkpointing"]
+    # Long enough for scores of attention to show, which no device keeps.
+    options = ["--seq-len", "512", "--micro-batch", "2", "--compute", "float32", "--no-checkpointing"]
     done = plan(config_folder(architecture, tmp_path), mesh, *options, "--json", str(tmp_path / "out.json"))
     assert done.returncode == 0, done.stderr
     figures: dict[str, Any] = json.loads((tmp_path / "out.json").read_text())["figures"]
     world = four if len(sizes) == 2 else two
-    measured = world.run(partial(jobs.measures, **sizes), architecture, 2, 64)[0]
+    measured = world.run(partial(jobs.measures, **sizes), architecture, 2, 512)[0]
     for kind in ("parameters", "gradients", "optimizer", "buffers"):
         assert figures[kind] == measured[kind], kind
-    if "fsdp" not in sizes:  # whose gathered parameters autograd keeps too, for a while
+    # Under fsdp autograd keeps gathered parameters too, for a while. Of latent attention a CPU keeps all scores, as it
+    # has no kernel for values narrower than keys; accelerators have.
+    if "fsdp" not in sizes and architecture != "DeepseekV3ForCausalLM":
         # What experts get depends on the data.
         tolerance = 0.1 if architecture == "LlamaForCausalLM" else 0.25
         assert figures["activations"] == pytest.approx(measured["activations"], rel=tolerance)
@@ -58,7 +61,7 @@ def test_bytes_are_those_that_ranks_hold(
 
 def test_what_does_not_fit_is_said_with_what_to_change(tmp_path: Path) -> None:
     folder = config_folder("LlamaForCausalLM", tmp_path)
-    done = plan(folder, "fsdp=2", "--seq-len", "256", "--no-checkpointing", "--memory", "0.02")
+    done = plan(folder, "fsdp=2", "--seq-len", "512", "--no-checkpointing", "--memory", "0.022")
     assert done.returncode == 1
     assert "does not fit" in done.stdout
     assert "recompute activations" in done.stdout
