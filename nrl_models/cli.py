@@ -175,6 +175,35 @@ def convert(
 
 
 @app.command()
+def plan(
+    path: Annotated[Path, typer.Argument(help="A folder with config.json; no weights are needed.", show_default=False)],
+    mesh: Annotated[str, typer.Option(help="Ranks by dimension: some of fsdp, ep, tp, e.g. fsdp=16,tp=8.")],
+    seq_len: Annotated[int, typer.Option(help="Tokens of a sequence.", min=1)] = 4096,
+    micro_batch: Annotated[int, typer.Option(help="Sequences of a forward on a rank.", min=1)] = 1,
+    dtype: Annotated[str, typer.Option(help="In which parameters, gradients and states are kept.")] = "float32",
+    compute: Annotated[str, typer.Option(help="In which the model computes.")] = "bfloat16",
+    checkpointing: Annotated[bool, typer.Option(help="Recompute activations in the backward.")] = True,
+    memory: Annotated[float, typer.Option(help="GiB of a device.", min=0.0)] = 80.0,
+    json_file: JsonFile = None,
+) -> None:
+    """Say what training a model takes on every rank of a mesh, and what to change if that is too much."""
+    from dataclasses import asdict
+
+    from nrl_models.distributed.report import plan_report
+
+    with _errors_for_people():
+        report = plan_report(
+            path, mesh, seq_len=seq_len, micro_batch=micro_batch, dtype=dtype, compute=compute,
+            checkpointing=checkpointing, memory=memory,
+        )  # fmt: skip
+    _print(report.table())
+    _print(report.verdict)
+    _write_json(json_file, asdict(report))
+    if not report.fits:
+        raise typer.Exit(1)
+
+
+@app.command()
 def coverage(
     results: Annotated[
         Path | None, typer.Option(help="Test results to use; without, the generated tests run now.", show_default=False)

@@ -49,8 +49,8 @@ class FamilyModel:
         published: by name of a published model its configuration's values, for the generated tests at full size; those
             that the configuration class has by default may be left out.
         tensor_parallel: rules of tensor parallelism that transformers lacks for these models, or has otherwise, by
-            the names of the modules (`*` for a number) and in the words of its `base_model_tp_plan`. None says that
-            transformers' rules are wrong for these models, so that tensor parallelism is refused.
+            the names of the modules (`*` for a number) and in the words of its `base_model_tp_plan`. Where they are
+            wrong altogether, `limits["tensor parallelism"]` says why, and it is refused.
         sharding: how the model is sharded (`nrl_models.distributed`); None if it is not.
         keeps_unused: patterns of a checkpoint's tensors that nothing in the model is for, as transformers knows, and
             that are saved again as they were; transformers drops them.
@@ -63,7 +63,7 @@ class FamilyModel:
     tiny: ClassVar[Mapping[str, Any]] = {}
     published: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     keeps_unused: ClassVar[tuple[str, ...]] = ()
-    tensor_parallel: ClassVar[Mapping[str, str] | None] = {}
+    tensor_parallel: ClassVar[Mapping[str, str]] = {}
     sharding: Any = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

@@ -5,13 +5,15 @@ layout it then has. Names and shapes are Hugging Face's, so nothing in a checkpo
 combined or over which ranks the model was sharded.
 
 A folder has `model/` (safetensors, DCP's Hugging Face storage), `optimizer/` (DCP's own files), `training.json`
-(parameter groups and progress), and the model's configuration. It is moved into place when every rank is done.
+(parameter groups, progress, sizes of files), and the model's configuration. It is moved into place when every rank is
+done.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ import torch.distributed.checkpoint as dcp
 from huggingface_hub import split_torch_state_dict_into_shards
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
@@ -32,11 +35,11 @@ from nrl_models.common.blocks import Block
 from nrl_models.common.saving import separate_storages
 from nrl_models.common.views import HFTensor
 from nrl_models.distributed.gathering import DEFAULT_BUCKET, gathered
-from nrl_models.distributed.mesh import agree, gather_over
+from nrl_models.distributed.mesh import agree, gather_over, reporting_the_dead
 from nrl_models.distributed.saving import Attempt, write_together
 from nrl_models.distributed.sharding import Sharding
 from nrl_models.distributed.shards import blocks_of, over_shard
-from nrl_models.errors import CheckpointError, Problem
+from nrl_models.errors import CheckpointError, Problem, ShardingError
 
 MODEL, OPTIMIZER, TRAINING = "model", "optimizer", "training.json"
 
@@ -137,11 +140,13 @@ def save_checkpoint(
             return
         target = Path(path)
         storage = HuggingFaceStorageWriter(str(target / MODEL), fqn_to_index_mapping=file_of, save_distributed=True)
-        dcp.save(weights, storage_writer=storage)
-        if optimizer is not None:
-            dcp.save(states, storage_writer=FileSystemWriter(target / OPTIMIZER))
+        what = f"save into {folder}"
+        with _naming_ranks(what):
+            dcp.save(weights, storage_writer=storage)
+            if optimizer is not None:
+                dcp.save(states, storage_writer=FileSystemWriter(target / OPTIMIZER))
         if stage is not None:
-            attempt((stage / TRAINING).write_text, json.dumps(training, indent=1) + "\n")
+            attempt(_write_training, stage, training)
             attempt(model.config.save_pretrained, stage)
 
     write_together(folder, mesh, write)
@@ -161,6 +166,7 @@ def load_checkpoint(folder: str | Path, model: PreTrainedModel, optimizer: Optim
     Raises:
         CheckpointError: no checkpoint, or one of another model or optimiser: everything that does not fit, on every
             rank, before anything is written.
+        ShardingError: a rank is gone, or could not read a file to its end; the model's values are then worth nothing.
     """
     folder = Path(folder)
     sharding: Sharding = model.sharding
@@ -170,6 +176,7 @@ def load_checkpoint(folder: str | Path, model: PreTrainedModel, optimizer: Optim
     error, training, saved_states = None, {}, None
     try:
         training = _read_training(folder)
+        _check_files(folder, training, [MODEL] if optimizer is None else [MODEL, OPTIMIZER])
         reader = HuggingFaceStorageReader(str(folder / MODEL))
         _check_tensors(folder, reader.read_metadata(), {name: one.shape for name, one in exported.items()})
         if optimizer is not None:
@@ -179,7 +186,8 @@ def load_checkpoint(folder: str | Path, model: PreTrainedModel, optimizer: Optim
         error = caught
     agree(mesh, f"load {folder}", {"training": training, "adapter": list(adapter.own)}, error)
     weights = _shards(exported, own, mesh, is_source=False, one_block_each=True)
-    dcp.load(weights, storage_reader=HuggingFaceStorageReader(str(folder / MODEL)))
+    with _naming_ranks(f"load {folder}"):
+        dcp.load(weights, storage_reader=HuggingFaceStorageReader(str(folder / MODEL)))
     for name, value in weights.items():
         if not isinstance(value, ShardOfTensor):  # loaded whole
             for block in blocks_of(exported[name], own):
@@ -187,12 +195,30 @@ def load_checkpoint(folder: str | Path, model: PreTrainedModel, optimizer: Optim
     if optimizer is not None:
         assert saved_states is not None
         _make_states(model, optimizer, training, saved_states)
-        dcp.load(
-            _optimizer_tensors(model, optimizer, is_source=False), storage_reader=FileSystemReader(folder / OPTIMIZER)
-        )
+        states = _optimizer_tensors(model, optimizer, is_source=False)
+        with _naming_ranks(f"load {folder}"):
+            dcp.load(states, storage_reader=FileSystemReader(folder / OPTIMIZER))
         for group, saved in zip(optimizer.param_groups, training["groups"], strict=True):
             group.update({key: _as_it_was(group.get(key), value) for key, value in saved["options"].items()})
     return training["progress"]
+
+
+@contextmanager
+def _naming_ranks(what: str) -> Iterator[None]:
+    """Say on which ranks DCP failed, and how, or that one is gone.
+
+    Raises:
+        ShardingError: it failed. Every rank raises it.
+    """
+    try:
+        with reporting_the_dead(what):
+            yield
+    except CheckpointException as error:  # not an Exception
+        problems = [
+            Problem("rank", f"rank {rank}", f"{type(cause).__name__}: {cause}")
+            for rank, (cause, _) in sorted(error.failures.items())
+        ]
+        raise ShardingError(f"cannot {what}", problems) from error
 
 
 def _shards(
@@ -344,6 +370,29 @@ def _make_states(model: PreTrainedModel, optimizer: Optimizer, training: Mapping
 
 
 # What does not fit
+
+
+def _write_training(folder: Path, training: Mapping[str, Any]) -> None:
+    """`training.json`, with the size of every other file: a checkpoint that lost some of it is not to be resumed."""
+    files = {
+        str(file.relative_to(folder)): file.stat().st_size
+        for part in (MODEL, OPTIMIZER)
+        for file in sorted((folder / part).glob("*"))
+    }
+    (folder / TRAINING).write_text(json.dumps({**training, "files": files}, indent=1) + "\n")
+
+
+def _check_files(folder: Path, training: Mapping[str, Any], parts: Collection[str]) -> None:
+    problems = []
+    for name, size in training["files"].items():
+        if name.partition("/")[0] not in parts:
+            continue
+        if not (folder / name).is_file():
+            problems.append(Problem("file", name, "is not there"))
+        elif (found := (folder / name).stat().st_size) != size:
+            problems.append(Problem("file", name, f"has {found} bytes; {size} were written"))
+    if problems:
+        raise CheckpointError(f"{folder} is not whole", problems, ["take an earlier checkpoint, or copy it again"])
 
 
 def _read_training(folder: Path) -> dict[str, Any]:

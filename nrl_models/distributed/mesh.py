@@ -20,6 +20,26 @@ the rows and columns of linears are divided. Ranks that differ only in `ep` and 
 """
 
 
+def parse_mesh(text: str) -> dict[str, int]:
+    """`"fsdp=16,tp=8"` as sizes by dimension, in the order meshes have them.
+
+    Raises:
+        ShardingError: anything else.
+    """
+    sizes: dict[str, int] = {}
+    problems = []
+    for item in text.split(","):
+        name, _, size = item.strip().partition("=")
+        if name not in DIMENSIONS or not size.isdigit() or int(size) < 1 or name in sizes:
+            expected = f"expected name=size once for each of some of {', '.join(DIMENSIONS)}"
+            problems.append(Problem("mesh", repr(item), expected))
+        else:
+            sizes[name] = int(size)
+    if problems:
+        raise ShardingError("no such mesh", problems, ["write it as fsdp=16,tp=8"])
+    return {name: sizes[name] for name in DIMENSIONS if name in sizes}
+
+
 def mesh_problems(mesh: DeviceMesh) -> list[Problem]:
     """What is wrong with a mesh, apart from any model."""
     names = mesh.mesh_dim_names

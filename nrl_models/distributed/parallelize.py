@@ -48,7 +48,7 @@ def parallelize(model: PreTrainedModel, mesh: DeviceMesh, plan: Plan | ParallelP
         model: on the mesh's kind of device, or on meta; the same on every rank.
         mesh: with dimensions named `fsdp`, `ep`, `tp` (any of them, in this order). Ranks that differ in `fsdp`
             take different batches, whose gradients are averaged; those that differ in `ep` or `tp` the same batch.
-        plan: `"auto"`, rules that change it, or a whole `ParallelPlan`.
+        plan: `"auto"`, rules that change it, or a `ParallelPlan`, which also says in what dtype to compute.
 
     Returns:
         `model`.
@@ -121,7 +121,7 @@ class _ModelDivision:
         self.tensor = rules_by_module(model, plan.tensor) if size_of(mesh, "tp") > 1 else {}
         self.experts_over = experts_over(model, mesh, plan)
         self.expert = rules_by_module(model, plan.expert) if self.experts_over else {}
-        self.units = plan.units
+        self.units = plan.units or ()
         self.sums_gradient: set[tuple[int, str]] = set()
         self.done: dict[int, nn.Parameter] = {}  # by the identity of what they replace: tied ones stay one
 
@@ -309,7 +309,7 @@ def divide_data(model: PreTrainedModel, sharding: Sharding) -> None:
         "shard_placement_fn": lambda parameter: Shard(dims[id(parameter)]),
         "offload_policy": offload,
     }
-    units = [one for one in model.modules() if type(one).__name__ in plan.units and one is not model]
+    units = [one for one in model.modules() if type(one).__name__ in (plan.units or ()) and one is not model]
     for unit in reversed(units):  # those within others first
         if any(True for _ in unit.parameters()):
             fully_shard(unit, reshard_after_forward=plan.reshard_after_forward, **options)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -39,18 +39,20 @@ class ParallelPlan:
     Names may have `*` for a number, as transformers' plans do: `model.layers.*.self_attn.q_proj`.
 
     Args:
-        tensor: for each module or parameter the `TENSOR_STYLES` word that says how `tp` divides it.
+        tensor: for each module or parameter the `TENSOR_STYLES` word that says how `tp` divides it; None takes what
+            transformers and the family declare.
         expert: likewise for `ep`, from `EXPERT_STYLES`.
-        units: class names of the modules that `fsdp` gathers and frees as one.
+        units: class names of the modules that `fsdp` gathers and frees as one; None takes those that transformers
+            never splits.
         param_dtype: of parameters while they compute under `fsdp`; None is their own.
         reduce_dtype: in which `fsdp` sums gradients; None is `param_dtype`.
         reshard_after_forward: whether `fsdp` frees a unit's parameters between forward and backward.
         offload: whether `fsdp` keeps parameters and gradients on the CPU.
     """
 
-    tensor: Mapping[str, str] = field(default_factory=dict)
-    expert: Mapping[str, str] = field(default_factory=dict)
-    units: tuple[str, ...] = ()
+    tensor: Mapping[str, str] | None = None
+    expert: Mapping[str, str] | None = None
+    units: tuple[str, ...] | None = None
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     reshard_after_forward: bool = True
@@ -63,7 +65,10 @@ def plan_for(model: PreTrainedModel, mesh: DeviceMesh, plan: Plan | ParallelPlan
     Args:
         model: real or on meta.
         mesh: with dimensions named `fsdp`, `ep`, `tp` (any of them, in this order).
-        plan: see `Plan`; a whole `ParallelPlan` is checked and taken as it is.
+        plan: see `Plan`; of a `ParallelPlan`, what it leaves open is filled in.
+
+    Returns:
+        A plan that leaves nothing open.
 
     Raises:
         ShardingError: everything about mesh and plan that does not fit the model.
@@ -73,11 +78,11 @@ def plan_for(model: PreTrainedModel, mesh: DeviceMesh, plan: Plan | ParallelPlan
         advice = ['name the dimensions: init_device_mesh(device, (2, 4), mesh_dim_names=("fsdp", "tp"))']
         raise ShardingError("the mesh does not fit a model", problems, advice)
     if isinstance(plan, ParallelPlan):
-        chosen = plan
-        problems += _unknown_names(model, {**plan.tensor, **plan.expert})
-        problems += _unknown_units(model, plan.units)
+        problems += _unknown_names(model, {**(plan.tensor or {}), **(plan.expert or {})})
+        problems += _unknown_units(model, plan.units or ())
+        chosen = _completed(model, plan)
     elif plan == "auto" or isinstance(plan, Mapping):
-        chosen = ParallelPlan(declared_tensor_plan(model), declared_expert_plan(model), units_of(model))
+        chosen = _completed(model, ParallelPlan())
         if not isinstance(plan, str):
             problems += _unknown_names(model, plan)
             chosen = _overridden(model, chosen, plan)
@@ -87,10 +92,19 @@ def plan_for(model: PreTrainedModel, mesh: DeviceMesh, plan: Plan | ParallelPlan
     if not problems:
         problems += [*_tensor_problems(model, mesh, chosen), *_expert_problems(model, mesh, chosen)]
     if problems:
-        raise ShardingError(
-            f"{_class_name(model)} cannot be sharded over {describe(mesh)}", problems, _advice(model, mesh, problems)
-        )
+        summary = f"{_class_name(model)} cannot be sharded over {describe(mesh)}"
+        raise ShardingError(summary, _one_for_all_layers(problems), _advice(model, mesh, problems))
     return chosen
+
+
+def _completed(model: PreTrainedModel, plan: ParallelPlan) -> ParallelPlan:
+    """`plan`, with what is declared where it leaves something open."""
+    return replace(
+        plan,
+        tensor=declared_tensor_plan(model) if plan.tensor is None else plan.tensor,
+        expert=declared_expert_plan(model) if plan.expert is None else plan.expert,
+        units=units_of(model) if plan.units is None else plan.units,
+    )
 
 
 def declared_tensor_plan(model: PreTrainedModel) -> dict[str, str]:
@@ -99,10 +113,7 @@ def declared_tensor_plan(model: PreTrainedModel) -> dict[str, str]:
     The words' vectors and the head are divided alike, over the vocabulary, so that they can stay tied; over ranks
     that do not divide the vocabulary, both stay whole.
     """
-    own = getattr(model, "tensor_parallel", {})
-    if own is None:
-        return {}
-    plan = dict(getattr(model, "_tp_plan", None) or {}) | dict(own)
+    plan = dict(getattr(model, "_tp_plan", None) or {}) | dict(getattr(model, "tensor_parallel", {}))
     names = {module: name for name, module in model.named_modules()}
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if isinstance(embedding, nn.Embedding):
@@ -125,9 +136,9 @@ def units_of(model: PreTrainedModel) -> tuple[str, ...]:
     return tuple(sorted(declared))
 
 
-def rules_by_module(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
+def rules_by_module(model: nn.Module, plan: Mapping[str, str] | None) -> dict[str, str]:
     """For each module and parameter that a plan names, the word it has for it."""
-    patterns = [(_pattern(name), style) for name, style in plan.items()]
+    patterns = [(_pattern(name), style) for name, style in (plan or {}).items()]
     names = [name for name, _ in model.named_modules()] + [name for name, _ in _hf_parameters(model)]
     found: dict[str, str] = {}
     for pattern, style in patterns:
@@ -188,6 +199,18 @@ def _overridden(model: PreTrainedModel, declared: ParallelPlan, rules: Mapping[s
     return replace(declared, tensor={**tensor, **rules})
 
 
+def _one_for_all_layers(problems: list[Problem]) -> list[Problem]:
+    """The same, what several layers have in common said once."""
+    alike: dict[tuple[str, str, str], list[Problem]] = {}
+    for problem in problems:
+        key = (problem.kind, re.sub(r"\.\d+(?=\.|$)", ".*", problem.subject), problem.detail)
+        alike.setdefault(key, []).append(problem)
+    return [
+        several[0] if len(several) == 1 else Problem(kind, f"{subject} ({len(several)} times)", detail)
+        for (kind, subject, detail), several in alike.items()
+    ]
+
+
 def _unknown_names(model: nn.Module, rules: Mapping[str, str]) -> list[Problem]:
     names = [name for name, _ in model.named_modules()] + [name for name, _ in _hf_parameters(model)]
     return [
@@ -208,7 +231,7 @@ def _unknown_styles(plan: ParallelPlan) -> list[Problem]:
         known = ", ".join(styles)
         problems += [
             Problem("plan", name, f"has the style {style!r}; known are {known}")
-            for name, style in rules.items()
+            for name, style in (rules or {}).items()
             if style not in styles
         ]
     return problems
@@ -224,9 +247,9 @@ def _tensor_problems(model: PreTrainedModel, mesh: DeviceMesh, plan: ParallelPla
     inside = {name for name in rules if not (name in modules and is_vocabulary(model, modules[name]))}
     if not any(TENSOR_STYLES[rules[name]].dim(2) is not None for name in inside):
         why = "has no tensor-parallel plan, neither transformers' nor its family's"
-        if getattr(model, "tensor_parallel", {}) is None:
-            why = "has no tensor-parallel plan: its family declares that transformers' is wrong for it"
         return [Problem("plan", _class_name(model), why)]
+    if declared := getattr(model, "limits", {}).get("tensor parallelism"):
+        return [Problem("plan", _class_name(model), f"declares that it lacks tensor parallelism: {declared}")]
     problems = []
     for name, word in rules.items():
         style = TENSOR_STYLES[word]

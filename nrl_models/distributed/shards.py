@@ -26,6 +26,21 @@ def own_block(tensor: torch.Tensor) -> Block:
     return Block(tuple(chunk.offsets) if local.numel() else (0,) * tensor.ndim, local)
 
 
+def share_of(tensor: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of `tensor`, taken from another whole tensor of its shape.
+
+    For optimisers that gather a gradient, make an update of all of it, and keep their own share.
+
+    Args:
+        tensor: a parameter, gradient or state of a sharded model; a plain tensor is held whole.
+        whole: of `tensor`'s shape, ordered as `tensor.full_tensor()` is.
+
+    Returns:
+        A view of `whole`, of the shape of `tensor.to_local()`.
+    """
+    return own_block(tensor.detach()).of(whole)
+
+
 def blocks_of(tensor: HFTensor, own: Mapping[str, torch.Tensor]) -> list[Block]:
     """This rank's blocks of a Hugging Face tensor, over the memory of the model's own tensors."""
     result = []

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from world import World
+
+sys.path.append(str(Path(__file__).parents[2] / "examples"))  # processes of worlds have it, too
 
 
 def _world(size: int) -> Iterator[World]:

@@ -8,7 +8,6 @@ import gc
 import os
 import threading
 import time
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,12 +23,22 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, LlamaConfig, PreTrainedModel
 
 from nrl_models import AutoModelForCausalLM, AutoModelForSequenceClassification, registry
 from nrl_models.common import ProjectionPart
+from nrl_models.distributed import (
+    ParallelPlan,
+    gathering,
+    load_checkpoint,
+    loading,
+    parallelize,
+    plan_for,
+    save_checkpoint,
+    saving,
+)
 from nrl_models.distributed import checkpoint as dcp_checkpoint
-from nrl_models.distributed import gathering, load_checkpoint, loading, parallelize, plan_for, save_checkpoint, saving
 from nrl_models.distributed.mesh import rank_in, size_of
 from nrl_models.testing.case import FamilyCase
 
@@ -285,8 +294,7 @@ def mixed_precision() -> dict[str, str]:
     """In which dtypes a model with fp32 weights keeps, computes and sums."""
     case, mesh = case_of("LlamaForCausalLM"), mesh_of(fsdp=2)
     model = copy.deepcopy(case.model()).train()
-    plan = replace(plan_for(model, mesh), param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    parallelize(model, mesh, plan)
+    parallelize(model, mesh, ParallelPlan(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
     seen = []
     attention = model.model.layers[0].self_attn
     attention.register_forward_hook(lambda *_: seen.append(str(attention.qkv_proj.weight.dtype)))
@@ -426,14 +434,14 @@ def peak_of_export(**sizes: int) -> tuple[int, int]:
                          num_attention_heads=8, num_key_value_heads=4)  # fmt: skip
     torch.manual_seed(0)
     model = parallelize(AutoModelForCausalLM.from_config(config), mesh_of(**sizes))
-    bucket = 16 * 2**20
+    bucket = 8 * 2**20
     adapter = model.state_dict_adapter
     assert len(list(adapter.iter_export(model, max_bytes=2**20))) == len(
         adapter.hub
     )  # connections, and buffers of them
     with Peak() as peak:
         total = sum(tensor.nbytes for _, tensor in adapter.iter_export(model, max_bytes=bucket))
-    assert total > 10 * bucket
+    assert total > 20 * bucket
     return peak.peak, bucket
 
 
@@ -471,6 +479,14 @@ def dies_while_saving(folder: str, dying: int, checkpoint: bool = False, **sizes
         model.save_pretrained(folder, max_shard_size="700KB")
 
 
+def dies_while_exporting(dying: int, **sizes: int) -> None:
+    """One rank ends between two buckets."""
+    model = parallelize(copy.deepcopy(case_of("LlamaForCausalLM").model()), mesh_of(**sizes))
+    for number, _ in enumerate(model.state_dict_adapter.iter_export(model, max_bytes=300_000)):
+        if number == 3 and dist.get_rank() == dying:
+            os._exit(3)
+
+
 # Checkpoints
 
 
@@ -480,6 +496,15 @@ def resume_without_optimizer(folder: str, **sizes: int) -> list[float]:
     model = parallelize(case.model_class.from_config(case.config).train(), mesh_of(**sizes))
     load_checkpoint(folder, model)
     return train(model, new_optimizer(model), case, range(2, 4))
+
+
+def dies_while_resuming(folder: str, dying: int, **sizes: int) -> None:
+    """One rank ends when all have agreed that the checkpoint fits."""
+    model = parallelize(copy.deepcopy(case_of("LlamaForCausalLM").model()), mesh_of(**sizes))
+    optimizer = new_optimizer(model)
+    if dist.get_rank() == dying:
+        dcp_checkpoint.dcp = SimpleNamespace(load=lambda *_, **__: os._exit(3))  # type: ignore[assignment]
+    load_checkpoint(folder, model, optimizer)
 
 
 def resume_with_one_group(folder: str, **sizes: int) -> None:
@@ -575,3 +600,78 @@ def muon_on_parts(**sizes: int) -> tuple[float, float]:
                 together = view.of(orthogonalised(gradient))
                 combined = max(combined, float((together - expected[part]).abs().max()))
     return worst, combined
+
+
+def sharded_example(*arguments: str) -> list[float]:
+    """`examples/sharded.py`, in this world's process group."""
+    import sharded
+
+    losses = sharded.main(list(arguments))
+    torch.compiler.reset()
+    return losses
+
+
+# Estimates
+
+
+def measures(architecture: str, batch: int, length: int, **sizes: int) -> dict[str, Any]:
+    """Bytes this rank holds after a step, that autograd keeps in a forward, and that are sent."""
+    case = case_of(architecture)
+    model = parallelize(copy.deepcopy(case.model()).train(), mesh_of(**sizes))
+    optimizer = torch.optim.AdamW(model.parameters())
+    tokens = case.inputs(batch=batch, length=length)["input_ids"]
+    kept: dict[int, int] = {}
+    parameters = {local(one).untyped_storage().data_ptr() for one in model.parameters()}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = local(tensor).untyped_storage()
+        if storage.data_ptr() not in parameters:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with Sent(model.sharding.mesh) as sent:
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            logits = model(input_ids=tokens, use_cache=False).logits
+            loss = torch.nn.functional.cross_entropy(logits.float().flatten(0, -2), tokens.flatten())
+        loss.backward()
+    optimizer.step()
+    states = [one for state in optimizer.state.values() for one in state.values() if one.ndim > 0]
+    return {
+        "parameters": sum(local(one).nbytes for one in model.parameters()),
+        "gradients": sum(local(one.grad).nbytes for one in model.parameters()),
+        "optimizer": sum(local(one).nbytes for one in states),
+        "buffers": sum(one.nbytes for one in model.buffers()),
+        "activations": sum(kept.values()),
+        "traffic": sent.nbytes,
+    }
+
+
+class Sent(TorchDispatchMode):
+    """Bytes this rank sends while open, by dimension of the mesh, each collective being a ring."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.names = {mesh.get_group(dim).group_name: name for dim, name in enumerate(mesh.mesh_dim_names)}
+        self.sizes = dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True))
+        self.nbytes = dict.fromkeys(mesh.mesh_dim_names, 0)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func._schema.name
+        if name in ("c10d::_allgather_base_", "c10d::_reduce_scatter_base_"):  # FSDP's: (output, input, ...)
+            self.nbytes["fsdp"] += min(args[0].nbytes, args[1].nbytes) * (self.sizes["fsdp"] - 1)
+        elif name.startswith("_c10d_functional::") and not ("wait" in name or "wrap" in name):
+            group = self.names[next(one for one in args if isinstance(one, str) and one in self.names)]
+            others = self.sizes[group] - 1
+            if "all_reduce" in name:
+                self.nbytes[group] += 2 * args[0].nbytes * others // self.sizes[group]
+            elif "all_gather" in name or "reduce_scatter" in name:
+                self.nbytes[group] += min(args[0].nbytes, result.nbytes) * others
+            else:
+                raise AssertionError(f"{name} is not counted")
+        return result
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's share."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -81,14 +82,58 @@ def test_a_half_written_checkpoint_is_none(two: World, tmp_path: Path) -> None:
         assert "this is no whole checkpoint" in text
 
 
-def test_a_rank_that_dies_leaves_no_checkpoint_and_no_other_waiting(tmp_path: Path) -> None:
+@pytest.mark.parametrize("part", ["model", "optimizer"])
+@pytest.mark.parametrize("damage", ["cut", "gone"])
+def test_a_damaged_checkpoint_is_an_error_on_every_rank(two: World, tmp_path: Path, part: str, damage: str) -> None:
+    two.run(partial(jobs.train_and_save, fsdp=2), str(tmp_path / "c"), "LlamaForCausalLM")
+    file = max((tmp_path / "c" / part).iterdir(), key=lambda one: one.stat().st_size)
+    if damage == "cut":
+        file.write_bytes(file.read_bytes()[:-1000])
+    else:
+        file.unlink()
+    for kind, text in refused(two, partial(jobs.resume, fsdp=2), str(tmp_path / "c"), "LlamaForCausalLM"):
+        assert kind == "CheckpointError"
+        assert f"file: {part}/{file.name}: {'is not there' if damage == 'gone' else 'has'}" in text
+
+
+def test_a_checkpoint_that_cannot_be_read_to_its_end_names_the_ranks(two: World, tmp_path: Path) -> None:
+    two.run(partial(jobs.train_and_save, fsdp=2), str(tmp_path / "c"), "LlamaForCausalLM")
+    file = max((tmp_path / "c" / "optimizer").iterdir(), key=lambda one: one.stat().st_size)
+    file.write_bytes(bytes(file.stat().st_size))
+    for kind, text in refused(two, partial(jobs.resume, fsdp=2), str(tmp_path / "c"), "LlamaForCausalLM"):
+        assert kind == "ShardingError"
+        assert "rank: rank 0: " in text
+
+
+def test_weights_alone_are_loaded_without_the_optimizers_files(two: World, tmp_path: Path) -> None:
+    two.run(partial(jobs.train_and_save, fsdp=2), str(tmp_path / "c"), "LlamaForCausalLM")
+    shutil.rmtree(tmp_path / "c" / "optimizer")
+    two.run(partial(jobs.resume_without_optimizer, fsdp=2), str(tmp_path / "c"))
+
+
+@pytest.mark.parametrize("dying", [0, 1])
+def test_a_rank_that_dies_leaves_no_checkpoint_and_no_other_waiting(tmp_path: Path, dying: int) -> None:
     world = World(2)
     try:
-        (kind, text) = world.run_dying(
-            1, partial(jobs.dies_while_saving, checkpoint=True, fsdp=2), str(tmp_path / "c")
-        )[0]
+        (found,) = world.run_dying(
+            dying, partial(jobs.dies_while_saving, checkpoint=True, fsdp=2), str(tmp_path / "c")
+        ).values()
+    finally:
+        world.close()
+    assert found[0] == "ShardingError"
+    assert "is gone" in found[1]
+    # The first rank moves the folder into place; if it is the one that dies, what it had written stays aside.
+    assert not (tmp_path / "c").exists()
+    assert dying == 0 or list(tmp_path.iterdir()) == []
+
+
+def test_a_rank_that_dies_while_others_resume_leaves_none_waiting(tmp_path: Path) -> None:
+    world = World(2)
+    try:
+        world.run(partial(jobs.train_and_save, fsdp=2), str(tmp_path / "c"), "LlamaForCausalLM")
+        (kind, text) = world.run_dying(1, partial(jobs.dies_while_resuming, fsdp=2), str(tmp_path / "c"))[0]
     finally:
         world.close()
     assert kind == "ShardingError"
+    assert "cannot load" in text
     assert "is gone" in text
-    assert list(tmp_path.iterdir()) == []

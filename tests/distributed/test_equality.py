@@ -100,7 +100,7 @@ def test_key_value_heads_that_ranks_do_not_divide_are_refused_under_tp(four: Wor
     for rank in range(4):
         kind, message = caught.value.errors[rank]
         assert kind == "ShardingError"
-        assert "k_proj: has 2 heads of 32 (num_key_value_heads), which tp=4 does not divide" in message
+        assert "k_proj (2 times): has 2 heads of 32 (num_key_value_heads), which tp=4 does not divide" in message
         assert "take tp among [1, 2]" in message
 
 

@@ -39,10 +39,10 @@ def test_every_other_family_exports_what_one_process_does(two: World, tmp_path: 
     assert files_in(tmp_path / "sharded") == files_in(tmp_path / "sharded-whole")
 
 
-def test_one_bucket_at_a_time_is_held(two: World) -> None:
+def test_a_few_buckets_are_held_of_a_model_of_many(two: World) -> None:
     for peak, bucket in two.run(partial(jobs.peak_of_export, fsdp=2)):
-        # This one, the one before it that the caller still looks at, and what the collective takes.
-        assert peak <= 4 * bucket, f"{peak / bucket:.1f} buckets"
+        # This one, the one before it that the caller still looks at, what gloo takes, and what malloc keeps.
+        assert peak <= 8 * bucket, f"{peak / bucket:.1f} buckets"
 
 
 def test_what_was_loaded_saves_in_the_layout_it_came_in(two: World, tmp_path: Path) -> None:
@@ -78,6 +78,16 @@ def test_a_rank_that_dies_in_a_save_leaves_the_old_checkpoint_and_no_other_waiti
     assert "is gone" in text
     assert files_in(folder) == before
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_rank_that_dies_in_a_refit_leaves_no_other_waiting() -> None:
+    world = World(2)
+    try:
+        (kind, text) = world.run_dying(1, partial(jobs.dies_while_exporting, fsdp=2))[0]
+    finally:
+        world.close()
+    assert kind == "ShardingError"
+    assert "cannot gather the model's tensors" in text
 
 
 def test_keywords_that_need_the_whole_model_are_refused(two: World, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from functools import partial
@@ -14,7 +15,6 @@ import jobs
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import PreTrainedModel, Trainer, TrainingArguments
 from world import World
 
 from nrl_models import AutoModelForCausalLM
@@ -81,32 +81,28 @@ def test_accelerate_launch_with_fsdp2(tmp_path: Path) -> None:
 # transformers
 
 
-def trained(model: PreTrainedModel, folder: Path, **options: Any) -> Trainer:
-    arguments = TrainingArguments(
-        str(folder), max_steps=4, save_steps=2, per_device_train_batch_size=2, learning_rate=1e-3, logging_steps=1,
-        use_cpu=True, report_to=[], disable_tqdm=True, seed=0, **options,
-    )  # fmt: skip
-    return Trainer(model, arguments, train_dataset=examples(8))
-
-
 def test_trainer_trains_saves_and_resumes_as_with_transformers_own_model(checkpoint: Path, tmp_path: Path) -> None:
+    import trainer
     import transformers
 
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    options = {"use_cpu": True, "seed": 0}
     losses = []
-    for name, auto in (("theirs", transformers.AutoModelForCausalLM), ("ours", AutoModelForCausalLM)):
-        trainer = trained(auto.from_pretrained(checkpoint), tmp_path / name)
-        trainer.train()
-        losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+    for folder, auto in ((theirs, transformers.AutoModelForCausalLM), (ours, AutoModelForCausalLM)):
+        losses.append(trainer.train(auto.from_pretrained(checkpoint), str(folder), steps=4, **options))
     assert losses[1] == pytest.approx(losses[0], abs=1e-5)
     assert losses[0][-1] != losses[0][0]
-    first, second = (stored(tmp_path / name / "checkpoint-4") for name in ("theirs", "ours"))
+    first, second = (stored(folder / "checkpoint-4") for folder in (theirs, ours))
     assert sorted(first) == sorted(second)
     for name, tensor in first.items():
         torch.testing.assert_close(second[name], tensor, atol=1e-5, rtol=1e-4)
-    resumed = trained(AutoModelForCausalLM.from_pretrained(checkpoint), tmp_path / "ours")
-    resumed.train(resume_from_checkpoint=str(tmp_path / "ours" / "checkpoint-2"))
-    again = [entry["loss"] for entry in resumed.state.log_history if "loss" in entry]
-    assert again[-2:] == pytest.approx(losses[1][-2:], abs=1e-6)
+    again = []
+    for folder in (ours, theirs):  # from our own checkpoint, and from transformers'
+        shutil.rmtree(folder / "checkpoint-4")
+        model = AutoModelForCausalLM.from_pretrained(checkpoint)
+        again.append(trainer.train(model, str(folder), steps=4, resume=True, **options)[-2:])
+    assert again[0] == pytest.approx(losses[1][-2:], abs=1e-6)
+    assert again[1] == pytest.approx(losses[0][-2:], abs=1e-5)
 
 
 # PEFT
@@ -182,21 +178,26 @@ def tokenizer(tmp_path: Path) -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=raw, **special)
 
 
-def test_trl_sft(checkpoint: Path, tmp_path: Path, tokenizer: Any) -> None:
-    trl = pytest.importorskip("trl")
-    datasets = pytest.importorskip("datasets")
+@pytest.fixture
+def with_tokenizer(checkpoint: Path, tokenizer: Any, tmp_path: Path) -> Path:
+    """The checkpoint, with a tokenizer beside it."""
+    folder = shutil.copytree(checkpoint, tmp_path / "with-tokenizer")
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["whole", "lora"])
+def test_trl_sft(checkpoint: Path, tmp_path: Path, tokenizer: Any, lora: bool) -> None:
+    pytest.importorskip("trl")
+    import sft
     import transformers
 
-    rows = datasets.Dataset.from_dict({"text": [" ".join(map(str, row["input_ids"])) for row in examples(8)]})
+    texts = [" ".join(map(str, row["input_ids"])) for row in examples(8)]
     losses = []
     for name, auto in (("theirs", transformers.AutoModelForCausalLM), ("ours", AutoModelForCausalLM)):
-        arguments = trl.SFTConfig(
-            str(tmp_path / name), max_steps=3, per_device_train_batch_size=2, learning_rate=1e-3, logging_steps=1,
-            use_cpu=True, bf16=False, report_to=[], disable_tqdm=True, seed=0, max_length=16, save_strategy="no",
-        )  # fmt: skip
-        trainer = trl.SFTTrainer(
-            auto.from_pretrained(checkpoint, dtype=torch.float32), args=arguments, train_dataset=rows,
-            processing_class=tokenizer,
+        trainer = sft.trainer_for(
+            auto.from_pretrained(checkpoint, dtype=torch.float32), tokenizer, texts, str(tmp_path / name), lora=lora,
+            max_steps=3, learning_rate=1e-3, use_cpu=True, bf16=False, seed=0,
         )  # fmt: skip
         trainer.train()
         losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
@@ -204,27 +205,43 @@ def test_trl_sft(checkpoint: Path, tmp_path: Path, tokenizer: Any) -> None:
     assert len(losses[0]) == 3
 
 
-def test_trl_grpo(checkpoint: Path, tmp_path: Path, tokenizer: Any) -> None:
-    trl = pytest.importorskip("trl")
-    datasets = pytest.importorskip("datasets")
+def test_the_example_of_sft_with_qlora_leaves_an_adapter(with_tokenizer: Path, tmp_path: Path) -> None:
+    pytest.importorskip("trl")
+    pytest.importorskip("bitsandbytes")
+    import sft
+
+    sft.main([str(with_tokenizer), str(tmp_path / "out"), "--qlora", "--steps", "2"])
+    names = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    assert any("q_proj" in name for name in names)
+    assert not any("qkv_proj" in name for name in names)
+
+
+def test_the_example_of_grpo_saves_a_model_of_transformers(with_tokenizer: Path, tmp_path: Path) -> None:
+    pytest.importorskip("trl")
+    import grpo
     import transformers
 
-    rows = datasets.Dataset.from_dict({"prompt": ["20 30 40", "50 60 70", "80 90 100", "110 120 130"]})
+    grpo.main([str(with_tokenizer), str(tmp_path / "out"), "--steps", "1"])
+    _, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(info.values())
+
+
+def test_trl_grpo(checkpoint: Path, tmp_path: Path, tokenizer: Any) -> None:
+    pytest.importorskip("trl")
+    import grpo
+    import transformers
+
+    prompts = ["20 30 40", "50 60 70", "80 90 100", "110 120 130"]
 
     def reward(completions: list[str], **_: Any) -> list[float]:
         return [sum(int(word) % 7 for word in one.split() if word.isdigit()) / 10 for one in completions]
 
     weights = []
     for name, auto in (("theirs", transformers.AutoModelForCausalLM), ("ours", AutoModelForCausalLM)):
-        arguments = trl.GRPOConfig(
-            str(tmp_path / name), max_steps=2, per_device_train_batch_size=4, num_generations=4, learning_rate=1e-3,
-            max_completion_length=6, use_cpu=True, bf16=False, report_to=[], disable_tqdm=True, seed=0,
-            save_strategy="no", logging_steps=1,
+        trainer = grpo.trainer_for(
+            auto.from_pretrained(checkpoint, dtype=torch.float32), tokenizer, prompts, reward, str(tmp_path / name),
+            max_steps=2, learning_rate=1e-3, max_completion_length=6, use_cpu=True, bf16=False, seed=0,
         )  # fmt: skip
-        model = auto.from_pretrained(checkpoint, dtype=torch.float32)
-        trainer = trl.GRPOTrainer(
-            model, reward_funcs=reward, args=arguments, train_dataset=rows, processing_class=tokenizer
-        )
         trainer.train()
         rewards = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
         assert len(rewards) == 2
@@ -255,6 +272,48 @@ def test_a_muon_style_optimiser_sees_the_logical_matrices(two: World, sizes: dic
     for difference, combined in two.run(partial(jobs.muon_on_parts, **sizes)):
         assert difference <= 1e-5
         assert combined > 1e-3
+
+
+def test_the_example_on_torch_alone_goes_on_over_another_mesh(
+    two: World, four: World, checkpoint: Path, tmp_path: Path
+) -> None:
+    run = [str(checkpoint), str(tmp_path / "at-once"), "--length", "16"]
+    (at_once, *_) = two.run(jobs.sharded_example, *run, "--mesh", "fsdp=2", "--steps", "4")
+    run[1] = str(tmp_path / "in-two")
+    (first, *_) = two.run(jobs.sharded_example, *run, "--mesh", "fsdp=2", "--steps", "2")
+    for second in four.run(jobs.sharded_example, *run, "--mesh", "fsdp=2,tp=2", "--steps", "4"):
+        assert first + second == pytest.approx(at_once, abs=1e-5)
+    assert at_once[0] != at_once[-1]
+    one, other = stored(tmp_path / "at-once" / "model"), stored(tmp_path / "in-two" / "model")
+    assert one.keys() == stored(checkpoint).keys()
+    # Keys' biases have no gradient but rounding, which Adam makes as large as any.
+    assert all(torch.allclose(other[name], one[name], atol=1e-5) for name in one if "k_proj.bias" not in name)
+
+
+def test_the_example_on_torch_alone_in_bf16(two: World, checkpoint: Path, tmp_path: Path) -> None:
+    run = [str(checkpoint), str(tmp_path / "out"), "--length", "16", "--bf16"]
+    for losses in two.run(jobs.sharded_example, *run, "--mesh", "fsdp=2", "--steps", "2"):
+        assert all(torch.isfinite(torch.tensor(losses)))
+    assert {one.dtype for one in stored(tmp_path / "out" / "model").values()} == {torch.float32}
+
+
+def test_the_example_of_an_optimiser_on_matrices_trains_alike_combined_uncombined_and_sharded(checkpoint: Path) -> None:
+    import muon
+
+    losses = []
+    for combine in (True, False):
+        model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, combine=combine).train()
+        losses.append(muon.train(model, muon.optimizers(model), 4))
+    assert losses[1] == pytest.approx(losses[0], abs=1e-4)
+    assert losses[0][-1] < losses[0][0] - 0.1
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    command += [muon.__file__, str(checkpoint), "--steps", "4"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, timeout=240, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    for line in done.stdout.splitlines():
+        assert [float(loss) for loss in line.split()] == pytest.approx(losses[0], abs=1e-3)
+    assert len(done.stdout.splitlines()) == 2
 
 
 # accelerate's device maps

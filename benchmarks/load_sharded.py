@@ -1,0 +1,111 @@
+"""Loading a checkpoint over two ranks, against transformers' own sharded loading (`DistributedConfig`).
+
+Each measurement is two new processes with warm file caches and one thread each; imports do not count. The slower rank
+counts, and the larger peak. Peak memory is anonymous memory (what no file backs) above what was there before loading;
+bytes read are those of the slices a rank copied. Some of transformers' parameters stay in the files' pages, which are
+then read in the first forward; ours never do, so the figures with that forward are those to compare.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import time
+from pathlib import Path
+
+from benchmarks.load import MAKE
+from benchmarks.reporting import Row, arguments, child, median, publish
+from benchmarks.train_step import Peak
+
+CONTENDERS = ("nrl_models", "transformers")
+
+
+def load(which: str, layout: str, path: str) -> None:
+    """One measurement. Prints the larger figures of the two ranks."""
+    import torch.multiprocessing
+
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(_load_rank, (which, layout, path, folder), nprocs=2)
+        ranks = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(2)]
+    print(json.dumps({key: max(rank[key] for rank in ranks) for key in ranks[0]}))
+
+
+def _load_rank(rank: int, which: str, layout: str, path: str, folder: str) -> None:
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+    import torch
+    import torch.distributed as dist
+    import transformers
+    from torch.distributed.device_mesh import init_device_mesh
+
+    torch.set_num_threads(1)
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    if which == "nrl_models":
+        import nrl_models.distributed.loading
+        import nrl_models.families.llama.model
+        import nrl_models.families.mixtral.model  # noqa: F401
+        from nrl_models import AutoModelForCausalLM
+
+        options = {"mesh": init_device_mesh("cpu", (2,), mesh_dim_names=(layout,))}
+    else:
+        import transformers.models.llama.modeling_llama
+        import transformers.models.mixtral.modeling_mixtral
+        from transformers import AutoModelForCausalLM
+        from transformers.distributed import DistributedConfig
+
+        options = {"distributed_config": DistributedConfig(**{f"{layout}_size": 2})}
+    dist.barrier()
+    with Peak() as peak:
+        started = time.perf_counter()
+        model = AutoModelForCausalLM.from_pretrained(path, **options)
+        took = time.perf_counter() - started
+    with torch.no_grad():
+        started = time.perf_counter()
+        model(torch.arange(8)[None], use_cache=False)
+        both = took + time.perf_counter() - started
+    read = model.sharding.loaded_bytes if which == "nrl_models" else 0
+    found = {"load": took, "both": both, "anonymous": peak.rise, "read": read}
+    (Path(folder) / f"{rank}.json").write_text(json.dumps(found))
+    dist.barrier()
+    os._exit(0)  # tearing gloo down takes seconds
+
+
+def main() -> None:
+    """Measure, print, write."""
+    options = arguments(__doc__ or "", runs=5)
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for kind in ("dense", "moe"):
+            path = str(Path(folder) / kind)
+            size = child(MAKE, kind, path)["bytes"]
+            for layout in ("tp", "fsdp"):
+                measured: dict[str, list[Row]] = {name: [] for name in CONTENDERS}
+                for run in range(options.runs + 1):  # in turn, so that a slow minute slows both; the first warms up
+                    for name in CONTENDERS:
+                        code = f"from benchmarks.load_sharded import load; load({name!r}, {layout!r}, {path!r})"
+                        found = child(code)
+                        if run:
+                            measured[name].append(found)
+                ours, theirs = measured.values()
+                rows.append(
+                    {
+                        "checkpoint": f"{kind}, {size / 1e9:.2f} GB",
+                        "mesh": f"{layout}=2",
+                        "load, s": median(ours, "load"),
+                        "transformers, s": median(theirs, "load"),
+                        "with first forward, s": median(ours, "both"),
+                        "transformers', s": median(theirs, "both"),
+                        "transformers' / ours": median(theirs, "both") / median(ours, "both"),
+                        "read / model": median(ours, "read") / size,
+                        "anonymous memory / model": median(ours, "anonymous") / size,
+                        "transformers' / model": median(theirs, "anonymous") / size,
+                    }
+                )
+    notes = [" ".join((__doc__ or "").split())]
+    publish("load_sharded", "Loading bf16 checkpoints over two ranks of a CPU", rows, options.out, notes)
+
+
+if __name__ == "__main__":
+    main()

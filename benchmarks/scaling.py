@@ -1,0 +1,96 @@
+"""What published models take on every rank, as `nrl-models plan` estimates it: writes the table in docs/scaling.md.
+
+Estimates, not measurements: from configurations on meta. How near they come to what ranks hold is tested on small
+meshes (tests/distributed/test_estimate.py).
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "scaling.md"
+BEGIN, END = "<!-- begin: python -m benchmarks.scaling -->\n", "<!-- end -->\n"
+MEMORY = 80
+"""GiB of a device."""
+
+
+def _decoder(vocab: int, hidden: int, intermediate: int, layers: int, heads: int, groups: int, **more: Any) -> Any:
+    return {
+        "vocab_size": vocab, "hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": layers,
+        "num_attention_heads": heads, "num_key_value_heads": groups, **more,
+    }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row: a published model, by its sizes, over a mesh."""
+
+    model: str
+    kind: str
+    values: dict[str, Any]
+    mesh: str
+    seq_len: int = 4096
+
+
+_LLAMA_8B = _decoder(128256, 4096, 14336, 32, 32, 8)
+_LLAMA_70B = _decoder(128256, 8192, 28672, 80, 64, 8)
+_QWEN_30B = _decoder(
+    151936, 2048, 6144, 48, 32, 4, head_dim=128, moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8
+)
+_QWEN_235B = _decoder(
+    151936, 4096, 12288, 94, 64, 4, head_dim=128, moe_intermediate_size=1536, num_experts=128, num_experts_per_tok=8
+)
+
+CASES = [
+    Case("Llama-3.1-8B", "Llama", _LLAMA_8B, "fsdp=8"),
+    Case("Llama-3.1-8B", "Llama", _LLAMA_8B, "fsdp=8", seq_len=32768),
+    Case("Llama-3.1-8B", "Llama", _LLAMA_8B, "fsdp=2,tp=4", seq_len=32768),
+    Case("Qwen3-30B-A3B", "Qwen3Moe", _QWEN_30B, "fsdp=16"),
+    Case("Qwen3-30B-A3B", "Qwen3Moe", _QWEN_30B, "fsdp=2,ep=8"),
+    Case("Llama-3.1-70B", "Llama", _LLAMA_70B, "fsdp=16"),
+    Case("Llama-3.1-70B", "Llama", _LLAMA_70B, "fsdp=32"),
+    Case("Llama-3.1-70B", "Llama", _LLAMA_70B, "fsdp=4,tp=8"),
+    Case("Qwen3-235B-A22B", "Qwen3Moe", _QWEN_235B, "fsdp=64"),
+    Case("Qwen3-235B-A22B", "Qwen3Moe", _QWEN_235B, "fsdp=16,ep=4"),
+    Case("DeepSeek-V3 (671B)", "DeepseekV3", {}, "fsdp=256"),
+    Case("DeepSeek-V3 (671B)", "DeepseekV3", {}, "fsdp=32,ep=8"),
+    Case("DeepSeek-V3 (671B)", "DeepseekV3", {}, "fsdp=32,ep=16"),
+]
+"""`DeepseekV3Config`'s own values are those of the published model."""
+
+HEAD = "| model | mesh | tokens | parameters, gradients, states | gathered | activations | total | sent in a step | |"
+
+
+def row(case: Case) -> str:
+    """A case as a line of the table, in GiB on a rank."""
+    import transformers
+
+    from nrl_models.distributed.estimate import GIB, Setting, estimate
+    from nrl_models.distributed.mesh import parse_mesh
+
+    config = getattr(transformers, f"{case.kind}Config")(**case.values, architectures=[f"{case.kind}ForCausalLM"])
+    found = estimate(config, Setting(parse_mesh(case.mesh), seq_len=case.seq_len))
+    kept = found.parameters + found.gradients + found.optimizer
+    sent = ", ".join(f"{name} {nbytes / GIB:.1f}" for name, nbytes in found.traffic.items())
+    figures = [f"{nbytes / GIB:.1f}" for nbytes in (kept, found.gathered, found.activations, found.total)]
+    verdict = "fits" if found.total <= MEMORY * GIB else "does not fit"
+    return f"| {case.model} | `{case.mesh}` | {case.seq_len} | {' | '.join(figures)} | {sent} | {verdict} |"
+
+
+def main() -> None:
+    """Estimate, and write the table into the page."""
+    rows = []
+    for case in CASES:
+        rows.append(row(case))
+        print(rows[-1], file=sys.stderr)
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    _, _, after = rest.partition(END)
+    table = "\n".join([HEAD, "|" + "---|" * (HEAD.count("|") - 1), *rows])
+    PAGE.write_text(f"{before}{BEGIN}{table}\n{END}{after}")
+
+
+if __name__ == "__main__":
+    main()

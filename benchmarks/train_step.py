@@ -1,0 +1,305 @@
+"""A training step (forward, backward, optimiser), against transformers and, where installed, Liger and NeMo Automodel.
+
+In one process, and under FSDP2 over two: all contenders hold the same weights, see the same tokens and take turns, step
+by step, so that a slow second slows all. Figures are medians; MFU is against the fastest matmul measured in the same
+process. Each shape has the widths of the named size and few layers. Liger and NeMo Automodel run on a GPU only; the
+optimiser is AdamW there, and SGD on a CPU, so that all contenders find room.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from benchmarks.reporting import Row, arguments, child, publish
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "1B, 2 layers": {
+        "kind": "Llama", "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 2,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 16000,
+    },
+    "8B, 1 layer": {
+        "kind": "Llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 1,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 8000,
+    },
+    "MoE 30B-A3B, 1 layer, 16 experts": {
+        "kind": "Qwen3Moe", "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768,
+        "num_hidden_layers": 1, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
+        "num_experts": 16, "num_experts_per_tok": 4, "vocab_size": 8000,
+    },
+}  # fmt: skip
+
+TOKENS = 256
+"""Of one sequence on a CPU; sixteen times as many on a GPU."""
+
+
+def config_of(shape: str) -> Any:
+    """The configuration of a shape."""
+    import transformers
+
+    values = dict(SHAPES[shape])
+    kind = values.pop("kind")
+    return getattr(transformers, f"{kind}Config")(**values, architectures=[f"{kind}ForCausalLM"])
+
+
+def contenders(shape: str, compiled: bool) -> dict[str, Callable[[], Any]]:
+    """What builds each model, by name."""
+    import torch
+    import transformers
+
+    from nrl_models import AutoModelForCausalLM
+
+    config = config_of(shape)
+    dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
+
+    def by_layer(model: Any) -> Any:
+        for layer in model.model.layers:
+            layer.compile()
+        return model
+
+    found: dict[str, Callable[[], Any]] = {
+        "combined": lambda: AutoModelForCausalLM.from_config(config, dtype=dtype),
+        "separate": lambda: AutoModelForCausalLM.from_config(config, dtype=dtype, combine=False),
+        "transformers": lambda: transformers.AutoModelForCausalLM.from_config(config, dtype=dtype),
+    }
+    if compiled:
+        found["combined, layers compiled"] = lambda: by_layer(AutoModelForCausalLM.from_config(config, dtype=dtype))
+        found["transformers, layers compiled"] = lambda: by_layer(
+            transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+        )
+    if torch.cuda.is_available() and find_spec("liger_kernel"):
+        from liger_kernel.transformers import AutoLigerKernelForCausalLM
+
+        found["transformers with Liger"] = lambda: AutoLigerKernelForCausalLM.from_config(config, dtype=dtype)
+    if torch.cuda.is_available() and find_spec("nemo_automodel"):
+        from nemo_automodel import NeMoAutoModelForCausalLM
+
+        found["NeMo Automodel"] = lambda: NeMoAutoModelForCausalLM.from_config(config, torch_dtype=dtype)
+    return found
+
+
+class Peak:
+    """The largest rise of memory while open, in bytes."""
+
+    def __enter__(self) -> Peak:
+        import torch
+
+        self.cuda = torch.cuda.is_available()
+        if self.cuda:
+            torch.cuda.reset_peak_memory_stats()
+            self.base = torch.cuda.memory_allocated()
+            return self
+        self.base = self.peak = _anonymous()
+        self.done = False
+        self.thread = threading.Thread(target=self._watch)
+        self.thread.start()
+        return self
+
+    def _watch(self) -> None:
+        while not self.done:
+            self.peak = max(self.peak, _anonymous())
+            time.sleep(0.002)
+
+    def __exit__(self, *_: object) -> None:
+        import torch
+
+        if self.cuda:
+            self.peak = torch.cuda.max_memory_allocated()
+        else:
+            self.done = True
+            self.thread.join()
+
+    @property
+    def rise(self) -> int:
+        """Bytes."""
+        return self.peak - self.base
+
+
+def _anonymous() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon")) * 1024
+
+
+def fastest_matmul(device: Any, dtype: Any) -> float:
+    """Floating-point operations a second of the largest of a few matmuls."""
+    import torch
+
+    best = 0.0
+    size = 8192 if device.type == "cuda" else 1536
+    left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    for _ in range(6):
+        started = time.perf_counter()
+        left @ right
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        best = max(best, 2 * size**3 / (time.perf_counter() - started))
+    return best
+
+
+def measure(models: dict[str, Any], runs: int, tokens: Any) -> dict[str, Row]:
+    """Steps of every model in turn; each one's median time and largest memory."""
+    import torch
+
+    make = torch.optim.AdamW if tokens.is_cuda else torch.optim.SGD
+    optimizers = {name: make(model.parameters(), lr=1e-4) for name, model in models.items()}
+    times: dict[str, list[float]] = {name: [] for name in models}
+    memory: dict[str, int] = dict.fromkeys(models, 0)
+    losses: dict[str, float] = {}
+    for run in range(runs + 2):  # the first two warm up, and compile
+        # Each goes first as often: what comes after a step of another finds other caches.
+        order = list(models.items())[:: 1 if run % 2 else -1]
+        for name, model in order:
+            gc.collect()
+            with Peak() as peak:
+                started = time.perf_counter()
+                loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+                loss.backward()
+                optimizers[name].step()
+                optimizers[name].zero_grad()
+                if tokens.is_cuda:
+                    torch.cuda.synchronize()
+                took = time.perf_counter() - started
+            losses.setdefault(name, loss.item())
+            if run >= 2:
+                times[name].append(took)
+                memory[name] = max(memory[name], peak.rise)
+    spread = max(losses.values()) - min(losses.values())
+    assert spread < 1e-2, f"the contenders differ: {losses}"
+    return {name: {"step": statistics.median(times[name]), "memory": memory[name]} for name in models}
+
+
+def build(makers: dict[str, Callable[[], Any]], device: Any) -> dict[str, Any]:
+    """Every model, with the weights of the first."""
+    from nrl_models.common import StateDictAdapter
+
+    models: dict[str, Any] = {}
+    weights: dict[str, Any] = {}
+    for name, make in makers.items():
+        import torch
+
+        torch.manual_seed(0)
+        model = make().to(device).train()
+        adapter = StateDictAdapter(model)
+        if not weights:
+            weights = {
+                key: one.clone() for key, one in adapter.to_hf(model.state_dict(), layout="transformers").items()
+            }
+        model.load_state_dict(adapter.from_hf(weights))
+        models[name] = model
+    return models
+
+
+def single(shape: str, runs: int) -> None:
+    """One process. Prints a row for each contender."""
+    import torch
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    models = build(contenders(shape, compiled=True), device)
+    count = TOKENS * (16 if device.type == "cuda" else 1)
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, 8000, (1, count), generator=generator).to(device)
+    found = measure(models, runs, tokens)
+    first = next(iter(models.values()))
+    peak = fastest_matmul(device, next(first.parameters()).dtype)
+    active = _active_parameters(first)
+    for row in found.values():
+        row["tokens"] = count / row["step"]
+        row["mfu"] = 6 * active * count / row["step"] / peak
+    print(json.dumps(found))
+
+
+def _active_parameters(model: Any) -> int:
+    """Parameters a token meets in a matmul: of a stack of experts its share; not the embedding."""
+    config = model.config
+    total = 0
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 3:
+            total += parameter.numel() * config.num_experts_per_tok // parameter.shape[0]
+        elif parameter.ndim == 2 and "embed_tokens" not in name:
+            total += parameter.numel()
+    return total
+
+
+def sharded(shape: str, runs: int) -> None:
+    """FSDP2 over two processes, combined and not. Prints a row for each, of the slower rank."""
+    import torch.multiprocessing
+
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(_sharded_rank, (shape, runs, folder), nprocs=2)
+        ranks = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(2)]
+    names = ranks[0]
+    print(json.dumps({name: max((rank[name] for rank in ranks), key=lambda row: row["step"]) for name in names}))
+
+
+def _sharded_rank(rank: int, shape: str, runs: int, folder: str) -> None:
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from nrl_models.distributed import parallelize
+
+    torch.set_num_threads(max(1, (os.cpu_count() or 2) // 2))
+    kind = "cuda" if torch.cuda.device_count() >= 2 else "cpu"
+    device = torch.device(kind, rank) if kind == "cuda" else torch.device("cpu")
+    dist.init_process_group(
+        "nccl" if kind == "cuda" else "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2
+    )
+    makers = {
+        name: make for name, make in contenders(shape, compiled=False).items() if name in ("combined", "separate")
+    }
+    mesh = init_device_mesh(kind, (2,), mesh_dim_names=("fsdp",))
+    models = {name: parallelize(model, mesh) for name, model in build(makers, device).items()}
+    generator = torch.Generator().manual_seed(rank)
+    tokens = torch.randint(0, 8000, (1, TOKENS), generator=generator).to(device)
+    found = measure(models, runs, tokens)
+    (Path(folder) / f"{rank}.json").write_text(json.dumps(found))
+    dist.barrier()
+
+
+def main() -> None:
+    """Measure, print, write."""
+    options = arguments(__doc__ or "", runs=5)
+    rows: list[Row] = []
+    for shape in SHAPES:
+        found = child(f"from benchmarks.train_step import single; single({shape!r}, {options.runs})")
+        base = found["transformers"]["step"]
+        rows += [
+            {
+                "shape": shape,
+                "model": name,
+                "ranks": "1",
+                "tokens/s": row["tokens"],
+                "MFU": row["mfu"],
+                "step memory, GB": row["memory"] / 1e9,
+                "time / transformers'": row["step"] / base,
+            }
+            for name, row in found.items()
+        ]
+        over = child(f"from benchmarks.train_step import sharded; sharded({shape!r}, {options.runs})")
+        rows += [
+            {
+                "shape": shape,
+                "model": name,
+                "ranks": "2, FSDP2",
+                "tokens/s": 2 * TOKENS / row["step"],
+                "MFU": "",
+                "step memory, GB": row["memory"] / 1e9,
+                "time / transformers'": row["step"] / over["separate"]["step"],
+            }
+            for name, row in over.items()
+        ]
+    notes = [" ".join((__doc__ or "").split()), "Under FSDP2 the last column is against separate projections."]
+    publish("train_step", "Training step", rows, options.out, notes)
+
+
+if __name__ == "__main__":
+    main()

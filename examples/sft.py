@@ -1,0 +1,65 @@
+"""Fine-tune with TRL's `SFTTrainer`: all weights, a LoRA, or a LoRA on 4-bit weights.
+
+    python examples/sft.py CHECKPOINT OUT
+    python examples/sft.py CHECKPOINT OUT --lora
+    python examples/sft.py CHECKPOINT OUT --qlora
+
+The adapter in OUT is one of the Hugging Face model: PEFT, vLLM and others load it as any other.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from transformers import AutoTokenizer, BitsAndBytesConfig, PreTrainedModel
+from trl import SFTConfig, SFTTrainer
+
+from nrl_models import AutoModelForCausalLM
+
+TEXTS = ["def main():\n    return 0\n", "import os\nprint(os.getcwd())\n", "class Error(Exception):\n    pass\n"]
+
+
+def trainer_for(
+    model: PreTrainedModel, tokenizer: Any, texts: list[str], out: str, *, lora: bool = False, **options: Any
+) -> SFTTrainer:
+    """A trainer on `texts`; `options` are of `SFTConfig`."""
+    arguments = SFTConfig(
+        out, per_device_train_batch_size=2, logging_steps=1, report_to=[], disable_tqdm=True, save_strategy="no",
+        max_length=64, **options,
+    )  # fmt: skip
+    config = LoraConfig(task_type="CAUSAL_LM", r=8, target_modules=["q_proj", "v_proj", "up_proj"]) if lora else None
+    return SFTTrainer(
+        model, args=arguments, train_dataset=Dataset.from_dict({"text": texts}), processing_class=tokenizer,
+        peft_config=config,
+    )  # fmt: skip
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Load, train, save."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("checkpoint")
+    parser.add_argument("out")
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--lora", action="store_true")
+    parser.add_argument("--qlora", action="store_true")
+    options = parser.parse_args(arguments)
+    if options.qlora:  # quantised linears do not combine
+        quantised = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+        model = AutoModelForCausalLM.from_pretrained(options.checkpoint, quantization_config=quantised, combine=False)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(options.checkpoint, dtype=torch.float32)
+    trainer = trainer_for(
+        model, AutoTokenizer.from_pretrained(options.checkpoint), TEXTS * 4, options.out,
+        lora=options.lora or options.qlora, max_steps=options.steps, bf16=torch.cuda.is_available(),
+    )  # fmt: skip
+    trainer.train()
+    trainer.save_model(options.out)
+    print([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+
+
+if __name__ == "__main__":
+    main()

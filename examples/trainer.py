@@ -1,0 +1,49 @@
+"""Train with transformers' `Trainer`, and go on from its checkpoints.
+
+    python examples/trainer.py CHECKPOINT OUT --steps 4
+    python examples/trainer.py CHECKPOINT OUT --steps 8 --resume
+
+`--resume` goes on from the last checkpoint in OUT, written here or by `Trainer` with transformers' own model.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, Trainer, TrainingArguments
+
+from nrl_models import AutoModelForCausalLM
+from nrl_models.common.optimizer_state import keep_in_transformers_layout
+
+
+def train(model: PreTrainedModel, out: str, *, steps: int, resume: bool = False, **options: Any) -> list[float]:
+    """Train on random tokens. Returns the losses of this run."""
+    arguments = TrainingArguments(
+        out, max_steps=steps, save_steps=max(steps // 2, 1), logging_steps=1, per_device_train_batch_size=2,
+        learning_rate=1e-4, report_to=[], disable_tqdm=True, **options,
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, model.config.get_text_config().vocab_size, (32, 64), generator=generator).tolist()
+    rows = [{"input_ids": row, "labels": row} for row in tokens]
+    trainer = Trainer(model, arguments, train_dataset=rows)
+    keep_in_transformers_layout(trainer.create_optimizer(), model)  # so that optimizer.pt goes on in either library
+    trainer.train(resume_from_checkpoint=resume)
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Load, and train."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("checkpoint")
+    parser.add_argument("out")
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--resume", action="store_true")
+    options = parser.parse_args(arguments)
+    model = AutoModelForCausalLM.from_pretrained(options.checkpoint, dtype=torch.float32)
+    print(train(model, options.out, steps=options.steps, resume=options.resume))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,364 @@
+"""What a model takes on every rank of a mesh that is not there: memory and traffic, from its configuration alone.
+
+The model is built and sharded on meta by the code that shards real ones, over torch's `fake` process group, so that
+bytes of parameters are those that a rank will have. A forward and a backward on meta say what activations are kept and
+what is exchanged; only the inside of expert stacks, which depends on the data, is counted by hand (evenly routed).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
+
+from nrl_models.auto import auto_class_of
+from nrl_models.common import pretrained
+from nrl_models.distributed import styles
+from nrl_models.distributed.mesh import DIMENSIONS, size_of
+from nrl_models.distributed.parallelize import check_division, divide_data, divide_model
+from nrl_models.distributed.plan import plan_for
+from nrl_models.distributed.styles import ExpertsOfThisRank
+from nrl_models.errors import Problem, ShardingError
+
+GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What is to be trained, and how.
+
+    Args:
+        mesh: sizes by dimension, e.g. `{"fsdp": 16, "tp": 8}`.
+        seq_len: tokens of a sequence.
+        micro_batch: sequences of one forward on a rank.
+        dtype: in which parameters, gradients and optimiser states are kept.
+        compute: in which `fsdp` gathers parameters, and the model computes.
+        checkpointing: whether layers' activations are recomputed in the backward.
+        states: how many tensors of a parameter's size the optimiser keeps (AdamW: 2).
+        combine: whether projections are combined.
+    """
+
+    mesh: Mapping[str, int]
+    seq_len: int = 4096
+    micro_batch: int = 1
+    dtype: torch.dtype = torch.float32
+    compute: torch.dtype = torch.bfloat16
+    checkpointing: bool = True
+    states: int = 2
+    combine: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """Bytes on one rank, and bytes it sends in one step of one micro-batch.
+
+    Attributes:
+        parameters, gradients, optimizer: kept.
+        gathered: parameters and gradients that `fsdp` has whole for a while: two units and the outermost one.
+        activations: kept from forward to backward, and recomputed at a time.
+        buffers: what is no parameter.
+        traffic: bytes a rank sends, by dimension of the mesh.
+        total_parameters: of the whole model, as a number.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    gathered: int
+    activations: int
+    buffers: int
+    traffic: Mapping[str, int]
+    total_parameters: int
+
+    @property
+    def total(self) -> int:
+        """All memory at its peak."""
+        kept = self.parameters + self.gradients + self.optimizer + self.buffers
+        return kept + self.gathered + self.activations
+
+    def to_json(self) -> dict[str, Any]:
+        """The figures, and the total."""
+        return asdict(self) | {"total": self.total}
+
+
+def estimate_checkpoint(folder: str | Path, setting: Setting) -> Estimate:
+    """`estimate` of the configuration in a folder; no weights are needed."""
+    return estimate(pretrained.read_config(pretrained.resolve_folder(folder)), setting)
+
+
+def estimate(config: PreTrainedConfig, setting: Setting) -> Estimate:
+    """What the model of a configuration takes on a rank of a mesh.
+
+    Raises:
+        ShardingError: the mesh does not divide the model, or this process is in a process group already.
+    """
+    with _fake_mesh(setting.mesh) as mesh:
+        kept = _sharded(config, setting.dtype, setting, mesh)
+        divide_data(kept, kept.sharding)
+        local = _local_bytes(kept)
+        fsdp_traffic, gathered = _data_parallel(config, setting, mesh)
+        activations, traffic = _run(config, setting, mesh)
+        total = sum(parameter.numel() for parameter in kept.parameters())
+    if "fsdp" in mesh.mesh_dim_names:  # type: ignore[operator]
+        traffic = {"fsdp": fsdp_traffic} | traffic
+    buffers = sum(buffer.nbytes for buffer in kept.buffers())
+    return Estimate(local, local, setting.states * local, gathered, activations, buffers, traffic, total)
+
+
+def remedies(config: PreTrainedConfig, setting: Setting, memory: int) -> list[tuple[str, Estimate]]:
+    """Changes of a setting, the smallest first, each with what it then takes; those that fit in `memory` bytes.
+
+    At most two are given. Changes: recomputing activations, a smaller micro-batch, states in bf16, more ranks.
+    """
+    changes: list[tuple[str, Setting]] = []
+    if not setting.checkpointing:
+        changes.append(("recompute activations (gradient_checkpointing_enable)", replace(setting, checkpointing=True)))
+    if setting.micro_batch > 1:
+        changes.append(("take one sequence at a time", replace(setting, micro_batch=1, checkpointing=True)))
+    base = replace(setting, checkpointing=True, micro_batch=1)
+    for dimension in ("fsdp", "tp", "ep"):
+        size = setting.mesh.get(dimension, 1)
+        for factor in (2, 4, 8, 16):
+            names = [name for name in DIMENSIONS if name in setting.mesh or name == dimension]
+            sizes = {name: setting.mesh.get(name, 1) for name in names}
+            sizes[dimension] = size * factor
+            changes.append((f"{dimension}={size * factor}", replace(base, mesh=sizes)))
+    if setting.dtype == torch.float32:
+        changes.append(("keep parameters and states in bfloat16", replace(base, dtype=torch.bfloat16)))
+    found: list[tuple[str, Estimate]] = []
+    tried: set[str] = set()
+    for words, changed in changes:
+        kind = words.partition("=")[0]
+        if kind in tried:
+            continue
+        try:
+            result = estimate(config, changed)
+        except ShardingError:
+            continue
+        if result.total <= memory:
+            tried.add(kind)
+            found.append((words, result))
+            if len(found) == 2:
+                break
+    return found
+
+
+@contextmanager
+def _fake_mesh(sizes: Mapping[str, int]) -> Iterator[DeviceMesh]:
+    """A mesh of ranks that are not there; this process is the first."""
+    if dist.is_initialized():
+        problem = Problem("mesh", "this process", "is in a process group; estimates need one of their own")
+        raise ShardingError("cannot estimate here", [problem], ["run nrl-models plan in a process of its own"])
+    dist.init_process_group("fake", rank=0, world_size=math.prod(sizes.values()))
+    try:
+        yield init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    finally:
+        dist.destroy_process_group()
+
+
+def _sharded(config: PreTrainedConfig, dtype: torch.dtype, setting: Setting, mesh: DeviceMesh) -> PreTrainedModel:
+    """The model on meta, its linears and experts divided."""
+    auto = auto_class_of(config)
+    model = auto.from_config(config, device="meta", dtype=dtype, combine=setting.combine).train()
+    plan = plan_for(model, mesh)
+    check_division(model, mesh, plan)
+    divide_model(model, mesh, plan).finish(model)
+    return model
+
+
+def _local_bytes(model: nn.Module) -> int:
+    return sum(_local(parameter).nbytes for parameter in model.parameters())
+
+
+def _local(parameter: torch.Tensor) -> torch.Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def _data_parallel(config: PreTrainedConfig, setting: Setting, mesh: DeviceMesh) -> tuple[int, int]:
+    """Bytes that `fsdp` sends in a step, and bytes it has gathered at a time."""
+    ranks = size_of(mesh, "fsdp")
+    if ranks == 1:
+        return 0, 0
+    model = _sharded(config, setting.compute, setting, mesh)
+    units = [one for one in model.modules() if type(one).__name__ in model.sharding.plan.units]
+    whole = _local_bytes(model)
+    sizes = sorted((_local_bytes(unit) for unit in units), reverse=True)
+    outermost = whole - sum(sizes)
+    largest = sizes[0] if sizes else 0
+    # Parameters before the forward and, having been freed, before the backward; gradients after it.
+    sent = 3 * whole * (ranks - 1) // ranks
+    # The unit at work, the one gathered ahead, and gradients of one; and the outermost, with its gradients.
+    return sent, 3 * largest + 2 * outermost
+
+
+class _Exchanges(TorchDispatchMode):
+    """Counts what collectives send, by the size of their group."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.sent: dict[str, int] = {}
+        self.names = {mesh.get_group(dim).group_name: name for dim, name in enumerate(mesh.mesh_dim_names or ())}
+        self.sizes = {mesh.get_group(dim).group_name: mesh.size(dim) for dim in range(mesh.ndim)}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func._schema.name
+        if name in _TIMES_SENT:
+            group = next(one for one in args if isinstance(one, str) and one in self.names)
+            ranks = self.sizes[group]
+            sent = _TIMES_SENT[name] * max(args[0].nbytes, result.nbytes) * (ranks - 1) // ranks
+            self.sent[self.names[group]] = self.sent.get(self.names[group], 0) + sent
+        return result
+
+
+_TIMES_SENT = {
+    "_c10d_functional::all_reduce": 2,
+    "_c10d_functional::all_gather_into_tensor": 1,
+    "_c10d_functional::reduce_scatter_tensor": 1,
+    "_c10d_functional::all_to_all_single": 1,
+}
+"""How often a rank sends each byte in a ring, but for its own share."""
+
+
+def _run(config: PreTrainedConfig, setting: Setting, mesh: DeviceMesh) -> tuple[int, dict[str, int]]:
+    """Bytes of activations at their peak, and bytes sent by dimension, of one micro-batch."""
+    model = _sharded(config, setting.compute, setting, mesh)
+    parameters = {_storage(_local(one)) for one in model.parameters()}
+    units = {one for one in model.modules() if type(one).__name__ in model.sharding.plan.units}
+    kept: dict[nn.Module | None, dict[int, int]] = {None: {}}
+    inputs: dict[nn.Module, int] = {}
+    running: list[nn.Module | None] = [None]
+
+    def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+        if module in units:
+            running.append(module)
+            hidden = next(one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor))
+            inputs[module] = hidden.nbytes
+
+    def leave(module: nn.Module, *_: Any) -> None:
+        if module in units:
+            running.pop()
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        local = _local(tensor)
+        if _storage(local) not in parameters:
+            kept.setdefault(running[-1], {})[_storage(local)] = local.untyped_storage().nbytes()
+        return tensor
+
+    with ExitStack() as stack:
+        experts = _stub_experts(model, setting, stack)
+        for module in units:
+            stack.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
+            stack.callback(module.register_forward_hook(leave).remove)
+        # It looks at values, of which there are none here.
+        stack.enter_context(mock.patch.object(masking_utils, "find_packed_sequence_indices", return_value=None))
+        # On meta torch would take its plain formulas, which keep every score; devices have a kernel that does not.
+        stack.enter_context(mock.patch.object(nn.functional, "scaled_dot_product_attention", _fused_attention))
+        exchanges = stack.enter_context(_Exchanges(mesh))
+        tokens = torch.zeros(setting.micro_batch, setting.seq_len, dtype=torch.long, device="meta")
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            logits = model(input_ids=tokens, use_cache=False).logits
+            # As trainers compute it: log-probabilities in fp32.
+            scores = logits.float().flatten(0, -2)
+            loss = nn.functional.cross_entropy(scores, tokens.flatten()) if logits.ndim == 3 else scores.sum()
+        forward = dict(exchanges.sent)
+        loss.backward()
+        if setting.checkpointing:  # what was exchanged is exchanged again
+            exchanges.sent = {name: sent + forward.get(name, 0) for name, sent in exchanges.sent.items()}
+    seen: set[int] = set()
+    sizes: dict[nn.Module | None, int] = {}
+    for module, storages in kept.items():
+        sizes[module] = sum(nbytes for storage, nbytes in storages.items() if storage not in seen)
+        seen |= storages.keys()
+    for module, nbytes in experts.items():
+        unit = next((one for one in units if module in set(one.modules())), None)
+        sizes[unit] = sizes.get(unit, 0) + nbytes
+    outside = sizes.pop(None, 0)
+    layers = sum(sizes.values())
+    if setting.checkpointing and sizes:
+        layers = sum(inputs[module] for module in sizes) + max(sizes.values())
+    return outside + layers, exchanges.sent
+
+
+class _FusedAttention(torch.autograd.Function):
+    """The shapes of attention as kernels compute it: the scores are not kept, but a sum for each query."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        output = query.new_empty(*query.shape[:-1], value.shape[-1])
+        sums = query.new_empty(query.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, output, sums, *(() if mask is None else (mask,)))
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        query, key, value = ctx.saved_tensors[:3]
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None
+
+
+def _fused_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    *_: Any,
+    **__: Any,
+) -> torch.Tensor:
+    return _FusedAttention.apply(query, key, value, attn_mask)
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _stub_experts(model: nn.Module, setting: Setting, stack: ExitStack) -> dict[nn.Module, int]:
+    """Let stacks of experts pass their input on; the bytes each would keep, tokens being routed evenly.
+
+    A token's choice keeps its input and output, the gate's and up's outputs, the activation and their product.
+    """
+    keys = ("num_experts_per_tok", "moe_topk", "top_k")
+    top_k = next((value for key in keys if (value := getattr(_text(model), key, None))), 1)
+    found: dict[nn.Module, int] = {}
+    for module in model.modules():
+        stacked = [one for one in module._parameters.values() if one is not None and one.ndim == 3]
+        if not stacked:
+            continue
+        locals_ = [_local(one).shape for one in stacked]
+        share = module.num_experts / stacked[0].shape[0] if isinstance(module, ExpertsOfThisRank) else 1.0
+        hidden = _text(model).hidden_size
+        features = min(math.prod(shape[1:]) // hidden for shape in locals_)
+        choices = setting.seq_len * setting.micro_batch * top_k * share
+        found[module] = int(choices * (2 * hidden + 4 * features) * setting.compute.itemsize)
+        computes = next(
+            cls for cls in type(module).__mro__ if "forward" in vars(cls) and cls.__module__ != styles.__name__
+        )
+        stack.enter_context(mock.patch.object(computes, "forward", lambda self, hidden, *_, **__: hidden * 1))
+    stack.enter_context(mock.patch.object(ExpertsOfThisRank, "forward", _exchanged))
+    return found
+
+
+def _text(model: nn.Module) -> PreTrainedConfig:
+    return model.config.get_text_config()
+
+
+def _exchanged(
+    module: ExpertsOfThisRank, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    """What a divided stack exchanges, without choosing."""
+    scale = styles.entering(weights, module.ep_mesh).sum(-1, keepdim=True)
+    tokens = styles.entering(hidden, module.ep_mesh).reshape(-1, hidden.shape[-1])
+    return styles.leaving(tokens * scale.reshape(-1, 1), module.ep_mesh).reshape(hidden.shape)
