@@ -69,3 +69,7 @@ class RemoteCodeError(NRLModelsError, ValueError):
 
 class UnknownArgumentError(NRLModelsError, TypeError):
     """A keyword that neither the call nor the model's configuration knows."""
+
+
+class HeadError(NRLModelsError, ValueError):
+    """A model ends with something else than an output embedding with a scale or a soft cap."""
