@@ -47,7 +47,7 @@ def token_logprobs(
     score: torch.Tensor | None = None,
     entropy: bool = False,
     reference: nn.Module | None = None,
-    chunk_size: int | None | str = "auto",
+    chunk_size: int | str | None = "auto",
     **model_inputs: Any,
 ) -> TokenLogprobs:
     """The log-probability of each token of a batch under `model`, differentiable.
