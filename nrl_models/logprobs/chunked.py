@@ -259,12 +259,13 @@ class _Chunked(torch.autograd.Function):
 
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         wide = chosen.dtype
+        weighed = ctx.entropy or ctx.reference is not None
         block = max(1, min(len(hidden), 4096))
         tile = max(1, min(len(weight), ctx.elements // block))
         logits_of = _Logits(ctx.head, weight, bias, ctx.sampling.temperature, block * tile)
         reference_of = _reference_logits(ctx.reference, ctx.sampling, block * tile)
-        work = hidden.new_empty(block * tile, dtype=wide)
-        narrow = work if wide == weight.dtype else weight.new_empty(block * tile)
+        work = hidden.new_empty(block * tile, dtype=wide) if weighed else None
+        narrow = None if wide == weight.dtype else logits_of.buffer
         of_hidden = torch.zeros_like(hidden, dtype=wide) if needs_hidden else None
         of_weight = torch.zeros_like(weight) if needs_weight else None
         of_bias = torch.zeros_like(bias) if needs_bias else None
@@ -274,30 +275,33 @@ class _Chunked(torch.autograd.Function):
             if needs_weight and wide != weight.dtype:
                 of_tile = torch.zeros_like(tile_weight, dtype=wide)
             for rows in _slices(len(hidden), block):
-                logits = logits_of(hidden[rows], columns)
-                gradient = work[: logits.numel()].view_as(logits)
-                torch.sub(logits, log_sum[rows, None], out=gradient)
-                if ctx.sampling.truncates:
-                    gradient.masked_fill_(logits < bound[rows, None], _FLOOR)
-                slope = logits_of.slope(logits)
-                # From here on `logits` holds log-probabilities, and `gradient` becomes the gradient.
-                logs = logits.copy_(gradient).clamp_(min=_FLOOR)
-                gradient.exp_()
+                # In one buffer: logits, then log-probabilities, then probabilities, then the logits' gradient.
+                gradient = logits_of(hidden[rows], columns)
+                slope = logits_of.slope(gradient)
+                dropped = gradient < bound[rows, None] if ctx.sampling.truncates else None
+                gradient.sub_(log_sum[rows, None])
+                if dropped is not None:
+                    gradient.masked_fill_(dropped, float("-inf"))
                 factor = of_logprobs[rows, None].neg()
-                if ctx.entropy:
-                    factor = factor - of_entropy[rows, None] * (logs + entropies[rows, None])
-                if ctx.reference:
-                    theirs = reference_of(ctx.reference.hidden[rows], columns)
-                    theirs.sub_(reference_sum[rows, None]).clamp_(min=_FLOOR)
-                    factor = factor + of_kl[rows, None] * (logs - theirs - kl[rows, None])
-                gradient.mul_(factor)
+                if weighed:
+                    logs = work[: gradient.numel()].view_as(gradient)
+                    torch.clamp(gradient, min=_FLOOR, out=logs)
+                    if ctx.reference:
+                        theirs = reference_of(ctx.reference.hidden[rows], columns)
+                        theirs.sub_(reference_sum[rows, None]).clamp_(min=_FLOOR)
+                        theirs.add_(kl[rows, None]).neg_().add_(logs).mul_(of_kl[rows, None])
+                        factor = theirs.add_(factor)
+                    if ctx.entropy:
+                        factor = logs.add_(entropies[rows, None]).mul_(of_entropy[rows, None]).neg_().add_(factor)
+                gradient.exp_().mul_(factor)
                 inside = ((tokens[rows] >= columns.start) & (tokens[rows] < columns.stop)).nonzero()[:, 0]
                 gradient[inside, tokens[rows][inside] - columns.start] += of_logprobs[rows][inside]
-                gradient.mul_(slope) if isinstance(slope, torch.Tensor) or slope != 1.0 else None
+                if isinstance(slope, torch.Tensor) or slope != 1.0:
+                    gradient.mul_(slope)
                 if needs_bias:
                     of_bias[columns] += gradient.sum(0).to(of_bias.dtype)
-                if narrow is not work:
-                    gradient = narrow[: logits.numel()].view_as(logits).copy_(gradient)
+                if narrow is not None:
+                    gradient = narrow[: gradient.numel()].view_as(gradient).copy_(gradient)
                 if needs_hidden:
                     _add_product(of_hidden[rows], gradient, tile_weight)
                 if needs_weight:
