@@ -15,6 +15,9 @@ from nrl_models.logprobs.sampling import Sampling
 
 Tokens = Sequence[int]
 
+LOGITS = "logits"
+"""Under this name, `Engine.module_calls` gives what the model's end is given (the last hidden states) and returns."""
+
 
 @dataclass(frozen=True, slots=True)
 class Sample:
@@ -143,10 +146,17 @@ class Engine:
         """
         raise NotImplementedError
 
-    def score(self, sequences: Sequence[Tokens], sampling: Sampling) -> list[list[float]]:
+    def score(
+        self, sequences: Sequence[Tokens], sampling: Sampling, *, last: int | None = None
+    ) -> list[list[float]]:
         """Log-probability of each token of each sequence after those before it, computed in one prefill.
 
         The first token of a sequence has none: NaN.
+
+        Args:
+            sequences: token ids.
+            sampling: how logits are processed before the softmax.
+            last: how many tokens at the end are wanted; the others may be NaN. All by default.
 
         Raises:
             EngineError: the engine has not the capability, a sequence is too long, or the engine fails.

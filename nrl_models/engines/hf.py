@@ -14,9 +14,13 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
-from nrl_models.common import StateDictAdapter
+from nrl_models.auto import auto_class_for
+from nrl_models.common import FamilyModel, StateDictAdapter
+from nrl_models.common.checkpoint_files import resolve_folder
+from nrl_models.common.pretrained import read_config
 from nrl_models.common.recording import record_calls
 from nrl_models.engines.base import (
+    LOGITS,
     Capabilities,
     Engine,
     ModuleCall,
@@ -28,11 +32,32 @@ from nrl_models.engines.base import (
 )
 from nrl_models.engines.digests import tensor_digest
 from nrl_models.errors import EngineError
+from nrl_models.logprobs.head import output_embedding
 from nrl_models.logprobs.sampling import Sampling, smallest_kept
 from nrl_models.logprobs.tokens import token_logprobs
+from nrl_models.parity.check import load_reference
 
 TOKENS_AT_A_TIME = 2**14
 """Tokens in one forward when scoring: bounds the memory of hidden states and attention."""
+
+
+def reference_model(
+    path: str | Path, dtype: torch.dtype | None, device: str | torch.device, *, weights: bool = True
+) -> PreTrainedModel:
+    """A checkpoint as transformers' own class, loaded by transformers; for a family it lacks, that family's reference.
+
+    Args:
+        path: the checkpoint's folder.
+        dtype: of the parameters; the checkpoint's if None.
+        device: where to put it.
+        weights: whether to load them; else they are random.
+    """
+    config = read_config(resolve_folder(path))
+    ours = auto_class_for(path).from_config(config, device="meta")
+    if weights:
+        return load_reference(ours, path, dtype or "auto", device)
+    reference_class = type(ours).reference_class() if isinstance(ours, FamilyModel) else type(ours)
+    return reference_class._from_config(ours.config, dtype=dtype or config.dtype).to(device).eval()
 
 
 class HFEngine(Engine):
@@ -72,23 +97,14 @@ class HFEngine(Engine):
             device: where to run.
             unknown: refused.
         """
-        from nrl_models.auto import auto_class_for
-
         if unknown or load_format not in ("auto", "dummy"):
             wrong = [*unknown, *([f"load_format={load_format}"] if load_format not in ("auto", "dummy") else [])]
             raise EngineError(
                 f"hf-generate does not know {', '.join(wrong)}: expected device, load_format=auto|dummy, seed"
             )
-        auto_class = auto_class_for(path)
-        if load_format == "auto":
-            model = auto_class.from_pretrained(path, dtype=dtype or "auto", device=device, combine=False)
-        else:
-            from nrl_models.common.pretrained import read_config, resolve_folder
-
+        if load_format == "dummy":
             torch.manual_seed(seed)
-            model = auto_class.from_config(
-                read_config(resolve_folder(path)), dtype=dtype, device=device, combine=False
-            ).eval()
+        model = reference_model(path, dtype, device, weights=load_format == "auto")
         return cls(model, max_length=max_length)
 
     def capabilities(self) -> Capabilities:
@@ -131,11 +147,11 @@ class HFEngine(Engine):
             for indices in _by_length(prompts):
                 recorder = _Recorder(sampling)
                 batch = torch.tensor([list(prompts[index]) for index in indices], device=self.model.device)
+                # The recorder does what is to be done to the logits; transformers' own ways stay out of it.
+                untouched = {} if sampling.greedy else {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
                 config = GenerationConfig(
                     do_sample=not sampling.greedy,
-                    temperature=1.0,
-                    top_k=0,
-                    top_p=1.0,
+                    **untouched,
                     max_new_tokens=max_new_tokens,
                     eos_token_id=None if ignore_end else sorted(ends) or None,
                     pad_token_id=0,
@@ -170,8 +186,21 @@ class HFEngine(Engine):
             self.model.generation_config = kept
 
     @torch.no_grad()
-    def score(self, sequences: Sequence[Tokens], sampling: Sampling) -> list[list[float]]:
-        """See `Engine.score`. Sequences of one length are scored together, so nothing is padded."""
+    def score(
+        self,
+        sequences: Sequence[Tokens],
+        sampling: Sampling,
+        *,
+        last: int | None = None,
+        full_logits: bool = False,
+    ) -> list[list[float]]:
+        """See `Engine.score`. Sequences of one length are scored together, so nothing is padded.
+
+        Args:
+            sequences, sampling, last: as there.
+            full_logits: whether to use the model's own forward to the end, with whatever hooks its output embedding
+                has, in place of log-probabilities a chunk at a time.
+        """
         require_lengths(self, sequences)
         results: dict[int, list[float]] = {}
         processing = sampling.processing
@@ -180,15 +209,19 @@ class HFEngine(Engine):
             for start in range(0, len(indices), rows):
                 some = indices[start : start + rows]
                 batch = torch.tensor([list(sequences[index]) for index in some], device=self.model.device)
+                wanted = torch.ones_like(batch, dtype=torch.bool)
+                wanted[:, : 0 if last is None else max(0, batch.shape[1] - last)] = False
                 found = token_logprobs(
                     self.model,
                     batch,
+                    score=wanted,
+                    chunk_size=None if full_logits else "auto",
                     temperature=processing.temperature,
                     top_k=processing.top_k,
                     top_p=processing.top_p,
                 )
                 values = found.logprobs.double().masked_fill(found.outside, -math.inf)
-                values[:, 0] = math.nan
+                values[~(found.mask | found.outside)] = math.nan
                 for index, row in zip(some, values.tolist(), strict=True):
                     results[index] = row
         return [results[index] for index in range(len(sequences))]
@@ -243,11 +276,17 @@ class HFEngine(Engine):
             before = self.model(input_ids=batch[:, :-1], use_cache=True)
             inputs = {"input_ids": batch[:, -1:], "use_cache": True, "past_key_values": before.past_key_values}
         with record_calls(self.model) as calls:
-            self.model(**inputs)
+            logits = self.model(**inputs).logits
         classes = {name: type(module).__name__ for name, module in self.model.named_modules()}
-        return {
-            name: ModuleCall(classes[name], tuple(call.inputs), tuple(call.outputs)) for name, call in calls.items()
+        result = {
+            name: ModuleCall(classes[name], tuple(call.inputs), tuple(call.outputs))
+            for name, call in calls.items()
+            if name
         }
+        head = output_embedding(self.model)
+        name = next(name for name, module in self.model.named_modules() if module is head)
+        result[LOGITS] = ModuleCall(type(self.model).__name__, result[name].inputs, (logits,))
+        return result
 
 
 def _by_length(rows: Sequence[Tokens]) -> list[list[int]]:

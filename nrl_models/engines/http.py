@@ -1,8 +1,9 @@
 """A server as an engine: OpenAI's completions interface, with the token ids that vLLM's and others' add to it.
 
 What is needed of a server: `POST /v1/completions` that takes token ids as `prompt` and gives log-probabilities
-(`logprobs`), and sampled tokens as ids (vLLM: `return_token_ids`, or `return_tokens_as_token_ids`). Tokens as text will
-not do: text does not determine them. To score given tokens, `prompt_logprobs` (vLLM) or `echo` (OpenAI's old interface).
+(`logprobs`), and sampled tokens as ids (vLLM: `return_token_ids`, or `return_tokens_as_token_ids`). Tokens as text
+will not do: text does not determine them. To score given tokens, `prompt_logprobs` (vLLM) or `echo` (OpenAI's old
+interface).
 """
 
 from __future__ import annotations
@@ -141,7 +142,9 @@ class HTTPEngine(Engine):
             samples.append(Sample(tuple(prompt), tokens, logprobs, str(choice.get("finish_reason"))))
         return samples
 
-    def score(self, sequences: Sequence[Tokens], sampling: Sampling) -> list[list[float]]:
+    def score(
+        self, sequences: Sequence[Tokens], sampling: Sampling, *, last: int | None = None
+    ) -> list[list[float]]:
         """See `Engine.score`: with `prompt_logprobs` if the server gives them, else with `echo`."""
         if not sampling.is_identity:
             raise EngineError(f"{self.address} scores given tokens at temperature 1 only, not at {sampling}")
@@ -206,8 +209,8 @@ def _token_ids(choice: dict[str, Any]) -> tuple[int, ...]:
     if names and all(name.startswith("token_id:") for name in names):
         return tuple(int(name.removeprefix("token_id:")) for name in names)
     raise EngineError(
-        "the server gives tokens as text only, and text does not determine them: it has to support `return_token_ids` or "
-        "`return_tokens_as_token_ids`, as vLLM's does"
+        "the server gives tokens as text only, and text does not determine them: it has to support `return_token_ids` "
+        "or `return_tokens_as_token_ids`, as vLLM's does"
     )
 
 

@@ -21,6 +21,7 @@ import safetensors.torch
 import torch
 
 from nrl_models.engines.base import (
+    LOGITS,
     Capabilities,
     Engine,
     ModuleCall,
@@ -181,7 +182,9 @@ class VLLMEngine(Engine):
             )
         return samples
 
-    def score(self, sequences: Sequence[Tokens], sampling: Sampling) -> list[list[float]]:
+    def score(
+        self, sequences: Sequence[Tokens], sampling: Sampling, *, last: int | None = None
+    ) -> list[list[float]]:
         """See `Engine.score`. vLLM has to sample one more token, so a sequence must leave room for it."""
         require_lengths(self, sequences, 1)
         request = self._parameters(temperature=0.0, max_tokens=1, prompt_logprobs=0)
@@ -248,11 +251,14 @@ class VLLMEngine(Engine):
                 if output.outputs[0].token_ids[0] != tokens[-1]:
                     raise EngineError("the last token is not the one that greedy decoding takes")
             else:
-                # Asking for log-probabilities of the prompt keeps vLLM from taking parts of it from its prefix cache.
-                self._run([tokens], [self._parameters(temperature=0.0, max_tokens=1, prompt_logprobs=0)])
+                self.llm.reset_prefix_cache()  # what is taken from there is not computed
+                self._run([tokens], [self._parameters(temperature=0.0, max_tokens=1)])
         finally:
             calls = self._call("nrl_record_finish")
-        return {name: _of_one_sequence(call) for name, call in calls.items()}
+        result = {name: _of_one_sequence(call) for name, call in calls.items() if name not in ("", "logits_processor")}
+        if "logits_processor" in calls:
+            result[LOGITS] = _of_one_sequence(calls["logits_processor"])
+        return result
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """Copies of the buffers of the model inside, by its own names."""

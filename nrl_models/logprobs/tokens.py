@@ -149,8 +149,7 @@ def _masks(
     inputs: dict[str, torch.Tensor] = {}
     if attention_mask is not None:
         inputs["attention_mask"] = attention_mask
-        unwrapped = model.get_base_model() if hasattr(model, "get_base_model") else model  # PEFT's wrapper
-        if position_ids is None and "position_ids" in inspect.signature(unwrapped.forward).parameters:
+        if position_ids is None and "position_ids" in inspect.signature(_unwrapped(model).forward).parameters:
             position_ids = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
     if position_ids is not None:
         inputs["position_ids"] = position_ids
@@ -183,12 +182,28 @@ def _from_full_logits(
     reference: nn.Module | None,
     inputs: dict[str, Any],
 ) -> TokenStatistics:
-    logits = model(input_ids=input_ids, use_cache=False, **inputs).logits[before]
+    logits = _logits_at(model, input_ids, before, inputs)
     reference_logits = None
     if reference is not None:
         with torch.no_grad():
-            reference_logits = reference(input_ids=input_ids, use_cache=False, **inputs).logits[before]
+            reference_logits = _logits_at(reference, input_ids, before, inputs)
     return statistics_of(logits, tokens, sampling, reference_logits)
+
+
+def _logits_at(
+    model: nn.Module, input_ids: torch.Tensor, places: tuple[torch.Tensor, torch.Tensor], inputs: dict[str, Any]
+) -> torch.Tensor:
+    """The model's own logits at some places: of the columns these are in, if the model can leave out the others."""
+    rows, columns = places
+    if "logits_to_keep" not in inspect.signature(_unwrapped(model).forward).parameters or not len(columns):
+        return model(input_ids=input_ids, use_cache=False, **inputs).logits[rows, columns]
+    kept, among_kept = columns.unique(return_inverse=True)
+    return model(input_ids=input_ids, use_cache=False, logits_to_keep=kept, **inputs).logits[rows, among_kept]
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside PEFT's wrapper."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def _placed(values: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

@@ -113,8 +113,9 @@ def test_refit_refuses_what_does_not_fit(engine: HFEngine, name: str, shape: tup
 def test_modules_show_what_they_compute(engine: HFEngine, prompts: list[list[int]]) -> None:
     tokens = prompts[1]
     whole, step = engine.module_calls(tokens), engine.module_calls(tokens, decode_last=True)
-    assert list(whole)[0] == "model.embed_tokens"
-    assert list(whole)[-1] == ""
+    assert next(iter(whole)) == "model.embed_tokens"
+    assert list(whole)[-1] == "logits"
+    assert torch.equal(whole["logits"].inputs[0], whole["model.norm"].outputs[0])
     norm = whole["model.norm"]
     assert norm.class_name == "LlamaRMSNorm"
     assert torch.equal(engine.model.model.norm(norm.inputs[0]), norm.outputs[0])

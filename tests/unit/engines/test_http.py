@@ -137,7 +137,7 @@ def test_nobody_there(checkpoint: Path) -> None:
 def test_an_error_of_the_server_is_shown(server: Server, prompts: list[list[int]]) -> None:
     engine, served = server
     served.complete = lambda body: 1 / 0  # type: ignore[method-assign, assignment, return-value]
-    with pytest.raises(EngineError, match="answered 400.*division by zero"):
+    with pytest.raises(EngineError, match=r"answered 400.*division by zero"):
         engine.generate(prompts, Sampling(), max_new_tokens=5)
 
 

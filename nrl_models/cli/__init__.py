@@ -2,61 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from rich.table import Table
-
-app = typer.Typer(
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    help="Takes a Hugging Face model to RL post-training and proves that it stayed the same model.",
-)
-
-CheckpointPath = Annotated[Path, typer.Argument(help="A checkpoint folder.", show_default=False)]
-JsonFile = Annotated[
-    Path | None, typer.Option("--json", help="Write the result here as JSON, too.", show_default=False)
-]
-
-
-@contextmanager
-def _errors_for_people() -> Iterator[None]:
-    """Print an error this library raises on purpose without a traceback, and exit with 2."""
-    from rich.console import Console
-
-    from nrl_models.errors import NRLModelsError
-
-    try:
-        yield
-    except NRLModelsError as error:
-        Console(stderr=True).print(f"[bold red]error:[/bold red] {type(error).__name__}", highlight=False)
-        Console(stderr=True).print(str(error), markup=False, highlight=False)
-        raise typer.Exit(2) from error
-
-
-def _print(table: Table | str) -> None:
-    import os
-    import sys
-
-    from rich.console import Console
-
-    # Where the width is not known (a pipe, a log), wide enough that a table's rows stay one line each.
-    width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 160
-    Console(width=width).print(table, highlight=False)
-
-
-def _write_json(file: Path | None, content: Any) -> None:
-    if file is not None:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(content, indent=2) + "\n")
+from nrl_models.cli import engines as _engines  # noqa: F401 (its commands join `app`)
+from nrl_models.cli.console import CheckpointPath, JsonFile, app, errors_for_people, print_table, write_json
 
 
 @app.command()
@@ -68,10 +20,10 @@ def demo(
     """Train a small Llama on text of this machine, load it here, and check everything about it."""
     from nrl_models.demo import run_demo
 
-    with _errors_for_people():
+    with errors_for_people():
         report = run_demo(out, steps=steps)
-    _print(report.table())
-    _write_json(json_file, report.to_json())
+    print_table(report.table())
+    write_json(json_file, report.to_json())
     if not report.passed:
         raise typer.Exit(1)
 
@@ -85,7 +37,7 @@ def inspect(path: CheckpointPath, json_file: JsonFile = None) -> None:
 
     from nrl_models.onboarding.inspect import inspect as look
 
-    with _errors_for_people():
+    with errors_for_people():
         found = look(path)
     table = Table(title=str(path), title_justify="left", show_header=False)
     table.add_row("architecture", found.architecture)
@@ -101,8 +53,8 @@ def inspect(path: CheckpointPath, json_file: JsonFile = None) -> None:
     else:
         dtypes = ", ".join(f"{count} {dtype}" for dtype, count in found.dtypes.items())
         table.add_row("files", f"{found.stored_tensors:,} tensors ({dtypes}), {found.stored_bytes / 1e9:.3f} GB")
-    _print(table)
-    _write_json(json_file, asdict(found))
+    print_table(table)
+    write_json(json_file, asdict(found))
 
 
 @app.command()
@@ -123,10 +75,10 @@ def parity(
 
     if check and (unknown := sorted(set(check) - set(CHECKS))):
         raise typer.BadParameter(f"{', '.join(unknown)}: expected some of {', '.join(CHECKS)}", param_hint="--check")
-    with _errors_for_people():
+    with errors_for_people():
         report = check_parity(path, checks=check or CHECKS, device=device, length=length, batch=batch, seed=seed)
-    _print(report.table())
-    _write_json(json_file, report.to_json())
+    print_table(report.table())
+    write_json(json_file, report.to_json())
     if not report.passed:
         raise typer.Exit(1)
 
@@ -141,9 +93,9 @@ def convert(
     """Write a checkpoint again, in another dtype or with other shards; tokenizer and other files come along."""
     from nrl_models.onboarding.convert import convert as write
 
-    with _errors_for_people():
+    with errors_for_people():
         written = write(source, target, dtype=dtype, max_shard_size=max_shard_size)
-    _print(f"{target}: {written}")
+    print_table(f"{target}: {written}")
 
 
 @app.command()
@@ -156,9 +108,9 @@ def coverage(
     """Write the model coverage pages from the results of the generated tests."""
     from nrl_models.onboarding.coverage import run_generated_tests, write_pages
 
-    with _errors_for_people():
+    with errors_for_people():
         pages = write_pages(results or run_generated_tests(out / "results.json"), out)
-    _print(f"wrote {len(pages)} pages to {out}")
+    print_table(f"wrote {len(pages)} pages to {out}")
 
 
 def main() -> None:
