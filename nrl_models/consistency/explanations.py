@@ -23,6 +23,9 @@ from nrl_models.logprobs.sampling import Sampling
 EXPLAINED = 0.1
 """A guess has to leave less than this share of the difference."""
 
+FAR = 10.0
+"""Nats from which on two log-probabilities of a token are just different."""
+
 LARGE = 3e9
 """Parameters from which on no models of other configurations are built."""
 
@@ -67,11 +70,10 @@ def explain(
 
 
 def distance(first: torch.Tensor, second: torch.Tensor) -> float:
-    """Mean absolute difference, in nats, where both are finite; infinite if they are finite in different places."""
-    finite = first.isfinite() & second.isfinite()
-    if (first.isfinite() != second.isfinite()).double().mean() > 0.1 or not finite.any():
-        return math.inf
-    return (first - second).abs()[finite].mean().item()
+    """Mean absolute difference, in nats; one token counts for `FAR` at most, and so does one that only one excludes."""
+    same = (first == second) | (first.isnan() & second.isnan())
+    difference = (first - second).abs().nan_to_num(nan=FAR, posinf=FAR).clamp(max=FAR)
+    return torch.where(same, 0.0, difference).mean().item()
 
 
 class Guesses:

@@ -29,7 +29,7 @@ class Parting:
     Args:
         module: its name in the reference.
         class_name: its class in the engine.
-        error: the largest difference of its output, of the output's scale.
+        error: the largest difference of its output, of the output's scale (or as it is, if not `relative`).
         after: the last module before it that is right.
         between: whether already its input is wrong: what parts lies between `after` and `module`, in code that is no
             module of its own (an embedding's scale, rotary embedding, attention).
@@ -40,10 +40,11 @@ class Parting:
     error: float
     after: str
     between: bool = False
+    relative: bool = True
 
     def __str__(self) -> str:
         where = f"between {self.after} and {self.module}" if self.between else f"in {self.module} ({self.class_name})"
-        return f"{where}, off by {self.error:.1e} of its scale"
+        return f"{where}, off by {self.error:.1e}" + (" of its scale" if self.relative else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +82,42 @@ def first_parting(
         elif one.of_output is not None and not any(
             right[later] and _contains(held[later].name, one.name) for later in range(index + 1, len(held))
         ):
-            wrong_input = one.of_input is not None and one.of_input > tolerance
-            return Parting(one.name, one.class_name, one.of_output, after, between=wrong_input)
+            if one.of_input is None or one.of_input <= tolerance:
+                return Parting(one.name, one.class_name, one.of_output, after)
+            found = Parting(one.name, one.class_name, one.of_output, after, between=True)
+            return _earlier(held[:index], engine, reference, names, tolerance) or found
+    return None
+
+
+def _earlier(
+    held: Sequence[_Held],
+    engine: Mapping[str, ModuleCall],
+    reference: Mapping[str, ModuleCall],
+    names: Mapping[str, str],
+    tolerance: float,
+) -> Parting | None:
+    """Norms hide a wrong scale, which shows only where it is added to something: look for it in their inputs."""
+    after = "the tokens"
+    for one in held:
+        if one.of_input is not None and one.of_input > tolerance:
+            factor = factor_of(reference[one.name].inputs[0], engine[names[one.name]].inputs, tolerance)
+            if factor is not None:
+                return Parting(one.name, one.class_name, one.of_input, after, between=True)
+        after = one.name
+    return None
+
+
+def factor_of(right: torch.Tensor, given: Sequence[torch.Tensor], tolerance: float) -> float | None:
+    """The number that `right` is multiplied by in one of the engine's tensors, if there is one other than 1."""
+    flat = right.float().reshape(-1, right.shape[-1]).cpu()
+    for form in forms(given):
+        if form.shape[-1] != flat.shape[-1] or form.shape[0] > flat.shape[0]:
+            continue
+        wanted = flat[-form.shape[0] :]
+        factor = ((form * wanted).sum() / wanted.square().sum().clamp(min=1e-12)).item()
+        left = departure([wanted * factor], [form])
+        if abs(factor - 1.0) > tolerance and left is not None and left <= tolerance / 4:
+            return factor
     return None
 
 

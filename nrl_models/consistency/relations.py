@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import nn
 
-from nrl_models.consistency.parting import TOLERANCE, Parting, departure, forms, match_names
+from nrl_models.consistency.parting import TOLERANCE, Parting, departure, factor_of, match_names
 from nrl_models.engines.base import LOGITS, ModuleCall
 from nrl_models.logprobs.head import output_embedding
 
@@ -34,7 +34,7 @@ def relation(
     for words, candidate in _candidates(right[0]):
         if (error := departure([candidate], given)) is not None and error <= tolerance:
             return f"{what} is the right one with {words}"
-    if (factor := _factor(right[0], given, tolerance)) is not None:
+    if (factor := factor_of(right[0], given, tolerance)) is not None:
         return f"{what} is the right one times {factor:.6g}"
     if previous is not None and not parting.between:
         before = _output_of(previous, parting.module, wanted)
@@ -66,19 +66,6 @@ def _candidates(right: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     if size % 2 == 0:
         yield "its halves swapped", right.roll(size // 2, -1)
     yield "its sign flipped", -right
-
-
-def _factor(right: torch.Tensor, given: tuple[torch.Tensor, ...], tolerance: float) -> float | None:
-    """The number that `right` is multiplied by in one of the engine's tensors, if there is one."""
-    flat = right.float().reshape(-1, right.shape[-1]).cpu()
-    for form in forms(given):
-        if form.shape[-1] != flat.shape[-1] or form.shape[0] > flat.shape[0]:
-            continue
-        wanted = flat[-form.shape[0] :]
-        factor = ((form * wanted).sum() / wanted.square().sum().clamp(min=1e-12)).item()
-        if abs(factor - 1.0) > tolerance and departure([wanted * factor], [form]) <= tolerance / 4:
-            return factor
-    return None
 
 
 def _about_logits(reference: Mapping[str, ModuleCall], given: tuple[torch.Tensor, ...], tolerance: float) -> str:

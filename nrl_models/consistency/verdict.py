@@ -50,7 +50,7 @@ class Verdict:
         errors: for each party its `token_mult_prob_error` and largest difference against transformers in fp64.
         cause: what the odd one does instead, if that was found.
         module: the first module where the odd one parts, if that was found.
-        detail: what is known about that module.
+        detail: where it parts and what is known about that, in words.
         quirks: known quirks that match.
         summary: all of it in a sentence.
     """
@@ -96,61 +96,58 @@ class Judge:
     def judge(self, cell: Cell, found: Measurement) -> Verdict:
         """The verdict on one measurement of a cell; of one that agrees, kind `precision`."""
         sampling = self.settings.sampling_of(cell)
-        rows = _worst_rows(found, 1 if cell.length > 2_000 else 2)
-        tokens, generated = found.tokens[rows], found.decode.shape[1]
-        parties = {TRAINER: found.trainer[rows], DECODE: found.decode[rows]}
-        if found.prefill is not None:
-            parties[PREFILL] = found.prefill[rows]
+        tokens, parties = _case(found, self.settings.threshold, 1 if cell.length > 2_000 else 2)
+        generated = found.decode.shape[1]
         exact = self._reference(torch.float64, tokens, generated, sampling)
         single = self._reference(torch.float32, tokens, generated, sampling)
         errors = {name: _error(values, exact) for name, values in parties.items()}
         errors["transformers fp32"] = _error(single, exact)
-        broken = tuple(name for name, values in parties.items() if _is_broken(values))
+        broken = tuple(name for name, values in parties.items() if bool(values.isnan().any()))
         if broken:
-            return self._finish("not finite", broken, errors, "", None, "")
+            return self._finish("not finite", broken, errors)
         if errors["transformers fp32"][0] > self.settings.threshold:
-            return self._finish("unstable", (), errors, "", None, "")
-        floors = {name: self._floor(name, tokens, generated, sampling, exact, single) for name in parties}
-        odd = tuple(name for name, values in parties.items() if distance(values, exact) > floors[name])
+            return self._finish("unstable", (), errors)
+        odd, floors, looks_like = [], {}, ""
+        for name, values in parties.items():
+            off = distance(values, exact)
+            for dtype in self._dtypes(name):
+                reference = single if dtype == torch.float32 else self._reference(dtype, tokens, generated, sampling)
+                floors[name] = FLOOR_FACTOR * max(distance(reference, exact), 1e-6)
+                if off <= floors[name]:
+                    looks_like = looks_like or (_name(dtype) if self._dtype(name) is None else "")
+                    break
+            else:
+                odd.append(name)
         if not odd:
-            return self._finish("precision", (), errors, self._about_precision(), None, "")
-        guesses = Guesses(self.references, tokens, generated, sampling)
-        guess = explain(parties[odd[0]], single, guesses(), floors[odd[0]])
-        cause = guess.text if guess else ""
+            return self._finish("precision", (), errors, self._about_precision(looks_like))
+        guess = explain(
+            parties[odd[0]], single, Guesses(self.references, tokens, generated, sampling)(), floors[odd[0]]
+        )
         parting, detail = self._where(odd, tokens)
         kind = odd[0] if len(odd) == 1 else "engine" if TRAINER not in odd else "everybody"
-        return self._finish(kind, odd, errors, cause, parting, detail)
+        return self._finish(kind, tuple(odd), errors, guess.text if guess else "", parting, detail)
 
     def _reference(self, dtype: torch.dtype, tokens: torch.Tensor, generated: int, sampling: Sampling) -> torch.Tensor:
         engine = HFEngine(self.references.model(dtype), "reference", max_length=tokens.shape[1])
         scores = engine.score(tokens.tolist(), sampling, last=generated)
         return torch.tensor([row[-generated:] for row in scores], dtype=torch.float64)
 
-    def _floor(
-        self,
-        party: str,
-        tokens: torch.Tensor,
-        generated: int,
-        sampling: Sampling,
-        exact: torch.Tensor,
-        single: torch.Tensor,
-    ) -> float:
-        """How far from fp64, in nats a token, a party may be in the precision it computes in."""
+    def _dtypes(self, party: str) -> tuple[torch.dtype, ...]:
+        """What a party may compute in, most precise first: what it says, or any if it does not say."""
         dtype = self._dtype(party)
-        if dtype in (None, torch.float32, torch.float64):
-            same_precision = single
-        else:
-            same_precision = self._reference(dtype, tokens, generated, sampling)
-        return FLOOR_FACTOR * max(distance(same_precision, exact), 1e-6)
+        if dtype is None:
+            return torch.float32, torch.float16, torch.bfloat16
+        return (dtype if dtype in (torch.float16, torch.bfloat16) else torch.float32,)
 
     def _dtype(self, party: str) -> torch.dtype | None:
         return (self.trainer if party == TRAINER else self.engine).capabilities().dtype
 
-    def _about_precision(self) -> str:
+    def _about_precision(self, looks_like: str) -> str:
         engine, trainer = self._dtype(DECODE), self._dtype(TRAINER)
-        if engine is not None and engine != trainer:
-            return f"the engine computes in {_name(engine)} and the trainer in {_name(trainer)}"
-        return f"both compute in {_name(trainer)}"
+        if engine == trainer:
+            return f"both compute in {_name(trainer)}"
+        says = f"in what looks like {looks_like}" if engine is None else f"in {_name(engine)}"
+        return f"the engine computes {says} and the trainer in {_name(trainer)}"
 
     def _where(self, odd: Sequence[str], tokens: torch.Tensor) -> tuple[Parting | None, str]:
         """The first module where the odd one parts, and what can be said about it."""
@@ -159,15 +156,15 @@ class Judge:
             try:
                 if TRAINER in odd:
                     found, detail = self._in_trainer(some)
-                elif odd == (DECODE,):
+                elif tuple(odd) == (DECODE,):
                     found, detail = self._in_decode(some)
                 else:
                     found, detail = self._in_engine(some)
             except NRLModelsError as error:
-                return None, f"where it parts is not known: {error}"
+                return None, f"Where it parts cannot be seen: {error}"
             if found is not None:
                 return found, detail
-        return None, "its modules show no difference in one prefill"
+        return None, "None of its modules parts"
 
     def _in_trainer(self, tokens: torch.Tensor) -> tuple[Parting | None, str]:
         dtype = self.trainer.model.dtype
@@ -176,11 +173,12 @@ class Judge:
         if not culprits:
             return None, ""
         first = culprits[0]
-        parting = Parting(first.module, first.class_name, first.max_diff, after="")
-        detail = str(first)
+        detail = f"its weights differ: {', '.join(first.weights)}" if first.weights else "same weights, other computation"
         if first.weights and (held := _holds(model, reference, first.weights[0])):
             detail += f"; {first.weights[0]} holds {held}"
-        return parting, detail
+        if len(culprits) > 1:
+            detail += f"; then {', '.join(culprit.module for culprit in culprits[1:])}"
+        return Parting(first.module, first.class_name, first.max_diff, after="", relative=False), detail
 
     def _in_engine(self, tokens: torch.Tensor) -> tuple[Parting | None, str]:
         ids = tokens[0].tolist()
@@ -207,36 +205,43 @@ class Judge:
         kind: str,
         odd: tuple[str, ...],
         errors: Mapping[str, tuple[float, float]],
-        cause: str,
-        parting: Parting | None,
-        detail: str,
+        cause: str = "",
+        parting: Parting | None = None,
+        detail: str = "",
     ) -> Verdict:
         module = parting.module if parting else ""
-        where = str(parting) if parting else ""
-        detail = "; ".join(one for one in (where, detail) if one)
+        where = f"It parts {parting}" + (f"; {detail}" if detail else "") if parting else detail
         seen = Observation(
             self.trainer.model.config, odd, kind, module, cause, self.engine.describe(), self.load_format
         )
         quirks = tuple(self.quirks(seen))
-        return Verdict(kind, odd, errors, cause, module, detail, quirks, _sentence(kind, odd, cause, detail, quirks))
+        return Verdict(kind, odd, errors, cause, module, where, quirks, _sentence(kind, odd, cause, where, quirks))
 
 
-def _worst_rows(found: Measurement, count: int) -> list[int]:
-    """The sequences with the largest disagreements, worst first."""
-    difference = (found.trainer - found.decode).abs()
+def _case(found: Measurement, threshold: float, count: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The sequences to look at, with every party's log-probabilities: the worst of what fails."""
+    if found.strict is not None and found.strict_tokens is not None:
+        others = [found.against_decode, found.against_prefill]
+        if all(one is None or one.token_mult_prob_error <= threshold for one in others):
+            parties = {TRAINER: found.strict_trainer, PREFILL: found.strict_engine}
+            rows = _worst_rows(found.strict_trainer, [found.strict_engine], count)
+            return found.strict_tokens[rows], {name: values[rows] for name, values in parties.items()}
+    parties = {TRAINER: found.trainer, DECODE: found.decode}
     if found.prefill is not None:
-        difference = torch.maximum(difference, (found.trainer - found.prefill).abs())
-    score = difference.nan_to_num(nan=math.inf).mean(1)
-    return score.argsort(descending=True)[:count].tolist()
+        parties[PREFILL] = found.prefill
+    rows = _worst_rows(found.trainer, [values for name, values in parties.items() if name != TRAINER], count)
+    return found.tokens[rows], {name: values[rows] for name, values in parties.items()}
+
+
+def _worst_rows(trainer: torch.Tensor, engine: Sequence[torch.Tensor], count: int) -> list[int]:
+    """The sequences with the largest disagreements, worst first."""
+    difference = torch.stack([(trainer - one).abs().nan_to_num(nan=math.inf) for one in engine]).amax(0)
+    return difference.mean(1).argsort(descending=True)[:count].tolist()
 
 
 def _error(party: torch.Tensor, exact: torch.Tensor) -> tuple[float, float]:
     found = consistency_metrics(party, exact)
     return found.token_mult_prob_error, found.max
-
-
-def _is_broken(values: torch.Tensor) -> bool:
-    return bool(values.isnan().any())
 
 
 def _holds(model: Any, reference: Any, name: str) -> str:
@@ -249,19 +254,18 @@ def _holds(model: Any, reference: Any, name: str) -> str:
     return ""
 
 
-def _sentence(kind: str, odd: Sequence[str], cause: str, detail: str, quirks: Sequence[str]) -> str:
+def _sentence(kind: str, odd: Sequence[str], cause: str, where: str, quirks: Sequence[str]) -> str:
     who = " and ".join(odd)
     if kind == "precision":
-        text = f"Nobody is wrong beyond the precision he computes in: {cause}"
+        sentences = [f"Nobody is wrong beyond the precision he computes in: {cause}"]
     elif kind == "unstable":
-        text = "The model itself is unstable: transformers in fp32 is as far from fp64 as this"
+        sentences = ["The model itself is unstable: transformers in fp32 is as far from fp64 as this"]
     elif kind == "not finite":
-        text = f"Log-probabilities of {who} are not finite"
+        sentences = [f"Log-probabilities of {who} are not finite"]
     else:
-        text = f"The odd one out is {who}"
-        text += f": it computes as if {cause}" if cause else ""
-    text += f". It parts {detail}" if detail and kind not in ("precision", "unstable", "not finite") else ""
-    return text + ("" if text.endswith(".") else ".") + "".join(f" Known quirk: {one}" for one in quirks)
+        sentences = [f"The odd one out is {who}" + (f": it computes as if {cause}" if cause else ""), where]
+    sentences += [f"Known quirk: {one}" for one in quirks]
+    return " ".join(one if one.endswith(".") else f"{one}." for one in sentences if one)
 
 
 def _name(dtype: torch.dtype | None) -> str:
