@@ -197,6 +197,56 @@ def consistency(
         raise typer.Exit(1)
 
 
+@app.command("refit-check")
+def refit_check(
+    path: CheckpointPath,
+    engine: EngineName = "vllm",
+    dtype: Dtype = None,
+    trainer_dtype: Annotated[
+        str | None, typer.Option(help="What the trainer computes in; the engine's by default.", show_default=False)
+    ] = None,
+    device: Device = "cpu",
+    length: Annotated[int, typer.Option(help="Tokens of the sequences that are compared.", min=8)] = 100,
+    batch: Annotated[int, typer.Option(help="How many of them.", min=1)] = 4,
+    threshold: Annotated[float, typer.Option(help="Bound on token_mult_prob_error.")] = 1.05,
+    bucket_mb: Annotated[
+        float | None,
+        typer.Option(help="Send so many MB at a time at most; where no copy is needed, all at once.", show_default=False),
+    ] = None,
+    engine_option: EngineOptions = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Check that new weights reach an engine: from random ones, and again after a training step."""
+    from rich.console import Console
+
+    from nrl_models.consistency.cells import Settings
+
+    with errors_for_people():
+        from nrl_models.consistency.refit import check_refit
+
+        with Console(stderr=True).status("starting") as status:
+            check = check_refit(
+                path,
+                engine=engine,
+                dtype=dtype_of(dtype),
+                trainer_dtype=dtype_of(trainer_dtype, "--trainer-dtype"),
+                device=device,
+                settings=Settings((length,), ("dummy",), ("sampling",), (batch,), threshold=threshold),
+                bucket_bytes=None if bucket_mb is None else int(bucket_mb * 1e6),
+                engine_options=options_of(engine_option),
+                note=status.update,
+            )
+    print_table(check.table())
+    for step in check.steps:
+        for problem in (*step.problems, *step.result.problems):
+            print_table(f"{step.name}: {problem}")
+        if step.result.verdict:
+            print_table(f"{step.name}: {step.result.verdict.summary}")
+    write_json(json_file, check.to_json())
+    if not check.passed:
+        raise typer.Exit(1)
+
+
 def _live_table() -> Any:
     """A table that changes as cells are measured; where there is no terminal, a line for each cell that is done."""
     import sys

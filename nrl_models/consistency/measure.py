@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -73,6 +73,9 @@ class Measurement:
         return consistency_metrics(self.strict_trainer, self.strict_engine)
 
 
+Arrays = dict[str, torch.Tensor]
+
+
 class Meter:
     """Measures cells with an engine and a trainer, and keeps the results in a store.
 
@@ -81,18 +84,18 @@ class Meter:
         trainer: the model that trains, as an engine.
         prompts: where prompts come from.
         settings: what to measure.
-        store: where results go, and come from if they are there.
+        store: where results go, and come from if they are there; None keeps nothing.
     """
 
-    def __init__(self, engine: Engine, trainer: HFEngine, prompts: Prompts, settings: Settings, store: Store) -> None:
+    def __init__(
+        self, engine: Engine, trainer: HFEngine, prompts: Prompts, settings: Settings, store: Store | None = None
+    ) -> None:
         self.engine, self.trainer = engine, trainer
         self.prompts, self.settings, self.store = prompts, settings, store
 
-    def is_done(self, cell: Cell, repeat: int) -> bool:
-        """Whether nothing is left to do."""
-        return not self._missing(self.store.load(cell, repeat))
-
-    def measure(self, cell: Cell, repeat: int, note: Any = lambda step: None) -> Measurement:
+    def measure(
+        self, cell: Cell, repeat: int = 0, note: Callable[[str], None] = lambda step: None
+    ) -> Measurement:
         """Measure one repeat of a cell, or what is missing of it.
 
         Args:
@@ -104,47 +107,76 @@ class Meter:
             EngineError: the engine failed; what was measured before is kept.
             ConsistencyError: no prompts can be made.
         """
-        sampling = self.settings.sampling_of(cell)
-        generated = self.settings.generated(cell)
         seed = self.settings.seed + 1_000_003 * repeat
-        arrays = self.store.load(cell, repeat)
-        for step in self._missing(arrays):
-            note(step)
-            if step == "generating":
-                prompts = self.prompts.make(cell, cell.length - generated, seed)
-                samples = self.engine.generate(prompts, sampling, max_new_tokens=generated, seed=seed)
-                arrays |= _arrays(samples, generated, self.engine)
-            elif step == "engine":
-                arrays["prefill"] = self._scores(self.engine, arrays["tokens"], sampling, generated)
-            elif step == "trainer":
-                arrays["trainer"] = self._scores(self.trainer, arrays["tokens"], sampling, generated)
-            elif step == "noise":
-                some = arrays["tokens"][:NOISE_SEQUENCES].tolist()
-                with rounded_otherwise(self.trainer.model):
-                    scores = self.trainer.score(some, sampling, last=generated, full_logits=True)
-                arrays["rounded"] = padded([row[-generated:] for row in scores], generated)
-            else:
-                prompts = self.prompts.make(cell, cell.length - generated, seed)
-                samples = self.trainer.generate(prompts, sampling, max_new_tokens=generated, seed=seed + 1)
-                found = _arrays(samples, generated, self.trainer)
-                arrays["strict_tokens"] = found["tokens"]
-                arrays["strict_trainer"] = self._scores(self.trainer, found["tokens"], sampling, generated)
-                arrays["strict_engine"] = self._scores(self.engine, found["tokens"], sampling, generated)
-            self.store.save(cell, repeat, arrays)
-        return measurement(arrays, cell.length - generated)
-
-    def _missing(self, arrays: dict[str, torch.Tensor]) -> list[str]:
-        steps = {"generating": "decode", "engine": "prefill", "trainer": "trainer", "noise": "rounded"}
+        steps: dict[str, Callable[[Cell, int, Arrays], Arrays]] = {
+            "decode": self._generate,
+            "prefill": self._score_by_engine,
+            "trainer": self._score_by_trainer,
+            "rounded": self._score_by_trainer_rounding_otherwise,
+        }
         if self.settings.strict:
-            steps["strict"] = "strict_engine"
-        return [step for step, array in steps.items() if array not in arrays]
+            steps["strict_engine"] = self._sample_from_trainer
+        arrays = self.store.load(cell, repeat) if self.store else {}
+        for result, step in steps.items():
+            if result not in arrays:
+                note(_WORDS[result])
+                arrays |= step(cell, seed, arrays)
+                if self.store:
+                    self.store.save(cell, repeat, arrays)
+        return measurement(arrays, cell.length - self.settings.generated(cell))
 
-    def _scores(self, engine: Engine, tokens: torch.Tensor, sampling: Any, generated: int) -> torch.Tensor:
+    def _prompts(self, cell: Cell, seed: int) -> list[list[int]]:
+        return self.prompts.make(cell, cell.length - self.settings.generated(cell), seed)
+
+    def _generate(self, cell: Cell, seed: int, arrays: Arrays) -> Arrays:
+        generated = self.settings.generated(cell)
+        samples = self.engine.generate(
+            self._prompts(cell, seed), self.settings.sampling_of(cell), max_new_tokens=generated, seed=seed
+        )
+        return _arrays(samples, generated, self.engine)
+
+    def _score_by_engine(self, cell: Cell, seed: int, arrays: Arrays) -> Arrays:
+        return {"prefill": self._scores(self.engine, arrays["tokens"], cell)}
+
+    def _score_by_trainer(self, cell: Cell, seed: int, arrays: Arrays) -> Arrays:
+        return {"trainer": self._scores(self.trainer, arrays["tokens"], cell)}
+
+    def _score_by_trainer_rounding_otherwise(self, cell: Cell, seed: int, arrays: Arrays) -> Arrays:
+        some = arrays["tokens"][:NOISE_SEQUENCES].tolist()
+        generated = self.settings.generated(cell)
+        with rounded_otherwise(self.trainer.model):
+            scores = self.trainer.score(some, self.settings.sampling_of(cell), last=generated, full_logits=True)
+        return {"rounded": padded([row[-generated:] for row in scores], generated)}
+
+    def _sample_from_trainer(self, cell: Cell, seed: int, arrays: Arrays) -> Arrays:
+        generated = self.settings.generated(cell)
+        samples = self.trainer.generate(
+            self._prompts(cell, seed), self.settings.sampling_of(cell), max_new_tokens=generated, seed=seed + 1
+        )
+        tokens = _arrays(samples, generated, self.trainer)["tokens"]
+        return {
+            "strict_tokens": tokens,
+            "strict_trainer": self._scores(self.trainer, tokens, cell),
+            "strict_engine": self._scores(self.engine, tokens, cell),
+        }
+
+    def _scores(self, engine: Engine, tokens: torch.Tensor, cell: Cell) -> torch.Tensor:
+        generated, sampling = self.settings.generated(cell), self.settings.sampling_of(cell)
         known = engine.capabilities()
         if not known.score or not (known.processed_scores or sampling.is_identity):
             return torch.zeros(0, generated, dtype=torch.float64)  # it cannot tell
         scores = engine.score(tokens.tolist(), sampling, last=generated)
         return padded([row[-generated:] for row in scores], generated)
+
+
+_WORDS = {
+    "decode": "generating",
+    "prefill": "engine scores",
+    "trainer": "trainer scores",
+    "rounded": "noise floor",
+    "strict_engine": "trainer samples",
+}
+"""What the table says while a step runs."""
 
 
 def _arrays(samples: list[Sample], generated: int, engine: Engine) -> dict[str, torch.Tensor]:
