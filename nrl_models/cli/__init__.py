@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from nrl_models.cli import engines as _engines  # noqa: F401 (its commands join `app`)
+from nrl_models.cli import diagnose as _diagnose  # noqa: F401 (its commands join `app`)
+from nrl_models.cli import engines as _engines  # noqa: F401
 from nrl_models.cli.console import CheckpointPath, JsonFile, app, errors_for_people, print_table, write_json
 
 

@@ -43,6 +43,7 @@ def errors_for_people() -> Iterator[None]:
 
 
 def print_table(table: Table | str) -> None:
+    """Print a table or a line."""
     import os
     import sys
 
@@ -54,6 +55,7 @@ def print_table(table: Table | str) -> None:
 
 
 def write_json(file: Path | None, content: Any) -> None:
+    """Write what `--json` asks for, if it was given."""
     if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(content, indent=2) + "\n")

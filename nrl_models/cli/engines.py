@@ -211,7 +211,9 @@ def refit_check(
     threshold: Annotated[float, typer.Option(help="Bound on token_mult_prob_error.")] = 1.05,
     bucket_mb: Annotated[
         float | None,
-        typer.Option(help="Send so many MB at a time at most; where no copy is needed, all at once.", show_default=False),
+        typer.Option(
+            help="Send so many MB at a time at most; where no copy is needed, all at once.", show_default=False
+        ),
     ] = None,
     engine_option: EngineOptions = None,
     json_file: JsonFile = None,

@@ -1,8 +1,8 @@
 """What a wrong party may have done instead: each guess is computed, and the one that gives its numbers is the answer.
 
-A guess is cheap next to a search: the log-probabilities a party would give had it left out the temperature, been off by a
-token, dropped the soft cap, kept the weights of before, or not read a key of the configuration. No model is known by
-name: what can be left out is found in the model's head and in its configuration.
+A guess is cheap next to a search: the log-probabilities a party would give had it left out the temperature, been off
+by a token, dropped the soft cap, kept the weights of before, or not read a key of the configuration. No model is known
+by name: what can be left out is found in the model's head and in its configuration.
 """
 
 from __future__ import annotations

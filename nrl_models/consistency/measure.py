@@ -93,9 +93,7 @@ class Meter:
         self.engine, self.trainer = engine, trainer
         self.prompts, self.settings, self.store = prompts, settings, store
 
-    def measure(
-        self, cell: Cell, repeat: int = 0, note: Callable[[str], None] = lambda step: None
-    ) -> Measurement:
+    def measure(self, cell: Cell, repeat: int = 0, note: Callable[[str], None] = lambda step: None) -> Measurement:
         """Measure one repeat of a cell, or what is missing of it.
 
         Args:

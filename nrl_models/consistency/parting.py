@@ -2,9 +2,9 @@
 
 An engine's modules are not transformers': names have other prefixes, projections are combined, norms add the residual,
 layers return two tensors of which the sum is the hidden state. So modules are matched by the end of their names,
-combined projections by holding the engine against our combined model, and a tensor is taken for right if the engine has
-it in any of these forms. A module that seems wrong although what encloses it, or a later layer, is right only has another
-form, and does not count.
+combined projections by holding the engine against our combined model, and a tensor is taken for right if the engine
+has it in any of these forms. A module that seems wrong although what encloses it, or a later layer, is right only has
+another form, and does not count.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from nrl_models.engines.base import LOGITS, ModuleCall
 
 TOLERANCE: Mapping[torch.dtype, float] = {torch.float32: 2e-4, torch.float16: 2e-2, torch.bfloat16: 8e-2}
-"""How far a tensor may be off, of its scale, and still be right, by the engine's dtype. Roundings add up over layers."""
+"""How far a tensor may be off, of its scale, and still be right, by the engine's dtype. Roundings add up."""
 
 
 @dataclass(frozen=True, slots=True)

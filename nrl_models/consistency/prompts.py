@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,17 @@ class Prompts:
         generator = random.Random(f"{seed} {cell.data} {length}")
         make = self._real if cell.data == "real" else self._dummy
         return [make(length, generator) for _ in range(cell.batch)]
+
+    def counting(self, count: int) -> list[int]:
+        """A text that counts from 1 to `count`; token ids that count, without a tokenizer."""
+        if self.tokenizer is None:
+            words = max(1, self.vocabulary - FIRST_WORD)
+            return [FIRST_WORD + place % words for place in range(count)]
+        return [*self._start(), *self._encode(" ".join(str(one + 1) for one in range(count)) + " ")]
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """Token ids as text; as numbers, without a tokenizer."""
+        return " ".join(map(str, tokens)) if self.tokenizer is None else self.tokenizer.decode(list(tokens))
 
     def _real(self, length: int, generator: random.Random) -> list[int]:
         if self.tokenizer is None:

@@ -111,7 +111,17 @@ class RefitCheck:
     def table(self) -> Table:
         """A row for each refit."""
         table = Table(title=f"{self.path}: refit of {self.engine.get('engine')}", title_justify="left")
-        for name in ("refit", "tensors", "MB", "seconds", "largest bucket, MB", "before", "decode", "prefill", "verdict"):
+        for name in (
+            "refit",
+            "tensors",
+            "MB",
+            "seconds",
+            "largest bucket, MB",
+            "before",
+            "decode",
+            "prefill",
+            "verdict",
+        ):
             table.add_column(name, justify="left" if name in ("refit", "verdict") else "right")
         for step in self.steps:
             found = step.result.comparisons
@@ -313,9 +323,7 @@ class RefitChecker:
             weights=lambda: model.state_dict_adapter.iter_export(model),
             previous=None if previous is None else lambda: previous.items(),
         )
-        judge = Judge(
-            self.engine, self.trainer, references, self.settings, quirks=self.quirks, load_format="dummy"
-        )
+        judge = Judge(self.engine, self.trainer, references, self.settings, quirks=self.quirks, load_format="dummy")
         return judge.judge(self.cell, found)
 
 
@@ -329,4 +337,3 @@ def _digested(tensors: Tensors, digests: dict[str, str]) -> Tensors:
 def _few(names: Iterable[str], count: int = 4) -> str:
     names = list(names)
     return ", ".join(names[:count]) + (f", and {len(names) - count} more" if len(names) > count else "")
-

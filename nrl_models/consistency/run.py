@@ -153,9 +153,7 @@ def run_matrix(
 
     What it takes and gives is as in `check_consistency`. An engine that fails ends the run; the report says so.
     """
-    report = ConsistencyReport(
-        path, settings, engine.describe(), trainer.describe(), skipped={**(skipped or {})}
-    )
+    report = ConsistencyReport(path, settings, engine.describe(), trainer.describe(), skipped={**(skipped or {})})
     meter = Meter(engine, trainer, prompts, settings, store)
     judge = Judge(engine, trainer, references, settings, quirks=quirks, load_format=load_format)
     cells = settings.cells()

@@ -1,9 +1,9 @@
 """Who is wrong, where, and why: the verdict on a cell that fails.
 
-The same tokens are scored by everybody: the engine as it decoded, the engine in one prefill, the trainer, and transformers
-in fp32 and in fp64, which is as near to the truth as one can compute. Whoever is further from fp64 than the precision he
-computes in explains is the odd one out. What he does instead is guessed (see `explanations`); where in the model he parts
-is looked up, if his modules can be seen.
+The same tokens are scored by everybody: the engine as it decoded, the engine in one prefill, the trainer, and
+transformers in fp32 and in fp64, which is as near to the truth as one can compute. Whoever is further from fp64 than
+the precision he computes in explains is the odd one out. What he does instead is guessed (see `explanations`); where in
+the model he parts is looked up, if his modules can be seen.
 """
 
 from __future__ import annotations
@@ -173,7 +173,9 @@ class Judge:
         if not culprits:
             return None, ""
         first = culprits[0]
-        detail = f"its weights differ: {', '.join(first.weights)}" if first.weights else "same weights, other computation"
+        detail = (
+            f"its weights differ: {', '.join(first.weights)}" if first.weights else "same weights, other computation"
+        )
         if first.weights and (held := _holds(model, reference, first.weights[0])):
             detail += f"; {first.weights[0]} holds {held}"
         if len(culprits) > 1:

@@ -52,6 +52,7 @@ class Capabilities:
         modules: whether it shows what its modules are given and return.
         prefix_caching: whether it may reuse what it computed for an earlier prompt.
         max_length: most tokens of a prompt and its continuation together; None if not known.
+        own_limit: whether the engine itself keeps to that.
         vocabulary: number of token ids; None if not known.
         dtype: what it computes in; None if not known.
     """
@@ -62,6 +63,7 @@ class Capabilities:
     modules: bool = False
     prefix_caching: bool = False
     max_length: int | None = None
+    own_limit: bool = False
     vocabulary: int | None = None
     dtype: torch.dtype | None = None
 
@@ -131,6 +133,7 @@ class Engine:
         max_new_tokens: int,
         seed: int = 0,
         ignore_end: bool = True,
+        beyond_limit: bool = False,
     ) -> list[Sample]:
         """Sample a continuation of each prompt, all in one batch.
 
@@ -140,15 +143,14 @@ class Engine:
             max_new_tokens: tokens at most, and exactly if `ignore_end`.
             seed: of the random numbers; each prompt has its own.
             ignore_end: whether to go on after an end-of-text token.
+            beyond_limit: whether to ask for more tokens than fit and leave it to the engine where to stop.
 
         Raises:
             EngineError: a prompt is too long, or the engine fails.
         """
         raise NotImplementedError
 
-    def score(
-        self, sequences: Sequence[Tokens], sampling: Sampling, *, last: int | None = None
-    ) -> list[list[float]]:
+    def score(self, sequences: Sequence[Tokens], sampling: Sampling, *, last: int | None = None) -> list[list[float]]:
         """Log-probability of each token of each sequence after those before it, computed in one prefill.
 
         The first token of a sequence has none: NaN.

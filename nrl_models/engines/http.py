@@ -96,7 +96,12 @@ class HTTPEngine(Engine):
 
     def capabilities(self) -> Capabilities:
         """Generation and scores at temperature 1; nothing that needs a hand on the process."""
-        return Capabilities(processed_scores=False, max_length=self.max_length, vocabulary=self.vocabulary)
+        return Capabilities(
+            processed_scores=False,
+            max_length=self.max_length,
+            own_limit=self.max_length is not None,
+            vocabulary=self.vocabulary,
+        )
 
     def describe(self) -> dict[str, Any]:
         """Address and model."""
@@ -110,9 +115,10 @@ class HTTPEngine(Engine):
         max_new_tokens: int,
         seed: int = 0,
         ignore_end: bool = True,
+        beyond_limit: bool = False,
     ) -> list[Sample]:
         """See `Engine.generate`; all prompts go in one request."""
-        require_lengths(self, prompts, max_new_tokens)
+        require_lengths(self, prompts, 0 if beyond_limit else max_new_tokens)
         body: dict[str, Any] = {
             "prompt": [list(prompt) for prompt in prompts],
             "max_tokens": max_new_tokens,
@@ -134,7 +140,7 @@ class HTTPEngine(Engine):
                     f"{self.address} gave {0 if logprobs is None else len(logprobs)} log-probabilities for "
                     f"{len(tokens)} sampled tokens: it has to support `logprobs` in /v1/completions"
                 )
-            if ignore_end and len(tokens) != max_new_tokens:
+            if ignore_end and not beyond_limit and len(tokens) != max_new_tokens:
                 raise EngineError(
                     f"{self.address} sampled {len(tokens)} tokens where {max_new_tokens} were asked for: it does not "
                     "honour `ignore_eos`"
@@ -142,9 +148,7 @@ class HTTPEngine(Engine):
             samples.append(Sample(tuple(prompt), tokens, logprobs, str(choice.get("finish_reason"))))
         return samples
 
-    def score(
-        self, sequences: Sequence[Tokens], sampling: Sampling, *, last: int | None = None
-    ) -> list[list[float]]:
+    def score(self, sequences: Sequence[Tokens], sampling: Sampling, *, last: int | None = None) -> list[list[float]]:
         """See `Engine.score`: with `prompt_logprobs` if the server gives them, else with `echo`."""
         if not sampling.is_identity:
             raise EngineError(f"{self.address} scores given tokens at temperature 1 only, not at {sampling}")

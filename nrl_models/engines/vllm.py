@@ -131,6 +131,7 @@ class VLLMEngine(Engine):
             modules=self._in_process and bool(model.enforce_eager),
             prefix_caching=bool(self.config.cache_config.enable_prefix_caching),
             max_length=model.max_model_len,
+            own_limit=True,
             vocabulary=model.get_vocab_size(),
             dtype=model.dtype,
         )
@@ -158,9 +159,10 @@ class VLLMEngine(Engine):
         max_new_tokens: int,
         seed: int = 0,
         ignore_end: bool = True,
+        beyond_limit: bool = False,
     ) -> list[Sample]:
         """See `Engine.generate`."""
-        require_lengths(self, prompts, max_new_tokens)
+        require_lengths(self, prompts, 0 if beyond_limit else max_new_tokens)
         requests = [
             self._parameters(
                 temperature=sampling.temperature,
@@ -182,9 +184,7 @@ class VLLMEngine(Engine):
             )
         return samples
 
-    def score(
-        self, sequences: Sequence[Tokens], sampling: Sampling, *, last: int | None = None
-    ) -> list[list[float]]:
+    def score(self, sequences: Sequence[Tokens], sampling: Sampling, *, last: int | None = None) -> list[list[float]]:
         """See `Engine.score`. vLLM has to sample one more token, so a sequence must leave room for it."""
         require_lengths(self, sequences, 1)
         request = self._parameters(temperature=0.0, max_tokens=1, prompt_logprobs=0)
