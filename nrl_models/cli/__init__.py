@@ -9,7 +9,15 @@ import typer
 
 from nrl_models.cli import diagnose as _diagnose  # noqa: F401 (its commands join `app`)
 from nrl_models.cli import engines as _engines  # noqa: F401
-from nrl_models.cli.console import CheckpointPath, JsonFile, app, errors_for_people, print_table, write_json
+from nrl_models.cli.console import (
+    CheckpointPath,
+    JsonFile,
+    app,
+    errors_for_people,
+    existing_device,
+    print_table,
+    write_json,
+)
 
 
 @app.command()
@@ -34,13 +42,14 @@ def inspect(path: CheckpointPath, json_file: JsonFile = None) -> None:
     """Say what a checkpoint is, from its configuration and its files' headers alone."""
     from dataclasses import asdict
 
+    from rich.markup import escape
     from rich.table import Table
 
     from nrl_models.onboarding.inspect import inspect as look
 
     with errors_for_people():
         found = look(path)
-    table = Table(title=str(path), title_justify="left", show_header=False)
+    table = Table(title=escape(str(path)), title_justify="left", show_header=False)
     table.add_row("architecture", found.architecture)
     table.add_row("family", found.family or "none: loads as transformers' own class, uncombined")
     table.add_row("kind", ", ".join(found.kinds))
@@ -64,7 +73,7 @@ def parity(
     check: Annotated[
         list[str] | None, typer.Option(help="1, 2, 3 or gradients; repeatable. All by default.", show_default=False)
     ] = None,
-    device: Annotated[str, typer.Option(help="Where to run.")] = "cpu",
+    device: Annotated[str, typer.Option(help="Where to run.", callback=existing_device)] = "cpu",
     length: Annotated[int, typer.Option(help="Tokens in a sequence.", min=8)] = 64,
     batch: Annotated[int, typer.Option(help="Sequences.", min=2)] = 2,
     seed: Annotated[int, typer.Option(help="Of the random inputs.")] = 42,

@@ -7,7 +7,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from nrl_models.cli.console import CheckpointPath, JsonFile, app, errors_for_people, print_table, write_json
+from nrl_models.cli.console import (
+    CheckpointPath,
+    JsonFile,
+    app,
+    errors_for_people,
+    existing_device,
+    print_table,
+    writable,
+    write_json,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -27,7 +36,7 @@ EngineOptions = Annotated[
 Dtype = Annotated[
     str | None, typer.Option(help="What the engine computes in; the checkpoint's by default.", show_default=False)
 ]
-Device = Annotated[str, typer.Option(help="Where the trainer runs.")]
+Device = Annotated[str, typer.Option(help="Where the trainer runs.", callback=existing_device)]
 
 
 def dtype_of(name: str | None, option: str = "--dtype") -> torch.dtype | None:
@@ -111,7 +120,7 @@ def consistency(
     fresh: Annotated[bool, typer.Option(help="Discard what was measured before.")] = False,
     json_file: JsonFile = None,
     markdown: Annotated[
-        Path | None, typer.Option(help="Write the report here as Markdown, too.", show_default=False)
+        Path | None, typer.Option(help="Write the report here as Markdown, too.", show_default=False, callback=writable)
     ] = None,
     html: Annotated[
         Path | None, typer.Option(help="Write the report here as one HTML page with plots, too.", show_default=False)

@@ -1,7 +1,14 @@
 """What families are made of."""
 
 from nrl_models.common.backend import BackendConfig
-from nrl_models.common.combined import CombinedGateUp, CombinedLinear, CombinedProjections, CombinedQKV, ProjectionPart
+from nrl_models.common.combined import (
+    CombinedGateUp,
+    CombinedLinear,
+    CombinedProjections,
+    CombinedQKV,
+    ProjectionPart,
+    combine,
+)
 from nrl_models.common.family_model import FamilyModel
 from nrl_models.common.flags import ModelFlag
 from nrl_models.common.state_dict_adapter import StateDictAdapter
@@ -16,4 +23,5 @@ __all__ = [
     "ModelFlag",
     "ProjectionPart",
     "StateDictAdapter",
+    "combine",
 ]

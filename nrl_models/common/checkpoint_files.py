@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NoReturn
 
 import torch
 from huggingface_hub import snapshot_download
@@ -20,6 +20,7 @@ from nrl_models.common.page_maps import Run, joined, map_runs
 from nrl_models.errors import CheckpointError, Problem
 
 CONFIG_NAME = "config.json"
+ADAPTER_CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 
@@ -239,7 +240,7 @@ def resolve_folder(
     Of a repository only configuration, code and safetensors weights are fetched.
 
     Raises:
-        CheckpointError: there is no such folder, or no `config.json` in it.
+        CheckpointError: there is no such folder, no `config.json` in it, or a PEFT adapter is in it.
     """
     folder = Path(path_or_id).expanduser()
     if not folder.is_dir():
@@ -259,6 +260,8 @@ def resolve_folder(
                 ["check the path; for a hub repository check its name, your token and the network"],
             ) from error
     folder = folder / subfolder
+    if (folder / ADAPTER_CONFIG_NAME).is_file():
+        _refuse_adapter(folder)
     if not (folder / CONFIG_NAME).is_file():
         raise CheckpointError(
             f"cannot load {folder}",
@@ -266,3 +269,15 @@ def resolve_folder(
             ["give the folder that holds config.json and the weights (see `subfolder`)"],
         )
     return folder
+
+
+def _refuse_adapter(folder: Path) -> NoReturn:
+    """transformers loads a folder with an adapter in it as a model with the adapter; here each is loaded on its own."""
+    then = "then the adapter with peft.PeftModel.from_pretrained(model, folder) or model.load_adapter(folder)"
+    if (folder / CONFIG_NAME).is_file():
+        detail = "is that of a PEFT adapter beside the model's files, which would be left out"
+        advice = f"move the adapter's files to a folder of their own; load the model, {then}"
+    else:
+        detail = "is that of a PEFT adapter, and the model's files are elsewhere"
+        advice = f"load the model it names as base_model_name_or_path, {then}"
+    raise CheckpointError(f"cannot load {folder}", [Problem("format", ADAPTER_CONFIG_NAME, detail)], [advice])

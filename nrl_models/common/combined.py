@@ -10,6 +10,7 @@ Shape suffixes: `I` in_features, `O` out_features of a part, `C` the sum of the 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -43,6 +44,25 @@ class PartTensor(torch.Tensor):
             )
         with torch.no_grad():
             self.copy_(value)
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether the combined parameter is trained."""
+        return super().requires_grad
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self.requires_grad_(value)
+
+    def requires_grad_(self, requires_grad: bool = True) -> PartTensor:
+        """Refuse to train or freeze these rows alone: on a view that is an error at best, and lost at worst."""
+        if requires_grad != self.requires_grad:
+            raise TypeError(
+                f"cannot {'train' if requires_grad else 'freeze'} a part alone: it is rows of a combined parameter, "
+                f"whose requires_grad is {self.requires_grad}. Set that of the combined parameter, for all its parts, "
+                "or load the model with combine=False."
+            )
+        return self
 
 
 def _part_tensor(view: torch.Tensor) -> PartTensor:
@@ -179,6 +199,27 @@ class ProjectionPart(nn.Linear):
             f"(`part.{name}.data = ...` or `part.{name}.copy_(...)`), or load the model with combine=False."
         )
 
+    def requires_grad_(self, requires_grad: bool = True) -> ProjectionPart:
+        """Refuse to train or freeze a part alone: having no parameters, it would do nothing."""
+        for tensor in (self.weight, self.bias):
+            if isinstance(tensor, PartTensor):
+                tensor.requires_grad_(requires_grad)
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Linear:
+        """With its owner, a part of the owner's copy; alone (PEFT's `modules_to_save`), a plain linear of its own."""
+        alone = id(self._owner) not in memo
+        copied = nn.Linear.__new__(nn.Linear if alone else type(self))
+        memo[id(self)] = copied
+        left_out = ("_owner", "_combined_name", "_part_name") if alone else ()
+        state = {name: value for name, value in self.__dict__.items() if name not in left_out}
+        copied.__dict__.update(copy.deepcopy(state, memo))
+        if alone:
+            for name, tensor in (("weight", self.weight), ("bias", self.bias)):
+                own = None if tensor is None else nn.Parameter(tensor.detach().clone(), tensor.requires_grad)
+                copied.register_parameter(name, own)
+        return copied
+
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """`input`: `(..., I)`. Returns `(..., O)`."""
         # Read once: another thread's forward of the same owner may end, or begin, at any time.
@@ -195,7 +236,8 @@ Outputs = dict[str, tuple[torch.Tensor, dict[str, torch.Tensor]]]
 class CombinedProjections(nn.Module):
     """Mixin for a Hugging Face module whose linears of one input are computed in one matmul.
 
-    Put it before the Hugging Face class and name the groups:
+    A family names it as what becomes of the module (`FamilyModel.rewrites`); in a class written out it goes before
+    the Hugging Face class:
 
         class DeepseekV3Attention(CombinedProjections, hf.DeepseekV3Attention):
             combined = {"qkv_a_proj": ("q_a_proj", "q_proj", "kv_a_proj_with_mqa")}
@@ -250,6 +292,15 @@ class CombinedProjections(nn.Module):
         if not left:  # let the memory go with the last part's user
             outputs.pop(combined_name, None)
         return output
+
+
+def combine(**groups: tuple[str, ...]) -> type[CombinedProjections]:
+    """A `CombinedProjections` for other groups: `combine(qkv_a_proj=("q_a_proj", "kv_a_proj_with_mqa"))`.
+
+    Args:
+        groups: for each combined module's name the linears it computes, in row order.
+    """
+    return type("Combined", (CombinedProjections,), {"combined": groups})
 
 
 class CombinedQKV(CombinedProjections):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -14,16 +15,21 @@ from nrl_models.common import pretrained
 from nrl_models.common.combined import CombinedProjections
 from nrl_models.common.flags import ModelFlag
 from nrl_models.common.hf_names import fill_from_hf_names, to_checkpoint
+from nrl_models.common.lora import check_biases
+from nrl_models.common.packing import keep_documents_apart
 from nrl_models.common.saving import staged
 from nrl_models.common.state_dict_adapter import StateDictAdapter
 
 
 class FamilyModel:
-    """Mixin for a family's model classes; it goes before the Hugging Face class.
+    """What the models of a family share; `head` makes the model classes.
 
-        class LlamaForCausalLM(FamilyModel, hf.LlamaForCausalLM):
-            rewrites = {hf.LlamaAttention: LlamaAttention, hf.LlamaMLP: LlamaMLP}
+        class LlamaFamily(FamilyModel):
+            rewrites = {hf.LlamaAttention: CombinedQKV, hf.LlamaMLP: CombinedGateUp}
 
+        LlamaForCausalLM = ModelClass = LlamaFamily.head(hf.LlamaForCausalLM)
+
+    A model class may as well be written out, with this before the Hugging Face class.
     The Hugging Face model is built first, exactly as transformers builds it; then each module whose
     class is in `rewrites` is adopted: the same object, of the rewritten class. So weights under a
     seed, names, hooks and whatever transformers hangs on a model stay as they are. The result is
@@ -34,23 +40,44 @@ class FamilyModel:
         combine: whether to combine projections.
 
     Attributes:
-        rewrites: for each Hugging Face layer class the class to use in its place: a subclass, and a
-            `CombinedProjections` if it combines.
+        rewrites: for each Hugging Face layer class what becomes of it: a subclass to use in its place, or
+            a `CombinedProjections` (`CombinedQKV`, `combine(...)`), of which such a subclass is made, of upstream's
+            name and in the family's module.
         flags: what a trainer has to know, see `ModelFlag`.
-        limits: what the family cannot do, in words, for its coverage page.
+        limits: for each feature the family lacks (`nrl_models.testing.features`, or one that no test proves) why.
         tiny: values for the generated tests' tiny configuration that its general rules get wrong.
         combine: whether this model's projections are combined.
     """
 
     rewrites: ClassVar[Mapping[type[nn.Module], type[nn.Module]]] = {}
     flags: ClassVar[ModelFlag] = ModelFlag.NONE
-    limits: ClassVar[tuple[str, ...]] = ()
+    limits: ClassVar[Mapping[str, str]] = {}
     tiny: ClassVar[Mapping[str, Any]] = {}
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "rewrites" in cls.__dict__:
+            cls.rewrites = {original: rewritten(original, by, cls.__module__) for original, by in cls.rewrites.items()}
+        if issubclass(cls, PreTrainedModel) and not hasattr(cls.forward, "keeps_documents_apart"):
+            cls.forward = keep_documents_apart(cls.forward)
 
     def __init__(self, config: PreTrainedConfig, *args: Any, combine: bool = True, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
         self.combine = combine
         adopt_rewrites(self, self.rewrites, combine)  # type: ignore[arg-type]
+
+    @classmethod
+    def head(cls, upstream: type[PreTrainedModel], **attributes: Any) -> type[Any]:
+        """This family's class for one of the Hugging Face model classes, of the same name.
+
+        Assign it to that name at the top of the family's module, where pickle looks for it.
+
+        Args:
+            upstream: the Hugging Face class.
+            attributes: what differs from the rest of the family (`limits`, `tiny`, ...).
+        """
+        stated = {"__module__": cls.__module__, "__doc__": f"`{upstream.__name__}` of transformers, rewritten."}
+        return type(upstream)(upstream.__name__, (cls, upstream), stated | attributes)
 
     @classmethod
     def reference_class(cls) -> type[PreTrainedModel]:
@@ -63,6 +90,17 @@ class FamilyModel:
     def is_custom_code(cls) -> bool:
         """As of the reference: transformers' conversions hold for a rewritten class of its own, too."""
         return cls.reference_class().is_custom_code()
+
+    # transformers finds out whether a class may choose its kernels by reading the source of the class's module. Of
+    # a family's module it would conclude that experts cannot be grouped, and compute them one by one.
+
+    @classmethod
+    def _can_set_attn_implementation(cls) -> bool:
+        return cls.reference_class()._can_set_attn_implementation()
+
+    @classmethod
+    def _can_set_experts_implementation(cls) -> bool:
+        return cls.reference_class()._can_set_experts_implementation()
 
     @classmethod
     def from_pretrained(cls, path_or_id: str | Path, **options: Any) -> PreTrainedModel:
@@ -84,6 +122,27 @@ class FamilyModel:
     def state_dict_adapter(self) -> StateDictAdapter:
         """The way between this model's tensors and Hugging Face's, made anew from the model as it is now."""
         return StateDictAdapter(self)  # type: ignore[arg-type]
+
+    @property
+    def peft_config(self) -> Mapping[str, Any]:
+        """PEFT's configurations of the adapters in this model, by name. PEFT sets it having put them in.
+
+        Raises:
+            ValueError: on setting one that trains biases, while some are combined, see `check_biases`.
+        """
+        try:
+            return self.__dict__["peft_config"]
+        except KeyError:
+            raise AttributeError(f"no adapter is in this {type(self).__name__}") from None
+
+    @peft_config.setter
+    def peft_config(self, configs: Mapping[str, Any]) -> None:
+        check_biases(self, configs)  # type: ignore[arg-type]
+        self.__dict__["peft_config"] = configs
+
+    @peft_config.deleter
+    def peft_config(self) -> None:
+        del self.__dict__["peft_config"]
 
     def save_pretrained(
         self,
@@ -136,19 +195,34 @@ class FamilyModel:
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, *rest)  # type: ignore[misc]
 
 
-def adopt_rewrites(model: nn.Module, rewrites: Mapping[type[nn.Module], type[nn.Module]], combine: bool) -> None:
-    """Turn each module of `model` whose class is in `rewrites` into the rewritten class, in place.
+def rewritten(original: type[nn.Module], by: type[nn.Module], module: str) -> type[nn.Module]:
+    """The class that takes the place of `original`: `by` itself if it is a subclass, else the two together.
+
+    Args:
+        original: a Hugging Face layer class.
+        by: a subclass of it, or a `CombinedProjections`.
+        module: name of the module in which a class that is made here stands, under upstream's name.
 
     Raises:
-        TypeError: a rewrite is no subclass of what it replaces: transformers finds layers by `isinstance`.
+        TypeError: `by` is neither: transformers finds layers by `isinstance`.
     """
-    for original, rewritten in rewrites.items():
-        if not issubclass(rewritten, original):
-            raise TypeError(f"{rewritten.__name__} rewrites {original.__name__}, so it has to be a subclass of it")
+    if issubclass(by, original):
+        return by
+    if not issubclass(by, CombinedProjections):
+        raise TypeError(
+            f"{by.__name__} rewrites {original.__name__}, so it has to be a subclass of it, or CombinedProjections"
+        )
+    made = type(original.__name__, (by, original), {"__module__": module, "__doc__": original.__doc__})
+    setattr(sys.modules[module], original.__name__, made)  # where pickle looks for it
+    return made
+
+
+def adopt_rewrites(model: nn.Module, rewrites: Mapping[type[nn.Module], type[nn.Module]], combine: bool) -> None:
+    """Turn each module of `model` whose class is in `rewrites` into the rewritten class, in place."""
     for module in list(model.modules()):
-        rewritten = rewrites.get(type(module))
-        if rewritten is None:
+        rewritten_class = rewrites.get(type(module))
+        if rewritten_class is None:
             continue
-        module.__class__ = rewritten
+        module.__class__ = rewritten_class
         if combine and isinstance(module, CombinedProjections):
             module.combine_projections()

@@ -46,12 +46,13 @@ def transformers_views(model: nn.Module) -> Iterator[tuple[str, View]]:
 
     Combined projections are seen as the linears they are made of; everything else is itself.
     """
-    for prefix, module in model.named_modules(remove_duplicate=False):
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for prefix, module in modules.items():
         dot = f"{prefix}." if prefix else ""
         if isinstance(module, CombinedLinear):
             continue
         if isinstance(module, ProjectionPart):
-            owner = prefix.rpartition(".")[0]
+            owner = _owner_name(prefix, module, modules)
             combined_name = f"{owner}.{module._combined_name}" if owner else module._combined_name
             start, length = module.combined.rows[module._part_name]
             for name in ("weight", "bias"):
@@ -64,6 +65,13 @@ def transformers_views(model: nn.Module) -> Iterator[tuple[str, View]]:
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
                 yield f"{dot}{name}", View(f"{dot}{name}")
+
+
+def _owner_name(prefix: str, part: ProjectionPart, modules: Mapping[str, nn.Module]) -> str:
+    """The name of the module that a part belongs to: its parent's, unless something wraps the part, as PEFT does."""
+    while prefix and modules[prefix] is not part._owner:
+        prefix = prefix.rpartition(".")[0]
+    return prefix
 
 
 def tied_names(model: PreTrainedModel) -> dict[str, str]:

@@ -81,7 +81,7 @@ def load_weights(
         {key: Given(stored.shape, stored.dtype, stored.file) for key, stored in files.tensors.items()},
         names.find,
         adapter.own,
-        adapter.parts,
+        adapter.absent,
         adapter.tied,
         may_miss=lambda name: not strict or any(optional.search(part) for part in adapter.parts.get(name, (name,))),
         why_unexpected=why_unexpected,

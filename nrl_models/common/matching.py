@@ -7,8 +7,9 @@ ways, every problem named at once, nothing written before all is known.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 
@@ -47,7 +48,7 @@ def match(
     given: Mapping[str, Given],
     find: Callable[[str], HFTensor | None],
     own: Mapping[str, TensorSpec],
-    parts: Mapping[str, Iterable[str]],
+    absent: Callable[[str, Collection[HFTensor]], list[str]],
     tied: Mapping[str, str],
     *,
     may_miss: Callable[[str], bool] = lambda name: False,
@@ -59,7 +60,7 @@ def match(
         given: what is offered, by key.
         find: the Hugging Face tensor a key stands for, or None.
         own: the model's own tensors.
-        parts: for each own tensor the names a person would expect for it, for messages.
+        absent: names of what is not there of an own tensor when these Hugging Face tensors of it are, for messages.
         tied: for each tied own name the own name it shares storage with.
         may_miss: own tensors that need not be given at all.
         why_unexpected: words for a key that `find` does not know; None lets it pass unused.
@@ -80,13 +81,13 @@ def match(
                 result.sources[parameter].append((key, target))
     for name, sources in result.sources.items():
         if name not in misfits:
-            result.problems += _coverage(name, own[name], sources, given, parts)
+            result.problems += _coverage(name, own[name], sources, given, absent)
     _resolve_ties(result, tied)
     for name in own:
         if name not in result.sources and name not in result.copies and name not in misfits:
             result.missing.append(name)
             if not may_miss(name):
-                result.problems.append(Problem("missing", _listed(parts.get(name, (name,))), "is not there"))
+                result.problems.append(Problem("missing", _listed(absent(name, ())), "is not there"))
     return result
 
 
@@ -95,7 +96,7 @@ def _coverage(
     spec: TensorSpec,
     sources: list[tuple[str, HFTensor]],
     given: Mapping[str, Given],
-    parts: Mapping[str, Iterable[str]],
+    absent: Callable[[str, Collection[HFTensor]], list[str]],
 ) -> list[Problem]:
     """Problems with the sources of one own tensor: they must fill it exactly once, in one dtype."""
     keys = [key for key, _ in sources]
@@ -103,16 +104,26 @@ def _coverage(
     wanted = _numel(spec.shape)
     files = sorted({given[key].file for key in keys if given[key].file})
     file = ", ".join(files) or None
-    if filled > wanted or len({target.pieces for _, target in sources}) < len(sources):
+    if filled > wanted or _overlap(name, spec, sources):
         return [Problem("duplicated", _listed(keys), f"fill {name} more than once", file)]
     if filled < wanted:
-        absent = [part for part in parts.get(name, ()) if part not in {target.name for _, target in sources}]
-        return [Problem("partial", _listed(keys), f"fill only a part of {name}; {_listed(absent)} is not there", file)]
+        missing = _listed(absent(name, [target for _, target in sources]))
+        return [Problem("partial", _listed(keys), f"fill only a part of {name}; {missing} is not there", file)]
     dtypes = {given[key].dtype for key in keys}
     if len(dtypes) > 1 and not all(is_wide_float(dtype) for dtype in dtypes):
         listed = _listed(sorted(map(str, dtypes)))
         return [Problem("dtype", _listed(keys), f"cannot be one tensor: they are {listed}", file)]
     return []
+
+
+def _overlap(name: str, spec: TensorSpec, sources: list[tuple[str, HFTensor]]) -> bool:
+    """Whether two sources fill the same elements: of regions that are runs in memory any, of others the same one."""
+    views = [piece.view for _, target in sources for piece in target.pieces if piece.view.parameter == name]
+    if len(set(views)) < len(views):
+        return True
+    places = [view.place_in(spec.shape) for view in views] if len(views) > 1 else []
+    runs = sorted((place.offset, place.offset + _numel(place.shape)) for place in places if place.is_block)
+    return any(end > start for (_, end), (start, _) in pairwise(runs))
 
 
 def is_wide_float(dtype: torch.dtype) -> bool:

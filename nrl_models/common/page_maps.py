@@ -18,6 +18,10 @@ from itertools import accumulate
 
 PAGE = mmap.PAGESIZE
 
+HUGE = 2**21
+"""Kernels map this much of a file at once where it lies in memory as it lies in the file, modulo this size. Otherwise a
+first pass over the weights takes a page fault every 64 KiB, and half as long again."""
+
 MAX_RUNS = 4096
 """More ranges than this in one tensor are not mapped: every one takes a share of the process's
 `vm.max_map_count` (65,530 by default)."""
@@ -59,10 +63,33 @@ def map_runs(runs: Sequence[Run]) -> tuple[mmap.mmap, int] | None:
     shift, mapped = fitting.most_common(1)[0]
     if mapped < positions[-1] / 2:
         return None
-    memory = mmap.mmap(-1, shift + positions[-1], flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if positions[-1] < HUGE:
+        memory = _reserve(shift + positions[-1])
+    else:
+        memory = _reserve(HUGE + positions[-1])
+        shift = _huge_shift(runs, positions, shift, _address(memory))
     for run, position in zip(runs, positions, strict=False):
         _place(memory, shift + position, run)
     return memory, shift
+
+
+def _reserve(nbytes: int) -> mmap.mmap:
+    """Memory that takes nothing before it is written."""
+    return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+
+def _huge_shift(runs: Sequence[Run], positions: Sequence[int], shift: int, address: int) -> int:
+    """Where memory at `address` has to begin for the most bytes of the runs that fit `shift` to fit `HUGE` too."""
+    fitting: Counter[int] = Counter()
+    for run, position in zip(runs, positions, strict=False):
+        if (run.start - position - shift) % PAGE == 0:
+            fitting[(run.start - position) % HUGE] += run.nbytes
+    return (fitting.most_common(1)[0][0] - address) % HUGE
+
+
+def _address(memory: mmap.mmap) -> int:
+    # The buffer that is exported for this is let go at once: it would keep `memory` from closing.
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
 def _place(memory: mmap.mmap, position: int, run: Run) -> None:
@@ -95,9 +122,7 @@ _MAP_FIXED = 0x10
 
 def _map_fixed(memory: mmap.mmap, position: int, nbytes: int, descriptor: int, start: int) -> None:
     """Put pages of a file in the place of anonymous ones. They are unmapped together with `memory`."""
-    anchor = ctypes.c_char.from_buffer(memory)
-    address = ctypes.addressof(anchor) + position
-    del anchor  # an exported buffer would keep `memory` from closing
+    address = _address(memory) + position
     _libc.mmap.restype = ctypes.c_void_p
     _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_longlong]
     protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | _MAP_FIXED

@@ -20,6 +20,7 @@ from transformers.utils import logging
 from nrl_models.common.backend import BackendConfig, Combine, should_combine
 from nrl_models.common.checkpoint_files import CONFIG_NAME, CheckpointFiles, resolve_folder
 from nrl_models.common.loading import load_weights
+from nrl_models.common.matching import is_wide_float
 from nrl_models.errors import (
     CheckpointError,
     Problem,
@@ -296,6 +297,6 @@ def _resolve_dtype(dtype: str | torch.dtype, config: PreTrainedConfig, files: Ch
             floats = (tensor.dtype for tensor in files.tensors.values() if tensor.dtype.is_floating_point)
             return next((one for one in floats if one.itemsize > 1), torch.get_default_dtype())
     resolved = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if not isinstance(resolved, torch.dtype) or not resolved.is_floating_point:
+    if not isinstance(resolved, torch.dtype) or not is_wide_float(resolved):
         raise UnknownArgumentError(f"dtype={dtype!r}: expected 'auto' or a floating-point dtype such as torch.bfloat16")
     return resolved

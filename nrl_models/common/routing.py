@@ -26,7 +26,10 @@ _TOPK = (torch.topk, torch.Tensor.topk)
 
 @contextmanager
 def record_routing(model: nn.Module) -> Iterator[RoutingRecord]:
-    """While open, note what is chosen in `model`'s forwards in this thread; a module's last call counts."""
+    """While open, note what is chosen in `model`'s forwards in this thread; a module's last call counts.
+
+    While a record is replayed this notes what the model would have chosen by itself.
+    """
     record: RoutingRecord = {}
     running: list[str] = []
 

@@ -20,7 +20,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from nrl_models.common import layouts, lora
 from nrl_models.common.layouts import TensorSpec
 from nrl_models.common.matching import Given, match
-from nrl_models.common.views import HFTensor, Piece, View
+from nrl_models.common.views import HFTensor, Piece, Place, View
 from nrl_models.errors import Problem, StateDictError
 
 Layout = Literal["hub", "transformers"]
@@ -88,6 +88,12 @@ class StateDictAdapter:
                 return table
         return self.hub | self.transformers
 
+    def absent(self, name: str, given: Collection[HFTensor]) -> list[str]:
+        """Names of what own tensor `name` lacks when `given` are there, in the layout that `given` are named in."""
+        layout: Layout = "transformers" if all(tensor.name in self.transformers for tensor in given) else "hub"
+        there = {tensor.pieces for tensor in given}  # names of one region differ between layouts
+        return [tensor.name for tensor in self.tensors_in(name, layout) if tensor.pieces not in there]
+
     def why_unexpected(self, key: str) -> str:
         """Words for a key that is in no layout."""
         if key in self.own:
@@ -115,7 +121,7 @@ class StateDictAdapter:
             {key: Given(tuple(tensor.shape), tensor.dtype) for key, tensor in state_dict.items()},
             self.table_for(state_dict).get,
             self.own,
-            self.parts,
+            self.absent,
             self.tied,
             may_miss=lambda name: not strict,
             why_unexpected=self.why_unexpected,
@@ -270,7 +276,9 @@ class StateDictAdapter:
             view = tensor.pieces[0].view
             if view.steps and name.endswith(".weight"):
                 start, length = view.steps[0][1][1:]
-                rows[view.parameter.removesuffix(".weight")][name.removesuffix(".weight")] = (start, length)
+                # PEFT keeps a linear it has wrapped as `base_layer`, and names the adapter by the linear.
+                part = name.removesuffix(".weight").removesuffix(".base_layer")
+                rows[view.parameter.removesuffix(".weight")][part] = (start, length)
         return dict(rows)
 
     def _is_zero_copy(self, tensor: HFTensor) -> bool:
@@ -287,10 +295,11 @@ class StateDictAdapter:
     ) -> torch.Tensor:
         """One own tensor from the given tensors in it: itself where it is given whole, else a new one."""
         first, target = sources[0]
-        if len(sources) == 1 and target.view == View(name):
+        shape = self.own[name].shape
+        if len(sources) == 1 and target.view is not None and target.view.place_in(shape) == Place.whole(shape):
             return state_dict[first]
         dtype = widest(state_dict[key].dtype for key, _ in sources)
-        own = state_dict[first].new_empty(self.own[name].shape, dtype=dtype)
+        own = state_dict[first].new_empty(shape, dtype=dtype)
         for key, target in sources:
             target.write_into(name, own, state_dict[key])
         return own

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from nrl_models.errors import NRLModelsError
+
 Step = tuple[str, tuple[int, ...]]
 """One `torch.Tensor` method and its integer arguments, e.g. `("narrow", (0, 0, 256))`."""
 
@@ -201,8 +203,11 @@ class HFTensor:
                 piece.view.write(tensor, apply_steps(value, piece.region))
 
 
-class NotAViewError(TypeError):
-    """An operation whose result is no view of a parameter was applied to a `TracedTensor`."""
+class NotAViewError(NRLModelsError):
+    """An operation whose result is no view of a parameter was applied to a `TracedTensor`.
+
+    No `TypeError`, which torch's operators (`tensor * 2`) turn into one of their own.
+    """
 
 
 class TracedTensor(torch.Tensor):

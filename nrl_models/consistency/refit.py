@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.markup import escape
 from rich.table import Table
 from transformers import PreTrainedModel
 
@@ -110,7 +111,7 @@ class RefitCheck:
 
     def table(self) -> Table:
         """A row for each refit."""
-        table = Table(title=f"{self.path}: refit of {self.engine.get('engine')}", title_justify="left")
+        table = Table(title=escape(f"{self.path}: refit of {self.engine.get('engine')}"), title_justify="left")
         for name in (
             "refit",
             "tensors",

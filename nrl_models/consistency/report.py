@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rich.markup import escape
 from rich.table import Table
 
 from nrl_models.consistency.cells import Cell, Settings
@@ -175,7 +176,7 @@ class ConsistencyReport:
         Args:
             running: cells that are not done, and what is being done for them.
         """
-        table = Table(title=self.title, title_justify="left")
+        table = Table(title=escape(self.title), title_justify="left")
         for name in ("length", "data", "mode", "batch"):
             table.add_column(name, justify="right" if name in ("length", "batch") else "left")
         for name in self.columns:

@@ -5,28 +5,39 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from nrl_models.auto import auto_class_for
-from nrl_models.common.checkpoint_files import INDEX_NAME, CheckpointFiles, resolve_folder
-from nrl_models.errors import CheckpointError, Problem
+from huggingface_hub import split_torch_state_dict_into_shards
 
-WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
-"""Files of these kinds do not come along as they are."""
+from nrl_models.auto import auto_class_for
+from nrl_models.common.checkpoint_files import CheckpointFiles, resolve_folder
+from nrl_models.errors import CheckpointError, Problem, UnknownArgumentError
+
+WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "*.onnx_data")
+"""Files of these kinds do not come along: they would hold the old weights, or others."""
+
+LEFT_BEHIND = (*WEIGHTS, "*.index.json", ".git", ".cache")
+"""What else has no place beside new weights: lists of files that are not there, and a repository's own records."""
 
 
 def convert(source: str | Path, target: str | Path, *, dtype: str = "auto", max_shard_size: str = "5GB") -> str:
     """Write the checkpoint in `source` to `target`, in another dtype or other shards.
 
-    Everything else in the folder (tokenizer, templates, licence) is copied.
+    Everything else in the folder (tokenizer, templates, licence) is copied, over what `target` has of it.
 
     Returns:
         What was written, in words.
 
     Raises:
         CheckpointError: `source` does not load, or `target` is `source`.
-        UnknownArgumentError: no such dtype.
+        UnknownArgumentError: no such dtype, or no size.
     """
+    try:
+        split_torch_state_dict_into_shards({}, max_shard_size=max_shard_size)
+    except ValueError as error:
+        raise UnknownArgumentError(
+            f"max_shard_size={max_shard_size!r}: expected a size such as '5GB'. {error}"
+        ) from error
     folder, target = resolve_folder(source), Path(target)
-    if target.exists() and target.resolve() == folder.resolve():
+    if folder.resolve() == target.resolve():
         detail = "is the checkpoint itself"
         raise CheckpointError(
             "cannot convert in place", [Problem("file", str(target), detail)], ["give another folder"]
@@ -34,10 +45,19 @@ def convert(source: str | Path, target: str | Path, *, dtype: str = "auto", max_
     # Nothing is computed, so there is nothing to combine: tensors go from file to file.
     model = auto_class_for(folder).from_pretrained(folder, dtype=dtype, combine=False)
     model.save_pretrained(target, max_shard_size=max_shard_size)
-    for path in folder.iterdir():
-        taken = (target / path.name).exists() or path.name == INDEX_NAME or path.suffix in WEIGHT_SUFFIXES
-        if path.is_file() and not taken:
-            shutil.copy2(path, target / path.name)
+    _copy_others(folder, target, {"config.json"} | ({"generation_config.json"} if model.can_generate() else set()))
     written = CheckpointFiles(target)
     kinds = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in written.tensors.values()})
     return f"{len(written.tensors):,} tensors, {written.nbytes / 1e9:.3f} GB, {' and '.join(kinds)}"
+
+
+def _copy_others(folder: Path, target: Path, saved: set[str]) -> None:
+    """Copy what belongs to a checkpoint beside its weights, but for the files that were `saved` with them."""
+    ignore = shutil.ignore_patterns(*LEFT_BEHIND)
+    names = {path.name for path in folder.iterdir()}
+    for name in sorted(names - saved - ignore(str(folder), list(names))):
+        path = folder / name
+        if path.is_file():
+            shutil.copy2(path, target / name)
+        elif path.is_dir() and not target.resolve().is_relative_to(path.resolve()):
+            shutil.copytree(path, target / name, ignore=ignore, dirs_exist_ok=True)

@@ -15,35 +15,9 @@ import torch
 from nrl_models import registry
 from nrl_models.errors import NRLModelsError
 from nrl_models.onboarding.inspect import combined_groups, kinds_of
-from nrl_models.testing.plugin import SUITE
+from nrl_models.testing.features import FEATURES, SUITE, generated_tests
 
 Result = dict[str, Any]
-
-FEATURES: dict[str, tuple[str, ...]] = {
-    "state dict": (
-        "test_state_dict_roundtrip",
-        "test_views_partition_parameters",
-        "test_full_size_names_and_shapes",
-        "test_load_state_dict_accepts_hf_names",
-    ),
-    "layers": (
-        "test_declaration_matches_trace",
-        "test_attention_equivalence",
-        "test_mlp_equivalence",
-        "test_layer_equivalence",
-    ),
-    "logits": ("test_forward_shape", "test_logits_equivalence", "test_uncombined", "test_from_config_is_bit_exact"),
-    "gradients": ("test_gradient_equivalence", "test_training_loss_decreases"),
-    "activation checkpointing": ("test_activation_checkpointing",),
-    "padding": ("test_padding",),
-    "packed sequences": ("test_packing",),
-    "generate": ("test_cached_decode", "test_greedy_generation"),
-    "LoRA": ("test_lora",),
-    "tied weights": ("test_tied_weights_share_storage",),
-    "files": ("test_load_from_transformers", "test_save_equals_transformers", "test_new_model_saves_as_transformers"),
-    "refit": ("test_single_tensor_export", "test_export_plan"),
-}
-"""What the overview shows, and the generated tests that prove it."""
 
 
 class CoverageError(NRLModelsError):
@@ -72,12 +46,16 @@ def write_pages(results_file: Path, out: Path) -> list[Path]:
         out: the folder; pages of families that are gone are removed.
 
     Raises:
-        CoverageError: architectures that are registered but not in the results.
+        CoverageError: the file holds no results, or none of some architecture that is registered.
+        FileNotFoundError: there is no such file.
     """
-    content = json.loads(results_file.read_text())
     by_architecture: dict[str, list[Result]] = defaultdict(list)
-    for result in content["results"]:
-        by_architecture[result["architecture"]].append(result)
+    try:
+        content = json.loads(results_file.read_text())
+        for result in content["results"]:
+            by_architecture[result["architecture"]].append(result)
+    except (ValueError, KeyError, TypeError) as error:
+        raise CoverageError(f"{results_file} is not what pytest --nrl-results writes: {error!r}") from error
     untested = [name for names in registry.FAMILIES.values() for name in names if name not in by_architecture]
     if untested:
         raise CoverageError(f"{results_file} has no results for {', '.join(untested)}: run nrl-models coverage again")
@@ -94,10 +72,13 @@ def write_pages(results_file: Path, out: Path) -> list[Path]:
 
 
 def verdict(results: list[Result], feature: str) -> str:
-    """`yes`, `no` or `n/a`: whether the tests behind a feature passed."""
-    outcomes = {one["outcome"] for one in results if one["check"].split("[")[0] in FEATURES[feature]}
+    """`yes`, `no`, `limited` or `n/a`: whether the tests behind a feature passed."""
+    proofs = generated_tests()
+    outcomes = {one["outcome"] for one in results if proofs.get(one["check"].split("[")[0]) == feature}
     if "failed" in outcomes:
         return "no"
+    if "limited" in outcomes:
+        return "limited"
     return "yes" if "passed" in outcomes else "n/a"
 
 
@@ -161,7 +142,12 @@ def _family_page(family: str, results: dict[str, list[Result]], versions: dict[s
     lines += ["## Features", "", f"| architecture | {' | '.join(FEATURES)} |", f"|---|{'---|' * len(FEATURES)}"]
     for name, ones in results.items():
         lines.append(f"| {name} | {' | '.join(verdict(ones, feature) for feature in FEATURES)} |")
-    limits = [*first.limits, *_by_reason(results, "failed")]
+    stated: dict[str, list[str]] = defaultdict(list)
+    for name, model_class in classes.items():
+        for feature, reason in model_class.limits.items():
+            stated[f"{feature}: {reason}"].append(name)
+    limits = [f"{limit} ({', '.join(names)})" for limit, names in stated.items()]
+    limits += _by_reason(results, "failed")
     lines += ["", "## Limits", "", *(f"- {limit}" for limit in limits or ["None known."])]
     if skipped := _by_reason(results, "skipped"):
         lines += ["", "## Not applicable", "", *(f"- {reason}" for reason in skipped)]

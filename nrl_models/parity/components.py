@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
-from transformers.utils import ModelOutput
 
 from nrl_models.parity.inputs import Inputs
 
@@ -66,9 +65,14 @@ def calls_of(model: nn.Module, classes: Collection[type[nn.Module]], inputs: Inp
 
 
 def run_layer(layer: nn.Module, call: Call) -> list[torch.Tensor]:
-    """Every tensor the layer returns."""
+    """Every tensor the layer returns, also inside tuples, lists and mappings (a `ModelOutput` is one)."""
     with torch.no_grad():
-        output = layer(*call.args, **call.kwargs)
-    outputs = output.to_tuple() if isinstance(output, ModelOutput) else output
-    outputs = outputs if isinstance(outputs, (tuple, list)) else (outputs,)
-    return [one for one in outputs if isinstance(one, torch.Tensor)]
+        return list(_tensors_in(layer(*call.args, **call.kwargs)))
+
+
+def _tensors_in(output: Any) -> Iterator[torch.Tensor]:
+    if isinstance(output, torch.Tensor):
+        yield output
+    elif isinstance(output, (tuple, list, Mapping)):
+        for one in output.values() if isinstance(output, Mapping) else output:
+            yield from _tensors_in(one)

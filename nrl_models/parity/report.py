@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from rich.markup import escape
 from rich.table import Table
 
 
@@ -59,10 +60,11 @@ class ParityReport:
 
     def table(self) -> Table:
         """The report as a table."""
-        table = Table(title=self.title, title_justify="left")
+        table = Table(title=escape(self.title), title_justify="left")
         for column in ("check", "verdict", "measured", "expected", "detail"):
             table.add_column(column, overflow="fold")
         for row in self.rows:
             verdict = "[green]pass[/green]" if row.passed else "[bold red]FAIL[/bold red]"
-            table.add_row(row.check, verdict, row.measured, row.expected, row.detail)
+            # What was measured may have brackets in it, which are no markup here.
+            table.add_row(escape(row.check), verdict, *map(escape, (row.measured, row.expected, row.detail)))
         return table

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -67,7 +67,7 @@ class FamilyCase:
         return copy.deepcopy(self.reference(dtype)), copy.deepcopy(self.model(dtype))
 
 
-@cache
+@lru_cache(maxsize=2)  # one class at a time, in fp32 and bf16
 def _pair(case: FamilyCase, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedModel]:
     torch.manual_seed(SEED)
     reference = case.reference_class._from_config(case.config, dtype=dtype)

@@ -8,17 +8,17 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
+from functools import lru_cache
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from nrl_models.testing.features import SUITE
+
 if TYPE_CHECKING:
     from nrl_models.testing.case import FamilyCase
-
-SUITE = Path(__file__).with_name("suite.py")
-"""The generated tests."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -36,6 +36,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Make `--nrl-family` alone collect the suite, and record results if asked."""
+    config.addinivalue_line("markers", "xdist_group(name): tests for one worker, where pytest-xdist is installed")
     if config.getoption("--nrl-family"):
         chosen = config.args_source is pytest.Config.ArgsSource.ARGS
         config.args = [*(config.args if chosen else []), str(SUITE)]
@@ -44,36 +45,63 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """One test for each class or, where a test asks for them, for each layer that the class rewrites."""
+    """One test for each class."""
     if "family_case" not in metafunc.fixturenames:
         return
     names = metafunc.config.getoption("--nrl-family")
+    if problems := [problem for name in names if (problem := _problem_with(name))]:
+        pytest.fail("\n".join(problems), pytrace=False)
     if not names:
         from nrl_models import registry
 
         names = registry.architectures()
-    if "rewritten_layer" not in metafunc.fixturenames:
-        metafunc.parametrize("family_case", [_param(name, name) for name in names], indirect=True)
-        return
-    kind = metafunc.function.__name__.removeprefix("test_").removesuffix("_equivalence")
-    layers = [_param(name, name, layer) for name in names for layer in _rewritten_layers(name, kind)]
-    metafunc.parametrize("family_case, rewritten_layer", layers, indirect=["family_case"])
+    metafunc.parametrize("family_case", [_param(name) for name in names], indirect=True)
 
 
-def _param(name: str, *values: str) -> Any:
+def _param(name: str) -> Any:
     architecture = name.rpartition(":")[2]
     # The tests of one class share its models, so they belong on one worker.
-    return pytest.param(*values, id="-".join([architecture, *values[1:]]), marks=pytest.mark.xdist_group(architecture))
+    return pytest.param(name, id=architecture, marks=pytest.mark.xdist_group(architecture))
 
 
-def _rewritten_layers(name: str, kind: str) -> list[str]:
-    """Names of the classes that the class of `name` rewrites, of one kind: attention, mlp, or any other layer."""
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the tests of one class together: its models are built once, and not kept for longer."""
+    generated = [item for item in items if "family_case" in getattr(item, "fixturenames", ())]
+    order = {name: index for index, name in enumerate(dict.fromkeys(map(_class_name, generated)))}
+    generated.sort(key=lambda item: order[_class_name(item)])
+    others = [item for item in items if "family_case" not in getattr(item, "fixturenames", ())]
+    items[:] = [*others, *generated]
+
+
+def _class_name(item: pytest.Item) -> str:
+    return item.callspec.params["family_case"]  # type: ignore[attr-defined]
+
+
+def _problem_with(name: str) -> str | None:
+    """Why a name given to `--nrl-family` is none of a family's class. Code that fails is left to the tests to show."""
+    from nrl_models import registry
+    from nrl_models.common import FamilyModel
+
+    module, colon, attribute = name.partition(":")
+    if not colon:
+        if name in registry.architectures():
+            return None
+        return (
+            f"--nrl-family {name}: no family serves that architecture. Register it, or give its class as MODULE:CLASS"
+        )
     try:
-        rewritten = [original.__name__ for original in _class_of(name).rewrites]
-    except (ImportError, AttributeError):
-        return ["unknown"]  # the test itself then says why
-    kinds = {one: "attention" if "Attention" in one else "mlp" if "MLP" in one else "layer" for one in rewritten}
-    return [one for one in rewritten if kinds[one] == kind]
+        found = getattr(import_module(module), attribute, None)
+    except ModuleNotFoundError as error:
+        if error.name and f"{module}.".startswith(f"{error.name}."):
+            return f"--nrl-family {name}: there is no module {error.name} on the Python path"
+        return None
+    except ImportError:
+        return None
+    if found is None:
+        return f"--nrl-family {name}: {module} has no {attribute}"
+    if not (isinstance(found, type) and issubclass(found, FamilyModel)):
+        return f"--nrl-family {name}: expected a class that extends FamilyModel (CONTRIBUTING.md), not {found!r}"
+    return None
 
 
 def _class_of(name: str) -> Any:
@@ -87,7 +115,10 @@ def _class_of(name: str) -> Any:
 def family_case(request: pytest.FixtureRequest) -> FamilyCase:
     """The class under test, with its models."""
     request.node.user_properties.append(("architecture", request.param.rpartition(":")[2]))
-    return _case(request.param)
+    case = _case(request.param)
+    if reason := case.model_class.limits.get(getattr(request.function, "feature", "")):
+        request.node.add_marker(pytest.mark.xfail(reason=reason, strict=True))
+    return case
 
 
 def share_cores() -> None:
@@ -99,26 +130,23 @@ def share_cores() -> None:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
 
 
-_cases: dict[str, FamilyCase] = {}
-
-
+@lru_cache(maxsize=1)
 def _case(name: str) -> FamilyCase:
     from nrl_models import registry
     from nrl_models.testing.case import FamilyCase
 
     share_cores()
-    if name not in _cases:
-        if unmet := registry.unmet_requirement(name):
-            pytest.skip(f"{name} needs {unmet}")
-        _cases[name] = FamilyCase(_class_of(name))
-    return _cases[name]
+    if unmet := registry.unmet_requirement(name):
+        pytest.skip(f"{name} needs {unmet}")
+    return FamilyCase(_class_of(name))
 
 
 class ResultsRecorder:
     """Collects the outcome of every test that has an architecture.
 
-    The file holds `{"versions": {...}, "results": [{"architecture", "check", "outcome", "reason"}]}`,
-    where a check is a test's name, its dtype included.
+    The file holds `{"versions": {...}, "results": [{"architecture", "check", "outcome", "reason"}]}`, where a check is
+    a test's name, its dtype included, and an outcome is `passed`, `failed`, `skipped` (does not apply) or `limited`
+    (fails, as the family says).
     """
 
     def __init__(self, file: Path) -> None:
@@ -133,11 +161,13 @@ class ResultsRecorder:
             return
         name = report.nodeid.partition("::")[2].partition("@")[0]
         check = name.replace(f"[{architecture}]", "").replace(f"{architecture}-", "")
+        limit = getattr(report, "wasxfail", "").removeprefix("reason: ")
+        skipped = report.outcome == "skipped" and isinstance(report.longrepr, tuple)
         self.results[name] = {
             "architecture": architecture,
             "check": check,
-            "outcome": report.outcome,
-            "reason": report.longrepr[2] if report.outcome == "skipped" and isinstance(report.longrepr, tuple) else "",
+            "outcome": "limited" if limit else report.outcome,
+            "reason": limit or (report.longrepr[2] if skipped else ""),
         }
 
     @pytest.hookimpl

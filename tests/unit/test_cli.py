@@ -1,13 +1,23 @@
+"""The command: what it prints and writes, and how it ends: 0 fine, 1 a check failed, 2 it could not be done."""
+
+from __future__ import annotations
+
+import io
 import json
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from typer.testing import CliRunner
 
-from nrl_models import registry
+from nrl_models import demo, registry
 from nrl_models.cli import app
-from nrl_models.common.checkpoint_files import CheckpointFiles
+from nrl_models.common.checkpoint_files import INDEX_NAME, CheckpointFiles
+from nrl_models.parity import ParityReport, ParityRow
 from nrl_models.testing.case import FamilyCase
 
 runner = CliRunner()
@@ -89,3 +99,163 @@ def test_convert_refuses_its_own_source(checkpoint: Path) -> None:
     result = runner.invoke(app, ["convert", str(checkpoint), str(checkpoint)])
     assert result.exit_code == 2
     assert "cannot convert in place" in result.output
+
+
+# inspect
+
+
+def test_inspect_counts_what_the_index_names(checkpoint: Path, tmp_path: Path) -> None:
+    weight_map = json.loads((checkpoint / INDEX_NAME).read_text())["weight_map"]
+    assert len(set(weight_map.values())) > 2
+    assert runner.invoke(app, ["inspect", str(checkpoint), "--json", str(tmp_path / "out.json")]).exit_code == 0
+    assert json.loads((tmp_path / "out.json").read_text())["stored_tensors"] == len(weight_map)
+
+
+def test_inspect_names_a_damaged_shard(checkpoint: Path, tmp_path: Path) -> None:
+    shard = sorted(checkpoint.glob("model-*.safetensors"))[1]
+    shard.write_bytes(shard.read_bytes()[:100])
+    result = runner.invoke(app, ["inspect", str(checkpoint), "--json", str(tmp_path / "out.json")])
+    assert result.exit_code == 2
+    assert "CheckpointError" in result.output
+    assert shard.name in result.output
+    assert not (tmp_path / "out.json").exists()
+
+
+def test_a_path_with_brackets_is_printed_as_it_is(checkpoint: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(checkpoint, tmp_path / "a[b]c")
+    assert "a[b]c" in runner.invoke(app, ["inspect", str(folder)]).output.replace("\n", "")
+    result = runner.invoke(app, ["convert", str(folder), str(tmp_path / "d[e]f")])
+    assert "d[e]f" in result.output.replace("\n", "")
+
+
+# Errors
+
+
+@pytest.mark.parametrize("command", ["inspect", "parity", "convert"])
+def test_a_path_that_is_nowhere(command: str, tmp_path: Path) -> None:
+    arguments = [command, str(tmp_path / "nowhere"), *([str(tmp_path / "out")] if command == "convert" else [])]
+    result = runner.invoke(app, arguments)
+    assert result.exit_code == 2
+    assert "is no folder, and cannot be fetched" in " ".join(result.output.split())
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--dtype", "int8"], "dtype='int8': expected 'auto' or a floating-point dtype"),
+        (["--max-shard-size", "huge"], "max_shard_size='huge': expected a size such as '5GB'"),
+    ],
+)
+def test_convert_refuses_what_it_does_not_know(
+    arguments: list[str], says: str, checkpoint: Path, tmp_path: Path
+) -> None:
+    result = runner.invoke(app, ["convert", str(checkpoint), str(tmp_path / "out"), *arguments])
+    assert result.exit_code == 2
+    assert says in result.output
+    assert not (tmp_path / "out").exists()
+
+
+def test_convert_into_a_file_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("kept")
+    result = runner.invoke(app, ["convert", str(checkpoint), str(tmp_path / "file")])
+    assert result.exit_code == 2
+    assert "it is a file, expected a folder" in " ".join(result.output.split())
+    assert (tmp_path / "file").read_text() == "kept"
+
+
+def test_a_device_that_is_not_there_is_refused(checkpoint: Path) -> None:
+    result = runner.invoke(app, ["parity", str(checkpoint), "--device", "nonesuch"])
+    assert result.exit_code == 2
+    assert "Invalid value for '--device': nonesuch" in result.output
+
+
+def test_a_result_that_cannot_be_written_is_refused_before_anything_runs(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nrl_models.onboarding.inspect.inspect", None)
+    result = runner.invoke(app, ["inspect", str(checkpoint), "--json", str(checkpoint / "config.json" / "out.json")])
+    assert result.exit_code == 2
+    assert "Invalid value for '--json'" in result.output
+    assert "cannot be written" in result.output
+
+
+def test_a_process_ends_with_its_message_on_the_error_stream(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "nrl_models", "inspect", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "config.json: is missing" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not done.stdout
+
+
+def test_a_result_is_written_into_a_folder_that_is_made(checkpoint: Path, tmp_path: Path) -> None:
+    result = runner.invoke(app, ["inspect", str(checkpoint), "--json", str(tmp_path / "made" / "out.json")])
+    assert result.exit_code == 0, result.output
+    assert json.loads((tmp_path / "made" / "out.json").read_text())["architecture"] == "Gemma2ForCausalLM"
+
+
+# parity
+
+
+def test_parity_says_what_it_compared(checkpoint: Path, tmp_path: Path) -> None:
+    arguments = ["--check", "1", "--check", "gradients", "--length", "8", "--json", str(tmp_path / "out.json")]
+    result = runner.invoke(app, ["parity", str(checkpoint), *arguments])
+    assert result.exit_code == 0, result.output
+    checks = [row["check"] for row in json.loads((tmp_path / "out.json").read_text())["checks"]]
+    assert "level 1: weights" in checks
+    assert "gradients, float32" in checks
+    assert not [name for name in checks if name.startswith(("level 2", "level 3"))]
+
+
+def test_a_report_shows_brackets_as_they_are() -> None:
+    report = ParityReport("a[b]", [ParityRow("generated text", True, "x[i]", "[/y]", "'z[bold]'")])
+    shown = io.StringIO()
+    Console(file=shown, width=200).print(report.table())
+    assert all(text in shown.getvalue() for text in ("a[b]", "x[i]", "[/y]", "'z[bold]'"))
+
+
+# coverage
+
+
+RESULTS = Path(__file__).parents[2] / "docs" / "model-coverage" / "results.json"
+
+
+def test_coverage_from_given_results(tmp_path: Path) -> None:
+    result = runner.invoke(app, ["coverage", "--results", str(RESULTS), "--out", str(tmp_path / "pages")])
+    assert result.exit_code == 0, result.output
+    pages = {path.name: path.read_text() for path in (tmp_path / "pages").iterdir()}
+    assert pages.keys() == {"index.md", *(f"{family}.md" for family in registry.FAMILIES)}
+    assert pages["index.md"] == (RESULTS.parent / "index.md").read_text()
+    assert f"wrote {len(pages)} pages" in result.output
+
+
+@pytest.mark.parametrize("content", [None, "no JSON", "[]", '{"results": [1]}'])
+def test_coverage_from_results_that_are_none(content: str | None, tmp_path: Path) -> None:
+    file = tmp_path / "results.json"
+    if content is not None:
+        file.write_text(content)
+    result = runner.invoke(app, ["coverage", "--results", str(file), "--out", str(tmp_path / "pages")])
+    assert result.exit_code == 2
+    assert "results.json" in result.output.replace("\n", "")
+    assert not (tmp_path / "pages").exists()
+
+
+# demo
+
+
+@pytest.mark.parametrize("passed", [True, False])
+def test_the_demos_verdict_is_its_exit_status(passed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def run_demo(folder: Path, *, steps: int) -> ParityReport:
+        asked.append((folder, steps))
+        return ParityReport("demo", [ParityRow("a", True, "1", "1"), ParityRow("b", passed, "2", "2")])
+
+    monkeypatch.setattr(demo, "run_demo", run_demo)
+    arguments = ["--out", str(tmp_path), "--steps", "7", "--json", str(tmp_path / "out.json")]
+    result = runner.invoke(app, ["demo", *arguments])
+    assert result.exit_code == (0 if passed else 1)
+    assert ("FAIL" in result.output) is not passed
+    assert asked == [(tmp_path, 7)]
+    assert json.loads((tmp_path / "out.json").read_text())["verdict"] == ("pass" if passed else "fail")

@@ -2,39 +2,20 @@
 
 from transformers.models.deepseek_v3 import modeling_deepseek_v3 as hf
 
-from nrl_models.common import CombinedGateUp, CombinedProjections, FamilyModel
-
-
-class DeepseekV3Attention(CombinedProjections, hf.DeepseekV3Attention):
-    """Latent attention with one projection down to the query's and the keys' latents.
-
-    A model without query compression has `q_proj` in place of `q_a_proj`, reading the same input.
-    """
-
-    combined = {"qkv_a_proj": ("q_a_proj", "q_proj", "kv_a_proj_with_mqa")}
-
-
-class DeepseekV3MLP(CombinedGateUp, hf.DeepseekV3MLP):
-    """SwiGLU with one projection for gate and up: dense layers and shared experts."""
+from nrl_models.common import CombinedGateUp, FamilyModel, combine
 
 
 class DeepseekV3Family(FamilyModel):
-    """What every DeepSeek-V3 model shares."""
+    """What every DeepseekV3 model shares."""
 
-    rewrites = {hf.DeepseekV3Attention: DeepseekV3Attention, hf.DeepseekV3MLP: DeepseekV3MLP}
+    rewrites = {
+        # Down to the latents of queries and keys; without query compression there is `q_proj` in place of `q_a_proj`.
+        hf.DeepseekV3Attention: combine(qkv_a_proj=("q_a_proj", "q_proj", "kv_a_proj_with_mqa")),
+        hf.DeepseekV3MLP: CombinedGateUp,
+    }
     tiny = {"num_key_value_heads": 8, "head_dim": 16}  # as many as heads, and the rotary part alone
 
 
-class DeepseekV3ForCausalLM(DeepseekV3Family, hf.DeepseekV3ForCausalLM):
-    """DeepSeek-V3 with a language-model head."""
-
-
-class DeepseekV3ForSequenceClassification(DeepseekV3Family, hf.DeepseekV3ForSequenceClassification):
-    """DeepSeek-V3 with a score for a sequence (reward models)."""
-
-
-class DeepseekV3ForTokenClassification(DeepseekV3Family, hf.DeepseekV3ForTokenClassification):
-    """DeepSeek-V3 with a score for each token."""
-
-
-ModelClass = DeepseekV3ForCausalLM
+DeepseekV3ForCausalLM = ModelClass = DeepseekV3Family.head(hf.DeepseekV3ForCausalLM)
+DeepseekV3ForSequenceClassification = DeepseekV3Family.head(hf.DeepseekV3ForSequenceClassification)
+DeepseekV3ForTokenClassification = DeepseekV3Family.head(hf.DeepseekV3ForTokenClassification)

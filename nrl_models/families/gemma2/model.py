@@ -5,31 +5,13 @@ from transformers.models.gemma2 import modeling_gemma2 as hf
 from nrl_models.common import CombinedGateUp, CombinedQKV, FamilyModel, ModelFlag
 
 
-class Gemma2Attention(CombinedQKV, hf.Gemma2Attention):
-    """Soft-capped attention with one projection for Q, K and V."""
-
-
-class Gemma2MLP(CombinedGateUp, hf.Gemma2MLP):
-    """GeGLU with one projection for gate and up."""
-
-
 class Gemma2Family(FamilyModel):
     """What every Gemma2 model shares."""
 
-    rewrites = {hf.Gemma2Attention: Gemma2Attention, hf.Gemma2MLP: Gemma2MLP}
+    rewrites = {hf.Gemma2Attention: CombinedQKV, hf.Gemma2MLP: CombinedGateUp}
     flags = ModelFlag.VLLM_LOAD_FORMAT_AUTO
 
 
-class Gemma2ForCausalLM(Gemma2Family, hf.Gemma2ForCausalLM):
-    """Gemma2 with a language-model head."""
-
-
-class Gemma2ForSequenceClassification(Gemma2Family, hf.Gemma2ForSequenceClassification):
-    """Gemma2 with a score for a sequence (reward models)."""
-
-
-class Gemma2ForTokenClassification(Gemma2Family, hf.Gemma2ForTokenClassification):
-    """Gemma2 with a score for each token."""
-
-
-ModelClass = Gemma2ForCausalLM
+Gemma2ForCausalLM = ModelClass = Gemma2Family.head(hf.Gemma2ForCausalLM)
+Gemma2ForSequenceClassification = Gemma2Family.head(hf.Gemma2ForSequenceClassification)
+Gemma2ForTokenClassification = Gemma2Family.head(hf.Gemma2ForTokenClassification)

@@ -6,44 +6,19 @@ from transformers.models.siglip import modeling_siglip as siglip
 from nrl_models.common import CombinedGateUp, CombinedQKV, FamilyModel, ModelFlag
 
 
-class Gemma3Attention(CombinedQKV, hf.Gemma3Attention):
-    """Attention with one projection for Q, K and V; the norms come after it."""
-
-
-class Gemma3MLP(CombinedGateUp, hf.Gemma3MLP):
-    """GeGLU with one projection for gate and up."""
-
-
-class SiglipAttention(CombinedQKV, siglip.SiglipAttention):
-    """The vision tower's attention with one biased projection for Q, K and V."""
-
-
 class Gemma3Family(FamilyModel):
-    """What every Gemma 3 model shares."""
+    """What every Gemma3 model shares."""
 
     rewrites = {
-        hf.Gemma3Attention: Gemma3Attention,
-        hf.Gemma3MLP: Gemma3MLP,
-        siglip.SiglipAttention: SiglipAttention,
+        hf.Gemma3Attention: CombinedQKV,
+        hf.Gemma3MLP: CombinedGateUp,
+        siglip.SiglipAttention: CombinedQKV,
     }
     flags = ModelFlag.SKIP_DTENSOR_TIED_WEIGHTS_CHECK | ModelFlag.VLLM_LOAD_FORMAT_AUTO
-    limits = ("Context parallelism: attention keeps its mask, which torch's context parallelism rejects.",)
+    limits = {"context parallelism": "attention keeps its mask, which torch's context parallelism rejects"}
 
 
-class Gemma3ForCausalLM(Gemma3Family, hf.Gemma3ForCausalLM):
-    """The text model with a language-model head."""
-
-
-class Gemma3TextForSequenceClassification(Gemma3Family, hf.Gemma3TextForSequenceClassification):
-    """The text model with a score for a sequence (reward models)."""
-
-
-class Gemma3ForConditionalGeneration(Gemma3Family, hf.Gemma3ForConditionalGeneration):
-    """The vision-language model."""
-
-
-class Gemma3ForSequenceClassification(Gemma3Family, hf.Gemma3ForSequenceClassification):
-    """The vision-language model with a score for a sequence."""
-
-
-ModelClass = Gemma3ForCausalLM
+Gemma3ForCausalLM = ModelClass = Gemma3Family.head(hf.Gemma3ForCausalLM)
+Gemma3ForConditionalGeneration = Gemma3Family.head(hf.Gemma3ForConditionalGeneration)
+Gemma3ForSequenceClassification = Gemma3Family.head(hf.Gemma3ForSequenceClassification)
+Gemma3TextForSequenceClassification = Gemma3Family.head(hf.Gemma3TextForSequenceClassification)

@@ -9,10 +9,6 @@ from transformers.models.gpt_oss import modeling_gpt_oss as hf
 from nrl_models.common import CombinedQKV, FamilyModel
 
 
-class GptOssAttention(CombinedQKV, hf.GptOssAttention):
-    """Attention with sinks and one biased projection for Q, K and V."""
-
-
 class GptOssModel(hf.GptOssModel):
     """The decoder, in which documents packed into one row do not see each other.
 
@@ -51,7 +47,7 @@ class GptOssModel(hf.GptOssModel):
 class GptOssFamily(FamilyModel):
     """What every GptOss model shares."""
 
-    rewrites = {hf.GptOssAttention: GptOssAttention, hf.GptOssModel: GptOssModel}
+    rewrites = {hf.GptOssAttention: CombinedQKV, hf.GptOssModel: GptOssModel}
     tiny = {
         "rope_parameters": {
             "rope_type": "yarn",
@@ -62,16 +58,6 @@ class GptOssFamily(FamilyModel):
     }
 
 
-class GptOssForCausalLM(GptOssFamily, hf.GptOssForCausalLM):
-    """GptOss with a language-model head."""
-
-
-class GptOssForSequenceClassification(GptOssFamily, hf.GptOssForSequenceClassification):
-    """GptOss with a score for a sequence (reward models)."""
-
-
-class GptOssForTokenClassification(GptOssFamily, hf.GptOssForTokenClassification):
-    """GptOss with a score for each token."""
-
-
-ModelClass = GptOssForCausalLM
+GptOssForCausalLM = ModelClass = GptOssFamily.head(hf.GptOssForCausalLM)
+GptOssForSequenceClassification = GptOssFamily.head(hf.GptOssForSequenceClassification)
+GptOssForTokenClassification = GptOssFamily.head(hf.GptOssForTokenClassification)

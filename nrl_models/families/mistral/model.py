@@ -5,30 +5,12 @@ from transformers.models.mistral import modeling_mistral as hf
 from nrl_models.common import CombinedGateUp, CombinedQKV, FamilyModel
 
 
-class MistralAttention(CombinedQKV, hf.MistralAttention):
-    """Sliding-window attention with one projection for Q, K and V."""
-
-
-class MistralMLP(CombinedGateUp, hf.MistralMLP):
-    """SwiGLU with one projection for gate and up."""
-
-
 class MistralFamily(FamilyModel):
     """What every Mistral model shares."""
 
-    rewrites = {hf.MistralAttention: MistralAttention, hf.MistralMLP: MistralMLP}
+    rewrites = {hf.MistralAttention: CombinedQKV, hf.MistralMLP: CombinedGateUp}
 
 
-class MistralForCausalLM(MistralFamily, hf.MistralForCausalLM):
-    """Mistral with a language-model head."""
-
-
-class MistralForSequenceClassification(MistralFamily, hf.MistralForSequenceClassification):
-    """Mistral with a score for a sequence (reward models)."""
-
-
-class MistralForTokenClassification(MistralFamily, hf.MistralForTokenClassification):
-    """Mistral with a score for each token."""
-
-
-ModelClass = MistralForCausalLM
+MistralForCausalLM = ModelClass = MistralFamily.head(hf.MistralForCausalLM)
+MistralForSequenceClassification = MistralFamily.head(hf.MistralForSequenceClassification)
+MistralForTokenClassification = MistralFamily.head(hf.MistralForTokenClassification)

@@ -411,6 +411,57 @@ def test_a_parameter_of_a_parts_own_is_refused(combined: CombinedAttention, name
     assert list(combined.q_proj.parameters()) == []
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda part, value: part.requires_grad_(value),
+        lambda part, value: part.weight.requires_grad_(value),
+        lambda part, value: setattr(part.weight, "requires_grad", value),
+        lambda part, value: setattr(part.bias, "requires_grad", value),
+    ],
+    ids=["part", "weight, method", "weight, attribute", "bias"],
+)
+def test_a_part_is_not_trained_or_frozen_alone(combined: CombinedAttention, change: Any) -> None:
+    change(combined.q_proj, True)  # as it is already
+    with pytest.raises(TypeError, match=r"cannot freeze a part alone.*combine=False"):
+        change(combined.q_proj, False)
+    combined.requires_grad_(False)
+    change(combined.q_proj, False)
+    with torch.no_grad(), pytest.raises(TypeError, match=r"cannot train a part alone.*combine=False"):
+        change(combined.q_proj, True)
+    assert not combined.q_proj.weight.requires_grad
+    combined.qkv_proj.requires_grad_(True)
+    assert combined.q_proj.weight.requires_grad
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_part_copied_alone_is_a_linear_of_its_own(bias: bool, x: torch.Tensor) -> None:
+    part = combine(Attention(bias)).k_proj
+    part.eval()
+    part.register_forward_hook(lambda module, args, output: output + 1)
+    alone = copy.deepcopy(part)
+    assert type(alone) is nn.Linear
+    assert not alone.training
+    assert [(name, one.requires_grad) for name, one in alone.named_parameters()] == (
+        [("weight", True), ("bias", True)] if bias else [("weight", True)]
+    )
+    torch.testing.assert_close(alone(x), part(x))
+    before = part(x)
+    with torch.no_grad():
+        for parameter in alone.parameters():
+            parameter.zero_()
+    assert torch.equal(part(x), before)
+    assert alone(x).eq(1).all()
+
+
+def test_a_part_copied_with_its_owner_is_a_part_of_the_copy(combined: CombinedAttention, x: torch.Tensor) -> None:
+    whole = copy.deepcopy(nn.ModuleDict({"attention": combined}))["attention"]
+    assert whole.q_proj.combined is whole.qkv_proj
+    assert whole.qkv_proj is not combined.qkv_proj
+    assert list(whole.state_dict()) == list(combined.state_dict())
+    assert torch.equal(whole(x), combined(x))
+
+
 # What it remembers
 
 

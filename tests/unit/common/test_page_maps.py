@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import random
 import sys
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from nrl_models.common import page_maps
-from nrl_models.common.page_maps import MAX_RUNS, PAGE, Run, joined, map_runs
+from nrl_models.common.page_maps import HUGE, MAX_RUNS, PAGE, Run, joined, map_runs
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="pages of files are mapped on Linux only")
 
@@ -148,3 +149,17 @@ def test_a_file_that_is_cut_meanwhile_is_noticed(files: list[int], tmp_path: Pat
         file.truncate(12 * PAGE)
     with pytest.raises(OSError, match=r"the file ended at byte 49152, 24 bytes early: it was cut meanwhile"):
         map_runs([Run(files[0], 0, 3 * PAGE), Run(files[0], 11 * PAGE, PAGE + 24)])
+
+
+def test_large_runs_lie_in_memory_as_in_their_file(tmp_path: Path) -> None:
+    # Modulo what a kernel maps at once, for the longest of the runs.
+    path = tmp_path / "large"
+    data = random.Random(0).randbytes(3 * HUGE)
+    path.write_bytes(data)
+    short, long = (2 * HUGE + 3 * PAGE, PAGE), (5 * PAGE, HUGE + 2 * PAGE + 10)
+    with path.open("rb") as file:
+        memory, begin = map_runs([Run(file.fileno(), *short), Run(file.fileno(), *long)])
+    wanted = data[short[0] : sum(short)] + data[long[0] : sum(long)]
+    assert memory[begin : begin + len(wanted)] == wanted
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    assert (address + begin + short[1] - long[0]) % HUGE == 0

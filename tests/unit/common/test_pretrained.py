@@ -185,7 +185,7 @@ def test_all_unknown_keywords_are_named(llama_checkpoint: Path) -> None:
         AutoModelForCausalLM.from_pretrained(llama_checkpoint, one=1, devise="cpu")
 
 
-@pytest.mark.parametrize("dtype", ["bfloat61", "int8", torch.int32, "Tensor", 16])
+@pytest.mark.parametrize("dtype", ["bfloat61", "int8", "float8_e4m3fn", torch.int32, "Tensor", 16])
 def test_a_dtype_that_is_none(llama_checkpoint: Path, dtype: Any) -> None:
     with pytest.raises(UnknownArgumentError, match="expected 'auto' or a floating-point dtype"):
         AutoModelForCausalLM.from_pretrained(llama_checkpoint, dtype=dtype)

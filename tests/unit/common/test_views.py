@@ -171,6 +171,9 @@ def test_tracing_records_what_torch_does(operation: Callable[[torch.Tensor], Any
     [
         lambda t: torch.add(t, 1),
         lambda t: t.float() * 2,
+        lambda t: t * 2,
+        lambda t: 1 - t,
+        lambda t: t @ t.transpose(1, 2),
         lambda t: torch.stack([t, t]),
         lambda t: t.flip(0),
         lambda t: t[::2],

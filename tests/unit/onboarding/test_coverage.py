@@ -4,10 +4,11 @@ import json
 from pathlib import Path
 
 import pytest
+from families import test_families
 
 from nrl_models import registry
-from nrl_models.onboarding.coverage import FEATURES, CoverageError, verdict, write_pages
-from nrl_models.testing import suite
+from nrl_models.onboarding.coverage import CoverageError, verdict, write_pages
+from nrl_models.testing.features import FEATURES, generated_tests
 
 DOCS = Path(__file__).parents[3] / "docs" / "model-coverage"
 
@@ -27,25 +28,22 @@ def test_every_architecture_passed_every_test() -> None:
     assert [result for result in results if result["outcome"] == "failed"] == []
 
 
-def test_features_name_tests_that_exist() -> None:
-    for tests in FEATURES.values():
-        for name in tests:
-            assert hasattr(suite, name), name
+def test_every_generated_test_proves_a_feature_and_every_feature_has_a_test() -> None:
+    assert set(generated_tests()) == {name for name in vars(test_families) if name.startswith("test_")}
+    assert set(generated_tests().values()) == set(FEATURES)
 
 
-def test_every_generated_test_is_behind_some_feature() -> None:
-    named = {name for tests in FEATURES.values() for name in tests}
-    assert {name for name in dir(suite) if name.startswith("test_")} - named == {"test_copies_keep_one_storage"}
-
-
-def test_a_failure_wins() -> None:
+def test_the_worst_outcome_is_the_verdict() -> None:
     results = [
         {"check": "test_padding[left]", "outcome": "passed"},
         {"check": "test_padding[right]", "outcome": "failed"},
         {"check": "test_packing", "outcome": "skipped"},
+        {"check": "test_cached_decode", "outcome": "limited"},
+        {"check": "test_greedy_generation", "outcome": "passed"},
     ]
     assert verdict(results, "padding") == "no"
     assert verdict(results, "packed sequences") == "n/a"
+    assert verdict(results, "generate") == "limited"
 
 
 def test_an_untested_architecture_is_an_error(tmp_path: Path) -> None:

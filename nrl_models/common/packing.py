@@ -1,0 +1,80 @@
+"""Documents packed into one row stay apart, also where an attention mask is given or a cache would be made.
+
+Documents are told apart by `position_ids` that start again. transformers looks for that only where there is neither an
+attention mask nor a cache; with a mask of ones, or with `use_cache` left at its default, documents attend to each
+other, and nothing says so.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+Forward = Callable[..., Any]
+
+
+def keep_documents_apart(forward: Forward) -> Forward:
+    """A model's `forward` that asks for no cache, and drops a 2-D mask, where positions start again.
+
+    The positions then say all that the mask said, because padding is never in one document with a later word; where it
+    is, the call is refused. Not under `torch.compile`, where values cannot be looked at: give `use_cache=False` and no
+    mask there.
+
+    Args:
+        forward: unbound, taking `attention_mask`, `position_ids` `(batch, length)` and `past_key_values` by name.
+    """
+    parameters = list(inspect.signature(forward).parameters)
+    without_cache = {"use_cache": False} if "use_cache" in parameters else {}
+
+    @functools.wraps(forward)
+    def with_documents_apart(self: Any, *args: Any, **kwargs: Any) -> Any:
+        given = dict(zip(parameters[1:], args, strict=False)) | kwargs
+        mask, positions = given.get("attention_mask"), given.get("position_ids")
+        if not _is_2d(positions) or given.get("past_key_values") is not None or torch.compiler.is_compiling():
+            return forward(self, *args, **kwargs)
+        if mask is None:
+            mask = torch.ones_like(positions)
+        if not _is_2d(mask) or mask.shape != positions.shape or not _start_again(mask, positions):
+            return forward(self, *args, **kwargs)
+        _check_padding(mask, positions)
+        return forward(self, **(given | {"attention_mask": None} | without_cache))
+
+    with_documents_apart.keeps_documents_apart = True  # type: ignore[attr-defined]
+    return with_documents_apart
+
+
+def _is_2d(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.ndim == 2
+
+
+def _starts(positions: torch.Tensor) -> torch.Tensor:
+    """Where a position does not follow the one before it."""
+    follows = positions[:, 1:] == positions[:, :-1] + 1
+    return torch.nn.functional.pad(~follows, (1, 0), value=True)
+
+
+def _start_again(mask: torch.Tensor, positions: torch.Tensor) -> bool:
+    """Whether some row has words of two documents: a start between its first word and its last."""
+    word = mask.bool()
+    inside = word & (word.cumsum(-1) > 1)
+    return bool((_starts(positions) & inside).any())
+
+
+def _check_padding(mask: torch.Tensor, positions: torch.Tensor) -> None:
+    document = _starts(positions).cumsum(-1)
+    word = mask.bool()
+    last_word = torch.zeros_like(document).scatter_reduce(
+        1, document - 1, torch.arange(1, mask.shape[1] + 1, device=mask.device) * word, "amax"
+    )
+    place = torch.arange(1, mask.shape[1] + 1, device=mask.device)
+    wrong = ~word & (place < last_word.gather(1, document - 1))
+    if wrong.any():
+        row, column = wrong.nonzero()[0].tolist()
+        raise ValueError(
+            f"attention_mask and position_ids disagree: token {column} of row {row} is padding, but its position is in "
+            "one document with a later word. Give padding positions that start again, or give no attention_mask."
+        )

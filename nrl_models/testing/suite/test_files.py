@@ -1,0 +1,58 @@
+"""Files: what transformers writes loads here, and what is written here is what transformers writes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from nrl_models.testing.case import SEED, FamilyCase, randomise
+from nrl_models.testing.features import proves
+from nrl_models.testing.suite.asserts import all_tensors, assert_same_tensors
+
+
+@proves("files")
+def test_load_from_transformers(family_case: FamilyCase, tmp_path: Path) -> None:
+    """A sharded checkpoint written by transformers loads here, exactly, buffers included."""
+    reference = family_case.reference_class._from_config(family_case.config, dtype=torch.bfloat16)
+    randomise(reference)
+    reference.save_pretrained(tmp_path, max_shard_size="700KB")
+    reference = family_case.reference_class.from_pretrained(tmp_path)
+    model = family_case.model_class.from_pretrained(tmp_path)
+    assert_same_tensors(
+        model.state_dict_adapter.to_hf(model.state_dict(), layout="transformers"), reference.state_dict()
+    )
+    assert_same_tensors(dict(model.named_buffers()), dict(reference.named_buffers()))
+    assert not model.training
+
+
+@proves("files")
+def test_save_equals_transformers(family_case: FamilyCase, tmp_path: Path) -> None:
+    """What is saved here is what transformers saves, tensor for tensor, and it loads in both."""
+    family_case.reference(torch.bfloat16).save_pretrained(tmp_path / "first")
+    model = family_case.model_class.from_pretrained(tmp_path / "first")
+    reference = family_case.reference_class.from_pretrained(tmp_path / "first")
+    for shard_size in ("5GB", "700KB"):
+        ours, theirs = tmp_path / f"ours-{shard_size}", tmp_path / f"theirs-{shard_size}"
+        model.save_pretrained(ours, max_shard_size=shard_size)
+        reference.save_pretrained(theirs, max_shard_size=shard_size)
+        assert_same_tensors(all_tensors(ours), all_tensors(theirs))
+        for path in theirs.glob("*config.json"):
+            assert (ours / path.name).read_text() == path.read_text()
+        reloaded, info = family_case.reference_class.from_pretrained(ours, output_loading_info=True)
+        assert not any(info.values()), info
+        assert_same_tensors(reloaded.state_dict(), reference.state_dict())
+        assert_same_tensors(family_case.model_class.from_pretrained(ours).state_dict(), model.state_dict())
+
+
+@proves("files")
+def test_new_model_saves_as_transformers(family_case: FamilyCase, tmp_path: Path) -> None:
+    """A model that was never loaded saves in the layout transformers gives a new one."""
+    for directory, build in (
+        ("a", family_case.reference_class._from_config),
+        ("b", family_case.model_class.from_config),
+    ):
+        torch.manual_seed(SEED)
+        build(family_case.config).save_pretrained(tmp_path / directory)
+    assert_same_tensors(*(load_file(tmp_path / directory / "model.safetensors") for directory in "ba"))

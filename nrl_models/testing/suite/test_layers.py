@@ -1,0 +1,75 @@
+"""Each rewritten layer against the layer it replaces, and what is combined against what is true."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from nrl_models.common import CombinedLinear
+from nrl_models.common.tracing import trace_groups
+from nrl_models.parity.components import calls_of, run_layer
+from nrl_models.testing.case import SEED, FamilyCase
+from nrl_models.testing.features import proves
+from nrl_models.testing.matmuls import count_matmuls
+from nrl_models.testing.suite.asserts import assert_close, dtypes
+
+
+@proves("layers")
+def test_declaration_matches_trace(family_case: FamilyCase) -> None:
+    """The groups a family combines are exactly the linears that read one input in the Hugging Face model."""
+    reference, model = family_case.reference(), family_case.model()
+    traced = trace_groups(reference, lambda: reference(**family_case.inputs()))
+    found = {(owner, frozenset(group)) for owner, groups in traced.items() for group in groups}
+    declared = {
+        (owner, frozenset(module.rows))
+        for name, module in model.named_modules()
+        if isinstance(module, CombinedLinear)
+        for owner in [name.rpartition(".")[0]]
+    }
+    assert declared == found
+
+
+@proves("layers")
+@dtypes
+def test_attention_equivalence(family_case: FamilyCase, dtype: torch.dtype) -> None:
+    """Each rewritten attention equals the attention it replaces, on random inputs, with fewer matmuls."""
+    check_layers(family_case, dtype, lambda name: "Attention" in name)
+
+
+@proves("layers")
+@dtypes
+def test_mlp_equivalence(family_case: FamilyCase, dtype: torch.dtype) -> None:
+    """Each rewritten MLP equals the MLP it replaces, on random inputs, with fewer matmuls."""
+    check_layers(family_case, dtype, lambda name: "Attention" not in name and "MLP" in name)
+
+
+@proves("layers")
+@dtypes
+def test_layer_equivalence(family_case: FamilyCase, dtype: torch.dtype) -> None:
+    """Any other rewritten layer equals the layer it replaces, on random inputs."""
+    check_layers(family_case, dtype, lambda name: "Attention" not in name and "MLP" not in name)
+
+
+def check_layers(case: FamilyCase, dtype: torch.dtype, is_wanted: Callable[[str], bool]) -> None:
+    """Compare every instance of the rewritten classes of one kind with what they replace."""
+    reference, model = case.reference(dtype), case.model(dtype)
+    rewrites = {original: new for original, new in case.model_class.rewrites.items() if is_wanted(original.__name__)}
+    calls = calls_of(reference, rewrites, case.inputs()) if rewrites else {}
+    if not calls:
+        pytest.skip("rewrites no such layer")
+    for name, call in calls.items():
+        layer, original = model.get_submodule(name), reference.get_submodule(name)
+        assert type(layer) is rewrites[type(original)]
+        call = call.with_random_input(seed=SEED)
+        expected = run_layer(original, call)
+        assert expected, f"{type(original).__name__} returns no tensor to compare"
+        assert_close(run_layer(layer, call), expected, dtype)
+        assert count_matmuls(layer, call) == count_matmuls(original, call) - _matmuls_saved(layer)
+
+
+def _matmuls_saved(layer: nn.Module) -> int:
+    """A group of n linears saves n - 1 matmuls."""
+    return sum(len(part.rows) - 1 for part in layer.modules() if isinstance(part, CombinedLinear))

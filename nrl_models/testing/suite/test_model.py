@@ -1,0 +1,172 @@
+"""The whole model: logits, gradients, training, copies, adapters."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from nrl_models.common import ProjectionPart
+from nrl_models.common.routing import replay_routing
+from nrl_models.parity.noise import limit, logits_and_routing, logits_noise, logits_of
+from nrl_models.testing.case import SEED, FamilyCase
+from nrl_models.testing.features import proves
+from nrl_models.testing.suite.asserts import assert_close, assert_same_tensors, dtypes
+
+
+@proves("logits")
+def test_forward_shape(family_case: FamilyCase) -> None:
+    """Logits have a row for each token (or sequence) and a column for each word (or label)."""
+    inputs, config = family_case.inputs(), family_case.config
+    with torch.no_grad():
+        logits = family_case.model()(**inputs).logits
+    batch, length = inputs["input_ids"].shape
+    name = family_case.architecture
+    columns = config.num_labels if name.endswith("Classification") else config.get_text_config().vocab_size
+    rows = (batch,) if name.endswith("SequenceClassification") else (batch, length)
+    assert tuple(logits.shape) == (*rows, columns)
+
+
+@proves("logits")
+@dtypes
+def test_logits_equivalence(family_case: FamilyCase, dtype: torch.dtype) -> None:
+    """The whole model equals the reference; below fp32, to what rounding makes of it, on the same experts."""
+    model, reference, inputs = family_case.model(dtype), family_case.reference(dtype), family_case.inputs()
+    expected, routing = logits_and_routing(reference, inputs)
+    if dtype == torch.float32:
+        assert_close(logits_of(model, inputs), expected)
+        return
+    with replay_routing(model, routing):
+        difference = (logits_of(model, inputs) - expected).abs().max().item()
+    assert difference <= limit(logits_noise(reference, inputs, routing), dtype)
+
+
+@proves("logits")
+def test_uncombined(family_case: FamilyCase) -> None:
+    """`combine=False` has transformers' own parameters, and the same logits."""
+    model = family_case.model_class.from_config(family_case.config, combine=False, device=family_case.device).eval()
+    reference = family_case.reference()
+    assert list(model.state_dict()) == list(reference.state_dict())
+    model.load_state_dict(reference.state_dict())
+    with torch.no_grad():
+        assert torch.equal(model(**family_case.inputs()).logits, reference(**family_case.inputs()).logits)
+
+
+@proves("logits")
+def test_from_config_is_bit_exact(family_case: FamilyCase) -> None:
+    """Under a seed, new weights are bit for bit those of transformers."""
+    tensors = []
+    for build in (family_case.reference_class._from_config, family_case.model_class.from_config):
+        torch.manual_seed(SEED)
+        tensors.append(build(family_case.config))
+    expected, model = tensors
+    assert_same_tensors(
+        model.state_dict_adapter.to_hf(model.state_dict(), layout="transformers"), expected.state_dict()
+    )
+
+
+@proves("gradients")
+def test_gradient_equivalence(family_case: FamilyCase) -> None:
+    """Gradients, mapped through the adapter, equal the reference's; every parameter that has one there has one here."""
+    reference, model = family_case.new_pair()
+    expected, actual = _gradients(reference.train(), family_case), _gradients(model.train(), family_case)
+    mapped = model.state_dict_adapter.to_hf(actual, layout="transformers")
+    assert_close(mapped, expected)
+
+
+@proves("gradients")
+def test_training_loss_decreases(family_case: FamilyCase) -> None:
+    """A few optimiser steps lower the loss, and as they do in the reference."""
+    losses = []
+    for model in family_case.new_pair():
+        model.train()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        losses.append([])
+        for _ in range(5):
+            loss = model(**family_case.inputs(labels=True), use_cache=False).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[-1].append(loss.item())
+    assert losses[1][-1] < losses[1][0]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
+
+
+@proves("activation checkpointing")
+def test_activation_checkpointing(family_case: FamilyCase) -> None:
+    """Recomputing activations in the backward changes no gradient."""
+    _, model = family_case.new_pair()
+    model.train()
+    expected = _gradients(model, family_case)
+    model.gradient_checkpointing_enable()
+    assert_close(_gradients(model, family_case), expected)
+
+
+def _gradients(model: nn.Module, case: FamilyCase) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    model(**case.inputs(labels=True), use_cache=False).loss.backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+@proves("tied weights")
+def test_tied_weights_share_storage(family_case: FamilyCase, tmp_path: Path) -> None:
+    """What the configuration ties is one storage: built, loaded, copied; what it does not tie is not."""
+    for tie in (True, False):
+        config = family_case.config
+        config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = tie
+        built = family_case.model_class.from_config(config)
+        if built.get_output_embeddings() is None or not built._tied_weights_keys:
+            pytest.skip("has no output embeddings to tie")
+        built.save_pretrained(tmp_path / str(tie))
+        loaded = family_case.model_class.from_pretrained(tmp_path / str(tie))
+        for model in (built, loaded, copy.deepcopy(loaded)):
+            pair = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+            assert (pair[0].data_ptr() == pair[1].data_ptr()) is tie
+            assert model.config.tie_word_embeddings is tie
+
+
+@proves("copies")
+def test_copies_keep_one_storage(family_case: FamilyCase) -> None:
+    """`deepcopy`, pickling and `torch.save` keep parts views of the combined weights, apart from the original."""
+    model = family_case.model()
+    saved = io.BytesIO()
+    torch.save(model, saved)
+    saved.seek(0)
+    copies = copy.deepcopy(model), pickle.loads(pickle.dumps(model)), torch.load(saved, weights_only=False)
+    for one in copies:
+        assert_same_tensors(one.state_dict(), model.state_dict())
+        parts = {name: part for name, part in one.named_modules() if isinstance(part, ProjectionPart)}
+        for name, part in parts.items():
+            combined = one.get_submodule(name.rpartition(".")[0]).get_submodule(part._combined_name)
+            assert part.weight.untyped_storage().data_ptr() == combined.weight.untyped_storage().data_ptr()
+            assert part.weight.data_ptr() != model.get_submodule(name).weight.data_ptr()
+
+
+@proves("LoRA")
+def test_lora(family_case: FamilyCase) -> None:
+    """A PEFT adapter for every linear of the Hugging Face model loads unchanged, and merges, with equal outputs."""
+    peft = pytest.importorskip("peft", reason="PEFT is not installed")
+    inputs = family_case.inputs()
+    logits, adapters = [], []
+    for model in family_case.new_pair():
+        torch.manual_seed(SEED)
+        # Not initialised as PEFT does, which would make B zero and hide a lost adapter.
+        config = peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", init_lora_weights=False)
+        with_lora = peft.get_peft_model(model, config).eval()
+        if adapters:
+            loaded = peft.set_peft_model_state_dict(with_lora, adapters[0])
+            assert not loaded.unexpected_keys
+        adapters.append(peft.get_peft_model_state_dict(with_lora))
+        with torch.no_grad():
+            logits.append(with_lora(**inputs).logits)
+            logits.append(with_lora.merge_and_unload()(**inputs).logits)
+    reference, reference_merged, actual, actual_merged = logits
+    assert_same_tensors(adapters[1], adapters[0])
+    assert not torch.allclose(reference, family_case.reference()(**inputs).logits, atol=1e-2)
+    assert_close(actual, reference)
+    assert_close(actual_merged, reference_merged, scale=10)  # merged weights multiply other numbers

@@ -1,0 +1,158 @@
+"""Sequences: padded, packed, reordered, decoded one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from nrl_models.common.routing import replay_routing
+from nrl_models.parity.noise import logits_and_routing, logits_of
+from nrl_models.testing.case import FamilyCase
+from nrl_models.testing.features import proves
+from nrl_models.testing.suite.asserts import assert_close
+
+
+@proves("left padding")
+def test_left_padding(family_case: FamilyCase) -> None:
+    """A sequence has the same logits alone and padded in a batch, on the left."""
+    if family_case.architecture.endswith("SequenceClassification"):
+        pytest.skip("transformers' classification heads take the last token that is not padding")
+    check_padding(family_case, lambda room, length: slice(room - length, None))
+
+
+@proves("right padding")
+def test_right_padding(family_case: FamilyCase) -> None:
+    """A sequence has the same logits alone and padded in a batch, on the right."""
+    check_padding(family_case, lambda room, length: slice(length))
+
+
+def check_padding(case: FamilyCase, place: Callable[[int, int], slice]) -> None:
+    """Compare documents in one padded batch, each at its `place(room, length)`, with each alone."""
+    model, documents = case.model(), documents_of(case)
+    room = max(len(document) for document in documents)
+    input_ids = torch.zeros(len(documents), room, dtype=torch.long, device=case.device)
+    mask = torch.zeros_like(input_ids)
+    for row, document in enumerate(documents):
+        where = place(room, len(document))
+        input_ids[row, where], mask[row, where] = document, 1
+    position_ids = (mask.cumsum(-1) - 1).clamp(min=0)
+    with torch.no_grad():
+        logits = model(input_ids=input_ids, attention_mask=mask, position_ids=position_ids, use_cache=False).logits
+    for row, expected in enumerate(logits_alone(case, documents)):
+        actual = logits[row] if logits.ndim == 2 else logits[row][mask[row].bool()]
+        assert_close(actual, expected, scale=10)  # matmuls of other shapes add up in another order
+
+
+@proves("packed sequences")
+@pytest.mark.parametrize("mask", [None, "ones", "padded"])
+def test_packing(family_case: FamilyCase, mask: str | None) -> None:
+    """Sequences packed into one row, told apart by their positions, have the logits they have alone.
+
+    With a 2-D mask too, whether it says nothing or that the row ends in padding, and whatever is asked of a cache.
+    """
+    packed = pack(family_case, padding=3 if mask == "padded" else 0)
+    if mask is None:
+        del packed["attention_mask"]
+    with torch.no_grad():
+        logits = family_case.model()(**packed).logits[0]
+    expected = torch.cat(logits_alone(family_case, documents_of(family_case)))
+    assert_close(logits[: len(expected)], expected, scale=10)
+
+
+@proves("packed sequences")
+def test_documents_get_no_gradient_from_each_other(family_case: FamilyCase) -> None:
+    """What is lost on one document of a packed row moves no embedding of another, without and with a mask."""
+    packed = pack(family_case)
+    last = len(documents_of(family_case)[-1])
+    embedded = family_case.model().get_input_embeddings()(packed.pop("input_ids")).detach().requires_grad_()
+    logits = family_case.model()(inputs_embeds=embedded, **packed).logits
+    (gradient,) = torch.autograd.grad(logits[0, -last:].square().sum(), embedded)
+    assert gradient[0, -last:].abs().sum() > 0
+    assert gradient[0, :-last].abs().max() == 0
+
+
+def pack(case: FamilyCase, padding: int = 0) -> dict[str, torch.Tensor]:
+    """The documents in one row, with positions, a mask, and padding at the end."""
+    if case.architecture.endswith("SequenceClassification"):
+        pytest.skip("a sequence classifier has one score a row")
+    documents = documents_of(case)
+    input_ids = torch.cat([*documents, documents[0].new_zeros(padding)])
+    position_ids = torch.cat([torch.arange(len(one)) for one in (*documents, range(padding))]).to(case.device)
+    mask = torch.ones_like(input_ids)
+    mask[len(input_ids) - padding :] = 0
+    return {"input_ids": input_ids[None], "position_ids": position_ids[None], "attention_mask": mask[None]}
+
+
+def documents_of(case: FamilyCase) -> list[torch.Tensor]:
+    """Three sequences of 7, 13 and 10 tokens."""
+    rows = case.inputs(batch=3, length=13, images=False, seed=3)["input_ids"]
+    return [row[:size] for row, size in zip(rows, (7, 13, 10), strict=True)]
+
+
+def logits_alone(case: FamilyCase, documents: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The logits of each document by itself."""
+    with torch.no_grad():
+        return [case.model()(input_ids=document[None], use_cache=False).logits[0] for document in documents]
+
+
+@proves("batch order")
+def test_batch_order(family_case: FamilyCase) -> None:
+    """Rows of a batch in another order give the same rows of logits, in that order."""
+    inputs = family_case.inputs(batch=3)
+    order = torch.tensor([2, 0, 1])
+    with torch.no_grad():
+        expected = family_case.model()(**inputs, use_cache=False).logits[order]
+        actual = family_case.model()(**{name: reorder(value, order) for name, value in inputs.items()}, use_cache=False)
+    assert_close(actual.logits, expected, scale=10)
+
+
+def reorder(value: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    """An input's rows in another order; several rows may belong to one sequence (an image's patches)."""
+    return value.unflatten(0, (len(order), -1))[order.to(value.device)].flatten(0, 1)
+
+
+@proves("router replay")
+def test_router_replay(family_case: FamilyCase) -> None:
+    """Replaying the experts that were chosen changes nothing; other choices give other logits."""
+    model, inputs = family_case.model(), family_case.inputs()
+    expected, routing = logits_and_routing(model, inputs)
+    if not routing:
+        pytest.skip("chooses no experts")
+    with replay_routing(model, routing):
+        assert_close(logits_of(model, inputs), expected)
+    others = {name: [choice.flip(0) for choice in choices] for name, choices in routing.items()}
+    with replay_routing(model, others):
+        assert (logits_of(model, inputs) - expected).abs().max() > 1e-3
+
+
+@proves("cached decoding")
+def test_cached_decode(family_case: FamilyCase) -> None:
+    """Decoding token by token with a cache gives the logits of one full forward."""
+    if not family_case.model().can_generate():
+        pytest.skip("does not generate")
+    model = family_case.model()
+    input_ids = family_case.inputs(length=14, images=False)["input_ids"]
+    with torch.no_grad():
+        full = model(input_ids=input_ids, use_cache=False).logits
+        output = model(input_ids=input_ids[:, :10], use_cache=True)
+        steps = [output.logits]
+        for token in range(10, 14):
+            output = model(
+                input_ids=input_ids[:, token : token + 1], past_key_values=output.past_key_values, use_cache=True
+            )
+            steps.append(output.logits)
+    assert_close(torch.cat(steps, dim=1), full, scale=10)
+
+
+@proves("generate")
+def test_greedy_generation(family_case: FamilyCase) -> None:
+    """`generate` picks the reference's tokens."""
+    if not family_case.model().can_generate():
+        pytest.skip("does not generate")
+    inputs = family_case.inputs(length=12)
+    options = {"max_new_tokens": 8, "do_sample": False, "min_new_tokens": 8}
+    actual = family_case.model().generate(**inputs, **options)
+    assert torch.equal(actual, family_case.reference().generate(**inputs, **options))
+    assert actual.shape[1] == 20

@@ -1,0 +1,93 @@
+"""Choices made for a run, and that a family leaves transformers' own choices as they are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import MixtralConfig, PreTrainedModel
+
+from nrl_models import AutoModelForCausalLM, registry
+from nrl_models.common.backend import BackendConfig, should_combine
+
+
+@pytest.mark.parametrize(
+    ("backend", "expected"),
+    [
+        (BackendConfig(), {}),
+        (BackendConfig(combine=False), {}),
+        (BackendConfig(attn="eager"), {"attn_implementation": "eager"}),
+        (
+            BackendConfig(attn="sdpa", experts="batched_mm"),
+            {"attn_implementation": "sdpa", "experts_implementation": "batched_mm"},
+        ),
+    ],
+)
+def test_only_what_is_set_is_passed_on(backend: BackendConfig, expected: dict[str, str]) -> None:
+    assert backend.implementations() == expected
+
+
+@pytest.mark.parametrize(
+    ("combine", "device", "expected"),
+    [
+        (True, None, True),
+        (True, "cpu", True),
+        (False, "cuda", False),
+        ("auto", None, False),  # the CPU
+        ("auto", "cpu", False),
+        ("auto", "cuda:1", True),
+        ("auto", "meta", True),
+    ],
+)
+def test_whether_projections_combine(combine: Any, device: str | None, expected: bool) -> None:
+    assert should_combine(combine, None if device is None else torch.device(device)) is expected
+
+
+@pytest.mark.parametrize("combine", ["Auto", 1, None, "true"])
+def test_anything_else_is_refused(combine: Any, mixtral_config: MixtralConfig) -> None:
+    with pytest.raises(ValueError, match="expected True, False or 'auto'"):
+        should_combine(combine, None)
+    with pytest.raises(ValueError, match="expected True, False or 'auto'"):
+        AutoModelForCausalLM.from_config(mixtral_config, combine=combine)
+
+
+@pytest.mark.parametrize("experts", ["eager", "batched_mm", "grouped_mm"])
+def test_experts_are_chosen(
+    experts: str, mixtral_checkpoint: Path, mixtral: PreTrainedModel, input_ids: torch.Tensor
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(mixtral_checkpoint, backend=BackendConfig(experts=experts))
+    assert model.config._experts_implementation == experts
+    assert model.model.layers[0].mlp.experts.config._experts_implementation == experts
+    with torch.no_grad():
+        torch.testing.assert_close(model(input_ids).logits, mixtral(input_ids).logits, atol=1e-5, rtol=1e-5)
+
+
+@pytest.fixture(params=[name for name in registry.MODEL_ARCH_MAPPING if registry.unmet_requirement(name) is None])
+def model_class(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Each architecture's class, before transformers has found out anything about it or what it extends."""
+    model_class = registry.model_class(request.param)
+    for one in model_class.__mro__:
+        for name in ("attn", "experts"):
+            cached = f"_can_set_{name}_implementation_cached_value"
+            if cached in vars(one):
+                monkeypatch.delattr(one, cached)
+    return model_class
+
+
+def test_a_family_may_choose_its_kernels_as_transformers_may(model_class: Any) -> None:
+    # transformers reads it off the source of a class's module. Experts were computed one by one, in silence, unless
+    # the Hugging Face class had been asked before.
+    can_set = model_class._can_set_attn_implementation(), model_class._can_set_experts_implementation()
+    reference = model_class.reference_class()
+    assert can_set == (reference._can_set_attn_implementation(), reference._can_set_experts_implementation())
+
+
+@pytest.mark.parametrize("model_class", ["MixtralForCausalLM"], indirect=True)
+def test_experts_are_grouped_unless_one_says_otherwise(model_class: Any, mixtral_config: MixtralConfig) -> None:
+    model = model_class.from_config(mixtral_config, device="meta")
+    assert model.config._experts_implementation == "grouped_mm"
+    assert model_class.from_config(model.config, device="meta").config._experts_implementation == "grouped_mm"
+    model.set_experts_implementation("batched_mm")
+    assert model.model.layers[0].mlp.experts.config._experts_implementation == "batched_mm"

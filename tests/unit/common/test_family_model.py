@@ -1,0 +1,53 @@
+"""What transformers reads off a model's class and its module, in the order in which it comes to ask."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from checkpoints import new_model
+from transformers import MixtralConfig, PreTrainedModel
+
+from nrl_models import AutoModelForCausalLM, BackendConfig, registry
+
+QUESTIONS = ("_can_set_attn_implementation", "_can_set_experts_implementation")
+
+SERVED = [registry.model_class(name) for name in registry.architectures() if registry.unmet_requirement(name) is None]
+
+
+@pytest.fixture
+def _nothing_asked_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers keeps the answers on the class, so that a subclass finds those for a class asked before."""
+    for model_class in SERVED:
+        for one in model_class.__mro__:
+            for kept in [f"{question}_cached_value" for question in QUESTIONS]:
+                if kept in vars(one):
+                    monkeypatch.delattr(one, kept)
+
+
+@pytest.mark.usefixtures("_nothing_asked_yet")
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_a_family_can_be_set_to_what_its_reference_can(question: str) -> None:
+    for model_class in SERVED:
+        answer = getattr(model_class, question)()
+        assert answer is getattr(model_class.reference_class(), question)(), model_class
+
+
+@pytest.mark.usefixtures("_nothing_asked_yet")
+@pytest.mark.parametrize("experts", ["eager", "grouped_mm", "batched_mm"])
+def test_an_experts_implementation_is_used_though_no_hugging_face_model_was_built(
+    experts: str, mixtral_config: MixtralConfig, input_ids: torch.Tensor
+) -> None:
+    model = AutoModelForCausalLM.from_config(mixtral_config, backend=BackendConfig(experts=experts)).eval()
+    assert model.config._experts_implementation == experts
+    reference: PreTrainedModel = new_model(mixtral_config).eval()
+    model.load_state_dict(reference.state_dict())
+    with torch.no_grad():
+        torch.testing.assert_close(model(input_ids).logits, reference(input_ids).logits, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.usefixtures("_nothing_asked_yet")
+def test_the_default_implementations_are_the_references(mixtral_config: MixtralConfig) -> None:
+    model = AutoModelForCausalLM.from_config(mixtral_config)
+    reference = new_model(mixtral_config)
+    assert model.config._attn_implementation == reference.config._attn_implementation
+    assert model.config._experts_implementation == reference.config._experts_implementation

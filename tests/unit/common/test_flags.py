@@ -1,0 +1,32 @@
+"""Flags, and that they say what is true of the families that set them."""
+
+from __future__ import annotations
+
+import pytest
+
+from nrl_models import registry
+from nrl_models.common import ModelFlag
+
+
+def test_names_are_of_the_flags_that_are_set() -> None:
+    both = ModelFlag.SKIP_DTENSOR_TIED_WEIGHTS_CHECK | ModelFlag.VLLM_LOAD_FORMAT_AUTO
+    assert ModelFlag.NONE.names == []
+    assert ModelFlag.VLLM_LOAD_FORMAT_AUTO.names == ["VLLM_LOAD_FORMAT_AUTO"]
+    assert both.names == ["SKIP_DTENSOR_TIED_WEIGHTS_CHECK", "VLLM_LOAD_FORMAT_AUTO"]
+    assert ModelFlag(0) is ModelFlag.NONE
+    assert not ModelFlag.NONE
+
+
+def test_no_two_flags_are_one() -> None:
+    values = [flag.value for flag in ModelFlag]
+    assert len(set(values)) == len(values) == len(ModelFlag.__members__) - 1  # NONE is no flag
+
+
+@pytest.mark.parametrize("name", list(registry.FAMILIES))
+def test_every_class_of_a_family_has_its_flags(name: str) -> None:
+    classes = [registry.model_class(one) for one in registry.FAMILIES[name] if not registry.unmet_requirement(one)]
+    assert len({one.flags for one in classes}) <= 1
+    assert all(isinstance(one.flags, ModelFlag) for one in classes)
+    for one in classes:
+        if ModelFlag.SKIP_DTENSOR_TIED_WEIGHTS_CHECK in one.flags:
+            assert one.reference_class().config_class().tie_word_embeddings

@@ -1,0 +1,166 @@
+"""The names and shapes a model's tensors have elsewhere: as transformers itself would give them."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import WEIGHTS, assert_same, edit_config, hf_tensors, new_model, stored
+from safetensors.torch import save_file
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from transformers import DeepseekV3Config, Gemma3Config, LlamaConfig, PreTrainedModel
+from transformers.conversion_mapping import register_checkpoint_conversion_mapping
+from transformers.core_model_loading import PrefixChange, revert_weight_conversion
+from transformers.models.llama import modeling_llama
+
+from nrl_models import StateDictAdapter
+from nrl_models.auto import auto_class_of
+from nrl_models.common.combined import CombinedLinear
+from nrl_models.common.layouts import (
+    TensorSpec,
+    convert_layout,
+    hub_conversions,
+    own_tensors,
+    tied_names,
+    transformers_views,
+)
+from nrl_models.families.llama.model import LlamaFamily
+from nrl_models.testing.tiny import tiny_config
+
+
+class WithBuffers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(2, 3, dtype=torch.bfloat16))
+        self.bias = None
+        self.register_buffer("kept", torch.zeros(4, dtype=torch.int64))
+        self.register_buffer("computed", torch.zeros(5), persistent=False)
+        self.inner = nn.Linear(3, 1, bias=False)
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"not": 1, "a tensor": 2}
+
+
+def test_own_tensors_are_the_parameters_and_saved_buffers() -> None:
+    assert own_tensors(WithBuffers()) == {
+        "weight": TensorSpec((2, 3), torch.bfloat16),
+        "kept": TensorSpec((4,), torch.int64),
+        "inner.weight": TensorSpec((1, 3), torch.float32),
+    }
+
+
+def test_what_is_not_combined_is_itself() -> None:
+    views = dict(transformers_views(WithBuffers()))
+    assert {name: (view.parameter, view.steps) for name, view in views.items()} == {
+        name: (name, ()) for name in own_tensors(WithBuffers())
+    }
+
+
+@pytest.mark.parametrize(
+    "config", [tiny_config(DeepseekV3Config), tiny_config(Gemma3Config)], ids=lambda config: config.model_type
+)
+def test_names_and_order_are_those_of_transformers_state_dict(config: Any) -> None:
+    model = auto_class_of(config).from_config(config, device="meta")
+    with torch.device("meta"):
+        reference = model.reference_class()(config)
+    assert any(isinstance(module, CombinedLinear) for module in model.modules())
+    own = own_tensors(model)
+    placed = {name: view.place_in(own[view.parameter].shape).shape for name, view in transformers_views(model)}
+    assert placed == {name: tuple(tensor.shape) for name, tensor in reference.state_dict().items()}
+    assert list(placed) == list(reference.state_dict())
+
+
+def test_a_part_is_rows_of_its_owners_combined_tensor(llama: PreTrainedModel) -> None:
+    model = auto_class_of(llama.config).from_config(llama.config, device="meta")
+    views = dict(transformers_views(model))
+    assert str(views["model.layers.1.self_attn.k_proj.bias"]) == (
+        "model.layers.1.self_attn.qkv_proj.bias.narrow(0, 256, 128)"
+    )
+    # Also of an attention alone, and where something is wrapped around the layer, its linear, or both.
+    alone = dict(transformers_views(model.model.layers[1].self_attn))
+    assert str(alone["k_proj.bias"]) == "qkv_proj.bias.narrow(0, 256, 128)"
+    attention = model.model.layers[1].self_attn
+    attention.k_proj = nn.Sequential(nn.Sequential(attention.k_proj))
+    model.model.layers[1] = checkpoint_wrapper(model.model.layers[1])
+    wrapped = "model.layers.1._checkpoint_wrapped_module.self_attn"
+    views = dict(transformers_views(model))
+    assert str(views[f"{wrapped}.k_proj.0.0.bias"]) == f"{wrapped}.qkv_proj.bias.narrow(0, 256, 128)"
+    assert str(views[f"{wrapped}.v_proj.bias"]) == f"{wrapped}.qkv_proj.bias.narrow(0, 384, 128)"
+
+
+def test_tied_names_are_the_configurations(llama_config: LlamaConfig) -> None:
+    assert tied_names(auto_class_of(llama_config).from_config(llama_config)) == {}
+    llama_config.tie_word_embeddings = True
+    model = auto_class_of(llama_config).from_config(llama_config)
+    assert tied_names(model) == {"lm_head.weight": "model.embed_tokens.weight"}
+    assert tied_names(model.model) == {}
+
+
+# The hub's layout
+
+
+def test_most_models_have_one_layout(llama: PreTrainedModel) -> None:
+    assert hub_conversions(llama) is None
+    adapter = StateDictAdapter(llama)
+    assert adapter.hub == adapter.transformers
+    assert list(adapter.hub) == list(adapter.transformers)
+
+
+def test_no_conversion_leaves_the_order_and_an_empty_list_sorts_as_transformers_does(llama: PreTrainedModel) -> None:
+    adapter = StateDictAdapter(llama)
+    backwards = dict(reversed(adapter.transformers.items()))
+    assert list(convert_layout(llama, backwards, adapter.own, None)) == list(backwards)
+    converted = convert_layout(llama, backwards, adapter.own, [])
+    assert converted == adapter.transformers
+    loaded = new_model(copy.deepcopy(llama.config))
+    loaded._weight_conversions = []
+    assert list(converted) == list(revert_weight_conversion(loaded, dict(reversed(loaded.state_dict().items()))))
+
+
+def test_the_hubs_layout_is_what_transformers_writes(mixtral: PreTrainedModel) -> None:
+    adapter = StateDictAdapter(mixtral)
+    expected = revert_weight_conversion(mixtral, dict(mixtral.state_dict()))
+    assert list(adapter.hub) == list(expected)
+    assert {name: tensor.shape for name, tensor in adapter.hub.items()} == {
+        name: tuple(tensor.shape) for name, tensor in expected.items()
+    }
+
+
+# A prefix that some checkpoints carry
+
+register_checkpoint_conversion_mapping(
+    "PrefixedForCausalLM", [PrefixChange(prefix_to_remove="language_model")], overwrite=True
+)
+
+
+class PrefixedForCausalLM(LlamaFamily, modeling_llama.LlamaForCausalLM):
+    pass
+
+
+Upstream = type("PrefixedForCausalLM", (modeling_llama.LlamaForCausalLM,), {})
+
+
+@pytest.mark.parametrize("prefix", ["", "language_model."])
+def test_a_prefix_is_kept_that_the_checkpoint_carried(prefix: str, llama: PreTrainedModel, tmp_path: Path) -> None:
+    (tmp_path / "given").mkdir()
+    tensors = {prefix + name: tensor for name, tensor in llama.state_dict().items()}
+    save_file(tensors, tmp_path / "given" / WEIGHTS, metadata={"format": "pt"})
+    llama.config.save_pretrained(tmp_path / "given")
+    edit_config(tmp_path / "given", architectures=["PrefixedForCausalLM"])
+    model, reference = (one.from_pretrained(tmp_path / "given") for one in (PrefixedForCausalLM, Upstream))
+    assert_same(hf_tensors(model), llama.state_dict())
+    assert set(model.state_dict_adapter.hub) == set(tensors)
+    model.save_pretrained(tmp_path / "ours")
+    reference.save_pretrained(tmp_path / "theirs")
+    assert_same(stored(tmp_path / "ours"), stored(tmp_path / "theirs"))
+    assert stored(tmp_path / "ours").keys() == tensors.keys()
+
+
+def test_a_new_model_carries_no_prefix(llama_config: LlamaConfig) -> None:
+    model = PrefixedForCausalLM.from_config(llama_config, device="meta")
+    assert hub_conversions(model) is None
+    assert set(model.state_dict_adapter.hub) == set(model.state_dict_adapter.transformers)

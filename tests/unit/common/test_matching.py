@@ -1,0 +1,204 @@
+"""Which given tensors fill which of the model's own: the rules, on tables written by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import pytest
+import torch
+
+from nrl_models.common.layouts import TensorSpec
+from nrl_models.common.matching import Given, Match, match
+from nrl_models.common.views import HFTensor, Piece, View
+
+
+def rows(name: str, parameter: str, start: int, length: int) -> HFTensor:
+    """A tensor that is some rows of a parameter of four columns."""
+    return HFTensor(name, (length, 4), (Piece(View(parameter).then("narrow", 0, start, length)),))
+
+
+def whole(name: str, parameter: str, *shape: int) -> HFTensor:
+    return HFTensor(name, shape, (Piece(View(parameter)),))
+
+
+OWN = {
+    "qkv": TensorSpec((8, 4), torch.float32),
+    "norm": TensorSpec((4,), torch.float32),
+    "embed": TensorSpec((6, 4), torch.float32),
+    "head": TensorSpec((6, 4), torch.float32),
+}
+TABLE = {
+    tensor.name: tensor
+    for tensor in (
+        rows("q", "qkv", 0, 4),
+        rows("k", "qkv", 4, 2),
+        rows("v", "qkv", 6, 2),
+        rows("older q", "qkv", 0, 4),
+        rows("qk", "qkv", 0, 6),
+        whole("norm", "norm", 4),
+        whole("embed", "embed", 6, 4),
+        whole("head", "head", 6, 4),
+        # a tensor that the hub packs and the model keeps apart
+        HFTensor(
+            "norm and embed",
+            (7, 4),
+            (
+                Piece(View("norm").then("reshape", 1, 4), (("narrow", (0, 0, 1)),)),
+                Piece(View("embed"), (("narrow", (0, 1, 6)),)),
+            ),
+        ),
+    )
+}
+PARTS = {"qkv": ["q", "k", "v"], "norm": ["norm"], "embed": ["embed"], "head": ["head"]}
+
+
+def absent(name: str, given: Collection[HFTensor]) -> list[str]:
+    names = {tensor.name for tensor in given}
+    return [part for part in PARTS[name] if part not in names]
+
+
+def matched(*keys: str, tied: dict[str, str] | None = None, **options: Any) -> Match:
+    """The match of these keys, with the shapes and dtype that fit; `changed` gives others."""
+    changed = options.pop("changed", {})
+    given = {key: Given(TABLE[key].shape if key in TABLE else (1,), torch.float32) for key in keys} | changed
+    options = {"why_unexpected": lambda key: "nobody knows it"} | options
+    return match(given, TABLE.get, OWN, absent, tied or {}, **options)
+
+
+def kinds(found: Match) -> set[tuple[str, str]]:
+    return {(problem.kind, problem.subject) for problem in found.problems}
+
+
+EVERYTHING = ("q", "k", "v", "norm", "embed", "head")
+
+
+@pytest.mark.parametrize("keys", [EVERYTHING, EVERYTHING[::-1], ("qk", "v", "norm and embed", "head")])
+def test_what_fills_every_tensor_once_fits(keys: tuple[str, ...]) -> None:
+    found = matched(*keys)
+    assert not found.problems
+    assert not found.missing
+    assert found.sources.keys() == OWN.keys()
+    for name, sources in found.sources.items():
+        assert [target for _, target in sources] == [TABLE[key] for key, _ in sources]
+        assert all(name in target.parameters for _, target in sources)
+
+
+def test_what_is_not_there_is_missing() -> None:
+    found = matched("q", "k", "v", "embed")
+    assert kinds(found) == {("missing", "norm"), ("missing", "head")}
+    assert found.missing == ["norm", "head"]
+
+
+def test_a_combined_tensor_that_is_missing_is_named_by_its_parts() -> None:
+    assert kinds(matched("norm", "embed", "head")) == {("missing", "q, k, v")}
+
+
+def test_what_may_miss_is_reported_but_no_problem() -> None:
+    found = matched("q", "k", "v", may_miss=lambda name: name != "norm")
+    assert kinds(found) == {("missing", "norm")}
+    assert found.missing == ["norm", "embed", "head"]
+
+
+def test_a_part_that_is_missing_is_partial_whatever_may_miss() -> None:
+    found = matched("k", "norm", may_miss=lambda name: True)
+    (problem,) = found.problems
+    assert (problem.kind, problem.subject) == ("partial", "k")
+    assert problem.detail == "fill only a part of qkv; q, v is not there"
+
+
+def test_a_packed_tensor_of_the_wrong_size_is_reported_once() -> None:
+    found = matched("q", "k", "v", "head", changed={"norm and embed": Given((6, 4), torch.float32)})
+    assert kinds(found) == {("shape", "norm and embed")}
+
+
+@pytest.mark.parametrize(
+    ("keys", "listed"),
+    [
+        (("older q", *EVERYTHING), "older q, q, k, v"),  # one region under two names
+        (("qk", *EVERYTHING), "qk, q, k, v"),  # a larger region and what is in it
+        (("q", "older q", "norm", "embed", "head"), "q, older q"),  # as many rows as there are, the same ones twice
+        (("qk", "q"), "qk, q"),
+        (("qk", "k"), "qk, k"),  # as many rows as there are: v's would be whatever was in memory
+    ],
+)
+def test_what_fills_a_tensor_twice_is_duplicated(keys: tuple[str, ...], listed: str) -> None:
+    found = matched(*keys, may_miss=lambda name: True)
+    assert kinds(found) == {("duplicated", listed)}
+
+
+def test_a_wrong_shape_is_reported_once() -> None:
+    found = matched("q", "k", "norm", "head", changed={"v": Given((3, 4), torch.float32), "embed": Given((), None)})
+    assert kinds(found) == {("shape", "v"), ("shape", "embed")}
+    assert "(3, 4), the model expects (2, 4)" in str(found.problems[0])
+
+
+@pytest.mark.parametrize("second", [torch.bfloat16, torch.float64])
+def test_floating_point_parts_of_several_widths_are_one_tensor(second: torch.dtype) -> None:
+    assert not matched(*EVERYTHING, changed={"k": Given((2, 4), second)}).problems
+
+
+@pytest.mark.parametrize("second", [torch.int8, torch.float8_e4m3fn])
+def test_parts_that_need_scales_are_no_tensor_with_others(second: torch.dtype) -> None:
+    found = matched(*EVERYTHING, changed={"k": Given((2, 4), second)})
+    assert kinds(found) == {("dtype", "q, k, v")}
+    assert str(second) in found.problems[0].detail
+    # All alike they are: it is not for a match to say what they mean.
+    alike = {key: Given(TABLE[key].shape, second) for key in ("q", "k", "v")}
+    assert not matched(*EVERYTHING, changed=alike).problems
+
+
+def test_what_nobody_knows_is_unexpected_or_passes() -> None:
+    assert kinds(matched(*EVERYTHING, "other")) == {("unexpected", "other")}
+    found = matched(*EVERYTHING, "other", why_unexpected=lambda key: None)
+    assert not found.problems
+    assert "other" not in [key for sources in found.sources.values() for key, _ in sources]
+
+
+@pytest.mark.parametrize(("given", "other"), [("embed", "head"), ("head", "embed")])
+def test_a_tied_tensor_is_there_under_either_name(given: str, other: str) -> None:
+    found = matched("q", "k", "v", "norm", given, tied={"head": "embed"})
+    assert not found.problems
+    assert not found.missing
+    assert found.copies == {other: given}
+
+
+def test_tied_tensors_that_are_both_given_or_both_absent() -> None:
+    found = matched(*EVERYTHING, tied={"head": "embed"})
+    assert not found.copies
+    assert not found.problems
+    found = matched("q", "k", "v", "norm", tied={"head": "embed"})
+    assert kinds(found) == {("missing", "embed"), ("missing", "head")}
+
+
+def test_everything_is_listed_at_once_with_its_file() -> None:
+    files = {
+        "q": Given((4, 4), torch.float32, "one"),
+        "older q": Given((4, 4), torch.float32, "two"),
+        "embed": Given((6,), torch.float32, "two"),
+        "other": Given((1,), torch.float32, "three"),
+    }
+    found = matched(changed=files)
+    assert {(problem.kind, problem.subject, problem.file) for problem in found.problems} == {
+        ("duplicated", "q, older q", "one, two"),
+        ("shape", "embed", "two"),
+        ("unexpected", "other", "three"),
+        ("missing", "norm", None),
+        ("missing", "head", None),
+    }
+
+
+def test_a_long_list_is_cut_and_counted() -> None:
+    table = {f"e{index}": rows(f"e{index}", "w", index, 1) for index in range(20)}
+    found = match(
+        {key: Given((1, 4), torch.float32) for key in list(table)[:10]},
+        table.get,
+        {"w": TensorSpec((20, 4), torch.float32)},
+        lambda name, given: [key for key in table if key not in {tensor.name for tensor in given}],
+        {},
+        why_unexpected=lambda key: None,
+    )
+    (problem,) = found.problems
+    assert problem.subject.endswith("e7 and 2 more")
+    assert "e10, e11" in problem.detail
+    assert problem.detail.endswith("e17 and 2 more is not there")

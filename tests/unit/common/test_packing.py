@@ -1,0 +1,124 @@
+"""Documents in one row, and what a mask says of them beside their positions."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM, PreTrainedModel
+
+from nrl_models import AutoModelForCausalLM
+from nrl_models.common.packing import keep_documents_apart
+
+PACKED = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 0, 1, 2, 3, 4]])
+
+
+class Spy:
+    """A model that only shows which mask reaches it."""
+
+    @keep_documents_apart
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        past_key_values: object = None,
+        use_cache: bool | None = None,
+    ) -> torch.Tensor | None:
+        return attention_mask
+
+
+@pytest.fixture
+def model(llama: PreTrainedModel) -> PreTrainedModel:
+    built = AutoModelForCausalLM.from_config(llama.config).eval()
+    built.load_state_dict(llama.state_dict())
+    return built
+
+
+def test_transformers_lets_documents_see_each_other_where_there_is_a_mask_or_a_cache(llama: PreTrainedModel) -> None:
+    # The reason for all this; once it fails, `keep_documents_apart` can go.
+    input_ids = torch.arange(16, 28)[None]
+    with torch.no_grad():
+        apart = llama(input_ids, position_ids=PACKED, use_cache=False).logits
+        masked = llama(input_ids, attention_mask=torch.ones_like(PACKED), position_ids=PACKED, use_cache=False).logits
+        cached = llama(input_ids, position_ids=PACKED).logits
+    assert not torch.allclose(apart, masked, atol=1e-3)
+    assert not torch.allclose(apart, cached, atol=1e-3)
+
+
+def test_here_neither_a_mask_nor_a_cache_changes_anything(model: PreTrainedModel) -> None:
+    input_ids = torch.arange(16, 28)[None]
+    with torch.no_grad():
+        apart = model(input_ids, position_ids=PACKED, use_cache=False).logits
+        assert torch.equal(model(input_ids, position_ids=PACKED).logits, apart)
+        assert torch.equal(model(input_ids, torch.ones_like(PACKED), PACKED).logits, apart)
+        assert torch.equal(model(input_ids, position_ids=PACKED, attention_mask=torch.ones_like(PACKED)).logits, apart)
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["copy", "pickle"]
+)
+def test_copies_do_the_same(model: PreTrainedModel, copied) -> None:
+    input_ids = torch.arange(16, 28)[None]
+    with torch.no_grad():
+        apart = model(input_ids, position_ids=PACKED).logits
+        masked = copied(model)(input_ids, position_ids=PACKED, attention_mask=torch.ones_like(PACKED)).logits
+    assert torch.equal(masked, apart)
+
+
+def test_the_signature_is_upstreams() -> None:
+    ours = AutoModelForCausalLM.from_config(LlamaForCausalLM.config_class(num_hidden_layers=0), device="meta")
+    assert inspect.signature(ours.forward) == inspect.signature(LlamaForCausalLM(ours.config).forward)
+
+
+@pytest.mark.parametrize(
+    ("mask", "positions"),
+    [
+        ([[1, 1, 1, 1, 1]], [[0, 1, 2, 3, 4]]),
+        ([[0, 0, 1, 1, 1]], [[0, 0, 0, 1, 2]]),  # padded on the left, as `generate` does
+        ([[0, 0, 1, 1, 1]], [[1, 1, 0, 1, 2]]),
+        ([[1, 1, 1, 0, 0]], [[0, 1, 2, 2, 2]]),
+        ([[1, 1, 1, 0, 0]], [[0, 1, 2, 0, 0]]),
+        ([[1, 1, 1, 1, 1]], [[7, 8, 9, 10, 11]]),  # somewhere inside a document
+    ],
+    ids=str,
+)
+def test_one_document_a_row_is_left_as_it_is(mask: list, positions: list) -> None:
+    given = torch.tensor(mask)
+    assert Spy().forward(attention_mask=given, position_ids=torch.tensor(positions)) is given
+
+
+@pytest.mark.parametrize(
+    ("mask", "positions"),
+    [
+        ([[1, 1, 1, 1, 1]], [[0, 1, 2, 0, 1]]),
+        ([[1, 1, 1, 1, 0]], [[0, 1, 0, 1, 0]]),
+        ([[1, 1, 1, 1, 0]], [[0, 1, 0, 1, 2]]),  # padding may go on behind the last word
+        ([[0, 1, 1, 1, 1]], [[0, 0, 1, 0, 1]]),
+        ([[1, 1, 0, 1, 1]], [[0, 1, 2, 0, 1]]),  # between documents, too
+        ([[1, 1, 1, 1], [1, 1, 1, 1]], [[0, 1, 2, 3], [0, 1, 0, 1]]),
+    ],
+    ids=str,
+)
+def test_the_mask_goes_where_positions_say_it_all(mask: list, positions: list) -> None:
+    assert Spy().forward(attention_mask=torch.tensor(mask), position_ids=torch.tensor(positions)) is None
+
+
+def test_padding_inside_a_document_is_refused() -> None:
+    mask, positions = torch.tensor([[1, 1, 1, 1, 1], [1, 0, 1, 1, 1]]), torch.tensor([[0, 1, 2, 3, 4], [0, 1, 2, 0, 1]])
+    with pytest.raises(ValueError, match="token 1 of row 1 is padding"):
+        Spy().forward(attention_mask=mask, position_ids=positions)
+
+
+def test_a_cache_is_another_matter() -> None:
+    mask = torch.ones(1, 3, dtype=torch.long)
+    assert Spy().forward(attention_mask=mask, position_ids=torch.tensor([[0, 1, 0]]), past_key_values=object()) is mask
+
+
+def test_other_masks_are_the_callers_business() -> None:
+    mask = torch.ones(1, 1, 3, 3, dtype=torch.bool)
+    assert Spy().forward(attention_mask=mask, position_ids=torch.tensor([[0, 1, 0]])) is mask
+    assert Spy().forward(attention_mask=None, position_ids=torch.tensor([[0, 1, 0]])) is None

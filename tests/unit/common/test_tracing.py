@@ -1,0 +1,119 @@
+"""Which linears read the same input."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import new_model
+from torch import nn
+from transformers import DeepseekV3Config, PreTrainedModel
+
+from nrl_models import AutoModelForCausalLM
+from nrl_models.common.tracing import trace_groups
+from nrl_models.families.deepseek_v3.model import DeepseekV3ForCausalLM
+from nrl_models.testing.tiny import tiny_config
+
+SIZE = 4
+
+
+class Layer(nn.Module):
+    """Six linears that `run` calls as a test wants."""
+
+    def __init__(self, run: Callable[[Layer, torch.Tensor], Any]) -> None:
+        super().__init__()
+        for name in "abcdef":
+            setattr(self, name, nn.Linear(SIZE, SIZE))
+        self.run = run
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.run(self, x)
+
+
+def groups_of(run: Callable[[Layer, torch.Tensor], Any], **options: Any) -> list[tuple[str, ...]]:
+    layer = Layer(run)
+    return trace_groups(layer, lambda: layer(torch.randn(2, SIZE, **options))).get("", [])
+
+
+@pytest.mark.parametrize(
+    ("run", "expected"),
+    [
+        (lambda m, x: m.c(m.a(x) + m.b(x)), [("a", "b")]),
+        (lambda m, x: (m.b(x), m.a(x)), [("b", "a")]),  # in the order of the calls
+        (lambda m, x: (m.a(x), m.b(x), m.c(x.sin()), m.d(x)), [("a", "b", "d")]),
+        (lambda m, x: (m.a(x), m.b(x + 0)), []),  # equal values are not the same tensor
+        (lambda m, x: (m.a(x), m.b(x.clone())), []),
+        (lambda m, x: (m.a(x), m.b(x.view(2, SIZE))), []),
+        (lambda m, x: [(m.a(y), m.b(y), m.c(x), m.d(x)) for y in [x * 2]], [("a", "b"), ("c", "d")]),
+        (lambda m, x: (m.a(x), m.a(x)), []),  # one linear is no group
+        (lambda m, x: (m.a(x), m.b(x), m.a(x.sin())), [("a", "b")]),  # the first call counts
+        (lambda m, x: (m.a(x.sin()), m.b(x), m.a(x)), []),
+        (lambda m, x: x, []),
+    ],
+)
+def test_linears_that_get_the_very_same_tensor_are_a_group(run: Any, expected: list[tuple[str, ...]]) -> None:
+    assert groups_of(run) == expected
+
+
+def test_tensors_that_are_gone_are_not_taken_for_later_ones() -> None:
+    # Memory, and with it the identity of an object, is used again. 64 inputs live one at a time.
+    def run(layer: Layer, x: torch.Tensor) -> None:
+        for index in range(64):
+            getattr(layer, "abcdef"[index % 6])(x + index)
+
+    assert groups_of(run) == []
+
+
+def test_linears_of_different_modules_are_no_group() -> None:
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = (Layer(lambda m, x: (m.a(x), m.b(x))) for _ in range(2))
+            self.own = nn.Linear(SIZE, SIZE)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.own(x), self.first(x), self.second(x)
+
+    pair = Pair()
+    assert trace_groups(pair, lambda: pair(torch.randn(2, SIZE))) == {"first": [("a", "b")], "second": [("a", "b")]}
+
+
+def test_only_plain_linears_count() -> None:
+    class Special(nn.Linear):
+        pass
+
+    layer = Layer(lambda m, x: (m.a(x), m.b(x), m.c(x)))
+    layer.b = Special(SIZE, SIZE)
+    assert trace_groups(layer, lambda: layer(torch.randn(2, SIZE))) == {"": [("a", "c")]}
+
+
+def test_a_combined_model_has_no_groups_left(llama: PreTrainedModel, input_ids: torch.Tensor) -> None:
+    model = AutoModelForCausalLM.from_config(llama.config)
+    assert trace_groups(model, lambda: model(input_ids)) == {}
+    found = trace_groups(llama, lambda: llama(input_ids))
+    assert found["model.layers.1.self_attn"] == [("q_proj", "k_proj", "v_proj")]
+    assert found["model.layers.0.mlp"] == [("gate_proj", "up_proj")]
+    assert len(found) == 4
+
+
+def test_latent_attention(input_ids: torch.Tensor) -> None:
+    model = new_model(tiny_config(DeepseekV3Config, DeepseekV3ForCausalLM.tiny))
+    found = trace_groups(model, lambda: model(input_ids))
+    assert found["model.layers.0.self_attn"] == [("q_a_proj", "kv_a_proj_with_mqa")]
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    layer = Layer(lambda m, x: m.a(x).sum())
+    trace_groups(layer, lambda: layer(torch.randn(2, SIZE, requires_grad=True)))
+
+    def fails() -> None:
+        layer(torch.randn(2, SIZE))
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        trace_groups(layer, fails)
+    assert not any(module._forward_pre_hooks for module in layer.modules())
+    assert torch.is_grad_enabled()
+    assert all(parameter.grad is None for parameter in layer.parameters())

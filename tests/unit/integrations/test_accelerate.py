@@ -1,0 +1,164 @@
+"""accelerate: prepared, offloaded and dispatched models compute and save what they would by themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import accelerate
+import pytest
+import torch
+import transformers
+from accelerate.state import AcceleratorState, GradientState
+from checkpoints import assert_same, new_model, stored
+from transformers import LlamaConfig, PreTrainedModel
+
+from nrl_models import AutoModelForCausalLM
+from nrl_models.errors import CheckpointError
+from nrl_models.testing.tiny import tiny_config
+
+MAP = {
+    "model.embed_tokens": "cpu",
+    "model.layers.0": "disk",
+    "model.layers.1": "cpu",
+    "model.norm": "cpu",
+    "model.rotary_emb": "cpu",
+    "lm_head": "disk",
+}
+"""Where `dispatch_model` puts what. With the CPU as the main device, "disk" is all that is elsewhere."""
+
+
+def offloaded_to_memory(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
+    return accelerate.cpu_offload(model, execution_device="cpu")
+
+
+def offloaded_to_disk(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
+    return accelerate.disk_offload(model, folder, execution_device="cpu")
+
+
+def dispatched(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
+    return accelerate.dispatch_model(model, MAP, offload_dir=folder, main_device="cpu", force_hooks=True)
+
+
+PLACES = [offloaded_to_memory, offloaded_to_disk, dispatched]
+places = pytest.mark.parametrize("place", PLACES)
+
+Place = Callable[[PreTrainedModel, Path], PreTrainedModel]
+
+
+def logits(model: PreTrainedModel, input_ids: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids=input_ids, use_cache=False).logits
+
+
+def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.fixture
+def _fresh_state() -> Iterator[None]:
+    """accelerate keeps one state in a process; leave none to other tests."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+# Offloaded
+
+
+@places
+def test_an_offloaded_model_computes_the_same(
+    place: Place, llama_checkpoint: Path, llama: PreTrainedModel, input_ids: torch.Tensor, tmp_path: Path
+) -> None:
+    model = place(AutoModelForCausalLM.from_pretrained(llama_checkpoint), tmp_path)
+    projection = model.model.layers[0].self_attn.qkv_proj.weight
+    assert projection.is_meta
+    assert_close(logits(model, input_ids), logits(llama, input_ids))
+    assert projection.is_meta
+    options = {"max_new_tokens": 4, "do_sample": False}
+    assert torch.equal(model.generate(input_ids, **options), llama.generate(input_ids, **options))
+
+
+@places
+def test_an_offloaded_model_saves_all_of_its_weights(place: Place, llama_checkpoint: Path, tmp_path: Path) -> None:
+    model = place(AutoModelForCausalLM.from_pretrained(llama_checkpoint), tmp_path / "offload")
+    model.save_pretrained(tmp_path / "saved")
+    assert_same(stored(tmp_path / "saved"), stored(llama_checkpoint))
+
+
+@places
+def test_an_offloaded_model_saves_tied_weights_once(place: Place, tmp_path: Path) -> None:
+    new_model(tiny_config(LlamaConfig, {"tie_word_embeddings": True})).save_pretrained(tmp_path / "tied")
+    model = place(AutoModelForCausalLM.from_pretrained(tmp_path / "tied"), tmp_path / "offload")
+    model.save_pretrained(tmp_path / "saved")
+    assert_same(stored(tmp_path / "saved"), stored(tmp_path / "tied"))
+
+
+def test_a_model_without_values_is_not_saved(llama_config: LlamaConfig, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_config(llama_config, device="meta")
+    with pytest.raises(CheckpointError, match=r"missing: model\.layers\.1\.mlp\.gate_up_proj\.weight: is on meta"):
+        model.save_pretrained(tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()
+
+
+def test_automatic_placement_cuts_where_it_cuts_the_hugging_face_model(llama_checkpoint: Path) -> None:
+    maps = []
+    for auto in (transformers.AutoModelForCausalLM, AutoModelForCausalLM):
+        model = auto.from_pretrained(llama_checkpoint)
+        memory = {"cpu": 4_500_000, "disk": 10**9}
+        maps.append(accelerate.infer_auto_device_map(model, memory, no_split_module_classes=model._no_split_modules))
+    assert maps[1] == maps[0]
+    assert maps[1]["model.layers.0"] == "cpu"
+    assert maps[1]["model.layers.1"] == "disk"
+
+
+# Prepared
+
+
+@pytest.mark.usefixtures("_fresh_state")
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_a_prepared_model_trains_the_same(precision: str, llama_checkpoint: Path, input_ids: torch.Tensor) -> None:
+    losses = []
+    for auto in (transformers.AutoModelForCausalLM, AutoModelForCausalLM):
+        accelerator = accelerate.Accelerator(cpu=True, mixed_precision=precision, gradient_accumulation_steps=2)
+        model = auto.from_pretrained(llama_checkpoint).train()
+        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+        losses.append([])
+        for _ in range(6):
+            with accelerator.accumulate(model):
+                loss = model(input_ids=input_ids, labels=input_ids, use_cache=False).loss
+                accelerator.backward(loss)
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+            losses[-1].append(loss.item())
+        assert type(accelerator.unwrap_model(model)).__name__ == "LlamaForCausalLM"
+    expected, actual = losses
+    assert actual == pytest.approx(expected, rel=1e-4 if precision == "no" else 1e-2)
+    assert actual[-1] < actual[0] - 0.1
+
+
+@pytest.mark.usefixtures("_fresh_state")
+def test_a_saved_state_goes_on(llama_checkpoint: Path, input_ids: torch.Tensor, tmp_path: Path) -> None:
+    accelerator = accelerate.Accelerator(cpu=True)
+    model = AutoModelForCausalLM.from_pretrained(llama_checkpoint).train()
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+
+    def steps(count: int) -> list[float]:
+        losses = []
+        for _ in range(count):
+            loss = model(input_ids=input_ids, labels=input_ids, use_cache=False).loss
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    steps(2)
+    accelerator.save_state(str(tmp_path / "state"))
+    expected = steps(3)
+    accelerator.load_state(str(tmp_path / "state"))
+    assert steps(3) == pytest.approx(expected, rel=1e-5)
+    assert expected[2] < expected[0] - 0.01

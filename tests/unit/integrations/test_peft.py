@@ -1,0 +1,444 @@
+"""PEFT: adapters are those of the Hugging Face model, in memory, in training and on disk."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from checkpoints import assert_same, new_model, stored
+from peft import AutoPeftModelForCausalLM, IA3Config, LoHaConfig, LoraConfig, PeftModel, get_peft_model
+from torch import nn
+from transformers import PreTrainedModel
+
+from nrl_models import AutoModelForCausalLM
+from nrl_models.common import CombinedLinear, ProjectionPart
+from nrl_models.errors import CheckpointError
+
+TARGETS = ["q_proj", "v_proj", "up_proj"]
+
+# Each is trained on one model and loaded into the other. Some rewrite the base weights at the start (PiSSA, OLoRA) or
+# read them at each step (DoRA); IA3 changes a linear's input, so that it reads another tensor than its neighbours.
+# `modules_to_save` trains a copy of a whole module, be it a part of a combined one.
+ADAPTERS: dict[str, Callable[[], Any]] = {
+    "LoRA": lambda: LoraConfig(r=4, target_modules=TARGETS, task_type="CAUSAL_LM"),
+    "rsLoRA, all linears": lambda: LoraConfig(r=4, target_modules="all-linear", use_rslora=True),
+    "DoRA": lambda: LoraConfig(r=4, target_modules=TARGETS, use_dora=True),
+    "PiSSA": lambda: LoraConfig(r=4, target_modules=TARGETS, init_lora_weights="pissa"),
+    "OLoRA": lambda: LoraConfig(r=4, target_modules=TARGETS, init_lora_weights="olora"),
+    "LoHa": lambda: LoHaConfig(r=4, target_modules=TARGETS),
+    "IA3": lambda: IA3Config(target_modules=["k_proj", "v_proj", "up_proj"], feedforward_modules=["up_proj"]),
+    "with a new head": lambda: LoraConfig(r=4, target_modules=TARGETS, modules_to_save=["lm_head"]),
+    "with a whole part": lambda: LoraConfig(r=4, target_modules=["v_proj"], modules_to_save=["q_proj"]),
+}
+
+Load = Callable[[Path], PreTrainedModel]
+
+
+def theirs(folder: Path) -> PreTrainedModel:
+    return transformers.AutoModelForCausalLM.from_pretrained(folder)
+
+
+def ours(folder: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(folder)
+
+
+def logits(model: nn.Module, input_ids: torch.Tensor) -> torch.Tensor:
+    model.eval()
+    with torch.no_grad():
+        return model(input_ids=input_ids, use_cache=False).logits
+
+
+def assert_close(actual: Any, expected: Any) -> None:
+    torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
+
+
+def trained(model: nn.Module, input_ids: torch.Tensor) -> nn.Module:
+    """The model after a few steps on what is trainable."""
+    model.train()
+    optimizer = torch.optim.SGD([one for one in model.parameters() if one.requires_grad], lr=0.1)
+    for _ in range(3):
+        model(input_ids=input_ids, labels=input_ids, use_cache=False).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+def random_lora(**options: Any) -> LoraConfig:
+    """LoRA whose `B` is not zero, so that it changes the model from the start."""
+    return LoraConfig(
+        r=4, **{"target_modules": TARGETS, "init_lora_weights": False, "task_type": "CAUSAL_LM", **options}
+    )
+
+
+@pytest.fixture(params=["q, v, up", "all-linear"])
+def adapter(request: pytest.FixtureRequest, llama_checkpoint: Path, tmp_path: Path) -> Path:
+    """A random adapter for the Hugging Face model, as PEFT saves it."""
+    targets = TARGETS if request.param == "q, v, up" else request.param
+    torch.manual_seed(0)
+    get_peft_model(theirs(llama_checkpoint), random_lora(target_modules=targets)).save_pretrained(tmp_path / "adapter")
+    return tmp_path / "adapter"
+
+
+# Files
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+@pytest.mark.parametrize(("train", "load"), [(theirs, ours), (ours, theirs)], ids=["theirs to ours", "ours to theirs"])
+def test_a_trained_adapter_loads_in_the_other_library(
+    name: str, train: Load, load: Load, llama_checkpoint: Path, input_ids: torch.Tensor, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    model = trained(get_peft_model(train(llama_checkpoint), ADAPTERS[name]()), input_ids)
+    model.save_pretrained(tmp_path)
+    loaded = PeftModel.from_pretrained(load(llama_checkpoint), tmp_path)
+    expected = logits(model, input_ids)
+    assert (expected - logits(train(llama_checkpoint), input_ids)).abs().max() > 0.01  # it changed the model
+    assert_close(logits(loaded, input_ids), expected)
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_peft_saves_what_it_saves_of_the_hugging_face_model(
+    name: str, llama_checkpoint: Path, input_ids: torch.Tensor, tmp_path: Path
+) -> None:
+    folders = []
+    for load in (theirs, ours):
+        torch.manual_seed(0)
+        folders.append(tmp_path / load.__name__)
+        trained(get_peft_model(load(llama_checkpoint), ADAPTERS[name]()), input_ids).save_pretrained(folders[-1])
+    expected, actual = folders
+    assert sorted(path.name for path in actual.iterdir()) == sorted(path.name for path in expected.iterdir())
+    assert_close(stored(actual), stored(expected))
+    configs = [json.loads((folder / "adapter_config.json").read_text()) for folder in folders]
+    if configs[0]["task_type"] is None:  # PEFT then notes the module of the class, which is ours
+        for config in configs:
+            config["auto_mapping"].pop("parent_library")
+    assert configs[1] == configs[0]
+
+
+def test_an_adapter_with_a_task_type_is_found_by_peft_alone(
+    llama_checkpoint: Path, input_ids: torch.Tensor, tmp_path: Path
+) -> None:
+    model = get_peft_model(ours(llama_checkpoint), random_lora())
+    model.save_pretrained(tmp_path)
+    found = AutoPeftModelForCausalLM.from_pretrained(tmp_path)
+    assert type(found.get_base_model()) is transformers.LlamaForCausalLM
+    assert_close(logits(found, input_ids), logits(model, input_ids))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]},
+        {"target_modules": ["q_proj", "w1", "w2", "w3"]},  # as experts were named before they were stacked
+    ],
+    ids=["stacks", "old names"],
+)
+def test_an_adapter_of_experts(
+    options: dict[str, Any], mixtral_checkpoint: Path, input_ids: torch.Tensor, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    reference = get_peft_model(theirs(mixtral_checkpoint), random_lora(**options))
+    reference.save_pretrained(tmp_path / "adapter")
+    model = PeftModel.from_pretrained(ours(mixtral_checkpoint), tmp_path / "adapter")
+    expected = logits(reference, input_ids)
+    assert not torch.allclose(expected, logits(theirs(mixtral_checkpoint), input_ids), atol=0.1)
+    assert_close(logits(model, input_ids), expected)
+    for name, one in (("theirs", reference), ("ours", model)):
+        one.merge_and_unload().save_pretrained(tmp_path / name)
+    assert_close(stored(tmp_path / "ours"), stored(tmp_path / "theirs"))
+
+
+def test_an_adapters_folder_is_no_model(adapter: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"(?s)is that of a PEFT adapter, and the model's files.*PeftModel"):
+        ours(adapter)
+
+
+def test_an_adapter_beside_a_model_is_not_left_out_in_silence(adapter: Path, folder: Path) -> None:
+    shutil.copytree(adapter, folder, dirs_exist_ok=True)
+    with pytest.raises(
+        CheckpointError, match=r"(?s)adapter_config\.json: .*beside the model's files, .*move the adapter"
+    ):
+        ours(folder)
+
+
+# In memory
+
+
+def test_all_linear_finds_each_linear_of_the_hugging_face_model_once(llama_checkpoint: Path) -> None:
+    config = LoraConfig(target_modules="all-linear")
+    expected, actual = (get_peft_model(load(llama_checkpoint), config) for load in (theirs, ours))
+    assert actual.base_model.targeted_module_names == expected.base_model.targeted_module_names
+    assert len(set(actual.base_model.targeted_module_names)) == 2 * 7
+    assert [name for name, one in actual.named_parameters() if one.requires_grad] == [
+        name for name, one in expected.named_parameters() if one.requires_grad
+    ]
+
+
+def test_a_combined_name_is_no_target(llama_checkpoint: Path) -> None:
+    with pytest.raises(ValueError, match=r"CombinedLinear.* is not supported"):
+        get_peft_model(ours(llama_checkpoint), LoraConfig(target_modules=["qkv_proj"]))
+
+
+def test_adapter_gradients_equal(adapter: Path, llama_checkpoint: Path, input_ids: torch.Tensor) -> None:
+    gradients = []
+    for load in (theirs, ours):
+        model = PeftModel.from_pretrained(load(llama_checkpoint), adapter, is_trainable=True).train()
+        model(input_ids=input_ids, labels=input_ids, use_cache=False).loss.backward()
+        gradients.append({name: one.grad for name, one in model.named_parameters() if one.grad is not None})
+    expected, actual = gradients
+    assert list(actual) == list(expected)
+    assert all("lora_" in name for name in actual)
+    assert_close(actual, expected)
+
+
+def test_a_disabled_adapter_leaves_the_base_model(
+    adapter: Path, llama_checkpoint: Path, input_ids: torch.Tensor
+) -> None:
+    base = ours(llama_checkpoint)
+    expected = logits(base, input_ids)
+    model = PeftModel.from_pretrained(base, adapter)
+    with_adapter = logits(model, input_ids)
+    with model.disable_adapter():
+        assert torch.equal(logits(model, input_ids), expected)
+    assert torch.equal(logits(model, input_ids), with_adapter)
+    assert not torch.allclose(with_adapter, expected, atol=0.1)
+
+
+def test_a_disabled_module_to_save_leaves_the_base_model(llama_checkpoint: Path, input_ids: torch.Tensor) -> None:
+    base = ours(llama_checkpoint)
+    expected = logits(base, input_ids)
+    model = trained(get_peft_model(base, ADAPTERS["with a whole part"]()), input_ids)
+    assert not torch.allclose(logits(model, input_ids), expected, atol=0.01)
+    with model.disable_adapter():
+        assert_close(logits(model, input_ids), expected)
+
+
+def test_several_adapters(adapter: Path, llama_checkpoint: Path, input_ids: torch.Tensor) -> None:
+    outputs = []
+    for load in (theirs, ours):
+        model = PeftModel.from_pretrained(load(llama_checkpoint), adapter)
+        torch.manual_seed(1)
+        model.add_adapter("second", random_lora(target_modules=["k_proj", "gate_proj"]))
+        outputs.append([])
+        for active in ("second", "default"):
+            model.set_adapter(active)
+            outputs[-1].append(logits(model, input_ids))
+        # Rows of one batch, each with an adapter of its own.
+        with torch.no_grad():
+            names = ["second", "__base__"]
+            outputs[-1].append(model(input_ids=input_ids, adapter_names=names, use_cache=False).logits)
+    expected, actual = outputs
+    assert_close(actual, expected)
+    assert not torch.allclose(expected[0], expected[1], atol=0.1)
+
+
+# Merging
+
+
+def test_a_merged_model_saves_what_the_merged_hugging_face_model_saves(
+    adapter: Path, llama_checkpoint: Path, input_ids: torch.Tensor, tmp_path: Path
+) -> None:
+    outputs = []
+    for load in (theirs, ours):
+        model = PeftModel.from_pretrained(load(llama_checkpoint), adapter)
+        before = logits(model, input_ids)
+        merged = model.merge_and_unload()
+        assert_close(logits(merged, input_ids), before)
+        merged.save_pretrained(tmp_path / load.__name__)
+        outputs.append(before)
+    assert_close(outputs[1], outputs[0])
+    assert all("lora" not in name for name, _ in merged.named_modules())
+    saved, expected = stored(tmp_path / "ours"), stored(tmp_path / "theirs")
+    assert list(saved) == list(expected)
+    assert_close(saved, expected)
+    base = stored(llama_checkpoint)
+    changed = {name for name in base if not torch.equal(base[name], saved[name])}
+    assert changed == {name for name in base if not torch.equal(base[name], expected[name])}
+    # What both libraries load from it is this model.
+    for load in (theirs, ours):
+        assert_close(logits(load(tmp_path / "ours"), input_ids), outputs[0])
+
+
+def test_a_whole_part_is_merged_into_what_is_saved(
+    llama_checkpoint: Path, input_ids: torch.Tensor, tmp_path: Path
+) -> None:
+    model = trained(get_peft_model(ours(llama_checkpoint), ADAPTERS["with a whole part"]()), input_ids)
+    expected = logits(model, input_ids)
+    merged = model.merge_and_unload()
+    assert_close(logits(merged, input_ids), expected)
+    merged.save_pretrained(tmp_path)
+    assert set(stored(tmp_path)) == set(stored(llama_checkpoint))
+    for load in (theirs, ours):
+        assert_close(logits(load(tmp_path), input_ids), expected)
+
+
+def test_merging_in_place_and_back_for_a_refit(
+    adapter: Path, llama_checkpoint: Path, input_ids: torch.Tensor, tmp_path: Path
+) -> None:
+    """What an RL trainer does at each step: merge, send the weights to the engine, unmerge, train on."""
+    model = PeftModel.from_pretrained(ours(llama_checkpoint), adapter)
+    base = model.get_base_model()
+    expected = logits(model, input_ids)
+    model.merge_adapter()
+    sent = {
+        name.replace(".base_layer", ""): tensor.clone()
+        for name, tensor in base.state_dict_adapter.iter_export(base)
+        if "lora_" not in name
+    }
+    model.unmerge_adapter()
+    assert_close(logits(model, input_ids), expected)
+    PeftModel.from_pretrained(theirs(llama_checkpoint), adapter).merge_and_unload().save_pretrained(tmp_path)
+    merged = stored(tmp_path)
+    assert set(sent) == set(merged)
+    assert_close(sent, merged)
+
+
+# The adapter of the state dict
+
+
+def test_names_inside_a_wrapped_model_are_those_of_the_wrapped_hugging_face_model(
+    adapter: Path, llama_checkpoint: Path, tmp_path: Path
+) -> None:
+    reference, model = (
+        PeftModel.from_pretrained(load(llama_checkpoint), adapter).get_base_model() for load in (theirs, ours)
+    )
+    converted = model.state_dict_adapter.to_hf(model.state_dict(), layout="transformers")
+    assert list(converted) == list(reference.state_dict())
+    assert_same(converted, reference.state_dict())
+    reference.save_pretrained(tmp_path / "theirs")
+    model.save_pretrained(tmp_path / "ours")
+    assert_same(stored(tmp_path / "ours"), stored(tmp_path / "theirs"))
+
+
+def test_a_wrapped_model_loads_the_state_dict_of_the_wrapped_hugging_face_model(
+    adapter: Path, llama_checkpoint: Path, input_ids: torch.Tensor
+) -> None:
+    reference = PeftModel.from_pretrained(theirs(llama_checkpoint), adapter)
+    other = new_model(reference.get_base_model().config, seed=1)
+    other.save_pretrained(adapter.parent / "other")
+    model = get_peft_model(ours(adapter.parent / "other"), LoraConfig.from_pretrained(adapter))
+    loaded = model.load_state_dict(reference.state_dict())
+    assert not loaded.missing_keys
+    assert not loaded.unexpected_keys
+    assert_close(logits(model, input_ids), logits(reference, input_ids))
+
+
+def test_adapters_of_combined_names_translate_in_a_wrapped_model_too(adapter: Path, llama_checkpoint: Path) -> None:
+    plain = ours(llama_checkpoint)
+    wrapped = PeftModel.from_pretrained(ours(llama_checkpoint), adapter).get_base_model()
+    tensors = stored(adapter)
+    combined = plain.state_dict_adapter.lora_from_hf(tensors)
+    assert combined.keys() != tensors.keys()
+    assert_same(wrapped.state_dict_adapter.lora_from_hf(tensors), combined)
+    assert_same(wrapped.state_dict_adapter.lora_to_hf(combined), plain.state_dict_adapter.lora_to_hf(combined))
+
+
+# Parts on their own
+
+
+def test_a_copied_part_is_a_linear_of_its_own(llama_checkpoint: Path, input_ids: torch.Tensor) -> None:
+    model = get_peft_model(ours(llama_checkpoint), ADAPTERS["with a whole part"]())
+    wrapper = model.get_base_model().model.layers[0].self_attn.q_proj
+    assert type(wrapper.original_module) is ProjectionPart
+    whole = wrapper.modules_to_save["default"]
+    assert type(whole) is nn.Linear
+    assert {name: tuple(one.shape) for name, one in whole.named_parameters()} == {"weight": (256, 256), "bias": (256,)}
+    assert all(one.requires_grad for one in whole.parameters())
+
+
+@pytest.mark.parametrize("bias", ["all", "lora_only"])
+@pytest.mark.parametrize("wrap", ["get_peft_model", "add_adapter"])
+def test_training_biases_that_are_combined_is_refused(bias: str, wrap: str, llama_checkpoint: Path) -> None:
+    model, config = ours(llama_checkpoint), LoraConfig(target_modules=TARGETS, bias=bias)
+    with pytest.raises((TypeError, ValueError), match="combine=False"):
+        get_peft_model(model, config) if wrap == "get_peft_model" else model.add_adapter(config)
+
+
+@pytest.mark.parametrize("bias", ["all", "lora_only"])
+def test_uncombined_biases_train_and_travel(
+    bias: str, llama_checkpoint: Path, input_ids: torch.Tensor, tmp_path: Path
+) -> None:
+    config = LoraConfig(r=4, target_modules=TARGETS, bias=bias)
+    model = trained(
+        get_peft_model(AutoModelForCausalLM.from_pretrained(llama_checkpoint, combine=False), config), input_ids
+    )
+    model.save_pretrained(tmp_path)
+    loaded = PeftModel.from_pretrained(theirs(llama_checkpoint), tmp_path)
+    assert_close(logits(loaded, input_ids), logits(model, input_ids))
+
+
+def test_biases_that_are_not_combined_may_train(tmp_path: Path, input_ids: torch.Tensor) -> None:
+    config = transformers.LlamaConfig(
+        vocab_size=512, hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=2
+    )
+    new_model(config).save_pretrained(tmp_path)
+    model = get_peft_model(ours(tmp_path), LoraConfig(target_modules=TARGETS, bias="all"))
+    assert any(isinstance(module, CombinedLinear) for module in model.modules())
+    assert model.get_base_model().peft_config["default"].bias == "all"
+
+
+# transformers' own integration
+
+
+@pytest.fixture
+def integrated(llama_checkpoint: Path, tmp_path: Path) -> Iterator[dict[str, PreTrainedModel]]:
+    """Both models with the same adapter, by transformers' own `add_adapter`, and what they save."""
+    models = {}
+    for load in (theirs, ours):
+        models[load.__name__] = model = load(llama_checkpoint)
+        torch.manual_seed(0)
+        model.add_adapter(random_lora(), adapter_name="first")
+        model.save_pretrained(tmp_path / load.__name__)
+    return models
+
+
+def test_add_adapter(integrated: dict[str, PreTrainedModel], input_ids: torch.Tensor, tmp_path: Path) -> None:
+    model = integrated["ours"]
+    assert_close(logits(model, input_ids), logits(integrated["theirs"], input_ids))
+    names = {path.name for path in (tmp_path / "theirs").iterdir()}
+    assert {path.name for path in (tmp_path / "ours").iterdir()} == names
+    assert_same(stored(tmp_path / "ours"), stored(tmp_path / "theirs"))
+    configs = [(tmp_path / name / "adapter_config.json").read_text() for name in ("ours", "theirs")]
+    assert configs[0] == configs[1]
+
+
+@pytest.mark.parametrize(("load", "source"), [(theirs, "ours"), (ours, "theirs"), (ours, "ours")])
+def test_load_adapter(
+    load: Load,
+    source: str,
+    integrated: dict[str, PreTrainedModel],
+    llama_checkpoint: Path,
+    input_ids: torch.Tensor,
+    tmp_path: Path,
+) -> None:
+    model = load(llama_checkpoint)
+    model.load_adapter(str(tmp_path / source))
+    assert_close(logits(model, input_ids), logits(integrated[source], input_ids))
+
+
+def test_adapters_are_switched_and_deleted(
+    integrated: dict[str, PreTrainedModel], llama_checkpoint: Path, input_ids: torch.Tensor
+) -> None:
+    outputs = []
+    for name in ("theirs", "ours"):
+        model = integrated[name]
+        first = logits(model, input_ids)
+        model.disable_adapters()
+        off = logits(model, input_ids)
+        model.enable_adapters()
+        torch.manual_seed(1)
+        model.add_adapter(random_lora(target_modules=["k_proj", "down_proj"]), adapter_name="second")
+        second = logits(model, input_ids)
+        model.delete_adapter("second")
+        model.set_adapter("first")
+        outputs.append([first, off, second, logits(model, input_ids)])
+    expected, actual = outputs
+    assert_close(actual, expected)
+    assert torch.equal(actual[1], logits(ours(llama_checkpoint), input_ids))
+    assert torch.equal(actual[3], actual[0])

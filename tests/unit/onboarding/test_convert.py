@@ -1,0 +1,170 @@
+"""Writing a checkpoint again, in another dtype or other shards."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import INDEX, WEIGHTS, assert_same, edit_config, new_model, problems, stored, weight_map
+from transformers import LlamaConfig, Olmo2Config, PreTrainedModel
+from transformers import LlamaForCausalLM as HFLlama
+from transformers import MixtralForCausalLM as HFMixtral
+
+from nrl_models import AutoModelForCausalLM, AutoModelForSequenceClassification, CheckpointError, UnknownArgumentError
+from nrl_models.onboarding.convert import convert
+from nrl_models.testing.tiny import tiny_config
+
+OTHERS = {
+    "tokenizer.json": "{}",
+    "tokenizer_config.json": "{}",
+    "chat_template.jinja": "{{ messages }}",
+    "additional_chat_templates/tool_use.jinja": "{{ tools }}",
+    "LICENSE": "free",
+    ".gitattributes": "*.safetensors filter=lfs",
+    "assets/logo/small.png": "picture",
+}
+OLD_WEIGHTS = (
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+    "tf_model.h5",
+    "flax_model.msgpack",
+    "original/consolidated.00.pth",
+    "onnx/model.onnx",
+    "onnx/model.onnx_data",
+    ".git/HEAD",
+    ".cache/huggingface/download/config.json.metadata",
+)
+
+
+@pytest.fixture
+def full(folder: Path) -> Path:
+    """A checkpoint with everything that repositories have beside it."""
+    for name in (*OTHERS, *OLD_WEIGHTS):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(OTHERS.get(name, "old"))
+    return folder
+
+
+def files_of(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_another_dtype(dtype: torch.dtype, folder: Path, llama: PreTrainedModel, tmp_path: Path) -> None:
+    words = convert(folder, tmp_path / "out", dtype=str(dtype).removeprefix("torch."))
+    assert_same(stored(tmp_path / "out"), {name: tensor.to(dtype) for name, tensor in llama.state_dict().items()})
+    size = sum(tensor.numel() for tensor in llama.state_dict().values()) * dtype.itemsize
+    name = str(dtype).removeprefix("torch.")
+    assert words == f"{len(llama.state_dict())} tensors, {size / 1e9:.3f} GB, {name}"
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == name
+    assert HFLlama.from_pretrained(tmp_path / "out").dtype == dtype
+
+
+def test_auto_keeps_what_is_stored(folder: Path, tmp_path: Path) -> None:
+    convert(folder, tmp_path / "half", dtype="bfloat16")
+    convert(tmp_path / "half", tmp_path / "again")
+    assert_same(stored(tmp_path / "again"), stored(tmp_path / "half"))
+    assert (tmp_path / "again" / WEIGHTS).read_bytes() == (tmp_path / "half" / WEIGHTS).read_bytes()
+
+
+def test_other_shards(shards: Path, tmp_path: Path) -> None:
+    convert(shards, tmp_path / "one")
+    assert files_of(tmp_path / "one") == {"config.json", "generation_config.json", WEIGHTS}  # no index of shards
+    convert(tmp_path / "one", tmp_path / "several", max_shard_size="2MB")
+    assert weight_map(tmp_path / "several").keys() == stored(shards).keys()
+    assert INDEX in files_of(tmp_path / "several")
+    assert_same(stored(tmp_path / "one"), stored(shards))
+    assert_same(stored(tmp_path / "several"), stored(shards))
+
+
+def test_experts_stay_as_the_hub_has_them(mixtral_checkpoint: Path, tmp_path: Path) -> None:
+    convert(mixtral_checkpoint, tmp_path / "out", dtype="bfloat16")
+    assert_same(stored(tmp_path / "out"), {name: one.bfloat16() for name, one in stored(mixtral_checkpoint).items()})
+    assert HFMixtral.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
+
+
+def test_a_model_of_another_kind(tmp_path: Path, llama_config: LlamaConfig) -> None:
+    new_model(llama_config, "ForSequenceClassification").save_pretrained(tmp_path / "in")
+    convert(tmp_path / "in", tmp_path / "out", dtype="bfloat16")
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
+    assert torch.equal(model.score.weight, stored(tmp_path / "in")["score.weight"].bfloat16())
+
+
+@pytest.mark.usefixtures("sandbox")  # which undoes that it has been warned of
+def test_an_architecture_of_no_family(tmp_path: Path) -> None:
+    reference = new_model(tiny_config(Olmo2Config))
+    reference.save_pretrained(tmp_path / "in")
+    with pytest.warns(UserWarning, match="Olmo2ForCausalLM is not registered"):
+        convert(tmp_path / "in", tmp_path / "out", dtype="bfloat16")
+    expected = {name: tensor.bfloat16() for name, tensor in reference.state_dict().items()}
+    assert_same(stored(tmp_path / "out"), expected)
+
+
+def test_everything_else_comes_along_and_old_weights_do_not(full: Path, tmp_path: Path) -> None:
+    before = {name: (full / name).read_bytes() for name in files_of(full)}
+    convert(full, tmp_path / "out")
+    assert files_of(tmp_path / "out") == {"config.json", "generation_config.json", WEIGHTS, *OTHERS}
+    for name, content in OTHERS.items():
+        assert (tmp_path / "out" / name).read_text() == content
+    assert {name: (full / name).read_bytes() for name in files_of(full)} == before
+    AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+
+
+def test_what_an_earlier_conversion_left_is_replaced(full: Path, tmp_path: Path) -> None:
+    convert(full, tmp_path / "out", dtype="bfloat16", max_shard_size="1MB")
+    (full / "tokenizer.json").write_text('{"newer": true}')
+    (full / "assets" / "logo" / "small.png").write_text("larger")
+    convert(full, tmp_path / "out")
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == '{"newer": true}'
+    assert (tmp_path / "out" / "assets" / "logo" / "small.png").read_text() == "larger"
+    assert files_of(tmp_path / "out") == {"config.json", "generation_config.json", WEIGHTS, *OTHERS}
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "float32"
+
+
+@pytest.mark.parametrize("inside", ["out", "converted/deep/out"])
+def test_a_target_inside_the_checkpoints_folder(inside: str, full: Path) -> None:
+    for _ in range(2):
+        convert(full, full / inside)
+        assert files_of(full / inside) == {"config.json", "generation_config.json", WEIGHTS, *OTHERS}
+
+
+def test_a_read_only_folder_makes_no_read_only_copy(full: Path, tmp_path: Path) -> None:
+    full.chmod(0o555)
+    try:
+        convert(full, tmp_path / "out")
+    finally:
+        full.chmod(0o755)
+    assert (tmp_path / "out").stat().st_mode & 0o200
+
+
+@pytest.mark.parametrize("way", ["itself", "through a link", "another spelling"])
+def test_converting_in_place_is_refused(way: str, folder: Path, tmp_path: Path) -> None:
+    target = {"itself": folder, "another spelling": folder / ".." / folder.name}.get(way, tmp_path / "link")
+    if way == "through a link":
+        target.symlink_to(folder)
+    before = stored(folder)
+    with pytest.raises(CheckpointError, match="cannot convert in place") as caught:
+        convert(folder, target, dtype="bfloat16")
+    assert problems(caught.value) == {("file", str(target))}
+    assert_same(stored(folder), before)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "int8", "float8_e4m3fn", ""])
+def test_a_dtype_that_models_are_not_stored_in(dtype: str, folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(UnknownArgumentError, match="expected 'auto' or a floating-point dtype"):
+        convert(folder, tmp_path / "out", dtype=dtype)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("values", "kind"), [({"num_hidden_layers": 3}, "missing"), ({"num_hidden_layers": 1}, "unexpected")]
+)
+def test_what_does_not_load_is_not_converted(values: dict[str, Any], kind: str, folder: Path, tmp_path: Path) -> None:
+    edit_config(folder, **values)
+    with pytest.raises(CheckpointError) as caught:
+        convert(folder, tmp_path / "out")
+    assert {found for found, _ in problems(caught.value)} == {kind}
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,92 @@
+"""Random inputs of the kind a model takes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import Gemma3Config, LlamaConfig
+
+from nrl_models import registry
+from nrl_models.parity.inputs import FIRST_WORD, inputs_for
+from nrl_models.testing.tiny import tiny_config
+
+CPU = torch.device("cpu")
+
+
+def inputs(architecture: str = "LlamaForCausalLM", config: Any = None, **options: Any) -> dict[str, torch.Tensor]:
+    config = tiny_config(LlamaConfig) if config is None else config
+    return inputs_for(registry.model_class(architecture), config, CPU, **options)
+
+
+def vision_inputs(kind: str = "ForConditionalGeneration", **options: Any) -> dict[str, torch.Tensor]:
+    return inputs(f"Gemma3{kind}", tiny_config(Gemma3Config), **options)
+
+
+def test_words_alone() -> None:
+    given = inputs(batch=3, length=500)
+    assert given.keys() == {"input_ids"}
+    ids = given["input_ids"]
+    assert ids.shape == (3, 500)
+    assert ids.dtype == torch.int64
+    assert ids.min() >= FIRST_WORD
+    assert ids.max() == 511  # every word of the vocabulary
+    assert len(ids.unique()) > 400
+
+
+def test_no_special_token_is_a_word() -> None:
+    config = tiny_config(LlamaConfig, {"vocab_size": 32, "eos_token_id": [20, 21], "pad_token_id": 25})
+    ids = inputs(config=config, length=2000)["input_ids"]
+    assert set(ids.unique().tolist()) == set(range(FIRST_WORD, 32)) - {20, 21, 25}
+
+
+def test_a_seed_gives_the_same_numbers_and_draws_no_others() -> None:
+    state = torch.get_rng_state()
+    for one in (inputs, vision_inputs):
+        first, again, other = one(labels=True), one(labels=True), one(labels=True, seed=1)
+        assert first.keys() == again.keys() == other.keys()
+        assert all(torch.equal(first[name], tensor) for name, tensor in again.items())
+        assert not torch.equal(first["input_ids"], other["input_ids"])
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "top"),
+    [("ForCausalLM", (2, 24), 511), ("ForSequenceClassification", (2,), 1), ("ForTokenClassification", (2, 24), 1)],
+)
+def test_labels_are_of_the_models_kind(kind: str, shape: tuple[int, ...], top: int) -> None:
+    given = inputs(f"Llama{kind}", labels=True)
+    assert given.keys() == {"input_ids", "labels"}
+    assert given["labels"].shape == shape
+    assert 0 <= given["labels"].min() <= given["labels"].max() <= top
+    if kind == "ForCausalLM":
+        assert torch.equal(given["labels"], given["input_ids"])
+        assert given["labels"] is not given["input_ids"]
+
+
+def test_an_image_in_each_sequence() -> None:
+    config, given = tiny_config(Gemma3Config), vision_inputs(batch=3)
+    assert given.keys() == {"input_ids", "pixel_values", "token_type_ids"}
+    places = given["input_ids"] == config.image_token_id
+    assert torch.equal(places, given["token_type_ids"].bool())
+    assert places[:, 3:7].all()
+    assert places.sum() == 3 * config.mm_tokens_per_image
+    size = config.vision_config.image_size
+    assert given["pixel_values"].shape == (3, 3, size, size)
+    assert given["pixel_values"].std() > 0.9
+
+
+def test_no_image_on_request() -> None:
+    given = vision_inputs(images=False)
+    assert given.keys() == {"input_ids"}
+    assert not given["input_ids"].eq(tiny_config(Gemma3Config).image_token_id).any()
+    trained = vision_inputs(images=False, labels=True)
+    assert trained["token_type_ids"].eq(0).all()
+
+
+def test_tensors_are_on_the_device() -> None:
+    given = inputs_for(
+        registry.model_class("Gemma3ForConditionalGeneration"), tiny_config(Gemma3Config), torch.device("meta")
+    )
+    assert all(tensor.is_meta for tensor in given.values())

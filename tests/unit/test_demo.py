@@ -1,0 +1,68 @@
+"""The demo, with little text and few steps: its checks hold for a model that has learnt nothing, too."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from checkpoints import assert_same, stored
+from typer.testing import CliRunner
+
+from nrl_models import demo
+from nrl_models.cli import app
+
+
+def test_training_text_is_found_here_and_always_the_same() -> None:
+    text = demo.training_text(limit=50_000)
+    assert len(text) == 50_000
+    assert text == demo.training_text(limit=100_000)[:50_000]
+    assert demo.END in demo.training_text(limit=200_000)  # more than one file
+
+
+def test_the_tokenizer_keeps_every_character() -> None:
+    tokenizer = demo.train_tokenizer(demo.training_text(limit=50_000))
+    text = 'def f(x):\n\treturn {"\u00e9": x}  # \U0001f980\n'
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+    assert len(tokenizer) <= demo.VOCAB_SIZE
+    assert (tokenizer.bos_token_id, tokenizer.pad_token_id) == (demo.CONFIG.bos_token_id, demo.CONFIG.pad_token_id)
+
+
+def test_training_lowers_the_loss() -> None:
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2
+        )
+    )
+    losses = list(demo.train(model, torch.arange(4000) % 64, steps=40))
+    assert len(losses) == 40
+    assert losses[-1] < losses[0] - 1
+    assert not model.training
+
+
+def test_every_check_but_learning_passes_after_two_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    find_text = demo.training_text
+    monkeypatch.setattr(demo, "training_text", lambda: find_text(limit=200_000))
+    (tmp_path / "demo" / "checkpoint").mkdir(parents=True)
+    (tmp_path / "demo" / "checkpoint" / "old").touch()
+    arguments = ["--out", str(tmp_path / "demo"), "--steps", "2", "--json", str(tmp_path / "out.json")]
+    result = CliRunner().invoke(app, ["demo", *arguments])
+    checks = json.loads((tmp_path / "out.json").read_text())["checks"]
+    assert [one["check"] for one in checks if not one["passed"]] == ["trained with transformers"], result.output
+    assert result.exit_code == 1  # for that one
+    names = {one["check"] for one in checks}
+    assert {
+        "loaded through the registry",
+        "level 1: weights",
+        "generated text",
+        "saved, and loaded by transformers",
+    } <= names
+    assert any(name.startswith("level 2") for name in names)
+    assert any(name.startswith("level 3") for name in names)
+    assert any(name.startswith("gradients") for name in names)
+    checkpoint, resaved = tmp_path / "demo" / "checkpoint", tmp_path / "demo" / "resaved"
+    assert not (checkpoint / "old").exists()
+    assert_same(stored(resaved), stored(checkpoint))

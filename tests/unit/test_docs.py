@@ -1,0 +1,82 @@
+"""What the README and the guides show runs as it is shown, on another checkpoint."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import stored
+from transformers import PreTrainedModel
+from typer.testing import CliRunner
+
+from nrl_models import AutoModelForCausalLM
+from nrl_models.cli import app
+
+ROOT = Path(__file__).parents[2]
+
+
+def blocks(file: str, language: str) -> list[str]:
+    """The code blocks of a page, in their order."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", (ROOT / file).read_text(), re.MULTILINE | re.DOTALL)
+
+
+def block_with(file: str, text: str) -> str:
+    """The one Python block of a page that has `text` in it."""
+    (found,) = [block for block in blocks(file, "python") if text in block]
+    return found
+
+
+@pytest.fixture
+def here(llama_shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with a checkpoint where the demo leaves it."""
+    (tmp_path / "demo").mkdir()
+    (tmp_path / "demo" / "checkpoint").symlink_to(llama_shards)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_the_readmes_code(here: Path, llama: PreTrainedModel) -> None:
+    found: dict[str, Any] = {}
+    exec(block_with("README.md", "from_pretrained"), found)
+    model = found["model"]
+    q_proj, qkv_proj = (getattr(model.model.layers[0].self_attn, name).weight for name in ("q_proj", "qkv_proj"))
+    assert q_proj.data_ptr() == qkv_proj.data_ptr()
+    assert torch.equal(q_proj, llama.model.layers[0].self_attn.q_proj.weight)
+    assert stored(here / "out").keys() == llama.state_dict().keys()
+    assert found["name"] in llama.state_dict()
+
+
+def test_the_readmes_commands(here: Path) -> None:
+    lines = "".join(blocks("README.md", "console")).splitlines()
+    shown = [shlex.split(line, comments=True)[2:] for line in lines if line.startswith("$ nrl-models ")]
+    commands = {words[0]: words for words in shown}
+    for command in ("inspect", "parity", "convert"):
+        result = CliRunner().invoke(app, commands[command])
+        assert result.exit_code == 0, result.output
+    assert (here / "out" / "model.safetensors").is_file()
+
+
+def test_the_guides_code_for_loading(llama_checkpoint: Path) -> None:
+    code = block_with("docs/loading.md", "path_or_id")
+    assert 'device="cuda"' in code
+    found: dict[str, Any] = {"path_or_id": llama_checkpoint, "torch": torch}
+    exec(code.replace('device="cuda"', 'device="cpu"'), found)
+    assert found["model"].dtype == torch.float32
+
+
+def test_the_guides_code_for_a_refit(llama_checkpoint: Path, llama: PreTrainedModel) -> None:
+    model = AutoModelForCausalLM.from_pretrained(llama_checkpoint)
+    weights: dict[str, torch.Tensor] = {}
+    engine = SimpleNamespace(update=weights.__setitem__)
+    own = {name: torch.ones_like(one) for name, one in model.named_parameters()}
+    tensor = model.model.layers[0].self_attn.qkv_proj.weight
+    exec(
+        block_with("docs/loading.md", "iter_export"),
+        {"model": model, "engine": engine, "gradients": own, "tensor": tensor},
+    )
+    assert weights.keys() == llama.state_dict().keys()

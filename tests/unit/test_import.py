@@ -1,0 +1,316 @@
+"""Importing: what is imported when, what public names stand for, and which way imports run."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import json
+import pkgutil
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+import nrl_models
+from nrl_models import registry
+
+ROOT = Path(nrl_models.__file__).parent
+PYPROJECT = tomllib.loads((ROOT.parent / "pyproject.toml").read_text())
+
+HEAVY = ("torch", "transformers", "accelerate", "safetensors", "numpy", "tokenizers")
+
+
+def run_python(code: str) -> str:
+    """What `code` prints in a fresh Python."""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT.parent, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+# What is imported
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "import nrl_models",
+        "from nrl_models import CheckpointError",
+        "from nrl_models import register_architecture, MODEL_ARCH_MAPPING",
+        "import nrl_models.cli",
+        "import nrl_models.testing.plugin",
+    ],
+)
+def test_nothing_heavy_is_imported_before_it_is_needed(statement: str) -> None:
+    found = run_python(f"import sys\n{statement}\nprint([name for name in {HEAVY} if name in sys.modules])")
+    assert found.strip() == "[]"
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = f"""
+import json, sys
+import typer
+from typer.testing import CliRunner
+from nrl_models.cli import app
+
+found = {{}}
+for command in (None, *typer.main.get_command(app).commands):
+    result = CliRunner().invoke(app, [*([command] if command else []), "--help"])
+    assert result.exit_code == 0 and "Usage" in result.output, result.output
+    found[command or "nrl-models"] = [name for name in {HEAVY} if name in sys.modules]
+print(json.dumps(found))
+"""
+    commands = {"nrl-models", "demo", "inspect", "parity", "convert", "coverage"}
+    found = json.loads(run_python(code))
+    assert commands <= found.keys()
+    assert {command: names for command, names in found.items() if names} == {}
+
+
+def test_the_module_starts_as_the_command_does() -> None:
+    command = [sys.executable, "-X", "importtime", "-m", "nrl_models", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT.parent, check=True)
+    assert "Takes a Hugging Face model" in done.stdout
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time")}
+    assert "nrl_models.cli" in imported
+    assert not imported & set(HEAVY)
+
+
+# Public names
+
+
+def test_every_public_name_resolves() -> None:
+    assert len(set(nrl_models.__all__)) == len(nrl_models.__all__)
+    for name in nrl_models.__all__:
+        assert getattr(nrl_models, name) is not None
+    assert set(dir(nrl_models)) == set(nrl_models.__all__)
+    everything: dict[str, object] = {}
+    exec("from nrl_models import *", everything)
+    assert set(nrl_models.__all__) <= everything.keys()
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="module 'nrl_models' has no attribute 'AutoModel'"):
+        nrl_models.AutoModel  # noqa: B018
+
+
+def test_every_module_imports_and_has_what_it_says() -> None:
+    unmet = {
+        registry.MODEL_ARCH_MAPPING[name][0] for name in registry.architectures() if registry.unmet_requirement(name)
+    }
+    names = [one.name for one in pkgutil.walk_packages([str(ROOT)], "nrl_models.")]
+    assert len(names) > 50
+    for name in names:
+        if name in unmet or name == "nrl_models.__main__":  # which runs the command
+            continue
+        module = importlib.import_module(name)
+        for public in getattr(module, "__all__", ()):
+            assert hasattr(module, public), f"{name}.{public}"
+
+
+def test_entry_points_and_the_version_are_those_of_the_package() -> None:
+    project = PYPROJECT["project"]
+    assert project["version"] == nrl_models.__version__
+    for where in (*project["scripts"].values(), *project["entry-points"]["pytest11"].values()):
+        module, _, attribute = where.partition(":")
+        found = importlib.import_module(module)
+        assert callable(getattr(found, attribute)) if attribute else found
+
+
+# Which way imports run
+
+LAYERS = (
+    {"__main__"},
+    {"cli"},
+    {"demo"},
+    {"onboarding", "diagnostics", "parity", "logprobs", "testing", "distributed"},
+    {"auto"},
+    {"registry"},
+    {"common"},
+    {"errors"},
+)
+"""From top to bottom, as CONTRIBUTING.md says: a unit imports its own, those in its layer one way, and those below."""
+
+
+@dataclass(frozen=True)
+class Import:
+    """One import of something in this package.
+
+    Args:
+        file: where it is, from the package's root.
+        line: its line.
+        target: the module or package right below the root that it imports.
+        deferred: whether it is inside a function.
+        comment: what the line says about it.
+    """
+
+    file: str
+    line: int
+    target: str
+    deferred: bool
+    comment: str
+
+    @property
+    def source(self) -> str:
+        """The module or package right below the root that imports."""
+        return self.file.partition("/")[0].removesuffix(".py")
+
+    @property
+    def excused(self) -> bool:
+        """Whether it runs against the order on purpose: only inside a function, and it says why."""
+        return self.deferred and bool(self.comment)
+
+
+def sources() -> Iterator[tuple[str, str]]:
+    """Every file of the package, from its root, and what is in it."""
+    for path in sorted(ROOT.rglob("*.py")):
+        yield path.relative_to(ROOT).as_posix(), path.read_text()
+
+
+def imports_of(file: str, text: str) -> Iterator[Import]:
+    lines = text.splitlines()
+
+    def walk(node: ast.AST, deferred: bool) -> Iterator[Import]:
+        for child in ast.iter_child_nodes(node):
+            for target in targets(child):
+                comment = lines[child.lineno - 1].partition("#")[2].strip()
+                yield Import(file, child.lineno, target, deferred, comment)
+            yield from walk(child, deferred or isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)))
+
+    return walk(ast.parse(text), deferred=False)
+
+
+def targets(node: ast.AST) -> Iterator[str]:
+    """The modules or packages right below the root that a statement imports."""
+    if isinstance(node, ast.Import):
+        for alias in node.names:
+            root, _, rest = alias.name.partition(".")
+            if root == "nrl_models" and rest:
+                yield rest.partition(".")[0]
+    elif isinstance(node, ast.ImportFrom):
+        assert node.level == 0, "imports are absolute"
+        root, _, rest = (node.module or "").partition(".")
+        if root == "nrl_models":
+            yield from [rest.partition(".")[0]] if rest else [alias.name for alias in node.names]
+
+
+IMPORTS = [one for file, text in sources() for one in imports_of(file, text) if file != "__init__.py"]
+"""Every import inside the package, but for the lazy ones of its root."""
+
+
+def rank(unit: str) -> int:
+    found = [number for number, layer in enumerate(LAYERS) if unit in layer]
+    assert found, f"{unit} is in no layer: CONTRIBUTING.md and this test should say where it belongs"
+    return found[0]
+
+
+def test_imports_run_one_way() -> None:
+    assert len(IMPORTS) > 80
+    wrong = [
+        f"{one.file}:{one.line} imports {one.target}"
+        for one in IMPORTS
+        if one.source != one.target and one.source != "families"
+        if one.target == "families" or rank(one.target) < rank(one.source)
+        if not one.excused
+    ]
+    assert not wrong
+
+
+def test_no_unit_imports_what_imports_it() -> None:
+    graph: dict[str, set[str]] = {}
+    for one in IMPORTS:
+        if one.source != one.target and not one.excused:
+            graph.setdefault(one.source, set()).add(one.target)
+    TopologicalSorter(graph).prepare()  # raises on a cycle, naming it
+
+
+def test_only_one_import_runs_against_the_order() -> None:
+    """A configuration stands for a model, which only the auto classes can build."""
+    against = {(one.file, one.target) for one in IMPORTS if one.excused and rank(one.target) < rank(one.source)}
+    assert against == {("common/state_dict_adapter.py", "auto")}
+
+
+def test_families_import_common_and_transformers_only() -> None:
+    for file, text in sources():
+        if not file.startswith("families/"):
+            continue
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                names = [node.module or ""]
+            else:
+                continue
+            family = "nrl_models." + file.rpartition("/")[0].replace("/", ".")
+            for name in names:
+                root = name.partition(".")[0]
+                allowed = root in {"torch", "transformers", "einops"} or root in sys.stdlib_module_names
+                inside = name == "nrl_models.common" or name.startswith(("nrl_models.common.", family))
+                assert allowed or inside, f"{file} imports {name}"
+
+
+def test_nothing_is_imported_from_transformers_integrations() -> None:
+    """They move between the versions this package works with."""
+    for file, text in sources():
+        assert not re.search(r"^\s*(from|import) transformers\.integrations", text, re.MULTILINE), file
+
+
+# What knows models by name
+
+STEMS = {re.split(r"[\d_]", family)[0] for family in registry.FAMILIES}
+MODEL_NAMES = {family.replace("_", "") for family in registry.FAMILIES} | {
+    stem for stem in STEMS if len(stem) > 4 or stem == "qwen"
+}
+"""Names of families as one word, `qwen3moe`, and what they begin with, unless that may be an ordinary word."""
+
+
+def words_of(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Identifiers and strings of a file, docstrings apart, with their lines."""
+    prose = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in prose:
+            yield node.lineno, node.value
+        elif isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.alias)):
+            yield getattr(node, "lineno", 0), node.name
+        elif isinstance(node, ast.Name):
+            yield node.lineno, node.id
+        elif isinstance(node, ast.Attribute):
+            yield node.lineno, node.attr
+
+
+# Apart from the table of families, and from the demonstration of one.
+@pytest.mark.parametrize(
+    "file", [file for file, _ in sources() if not file.startswith(("families/", "registry.py", "demo.py"))]
+)
+def test_no_model_is_known_by_name_outside_its_family(file: str) -> None:
+    tree = ast.parse((ROOT / file).read_text())
+    named = [
+        f"{file}:{line}: {word}"
+        for line, word in words_of(tree)
+        if any(name in re.sub(r"[\W_]", "", word).lower() for name in MODEL_NAMES)
+    ]
+    assert not named
+
+
+def test_no_code_asks_for_a_model_type() -> None:
+    """No `config.model_type == "..."`, nor `in ("...", "...")`, outside families."""
+    for file, text in sources():
+        if file.startswith("families/"):
+            continue
+        for node in ast.walk(ast.parse(text)):
+            if not isinstance(node, ast.Compare):
+                continue
+            sides = [node.left, *node.comparators]
+            asked = any("model_type" in ast.unparse(one) for one in sides)
+            assert not (asked and any(is_text(one) for one in sides)), f"{file}:{node.lineno}"
+
+
+def is_text(node: ast.AST) -> bool:
+    """Whether it is a string, or a collection of them, written out."""
+    if isinstance(node, (ast.Tuple, ast.List, ast.Set)):
+        return any(map(is_text, node.elts))
+    return isinstance(node, ast.Constant) and isinstance(node.value, str)

@@ -1,0 +1,147 @@
+"""A family that is right, and others with a bug each, as somebody outside this repository might write them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+from transformers.models.llama import modeling_llama as hf
+from transformers.models.qwen2 import modeling_qwen2 as biased
+
+from nrl_models.common import CombinedGateUp, CombinedLinear, CombinedProjections, CombinedQKV, FamilyModel
+
+
+class LlamaAttention(CombinedQKV, hf.LlamaAttention):
+    pass
+
+
+class LlamaMLP(CombinedGateUp, hf.LlamaMLP):
+    pass
+
+
+class Nova(FamilyModel):
+    rewrites = {hf.LlamaAttention: LlamaAttention, hf.LlamaMLP: LlamaMLP}
+    tiny = {"num_hidden_layers": 1}
+
+
+class NovaForCausalLM(Nova, hf.LlamaForCausalLM):
+    """Right."""
+
+
+class OtherOrderMLP(CombinedProjections, hf.LlamaMLP):
+    combined = {"gate_up_proj": ("up_proj", "gate_proj")}
+
+
+class OtherOrderForCausalLM(Nova, hf.LlamaForCausalLM):
+    """Right: in which order rows lie is nobody's business."""
+
+    rewrites = Nova.rewrites | {hf.LlamaMLP: OtherOrderMLP}
+
+
+class Swapped(hf.LlamaMLP):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.act_fn(self.up_proj(x)) * self.gate_proj(x))
+
+
+class SwappedMLP(CombinedGateUp, Swapped):
+    pass
+
+
+class SwappedForCausalLM(Nova, hf.LlamaForCausalLM):
+    """Gate and up are exchanged."""
+
+    rewrites = Nova.rewrites | {hf.LlamaMLP: SwappedMLP}
+
+
+class Detached(hf.LlamaMLP):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x).detach())
+
+
+class DetachedMLP(CombinedGateUp, Detached):
+    pass
+
+
+class DetachedForCausalLM(Nova, hf.LlamaForCausalLM):
+    """The same numbers, but `up_proj` never learns."""
+
+    rewrites = Nova.rewrites | {hf.LlamaMLP: DetachedMLP}
+
+
+class Unmasked(CombinedQKV, hf.LlamaAttention):
+    def forward(self, *args: Any, attention_mask: torch.Tensor | None = None, **kwargs: Any) -> Any:
+        return super().forward(*args, attention_mask=None, **kwargs)
+
+
+class UnmaskedForCausalLM(Nova, hf.LlamaForCausalLM):
+    """Causal, but it sees padding and the documents beside its own."""
+
+    rewrites = Nova.rewrites | {hf.LlamaAttention: Unmasked}
+
+
+class Forgetful(CombinedQKV, hf.LlamaAttention):
+    def forward(self, *args: Any, past_key_values: Any = None, **kwargs: Any) -> Any:
+        return super().forward(*args, past_key_values=None, **kwargs)
+
+
+class ForgetfulForCausalLM(Nova, hf.LlamaForCausalLM):
+    """The cache is not used."""
+
+    rewrites = Nova.rewrites | {hf.LlamaAttention: Forgetful}
+
+
+class ShiftedNorm(hf.LlamaRMSNorm):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + 1e-3 * x
+
+
+class ShiftedForCausalLM(Nova, hf.LlamaForCausalLM):
+    """A layer of its own that is a little off."""
+
+    rewrites = Nova.rewrites | {hf.LlamaRMSNorm: ShiftedNorm}
+
+
+class UndeclaredForCausalLM(Nova, hf.LlamaForCausalLM):
+    """Gate and up read one input, and nobody said so."""
+
+    rewrites = {hf.LlamaAttention: LlamaAttention}
+
+
+class Unbiased(CombinedLinear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight)
+
+
+class UnbiasedAttention(CombinedQKV, biased.Qwen2Attention):
+    def combine_projections(self) -> None:
+        super().combine_projections()
+        self.qkv_proj.__class__ = Unbiased
+
+
+class Qwen2MLP(CombinedGateUp, biased.Qwen2MLP):
+    pass
+
+
+class UnbiasedForCausalLM(Nova, biased.Qwen2ForCausalLM):
+    """The biases of q, k and v are loaded and saved, and not added. They are zero when a model is new."""
+
+    rewrites = {biased.Qwen2Attention: UnbiasedAttention, biased.Qwen2MLP: Qwen2MLP}
+
+
+class BufferForCausalLM(Nova, hf.LlamaForCausalLM):
+    """It saves a tensor that the Hugging Face model does not have."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.register_buffer("scale", torch.ones(1))
+
+
+class ApartForCausalLM(Nova, hf.LlamaForCausalLM):
+    """Tied weights are not."""
+
+    def tie_weights(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+
+NOT_A_FAMILY = LlamaMLP

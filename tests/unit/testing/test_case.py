@@ -1,0 +1,84 @@
+"""One architecture under test: two models with the same random weights."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from checkpoints import assert_same, hf_tensors, snapshot
+from torch import nn
+from transformers import Qwen2ForCausalLM as HFQwen2
+
+from nrl_models.families.qwen2.model import Qwen2ForCausalLM
+from nrl_models.testing.case import FamilyCase, randomise
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def case() -> FamilyCase:
+    return FamilyCase(Qwen2ForCausalLM, CPU)
+
+
+def test_the_reference_is_the_class_that_the_family_extends(case: FamilyCase) -> None:
+    assert case.architecture == "Qwen2ForCausalLM"
+    assert case.reference_class is HFQwen2
+    assert type(case.reference()) is HFQwen2
+    assert type(case.model()) is Qwen2ForCausalLM
+    assert case.full_config.to_dict() == HFQwen2.config_class().to_dict()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_both_models_have_the_same_weights(case: FamilyCase, dtype: torch.dtype) -> None:
+    reference, model = case.reference(dtype), case.model(dtype)
+    assert {parameter.dtype for parameter in model.parameters()} == {dtype}
+    assert_same(hf_tensors(model), reference.state_dict())
+    assert not model.training
+    assert not reference.training
+
+
+def test_models_are_shared_and_pairs_are_not(case: FamilyCase) -> None:
+    assert case.model() is case.model()
+    assert case.reference() is case.reference()
+    before = snapshot(case.model()), snapshot(case.reference())
+    for one in case.new_pair():
+        with torch.no_grad():
+            for parameter in one.parameters():
+                parameter.zero_()
+    assert_same(case.model().state_dict(), before[0])
+    assert_same(case.reference().state_dict(), before[1])
+
+
+def test_weights_are_those_of_a_seed(case: FamilyCase) -> None:
+    torch.manual_seed(123)
+    again = FamilyCase(Qwen2ForCausalLM, CPU)
+    assert again.reference() is not case.reference()
+    assert_same(again.reference().state_dict(), case.reference().state_dict())
+
+
+def test_no_tensor_is_constant(case: FamilyCase) -> None:
+    # Default norms are one and biases zero: swapped or dropped ones would change nothing.
+    tensors = case.reference().state_dict()
+    assert [name for name in tensors if name.endswith("q_proj.bias")]
+    assert not [name for name, tensor in tensors.items() if tensor.std() < 0.01]
+    for kind in ("norm.weight", "q_proj.bias", "k_proj.bias"):
+        alike = [tensor for name, tensor in tensors.items() if name.endswith(kind)]
+        assert len({tuple(tensor.tolist()) for tensor in alike}) == len(alike) > 1
+
+
+def test_only_what_initialisation_leaves_constant_is_randomised() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.random, self.constant = nn.Parameter(torch.randn(8, 8)), nn.Parameter(torch.zeros(8, 8))
+            self.vector, self.scalar = nn.Parameter(torch.randn(8)), nn.Parameter(torch.ones(()))
+            self.register_buffer("saved", torch.zeros(4))
+            self.register_buffer("computed", torch.zeros(4), persistent=False)
+            self.register_buffer("count", torch.zeros(4, dtype=torch.long))
+
+    model = Model()
+    before = {name: tensor.clone() for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
+    randomise(model)
+    after = dict([*model.named_parameters(), *model.named_buffers()])
+    changed = {name for name, tensor in before.items() if not torch.equal(after[name], tensor)}
+    assert changed == {"constant", "vector", "scalar", "saved"}
+    assert after["constant"].std() > 0.1

@@ -1,0 +1,182 @@
+"""The plugin, as somebody uses it for a family of their own: what is right passes, and a bug fails where it should."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+import planted_bugs
+import pytest
+
+from nrl_models.testing.features import SUITE, generated_tests
+
+pytestmark = pytest.mark.xdist_group("plugin")  # the run below is made once
+
+BUGS = {
+    "Swapped": {"test_mlp_equivalence", "test_logits_equivalence", "test_gradient_equivalence"},
+    "Detached": {"test_gradient_equivalence"},
+    "Unmasked": {"test_padding", "test_packing"},
+    "Forgetful": {"test_cached_decode"},
+    "Shifted": {"test_layer_equivalence", "test_logits_equivalence", "test_gradient_equivalence"},
+    "Undeclared": {"test_declaration_matches_trace"},
+    "Unbiased": {"test_attention_equivalence", "test_logits_equivalence", "test_gradient_equivalence"},
+    "Apart": {"test_tied_weights_share_storage"},
+}
+"""For each family with a bug the generated tests, of those in `CHECKS`, that fail. All others pass."""
+
+RIGHT = ("Nova", "OtherOrder")
+
+CHECKS = sorted({"test_state_dict_roundtrip", "test_full_size_names_and_shapes"}.union(*BUGS.values()))
+
+CONFTEST = """
+from nrl_models import register_architecture
+
+def pytest_configure():
+    register_architecture("FutureForCausalLM", "planted_bugs:NovaForCausalLM", requires="transformers>=99")
+    register_architecture("BrokenForCausalLM", "a_module_that_is_not_there:BrokenForCausalLM")
+    register_architecture("RegisteredForCausalLM", "planted_bugs:NovaForCausalLM")
+"""
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, list[dict[str, str]]]]:
+    """For each architecture and test of one run, as it is written by `--nrl-results`, the outcomes."""
+    folder = tmp_path_factory.mktemp("outside")
+    (folder / "conftest.py").write_text(CONFTEST)
+    families = [f"planted_bugs:{name}ForCausalLM" for name in (*RIGHT, *BUGS, "Buffer")]
+    families += ["FutureForCausalLM", "BrokenForCausalLM", "RegisteredForCausalLM"]
+    file = folder / "out" / "results.json"
+    # Without xdist, and strict about marks, as a project of somebody else may be.
+    options = ["-p", "no:xdist", "-p", "no:cacheprovider", "--strict-markers", "-q", "--nrl-results", str(file)]
+    selected = f"({' or '.join(CHECKS)}) and not bfloat16"
+    command = [sys.executable, "-m", "pytest", *options, "-k", selected]
+    command += [part for name in families for part in ("--nrl-family", name)]
+    path = [str(Path(planted_bugs.__file__).parent), *(one for one in sys.path if one)]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    environment |= {"PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"}  # others are using the cores
+    run = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=250)
+    assert run.returncode == pytest.ExitCode.TESTS_FAILED, run.stdout + run.stderr
+    content = json.loads(file.read_text())
+    assert content["versions"].keys() == {"nrl_models", "torch", "transformers"}
+    outcomes: dict[str, dict[str, list[dict[str, str]]]] = defaultdict(lambda: defaultdict(list))
+    for result in content["results"]:
+        outcomes[result["architecture"]][result["check"].partition("[")[0]].append(result)
+    return outcomes
+
+
+def with_outcome(results: dict[str, list[dict[str, str]]], outcome: str) -> set[str]:
+    return {check for check, runs in results.items() if any(run["outcome"] == outcome for run in runs)}
+
+
+@pytest.mark.parametrize("name", [f"{name}ForCausalLM" for name in RIGHT] + ["RegisteredForCausalLM"])
+def test_a_family_from_outside_that_is_right_passes(name: str, results: dict[str, dict[str, list]]) -> None:
+    assert with_outcome(results[name], "failed") == set()
+    # Llama has no layer rewritten that is neither attention nor MLP.
+    assert with_outcome(results[name], "passed") == set(CHECKS) - {"test_layer_equivalence"}
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_a_bug_fails_where_it_should_and_nowhere_else(name: str, results: dict[str, dict[str, list]]) -> None:
+    found = results[f"{name}ForCausalLM"]
+    assert with_outcome(found, "failed") == BUGS[name]
+    # Of a layer that is not rewritten there is no test.
+    assert with_outcome(found, "passed") >= set(CHECKS) - BUGS[name] - {
+        "test_layer_equivalence",
+        "test_mlp_equivalence",
+    }
+
+
+def test_a_tensor_too_many_fails_everything_that_needs_the_references_weights(
+    results: dict[str, dict[str, list]],
+) -> None:
+    failed = with_outcome(results["BufferForCausalLM"], "failed")
+    assert failed >= {"test_state_dict_roundtrip", "test_full_size_names_and_shapes", "test_logits_equivalence"}
+
+
+def test_a_family_that_needs_a_newer_version_is_skipped_with_the_reason(results: dict[str, dict[str, list]]) -> None:
+    found = results["FutureForCausalLM"]
+    assert with_outcome(found, "skipped") == set(found)
+    reasons = {run["reason"] for runs in found.values() for run in runs}
+    assert len(reasons) == 1
+    assert "FutureForCausalLM needs transformers>=99; " in reasons.pop()
+
+
+def test_a_family_that_does_not_import_fails_and_stops_no_other(results: dict[str, dict[str, list]]) -> None:
+    found = results["BrokenForCausalLM"]
+    assert set(CHECKS) - {"test_layer_equivalence"} <= with_outcome(found, "failed") == set(found)
+
+
+def test_results_tell_dtypes_apart(results: dict[str, dict[str, list]]) -> None:
+    (run,) = results["NovaForCausalLM"]["test_logits_equivalence"]
+    assert run == {
+        "architecture": "NovaForCausalLM",
+        "check": "test_logits_equivalence[float32]",
+        "outcome": "passed",
+        "reason": "",
+    }
+    (run,) = results["ShiftedForCausalLM"]["test_layer_equivalence"]
+    assert run["check"] == "test_layer_equivalence[float32]"
+
+
+# Options. What is imported first inside these runs would be thrown away after them: hence the imports above.
+
+
+def collected(pytester: pytest.Pytester, *arguments: str) -> list[str]:
+    result = pytester.runpytest_inprocess("--collect-only", "-q", "-p", "no:cacheprovider", *arguments)
+    assert result.ret == pytest.ExitCode.OK
+    return [line for line in result.outlines if "::" in line]
+
+
+def test_a_family_alone_collects_the_generated_tests(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(test_own="def test_own(): pass")
+    tests = collected(pytester, "--nrl-family", "planted_bugs:NovaForCausalLM")
+    names = {line.partition("::")[2].partition("[")[0] for line in tests}
+    assert names == set(generated_tests())
+    assert all("[NovaForCausalLM" in line for line in tests)
+
+
+def test_a_family_beside_tests_of_ones_own_collects_both(pytester: pytest.Pytester) -> None:
+    own = pytester.makepyfile(test_own="def test_own(): pass")
+    tests = collected(pytester, str(own), "--nrl-family", "planted_bugs:NovaForCausalLM")
+    assert tests[0] == "test_own.py::test_own"
+    assert len(tests) > 30
+
+
+def test_without_a_family_nothing_is_added(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(test_own="def test_own(): pass")
+    assert collected(pytester) == ["test_own.py::test_own"]
+
+
+def test_the_suite_alone_runs_for_every_registered_architecture(pytester: pytest.Pytester) -> None:
+    from nrl_models import registry
+
+    tests = collected(pytester, str(SUITE), "-k", "test_forward_shape")
+    found = {line.partition("[")[2].rstrip("]") for line in tests}
+    assert found == set(registry.architectures())
+
+
+def test_names_that_are_no_family_are_all_explained(pytester: pytest.Pytester) -> None:
+    wrong = {
+        "Novel": "no family serves that architecture. Register it, or give its class as MODULE:CLASS",
+        "planted_bugs.model:Nova": "there is no module planted_bugs.model on the Python path",
+        "planted_bugs:NovaForCausalM": "planted_bugs has no NovaForCausalM",
+        "planted_bugs:NOT_A_FAMILY": "expected a class that extends FamilyModel",
+    }
+    options = [part for name in wrong for part in ("--nrl-family", name)]
+    result = pytester.runpytest_inprocess("-p", "no:cacheprovider", *options)
+    assert result.ret == pytest.ExitCode.INTERRUPTED
+    text = result.stdout.str()
+    for name, why in wrong.items():
+        assert f"--nrl-family {name}: {why}" in text
+    assert "Traceback" not in text
+
+
+def test_loading_the_plugin_imports_nothing_heavy() -> None:
+    # It is loaded in every run of pytest wherever this package is installed.
+    code = "import sys, nrl_models.testing.plugin; print(*sorted({'torch', 'transformers'} & set(sys.modules)))"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == ""
