@@ -71,7 +71,7 @@ def errors_for_people() -> Iterator[None]:
 
 
 def print_table(table: Table | str) -> None:
-    """Print a table or a line."""
+    """Print a table, whose cells may have markup, or a line as it is."""
     import os
     import sys
 
@@ -79,7 +79,7 @@ def print_table(table: Table | str) -> None:
 
     # Where the width is not known (a pipe, a log), wide enough that a table's rows stay one line each.
     width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 160
-    Console(width=width).print(table, highlight=False, markup=False)
+    Console(width=width).print(table, highlight=False, markup=not isinstance(table, str))
 
 
 def write_json(file: Path | None, content: Any) -> None:

@@ -283,7 +283,7 @@ def _live_table() -> Any:
             for result in results[done[0] :]:
                 total = len(results) + len(state.running)
                 error = max(result.errors)
-                Console(stderr=True).print(
+                Console(stderr=True, soft_wrap=True).print(
                     f"{len(results)}/{total} {result.cell}: {'pass' if result.passed else 'FAIL'}, "
                     f"token_mult_prob_error {error:.7f}, noise floor {result.noise:.7f}",
                     highlight=False,

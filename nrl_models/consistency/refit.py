@@ -128,7 +128,7 @@ class RefitCheck:
             found = step.result.comparisons
             shown = [f"{found[name][0].token_mult_prob_error:.7f}" if name in found else "-" for name in _SHOWN]
             table.add_row(
-                step.name,
+                escape(step.name),
                 f"{step.report.tensors:,}",
                 f"{step.report.nbytes / 1e6:.1f}",
                 f"{step.report.seconds:.2f}",

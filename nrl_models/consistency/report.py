@@ -188,7 +188,7 @@ class ConsistencyReport:
         for cell, step in (running or {}).items():
             table.add_row(*_cell(cell), *[""] * len(self.columns), f"[dim]{step}[/dim]")
         for cell, reason in self.skipped.items():
-            table.add_row(*_cell(cell), *[""] * len(self.columns), f"[dim]{reason}[/dim]")
+            table.add_row(*_cell(cell), *[""] * len(self.columns), f"[dim]{escape(reason)}[/dim]")
         return table
 
     @property
