@@ -65,7 +65,17 @@ for command in (None, *typer.main.get_command(app).commands):
     found[command or "nrl-models"] = [name for name in {HEAVY} if name in sys.modules]
 print(json.dumps(found))
 """
-    commands = {"nrl-models", "demo", "inspect", "parity", "convert", "coverage", "consistency", "refit-check", "diagnose"}
+    commands = {
+        "nrl-models",
+        "demo",
+        "inspect",
+        "parity",
+        "convert",
+        "coverage",
+        "consistency",
+        "refit-check",
+        "diagnose",
+    }
     found = json.loads(run_python(code))
     assert commands <= found.keys()
     assert {command: names for command, names in found.items() if names} == {}
