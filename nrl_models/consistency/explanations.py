@@ -26,6 +26,9 @@ EXPLAINED = 0.1
 FAR = 10.0
 """Nats from which on two log-probabilities of a token are just different."""
 
+BLOCKS = (1, 16, 32, 64, 128)
+"""Sizes of the blocks in which engines cache keys and values."""
+
 LARGE = 3e9
 """Parameters from which on no models of other configurations are built."""
 
@@ -137,9 +140,18 @@ class Guesses:
     def about_weights(self) -> Iterator[Guess]:
         """The weights of before the last change."""
         before = self.references.with_previous_weights(torch.float32)
-        if before is not None:
-            text = "the weights were those of before the last refit"
-            yield Guess("weights", text, self._of_model(before))
+        if before is None:
+            return
+        yield Guess("weights", "the weights were those of before the last refit", self._of_model(before))
+        prompt = self.tokens.shape[1] - self.generated
+        # A cache keeps whole blocks, and never the last token of a prompt.
+        for cached in sorted({(prompt - 1) // block * block for block in BLOCKS} - {0}, reverse=True):
+            text = f"the keys and values of the first {cached} tokens were cached from before the last refit"
+            try:
+                values = self._with_cache_of(before, cached)
+            except Exception:  # a model that keeps something else in its cache
+                return
+            yield Guess("weights", text, values)
 
     def about_configuration(self) -> Iterator[Guess]:
         """A key of the configuration not read."""
@@ -153,6 +165,16 @@ class Guesses:
                 continue
             was = getattr(original.config.get_text_config(), key)
             yield Guess("configuration", f"`{key}` were {value} and not {was}", values, key)
+
+    @torch.no_grad()
+    def _with_cache_of(self, before: PreTrainedModel, cached: int) -> torch.Tensor:
+        """The right weights, on keys and values that another model computed for the first tokens."""
+        model = self.references.model(torch.float32)
+        tokens = self.tokens.to(model.device)
+        cache = before(input_ids=tokens[:, :cached], use_cache=True).past_key_values
+        hidden, head = hidden_states_and_head(model, tokens[:, cached:], past_key_values=cache)
+        unknown = hidden.new_zeros(len(hidden), cached, hidden.shape[2])  # of the prompt, which does not count
+        return self._logprobs(torch.cat([unknown, hidden], 1), head, self.sampling)
 
     @torch.no_grad()
     def _of_model(self, model: PreTrainedModel) -> torch.Tensor:

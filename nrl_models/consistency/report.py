@@ -92,7 +92,9 @@ class CellResult:
             "verdict": "pass" if self.passed else "fail",
             "token_mult_prob_error": worst if math.isfinite(worst) else None,
             "token_mult_prob_error_mean": _or_none(statistics.fmean(self.errors)),
-            "token_mult_prob_error_deviation": _or_none(statistics.pstdev(self.errors)),
+            "token_mult_prob_error_deviation": statistics.pstdev(self.errors)
+            if all(map(math.isfinite, self.errors))
+            else None,
             "token_mult_prob_error_strict": None
             if strict is None
             else _or_none((worst + max(one.token_mult_prob_error for one in strict)) / 2),
