@@ -75,6 +75,8 @@ class References:
             model = auto_class_for(self.path).from_pretrained(self.path, dtype=dtype, device=self.device)
         else:
             model = reference_model(self.path, dtype, self.device)
+        if dtype == torch.float64 and model._can_set_experts_implementation():
+            model.set_experts_implementation("eager")  # torch's grouped product has no fp64
         if weights is not None:
             HFEngine(model).refit(weights())
         return model.eval()

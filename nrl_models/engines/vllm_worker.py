@@ -63,18 +63,29 @@ class ConsistencyWorker:
 
         self._nrl_loaded: set[str] = set()
         self._nrl_digests: dict[str, str] = {}
-        # What there is to be written, before anything is on its way.
         model = self.nrl_model()
-        self._nrl_parameters = [name for name, _ in model.named_parameters()]
-        parameters = set(self._nrl_parameters)
         # Names with an underscore are vLLM's own constants (scales of a quantised cache), which no checkpoint has.
+        parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         self._nrl_buffers = [
             name
             for name in model.state_dict(keep_vars=True)
             if name not in parameters and not name.rpartition(".")[2].startswith("_")
         ]
+        self._nrl_tied = _tied_modules(model)
+        # vLLM packs experts for its CPU kernels only where it makes a kernel, which it does not on a reload: they would
+        # be left as they were sent, and read as if packed. So it makes the kernel anew.
+        self._nrl_kernels: list[tuple[Any, Any]] = []
+        if next(model.parameters()).device.type == "cpu":
+            for module in model.modules():
+                method = getattr(module, "quant_method", None)
+                if getattr(method, "moe_kernel", None) is not None:
+                    self._nrl_kernels.append((method, method.moe_kernel))
+                    method.moe_kernel = None
         with self._nrl_loading():
             initialize_layerwise_reload(model)
+        # What there is to be written: vLLM has undone what it made of the weights (derived ones are gone), and untied.
+        tied = {id(parameter) for module in self._nrl_tied for parameter in module.parameters(recurse=False)}
+        self._nrl_parameters = [name for name, parameter in model.named_parameters() if id(parameter) not in tied]
 
     def nrl_refit_load(self, tensors: Iterable[tuple[str, torch.Tensor]] | bytes, digests: bool) -> None:
         """Take some weights, by hub name; bytes are a safetensors file, as another process sends it."""
@@ -86,15 +97,32 @@ class ConsistencyWorker:
     def nrl_refit_finish(self) -> dict[str, Any]:
         """Have all weights taken effect; say what was written and what not."""
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
+        model = self.nrl_model()
+        # A loader may say that it has written what it has not: it wrote past vLLM's reload, which then puts back the
+        # old weights.
+        missed = set()
+        for name, module in model.named_modules():
+            info = get_layerwise_info(module)
+            if info.can_load() and info.load_numel_total and not info.load_numel and module not in self._nrl_tied:
+                missed |= {f"{name}.{own}" for own, _ in module.named_parameters(recurse=False)}
         with self._nrl_loading():
-            finalize_layerwise_reload(self.nrl_model(), self.vllm_config.model_config)
+            finalize_layerwise_reload(model, self.vllm_config.model_config)
+            # vLLM prepares again (packs for its kernels) the modules that were given a weight. A tied output embedding
+            # that is a module of its own is given none, and would go on with what was packed from the old one.
+            for module in self._nrl_tied:
+                if (method := getattr(module, "quant_method", None)) is not None:
+                    method.process_weights_after_loading(module)
+        for method, kernel in self._nrl_kernels:
+            if method.moe_kernel is None:  # of experts that were not sent
+                method.moe_kernel = kernel
         for reset in ("reset_lora_state", "reset_encoder_cache", "reset_mm_cache"):
             if hasattr(self.model_runner, reset):
                 getattr(self.model_runner, reset)()
         return {
             "digests": self._nrl_digests,
-            "unwritten": [name for name in self._nrl_parameters if name not in self._nrl_loaded],
+            "unwritten": [name for name in self._nrl_parameters if name not in self._nrl_loaded or name in missed],
             "stale_buffers": [name for name in self._nrl_buffers if name not in self._nrl_loaded],
         }
 
@@ -132,3 +160,14 @@ class ConsistencyWorker:
     def nrl_buffers(self) -> dict[str, torch.Tensor]:
         """Copies of the model's buffers, on the CPU."""
         return {name: buffer.detach().cpu().clone() for name, buffer in self.nrl_model().named_buffers()}
+
+
+def _tied_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Modules that have a parameter which an earlier one has, too."""
+    seen: dict[torch.nn.Parameter, torch.nn.Module] = {}
+    modules = []
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            if seen.setdefault(parameter, module) is not module:
+                modules.append(module)
+    return modules
