@@ -65,8 +65,11 @@ class Verdict:
     summary: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """By name."""
-        return asdict(self)
+        """By name, with numbers that JSON lacks as None."""
+        errors = {
+            name: [value if math.isfinite(value) else None for value in pair] for name, pair in self.errors.items()
+        }
+        return asdict(self) | {"errors": errors}
 
 
 class Judge:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,29 +13,15 @@ import transformers
 
 from nrl_models import AutoModelForCausalLM
 from nrl_models.common.pretrained import read_config
-from nrl_models.consistency.cells import Settings
 from nrl_models.consistency.prompts import Prompts
-from nrl_models.engines.base import Engine
 from nrl_models.engines.hf import HFEngine
 from nrl_models.engines.vllm import VLLMEngine
-from nrl_models.logprobs import Sampling
 from nrl_models.testing.case import randomise
 from nrl_models.testing.tiny import tiny_config
 
 pytest.importorskip("vllm", reason="needs an inference engine: make test-engine", exc_type=ImportError)
 
 DEMO = Path(__file__).parents[2] / "demo" / "checkpoint"
-
-SETTINGS = Settings(
-    lengths=(64,),
-    data=("dummy",),
-    modes=("sampling",),
-    batches=(2,),
-    sampling=Sampling(0.7, top_p=0.95),
-    new_tokens=24,
-    threshold=1.001,
-)
-"""One small cell, with a bound that only equal precision meets."""
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -74,7 +59,10 @@ Vllm = Callable[..., Any]
 
 @pytest.fixture(scope="session")
 def vllm() -> Iterator[Vllm]:
-    """Gives a vLLM on a checkpoint, the same one as long as the same is asked for: each start takes seconds."""
+    """Gives a vLLM on a checkpoint, the same one as long as the same is asked for: each start takes seconds.
+
+    A process has one at a time: a test that starts its own has to `stop()` this one.
+    """
     running: dict[str, VLLMEngine] = {}
 
     def start(path: Path, **options: Any) -> VLLMEngine:
@@ -89,6 +77,7 @@ def vllm() -> Iterator[Vllm]:
         while running:
             running.popitem()[1].close()
 
+    start.stop = stop
     yield start
     stop()
 
@@ -106,26 +95,3 @@ def make_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., P
         return folder
 
     return make
-
-
-def model_of(engine: VLLMEngine) -> torch.nn.Module:
-    """The model inside a vLLM of this process."""
-    return engine.llm.collective_rpc("nrl_model")[0]
-
-
-@contextmanager
-def changed(tensor: torch.Tensor, value: torch.Tensor) -> Iterator[None]:
-    """While open, a tensor has another value."""
-    kept = tensor.detach().clone()
-    with torch.no_grad():
-        tensor.copy_(value)
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            tensor.copy_(kept)
-
-
-def forget(engine: Engine) -> None:
-    """Have a vLLM drop what it computed for earlier prompts."""
-    engine.llm.reset_prefix_cache()

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import SETTINGS, changed, forget, model_of
+from inside import SETTINGS, changed, forget, model_of
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from nrl_models import AutoModelForCausalLM
