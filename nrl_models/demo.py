@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shutil
-import sysconfig
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,13 +18,13 @@ from transformers.utils import logging
 
 from nrl_models.auto import AutoModelForCausalLM
 from nrl_models.common import CombinedLinear
+from nrl_models.common.text import END, text_of_this_machine
 from nrl_models.parity import check_parity, compare_state_dicts
 from nrl_models.parity.report import ParityReport, ParityRow
 
 VOCAB_SIZE = 4096
 LENGTH = 128
 BATCH = 16
-END = "<|endoftext|>"
 PAD = "<|pad|>"
 
 CONFIG = LlamaConfig(
@@ -35,7 +34,7 @@ CONFIG = LlamaConfig(
     num_hidden_layers=4,
     num_attention_heads=8,
     num_key_value_heads=4,
-    max_position_embeddings=2048,
+    max_position_embeddings=16_384,  # the longest sequences that consistency is checked on fit
     bos_token_id=0,
     eos_token_id=0,
     pad_token_id=1,
@@ -64,7 +63,7 @@ def run_demo(folder: str | Path, *, steps: int = 150, seed: int = 0) -> ParityRe
     console = Console(stderr=True)
     torch.manual_seed(seed)
     with console.status("reading text of this machine's Python"):
-        text = training_text()
+        text = text_of_this_machine()
         tokenizer = train_tokenizer(text)
         tokens = torch.tensor(tokenizer(text)["input_ids"])
     logging.disable_progress_bar()
@@ -85,24 +84,6 @@ def run_demo(folder: str | Path, *, steps: int = 150, seed: int = 0) -> ParityRe
         report.add(_generates(checkpoint, tokenizer))
         report.add(_gives_back(checkpoint, resaved))
     return report
-
-
-def training_text(limit: int = 6_000_000) -> str:
-    """Real text found on any machine with Python: sources and documentation of its standard library.
-
-    Args:
-        limit: characters at most.
-    """
-    library = Path(sysconfig.get_paths()["stdlib"])
-    files = sorted(path for path in library.rglob("*.py") if not {"site-packages", "test", "tests"} & set(path.parts))
-    pieces, size = [], 0
-    for path in files:
-        piece = path.read_text(encoding="utf-8", errors="replace")
-        pieces.append(piece)
-        size += len(piece)
-        if size >= limit:
-            break
-    return END.join(pieces)[:limit]
 
 
 def train_tokenizer(text: str) -> PreTrainedTokenizerFast:

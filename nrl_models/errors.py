@@ -78,3 +78,15 @@ class UnknownArgumentError(NRLModelsError, TypeError):
 
 class ShardingError(StateDictError):
     """A mesh, a plan or a rank does not fit: raised on every rank, before memory is spent."""
+
+
+class HeadError(NRLModelsError, ValueError):
+    """A model ends with something else than an output embedding with a scale or a soft cap."""
+
+
+class EngineError(NRLModelsError, RuntimeError):
+    """An inference engine is missing, refuses, gives no log-probabilities, times out or has died."""
+
+
+class ConsistencyError(NRLModelsError, ValueError):
+    """A consistency check cannot be run as asked for: lengths, tokens, text or earlier results do not fit."""

@@ -77,7 +77,7 @@ def check_parity(
 
 
 def load_reference(
-    model: PreTrainedModel, path: str | Path, dtype: torch.dtype, device: str | torch.device
+    model: PreTrainedModel, path: str | Path, dtype: torch.dtype | str, device: str | torch.device
 ) -> PreTrainedModel:
     """The same checkpoint as transformers loads it: the class that `model`'s class must equal."""
     reference_class = type(model).reference_class() if isinstance(model, FamilyModel) else type(model)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from nrl_models.common.recording import RecordedCall, record_calls
 from nrl_models.parity.compare import compare_tensors
 from nrl_models.parity.inputs import Inputs
 from nrl_models.parity.levels import shared_modules
@@ -85,39 +86,9 @@ def _differing_weights(model: PreTrainedModel, reference: PreTrainedModel) -> li
     return [name for name, tensor in reference.state_dict().items() if not torch.equal(tensor, converted[name])]
 
 
-@dataclass(frozen=True, slots=True)
-class _Recorded:
-    """What a module was given and what it returned, in its last call."""
-
-    inputs: list[torch.Tensor]
-    output: Any
-
-    @property
-    def outputs(self) -> list[torch.Tensor]:
-        return _tensors(self.output)
-
-
-def _tensors(values: Any) -> list[torch.Tensor]:
-    """The floating-point tensors among a module's arguments or results."""
-    values = list(values) if isinstance(values, (tuple, list)) else [values]
-    return [one for one in values if isinstance(one, torch.Tensor) and one.is_floating_point()]
-
-
-def _record(model: nn.Module, names: list[str], inputs: Inputs) -> dict[str, _Recorded]:
+def _record(model: nn.Module, names: list[str], inputs: Inputs) -> dict[str, RecordedCall]:
     """Every module's last call in one forward, by name, in the order in which modules finish."""
-    calls: dict[str, _Recorded] = {}
-
-    def recorder(name: str) -> Any:
-        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            calls.pop(name, None)
-            calls[name] = _Recorded(_tensors([*args, *kwargs.values()]), output)
-
-        return hook
-
-    with ExitStack() as stack:
-        for name in names:
-            handle = model.get_submodule(name).register_forward_hook(recorder(name), with_kwargs=True)
-            stack.callback(handle.remove)
+    with record_calls(model, set(names)) as calls:
         logits_of(model, inputs)
     return calls
 
@@ -136,7 +107,7 @@ def _first_departure(
     model: nn.Module,
     names: list[str],
     inputs: Inputs,
-    expected: dict[str, _Recorded],
+    expected: dict[str, RecordedCall],
     substituted: dict[str, Any],
     tolerance: float,
 ) -> tuple[str, float] | None:

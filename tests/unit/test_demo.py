@@ -13,17 +13,18 @@ from typer.testing import CliRunner
 
 from nrl_models import demo
 from nrl_models.cli import app
+from nrl_models.common.text import END, text_of_this_machine
 
 
 def test_training_text_is_found_here_and_always_the_same() -> None:
-    text = demo.training_text(limit=50_000)
+    text = text_of_this_machine(limit=50_000)
     assert len(text) == 50_000
-    assert text == demo.training_text(limit=100_000)[:50_000]
-    assert demo.END in demo.training_text(limit=200_000)  # more than one file
+    assert text == text_of_this_machine(limit=100_000)[:50_000]
+    assert END in text_of_this_machine(limit=200_000)  # more than one file
 
 
 def test_the_tokenizer_keeps_every_character() -> None:
-    tokenizer = demo.train_tokenizer(demo.training_text(limit=50_000))
+    tokenizer = demo.train_tokenizer(text_of_this_machine(limit=50_000))
     text = 'def f(x):\n\treturn {"\u00e9": x}  # \U0001f980\n'
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
     assert len(tokenizer) <= demo.VOCAB_SIZE
@@ -44,8 +45,7 @@ def test_training_lowers_the_loss() -> None:
 
 
 def test_every_check_but_learning_passes_after_two_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    find_text = demo.training_text
-    monkeypatch.setattr(demo, "training_text", lambda: find_text(limit=200_000))
+    monkeypatch.setattr(demo, "text_of_this_machine", lambda: text_of_this_machine(limit=200_000))
     (tmp_path / "demo" / "checkpoint").mkdir(parents=True)
     (tmp_path / "demo" / "checkpoint" / "old").touch()
     arguments = ["--out", str(tmp_path / "demo"), "--steps", "2", "--json", str(tmp_path / "out.json")]

@@ -66,7 +66,17 @@ for command in (None, *typer.main.get_command(app).commands):
     found[command or "nrl-models"] = [name for name in {HEAVY} if name in sys.modules]
 print(json.dumps(found))
 """
-    commands = {"nrl-models", "demo", "inspect", "parity", "convert", "coverage"}
+    commands = {
+        "nrl-models",
+        "demo",
+        "inspect",
+        "parity",
+        "convert",
+        "coverage",
+        "consistency",
+        "refit-check",
+        "diagnose",
+    }
     found = json.loads(run_python(code))
     assert commands <= found.keys()
     assert {command: names for command, names in found.items() if names} == {}
@@ -128,7 +138,7 @@ LAYERS = (
     {"__main__"},
     {"cli"},
     {"demo"},
-    {"onboarding", "diagnostics", "parity", "logprobs", "testing", "distributed"},
+    {"onboarding", "diagnostics", "consistency", "engines", "parity", "logprobs", "testing", "distributed"},
     {"auto"},
     {"registry"},
     {"families"},

@@ -2,88 +2,22 @@
 
 from __future__ import annotations
 
-import json
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from rich.table import Table
-
-app = typer.Typer(
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    help="Takes a Hugging Face model to RL post-training and proves that it stayed the same model.",
+from nrl_models.cli import diagnose as _diagnose  # noqa: F401 (its commands join `app`)
+from nrl_models.cli import engines as _engines  # noqa: F401
+from nrl_models.cli.console import (
+    CheckpointPath,
+    JsonFile,
+    app,
+    errors_for_people,
+    existing_device,
+    print_table,
+    write_json,
 )
-
-CheckpointPath = Annotated[Path, typer.Argument(help="A checkpoint folder.", show_default=False)]
-
-
-def _writable(file: Path | None) -> Path | None:
-    """Make sure that a result can be written, before time is spent on it."""
-    if file is not None:
-        try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            is_new = not file.exists()
-            file.open("a").close()
-            if is_new:
-                file.unlink()
-        except OSError as error:
-            raise typer.BadParameter(f"{file} cannot be written: {error.strerror}") from error
-    return file
-
-
-def _device(name: str) -> str:
-    """Make sure that torch can put a tensor on a device."""
-    import torch
-
-    try:
-        torch.empty(1, device=name)
-    except (AssertionError, RuntimeError, NotImplementedError) as error:
-        raise typer.BadParameter(f"{name}: {str(error).splitlines()[0]}") from error
-    return name
-
-
-JsonFile = Annotated[
-    Path | None,
-    typer.Option("--json", help="Write the result here as JSON, too.", show_default=False, callback=_writable),
-]
-
-
-@contextmanager
-def _errors_for_people() -> Iterator[None]:
-    """Print what this library raises on purpose, and what files make fail, without a traceback; exit with 2."""
-    from rich.console import Console
-
-    from nrl_models.errors import NRLModelsError
-
-    try:
-        yield
-    except (NRLModelsError, OSError) as error:
-        Console(stderr=True).print(f"[bold red]error:[/bold red] {type(error).__name__}", highlight=False)
-        Console(stderr=True).print(str(error), markup=False, highlight=False)
-        raise typer.Exit(2) from error
-
-
-def _print(table: Table | str) -> None:
-    import os
-    import sys
-
-    from rich.console import Console
-
-    # Where the width is not known (a pipe, a log), wide enough that a table's rows stay one line each.
-    width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 160
-    Console(width=width).print(table, highlight=False, markup=False)
-
-
-def _write_json(file: Path | None, content: Any) -> None:
-    if file is not None:
-        file.write_text(json.dumps(content, indent=2) + "\n")
 
 
 @app.command()
@@ -95,10 +29,10 @@ def demo(
     """Train a small Llama on text of this machine, load it here, and check everything about it."""
     from nrl_models.demo import run_demo
 
-    with _errors_for_people():
+    with errors_for_people():
         report = run_demo(out, steps=steps)
-    _print(report.table())
-    _write_json(json_file, report.to_json())
+    print_table(report.table())
+    write_json(json_file, report.to_json())
     if not report.passed:
         raise typer.Exit(1)
 
@@ -113,7 +47,7 @@ def inspect(path: CheckpointPath, json_file: JsonFile = None) -> None:
 
     from nrl_models.onboarding.inspect import inspect as look
 
-    with _errors_for_people():
+    with errors_for_people():
         found = look(path)
     table = Table(title=escape(str(path)), title_justify="left", show_header=False)
     table.add_row("architecture", found.architecture)
@@ -129,8 +63,8 @@ def inspect(path: CheckpointPath, json_file: JsonFile = None) -> None:
     else:
         dtypes = ", ".join(f"{count} {dtype}" for dtype, count in found.dtypes.items())
         table.add_row("files", f"{found.stored_tensors:,} tensors ({dtypes}), {found.stored_bytes / 1e9:.3f} GB")
-    _print(table)
-    _write_json(json_file, asdict(found))
+    print_table(table)
+    write_json(json_file, asdict(found))
 
 
 @app.command()
@@ -139,7 +73,7 @@ def parity(
     check: Annotated[
         list[str] | None, typer.Option(help="1, 2, 3 or gradients; repeatable. All by default.", show_default=False)
     ] = None,
-    device: Annotated[str, typer.Option(help="Where to run.", callback=_device)] = "cpu",
+    device: Annotated[str, typer.Option(help="Where to run.", callback=existing_device)] = "cpu",
     length: Annotated[int, typer.Option(help="Tokens in a sequence.", min=8)] = 64,
     batch: Annotated[int, typer.Option(help="Sequences.", min=2)] = 2,
     seed: Annotated[int, typer.Option(help="Of the random inputs.")] = 42,
@@ -151,10 +85,10 @@ def parity(
 
     if check and (unknown := sorted(set(check) - set(CHECKS))):
         raise typer.BadParameter(f"{', '.join(unknown)}: expected some of {', '.join(CHECKS)}", param_hint="--check")
-    with _errors_for_people():
+    with errors_for_people():
         report = check_parity(path, checks=check or CHECKS, device=device, length=length, batch=batch, seed=seed)
-    _print(report.table())
-    _write_json(json_file, report.to_json())
+    print_table(report.table())
+    write_json(json_file, report.to_json())
     if not report.passed:
         raise typer.Exit(1)
 
@@ -169,9 +103,9 @@ def convert(
     """Write a checkpoint again, in another dtype or with other shards; tokenizer and other files come along."""
     from nrl_models.onboarding.convert import convert as write
 
-    with _errors_for_people():
+    with errors_for_people():
         written = write(source, target, dtype=dtype, max_shard_size=max_shard_size)
-    _print(f"{target}: {written}")
+    print_table(f"{target}: {written}")
 
 
 @app.command()
@@ -191,14 +125,14 @@ def plan(
 
     from nrl_models.distributed.report import plan_report
 
-    with _errors_for_people():
+    with errors_for_people():
         report = plan_report(
             path, mesh, seq_len=seq_len, micro_batch=micro_batch, dtype=dtype, compute=compute,
             checkpointing=checkpointing, memory=memory,
         )  # fmt: skip
-    _print(report.table())
-    _print(report.verdict)
-    _write_json(json_file, asdict(report))
+    print_table(report.table())
+    print_table(report.verdict)
+    write_json(json_file, asdict(report))
     if not report.fits:
         raise typer.Exit(1)
 
@@ -213,9 +147,9 @@ def coverage(
     """Write the model coverage pages from the results of the generated tests."""
     from nrl_models.onboarding.coverage import run_generated_tests, write_pages
 
-    with _errors_for_people():
+    with errors_for_people():
         pages = write_pages(results or run_generated_tests(out / "results.json"), out)
-    _print(f"wrote {len(pages)} pages to {out}")
+    print_table(f"wrote {len(pages)} pages to {out}")
 
 
 @app.command()
@@ -234,7 +168,7 @@ def new(
 
     from nrl_models.onboarding.new import new_family
 
-    with _errors_for_people():
+    with errors_for_people():
         made = new_family(source, name=name, out_of_tree=out_of_tree)
     plan, passed = made.plan, sum(one["outcome"] == "passed" for one in made.results)
     table = Table(title="New family", title_justify="left", show_header=False)
@@ -249,11 +183,11 @@ def new(
     table.add_row("written", "\n".join(map(str, made.files)))
     for one in made.undecided:
         table.add_row("to decide", one)
-    _print(table)
+    print_table(table)
     if not made.ok:
-        _print("The family is written; a person has to go on from here.")
+        print_table("The family is written; a person has to go on from here.")
         raise typer.Exit(1)
-    _print("All generated tests pass.")
+    print_table("All generated tests pass.")
 
 
 @app.command()
@@ -266,9 +200,9 @@ def reach(
     """Look at every decoder of the installed transformers, and write what onboarding makes of it."""
     from nrl_models.onboarding.reach import write_reach
 
-    with _errors_for_people():
+    with errors_for_people():
         counts = write_reach(results, out)
-    _print(f"wrote {out}: " + ", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items())))
+    print_table(f"wrote {out}: " + ", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items())))
 
 
 def main() -> None:

@@ -1,0 +1,88 @@
+"""The application, and what every command shares: its arguments, its output, and errors without tracebacks."""
+
+from __future__ import annotations
+
+import json
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from rich.table import Table
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Takes a Hugging Face model to RL post-training and proves that it stayed the same model.",
+)
+
+CheckpointPath = Annotated[Path, typer.Argument(help="A checkpoint folder.", show_default=False)]
+
+
+def writable(file: Path | None) -> Path | None:
+    """Make sure that a result can be written, before time is spent on it."""
+    if file is not None:
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            is_new = not file.exists()
+            file.open("a").close()
+            if is_new:
+                file.unlink()
+        except OSError as error:
+            raise typer.BadParameter(f"{file} cannot be written: {error.strerror}") from error
+    return file
+
+
+def existing_device(name: str) -> str:
+    """Make sure that torch can put a tensor on a device."""
+    import torch
+
+    try:
+        torch.empty(1, device=name)
+    except (AssertionError, RuntimeError, NotImplementedError) as error:
+        raise typer.BadParameter(f"{name}: {str(error).splitlines()[0]}") from error
+    return name
+
+
+JsonFile = Annotated[
+    Path | None,
+    typer.Option("--json", help="Write the result here as JSON, too.", show_default=False, callback=writable),
+]
+
+
+@contextmanager
+def errors_for_people() -> Iterator[None]:
+    """Print what this library raises on purpose, and what files make fail, without a traceback; exit with 2."""
+    from rich.console import Console
+
+    from nrl_models.errors import NRLModelsError
+
+    try:
+        yield
+    except (NRLModelsError, OSError) as error:
+        Console(stderr=True).print(f"[bold red]error:[/bold red] {type(error).__name__}", highlight=False)
+        Console(stderr=True).print(str(error), markup=False, highlight=False)
+        raise typer.Exit(2) from error
+
+
+def print_table(table: Table | str) -> None:
+    """Print a table, whose cells may have markup, or a line as it is."""
+    import os
+    import sys
+
+    from rich.console import Console
+
+    # Where the width is not known (a pipe, a log), wide enough that a table's rows stay one line each.
+    width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 160
+    Console(width=width).print(table, highlight=False, markup=not isinstance(table, str))
+
+
+def write_json(file: Path | None, content: Any) -> None:
+    """Write what `--json` asks for, if it was given."""
+    if file is not None:
+        file.write_text(json.dumps(content, indent=2) + "\n")

@@ -1,0 +1,181 @@
+"""`nrl-models diagnose`: the numbered diagnostics."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from nrl_models.cli.console import CheckpointPath, JsonFile, app, errors_for_people, write_json
+from nrl_models.cli.engines import Dtype, EngineName, EngineOptions, dtype_of, options_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from nrl_models.consistency.prompts import Prompts
+    from nrl_models.diagnostics.result import Diagnosis
+    from nrl_models.engines import Engine
+
+diagnose = typer.Typer(no_args_is_help=True, help="Small checks of single things that have gone wrong before.")
+app.add_typer(diagnose, name="diagnose")
+
+
+def _show(result: Diagnosis, json_file: Path | None) -> None:
+    """Print a diagnosis, write it, and exit with 1 if it failed and that is to be mended."""
+    from rich.console import Console
+
+    console = Console(soft_wrap=True)
+    for line in result.lines:
+        console.print(line, markup=False, highlight=False)
+    write_json(json_file, result.to_json())
+    if not (result.passed or result.informative):
+        raise typer.Exit(1)
+
+
+@contextmanager
+def _engine(path: Path, name: str, dtype: str | None, options: list[str] | None, **more: Any) -> Iterator[Engine]:
+    from nrl_models.engines import start_engine
+
+    with start_engine(name, path, dtype=dtype_of(dtype), **(more | options_of(options))) as engine:
+        yield engine
+
+
+def _prompts(path: Path) -> Prompts:
+    from nrl_models.common.checkpoint_files import resolve_folder
+    from nrl_models.common.pretrained import read_config
+    from nrl_models.consistency.prompts import Prompts
+
+    folder = resolve_folder(path)
+    return Prompts.of_checkpoint(folder, read_config(folder).get_text_config().vocab_size)
+
+
+def _made(prompts: Prompts, length: int, count: int, seed: int = 0) -> list[list[int]]:
+    """Prompts of real text where there is a tokenizer, else of numbers."""
+    from nrl_models.consistency.cells import Cell
+
+    data = "dummy" if prompts.tokenizer is None else "real"
+    return prompts.make(Cell(length, data, "sampling", count), length, seed)
+
+
+@diagnose.command("max-model-len")
+def max_model_len(
+    path: CheckpointPath,
+    engine: EngineName = "vllm",
+    limit: Annotated[int, typer.Option(help="max_model_len to start the engine with.", min=2)] = 20,
+    dtype: Dtype = None,
+    engine_option: EngineOptions = None,
+    json_file: JsonFile = None,
+) -> None:
+    """1: the engine keeps to the longest sequence it was told."""
+    from nrl_models.diagnostics.max_model_len import PROMPT_TOKENS, diagnose_max_model_len
+
+    with errors_for_people():
+        prompt = _made(_prompts(path), PROMPT_TOKENS, 1)[0]
+        # A server has its own limit, chosen where it was started.
+        asked = {} if engine.startswith("http") else {"max_length": limit}
+        with _engine(path, engine, dtype, engine_option, **asked) as started:
+            result = diagnose_max_model_len(started, str(path), prompt)
+    _show(result, json_file)
+
+
+@diagnose.command("decode-vs-prefill")
+def decode_vs_prefill(
+    path: CheckpointPath,
+    engine: EngineName = "vllm",
+    prompts: Annotated[int, typer.Option(help="How many.", min=1)] = 8,
+    length: Annotated[int, typer.Option(help="Tokens of a prompt.", min=1)] = 64,
+    new_tokens: Annotated[int, typer.Option(help="Tokens to generate for each.", min=1)] = 512,
+    threshold: Annotated[float, typer.Option(help="Bound on the mean of exp(abs(difference)).")] = 1.05,
+    seed: Annotated[int, typer.Option(help="Of prompts and sampling.")] = 0,
+    dtype: Dtype = None,
+    engine_option: EngineOptions = None,
+    json_file: JsonFile = None,
+) -> None:
+    """2: decoding gives the log-probabilities of one prefill."""
+    from nrl_models.diagnostics.decode_vs_prefill import diagnose_decode_vs_prefill
+
+    with errors_for_people():
+        made = _made(_prompts(path), length, prompts, seed)
+        with _engine(path, engine, dtype, engine_option, seed=seed) as started:
+            result = diagnose_decode_vs_prefill(
+                started, str(path), made, new_tokens=new_tokens, threshold=threshold, seed=seed
+            )
+    _show(result, json_file)
+
+
+@diagnose.command()
+def embeddings(
+    path: CheckpointPath,
+    near_zero_threshold: Annotated[float, typer.Option(help="On the largest absolute value of a row.")] = 1e-10,
+    identical_threshold: Annotated[float, typer.Option(help="On the standard deviation of a row.")] = 1e-8,
+    reinitialise: Annotated[
+        Path | None,
+        typer.Option(help="Write the checkpoint here with such rows drawn anew.", show_default=False),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the new rows.")] = 0,
+    json_file: JsonFile = None,
+) -> None:
+    """3: no embedding row is zero or constant. Reads the embeddings alone, and needs no engine."""
+    from nrl_models.diagnostics.embeddings import diagnose_embeddings
+
+    with errors_for_people():
+        result = diagnose_embeddings(
+            path,
+            near_zero=near_zero_threshold,
+            identical=identical_threshold,
+            reinitialise=reinitialise,
+            seed=seed,
+        )
+    _show(result, json_file)
+
+
+@diagnose.command()
+def precision(
+    path: CheckpointPath,
+    engine: EngineName = "vllm",
+    prompts: Annotated[int, typer.Option(help="How many.", min=1)] = 4,
+    length: Annotated[int, typer.Option(help="Tokens of a prompt.", min=2)] = 64,
+    new_tokens: Annotated[int, typer.Option(help="Tokens that eager mode generates for each.", min=1)] = 64,
+    tolerance: Annotated[float, typer.Option(help="Absolute and relative.")] = 1e-3,
+    dtype: Dtype = None,
+    engine_option: EngineOptions = None,
+    json_file: JsonFile = None,
+) -> None:
+    """4: compiled modes give eager's log-probabilities. Informative: failures are common, and exit with 0."""
+    from nrl_models.diagnostics.precision import diagnose_precision
+
+    def start(mode: dict[str, Any]) -> Any:
+        return _engine(path, engine, dtype, engine_option, **mode)
+
+    with errors_for_people():
+        made = _made(_prompts(path), length, prompts)
+        result = diagnose_precision(start, str(path), made, new_tokens=new_tokens, tolerance=tolerance)
+    _show(result, json_file)
+
+
+@diagnose.command("prefix-caching")
+def prefix_caching(
+    path: CheckpointPath,
+    engine: EngineName = "vllm",
+    count: Annotated[int, typer.Option(help="The prompt counts so far.", min=1)] = 3000,
+    new_tokens: Annotated[int, typer.Option(help="Tokens to generate, twice.", min=1)] = 2048,
+    dtype: Dtype = None,
+    engine_option: EngineOptions = None,
+    json_file: JsonFile = None,
+) -> None:
+    """5: no NaN once an answer is part of the next prompt."""
+    from nrl_models.diagnostics.prefix_caching import diagnose_prefix_caching
+
+    with errors_for_people():
+        made = _prompts(path)
+        prompt = made.counting(count)
+        # One more token, because the engine samples one when it scores.
+        options: dict[str, Any] = {"enable_prefix_caching": True} if engine == "vllm" else {}
+        if not engine.startswith("http"):
+            options["max_length"] = len(prompt) + 2 * new_tokens + 1
+        decode: Callable[..., str] | None = None if made.tokenizer is None else made.text
+        with _engine(path, engine, dtype, engine_option, **options) as started:
+            result = diagnose_prefix_caching(started, str(path), prompt, new_tokens=new_tokens, decode=decode)
+    _show(result, json_file)

@@ -1,0 +1,78 @@
+"""What a model's modules are given and what they return, kept while a forward runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedCall:
+    """The last call of a module.
+
+    Args:
+        inputs: the floating-point tensors among its arguments.
+        output: what it returned.
+    """
+
+    inputs: list[torch.Tensor]
+    output: Any
+
+    @property
+    def outputs(self) -> list[torch.Tensor]:
+        """The floating-point tensors among what it returned."""
+        return float_tensors(self.output)
+
+
+def float_tensors(values: Any) -> list[torch.Tensor]:
+    """The floating-point tensors among a module's arguments or results."""
+    values = list(values) if isinstance(values, (tuple, list)) else [values]
+    return [one for one in values if isinstance(one, torch.Tensor) and one.is_floating_point()]
+
+
+@contextmanager
+def record_calls(
+    model: nn.Module, names: Collection[str] | None = None, *, copy: bool = False
+) -> Iterator[dict[str, RecordedCall]]:
+    """While open, keep the last call of each module, by name, in the order in which modules finish.
+
+    Args:
+        model: whose modules.
+        names: which of them; all by default.
+        copy: whether to keep copies: for models that compute in place.
+    """
+    calls: dict[str, RecordedCall] = {}
+    given: dict[str, list[torch.Tensor]] = {}
+    kept: Callable[[torch.Tensor], torch.Tensor] = torch.clone if copy else lambda tensor: tensor
+
+    def before(name: str) -> Any:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            given[name] = [kept(one) for one in float_tensors([*args, *kwargs.values()])]
+
+        return hook
+
+    def after(name: str) -> Any:
+        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            calls.pop(name, None)
+            calls[name] = RecordedCall(given.pop(name, []), _copied(output) if copy else output)
+
+        return hook
+
+    with ExitStack() as stack:
+        for name, module in model.named_modules():
+            if names is None or name in names:
+                stack.callback(module.register_forward_pre_hook(before(name), with_kwargs=True).remove)
+                stack.callback(module.register_forward_hook(after(name), with_kwargs=True).remove)
+        yield calls
+
+
+def _copied(value: Any) -> Any:
+    """Tensors, and tuples and lists of them, copied; anything else is left out."""
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    return [_copied(one) for one in value] if isinstance(value, (tuple, list)) else None

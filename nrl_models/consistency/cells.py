@@ -1,0 +1,115 @@
+"""The matrix: which combinations of length, data, sampling and batch size are checked."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import asdict, dataclass, field
+from itertools import product
+from typing import Any
+
+from nrl_models.errors import ConsistencyError
+from nrl_models.logprobs.sampling import Sampling
+
+LENGTHS = (100, 1_000, 10_000)
+DATA = ("real", "dummy")
+MODES = ("greedy", "sampling")
+BATCHES = (1, 8, 32)
+"""The guide's matrix: 36 cells."""
+
+THRESHOLD = 1.05
+"""The guide's bound on `token_mult_prob_error`, for equal precision."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One combination.
+
+    Args:
+        length: tokens of a prompt and its continuation together.
+        data: `real` text or `dummy` numbers.
+        mode: `greedy` or `sampling`.
+        batch: sequences generated together.
+    """
+
+    length: int
+    data: str
+    mode: str
+    batch: int
+
+    @property
+    def key(self) -> str:
+        """A name for files."""
+        return f"{self.length}-{self.data}-{self.mode}-{self.batch}"
+
+    def __str__(self) -> str:
+        return f"length {self.length:,}, {self.data}, {self.mode}, batch {self.batch}"
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What to check and how.
+
+    Args:
+        lengths, data, modes, batches: the matrix is their product.
+        repeats: how often each cell is measured, with other prompts and seeds.
+        sampling: how the cells of mode `sampling` sample.
+        new_tokens: how many tokens are generated at most; half of a sequence if that is less.
+        strict: whether the trainer samples too, and the engine scores: that catches tokens which the engine never
+            samples.
+        threshold: bound on `token_mult_prob_error`.
+        seed: of prompts and sampling.
+
+    Raises:
+        ConsistencyError: values out of range; all of them.
+    """
+
+    lengths: tuple[int, ...] = LENGTHS
+    data: tuple[str, ...] = DATA
+    modes: tuple[str, ...] = MODES
+    batches: tuple[int, ...] = BATCHES
+    repeats: int = 1
+    sampling: Sampling = field(default_factory=lambda: Sampling(0.8, top_p=0.95))
+    new_tokens: int = 128
+    strict: bool = False
+    threshold: float = THRESHOLD
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        problems = [f"length {one}: expected at least 8" for one in self.lengths if one < 8]
+        problems += [f"batch {one}: expected at least 1" for one in self.batches if one < 1]
+        problems += [f"data {one!r}: expected one of {', '.join(DATA)}" for one in self.data if one not in DATA]
+        problems += [f"mode {one!r}: expected one of {', '.join(MODES)}" for one in self.modes if one not in MODES]
+        problems += [f"repeats {self.repeats}: expected at least 1"] if self.repeats < 1 else []
+        problems += [f"new_tokens {self.new_tokens}: expected at least 1"] if self.new_tokens < 1 else []
+        problems += [f"threshold {self.threshold}: expected more than 1"] if not self.threshold > 1.0 else []
+        if not (self.lengths and self.data and self.modes and self.batches):
+            problems.append("nothing to check: each of length, data, mode and batch needs a value")
+        if self.sampling.greedy:
+            problems.append("sampling at temperature 0 is greedy: choose mode greedy instead")
+        if problems:
+            raise ConsistencyError("cannot check this:\n" + "\n".join(f"  - {one}" for one in problems))
+
+    def cells(self) -> list[Cell]:
+        """The matrix, short sequences first."""
+        return [
+            Cell(length, data, mode, batch)
+            for length, data, mode, batch in product(
+                sorted(set(self.lengths)), _ordered(self.data), _ordered(self.modes), sorted(set(self.batches))
+            )
+        ]
+
+    def sampling_of(self, cell: Cell) -> Sampling:
+        """How a cell samples."""
+        return Sampling(0.0) if cell.mode == "greedy" else self.sampling
+
+    def generated(self, cell: Cell) -> int:
+        """How many tokens of a cell's sequences are generated; the others are its prompt."""
+        return min(self.new_tokens, cell.length // 2)
+
+    def to_json(self) -> dict[str, Any]:
+        """By name."""
+        return asdict(self)
+
+
+def _ordered(values: Collection[str]) -> Iterator[str]:
+    return iter(dict.fromkeys(values))

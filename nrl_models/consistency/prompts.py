@@ -1,0 +1,138 @@
+"""Prompts of a given length: windows of real text, and numbers that count."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from nrl_models.common.text import text_of_this_machine
+from nrl_models.consistency.cells import Cell
+from nrl_models.errors import ConsistencyError
+
+FIRST_WORD = 16
+"""Without a tokenizer, token ids below are left to special tokens."""
+
+
+class Prompts:
+    """Makes prompts for a checkpoint.
+
+    Args:
+        tokenizer: the checkpoint's; None makes dummy prompts of token ids that count, and no real ones.
+        vocabulary: number of token ids the model knows.
+        text: real text; that of this machine's Python if None.
+
+    Raises:
+        ConsistencyError: the tokenizer has token ids that the model does not know.
+    """
+
+    def __init__(self, tokenizer: Any | None, vocabulary: int, text: str | None = None) -> None:
+        self.tokenizer, self.vocabulary = tokenizer, vocabulary
+        self._text, self._ids = text, None
+        if tokenizer is not None and len(tokenizer) > vocabulary:
+            raise ConsistencyError(
+                f"the tokenizer has {len(tokenizer):,} tokens and the model's embedding {vocabulary:,} rows: token ids "
+                f"from {vocabulary:,} on have none. It is another model's tokenizer, or the embedding was not resized "
+                "(model.resize_token_embeddings)."
+            )
+
+    @classmethod
+    def of_checkpoint(cls, path: str | Path, vocabulary: int, text_file: Path | None = None) -> Prompts:
+        """For the checkpoint in `path`, with its tokenizer if it has one.
+
+        Raises:
+            ConsistencyError: the text cannot be read, or the tokenizer is another model's.
+        """
+        try:
+            text = None if text_file is None else text_file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConsistencyError(f"cannot read the text in {text_file}: {error}") from error
+        return cls(load_tokenizer(path), vocabulary, text)
+
+    def make(self, cell: Cell, length: int, seed: int) -> list[list[int]]:
+        """One prompt for each sequence of a cell's batch.
+
+        Args:
+            cell: says which data and how many.
+            length: tokens of each.
+            seed: decides where in the text, or at which number, each begins.
+
+        Raises:
+            ConsistencyError: real text without a tokenizer, or too little of it.
+        """
+        generator = random.Random(f"{seed} {cell.data} {length}")
+        make = self._real if cell.data == "real" else self._dummy
+        return [make(length, generator) for _ in range(cell.batch)]
+
+    def counting(self, count: int) -> list[int]:
+        """A text that counts from 1 to `count`; token ids that count, without a tokenizer."""
+        if self.tokenizer is None:
+            words = max(1, self.vocabulary - FIRST_WORD)
+            return [FIRST_WORD + place % words for place in range(count)]
+        return [*self._start(), *self._encode(" ".join(str(one + 1) for one in range(count)) + " ")]
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """Token ids as text; as numbers, without a tokenizer."""
+        return " ".join(map(str, tokens)) if self.tokenizer is None else self.tokenizer.decode(list(tokens))
+
+    def _real(self, length: int, generator: random.Random) -> list[int]:
+        if self.tokenizer is None:
+            raise ConsistencyError(
+                "the checkpoint has no tokenizer, so there is no real data for it: add its tokenizer to the folder, or "
+                "check dummy data alone (--data dummy)"
+            )
+        if self._ids is None:
+            self._ids = self._encode(text_of_this_machine() if self._text is None else self._text)
+        start = self._start()
+        size = length - len(start)
+        if len(self._ids) < size:
+            raise ConsistencyError(
+                f"the text has {len(self._ids):,} tokens, and a prompt needs {size:,}: give a longer one"
+            )
+        place = generator.randrange(len(self._ids) - size + 1)
+        return [*start, *self._ids[place : place + size]]
+
+    def _dummy(self, length: int, generator: random.Random) -> list[int]:
+        first = generator.randrange(1, 1000)
+        if self.tokenizer is None:
+            words = max(1, self.vocabulary - FIRST_WORD)
+            return [FIRST_WORD + (first + place) % words for place in range(length)] if words > 1 else [0] * length
+        start = self._start()
+        count = length
+        while True:
+            ids = [*start, *self._encode(" ".join(str(first + place) for place in range(count)))]
+            if len(ids) >= length:
+                return ids[:length]
+            count *= 2
+
+    def _encode(self, text: str) -> list[int]:
+        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        if ids and max(ids) >= self.vocabulary:
+            raise ConsistencyError(
+                f"the tokenizer gives token {max(ids)}, and the model's embedding has {self.vocabulary:,} rows"
+            )
+        return ids
+
+    def _start(self) -> list[int]:
+        """What the tokenizer puts before a text."""
+        plain = self.tokenizer("a", add_special_tokens=False)["input_ids"]
+        marked = self.tokenizer("a")["input_ids"]
+        return marked[: max(0, len(marked) - len(plain))] if marked[-len(plain) :] == plain else []
+
+
+def load_tokenizer(path: str | Path) -> Any | None:
+    """The tokenizer of a checkpoint's folder; None if it has none.
+
+    Raises:
+        ConsistencyError: it has one that does not load.
+    """
+    from transformers import AutoTokenizer
+
+    names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+    if not any((Path(path) / name).is_file() for name in names):
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except Exception as error:  # whatever a tokenizer's code raises
+        raise ConsistencyError(f"the tokenizer in {path} does not load: {type(error).__name__}: {error}") from error

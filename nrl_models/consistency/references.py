@@ -1,0 +1,86 @@
+"""Models to hold the others against: transformers' own, in any precision, with the weights that should be there."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from nrl_models.auto import auto_class_for
+from nrl_models.engines.hf import HFEngine, reference_model
+
+Weights = Callable[[], Iterable[tuple[str, torch.Tensor]]]
+"""Gives tensors by hub name, anew at each call."""
+
+
+class References:
+    """Makes reference models of one checkpoint. The last of each kind is kept.
+
+    Args:
+        path: the checkpoint's folder.
+        device: where they run.
+        weights: what they hold in place of the checkpoint's: a trained model's export.
+        previous: what they held before the last change of weights, if that may still be around somewhere.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        device: str | torch.device = "cpu",
+        weights: Weights | None = None,
+        previous: Weights | None = None,
+    ) -> None:
+        self.path, self.device, self.weights, self.previous = Path(path), device, weights, previous
+        self._kept: dict[tuple[torch.dtype, bool], PreTrainedModel] = {}
+
+    def model(self, dtype: torch.dtype, *, combined: bool = False) -> PreTrainedModel:
+        """transformers' model in `dtype`; with `combined`, ours, whose modules are named as engines name theirs."""
+        key = (dtype, combined)
+        if key not in self._kept:
+            if self._kept and sum(one.numel() for one in next(iter(self._kept.values())).parameters()) > 2e9:
+                self._kept.clear()  # one large model at a time
+            self._kept[key] = self._load(dtype, combined, self.weights)
+        return self._kept[key]
+
+    def with_previous_weights(self, dtype: torch.dtype, *, combined: bool = False) -> PreTrainedModel | None:
+        """The model with the weights of before; None if there are none."""
+        return None if self.previous is None else self._load(dtype, combined, self.previous)
+
+    def with_config(self, changes: Mapping[str, Any]) -> PreTrainedModel:
+        """transformers' fp32 model of another configuration, around the same weights (not copied)."""
+        original = self.model(torch.float32)
+        config = copy.deepcopy(original.config)
+        text = config.get_text_config()
+        for key, value in changes.items():
+            setattr(text, key, value)
+        with torch.device("meta"):
+            changed = type(original)._from_config(config, dtype=torch.float32)
+        # Buffers (RoPE tables, scales) are what the other configuration makes of them.
+        fresh = type(original)._from_config(config, dtype=torch.float32) if _has_buffers(changed) else None
+        changed.load_state_dict(original.state_dict(), strict=False, assign=True)
+        if fresh is not None:
+            for name, buffer in fresh.named_buffers():
+                owner, _, attribute = name.rpartition(".")
+                changed.get_submodule(owner)._buffers[attribute] = buffer.to(self.device)
+        changed.tie_weights()
+        return changed.eval()
+
+    def _load(self, dtype: torch.dtype, combined: bool, weights: Weights | None) -> PreTrainedModel:
+        if combined:
+            model = auto_class_for(self.path).from_pretrained(self.path, dtype=dtype, device=self.device)
+        else:
+            model = reference_model(self.path, dtype, self.device)
+        if dtype == torch.float64 and model._can_set_experts_implementation():
+            model.set_experts_implementation("eager")  # torch's grouped product has no fp64
+        if weights is not None:
+            HFEngine(model).refit(weights())
+        return model.eval()
+
+
+def _has_buffers(model: torch.nn.Module) -> bool:
+    return next(model.named_buffers(), None) is not None

@@ -1,0 +1,340 @@
+"""Do new weights really arrive? An engine that starts on random weights is refitted, compared, and refitted again.
+
+The first refit shows that every weight the engine needs is sent and written; the second, after a training step, that an
+engine which already runs takes new ones, and forgets what it computed with the old (its caches).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.markup import escape
+from rich.table import Table
+from transformers import PreTrainedModel
+
+from nrl_models.auto import auto_class_for
+from nrl_models.common.checkpoint_files import resolve_folder
+from nrl_models.consistency.cells import Cell, Settings
+from nrl_models.consistency.measure import Measurement, Meter
+from nrl_models.consistency.prompts import Prompts
+from nrl_models.consistency.quirks import QuirkFinder, no_quirks
+from nrl_models.consistency.references import References
+from nrl_models.consistency.report import CellResult
+from nrl_models.consistency.verdict import Judge, Verdict
+from nrl_models.engines import Engine, start_engine
+from nrl_models.engines.base import RefitReport
+from nrl_models.engines.digests import tensor_digest
+from nrl_models.engines.hf import HFEngine
+from nrl_models.errors import EngineError
+from nrl_models.logprobs.metrics import token_mult_prob_error
+
+Tensors = Iterable[tuple[str, torch.Tensor]]
+
+LEARNING_RATE = 1e-2
+"""Of the training step between two refits: large, so that stale weights show."""
+
+MIN_CHANGE = 1.01
+"""`token_mult_prob_error` between before and after the training step, at least: less would show nothing."""
+
+
+@dataclass(frozen=True)
+class RefitStep:
+    """One refit, and the comparison after it.
+
+    Args:
+        name: which.
+        report: what the engine says came of it.
+        problems: what is wrong with the refit itself; empty if nothing is.
+        result: the comparison.
+        before: `token_mult_prob_error` before the refit, with the weights the engine had.
+    """
+
+    name: str
+    report: RefitReport
+    problems: tuple[str, ...]
+    result: CellResult
+    before: float
+
+    @property
+    def passed(self) -> bool:
+        """Whether everything arrived and the log-probabilities agree."""
+        return not self.problems and self.result.passed
+
+
+@dataclass
+class RefitCheck:
+    """Refits of one engine.
+
+    Args:
+        path: the checkpoint.
+        engine, trainer: what they say of themselves.
+        threshold: bound on `token_mult_prob_error`.
+        steps: the refits, in order.
+    """
+
+    path: str
+    engine: dict[str, Any]
+    trainer: dict[str, Any]
+    threshold: float
+    steps: list[RefitStep] = field(default_factory=list)
+
+    @property
+    def passed(self) -> bool:
+        """Whether every refit did."""
+        return bool(self.steps) and all(step.passed for step in self.steps)
+
+    def to_json(self) -> dict[str, Any]:
+        """`{"verdict", "refits": [{"name", "token_mult_prob_error", ...}], ...}`."""
+        return {
+            "verdict": "pass" if self.passed else "fail",
+            "checkpoint": self.path,
+            "engine": self.engine,
+            "trainer": self.trainer,
+            "threshold": self.threshold,
+            "refits": [
+                {
+                    "name": step.name,
+                    "verdict": "pass" if step.passed else "fail",
+                    "token_mult_prob_error": step.result.to_json()["token_mult_prob_error"],
+                    "before": step.before,
+                    "problems": [*step.problems, *step.result.problems],
+                    "report": asdict(replace(step.report, digests={})) | {"digests": len(step.report.digests)},
+                    "comparison": step.result.to_json(),
+                }
+                for step in self.steps
+            ],
+        }
+
+    def table(self) -> Table:
+        """A row for each refit."""
+        table = Table(title=escape(f"{self.path}: refit of {self.engine.get('engine')}"), title_justify="left")
+        for name in (
+            "refit",
+            "tensors",
+            "MB",
+            "seconds",
+            "largest bucket, MB",
+            "before",
+            "decode",
+            "prefill",
+            "verdict",
+        ):
+            table.add_column(name, justify="left" if name in ("refit", "verdict") else "right")
+        for step in self.steps:
+            found = step.result.comparisons
+            shown = [f"{found[name][0].token_mult_prob_error:.7f}" if name in found else "-" for name in _SHOWN]
+            table.add_row(
+                escape(step.name),
+                f"{step.report.tensors:,}",
+                f"{step.report.nbytes / 1e6:.1f}",
+                f"{step.report.seconds:.2f}",
+                f"{step.report.largest_bucket / 1e6:.1f}",
+                f"{step.before:.4g}",
+                *shown,
+                "[green]pass[/green]" if step.passed else "[bold red]FAIL[/bold red]",
+            )
+        return table
+
+
+_SHOWN = ("decode", "prefill")
+
+
+def check_refit(
+    path: str | Path,
+    *,
+    engine: str = "vllm",
+    dtype: torch.dtype | None = None,
+    trainer_dtype: torch.dtype | None = None,
+    device: str = "cpu",
+    settings: Settings | None = None,
+    bucket_bytes: int | None = None,
+    engine_options: dict[str, Any] | None = None,
+    quirks: QuirkFinder = no_quirks,
+    note: Callable[[str], None] = lambda text: None,
+) -> RefitCheck:
+    """Start an engine on random weights, refit it from a checkpoint, train a step, refit it again; compare each time.
+
+    Args:
+        path: the checkpoint's folder.
+        engine: see `nrl_models.engines.ENGINES`; it has to take weights.
+        dtype: the engine's; the checkpoint's by default.
+        trainer_dtype: the trainer's; the engine's by default.
+        device: where the trainer runs.
+        settings: how to compare: its first cell, its threshold.
+        bucket_bytes: bytes sent at a time at most; everything at once by default, where that needs no copy.
+        engine_options: what the engine itself takes.
+        quirks: finds known quirks for a verdict.
+        note: told what is being done.
+
+    Raises:
+        EngineError: the engine does not start, takes no weights, or fails.
+        CheckpointError, UnknownArchitectureError, ...: as `from_pretrained`.
+    """
+    settings = settings or Settings(lengths=(100,), data=("dummy",), modes=("sampling",), batches=(4,))
+    note("loading the trainer")
+    model = auto_class_for(path).from_pretrained(path, dtype=trainer_dtype or dtype or "auto", device=device)
+    trainer = HFEngine(model, "trainer")
+    prompts = Prompts.of_checkpoint(resolve_folder(path), trainer.capabilities().vocabulary or 0)
+    cell = settings.cells()[0]
+    note("starting the engine on random weights")
+    options = dict(engine_options or {})
+    longest = options.pop("max_length", cell.length + 1)
+    with start_engine(
+        engine, path, dtype=dtype, max_length=longest, load_format="dummy", seed=settings.seed + 1, **options
+    ) as started:
+        if not started.capabilities().refit:
+            raise EngineError(f"{engine} takes no new weights here, so there is nothing to check")
+        checker = RefitChecker(str(path), started, trainer, prompts, settings, cell, device=device, quirks=quirks)
+        note("first refit")
+        checker.refit("from random weights", bucket_bytes=bucket_bytes)
+        note("a training step")
+        checker.train(prompts.make(cell, cell.length, settings.seed + 7))
+        note("second refit")
+        checker.refit("after a training step", bucket_bytes=bucket_bytes)
+    return checker.check
+
+
+class RefitChecker:
+    """Refits an engine from a trainer and compares them.
+
+    Args:
+        path: the checkpoint.
+        engine, trainer: which.
+        prompts: where prompts come from.
+        settings: how to compare.
+        cell: what to compare on.
+        device: where reference models run.
+        quirks: finds known quirks.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        engine: Engine,
+        trainer: HFEngine,
+        prompts: Prompts,
+        settings: Settings,
+        cell: Cell,
+        *,
+        device: str = "cpu",
+        quirks: QuirkFinder = no_quirks,
+    ) -> None:
+        self.path, self.engine, self.trainer, self.prompts = path, engine, trainer, prompts
+        self.settings, self.cell, self.device, self.quirks = settings, cell, device, quirks
+        self.check = RefitCheck(path, engine.describe(), trainer.describe(), settings.threshold)
+        self._previous: dict[str, torch.Tensor] | None = None
+        self._sent: dict[str, str] = {}
+
+    def refit(
+        self,
+        name: str,
+        *,
+        bucket_bytes: int | None = None,
+        change: Callable[[Tensors], Tensors] = lambda tensors: tensors,
+    ) -> RefitStep:
+        """Refit, compare, and add the step to the check.
+
+        Args:
+            name: what reports call it.
+            bucket_bytes: bytes at a time at most.
+            change: applied to what is sent on its way; for tests.
+        """
+        model: PreTrainedModel = self.trainer.model
+        adapter = model.state_dict_adapter
+        before = self._measure()
+        sent: dict[str, str] = {}
+        exported = adapter.iter_export(model, max_bytes=bucket_bytes)
+        report = self.engine.refit(change(_digested(exported, sent)), bucket_bytes=bucket_bytes)
+        problems = tuple(self._problems(report, sent, adapter.export_plan()))
+        found = self._measure()
+        result = CellResult(self.cell, (found,), self.settings.threshold)
+        if not result.passed or problems:
+            result = replace(result, verdict=self._judge(found))
+        step = RefitStep(name, report, problems, result, before.against_decode.token_mult_prob_error)
+        self.check.steps.append(step)
+        self._previous = {key: tensor.detach().clone() for key, tensor in adapter.iter_export(model)}
+        self._sent = sent
+        return step
+
+    def train(self, tokens: list[list[int]]) -> float:
+        """One step of training on these sequences; returns how far it moves the trainer (`token_mult_prob_error`)."""
+        model = self.trainer.model
+        before = self._measure()
+        for _ in range(5):
+            batch = torch.tensor(tokens, device=model.device)
+            loss = model(input_ids=batch, labels=batch, use_cache=False).loss
+            loss.backward()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    if parameter.grad is not None:
+                        size = parameter.float().std().nan_to_num().clamp(min=1e-3)
+                        parameter.add_(parameter.grad.sign() * size.to(parameter.dtype), alpha=-LEARNING_RATE)
+                        parameter.grad = None
+            moved = self._trainer_moved(before)
+            if moved >= MIN_CHANGE:
+                break
+        return moved
+
+    def _trainer_moved(self, before: Measurement) -> float:
+        generated = before.decode.shape[1]
+        sampling = self.settings.sampling_of(self.cell)
+        scores = self.trainer.score(before.tokens.tolist(), sampling, last=generated)
+        now = torch.tensor([row[-generated:] for row in scores], dtype=torch.float64)
+        return token_mult_prob_error(now, before.trainer, now.isfinite() & before.trainer.isfinite())
+
+    def _measure(self) -> Measurement:
+        return Meter(self.engine, self.trainer, self.prompts, self.settings).measure(self.cell)
+
+    def _problems(
+        self, report: RefitReport, sent: dict[str, str], plan: list[tuple[str, tuple[int, ...], torch.dtype]]
+    ) -> Iterable[str]:
+        """What is wrong with a refit, whatever the engine computes."""
+        planned = [name for name, _, _ in plan]
+        if list(sent) != planned:
+            different = [f"{one} for {other}" for one, other in zip(sent, planned, strict=False) if one != other]
+            yield f"what was sent is not what was planned: {len(sent)} tensors for {len(planned)}; {different[:3]}"
+        arrived = report.digests
+        if arrived:
+            lost = [name for name in sent if name not in arrived]
+            changed = [name for name in sent if name in arrived and arrived[name] != sent[name]]
+            strange = [name for name in arrived if name not in sent]
+            for what, names in (
+                ("did not arrive", lost),
+                ("arrived changed", changed),
+                ("arrived but were not sent", strange),
+            ):
+                if names:
+                    yield f"{len(names)} tensors {what}: {_few(names)}"
+        if report.unwritten:
+            yield f"{len(report.unwritten)} parameters of the engine were not written: {_few(report.unwritten)}"
+        if report.stale_buffers:
+            yield f"{len(report.stale_buffers)} buffers of the engine were not written: {_few(report.stale_buffers)}"
+        if self._sent and self._sent == sent:
+            yield "the same weights were sent as the last time: the training step changed nothing"
+
+    def _judge(self, found: Measurement) -> Verdict:
+        model, previous = self.trainer.model, self._previous
+        references = References(
+            self.path,
+            device=self.device,
+            weights=lambda: model.state_dict_adapter.iter_export(model),
+            previous=None if previous is None else lambda: previous.items(),
+        )
+        judge = Judge(self.engine, self.trainer, references, self.settings, quirks=self.quirks, load_format="dummy")
+        return judge.judge(self.cell, found)
+
+
+def _digested(tensors: Tensors, digests: dict[str, str]) -> Tensors:
+    """The same tensors; their digests are noted as they go by."""
+    for name, tensor in tensors:
+        digests[name] = tensor_digest(tensor)
+        yield name, tensor
+
+
+def _few(names: Iterable[str], count: int = 4) -> str:
+    names = list(names)
+    return ", ".join(names[:count]) + (f", and {len(names) - count} more" if len(names) > count else "")

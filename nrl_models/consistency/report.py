@@ -1,0 +1,260 @@
+"""What the matrix found, as a table in the guide's form, as JSON and as Markdown."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich.markup import escape
+from rich.table import Table
+
+from nrl_models.consistency.cells import Cell, Settings
+from nrl_models.consistency.measure import Measurement
+from nrl_models.consistency.verdict import Verdict
+from nrl_models.logprobs.metrics import ConsistencyMetrics
+
+MAX_OUTSIDE = 0.01
+"""Share of sampled tokens that the trainer's top-k and top-p may exclude: at the edge, roundings decide."""
+
+
+@dataclass(frozen=True)
+class CellResult:
+    """What came of one cell.
+
+    Args:
+        cell: which.
+        repeats: its measurements.
+        threshold: bound on `token_mult_prob_error`.
+        verdict: what is wrong; None if it passes.
+    """
+
+    cell: Cell
+    repeats: tuple[Measurement, ...]
+    threshold: float
+    verdict: Verdict | None = None
+
+    @property
+    def comparisons(self) -> dict[str, list[ConsistencyMetrics]]:
+        """Trainer against the engine, for each way the engine tells: `decode`, `prefill`, `strict`."""
+        found = {
+            "decode": [one.against_decode for one in self.repeats],
+            "prefill": [metrics for one in self.repeats if (metrics := one.against_prefill) is not None],
+            "strict": [metrics for one in self.repeats if (metrics := one.strict) is not None],
+        }
+        return {name: metrics for name, metrics in found.items() if metrics}
+
+    @property
+    def errors(self) -> list[float]:
+        """`token_mult_prob_error` of each repeat, against the engine's decoding."""
+        return [metrics.token_mult_prob_error for metrics in self.comparisons["decode"]]
+
+    @property
+    def noise(self) -> float:
+        """The noise floor: the same number for the trainer against itself, rounding otherwise."""
+        return max(one.noise.token_mult_prob_error for one in self.repeats)
+
+    @property
+    def problems(self) -> list[str]:
+        """Why the cell does not pass; empty if it does."""
+        problems = []
+        for name, several in self.comparisons.items():
+            worst = max((one.token_mult_prob_error for one in several), key=_last_if_nan)
+            if not worst <= self.threshold:
+                problems.append(f"token_mult_prob_error {worst:.6g} against {name}, above {self.threshold:g}")
+            for count, what in (
+                (sum(one.nan for one in several), "NaN"),
+                (sum(one.engine_infinite for one in several), "infinite in the engine"),
+            ):
+                if count:
+                    problems.append(f"{count} log-probabilities of {name} are {what}")
+            outside = sum(one.trainer_infinite for one in several)
+            if outside > MAX_OUTSIDE * sum(one.tokens + one.trainer_infinite for one in several):
+                problems.append(f"{outside} tokens of {name} are outside what the trainer's top-k and top-p leave")
+        return problems
+
+    @property
+    def passed(self) -> bool:
+        """Whether nothing is wrong."""
+        return not self.problems
+
+    def to_json(self) -> dict[str, Any]:
+        """The cell, its worst numbers, and every repeat's."""
+        worst = max(self.errors, key=_last_if_nan)
+        strict = self.comparisons.get("strict")
+        return {
+            "length": self.cell.length,
+            "data": self.cell.data,
+            "mode": self.cell.mode,
+            "batch": self.cell.batch,
+            "verdict": "pass" if self.passed else "fail",
+            "token_mult_prob_error": worst if math.isfinite(worst) else None,
+            "token_mult_prob_error_mean": _or_none(statistics.fmean(self.errors)),
+            "token_mult_prob_error_deviation": statistics.pstdev(self.errors)
+            if all(map(math.isfinite, self.errors))
+            else None,
+            "token_mult_prob_error_strict": None
+            if strict is None
+            else _or_none((worst + max(one.token_mult_prob_error for one in strict)) / 2),
+            "noise_floor": _or_none(self.noise),
+            "threshold": self.threshold,
+            "problems": self.problems,
+            "explanation": None if self.verdict is None else self.verdict.to_json(),
+            "repeats": [
+                {
+                    name: None if metrics is None else metrics.to_json()
+                    for name, metrics in (
+                        ("decode", one.against_decode),
+                        ("prefill", one.against_prefill),
+                        ("within_engine", one.within_engine),
+                        ("noise", one.noise),
+                        ("strict", one.strict),
+                    )
+                }
+                for one in self.repeats
+            ],
+        }
+
+
+def _last_if_nan(value: float) -> float:
+    return math.inf if math.isnan(value) else value
+
+
+def _or_none(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+@dataclass
+class ConsistencyReport:
+    """The matrix.
+
+    Args:
+        path: the checkpoint.
+        settings: what was to be checked.
+        engine, trainer: what they say of themselves.
+        results: what came of the cells so far, in order.
+        skipped: cells that cannot be checked, and why.
+        error: what ended the run early; empty if it came to its end.
+    """
+
+    path: str
+    settings: Settings
+    engine: dict[str, Any]
+    trainer: dict[str, Any]
+    results: list[CellResult] = field(default_factory=list)
+    skipped: dict[Cell, str] = field(default_factory=dict)
+    error: str = ""
+
+    @property
+    def passed(self) -> bool:
+        """Whether every cell was checked that can be, and passes."""
+        return not self.error and bool(self.results) and all(result.passed for result in self.results)
+
+    @property
+    def verdict(self) -> str:
+        """`pass`, `fail`, or `incomplete` if the run ended early and nothing had failed."""
+        if any(not result.passed for result in self.results):
+            return "fail"
+        return "pass" if self.passed else "incomplete"
+
+    def to_json(self) -> dict[str, Any]:
+        """`{"verdict", "cells": [{"length", "data", "mode", "batch", "token_mult_prob_error", ...}], ...}`."""
+        return {
+            "verdict": self.verdict,
+            "checkpoint": self.path,
+            "engine": self.engine,
+            "trainer": self.trainer,
+            "settings": self.settings.to_json(),
+            "cells": [result.to_json() for result in self.results],
+            "skipped": [{"cell": str(cell), "reason": reason} for cell, reason in self.skipped.items()],
+            "error": self.error or None,
+        }
+
+    def table(self, running: dict[Cell, str] | None = None) -> Table:
+        """The guide's table.
+
+        Args:
+            running: cells that are not done, and what is being done for them.
+        """
+        table = Table(title=escape(self.title), title_justify="left")
+        for name in ("length", "data", "mode", "batch"):
+            table.add_column(name, justify="right" if name in ("length", "batch") else "left")
+        for name in self.columns:
+            table.add_column(name, justify="right")
+        table.add_column("verdict")
+        for result in self.results:
+            verdict = "[green]pass[/green]" if result.passed else "[bold red]FAIL[/bold red]"
+            table.add_row(*_cell(result.cell), *self.numbers(result), verdict)
+        for cell, step in (running or {}).items():
+            table.add_row(*_cell(cell), *[""] * len(self.columns), f"[dim]{step}[/dim]")
+        for cell, reason in self.skipped.items():
+            table.add_row(*_cell(cell), *[""] * len(self.columns), f"[dim]{escape(reason)}[/dim]")
+        return table
+
+    @property
+    def title(self) -> str:
+        """What is held against what."""
+        engine = f"{self.engine.get('engine')} ({self.engine.get('dtype', 'precision unknown')})"
+        return f"{self.path}: trainer ({self.trainer.get('dtype')}) against {engine}"
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """What is shown of each cell."""
+        strict = ("strict",) if self.settings.strict else ()
+        return ("decode", "prefill", *strict, "worst sequence", "max |diff|", "noise floor")
+
+    def numbers(self, result: CellResult) -> list[str]:
+        """A cell's numbers: `token_mult_prob_error` but for the largest difference, which is in nats."""
+        found = result.comparisons
+        shown = []
+        for name in ("decode", "prefill", *(("strict",) if self.settings.strict else ())):
+            several = found.get(name)
+            shown.append("-" if several is None else _text(max(one.token_mult_prob_error for one in several)))
+        decode = found["decode"]
+        shown.append(_text(max(one.worst_sequence for one in decode)))
+        shown.append(f"{max(one.max for one in decode):.1e}")
+        return [*shown, _text(result.noise)]
+
+    def markdown(self) -> str:
+        """The guide's table, and what is wrong."""
+        lines = [f"# {self.title}", "", f"Verdict: **{self.verdict}**, threshold {self.settings.threshold:g}.", ""]
+        lines += [f"The run ended early: {self.error}", ""] if self.error else []
+        header = [
+            "Sequence Length",
+            "Data Type",
+            "Generation Method",
+            "Batch Size",
+            *(f"trainer vs {self.engine.get('engine')}, {name}" for name in ("decode", "prefill")),
+            *(("strict",) if self.settings.strict else ()),
+            "worst sequence",
+            "max abs diff",
+            "noise floor",
+            "verdict",
+        ]
+        lines += ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
+        for result in self.results:
+            row = [*_cell(result.cell), *self.numbers(result), "pass" if result.passed else "**FAIL**"]
+            lines.append("| " + " | ".join(row) + " |")
+        for cell, reason in self.skipped.items():
+            lines.append("| " + " | ".join([*_cell(cell), *["-"] * (len(header) - 5), reason]) + " |")
+        for result in self.results:
+            if not result.passed:
+                lines += ["", f"**{result.cell}**", ""]
+                lines += [f"- {problem}" for problem in result.problems]
+                lines += [f"- {result.verdict.summary}"] if result.verdict else []
+        engine = ", ".join(f"{key} {value}" for key, value in self.engine.items())
+        trainer = ", ".join(f"{key} {value}" for key, value in self.trainer.items())
+        return "\n".join([*lines, "", f"Engine: {engine}.", f"Trainer: {trainer}.", ""])
+
+
+def _cell(cell: Cell) -> Sequence[str]:
+    return f"{cell.length:,}", cell.data, cell.mode, str(cell.batch)
+
+
+def _text(value: float) -> str:
+    """A `token_mult_prob_error` with as many digits as tell it from 1."""
+    if not math.isfinite(value):
+        return str(value)
+    return f"{value:.7f}" if value < 1.001 else f"{value:.4f}"

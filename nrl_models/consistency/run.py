@@ -1,0 +1,244 @@
+"""The whole check: every cell of the matrix, verdicts for those that fail, and all of it on disk as it goes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nrl_models.auto import auto_class_for
+from nrl_models.common.checkpoint_files import resolve_folder
+from nrl_models.common.pretrained import read_config
+from nrl_models.consistency.cells import Cell, Settings
+from nrl_models.consistency.measure import Meter
+from nrl_models.consistency.prompts import Prompts
+from nrl_models.consistency.quirks import QuirkFinder, no_quirks
+from nrl_models.consistency.references import References
+from nrl_models.consistency.report import CellResult, ConsistencyReport
+from nrl_models.consistency.store import Store
+from nrl_models.consistency.verdict import Judge, Verdict
+from nrl_models.engines import Engine, start_engine
+from nrl_models.engines.hf import HFEngine
+from nrl_models.errors import ConsistencyError, EngineError
+
+MAX_VERDICTS = 3
+"""For how many failing cells a verdict is worked out; it takes a few times as long as measuring."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Where a run is.
+
+    Args:
+        report: what is known so far.
+        running: the cells that are not done, and what is being done for them.
+    """
+
+    report: ConsistencyReport
+    running: dict[Cell, str]
+
+
+def check_consistency(
+    path: str | Path,
+    *,
+    engine: str = "vllm",
+    settings: Settings | None = None,
+    out: Path | None = None,
+    dtype: torch.dtype | None = None,
+    trainer_dtype: torch.dtype | None = None,
+    device: str = "cpu",
+    text_file: Path | None = None,
+    fresh: bool = False,
+    load_format: str = "auto",
+    engine_options: dict[str, Any] | None = None,
+    skip_too_long: bool = False,
+    quirks: QuirkFinder = no_quirks,
+    progress: Callable[[Progress], None] = lambda state: None,
+) -> ConsistencyReport:
+    """Check that a checkpoint's trainer and an engine give the same log-probabilities.
+
+    Args:
+        path: the checkpoint's folder.
+        engine: see `nrl_models.engines.ENGINES`.
+        settings: what to check.
+        out: where measurements are kept; a run with the same settings goes on from there.
+        dtype: the engine's; the checkpoint's by default.
+        trainer_dtype: the trainer's; the engine's by default.
+        device: where the trainer runs.
+        text_file: real text; that of this machine's Python by default.
+        fresh: whether to discard earlier measurements.
+        load_format: `auto`, or `dummy` for an engine that starts on random weights and is refitted by the trainer.
+        engine_options: what the engine itself takes.
+        skip_too_long: whether to leave out lengths that the model does not take, and say so, in place of an error.
+        quirks: finds known quirks for a verdict.
+        progress: told of every step.
+
+    Returns:
+        The report. If the engine failed on the way, it says so and holds what was measured before.
+
+    Raises:
+        EngineError: the engine does not start.
+        ConsistencyError: the check cannot be run as asked for.
+        CheckpointError, UnknownArchitectureError, ...: as `from_pretrained`.
+    """
+    settings = settings or Settings()
+    folder = resolve_folder(path)
+    out = out or Path("consistency") / Path(path).resolve().name
+    settings, skipped = _fitting(folder, settings, skip_too_long)
+    decides = {
+        "checkpoint": fingerprint(folder),
+        "engine": engine,
+        "engine_options": {key: str(value) for key, value in (engine_options or {}).items()},
+        "load_format": load_format,
+        "dtype": str(dtype),
+        "trainer_dtype": str(trainer_dtype or dtype),
+        "text": None if text_file is None else str(text_file.resolve()),
+        **{key: value for key, value in settings.to_json().items() if key not in _MAY_CHANGE},
+    }
+    store = Store(out, decides, fresh=fresh)
+    model = auto_class_for(path).from_pretrained(path, dtype=trainer_dtype or dtype or "auto", device=device)
+    trainer = HFEngine(model, "trainer")
+    prompts = Prompts.of_checkpoint(folder, trainer.capabilities().vocabulary or 0, text_file)
+    options = dict(engine_options or {})
+    started = start_engine(
+        engine,
+        path,
+        dtype=dtype,
+        max_length=options.pop("max_length", _longest(settings, engine)),
+        load_format=load_format,
+        seed=settings.seed,
+        **options,
+    )
+    with started:
+        if load_format == "dummy":
+            started.refit(model.state_dict_adapter.iter_export(model))
+        return run_matrix(
+            str(path),
+            started,
+            trainer,
+            prompts,
+            settings,
+            store,
+            References(path, device=device),
+            skipped=skipped,
+            load_format=load_format,
+            quirks=quirks,
+            progress=progress,
+        )
+
+
+_MAY_CHANGE = ("lengths", "data", "modes", "batches", "repeats", "strict", "threshold")
+"""Settings that do not change what a cell's measurement is: others may be added later."""
+
+
+def run_matrix(
+    path: str,
+    engine: Engine,
+    trainer: HFEngine,
+    prompts: Prompts,
+    settings: Settings,
+    store: Store,
+    references: References,
+    *,
+    skipped: dict[Cell, str] | None = None,
+    load_format: str = "auto",
+    quirks: QuirkFinder = no_quirks,
+    progress: Callable[[Progress], None] = lambda state: None,
+) -> ConsistencyReport:
+    """Measure every cell with an engine and a trainer that are there, and judge those that fail.
+
+    What it takes and gives is as in `check_consistency`. An engine that fails ends the run; the report says so.
+    """
+    report = ConsistencyReport(path, settings, engine.describe(), trainer.describe(), skipped={**(skipped or {})})
+    meter = Meter(engine, trainer, prompts, settings, store)
+    judge = Judge(engine, trainer, references, settings, quirks=quirks, load_format=load_format)
+    cells = settings.cells()
+    running = dict.fromkeys(cells, "waiting")
+    verdicts = 0
+    with _kept_on_disk(report, store):
+        for cell in cells:
+
+            def note(step: str, cell: Cell = cell) -> None:
+                running[cell] = step
+                progress(Progress(report, running))
+
+            try:
+                repeats = tuple(meter.measure(cell, repeat, note) for repeat in range(settings.repeats))
+                result = CellResult(cell, repeats, settings.threshold)
+                if not result.passed and verdicts < MAX_VERDICTS:
+                    verdicts += 1
+                    note("judging")
+                    result = replace(result, verdict=_verdict(judge, result, store))
+            except EngineError as error:
+                report.error = str(error)
+                break
+            del running[cell]
+            report.results.append(result)
+            progress(Progress(report, running))
+    return report
+
+
+def _verdict(judge: Judge, result: CellResult, store: Store) -> Verdict:
+    name = f"verdict-{result.cell.key}"
+    if (kept := store.load_note(name)) is not None:
+        errors = {party: tuple(error) for party, error in kept.pop("errors").items()}
+        return Verdict(
+            **{key: tuple(value) if isinstance(value, list) else value for key, value in kept.items()}, errors=errors
+        )
+    worst = max(result.repeats, key=lambda one: _badness(one))
+    verdict = judge.judge(result.cell, worst)
+    store.save_note(name, verdict.to_json())
+    return verdict
+
+
+def _badness(found: Any) -> float:
+    several = [found.against_decode, found.against_prefill]
+    return max(
+        (one.nan + one.engine_infinite) * 1e6 + (one.token_mult_prob_error if one.tokens else 1e6)
+        for one in several
+        if one is not None
+    )
+
+
+@contextmanager
+def _kept_on_disk(report: ConsistencyReport, store: Store) -> Iterator[None]:
+    """Write the report whatever ends the run."""
+    try:
+        yield
+    finally:
+        store.save_note("report", report.to_json())
+
+
+def _fitting(folder: Path, settings: Settings, skip: bool) -> tuple[Settings, dict[Cell, str]]:
+    """The settings without lengths the model does not take, and the cells this leaves out."""
+    limit = getattr(read_config(folder).get_text_config(), "max_position_embeddings", None)
+    too_long = [length for length in settings.lengths if limit is not None and length > limit]
+    if not too_long:
+        return settings, {}
+    fitting = tuple(length for length in settings.lengths if length not in too_long)
+    if not skip or not fitting:
+        raise ConsistencyError(
+            f"the model takes {limit:,} tokens (max_position_embeddings), and a length of "
+            f"{', '.join(f'{one:,}' for one in too_long)} is asked for: leave it out"
+            + (f" (--length {' --length '.join(map(str, fitting))})" if fitting else "")
+        )
+    left_out = replace(settings, lengths=tuple(too_long)).cells()
+    return replace(settings, lengths=fitting), dict.fromkeys(left_out, f"the model takes {limit:,} tokens")
+
+
+def _longest(settings: Settings, engine: str) -> int | None:
+    """How long sequences an engine has to take: one more where it has to sample to score."""
+    return max(settings.lengths) + 1 if engine == "vllm" else None
+
+
+def fingerprint(folder: Path) -> dict[str, Any]:
+    """What tells whether a checkpoint is still the same: names, sizes and times of its files."""
+    return {
+        file.name: [file.stat().st_size, file.stat().st_mtime_ns]
+        for file in sorted(folder.iterdir())
+        if file.is_file() and file.suffix in (".json", ".safetensors", ".model")
+    }

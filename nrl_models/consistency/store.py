@@ -1,0 +1,99 @@
+"""What was measured, on disk as soon as it is: an interrupted run goes on where it stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError, safe_open
+
+from nrl_models.consistency.cells import Cell
+from nrl_models.errors import ConsistencyError
+
+SETTINGS = "settings.json"
+
+
+class Store:
+    """A folder with one file for each cell and repeat, written step by step.
+
+    Args:
+        folder: made if need be.
+        settings: what decides the measurements; a folder of other settings is refused.
+        fresh: whether to discard what is there.
+
+    Raises:
+        ConsistencyError: the folder holds measurements made with other settings, or something else.
+    """
+
+    def __init__(self, folder: Path, settings: Mapping[str, Any], *, fresh: bool = False) -> None:
+        self.folder = folder
+        wanted = json.loads(json.dumps(settings))
+        file = folder / SETTINGS
+        if folder.exists() and any(folder.iterdir()) and not file.exists():
+            raise ConsistencyError(f"{folder} is not empty and holds no measurements: choose another folder (--out)")
+        if fresh and file.exists():
+            shutil.rmtree(folder)
+        if file.exists():
+            found = _read_json(file)
+            different = [
+                f"{key}: {found.get(key)!r} there, {wanted.get(key)!r} now"
+                for key in sorted(found.keys() | wanted.keys())
+                if found.get(key) != wanted.get(key)
+            ]
+            if different:
+                raise ConsistencyError(
+                    f"{folder} holds measurements made otherwise:\n"
+                    + "\n".join(f"  - {one}" for one in different)
+                    + "\nChoose another folder (--out), or discard them (--fresh)."
+                )
+        folder.mkdir(parents=True, exist_ok=True)
+        _write(file, json.dumps(wanted, indent=1).encode())
+
+    def load(self, cell: Cell, repeat: int) -> dict[str, torch.Tensor]:
+        """What is there of one repeat of a cell; empty if nothing, or if the file is damaged."""
+        file = self._file(cell, repeat)
+        if not file.exists():
+            return {}
+        try:
+            with safe_open(file, "pt") as stored:
+                return {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118 (no mapping)
+        except (SafetensorError, OSError):
+            return {}
+
+    def save(self, cell: Cell, repeat: int, arrays: Mapping[str, torch.Tensor]) -> None:
+        """Write what is known of one repeat of a cell, in place of what was there."""
+        _write(
+            self._file(cell, repeat), safetensors.torch.save({name: one.contiguous() for name, one in arrays.items()})
+        )
+
+    def load_note(self, name: str) -> Any:
+        """A JSON note; None if there is none."""
+        file = self.folder / f"{name}.json"
+        return _read_json(file) if file.exists() else None
+
+    def save_note(self, name: str, content: Any) -> None:
+        """Write a JSON note."""
+        _write(self.folder / f"{name}.json", json.dumps(content, indent=1).encode())
+
+    def _file(self, cell: Cell, repeat: int) -> Path:
+        return self.folder / f"{cell.key}-{repeat}.safetensors"
+
+
+def _read_json(file: Path) -> Any:
+    try:
+        return json.loads(file.read_text())
+    except ValueError as error:
+        raise ConsistencyError(f"{file} is damaged ({error}): delete it, or start anew with --fresh") from error
+
+
+def _write(file: Path, content: bytes) -> None:
+    """Write beside, then rename: what is there is always whole."""
+    beside = file.with_name(file.name + ".part")
+    beside.write_bytes(content)
+    os.replace(beside, file)

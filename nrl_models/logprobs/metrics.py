@@ -1,0 +1,179 @@
+"""How far the log-probabilities of the trainer are from those the engine sampled with.
+
+Throughout, `trainer` and `engine` are log-probabilities of the same tokens, of any shape, and `mask` says which of
+them count. With `r = trainer - engine`:
+
+| metric | what it is | agreement |
+|---|---|---|
+| `token_mult_prob_error` | mean exp(abs(r)): the factor by which probabilities are off; the guide's bound is 1.05 | 1 |
+| `sampling_importance_ratio` | mean exp(r): signed, so it shows bias where the above shows spread | 1 |
+| `kl_k1`, `kl_k2`, `kl_k3` | mean -r, r^2 / 2, exp(r) - 1 - r: estimators of KL(engine, trainer) | 0 |
+| `js_divergence_error` | mean of k3 of either against their even mixture: tame where k3 is not | 0 |
+
+k1 to k3 are those of http://joschu.net/blog/kl-approx.html; the names are NeMo RL's. All sums are in fp64.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+
+def _chosen(trainer: torch.Tensor, engine: torch.Tensor, mask: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+    if trainer.shape != engine.shape or (mask is not None and mask.shape != trainer.shape):
+        shapes = [tuple(one.shape) for one in (trainer, engine, mask) if one is not None]
+        raise ValueError(f"log-probabilities and mask must have one shape, got {shapes}")
+    trainer, engine = trainer.detach().double(), engine.detach().double().to(trainer.device)
+    return (trainer.flatten(), engine.flatten()) if mask is None else (trainer[mask.bool()], engine[mask.bool()])
+
+
+def _mean(values: torch.Tensor) -> float:
+    return values.mean().item() if values.numel() else math.nan
+
+
+def token_mult_prob_error(trainer: torch.Tensor, engine: torch.Tensor, mask: torch.Tensor | None = None) -> float:
+    """Mean factor by which the probability of a token is off: `mean exp(abs(trainer - engine))`."""
+    trainer, engine = _chosen(trainer, engine, mask)
+    return _mean((trainer - engine).abs().exp())
+
+
+def sampling_importance_ratio(trainer: torch.Tensor, engine: torch.Tensor, mask: torch.Tensor | None = None) -> float:
+    """Mean importance ratio: `mean exp(trainer - engine)`."""
+    trainer, engine = _chosen(trainer, engine, mask)
+    return _mean((trainer - engine).exp())
+
+
+def kl_k1(trainer: torch.Tensor, engine: torch.Tensor, mask: torch.Tensor | None = None) -> float:
+    """The unbiased, noisy estimator of KL(engine, trainer): `mean engine - trainer`."""
+    trainer, engine = _chosen(trainer, engine, mask)
+    return _mean(engine - trainer)
+
+
+def kl_k2(trainer: torch.Tensor, engine: torch.Tensor, mask: torch.Tensor | None = None) -> float:
+    """The biased, quiet estimator: `mean (trainer - engine)^2 / 2`."""
+    trainer, engine = _chosen(trainer, engine, mask)
+    return _mean((trainer - engine).square() / 2)
+
+
+def kl_k3(trainer: torch.Tensor, engine: torch.Tensor, mask: torch.Tensor | None = None) -> float:
+    """The unbiased, never negative estimator: `mean exp(r) - 1 - r`; NeMo RL's `gen_kl_error`."""
+    trainer, engine = _chosen(trainer, engine, mask)
+    return _mean(_k3(trainer - engine))
+
+
+def js_divergence_error(trainer: torch.Tensor, engine: torch.Tensor, mask: torch.Tensor | None = None) -> float:
+    """Mean of k3 of the trainer and of the engine against the mixture `log(exp(trainer) / 2 + exp(engine) / 2)`.
+
+    Neither is more than twice as likely as the mixture, so nothing here grows exponentially.
+    """
+    trainer, engine = _chosen(trainer, engine, mask)
+    mixture = torch.logaddexp(trainer, engine) - math.log(2.0)
+    return _mean((_k3(trainer - mixture) + _k3(engine - mixture)) / 2)
+
+
+def _k3(log_ratio: torch.Tensor) -> torch.Tensor:
+    return torch.expm1(log_ratio) - log_ratio
+
+
+@dataclass(frozen=True, slots=True)
+class ConsistencyMetrics:
+    """Every metric for one set of sequences.
+
+    Attributes:
+        tokens: how many are compared: those with two finite log-probabilities.
+        token_mult_prob_error, sampling_importance_ratio, kl_k1, kl_k2, kl_k3, js_divergence_error: see the module.
+        worst_sequence: the largest `token_mult_prob_error` of a single sequence.
+        worst_sequence_index: which one that is; -1 if there is none.
+        p99: 99th percentile of `abs(r)`, in nats.
+        max: the largest `abs(r)`, in nats.
+        nan: tokens for which either is NaN.
+        engine_infinite: tokens which the engine says it cannot have sampled, though it did.
+        trainer_infinite: tokens outside what the trainer's `top_k` and `top_p` leave.
+    """
+
+    tokens: int
+    token_mult_prob_error: float
+    sampling_importance_ratio: float
+    kl_k1: float
+    kl_k2: float
+    kl_k3: float
+    js_divergence_error: float
+    worst_sequence: float
+    worst_sequence_index: int
+    p99: float
+    max: float
+    nan: int
+    engine_infinite: int
+    trainer_infinite: int
+
+    def to_json(self) -> dict[str, Any]:
+        """By name, with numbers that JSON lacks as None."""
+        return {name: _finite(value) for name, value in asdict(self).items()}
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def consistency_metrics(
+    trainer: torch.Tensor, engine: torch.Tensor, mask: torch.Tensor | None = None
+) -> ConsistencyMetrics:
+    """Compare two sets of log-probabilities of the same tokens.
+
+    Args:
+        trainer, engine: `(sequences, length)`; NaN and infinite values are counted, and left out of the means.
+        mask: which tokens were sampled; all by default.
+    """
+    if trainer.ndim != 2:
+        raise ValueError(f"expected (sequences, length), got {tuple(trainer.shape)}")
+    mask = torch.ones_like(trainer, dtype=torch.bool) if mask is None else mask.bool()
+    engine = engine.to(trainer.device)
+    nan = mask & (trainer.isnan() | engine.isnan())
+    engine_infinite, trainer_infinite = mask & engine.isinf(), mask & trainer.isinf()
+    compared = mask & ~(nan | engine_infinite | trainer_infinite)
+    first, second = _chosen(trainer, engine, compared)
+    difference = (first - second).abs()
+    worst, index = math.nan, -1
+    for row in range(len(trainer)):
+        if compared[row].any():
+            error = token_mult_prob_error(trainer[row], engine[row], compared[row])
+            if index < 0 or error > worst:
+                worst, index = error, row
+    return ConsistencyMetrics(
+        tokens=difference.numel(),
+        token_mult_prob_error=_mean(difference.exp()),
+        sampling_importance_ratio=_mean((first - second).exp()),
+        kl_k1=_mean(second - first),
+        kl_k2=_mean((first - second).square() / 2),
+        kl_k3=_mean(_k3(first - second)),
+        js_divergence_error=js_divergence_error(first, second),
+        worst_sequence=worst,
+        worst_sequence_index=index,
+        p99=quantile(difference, 0.99),
+        max=difference.max().item() if difference.numel() else math.nan,
+        nan=int(nan.sum()),
+        engine_infinite=int(engine_infinite.sum()),
+        trainer_infinite=int(trainer_infinite.sum()),
+    )
+
+
+def quantile(values: torch.Tensor, share: float) -> float:
+    """The smallest value with at least this share of `values` at or below it; NaN of none.
+
+    `torch.quantile` refuses more than 16 million values.
+    """
+    if not values.numel():
+        return math.nan
+    rank = max(1, math.ceil(share * values.numel()))
+    return values.flatten().kthvalue(rank).values.item()
+
+
+def expected_token_mult_prob_error(deviation: float) -> float:
+    """`token_mult_prob_error` if `r` is normal about 0 with this standard deviation: `2 exp(s^2 / 2) Phi(s)`.
+
+    The guide's bound of 1.05 is a deviation of 0.060.
+    """
+    return 2.0 * math.exp(deviation**2 / 2) * 0.5 * (1.0 + math.erf(deviation / math.sqrt(2.0)))

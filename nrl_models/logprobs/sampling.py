@@ -1,0 +1,107 @@
+"""How tokens are sampled, and which distribution their log-probabilities belong to.
+
+An engine samples from processed logits: divided by the temperature, then cut to the `top_k` likeliest tokens, then
+to the smallest set of them that holds `top_p` of the probability. The log-probabilities that training needs are of
+that distribution (vLLM's `logprobs_mode="processed_logprobs"`), so the trainer processes its logits the same way.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How to choose each next token.
+
+    Args:
+        temperature: what logits are divided by; 0 takes the likeliest token. Log-probabilities of greedy tokens are
+            those of the distribution at temperature 1, without `top_k` and `top_p`, as vLLM gives them.
+        top_k: only so many of the likeliest tokens can be sampled; 0 is all.
+        top_p: only the smallest set of likeliest tokens with this much probability can be sampled; 1.0 is all.
+
+    Raises:
+        ValueError: a value out of range.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.temperature < float("inf"):
+            raise ValueError(f"temperature={self.temperature}: expected a number of at least 0")
+        if self.top_k < 0:
+            raise ValueError(f"top_k={self.top_k}: expected 0 (all tokens) or more")
+        if not 0.0 < self.top_p <= 1.0:
+            raise ValueError(f"top_p={self.top_p}: expected a number above 0, at most 1")
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the likeliest token is taken."""
+        return self.temperature == 0.0
+
+    @property
+    def processing(self) -> Sampling:
+        """What is done to the logits before log-probabilities are taken: nothing for greedy tokens."""
+        return Sampling() if self.greedy else self
+
+    @property
+    def is_identity(self) -> bool:
+        """Whether log-probabilities are those of the logits as they are."""
+        return self.processing == Sampling()
+
+    @property
+    def truncates(self) -> bool:
+        """Whether some tokens cannot be sampled."""
+        return not self.greedy and (self.top_k > 0 or self.top_p < 1.0)
+
+    def __str__(self) -> str:
+        if self.greedy:
+            return "greedy"
+        parts = [f"temperature {self.temperature:g}"]
+        parts += [f"top-k {self.top_k}"] if self.top_k else []
+        parts += [f"top-p {self.top_p:g}"] if self.top_p < 1.0 else []
+        return ", ".join(parts)
+
+
+def smallest_kept(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """A bound for each row of logits: tokens at or above it can be sampled, the others cannot.
+
+    It lies half way between the smallest kept and the largest dropped logit, so that logits which are computed again
+    and round otherwise fall on the same side. Of equal logits all are kept, or none: which of them a sort would
+    put first is chance.
+
+    Args:
+        logits: `(rows, vocabulary)`, divided by the temperature already, fp32 or wider.
+        sampling: whose `top_k` and `top_p` to apply, in this order, as vLLM does.
+
+    Returns:
+        `(rows, 1)`, of the logits' dtype; -inf in rows that keep every token.
+    """
+    vocabulary = logits.shape[-1]
+    top_k = sampling.top_k if 0 < sampling.top_k < vocabulary else vocabulary
+    if sampling.top_p >= 1.0:
+        if top_k == vocabulary:
+            return logits.new_full((len(logits), 1), float("-inf"))
+        kept, dropped = logits.topk(top_k + 1, dim=-1).values[:, -2:].unbind(-1)
+        return _between(kept, logits, dropped)
+    ascending = logits.sort(dim=-1).values
+    weakest = ascending[:, vocabulary - top_k, None]
+    ascending = ascending.masked_fill(ascending < weakest, float("-inf"))
+    below = ascending.softmax(-1).cumsum(-1)
+    below = below <= 1.0 - sampling.top_p
+    below[:, -1] = False  # the likeliest token always stays
+    first = below.sum(-1, keepdim=True)
+    return _between(ascending.gather(-1, first)[:, 0], logits, None)
+
+
+def _between(kept: torch.Tensor, logits: torch.Tensor, dropped: torch.Tensor | None) -> torch.Tensor:
+    """Half way from `kept` down to the next smaller logit of its row."""
+    kept = kept[:, None]
+    if dropped is None or bool((dropped[:, None] >= kept).any()):  # equal logits: look for the next smaller one
+        dropped = logits.masked_fill(logits >= kept, float("-inf")).amax(-1)
+    dropped = dropped[:, None]
+    return torch.where(dropped.isfinite(), (kept + dropped) / 2, dropped)

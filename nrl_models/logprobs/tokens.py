@@ -1,0 +1,211 @@
+"""Log-probabilities of the tokens of a batch, as an RL trainer needs them."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from nrl_models.logprobs.chunked import Reference, TokenStatistics, chunked_statistics, statistics_of
+from nrl_models.logprobs.head import hidden_states_and_head
+from nrl_models.logprobs.sampling import Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """What is known of each token, `(batch, length)` each, in the place of the token itself.
+
+    Attributes:
+        logprobs: log-probability of the token after those before it, fp32; zero where `mask` is False.
+        mask: where there is one: not for padding, not for the first token of a sequence, not where `score` was
+            False, and not for tokens that `top_k` or `top_p` excludes.
+        outside: tokens with a log-probability of -inf: those that `top_k` or `top_p` excludes, which an engine that
+            agrees can not have sampled. They are no part of `mask`, so that a loss stays finite; count them.
+        entropy: of the distribution the token was drawn from, in nats; None unless asked for.
+        kl: that distribution's divergence from the reference's, over the whole vocabulary, in nats; None without one.
+    """
+
+    logprobs: torch.Tensor
+    mask: torch.Tensor
+    outside: torch.Tensor
+    entropy: torch.Tensor | None = None
+    kl: torch.Tensor | None = None
+
+
+def token_logprobs(
+    model: nn.Module,
+    input_ids: torch.Tensor,
+    *,
+    attention_mask: torch.Tensor | None = None,
+    position_ids: torch.Tensor | None = None,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    score: torch.Tensor | None = None,
+    entropy: bool = False,
+    reference: nn.Module | None = None,
+    chunk_size: int | str | None = "auto",
+    **model_inputs: Any,
+) -> TokenLogprobs:
+    """The log-probability of each token of a batch under `model`, differentiable.
+
+    Full logits never exist, neither in the forward nor in the backward: the output embedding is applied to some
+    tokens at a time. The softmax is in fp32 (fp64 for fp64 models) whatever the model's dtype.
+
+    Args:
+        model: a causal language model (or vision-language model): ours, transformers', or another with
+            `get_output_embeddings()`. Whatever it does behind its output embedding (a scale, a soft cap) is observed.
+        input_ids: `(batch, length)`. Sequences packed into one row are told apart by `position_ids`.
+        attention_mask: `(batch, length)`, False or 0 for padding, on either side.
+        position_ids: `(batch, length)`; where they start again, a new sequence does.
+        temperature, top_k, top_p: what the engine samples with, see `Sampling`. A token that these exclude has no
+            finite log-probability: see `TokenLogprobs.outside`.
+        score: `(batch, length)` bool: tokens to score; the output embedding is applied for no other. All by default.
+        entropy: whether to compute it.
+        reference: a model of the same vocabulary to take the divergence from; no gradient goes there. Its logits are
+            divided by the temperature, and not cut.
+        chunk_size: how many tokens' logits to hold at a time; "auto" holds 2^25 numbers. None computes from the
+            model's own full logits, for models whose end is nothing but theirs.
+        model_inputs: further keywords of the model's forward (`pixel_values`, ...); the reference's too.
+
+    Raises:
+        HeadError: the model ends with something that is neither a scale nor a soft cap (and `chunk_size` is not None).
+        ValueError: shapes that differ, a vocabulary that differs from the reference's, a sampling value out of range.
+    """
+    sampling = Sampling(temperature, top_k, top_p)
+    _require_shape(input_ids.shape, attention_mask=attention_mask, position_ids=position_ids, score=score)
+    positions = scored_positions(input_ids, attention_mask, position_ids, score)
+    inputs = model_inputs | _masks(model, attention_mask, position_ids)
+    rows, columns = positions.nonzero(as_tuple=True)
+    tokens = input_ids[rows, columns]
+    before = (rows, columns - 1)  # the hidden state that predicts a token is the one before it
+    if chunk_size is None:
+        found = _from_full_logits(model, input_ids, before, tokens, sampling, reference, inputs)
+    else:
+        hidden, head = hidden_states_and_head(model, input_ids, **inputs)
+        found = chunked_statistics(
+            hidden[before],
+            head,
+            tokens,
+            sampling,
+            entropy=entropy,
+            reference=_reference(reference, head, input_ids, before, inputs),
+            chunk_size=None if chunk_size == "auto" else int(chunk_size),
+        )
+    finite = found.logprobs != float("-inf")
+    mask = torch.zeros_like(positions).index_put(before_to_token(before), finite)
+    return TokenLogprobs(
+        _placed(torch.where(finite, found.logprobs, 0.0), positions),
+        mask,
+        positions & ~mask,
+        _placed(found.entropy, positions) if entropy else None,
+        _placed(found.kl, positions) if reference is not None else None,
+    )
+
+
+def before_to_token(before: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Indices of the tokens whose predecessors' indices are given."""
+    rows, columns = before
+    return rows, columns + 1
+
+
+def scored_positions(
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+    position_ids: torch.Tensor | None = None,
+    score: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Which tokens have a log-probability: `(batch, length)` bool.
+
+    The first token of a sequence has none, and neither has padding, nor a token behind padding.
+    """
+    result = torch.ones_like(input_ids, dtype=torch.bool)
+    result[:, 0] = False
+    if attention_mask is not None:
+        there = attention_mask.bool()
+        result &= there
+        result[:, 1:] &= there[:, :-1]
+    if position_ids is not None:
+        result[:, 1:] &= position_ids[:, 1:] == position_ids[:, :-1] + 1
+    return result if score is None else result & score.bool()
+
+
+def _require_shape(shape: torch.Size, **tensors: torch.Tensor | None) -> None:
+    wrong = [f"{name} {tuple(one.shape)}" for name, one in tensors.items() if one is not None and one.shape != shape]
+    if len(shape) != 2 or wrong:
+        raise ValueError(
+            f"expected input_ids of (batch, length), here {tuple(shape)}, and all else alike"
+            + (f"; got {', '.join(wrong)}" if wrong else "")
+        )
+
+
+def _masks(
+    model: nn.Module, attention_mask: torch.Tensor | None, position_ids: torch.Tensor | None
+) -> dict[str, torch.Tensor]:
+    """Keywords for the model: positions count real tokens, as engines count them, whichever side is padded."""
+    inputs: dict[str, torch.Tensor] = {}
+    if attention_mask is not None:
+        inputs["attention_mask"] = attention_mask
+        if position_ids is None and "position_ids" in inspect.signature(_unwrapped(model).forward).parameters:
+            position_ids = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
+    if position_ids is not None:
+        inputs["position_ids"] = position_ids
+    return inputs
+
+
+def _reference(
+    reference: nn.Module | None,
+    head: Any,
+    input_ids: torch.Tensor,
+    before: tuple[torch.Tensor, torch.Tensor],
+    inputs: dict[str, Any],
+) -> Reference | None:
+    if reference is None:
+        return None
+    with torch.no_grad():
+        hidden, reference_head = hidden_states_and_head(reference, input_ids, **inputs)
+    ours, theirs = (len(one.weight) if one.weight is not None else None for one in (head, reference_head))
+    if ours != theirs:
+        raise ValueError(f"the model has a vocabulary of {ours} and the reference one of {theirs}: they must agree")
+    return Reference(hidden[before], reference_head)
+
+
+def _from_full_logits(
+    model: nn.Module,
+    input_ids: torch.Tensor,
+    before: tuple[torch.Tensor, torch.Tensor],
+    tokens: torch.Tensor,
+    sampling: Sampling,
+    reference: nn.Module | None,
+    inputs: dict[str, Any],
+) -> TokenStatistics:
+    logits = _logits_at(model, input_ids, before, inputs)
+    reference_logits = None
+    if reference is not None:
+        with torch.no_grad():
+            reference_logits = _logits_at(reference, input_ids, before, inputs)
+    return statistics_of(logits, tokens, sampling, reference_logits)
+
+
+def _logits_at(
+    model: nn.Module, input_ids: torch.Tensor, places: tuple[torch.Tensor, torch.Tensor], inputs: dict[str, Any]
+) -> torch.Tensor:
+    """The model's own logits at some places: of the columns these are in, if the model can leave out the others."""
+    rows, columns = places
+    if "logits_to_keep" not in inspect.signature(_unwrapped(model).forward).parameters or not len(columns):
+        return model(input_ids=input_ids, use_cache=False, **inputs).logits[rows, columns]
+    kept, among_kept = columns.unique(return_inverse=True)
+    return model(input_ids=input_ids, use_cache=False, logits_to_keep=kept, **inputs).logits[rows, among_kept]
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside PEFT's wrapper."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def _placed(values: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """`values`, one for each position that is True, there; zero elsewhere."""
+    return torch.zeros(positions.shape, dtype=values.dtype, device=values.device).masked_scatter(positions, values)

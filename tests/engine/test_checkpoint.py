@@ -1,0 +1,215 @@
+"""The trained demo checkpoint against a real engine: the matrix, refits, diagnostics, and the commands for them."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from inside import changed, model_of
+from typer.testing import CliRunner
+
+from nrl_models.cli import app
+from nrl_models.consistency.cells import Settings
+from nrl_models.consistency.prompts import Prompts
+from nrl_models.consistency.references import References
+from nrl_models.consistency.run import run_matrix
+from nrl_models.consistency.store import Store
+from nrl_models.diagnostics.decode_vs_prefill import diagnose_decode_vs_prefill
+from nrl_models.diagnostics.max_model_len import diagnose_max_model_len
+from nrl_models.diagnostics.precision import diagnose_precision
+from nrl_models.diagnostics.prefix_caching import diagnose_prefix_caching
+from nrl_models.engines.hf import HFEngine
+from nrl_models.engines.vllm import VLLMEngine
+from nrl_models.errors import EngineError
+
+Vllm = Callable[..., VLLMEngine]
+
+EVERY_KIND = Settings(lengths=(100,), batches=(1, 8, 32), new_tokens=16, strict=True)
+"""Both kinds of data and of sampling, with every batch size."""
+
+FEW = Settings(lengths=(100,), batches=(8,), new_tokens=32)
+
+LONG = Settings(lengths=(1_000,), data=("real",), batches=(2,), new_tokens=32)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bound", "matrix"),
+    [(torch.float32, 1.0001, (EVERY_KIND, LONG)), (torch.bfloat16, 1.01, (FEW,))],
+    ids=["float32", "bfloat16"],
+)
+def test_every_cell_agrees(
+    demo: Path,
+    vllm: Vllm,
+    demo_prompts: Prompts,
+    tmp_path: Path,
+    dtype: torch.dtype,
+    bound: float,
+    matrix: tuple[Settings, ...],
+) -> None:
+    from nrl_models import AutoModelForCausalLM
+
+    trainer = HFEngine(AutoModelForCausalLM.from_pretrained(demo, dtype=dtype), "trainer")
+    engine = vllm(demo, dtype=dtype, max_length=1_001)
+    for number, settings in enumerate(matrix):
+        settings = replace(settings, threshold=bound)
+        store = Store(tmp_path / str(number), settings.to_json())
+        report = run_matrix(str(demo), engine, trainer, demo_prompts, settings, store, References(demo))
+        assert report.verdict == "pass", report.markdown()
+        assert len(report.results) == len(settings.cells())
+        for result in report.results:
+            assert result.comparisons.keys() >= {"decode", "prefill"}
+            assert math.isfinite(result.noise)
+
+
+def test_refit_check_from_random_weights_and_after_a_step(demo: Path, vllm: Vllm, tmp_path: Path) -> None:
+    vllm.stop()
+    file = tmp_path / "refit.json"
+    arguments = ["refit-check", str(demo), "--dtype", "float32", "--threshold", "1.0001", "--bucket-mb", "1"]
+    result = CliRunner().invoke(app, [*arguments, "--json", str(file)])
+    assert result.exit_code == 0, result.output
+    found = json.loads(file.read_text())
+    assert [one["name"] for one in found["refits"]] == ["from random weights", "after a training step"]
+    for one in found["refits"]:
+        assert one["before"] > 1.01
+        assert one["token_mult_prob_error"] <= 1.0001
+        assert one["report"]["largest_bucket"] <= 4.3e6  # the embedding is larger than a bucket
+        assert one["report"]["buckets"] > 3
+        assert one["report"]["unwritten"] == []
+
+
+def test_an_engine_in_a_process_of_its_own_is_refitted_too(demo: Path, vllm: Vllm, demo_trainer: HFEngine) -> None:
+    vllm.stop()
+    model = demo_trainer.model
+    tokens = [list(range(50, 90)), list(range(300, 340))]
+    from nrl_models.logprobs import Sampling
+
+    options = {"dtype": torch.float32, "max_length": 64, "load_format": "dummy", "multiprocessing": True}
+    with VLLMEngine.start(demo, **options) as engine:
+        assert not engine.capabilities().modules
+        report = engine.refit(model.state_dict_adapter.iter_export(model), bucket_bytes=2**21)
+        assert report.buckets > 1
+        assert not report.unwritten
+        expected = torch.tensor(demo_trainer.score(tokens, Sampling()))[:, 1:]
+        assert (torch.tensor(engine.score(tokens, Sampling()))[:, 1:] - expected).abs().max() < 1e-4
+
+
+# Diagnostics
+
+
+def test_max_model_len_is_respected(demo: Path, vllm: Vllm, demo_prompts: Prompts) -> None:
+    engine = vllm(demo, max_length=20)
+    result = diagnose_max_model_len(engine, "demo", demo_prompts.counting(20))
+    assert result.passed
+    assert result.measured["total_tokens"] == 20
+    assert result.lines == ["Prompt tokens: 8", "Generated tokens: 12", "Total tokens: 20", "[demo] ALL GOOD!"]
+
+
+def test_max_model_len_that_is_not_respected_fails(
+    demo: Path, vllm: Vllm, demo_prompts: Prompts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = vllm(demo)
+    known = engine.capabilities()
+    # An engine that says 20 and goes on to 256.
+    monkeypatch.setattr(engine, "capabilities", lambda: replace(known, max_length=20))
+    result = diagnose_max_model_len(engine, "demo", demo_prompts.counting(20))
+    assert not result.passed
+    assert result.lines[-1] == "[demo] FAIL: 28 tokens, and max_model_len is 20"
+
+
+def test_decode_and_prefill_agree(demo: Path, vllm: Vllm, demo_prompts: Prompts) -> None:
+    prompts = [demo_prompts.counting(20)[:24], demo_prompts.counting(40)[30:60]]
+    result = diagnose_decode_vs_prefill(vllm(demo), "demo", prompts, new_tokens=100, threshold=1.0001)
+    assert result.passed, result.lines
+    assert [one["tokens"] for one in result.measured["sequences"]] == [100, 100]
+
+
+def test_decoding_with_other_positions_fails(demo: Path, vllm: Vllm, demo_prompts: Prompts) -> None:
+    engine = vllm(demo)
+
+    def late(module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        positions = kwargs["positions"]
+        return (args, kwargs | {"positions": torch.zeros_like(positions)}) if len(positions) == 1 else None
+
+    handle = model_of(engine).register_forward_pre_hook(late, with_kwargs=True)
+    try:
+        result = diagnose_decode_vs_prefill(engine, "demo", [demo_prompts.counting(20)[:24]], new_tokens=100)
+    finally:
+        handle.remove()
+        engine.llm.reset_prefix_cache()
+    assert not result.passed
+    assert "decoding and prefill differ for prompts [0]" in result.lines[-1]
+
+
+def test_backend_eager_gives_eagers_logprobs(demo: Path, vllm: Vllm, demo_prompts: Prompts) -> None:
+    vllm.stop()
+
+    @contextmanager
+    def start(mode: dict[str, Any]) -> Iterator[VLLMEngine]:
+        with VLLMEngine.start(demo, dtype=torch.float32, max_length=64, **mode) as engine:
+            yield engine
+
+    mode = "compiled, with backend=eager"
+    result = diagnose_precision(start, "demo", [demo_prompts.counting(20)[:24]], new_tokens=16, modes=[mode])
+    assert result.informative
+    assert result.passed, result.lines
+    assert [one["elements"] for one in result.measured["comparisons"]] == [23, 16]
+
+
+def test_a_mode_that_computes_otherwise_is_reported_and_no_failure(
+    demo: Path, vllm: Vllm, demo_prompts: Prompts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from nrl_models.diagnostics import precision
+
+    monkeypatch.setitem(precision.MODES, "half as precise", {"dtype": torch.bfloat16})
+
+    @contextmanager
+    def start(mode: dict[str, Any]) -> Iterator[VLLMEngine]:
+        yield vllm(demo, **({"max_length": 128} | {key: one for key, one in mode.items() if key == "dtype"}))
+
+    prompt = demo_prompts.counting(20)[:24]
+    result = diagnose_precision(start, "demo", [prompt], new_tokens=16, modes=["half as precise"], tolerance=1e-5)
+    assert not result.passed
+    assert any("FAILED - Arrays are different" in line for line in result.lines)
+
+
+def test_prefix_caching_gives_no_nan(demo: Path, vllm: Vllm, demo_prompts: Prompts) -> None:
+    engine = vllm(demo, max_length=1_001)
+    result = diagnose_prefix_caching(engine, "demo", demo_prompts.counting(100), new_tokens=150)
+    assert result.passed, result.lines
+    assert result.measured["against_prefill"]["token_mult_prob_error"] < 1.0001
+
+
+def test_nan_after_a_cached_prefix_fails(demo: Path, vllm: Vllm, demo_prompts: Prompts) -> None:
+    engine = vllm(demo, max_length=1_001)
+    weight = model_of(engine).model.norm.weight
+    prompt = demo_prompts.counting(100)
+    generate, calls = engine.generate, []
+
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        calls.append(args)
+        if len(calls) == 1:
+            return generate(*args, **kwargs)
+        with changed(weight, torch.full_like(weight, torch.nan)):
+            return generate(*args, **kwargs)
+
+    engine.generate = broken
+    try:
+        result = diagnose_prefix_caching(engine, "demo", prompt, new_tokens=150, decode=demo_prompts.text)
+    finally:
+        del engine.generate
+        engine.llm.reset_prefix_cache()
+    assert not result.passed
+    assert "150/150 logprobs are NaN on iteration 2" in result.lines[-1]
+    assert any("token[0] id=" in line and "logprob=nan" in line for line in result.lines)
+
+
+def test_without_a_prefix_cache_there_is_nothing_to_check(demo_trainer: HFEngine) -> None:
+    with pytest.raises(EngineError, match="runs without prefix caching"):
+        diagnose_prefix_caching(demo_trainer, "demo", [5, 6, 7])

@@ -1,0 +1,277 @@
+"""Faults planted in a real engine or a trainer. Each must be named by the report's verdict, not only raise a number."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from inside import SETTINGS, changed, forget, model_of
+from transformers import Gemma2Config, Gemma2ForCausalLM
+
+from nrl_models import AutoModelForCausalLM
+from nrl_models.consistency.cells import Settings
+from nrl_models.consistency.prompts import Prompts
+from nrl_models.consistency.references import References
+from nrl_models.consistency.refit import RefitChecker, RefitStep
+from nrl_models.consistency.run import run_matrix
+from nrl_models.consistency.store import Store
+from nrl_models.consistency.verdict import Verdict
+from nrl_models.engines.hf import HFEngine
+from nrl_models.engines.vllm import VLLMEngine
+
+
+class Bench:
+    """Runs the check on one checkpoint, and gives the verdict."""
+
+    def __init__(self, path: Path, engine: VLLMEngine, trainer: HFEngine, prompts: Prompts, folder: Path) -> None:
+        self.path, self.engine, self.trainer, self.prompts, self.folder = path, engine, trainer, prompts, folder
+
+    def verdict(self, settings: Settings = SETTINGS) -> Verdict | None:
+        """The verdict on the only cell; None if it passes."""
+        forget(self.engine)
+        store = Store(self.folder, settings.to_json(), fresh=True)
+        report = run_matrix(
+            str(self.path), self.engine, self.trainer, self.prompts, settings, store, References(self.path)
+        )
+        forget(self.engine)
+        assert not report.error
+        verdict = report.results[0].verdict
+        assert (report.verdict == "pass") == (verdict is None)
+        if verdict is not None:
+            assert verdict.summary in report.markdown()
+        return verdict
+
+
+@pytest.fixture
+def llama(
+    demo: Path, vllm: Callable[..., VLLMEngine], demo_trainer: HFEngine, demo_prompts: Prompts, tmp_path: Path
+) -> Bench:
+    """The demo's checkpoint."""
+    return Bench(demo, vllm(demo), demo_trainer, demo_prompts, tmp_path / "store")
+
+
+@pytest.fixture(scope="session")
+def gemma2_checkpoint(make_checkpoint: Callable[..., Path]) -> Path:
+    """A model with soft caps, so low that they matter, a scaled embedding and a sliding window."""
+    return make_checkpoint(Gemma2Config, Gemma2ForCausalLM, final_logit_softcapping=3.0)
+
+
+@pytest.fixture
+def gemma2(gemma2_checkpoint: Path, vllm: Callable[..., VLLMEngine], tmp_path: Path) -> Bench:
+    """A model whose engine can leave more out."""
+    trainer = HFEngine(AutoModelForCausalLM.from_pretrained(gemma2_checkpoint, dtype=torch.float32), "trainer")
+    vocabulary = trainer.capabilities().vocabulary or 0
+    return Bench(gemma2_checkpoint, vllm(gemma2_checkpoint), trainer, Prompts(None, vocabulary), tmp_path / "store")
+
+
+def layer(model: torch.nn.Module, index: int) -> Any:
+    return model.model.layers[index]
+
+
+# Faults of the engine
+
+
+def test_nothing_planted_passes(llama: Bench) -> None:
+    assert llama.verdict() is None
+
+
+def test_a_wrong_rope_base_is_named(llama: Bench) -> None:
+    model = model_of(llama.engine)
+    rotary = layer(model, 0).self_attn.rotary_emb
+    cache = rotary.cos_sin_cache
+    size = 2 * (cache.shape[1] // 2)
+    angles = torch.outer(torch.arange(len(cache)), 500_000.0 ** (-torch.arange(0, size, 2) / size))
+    with changed(cache, torch.cat([angles.cos(), angles.sin()], 1)):
+        verdict = llama.verdict()
+    assert verdict.odd == ("engine decode", "engine prefill")
+    assert "'rope_theta': 500000.0" in verdict.cause
+    assert verdict.module == "model.layers.0.self_attn.o_proj"
+    assert "between model.layers.0.self_attn.qkv_proj and" in verdict.detail
+
+
+def test_one_wrong_weight_is_named_with_its_factor(llama: Bench) -> None:
+    weight = layer(model_of(llama.engine), 1).post_attention_layernorm.weight
+    with changed(weight, weight * 1.5):
+        verdict = llama.verdict()
+    assert verdict.kind == "engine"
+    assert verdict.module == "model.layers.1.post_attention_layernorm"
+    assert "the right one times 1.5" in verdict.detail
+
+
+def test_a_temperature_that_is_not_applied_is_named(llama: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    # What vLLM gives by default: log-probabilities from before the temperature.
+    sampler = llama.engine.llm.llm_engine.model_executor.driver_worker.worker.model_runner.sampler
+    monkeypatch.setattr(sampler, "logprobs_mode", "raw_logprobs")
+    monkeypatch.setattr(sampler.topk_topp_sampler, "logprobs_mode", "raw_logprobs")
+    verdict = llama.verdict(replace(SETTINGS, sampling=replace(SETTINGS.sampling, top_p=1.0)))
+    assert verdict.odd == ("engine decode",)
+    assert verdict.cause == "the temperature was not applied"
+
+
+def test_scores_off_by_a_token_are_named(llama: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    score = llama.engine.score
+
+    def shifted(*args: Any, **kwargs: Any) -> list[list[float]]:
+        return [[row[0], *row[:-1]] for row in score(*args, **kwargs)]
+
+    monkeypatch.setattr(llama.engine, "score", shifted)
+    verdict = llama.verdict()
+    assert verdict.odd == ("engine prefill",)
+    assert verdict.cause == "each token had the log-probability of the one before it"
+
+
+def test_decoding_that_is_off_by_a_position_is_told_from_prefill(llama: Bench) -> None:
+    model = model_of(llama.engine)
+    batch = SETTINGS.batches[0]
+
+    def late(module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        positions = kwargs["positions"]
+        return (args, kwargs | {"positions": positions + 1}) if len(positions) <= batch else None
+
+    handle = model.register_forward_pre_hook(late, with_kwargs=True)
+    try:
+        verdict = llama.verdict()
+    finally:
+        handle.remove()
+    assert verdict.kind == "engine decode"
+    assert "decoding one token after a cached prompt" in verdict.detail
+    assert verdict.module.startswith("model.layers.0.self_attn")
+
+
+def test_nan_is_said_to_be_the_engines(llama: Bench) -> None:
+    weight = layer(model_of(llama.engine), 3).input_layernorm.weight
+    with changed(weight, torch.full_like(weight, torch.nan)):
+        verdict = llama.verdict()
+    assert verdict.kind == "not finite"
+    assert verdict.odd == ("engine decode", "engine prefill")
+
+
+def test_an_engine_in_bfloat16_is_no_ones_fault(
+    demo: Path, vllm: Callable[..., VLLMEngine], demo_trainer: HFEngine, demo_prompts: Prompts, tmp_path: Path
+) -> None:
+    bench = Bench(demo, vllm(demo, dtype=torch.bfloat16), demo_trainer, demo_prompts, tmp_path / "store")
+    verdict = bench.verdict()
+    assert verdict.kind == "precision"
+    assert verdict.odd == ()
+    assert "the engine computes in bfloat16 and the trainer in float32" in verdict.summary
+
+
+# Faults of refits
+
+
+@contextmanager
+def refitted(bench: Bench, change: Callable[[Any], Any], settings: Settings = SETTINGS) -> Iterator[RefitStep]:
+    """Refit the engine, train a step, refit it again with a fault on the way; put everything back."""
+    model = bench.trainer.model
+    kept = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    cell = settings.cells()[0]
+    checker = RefitChecker(str(bench.path), bench.engine, bench.trainer, bench.prompts, settings, cell)
+    with ExitStack() as stack:
+        stack.callback(lambda: bench.engine.refit(model.state_dict_adapter.iter_export(model)))
+        stack.callback(lambda: model.load_state_dict(kept))
+        assert checker.refit("first").passed
+        assert checker.train(bench.prompts.make(cell, cell.length, 7)) > 1.01
+        yield checker.refit("second", change=change)
+
+
+def test_a_layer_that_is_not_refitted_is_named(llama: Bench) -> None:
+    def without(tensors: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        return ((name, tensor) for name, tensor in tensors if ".layers.2." not in name)
+
+    with refitted(llama, without) as step:
+        assert not step.passed
+        assert any("parameters of the engine were not written: model.layers.2." in one for one in step.problems)
+        verdict = step.result.verdict
+    assert verdict.kind == "engine"
+    # A step moves its norm by less than its projections.
+    assert verdict.module in ("model.layers.2.input_layernorm", "model.layers.2.self_attn.qkv_proj")
+    assert "that of the weights of before: it was not refitted" in verdict.detail
+
+
+def test_a_stale_output_embedding_is_named(llama: Bench) -> None:
+    with refitted(llama, lambda tensors: ((n, t) for n, t in tensors if n != "lm_head.weight")) as step:
+        assert any("lm_head.weight" in one for one in step.problems)
+        verdict = step.result.verdict
+    assert verdict.module == "logits"
+    assert "it was not refitted" in verdict.detail
+
+
+def test_gate_and_up_swapped_on_the_way_are_named(llama: Bench) -> None:
+    swap = {"gate_proj": "up_proj", "up_proj": "gate_proj"}
+
+    def swapped(tensors: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in tensors:
+            for part, other in swap.items():
+                if f".{part}." in name:
+                    name = name.replace(part, other)
+                    break
+            yield name, tensor
+
+    with refitted(llama, swapped) as step:
+        assert any("arrived changed" in one for one in step.problems)
+        verdict = step.result.verdict
+    assert verdict.kind == "engine"
+    assert verdict.module == "model.layers.0.mlp.gate_up_proj"
+    assert "halves swapped" in verdict.detail
+
+
+def test_what_is_cached_from_before_a_refit_is_named(llama: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llama.engine.llm, "reset_prefix_cache", lambda: True)
+    # The measurement before the second refit leaves the keys and values of its prompts behind, in whole blocks of 128.
+    with refitted(llama, lambda tensors: tensors, replace(SETTINGS, lengths=(200,))) as step:
+        assert not step.problems
+        verdict = step.result.verdict
+    monkeypatch.undo()
+    forget(llama.engine)
+    assert verdict is not None
+    assert verdict.kind == "engine decode"
+    assert "before the last refit" in verdict.summary
+
+
+# Faults of the trainer
+
+
+def test_a_wrong_weight_of_the_trainer_is_named(llama: Bench) -> None:
+    attention = layer(llama.trainer.model, 1).self_attn
+    weight = attention.k_proj.weight
+    with changed(weight, layer(llama.trainer.model, 2).self_attn.k_proj.weight.clone()):
+        verdict = llama.verdict()
+    assert verdict.kind == "trainer"
+    assert "model.layers.1.self_attn.k_proj.weight" in verdict.detail
+    assert "holds what belongs in model.layers.2.self_attn.k_proj.weight" in verdict.detail
+
+
+# Faults that need a model with more to leave out
+
+
+def test_a_dropped_soft_cap_is_named(gemma2: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert gemma2.verdict() is None
+    monkeypatch.setattr(model_of(gemma2.engine).logits_processor, "soft_cap", None)
+    verdict = gemma2.verdict()
+    assert verdict.kind == "engine"
+    assert verdict.cause == "the soft cap of the logits was not applied"
+    assert verdict.module == "logits"
+
+
+def test_a_stale_buffer_is_named(gemma2: Bench) -> None:
+    normalizer = model_of(gemma2.engine).model.normalizer
+    with changed(normalizer, torch.ones_like(normalizer)):
+        verdict = gemma2.verdict()
+    assert verdict.kind == "engine"
+    assert "the right one times 0.0625" in verdict.detail
+
+
+def test_a_wrong_scale_of_attention_is_named(gemma2: Bench) -> None:
+    with ExitStack() as stack:
+        for one in model_of(gemma2.engine).model.layers:
+            kept = one.self_attn.attn.impl.scale
+            stack.callback(setattr, one.self_attn.attn.impl, "scale", kept)
+            one.self_attn.attn.impl.scale = gemma2.trainer.model.config.head_dim**-0.5
+        verdict = gemma2.verdict()
+    assert verdict.kind == "engine"
+    assert "query_pre_attn_scalar" in verdict.cause

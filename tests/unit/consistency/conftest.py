@@ -1,0 +1,44 @@
+"""A small model with a distribution that is far from uniform, and transformers' model of it as the engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import new_model
+from transformers import LlamaConfig
+
+from nrl_models import AutoModelForCausalLM
+from nrl_models.consistency.prompts import Prompts
+from nrl_models.engines.hf import HFEngine
+from nrl_models.testing.tiny import tiny_config
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama whose logits spread over several nats: an error shows."""
+    folder = tmp_path_factory.mktemp("consistency")
+    model = new_model(tiny_config(LlamaConfig))
+    with torch.no_grad():
+        model.lm_head.weight.mul_(2.0)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def trainer(checkpoint: Path) -> HFEngine:
+    """Our model of it, to change at will."""
+    return HFEngine(AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32), "trainer")
+
+
+@pytest.fixture
+def engine(checkpoint: Path) -> HFEngine:
+    """transformers' model of it, to change at will."""
+    return HFEngine.start(checkpoint, dtype=torch.float32)
+
+
+@pytest.fixture
+def prompts() -> Prompts:
+    """Token ids that count."""
+    return Prompts(None, 512)

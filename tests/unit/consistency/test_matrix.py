@@ -1,0 +1,244 @@
+"""The matrix: what is measured, kept, resumed, reported."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_cell import SETTINGS
+from typer.testing import CliRunner
+
+from nrl_models.cli import app
+from nrl_models.consistency.cells import Settings
+from nrl_models.consistency.prompts import Prompts
+from nrl_models.consistency.references import References
+from nrl_models.consistency.report import ConsistencyReport
+from nrl_models.consistency.run import check_consistency, run_matrix
+from nrl_models.consistency.store import Store
+from nrl_models.engines.hf import HFEngine
+from nrl_models.errors import ConsistencyError, EngineError
+
+Run = Callable[..., ConsistencyReport]
+
+
+@pytest.fixture
+def run(checkpoint: Path, engine: HFEngine, trainer: HFEngine, prompts: Prompts, tmp_path: Path) -> Run:
+    """Runs the matrix on the two models, and keeps measurements in one folder."""
+
+    def run(settings: Settings = SETTINGS, **options: Any) -> ConsistencyReport:
+        store = Store(tmp_path / "kept", {})
+        return run_matrix(str(checkpoint), engine, trainer, prompts, settings, store, References(checkpoint), **options)
+
+    return run
+
+
+def test_the_whole_matrix_is_the_guides() -> None:
+    cells = Settings().cells()
+    assert len(cells) == 36
+    assert {cell.length for cell in cells} == {100, 1_000, 10_000}
+    assert {cell.batch for cell in cells} == {1, 8, 32}
+    assert {(cell.data, cell.mode) for cell in cells} == {
+        ("real", "greedy"),
+        ("real", "sampling"),
+        ("dummy", "greedy"),
+        ("dummy", "sampling"),
+    }
+
+
+def test_everything_wrong_with_settings_is_said_at_once() -> None:
+    with pytest.raises(ConsistencyError) as caught:
+        Settings(lengths=(3,), data=("fake",), modes=("beam",), batches=(0,), repeats=0, threshold=0.5)
+    for part in ("length 3", "data 'fake'", "mode 'beam'", "batch 0", "repeats 0", "threshold 0.5"):
+        assert part in str(caught.value)
+
+
+def test_models_that_agree_pass_in_every_cell(run: Run) -> None:
+    settings = replace(SETTINGS, lengths=(16,), modes=("greedy", "sampling"), batches=(1, 3), repeats=2, strict=True)
+    report = run(settings)
+    assert report.verdict == "pass", report.markdown()
+    found = report.to_json()
+    assert len(found["cells"]) == 4
+    for cell in found["cells"]:
+        assert 1.0 <= cell["token_mult_prob_error"] < 1.0001
+        assert 1.0 <= cell["token_mult_prob_error_strict"] < 1.0001
+        assert 1.0 <= cell["noise_floor"] < 1.0001
+        assert len(cell["repeats"]) == 2
+        # A batch of n sequences with half of the tokens, at most 8, generated.
+        assert cell["repeats"][0]["decode"]["tokens"] == cell["batch"] * min(8, cell["length"] // 2)
+    # Repeats are other prompts and seeds.
+    one = report.results[-1].repeats
+    assert not torch.equal(one[0].tokens, one[1].tokens)
+
+
+def test_an_interrupted_run_goes_on_where_it_stopped(run: Run, engine: HFEngine, tmp_path: Path) -> None:
+    settings = replace(SETTINGS, lengths=(16, 24, 32))
+    generate, calls = engine.generate, []
+
+    def dies(*args: Any, **kwargs: Any) -> Any:
+        calls.append(args)
+        if len(calls) == 3:
+            raise EngineError("the engine died")
+        return generate(*args, **kwargs)
+
+    engine.generate = dies
+    report = run(settings)
+    assert report.verdict == "incomplete"
+    assert report.error == "the engine died"
+    assert [result.cell.length for result in report.results] == [16, 24]
+    assert json.loads((tmp_path / "kept" / "report.json").read_text())["error"] == "the engine died"
+    before = [result.to_json() for result in report.results]
+    report = run(settings)
+    assert len(calls) == 4  # the third cell alone was generated
+    assert report.verdict == "pass"
+    assert [result.to_json() for result in report.results[:2]] == before
+
+
+def test_measurements_made_otherwise_are_not_mixed_in(checkpoint: Path, tmp_path: Path) -> None:
+    options = {"engine": "hf-generate", "out": tmp_path, "dtype": torch.float32}
+    assert check_consistency(checkpoint, settings=SETTINGS, **options).passed
+    with pytest.raises(ConsistencyError, match="seed: 0 there, 1 now"):
+        check_consistency(checkpoint, settings=replace(SETTINGS, seed=1), **options)
+    # More cells and another threshold are no other measurements.
+    assert check_consistency(checkpoint, settings=replace(SETTINGS, batches=(2, 3), threshold=1.5), **options).passed
+    assert check_consistency(checkpoint, settings=replace(SETTINGS, seed=1), fresh=True, **options).passed
+
+
+def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("years of work")
+    with pytest.raises(ConsistencyError, match="not empty and holds no measurements"):
+        Store(tmp_path, {}, fresh=True)
+    assert (tmp_path / "thesis.txt").exists()
+
+
+def test_an_engine_that_gives_nan_fails_and_the_report_is_valid_json(run: Run, engine: HFEngine) -> None:
+    score = engine.score
+    engine.score = lambda *args, **kwargs: [[math.nan] * len(row) for row in score(*args, **kwargs)]
+    report = run()
+    assert report.verdict == "fail"
+    verdict = report.results[0].verdict
+    assert (verdict.kind, verdict.odd) == ("not finite", ("engine prefill",))
+    found = json.loads(json.dumps(report.to_json(), allow_nan=False))
+    assert found["cells"][0]["repeats"][0]["prefill"]["nan"] == 16
+
+
+def test_tokens_the_engine_never_samples_are_found_by_strict_mode_alone(run: Run, engine: HFEngine) -> None:
+    # An engine that cannot sample what it should: it is right about all it does sample.
+    settings = replace(SETTINGS, sampling=replace(SETTINGS.sampling, top_p=1.0), new_tokens=12)
+    score = engine.score
+
+    def without_some(sequences: Any, *args: Any, **kwargs: Any) -> Any:
+        found = score(sequences, *args, **kwargs)
+        for row, tokens in zip(found, sequences, strict=True):
+            for place in range(12, len(tokens)):
+                if tuple(tokens) not in sampled and tokens[place] % 2:
+                    row[place] = -math.inf
+        return found
+
+    generate, sampled = engine.generate, set()
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        samples = generate(*args, **kwargs)
+        sampled.update(sample.sequence for sample in samples)
+        return samples
+
+    engine.score, engine.generate = without_some, noted
+    report = run(replace(settings, strict=True))
+    assert report.verdict == "fail"
+    assert any("log-probabilities of strict are infinite in the engine" in one for one in report.results[0].problems)
+
+
+def test_an_engine_that_cannot_score_is_judged_by_its_decoding(run: Run, engine: HFEngine) -> None:
+    known = engine.capabilities()
+    engine.capabilities = lambda: replace(known, score=False, processed_scores=False)
+    report = run()
+    assert report.verdict == "pass"
+    assert report.results[0].comparisons.keys() == {"decode"}
+    assert report.numbers(report.results[0])[1] == "-"
+
+
+def test_the_report_as_markdown_is_the_guides_table(run: Run) -> None:
+    text = run().markdown()
+    assert "| Sequence Length | Data Type | Generation Method | Batch Size | trainer vs hf-generate, decode |" in text
+    assert "| 24 | dummy | sampling | 2 | 1.000" in text
+
+
+def test_the_page_is_self_contained_and_shows_the_worst_tokens(run: Run, engine: HFEngine, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from nrl_models.consistency.html import write_html
+
+    with torch.no_grad():
+        engine.model.model.layers[1].mlp.down_proj.weight.mul_(1.2)
+    report = run()
+    write_html(report, tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text()
+    assert page.count("data:image/png;base64,") == 1
+    assert "http" not in page
+    assert report.results[0].verdict.summary.replace("'", "&#x27;") in page
+    assert f"token {report.results[0].repeats[0].tokens[0, -1]}: trainer" in page
+
+
+# The command
+
+
+def test_the_command_writes_what_was_asked_for(checkpoint: Path, tmp_path: Path) -> None:
+    arguments = ["--engine", "hf-generate", "--dtype", "float32", "--new-tokens", "8"]
+    arguments += ["--length", "24", "--data", "dummy", "--batch", "2"]
+    files = ["--json", str(tmp_path / "a.json"), "--markdown", str(tmp_path / "a.md"), "--out", str(tmp_path / "out")]
+    result = CliRunner().invoke(app, ["consistency", str(checkpoint), *arguments, *files])
+    assert result.exit_code == 0, result.output
+    found = json.loads((tmp_path / "a.json").read_text())
+    assert found["verdict"] == "pass"
+    assert {(cell["length"], cell["data"], cell["mode"], cell["batch"]) for cell in found["cells"]} == {
+        (24, "dummy", "greedy", 2),
+        (24, "dummy", "sampling", 2),
+    }
+    assert "**pass**" in (tmp_path / "a.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--engine", "tgi"], "unknown engine 'tgi'"),
+        (["--engine", "http://127.0.0.1:9"], "127.0.0.1:9"),
+        (["--data", "real"], "no tokenizer"),
+        (["--length", "5000"], "5,000"),
+        (["--temperature", "0"], "choose mode greedy"),
+        (["--engine-option", "device"], "expected KEY=VALUE"),
+        (["--dtype", "int8"], "expected float32"),
+    ],
+    ids=["engine", "server", "tokenizer", "length", "temperature", "option", "dtype"],
+)
+def test_bad_input_gets_a_message_and_no_traceback(
+    checkpoint: Path, tmp_path: Path, arguments: list[str], message: str
+) -> None:
+    base = ["consistency", str(checkpoint), "--out", str(tmp_path / "out")]
+    base += [] if "--engine" in arguments else ["--engine", "hf-generate"]
+    base += [] if "--length" in arguments else ["--length", "24"]
+    base += [] if "--data" in arguments else ["--data", "dummy"]
+    result = CliRunner().invoke(app, [*base, *arguments])
+    assert result.exit_code == 2, result.output
+    assert message in " ".join((result.output + result.stderr).replace("│", " ").split())
+
+
+def test_an_engine_that_is_not_installed_is_said_how_to_get(checkpoint: Path, tmp_path: Path) -> None:
+    try:
+        import vllm  # noqa: F401
+    except ImportError:
+        pass
+    else:
+        pytest.skip("it is installed")
+    arguments = ["consistency", str(checkpoint), "--length", "24", "--data", "dummy", "--out", str(tmp_path / "out")]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 2
+    assert "make test-engine" in result.output + result.stderr
+
+
+def test_a_tokenizer_of_another_model_is_refused() -> None:
+    with pytest.raises(ConsistencyError, match=r"the tokenizer has 600 tokens and the model's embedding 512 rows"):
+        Prompts(["token"] * 600, 512)

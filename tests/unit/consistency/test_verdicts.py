@@ -1,0 +1,167 @@
+"""Faults planted where no engine is needed: who is wrong, what he does instead, and where."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import new_model
+from small_cell import SETTINGS
+from transformers import DeepseekV3Config, Gemma2Config, LlamaConfig, MistralConfig, PreTrainedConfig
+
+from nrl_models import AutoModelForCausalLM
+from nrl_models.consistency.prompts import Prompts
+from nrl_models.consistency.references import References
+from nrl_models.consistency.refit import RefitChecker
+from nrl_models.consistency.run import run_matrix
+from nrl_models.consistency.store import Store
+from nrl_models.consistency.verdict import Verdict
+from nrl_models.engines.hf import HFEngine
+from nrl_models.testing.tiny import tiny_config
+
+Judge = Callable[..., Verdict | None]
+
+
+@pytest.fixture
+def judge(tmp_path: Path, prompts: Prompts) -> Judge:
+    """The verdict on a checkpoint whose engine, or trainer, is made from another configuration or changed."""
+
+    def judge(
+        config: PreTrainedConfig,
+        engine_config: dict[str, Any] | None = None,
+        change: Callable[[HFEngine, HFEngine], None] = lambda engine, trainer: None,
+        **settings: Any,
+    ) -> Verdict | None:
+        model = new_model(config)
+        with torch.no_grad():
+            model.get_output_embeddings().weight.mul_(2.0)
+        path = tmp_path / "checkpoint"
+        model.save_pretrained(path)
+        wrong = AutoModelForCausalLM.from_pretrained(path, combine=False, dtype=torch.float32, **(engine_config or {}))
+        engine = HFEngine(wrong, "engine")
+        trainer = HFEngine(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), "trainer")
+        change(engine, trainer)
+        store = Store(tmp_path / "store", {}, fresh=True)
+        asked = replace(SETTINGS, **settings)
+        report = run_matrix(str(path), engine, trainer, prompts, asked, store, References(path))
+        return report.results[0].verdict
+
+    return judge
+
+
+def test_models_that_agree_get_no_verdict(judge: Judge) -> None:
+    assert judge(tiny_config(LlamaConfig)) is None
+
+
+@pytest.mark.parametrize(
+    ("config_class", "overrides", "wrong", "cause"),
+    [
+        (
+            LlamaConfig,
+            {},
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0}},
+            "'rope_theta': 500000",
+        ),
+        (Gemma2Config, {"final_logit_softcapping": 3.0}, {"final_logit_softcapping": None}, "soft cap of the logits"),
+        (MistralConfig, {"sliding_window": 8}, {"sliding_window": None}, "`sliding_window` were None and not 8"),
+        (MistralConfig, {"sliding_window": 8}, {"sliding_window": 9}, "`sliding_window` were 9 and not 8"),
+        (LlamaConfig, {"rms_norm_eps": 0.1}, {"rms_norm_eps": 1e-6}, "`rms_norm_eps` were 1e-06 and not 0.1"),
+    ],
+    ids=["rope", "softcap", "no-window", "window-off-by-one", "eps"],
+)
+def test_a_key_of_the_configuration_that_is_not_read_is_named(
+    judge: Judge, config_class: type[PreTrainedConfig], overrides: dict[str, Any], wrong: dict[str, Any], cause: str
+) -> None:
+    verdict = judge(tiny_config(config_class, overrides), wrong, threshold=1.00001)
+    assert verdict is not None
+    assert verdict.kind == "engine"
+    assert cause in verdict.cause
+
+
+def test_the_trainer_is_named_when_it_is_wrong(judge: Judge) -> None:
+    def swap(engine: HFEngine, trainer: HFEngine) -> None:
+        mlp = trainer.model.model.layers[1].mlp
+        with torch.no_grad():
+            gate = mlp.gate_proj.weight.clone()
+            mlp.gate_proj.weight.copy_(mlp.up_proj.weight)
+            mlp.up_proj.weight.copy_(gate)
+
+    verdict = judge(tiny_config(LlamaConfig), change=swap)
+    assert verdict.kind == "trainer"
+    assert (
+        "model.layers.1.mlp.gate_proj.weight holds what belongs in model.layers.1.mlp.up_proj.weight" in verdict.detail
+    )
+
+
+def test_both_wrong_in_other_ways_are_both_named(judge: Judge) -> None:
+    def spoil(engine: HFEngine, trainer: HFEngine) -> None:
+        with torch.no_grad():
+            engine.model.model.layers[0].mlp.down_proj.weight.mul_(1.5)
+            trainer.model.model.layers[1].mlp.down_proj.weight.mul_(0.5)
+
+    verdict = judge(tiny_config(LlamaConfig), change=spoil)
+    assert verdict.kind == "everybody"
+    assert verdict.odd == ("trainer", "engine decode", "engine prefill")
+
+
+def test_other_precision_is_no_fault(judge: Judge) -> None:
+    def half(engine: HFEngine, trainer: HFEngine) -> None:
+        engine.model.to(torch.bfloat16)
+
+    verdict = judge(tiny_config(LlamaConfig), change=half)
+    assert verdict.kind == "precision"
+    assert "the engine computes in bfloat16 and the trainer in float32" in verdict.summary
+
+
+# Refits
+
+
+def checker(path: Path, engine: HFEngine, prompts: Prompts) -> RefitChecker:
+    trainer = HFEngine(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), "trainer")
+    settings = replace(SETTINGS, threshold=1.0001)
+    return RefitChecker(str(path), engine, trainer, prompts, settings, settings.cells()[0])
+
+
+def test_two_refits_in_a_row_arrive(checkpoint: Path, prompts: Prompts) -> None:
+    engine = HFEngine.start(checkpoint, dtype=torch.float32, load_format="dummy", seed=3)
+    check = checker(checkpoint, engine, prompts)
+    assert check.refit("first").passed
+    assert check.train(prompts.make(SETTINGS.cells()[0], 24, 7)) > 1.01
+    step = check.refit("second")
+    assert step.passed
+    assert step.before > 1.01
+
+
+def test_weights_that_did_not_change_are_no_second_refit(checkpoint: Path, prompts: Prompts) -> None:
+    check = checker(checkpoint, HFEngine.start(checkpoint, dtype=torch.float32), prompts)
+    check.refit("first")
+    step = check.refit("second")
+    assert step.problems == ("the same weights were sent as the last time: the training step changed nothing",)
+
+
+def test_what_does_not_arrive_is_named(checkpoint: Path, prompts: Prompts) -> None:
+    check = checker(checkpoint, HFEngine.start(checkpoint, dtype=torch.float32), prompts)
+    lost = "model.layers.1.self_attn.v_proj.weight"
+
+    def lose(tensors: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        return ((name, tensor) for name, tensor in tensors if name != lost)
+
+    problems = "; ".join(check.refit("first", change=lose).problems)
+    assert f"1 tensors did not arrive: {lost}" in problems
+    assert f"1 parameters of the engine were not written: {lost}" in problems
+
+
+def test_a_persistent_buffer_that_is_not_sent_is_named(tmp_path: Path, prompts: Prompts) -> None:
+    new_model(tiny_config(DeepseekV3Config, {"num_key_value_heads": 8, "head_dim": 16})).save_pretrained(tmp_path)
+    engine = HFEngine.start(tmp_path, dtype=torch.float32)
+    check = checker(tmp_path, engine, prompts)
+
+    def lose(tensors: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        return ((name, tensor) for name, tensor in tensors if "e_score_correction_bias" not in name)
+
+    problems = "; ".join(check.refit("first", change=lose).problems)
+    assert "buffers of the engine were not written: model.layers.1.mlp.gate.e_score_correction_bias" in problems

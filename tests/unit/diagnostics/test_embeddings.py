@@ -1,0 +1,147 @@
+"""Diagnostic 3, on checkpoints alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import edit_weights, new_model, stored
+from safetensors import safe_open
+from transformers import Gemma3Config, LlamaConfig
+from typer.testing import CliRunner
+
+from nrl_models.cli import app
+from nrl_models.common.checkpoint_files import CheckpointFiles
+from nrl_models.diagnostics.embeddings import diagnose_embeddings, ranges
+from nrl_models.errors import CheckpointError
+from nrl_models.testing.tiny import tiny_config
+
+ZERO, CONSTANT = [0, 1, 7, 300], [40]
+"""transformers leaves the padding token's row, 0, at zero."""
+
+
+def spoil(tensors: dict[str, torch.Tensor], key: str = "model.embed_tokens.weight") -> None:
+    tensors[key][ZERO] = 0.0
+    tensors[key][CONSTANT] = 0.25
+
+
+@pytest.fixture
+def untrained(folder: Path) -> Path:
+    """A checkpoint with rows of zeros and a constant one in its input embedding."""
+    edit_weights(folder, spoil)
+    return folder
+
+
+@pytest.fixture
+def healthy(folder: Path) -> Path:
+    """A checkpoint with no untrained row."""
+    edit_weights(folder, lambda tensors: tensors["model.embed_tokens.weight"][0].normal_(std=0.06))
+    return folder
+
+
+def test_a_healthy_checkpoint_passes(healthy: Path) -> None:
+    result = diagnose_embeddings(healthy)
+    assert result.passed
+    assert [one["kind"] for one in result.measured["embeddings"]] == ["input", "output"]
+    assert not result.measured["tied"]
+    assert result.lines.count("✅ No obvious untrained patterns detected") == 2
+
+
+def test_untrained_rows_are_found_in_the_embedding_that_has_them(untrained: Path) -> None:
+    result = diagnose_embeddings(untrained)
+    assert not result.passed
+    first, second = result.measured["embeddings"]
+    assert first["near_zero"] == ZERO
+    assert first["identical"] == sorted(ZERO + CONSTANT)  # zeros are all the same, too
+    assert (second["near_zero"], second["identical"]) == ([], [])
+    text = "\n".join(result.lines)
+    assert "Near-zero embeddings (abs < 1.00e-10): 4/512 (0.8%)" in text
+    assert "Indices: 0-1,7,40,300" in text
+    weight = stored(untrained)["model.embed_tokens.weight"].float()
+    assert first["mean_abs"] == pytest.approx(weight.abs().mean().item(), rel=1e-5)
+    assert first["max_abs"] == weight.abs().max().item()
+    healthy = weight[[row for row in range(512) if row not in ZERO + CONSTANT]]
+    assert first["healthy_std"] == pytest.approx(healthy.std(correction=0).item(), rel=1e-4)
+
+
+def test_thresholds_decide(llama_checkpoint: Path) -> None:
+    assert len(diagnose_embeddings(llama_checkpoint, near_zero=1e9).measured["embeddings"][0]["near_zero"]) == 512
+    assert len(diagnose_embeddings(llama_checkpoint, identical=1e9).measured["embeddings"][0]["identical"]) == 512
+
+
+def test_only_embeddings_are_read(llama_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, shapes = CheckpointFiles.read, []
+
+    def noted(self: CheckpointFiles, *args: object, **kwargs: object) -> torch.Tensor:
+        tensor = read(self, *args, **kwargs)
+        shapes.append(tuple(tensor.shape))
+        return tensor
+
+    monkeypatch.setattr(CheckpointFiles, "read", noted)
+    diagnose_embeddings(llama_checkpoint)
+    assert shapes == [(512, 256), (512, 256)]
+
+
+def test_tied_embeddings_of_a_nested_text_model_are_found(tmp_path: Path) -> None:
+    model = new_model(tiny_config(Gemma3Config), "ForConditionalGeneration")
+    with torch.no_grad():
+        model.get_input_embeddings().weight[5] = 0.0
+    model.save_pretrained(tmp_path)
+    result = diagnose_embeddings(tmp_path)
+    assert result.measured["tied"]
+    assert result.measured["embeddings"][0]["near_zero"] == [0, 5]
+    assert "language_model" in result.measured["embeddings"][0]["key"]
+
+
+def test_rows_are_drawn_anew_and_nothing_else_changes(untrained: Path, tmp_path: Path) -> None:
+    target = tmp_path / "mended"
+    result = diagnose_embeddings(untrained, reinitialise=target)
+    assert "with 5 rows drawn anew" in "\n".join(result.lines)
+    assert diagnose_embeddings(target).passed
+    before, after = stored(untrained), stored(target)
+    rows = sorted(ZERO + CONSTANT)
+    changed = after["model.embed_tokens.weight"]
+    deviation = result.measured["embeddings"][0]["healthy_std"]
+    assert changed[rows].std().item() == pytest.approx(deviation, rel=0.1)
+    before["model.embed_tokens.weight"][rows] = changed[rows]
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    with safe_open(target / "model.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+
+
+def test_a_checkpoint_is_not_mended_in_place(untrained: Path) -> None:
+    with pytest.raises(CheckpointError, match="cannot re-initialise in place"):
+        diagnose_embeddings(untrained, reinitialise=untrained)
+
+
+def test_nothing_healthy_to_learn_from_is_an_error(folder: Path, tmp_path: Path) -> None:
+    edit_weights(folder, lambda tensors: tensors["lm_head.weight"].zero_())
+    with pytest.raises(CheckpointError, match="no healthy row"):
+        diagnose_embeddings(folder, reinitialise=tmp_path / "mended")
+    assert not (tmp_path / "mended").exists()
+
+
+def test_a_tied_head_counts_once(tmp_path: Path) -> None:
+    new_model(tiny_config(LlamaConfig, {"tie_word_embeddings": True})).save_pretrained(tmp_path)
+    result = diagnose_embeddings(tmp_path)
+    assert result.measured["tied"]
+    first, *rest = result.measured["embeddings"]
+    assert first["near_zero"] == [0]
+    assert all(one["key"] == first["key"] for one in rest)
+
+
+def test_ranges_are_the_guides() -> None:
+    assert ranges([0, 1, 3, 4, 5, 9]) == "0-1,3-5,9"
+    assert ranges([]) == ""
+
+
+def test_the_command_exits_with_one_where_rows_are_untrained(untrained: Path, tmp_path: Path) -> None:
+    file = tmp_path / "found.json"
+    result = CliRunner().invoke(app, ["diagnose", "embeddings", str(untrained), "--json", str(file)])
+    assert result.exit_code == 1
+    assert "EMBEDDING SUMMARIES" in result.output
+    found = json.loads(file.read_text())
+    assert (found["diagnostic"], found["verdict"]) == ("embeddings", "fail")

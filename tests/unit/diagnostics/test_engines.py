@@ -1,0 +1,132 @@
+"""Diagnostics 1, 2, 4 and 5 over transformers as the engine; tests/engine has them over vLLM."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from nrl_models.cli import app
+from nrl_models.diagnostics.decode_vs_prefill import diagnose_decode_vs_prefill
+from nrl_models.diagnostics.max_model_len import diagnose_max_model_len
+from nrl_models.diagnostics.precision import diagnose_precision
+from nrl_models.diagnostics.prefix_caching import diagnose_prefix_caching
+from nrl_models.engines.base import Sample
+from nrl_models.engines.hf import HFEngine
+from nrl_models.errors import EngineError
+
+PROMPT = list(range(20, 44))
+
+
+@pytest.fixture
+def engine(llama_checkpoint: Path) -> HFEngine:
+    """transformers' model, to change at will."""
+    return HFEngine.start(llama_checkpoint, dtype=torch.float32)
+
+
+def test_an_engine_without_a_limit_of_its_own_cannot_be_checked(engine: HFEngine) -> None:
+    with pytest.raises(EngineError, match="no limit of its own"):
+        diagnose_max_model_len(engine, "tiny", PROMPT)
+
+
+@pytest.mark.parametrize(("limit", "passed"), [(20, True), (13, False)])
+def test_the_limit_is_on_prompt_and_generated_tokens_together(engine: HFEngine, limit: int, passed: bool) -> None:
+    known = replace(engine.capabilities(), own_limit=True, max_length=limit)
+    engine.capabilities = lambda: known
+    generate = HFEngine(engine.model).generate
+    # It stops at 20 tokens, whatever it was told.
+    engine.generate = lambda prompts, sampling, **asked: generate(
+        prompts, sampling, max_new_tokens=20 - len(prompts[0])
+    )
+    result = diagnose_max_model_len(engine, "tiny", PROMPT)
+    assert result.passed == passed
+    assert result.measured["total_tokens"] == 20
+
+
+def test_decode_and_prefill_agree(engine: HFEngine) -> None:
+    result = diagnose_decode_vs_prefill(engine, "tiny", [PROMPT, PROMPT[:5]], new_tokens=20, threshold=1.0001)
+    assert result.passed, result.lines
+    assert [one["tokens"] for one in result.measured["sequences"]] == [20, 20]
+
+
+def test_an_error_of_one_sequence_is_not_diluted_by_prompts_or_others(engine: HFEngine) -> None:
+    generate = engine.generate
+
+    def spoiled(*args: Any, **kwargs: Any) -> list[Sample]:
+        first, second = generate(*args, **kwargs)
+        return [first, replace(second, logprobs=tuple(one - 0.06 for one in second.logprobs))]
+
+    engine.generate = spoiled
+    # exp(0.06) is 1.062 over what was generated; with 200 prompt tokens averaged in it would be 1.002.
+    prompts = [PROMPT, [token % 480 + 16 for token in range(200)]]
+    result = diagnose_decode_vs_prefill(engine, "tiny", prompts, new_tokens=8)
+    assert not result.passed
+    assert "differ for prompts [1]" in result.lines[-1]
+    assert result.measured["sequences"][1]["token_mult_prob_error"] == pytest.approx(math.exp(0.06), abs=1e-4)
+
+
+def test_modes_are_compared_on_the_same_tokens(llama_checkpoint: Path) -> None:
+    dtypes = {"compiled": torch.float32, "compiled, with backend=eager": torch.bfloat16}
+
+    @contextmanager
+    def start(mode: dict[str, Any]) -> Iterator[HFEngine]:
+        dtype = torch.bfloat16 if mode.get("compilation_config") else torch.float32
+        yield HFEngine.start(llama_checkpoint, dtype=dtype)
+
+    result = diagnose_precision(start, "tiny", [PROMPT, PROMPT[:9]], new_tokens=6, modes=list(dtypes))
+    assert not result.passed
+    assert result.informative
+    close = {one["comparison"]: one["close"] for one in result.measured["comparisons"]}
+    assert close == {
+        "Eager and compiled lps (prompt lps)": True,
+        "Eager and compiled lps (generation lps)": True,
+        "Eager and compiled, with backend=eager lps (prompt lps)": False,
+        "Eager and compiled, with backend=eager lps (generation lps)": False,
+    }
+    assert [one["elements"] for one in result.measured["comparisons"][:2]] == [23 + 8, 12]
+
+
+def test_prefix_caching_counts_nan(engine: HFEngine) -> None:
+    known = replace(engine.capabilities(), prefix_caching=True)
+    engine.capabilities = lambda: known
+    assert diagnose_prefix_caching(engine, "tiny", PROMPT, new_tokens=10).passed
+    generate = engine.generate
+
+    def spoiled(prompts: Any, *args: Any, **kwargs: Any) -> list[Sample]:
+        sample = generate(prompts, *args, **kwargs)[0]
+        keep = len(sample.tokens) if len(prompts[0]) == len(PROMPT) else 1
+        return [replace(sample, logprobs=(*sample.logprobs[:keep], *[math.nan] * (len(sample.tokens) - keep)))]
+
+    engine.generate = spoiled
+    result = diagnose_prefix_caching(engine, "tiny", PROMPT, new_tokens=10)
+    assert not result.passed
+    assert result.lines[-1] == "[tiny] FAIL: 9/10 logprobs are NaN on iteration 2 (prefix caching is broken)"
+    assert [one["nan"] for one in result.measured["iterations"]] == [0, 9]
+
+
+def test_the_command_prints_the_guides_lines(llama_checkpoint: Path, tmp_path: Path) -> None:
+    file = tmp_path / "found.json"
+    arguments = ["--engine", "hf-generate", "--dtype", "float32"]
+    arguments += ["--prompts", "2", "--length", "12", "--new-tokens", "8"]
+    result = CliRunner().invoke(
+        app, ["diagnose", "decode-vs-prefill", str(llama_checkpoint), *arguments, "--json", str(file)]
+    )
+    assert result.exit_code == 0, result.output
+    assert "ALL GOOD!" in result.output
+    assert json.loads(file.read_text())["verdict"] == "pass"
+
+
+def test_the_command_says_what_the_engine_cannot_do(llama_checkpoint: Path) -> None:
+    result = CliRunner().invoke(
+        app, ["diagnose", "max-model-len", str(llama_checkpoint), "--engine", "hf-generate", "--dtype", "float32"]
+    )
+    assert result.exit_code == 2
+    assert "no limit of its own" in result.output + result.stderr

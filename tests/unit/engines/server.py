@@ -1,0 +1,107 @@
+"""A completions server for the tests, that really serves a model: `HFEngine` behind `http.server`."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from nrl_models.engines.hf import HFEngine
+from nrl_models.logprobs import Sampling
+
+Change = Callable[[dict[str, Any]], dict[str, Any]]
+
+
+class Served:
+    """What the server does, to change while it runs.
+
+    Attributes:
+        style: `vllm` (token ids, prompt_logprobs) or `openai` (tokens named `token_id:`, echo).
+        change: applied to each choice before it is sent.
+        delay: seconds before an answer.
+        broken: whether to close the connection in place of an answer.
+        requests: what was asked, in order.
+    """
+
+    def __init__(self, engine: HFEngine, style: str) -> None:
+        self.engine, self.style = engine, style
+        self.change: Change = lambda choice: choice
+        self.delay = 0.0
+        self.broken = False
+        self.models = ["tiny"]
+        self.requests: list[dict[str, Any]] = []
+
+    def complete(self, body: dict[str, Any]) -> dict[str, Any]:
+        prompts = body["prompt"]
+        sampling = Sampling(body["temperature"], body.get("top_k", 0), body.get("top_p", 1.0))
+        samples = self.engine.generate(
+            prompts,
+            sampling,
+            max_new_tokens=body["max_tokens"],
+            seed=body.get("seed", 0),
+            ignore_end=body.get("ignore_eos", False),
+        )
+        wants_prompt = "prompt_logprobs" in body if self.style == "vllm" else body.get("echo")
+        scores = self.engine.score(prompts, Sampling()) if wants_prompt else [None] * len(prompts)
+        choices = []
+        for index, (sample, score) in enumerate(zip(samples, scores, strict=True)):
+            tokens, logprobs = list(sample.tokens), list(sample.logprobs)
+            choice: dict[str, Any] = {"index": index, "text": "", "finish_reason": sample.finish_reason}
+            if self.style == "vllm":
+                choice["token_ids"] = tokens
+                if score is not None:
+                    places = zip(score[1:], sample.prompt[1:], strict=True)
+                    choice["prompt_logprobs"] = [None, *({str(token): {"logprob": one}} for one, token in places)]
+            elif score is not None:
+                tokens, logprobs = [*sample.prompt, *tokens], [None, *score[1:], *logprobs]
+            names = [f"token_id:{token}" for token in tokens]
+            choice["logprobs"] = {"tokens": names, "token_logprobs": logprobs}
+            choices.append(self.change(choice))
+        return {"choices": choices}
+
+
+@contextmanager
+def serving(engine: HFEngine, style: str = "vllm") -> Iterator[tuple[str, Served]]:
+    """While open, serve `engine`; gives the address, and what can be changed."""
+    served = Served(engine, style)
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            limit = {"max_model_len": engine.max_length} if style == "vllm" else {}
+            self._answer({"data": [{"id": name, **limit} for name in served.models]})
+
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            served.requests.append(body)
+            time.sleep(served.delay)
+            if served.broken:
+                self.connection.close()
+                return
+            try:
+                self._answer(served.complete(body))
+            except Exception as error:
+                self._answer({"error": str(error)}, 400)
+
+        def _answer(self, content: dict[str, Any], status: int = 200) -> None:
+            text = json.dumps(content).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(text)))
+            self.end_headers()
+            self.wfile.write(text)
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}", served
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()

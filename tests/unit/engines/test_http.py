@@ -1,0 +1,156 @@
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from server import Served, serving
+
+from nrl_models.engines import start_engine
+from nrl_models.engines.hf import HFEngine
+from nrl_models.engines.http import HTTPEngine
+from nrl_models.errors import EngineError
+from nrl_models.logprobs import Sampling
+
+Server = tuple[HTTPEngine, Served]
+
+
+@pytest.fixture(params=["vllm", "openai"])
+def server(request: pytest.FixtureRequest, checkpoint: Path) -> Iterator[Server]:
+    """A connection to a server of either style, and what can be changed about it."""
+    with serving(HFEngine.start(checkpoint, dtype=torch.float32), request.param) as (address, served):
+        yield start_engine(address, checkpoint, timeout=20), served
+
+
+@pytest.mark.parametrize("sampling", [Sampling(0.0), Sampling(0.7, top_k=30, top_p=0.9)], ids=str)
+def test_generation(server: Server, trainer: HFEngine, prompts: list[list[int]], sampling: Sampling) -> None:
+    engine, served = server
+    samples = engine.generate(prompts, sampling, max_new_tokens=9, seed=4)
+    assert samples == served.engine.generate(prompts, sampling, max_new_tokens=9, seed=4)
+    scores = trainer.score([sample.sequence for sample in samples], sampling)
+    for sample, score in zip(samples, scores, strict=True):
+        assert score[len(sample.prompt) :] == pytest.approx(sample.logprobs, abs=1e-4)
+
+
+def test_scores(server: Server, trainer: HFEngine, prompts: list[list[int]]) -> None:
+    engine, _ = server
+    for score, expected in zip(engine.score(prompts, Sampling()), trainer.score(prompts, Sampling()), strict=True):
+        assert math.isnan(score[0])
+        assert score[1:] == pytest.approx(expected[1:], abs=1e-4)
+    with pytest.raises(EngineError, match="temperature 1 only"):
+        engine.score(prompts, Sampling(0.5))
+
+
+def test_what_the_server_tells(server: Server) -> None:
+    engine, served = server
+    known = engine.capabilities()
+    assert known.vocabulary == 512
+    assert known.max_length == (256 if served.style == "vllm" else None)
+    assert not known.refit
+    assert not known.modules
+    assert engine.describe()["model"] == "tiny"
+
+
+def without_logprobs(choice: dict[str, Any]) -> dict[str, Any]:
+    return choice | {"logprobs": None}
+
+
+def text_only(choice: dict[str, Any]) -> dict[str, Any]:
+    choice.pop("token_ids", None)
+    choice["logprobs"]["tokens"] = ["the"] * len(choice["logprobs"]["tokens"])
+    return choice
+
+
+def one_logprob_too_few(choice: dict[str, Any]) -> dict[str, Any]:
+    choice["logprobs"]["token_logprobs"].pop()
+    return choice
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (without_logprobs, r"0 log-probabilities for 5|tokens as text only"),
+        (text_only, "tokens as text only"),
+        (one_logprob_too_few, "4 log-probabilities for 5"),
+    ],
+)
+def test_a_server_without_logprobs_is_refused(
+    server: Server, prompts: list[list[int]], change: Any, message: str
+) -> None:
+    engine, served = server
+    served.change = change
+    with pytest.raises(EngineError, match=message):
+        engine.generate(prompts, Sampling(), max_new_tokens=5)
+
+
+def test_a_server_that_cannot_score_is_refused(server: Server, prompts: list[list[int]]) -> None:
+    engine, served = server
+    served.change = lambda choice: without_logprobs(choice) | {"prompt_logprobs": None}
+    with pytest.raises(EngineError, match="neither `prompt_logprobs` nor `echo`"):
+        engine.score(prompts, Sampling())
+
+
+def test_nan_comes_through(server: Server, prompts: list[list[int]]) -> None:
+    engine, served = server
+
+    def broken(choice: dict[str, Any]) -> dict[str, Any]:
+        choice["logprobs"]["token_logprobs"][-1] = None
+        return choice
+
+    served.change = broken
+    assert math.isnan(engine.generate(prompts, Sampling(), max_new_tokens=5)[1].logprobs[-1])
+
+
+def test_an_early_end_is_seen(server: Server, prompts: list[list[int]]) -> None:
+    engine, served = server
+    first = engine.generate(prompts[:1], Sampling(0.0), max_new_tokens=5)[0]
+    served.engine.model.generation_config.eos_token_id = first.tokens[1]
+    original = served.complete
+    served.complete = lambda body: original(body | {"ignore_eos": False})  # type: ignore[method-assign]
+    with pytest.raises(EngineError, match="does not honour `ignore_eos`"):
+        engine.generate(prompts[:1], Sampling(0.0), max_new_tokens=5)
+
+
+def test_a_slow_server_times_out(checkpoint: Path, prompts: list[list[int]]) -> None:
+    with serving(HFEngine.start(checkpoint, dtype=torch.float32)) as (address, served):
+        engine = start_engine(address, checkpoint, timeout=0.5)
+        served.delay = 1.5
+        with pytest.raises(EngineError, match=r"no answer within 0.5 s.*timeout=SECONDS"):
+            engine.generate(prompts, Sampling(), max_new_tokens=5)
+
+
+def test_a_server_that_dies_is_named(server: Server, prompts: list[list[int]]) -> None:
+    engine, served = server
+    served.broken = True
+    with pytest.raises(EngineError, match=f"{engine.address} cannot be reached, or has died"):
+        engine.generate(prompts, Sampling(), max_new_tokens=5)
+
+
+def test_nobody_there(checkpoint: Path) -> None:
+    with pytest.raises(EngineError, match="cannot be reached"):
+        start_engine("http://127.0.0.1:9", checkpoint)
+
+
+def test_an_error_of_the_server_is_shown(server: Server, prompts: list[list[int]]) -> None:
+    engine, served = server
+    served.complete = lambda body: 1 / 0  # type: ignore[method-assign, assignment, return-value]
+    with pytest.raises(EngineError, match=r"answered 400.*division by zero"):
+        engine.generate(prompts, Sampling(), max_new_tokens=5)
+
+
+def test_one_of_several_models_has_to_be_chosen(server: Server, checkpoint: Path) -> None:
+    engine, served = server
+    served.models = ["one", "two"]
+    with pytest.raises(EngineError, match="serves one, two; say which"):
+        start_engine(engine.address, checkpoint)
+    with pytest.raises(EngineError, match="'three' is not among them"):
+        start_engine(engine.address, checkpoint, model="three")
+    assert start_engine(engine.address + "/v1/", checkpoint, model="two").model == "two"
+
+
+def test_unknown_options_are_refused(server: Server, checkpoint: Path) -> None:
+    with pytest.raises(EngineError, match="does not take enforce_eager"):
+        start_engine(server[0].address, checkpoint, enforce_eager=True)

@@ -1,0 +1,21 @@
+"""`token_logprobs` on every registered language model; generated like the equivalence tests."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from nrl_models.logprobs import token_logprobs
+from nrl_models.testing.case import FamilyCase
+
+
+def test_token_logprobs_are_those_of_the_references_logits(family_case: FamilyCase) -> None:
+    if not family_case.model().can_generate():
+        pytest.skip("no language model")
+    input_ids = family_case.inputs(length=14, images=False)["input_ids"]
+    with torch.no_grad():
+        found = token_logprobs(family_case.model(), input_ids, chunk_size=5, entropy=True)
+        logs = family_case.reference()(input_ids=input_ids, use_cache=False).logits.log_softmax(-1)[:, :-1]
+    expected = logs.gather(-1, input_ids[:, 1:, None])[..., 0]
+    torch.testing.assert_close(found.logprobs[:, 1:], expected, rtol=0, atol=1e-4)
+    torch.testing.assert_close(found.entropy[:, 1:], -(logs.exp() * logs).sum(-1), rtol=1e-4, atol=1e-4)

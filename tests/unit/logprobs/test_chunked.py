@@ -1,0 +1,234 @@
+"""Chunked against full logits: values and gradients, in fp64, where equal means equal."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from nrl_models.logprobs.chunked import Reference, TokenStatistics, chunked_statistics, statistics_of
+from nrl_models.logprobs.head import OutputHead
+from nrl_models.logprobs.sampling import Sampling
+
+TOKENS, HIDDEN, VOCABULARY = 37, 16, 101
+
+SAMPLINGS = [
+    Sampling(),
+    Sampling(0.7),
+    Sampling(0.7, top_p=0.8),
+    Sampling(1.3, top_k=7),
+    Sampling(top_k=20, top_p=0.6),
+    Sampling(0.0, top_k=3),
+]
+ENDS = {"plain": (1.0, None), "scaled": (0.3, None), "capped": (1.0, 5.0), "both": (0.7, 3.0)}
+
+
+def linear(seed: int, *, bias: bool = False, frozen: bool = False, dtype: torch.dtype = torch.float64) -> nn.Linear:
+    torch.manual_seed(seed)
+    result = nn.Linear(HIDDEN, VOCABULARY, bias=bias, dtype=dtype)
+    nn.init.normal_(result.weight)
+    return result.requires_grad_(not frozen)
+
+
+def hidden_states(seed: int = 1, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    return torch.randn(TOKENS, HIDDEN, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def tokens() -> torch.Tensor:
+    return torch.randint(VOCABULARY, (TOKENS,), generator=torch.Generator().manual_seed(2))
+
+
+def with_gradients(found: TokenStatistics, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The statistics, and the gradients of a random combination of all that is finite in them."""
+    weights = torch.randn(3, TOKENS, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    loss = sum((torch.where(one.isfinite(), one, 0) * weight).sum() for one, weight in zip(found, weights, strict=True))
+    gradients = torch.autograd.grad(loss, inputs)
+    return [*(one.detach() for one in found), *gradients]
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
+@pytest.mark.parametrize("bias", [False, True], ids=["no-bias", "bias"])
+@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
+def test_equal_to_full_logits(sampling: Sampling, end: str, bias: bool, frozen: bool) -> None:
+    head = OutputHead(linear(0, bias=bias, frozen=frozen), *ENDS[end])
+    reference = Reference(hidden_states(4), OutputHead(linear(5, frozen=True), 1.0, 7.0))
+    hidden = hidden_states().requires_grad_()
+    inputs = [hidden, *([] if frozen else head.module.parameters())]
+    chunked = chunked_statistics(hidden, head, tokens(), sampling, entropy=True, reference=reference, chunk_size=8)
+    with torch.no_grad():
+        theirs = reference.head(reference.hidden)
+    full = statistics_of(head(hidden), tokens(), sampling, theirs)
+    for actual, expected in zip(with_gradients(chunked, inputs), with_gradients(full, inputs), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
+def test_only_what_is_asked_for_is_computed(frozen: bool) -> None:
+    head, hidden = OutputHead(linear(0, frozen=frozen)), hidden_states().requires_grad_()
+    alone = chunked_statistics(hidden, head, tokens(), Sampling(0.7))
+    both = chunked_statistics(hidden, head, tokens(), Sampling(0.7), entropy=True)
+    assert torch.equal(alone.logprobs, both.logprobs)
+    assert not alone.entropy.any()
+    assert both.entropy.all()
+    gradient = torch.autograd.grad(alone.logprobs.sum(), hidden)[0]
+    torch.testing.assert_close(gradient, torch.autograd.grad(both.logprobs.sum(), hidden)[0], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 5, 36, 37, 1000])
+def test_any_chunk_size(chunk_size: int) -> None:
+    head, hidden = OutputHead(linear(0)), hidden_states().requires_grad_()
+    inputs = [hidden, head.module.weight]
+    chunked = chunked_statistics(hidden, head, tokens(), Sampling(), chunk_size=chunk_size)
+    full = statistics_of(head(hidden), tokens(), Sampling())
+    for actual, expected in zip(
+        with_gradients(chunked, inputs), with_gradients(full._replace(entropy=0 * full.entropy), inputs), strict=True
+    ):
+        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-10)
+
+
+def test_entropy_and_divergence_against_closed_forms() -> None:
+    # Uniform over the vocabulary: log V; from a reference that prefers one token by log(3): known sums.
+    head, hidden = OutputHead(linear(0)), torch.zeros(TOKENS, HIDDEN, dtype=torch.float64)
+    with torch.no_grad():
+        theirs = OutputHead(linear(1, frozen=True))
+        theirs.module.weight.zero_()
+        theirs.module.weight[7, 0] = torch.tensor(3.0).log()
+    ones = torch.zeros(TOKENS, HIDDEN, dtype=torch.float64)
+    ones[:, 0] = 1.0
+    found = chunked_statistics(
+        hidden, head, tokens(), Sampling(), entropy=True, reference=Reference(ones, theirs), chunk_size=9
+    )
+    size = torch.tensor(float(VOCABULARY), dtype=torch.float64)
+    torch.testing.assert_close(found.entropy, size.log().expand(TOKENS))
+    divergence = ((size + 2) / size).log() - torch.tensor(3.0, dtype=torch.float64).log() / size
+    torch.testing.assert_close(found.kl, divergence.expand(TOKENS), rtol=0, atol=1e-7)
+
+
+def test_excluded_tokens_are_minus_infinity_and_have_no_gradient() -> None:
+    head, hidden = OutputHead(linear(0)), hidden_states().requires_grad_()
+    sampling = Sampling(top_k=3)
+    found = chunked_statistics(hidden, head, tokens(), sampling, chunk_size=8)
+    top = head(hidden).topk(3).indices
+    expected = (top == tokens()[:, None]).any(-1)
+    assert 0 < expected.sum() < TOKENS
+    assert torch.equal(found.logprobs.isfinite(), expected)
+    found.logprobs[~expected].sum().backward()
+    assert not hidden.grad.any()
+    assert not head.module.weight.grad.any()
+
+
+def test_logits_of_minus_infinity_do_no_harm() -> None:
+    # Some models bar tokens for good: a bias of -inf, say.
+    head = OutputHead(linear(0, bias=True))
+    with torch.no_grad():
+        head.module.bias[50:] = float("-inf")
+    hidden = hidden_states().requires_grad_()
+    found = chunked_statistics(hidden, head, tokens() % 50, Sampling(), entropy=True, chunk_size=8)
+    full = statistics_of(head(hidden), tokens() % 50, Sampling())
+    inputs = [hidden, head.module.weight]
+    expected = with_gradients(full._replace(kl=0 * full.kl), inputs)
+    for actual, wanted in zip(with_gradients(found, inputs), expected, strict=True):
+        torch.testing.assert_close(actual, wanted, rtol=0, atol=1e-10)
+
+
+def test_nan_stays_nan() -> None:
+    hidden = hidden_states()
+    hidden[3, 0] = float("nan")
+    found = chunked_statistics(hidden, OutputHead(linear(0)), tokens(), Sampling(), chunk_size=8)
+    assert found.logprobs.isnan().nonzero().tolist() == [[3]]
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
+def test_bf16_is_as_close_as_autograd_with_full_logits(frozen: bool) -> None:
+    """The softmax is in fp32: errors are those of the product in bf16, which autograd has too."""
+    exact = with_gradients(
+        statistics_of(
+            (wide := hidden_states(dtype=torch.bfloat16).double().requires_grad_())
+            @ (weight := linear(0, dtype=torch.bfloat16).weight.detach().double().requires_grad_()).t(),
+            tokens(),
+            Sampling(),
+        ),
+        [wide, weight],
+    )
+    head = OutputHead(linear(0, frozen=frozen, dtype=torch.bfloat16))
+    hidden = hidden_states(dtype=torch.bfloat16).requires_grad_()
+    inputs = [hidden, *([] if frozen else [head.module.weight])]
+    chunked = with_gradients(chunked_statistics(hidden, head, tokens(), Sampling(), entropy=True, chunk_size=8), inputs)
+    full = statistics_of(head(hidden), tokens(), Sampling())
+    autograd = with_gradients(full, inputs)
+    assert chunked[0].dtype == torch.float32
+    for ours, theirs, wanted in zip(chunked[3:], autograd[3:], exact[3:], strict=False):
+        assert ours.dtype == torch.bfloat16
+        assert (ours - wanted).norm() <= 1.1 * (theirs - wanted).norm()
+    torch.testing.assert_close(chunked[0], autograd[0], rtol=0, atol=1e-5)
+
+
+def test_output_embeddings_that_are_no_plain_linear() -> None:
+    """LoRA on the output embedding, say: its own forward runs, a chunk at a time."""
+
+    class Wrapped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.base, self.extra = linear(0, frozen=True), linear(8)
+
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            return self.base(hidden) + 0.1 * self.extra(hidden)
+
+    head, hidden = OutputHead(Wrapped(), 1.0, 5.0), hidden_states().requires_grad_()
+    reference = Reference(hidden_states(4), OutputHead(linear(5, frozen=True)))
+    inputs = [hidden, head.module.extra.weight]
+    chunked = chunked_statistics(
+        hidden, head, tokens(), Sampling(0.7, top_p=0.9), reference=reference, entropy=True, chunk_size=8
+    )
+    with torch.no_grad():
+        theirs = reference.head(reference.hidden)
+    full = statistics_of(head(hidden), tokens(), Sampling(0.7, top_p=0.9), theirs)
+    for actual, expected in zip(with_gradients(chunked, inputs), with_gradients(full, inputs), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-10)
+
+
+def test_autocast_computes_in_its_dtype() -> None:
+    head, hidden = OutputHead(linear(0, dtype=torch.float32)), hidden_states(dtype=torch.float32).requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        found = chunked_statistics(hidden, head, tokens(), Sampling(), chunk_size=8)
+        full = statistics_of(head(hidden), tokens(), Sampling())
+    torch.testing.assert_close(found.logprobs, full.logprobs, rtol=0, atol=1e-5)
+    found.logprobs.sum().backward()
+    assert hidden.grad.dtype == head.module.weight.grad.dtype == torch.float32
+
+
+def test_no_tokens() -> None:
+    head, hidden = OutputHead(linear(0)), torch.zeros(0, HIDDEN, dtype=torch.float64, requires_grad=True)
+    found = chunked_statistics(hidden, head, torch.zeros(0, dtype=torch.long), Sampling())
+    assert found.logprobs.shape == (0,)
+    found.logprobs.sum().backward()
+    assert not head.module.weight.grad.any()
+
+
+def test_peak_memory_is_that_of_a_chunk() -> None:
+    """No tensor as large as the logits is ever made, forward or backward."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Largest(TorchDispatchMode):
+        elements = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            for one in result if isinstance(result, (tuple, list)) else (result,):
+                if isinstance(one, torch.Tensor):
+                    self.elements = max(self.elements, one.untyped_storage().nbytes() // one.element_size())
+            return result
+
+    count, chunk = 4096, 64
+    torch.manual_seed(0)
+    head = OutputHead(linear(0, dtype=torch.float32))
+    hidden = torch.randn(count, HIDDEN, requires_grad=True)
+    ids = torch.randint(VOCABULARY, (count,))
+    reference = Reference(torch.randn(count, HIDDEN), OutputHead(linear(5, frozen=True, dtype=torch.float32)))
+    for sampling in (Sampling(), Sampling(0.7, top_p=0.9)):
+        with Largest() as largest:
+            found = chunked_statistics(hidden, head, ids, sampling, entropy=True, reference=reference, chunk_size=chunk)
+            sum(one.sum() for one in found).backward()
+        assert largest.elements <= max(chunk * VOCABULARY, count * HIDDEN)
+        assert largest.elements < count * VOCABULARY / 4

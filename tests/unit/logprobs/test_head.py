@@ -1,0 +1,150 @@
+"""What a model does behind its output embedding is observed, and what cannot be observed is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from transformers import PreTrainedModel
+
+from nrl_models.errors import HeadError
+from nrl_models.logprobs.head import hidden_states_and_head
+from nrl_models.logprobs.tokens import token_logprobs
+from nrl_models.testing.case import randomise
+from nrl_models.testing.tiny import tiny_config
+
+
+def new_model(name: str, dtype: torch.dtype = torch.float32, **config: Any) -> PreTrainedModel:
+    torch.manual_seed(0)
+    model_class = getattr(transformers, name)
+    model = model_class._from_config(tiny_config(model_class.config_class, config), dtype=dtype).eval()
+    randomise(model)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "scale", "cap"),
+    [
+        ("LlamaForCausalLM", {}, 1.0, None),
+        ("CohereForCausalLM", {"logit_scale": 0.1}, 0.1, None),
+        ("GraniteForCausalLM", {"logits_scaling": 7.0}, 1 / 7, None),
+        ("Gemma2ForCausalLM", {"final_logit_softcapping": 12.0}, 1.0, 12.0),
+        ("GPT2LMHeadModel", {}, 1.0, None),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_scale_and_cap_are_observed(
+    name: str, config: dict[str, Any], scale: float, cap: float | None, dtype: torch.dtype, input_ids: torch.Tensor
+) -> None:
+    model = new_model(name, dtype, **config)
+    with torch.no_grad():
+        hidden, head = hidden_states_and_head(model, input_ids)
+        expected = model(input_ids=input_ids, use_cache=False).logits
+    assert head.scale == pytest.approx(scale, rel=1e-6)
+    assert head.cap == cap
+    assert torch.equal(head(hidden), expected) or dtype == torch.float32
+    torch.testing.assert_close(head(hidden), expected, rtol=0, atol=1e-5 if dtype == torch.float32 else 0.02)
+
+
+def test_a_changed_cap_is_seen(input_ids: torch.Tensor) -> None:
+    # Nothing about a model is remembered that its configuration may change.
+    model = new_model("Gemma2ForCausalLM")
+    assert hidden_states_and_head(model, input_ids)[1].cap == 30.0
+    model.config.final_logit_softcapping = None
+    assert hidden_states_and_head(model, input_ids)[1].cap is None
+
+
+def test_the_model_is_left_as_it_was(input_ids: torch.Tensor) -> None:
+    model = new_model("Gemma2ForCausalLM").train()
+    before = model(input_ids=input_ids, token_type_ids=None).logits
+    token_logprobs(model, input_ids)
+    assert model.training
+    assert "forward" not in model.lm_head.__dict__
+    assert not model.lm_head._forward_pre_hooks
+    assert torch.equal(model(input_ids=input_ids).logits, before)
+
+
+def test_hooks_on_the_output_embedding_fire(input_ids: torch.Tensor) -> None:
+    model, seen = new_model("LlamaForCausalLM"), []
+    model.lm_head.register_forward_hook(lambda *_: seen.append(1))
+    hidden_states_and_head(model, input_ids)
+    assert seen
+
+
+def squared(logits: torch.Tensor) -> torch.Tensor:
+    return logits * logits.abs()
+
+
+def shifted(logits: torch.Tensor) -> torch.Tensor:
+    return logits + 1.0
+
+
+def clamped(logits: torch.Tensor) -> torch.Tensor:
+    return logits.clamp(-30, 30)
+
+
+def by_position(logits: torch.Tensor) -> torch.Tensor:
+    return logits / torch.arange(1, logits.shape[1] + 1)[:, None]
+
+
+def without_the_last(logits: torch.Tensor) -> torch.Tensor:
+    return logits[..., :-1]
+
+
+def one_token_barred(logits: torch.Tensor) -> torch.Tensor:
+    logits[..., 300] = -100.0
+    return logits
+
+
+def first_token_barred(logits: torch.Tensor) -> torch.Tensor:
+    # Invisible among the stand-ins for logits, whose first is zero; seen when held against the model's own.
+    return torch.cat([logits[..., :1] * 3, logits[..., 1:]], -1)
+
+
+@pytest.mark.parametrize(
+    "end",
+    [squared, shifted, clamped, by_position, without_the_last, one_token_barred, first_token_barred],
+    ids=lambda end: end.__name__,
+)
+def test_another_end_is_refused_and_full_logits_serve(
+    end: Callable[[torch.Tensor], torch.Tensor], input_ids: torch.Tensor
+) -> None:
+    class Odd(transformers.LlamaForCausalLM):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            output = super().forward(*args, **kwargs)
+            output.logits = end(output.logits)
+            return output
+
+    model = Odd._from_config(tiny_config(transformers.LlamaConfig)).eval()
+    with pytest.raises(HeadError, match="chunk_size=None"):
+        token_logprobs(model, input_ids)
+    with torch.no_grad():
+        found = token_logprobs(model, input_ids, chunk_size=None)
+        expected = model(input_ids=input_ids).logits.log_softmax(-1)[:, :-1].gather(-1, input_ids[:, 1:, None])
+    torch.testing.assert_close(found.logprobs[:, 1:], expected[..., 0])
+
+
+def test_a_head_beside_the_output_embedding_is_refused(input_ids: torch.Tensor) -> None:
+    class Bypassing(transformers.LlamaForCausalLM):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            output = self.model(*args, **kwargs)
+            logits = nn.functional.linear(output.last_hidden_state, self.lm_head.weight)
+            return transformers.modeling_outputs.CausalLMOutput(logits=logits)
+
+    model = Bypassing._from_config(tiny_config(transformers.LlamaConfig)).eval()
+    with pytest.raises(HeadError, match="0 times"):
+        token_logprobs(model, input_ids)
+
+
+def test_a_model_without_output_embedding_is_refused(input_ids: torch.Tensor) -> None:
+    with pytest.raises(HeadError, match="no output embedding"):
+        token_logprobs(new_model("LlamaModel"), input_ids)
+
+
+def test_errors_of_the_model_itself_come_through() -> None:
+    with pytest.raises(IndexError):
+        token_logprobs(new_model("LlamaForCausalLM"), torch.full((1, 4), 10_000))

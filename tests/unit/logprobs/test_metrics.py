@@ -1,0 +1,152 @@
+"""Every metric against a closed form."""
+
+import math
+
+import pytest
+import torch
+
+from nrl_models.logprobs import (
+    consistency_metrics,
+    js_divergence_error,
+    kl_k1,
+    kl_k2,
+    kl_k3,
+    sampling_importance_ratio,
+    token_mult_prob_error,
+)
+from nrl_models.logprobs.metrics import expected_token_mult_prob_error, quantile
+
+METRICS = (
+    token_mult_prob_error,
+    sampling_importance_ratio,
+    kl_k1,
+    kl_k2,
+    kl_k3,
+    js_divergence_error,
+)
+
+
+def normal(deviation: float, mean: float = 0.0, count: int = 200_001) -> tuple[torch.Tensor, torch.Tensor]:
+    """Trainer and engine whose differences are quantiles of a normal distribution: no chance, so a tight tolerance."""
+    levels = (torch.arange(count, dtype=torch.float64) + 0.5) / count
+    difference = mean + deviation * math.sqrt(2.0) * torch.erfinv(2 * levels - 1)
+    engine = -1.0 - torch.arange(count, dtype=torch.float64) / count
+    return engine + difference, engine
+
+
+@pytest.mark.parametrize("deviation", [0.01, 0.06, 0.5])
+def test_metrics_of_normal_differences(deviation: float) -> None:
+    trainer, engine = normal(deviation)
+    variance = deviation**2
+    half_normal = 2 * math.exp(variance / 2) * torch.special.ndtr(torch.tensor(deviation, dtype=torch.float64)).item()
+    assert token_mult_prob_error(trainer, engine) == pytest.approx(half_normal, rel=1e-4)
+    assert expected_token_mult_prob_error(deviation) == pytest.approx(half_normal, rel=1e-9)
+    assert sampling_importance_ratio(trainer, engine) == pytest.approx(math.exp(variance / 2), rel=1e-4)
+    assert kl_k1(trainer, engine) == pytest.approx(0.0, abs=1e-9)
+    assert kl_k2(trainer, engine) == pytest.approx(variance / 2, rel=1e-3)
+    assert kl_k3(trainer, engine) == pytest.approx(math.exp(variance / 2) - 1, rel=2e-3)
+
+
+def test_the_guides_bound_is_a_deviation_of_0_060() -> None:
+    assert expected_token_mult_prob_error(0.060) == pytest.approx(1.05, abs=5e-4)
+    trainer, engine = normal(0.060)
+    assert kl_k3(trainer, engine) == pytest.approx(1.8e-3, rel=0.01)
+
+
+@pytest.mark.parametrize("shift", [0.3, -0.3])
+def test_metrics_of_a_constant_difference(shift: float) -> None:
+    engine = torch.linspace(-5, -0.5, 50, dtype=torch.float64)
+    trainer = engine + shift
+    assert token_mult_prob_error(trainer, engine) == pytest.approx(math.exp(0.3))
+    assert sampling_importance_ratio(trainer, engine) == pytest.approx(math.exp(shift))
+    assert kl_k1(trainer, engine) == pytest.approx(-shift)
+    assert kl_k2(trainer, engine) == pytest.approx(0.045)
+    assert kl_k3(trainer, engine) == pytest.approx(math.exp(shift) - 1 - shift)
+    # With weights 1 and e^shift the mixture is log((1 + e^shift) / 2) above the engine.
+    mixture = math.log((1 + math.exp(shift)) / 2)
+    k3 = [math.exp(ratio) - 1 - ratio for ratio in (-mixture, shift - mixture)]
+    assert js_divergence_error(trainer, engine) == pytest.approx(sum(k3) / 2)
+
+
+def test_k1_and_k3_estimate_the_divergence_from_samples() -> None:
+    # Two distributions over 3 tokens, each token as often as the engine samples it: the means are exact.
+    counts = torch.tensor([2, 5, 3])
+    engine, trainer = (counts / 10).double().log(), torch.tensor([0.3, 0.3, 0.4], dtype=torch.float64).log()
+    divergence = (engine.exp() * (engine - trainer)).sum().item()
+    sampled = torch.arange(3).repeat_interleave(counts)
+    assert kl_k1(trainer[sampled], engine[sampled]) == pytest.approx(divergence)
+    assert kl_k3(trainer[sampled], engine[sampled]) == pytest.approx(divergence)
+    assert sampling_importance_ratio(trainer[sampled], engine[sampled]) == pytest.approx(1.0)
+    assert token_mult_prob_error(trainer[sampled], engine[sampled]) == pytest.approx(
+        0.2 * 1.5 + 0.5 / 0.6 + 0.3 * 4 / 3
+    )
+
+
+@pytest.mark.parametrize("metric", METRICS, ids=lambda metric: metric.__name__)
+def test_only_masked_tokens_count(metric: object) -> None:
+    generator = torch.Generator().manual_seed(0)
+    trainer, engine = torch.randn(2, 4, 9, generator=generator).log_softmax(-1)
+    mask = torch.rand(4, 9, generator=generator) < 0.5
+    wrong = torch.where(mask, trainer, trainer + 100)
+    assert metric(wrong, engine, mask) == metric(trainer[mask], engine[mask])
+    assert metric(wrong, engine, mask) != metric(trainer, engine)
+    assert math.isnan(metric(trainer, engine, torch.zeros_like(mask)))
+
+
+def test_js_does_not_explode_where_the_ratio_does() -> None:
+    trainer, engine = torch.tensor([-200.0]), torch.tensor([-1.0])
+    assert js_divergence_error(trainer, engine) < 200
+    assert token_mult_prob_error(trainer, engine) > 1e80
+
+
+def test_all_metrics_of_a_batch() -> None:
+    engine = torch.full((3, 4), -2.0)
+    trainer = engine.clone()
+    trainer[1] += torch.tensor([0.0, 0.1, -0.2, 9.0])
+    trainer[2] += torch.tensor([0.05, 0.05, 0.05, 0.05])
+    mask = torch.ones(3, 4, dtype=torch.bool)
+    mask[1, 3] = False  # 9.0 does not count
+    found = consistency_metrics(trainer, engine, mask)
+    assert found.tokens == 11
+    assert found.worst_sequence_index == 1
+    assert found.worst_sequence == pytest.approx((1 + math.exp(0.1) + math.exp(0.2)) / 3)
+    assert found.max == pytest.approx(0.2)
+    assert found.p99 == pytest.approx(0.2)
+    assert found.token_mult_prob_error == token_mult_prob_error(trainer, engine, mask)
+    assert found.sampling_importance_ratio == sampling_importance_ratio(trainer, engine, mask)
+    assert (found.kl_k1, found.kl_k2, found.kl_k3) == tuple(f(trainer, engine, mask) for f in (kl_k1, kl_k2, kl_k3))
+    assert found.js_divergence_error == pytest.approx(js_divergence_error(trainer, engine, mask))
+    assert (found.nan, found.engine_infinite, found.trainer_infinite) == (0, 0, 0)
+
+
+def test_what_is_not_finite_is_counted_and_left_out() -> None:
+    inf = float("inf")
+    trainer = torch.tensor([[-1.0, -inf, float("nan"), -1.0, -1.5], [-1.0, -1.0, -1.0, -inf, -1.0]])
+    engine = torch.tensor([[-1.0, -2.0, -2.0, float("nan"), -1.0], [-inf, -1.0, -1.0, -inf, -1.0]])
+    found = consistency_metrics(trainer, engine)
+    assert (found.nan, found.engine_infinite, found.trainer_infinite) == (2, 2, 2)
+    assert found.tokens == 5
+    assert found.token_mult_prob_error == pytest.approx((4 + math.exp(0.5)) / 5)
+    assert found.to_json()["token_mult_prob_error"] == found.token_mult_prob_error
+
+
+def test_nothing_to_compare_is_no_agreement() -> None:
+    found = consistency_metrics(torch.full((1, 3), float("nan")), torch.zeros(1, 3))
+    assert found.tokens == 0
+    assert math.isnan(found.token_mult_prob_error)
+    assert found.worst_sequence_index == -1
+    assert found.to_json()["token_mult_prob_error"] is None
+
+
+def test_shapes_must_agree() -> None:
+    with pytest.raises(ValueError, match="one shape"):
+        token_mult_prob_error(torch.zeros(2, 3), torch.zeros(2, 4))
+    with pytest.raises(ValueError, match="sequences, length"):
+        consistency_metrics(torch.zeros(3), torch.zeros(3))
+
+
+def test_quantile_is_a_value_that_occurs() -> None:
+    values = torch.arange(1.0, 201.0)
+    assert quantile(values, 0.99) == 198.0
+    assert quantile(values, 1.0) == 200.0
+    assert quantile(values[:1], 0.99) == 1.0

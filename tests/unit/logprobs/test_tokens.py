@@ -1,0 +1,158 @@
+"""`token_logprobs`: which token gets which number."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import LlamaConfig, PreTrainedModel
+
+from nrl_models import AutoModelForCausalLM
+from nrl_models.logprobs import token_logprobs
+from nrl_models.testing.case import randomise
+from nrl_models.testing.tiny import tiny_config
+
+DOCUMENTS = (7, 12, 1, 9)
+"""Lengths of the sequences that are padded and packed."""
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(tiny_config(LlamaConfig), dtype=torch.float32).eval()
+    randomise(model)
+    return model
+
+
+@pytest.fixture(scope="module")
+def documents() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(16, 480, (size,), generator=generator) for size in DOCUMENTS]
+
+
+def by_hand(model: PreTrainedModel, document: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
+    """Log-probabilities of all tokens but the first, from the model's own logits, one document at a time."""
+    with torch.no_grad():
+        logs = (model(input_ids=document[None], use_cache=False).logits[0] / temperature).log_softmax(-1)
+    return torch.stack([logs[place - 1, document[place]] for place in range(1, len(document))] or [logs.new_zeros(())])[
+        : len(document) - 1
+    ]
+
+
+def test_each_token_has_the_logprob_of_itself(model: PreTrainedModel, documents: list[torch.Tensor]) -> None:
+    for document in documents:
+        found = token_logprobs(model, document[None])
+        assert found.mask.tolist() == [[False] + [True] * (len(document) - 1)]
+        assert found.logprobs[0, 0] == 0.0
+        torch.testing.assert_close(found.logprobs[0, 1:], by_hand(model, document), rtol=0, atol=1e-5)
+        assert not found.outside.any()
+        assert found.entropy is None
+        assert found.kl is None
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding(model: PreTrainedModel, documents: list[torch.Tensor], side: str) -> None:
+    size = max(DOCUMENTS)
+    rows, mask = torch.zeros(len(documents), size, dtype=torch.long), torch.zeros(len(documents), size)
+    places = [slice(size - len(one), size) if side == "left" else slice(0, len(one)) for one in documents]
+    for row, (place, document) in enumerate(zip(places, documents, strict=True)):
+        rows[row, place], mask[row, place] = document, 1
+    found = token_logprobs(model, rows, attention_mask=mask, temperature=0.7)
+    for row, (place, document) in enumerate(zip(places, documents, strict=True)):
+        assert found.mask[row].sum() == len(document) - 1
+        scored = found.logprobs[row, place][1:]
+        torch.testing.assert_close(scored, by_hand(model, document, 0.7), rtol=0, atol=1e-5)
+    assert not found.logprobs[~found.mask].any()
+
+
+def test_packing(model: PreTrainedModel, documents: list[torch.Tensor]) -> None:
+    position_ids = torch.cat([torch.arange(len(one)) for one in documents])[None]
+    found = token_logprobs(model, torch.cat(documents)[None], position_ids=position_ids)
+    assert torch.equal(found.mask, position_ids > 0)
+    expected = torch.cat([by_hand(model, one) for one in documents])
+    torch.testing.assert_close(found.logprobs[found.mask], expected, rtol=0, atol=1e-5)
+
+
+def test_only_what_is_to_be_scored(model: PreTrainedModel, documents: list[torch.Tensor]) -> None:
+    document = documents[1][None]
+    score = torch.zeros_like(document, dtype=torch.bool)
+    score[0, [0, 3, 4, 11]] = True
+    found = token_logprobs(model, document, score=score, entropy=True)
+    everything = token_logprobs(model, document, entropy=True)
+    assert found.mask.nonzero()[:, 1].tolist() == [3, 4, 11]
+    for ours, all_of_them in ((found.logprobs, everything.logprobs), (found.entropy, everything.entropy)):
+        torch.testing.assert_close(ours[found.mask], all_of_them[found.mask], rtol=0, atol=1e-5)
+        assert not ours[~found.mask].any()
+
+
+def test_excluded_tokens_are_not_in_the_mask(model: PreTrainedModel, documents: list[torch.Tensor]) -> None:
+    document = documents[1][None]
+    with torch.no_grad():
+        top = model(input_ids=document).logits[0, :-1].topk(50).indices
+    inside = (top == document[0, 1:, None]).any(-1)
+    assert 0 < inside.sum() < len(inside)
+    found = token_logprobs(model, document, top_k=50)
+    assert torch.equal(found.mask[0, 1:], inside)
+    assert torch.equal(found.outside[0, 1:], ~inside)
+    assert found.logprobs.isfinite().all()
+    assert (found.logprobs[0, 1:][inside] > by_hand(model, document[0])[inside]).all()
+
+
+def test_gradients_are_those_of_full_logits(model: PreTrainedModel, documents: list[torch.Tensor]) -> None:
+    document = documents[1][None]
+    gradients = []
+    for chunk_size in (5, None):
+        model.zero_grad()
+        found = token_logprobs(model, document, chunk_size=chunk_size, temperature=0.9, top_p=0.95, entropy=True)
+        (found.logprobs.sum() + found.entropy.sum()).backward()
+        gradients.append({name: parameter.grad.clone() for name, parameter in model.named_parameters()})
+    model.zero_grad()
+    for name, expected in gradients[1].items():
+        torch.testing.assert_close(gradients[0][name], expected, rtol=1e-4, atol=1e-4 * expected.abs().max().item())
+
+
+def test_divergence_from_a_reference(model: PreTrainedModel, documents: list[torch.Tensor]) -> None:
+    torch.manual_seed(1)
+    reference = AutoModelForCausalLM.from_config(model.config, dtype=torch.float32).eval()
+    document = documents[1][None]
+    found = token_logprobs(model, document, reference=reference, temperature=0.8)
+    with torch.no_grad():
+        ours, theirs = ((one(input_ids=document).logits / 0.8).log_softmax(-1) for one in (model, reference))
+    expected = (ours.exp() * (ours - theirs)).sum(-1)[0, :-1]
+    torch.testing.assert_close(found.kl[0, 1:], expected, rtol=1e-4, atol=1e-5)
+    same = token_logprobs(model, document, reference=model)
+    assert same.kl.abs().max() < 1e-5
+    found.kl.sum().backward()
+    assert model.lm_head.weight.grad.any()
+    assert reference.lm_head.weight.grad is None
+    model.zero_grad()
+
+
+def test_a_reference_of_another_vocabulary_is_refused(model: PreTrainedModel, documents: list[torch.Tensor]) -> None:
+    other = AutoModelForCausalLM.from_config(tiny_config(LlamaConfig, {"vocab_size": 500}))
+    with pytest.raises(ValueError, match="vocabulary of 512 and the reference one of 500"):
+        token_logprobs(model, documents[0][None], reference=other)
+
+
+def test_lora(model: PreTrainedModel, documents: list[torch.Tensor]) -> None:
+    """A trained LoRA counts, on the output embedding too; only it gets gradients."""
+    torch.manual_seed(0)
+    base = AutoModelForCausalLM.from_config(model.config, dtype=torch.float32).eval()
+    adapted = get_peft_model(base, LoraConfig(target_modules=["q_proj", "lm_head"], init_lora_weights=False)).eval()
+    document = documents[1][None]
+    found = token_logprobs(adapted, document)
+    torch.testing.assert_close(found.logprobs[0, 1:], by_hand(adapted, document[0]), rtol=0, atol=1e-5)
+    found.logprobs.sum().backward()
+    assert {"lora_" in name for name, one in adapted.named_parameters() if one.grad is not None} == {True}
+
+
+@pytest.mark.parametrize("name", ["attention_mask", "position_ids", "score"])
+def test_shapes_must_agree(model: PreTrainedModel, name: str) -> None:
+    with pytest.raises(ValueError, match=name):
+        token_logprobs(model, torch.zeros(2, 8, dtype=torch.long), **{name: torch.ones(2, 9, dtype=torch.long)})
+
+
+def test_nothing_to_score(model: PreTrainedModel) -> None:
+    found = token_logprobs(model, torch.full((3, 1), 17))
+    assert not found.mask.any()
+    assert found.logprobs.tolist() == [[0.0]] * 3
