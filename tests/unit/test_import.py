@@ -285,7 +285,8 @@ MODEL_NAMES = {family.replace("_", "") for family in families.FAMILIES} | {
 }
 """Names of families as one word, `qwen3moe`, and what they begin with, unless that may be an ordinary word."""
 
-ROWS = re.compile(f"({'|'.join(family.replace('_', '') for family in STANDARD)})(for|config|model|$)")
+SERVED = (family.replace("_", "") for family, entry in STANDARD.items() if entry.architectures)
+ROWS = re.compile(f"({'|'.join(SERVED)})(for|config|model|$)")
 """How a word begins that names a family of the table; some of those are in ordinary words (`opt`, `git`)."""
 
 
