@@ -57,4 +57,4 @@ def main(accelerator: Accelerator | None = None) -> list[float]:
 
 
 if __name__ == "__main__":
-    print(main())
+    print(f"{main()}\n", end="")  # in one piece: ranks write to one stream

@@ -104,7 +104,8 @@ def main(arguments: list[str] | None = None) -> list[float]:
         where["mesh"] = init_device_mesh(kind, (dist.get_world_size(),), mesh_dim_names=("fsdp",))
     model = AutoModelForCausalLM.from_pretrained(options.checkpoint, dtype=torch.float32, **where).train()
     losses = train(model, optimizers(model), options.steps)
-    print(" ".join(f"{loss:.4f}" for loss in losses))
+    # In one piece: ranks write to one stream.
+    print(" ".join(f"{loss:.4f}" for loss in losses) + "\n", end="")
     return losses
 
 

@@ -651,7 +651,7 @@ class Sent(TorchDispatchMode):
 
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__()
-        self.names = {mesh.get_group(dim).group_name: name for dim, name in enumerate(mesh.mesh_dim_names)}
+        self.names = {mesh.get_group(dim).group_name: (name,) for dim, name in enumerate(mesh.mesh_dim_names)}
         self.sizes = dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True))
         self.nbytes = dict.fromkeys(mesh.mesh_dim_names, 0)
 
@@ -661,14 +661,17 @@ class Sent(TorchDispatchMode):
         if name in ("c10d::_allgather_base_", "c10d::_reduce_scatter_base_"):  # FSDP's: (output, input, ...)
             self.nbytes["fsdp"] += min(args[0].nbytes, args[1].nbytes) * (self.sizes["fsdp"] - 1)
         elif name.startswith("_c10d_functional::") and not ("wait" in name or "wrap" in name):
-            group = self.names[next(one for one in args if isinstance(one, str) and one in self.names)]
-            others = self.sizes[group] - 1
-            if "all_reduce" in name:
-                self.nbytes[group] += 2 * args[0].nbytes * others // self.sizes[group]
-            elif "all_gather" in name or "reduce_scatter" in name:
-                self.nbytes[group] += min(args[0].nbytes, result.nbytes) * others
-            else:
-                raise AssertionError(f"{name} is not counted")
+            groups = [self.names[one] for one in args if isinstance(one, str) and one in self.names]
+            # A group of all dimensions together, which torch makes once something has flattened such a mesh: it does
+            # what one collective a dimension would do.
+            for dim in groups[0] if groups else tuple(self.sizes):
+                others = self.sizes[dim] - 1
+                if "all_reduce" in name:
+                    self.nbytes[dim] += 2 * args[0].nbytes * others // self.sizes[dim]
+                elif groups and ("all_gather" in name or "reduce_scatter" in name):
+                    self.nbytes[dim] += min(args[0].nbytes, result.nbytes) * others
+                else:
+                    raise AssertionError(f"{name} is not counted")
         return result
 
 

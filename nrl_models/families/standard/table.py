@@ -90,6 +90,7 @@ STANDARD: dict[str, Standard] = {
         ("AXK2ForCausalLM", "AXK2ForSequenceClassification", "AXK2ForTokenClassification"),
         {"AXK2Attention": ("q_a_proj kv_a_proj_with_mqa",), "AXK2Indexer": ("wk weights_proj",), "AXK2MLP": GATE_UP},
         limits=lacks("cached decoding"),
+        requires="transformers>=5.18",
     ),
     "aya_vision": Standard(("AyaVisionForConditionalGeneration",), {}, limits=lacks("packed sequences")),
     "bailing_hybrid": Standard(
@@ -167,6 +168,7 @@ STANDARD: dict[str, Standard] = {
         ("Cosmos3EdgeForConditionalGeneration",),
         {"Cosmos3EdgeVisionAttention": QKV, "Cosmos3EdgeTextAttention": QKV},
         limits=lacks("packed sequences", "cached decoding"),
+        requires="transformers>=5.23",
     ),
     "cosmos3_omni": Standard(
         ("Cosmos3OmniForConditionalGeneration",), {}, limits=lacks("packed sequences", "cached decoding")
@@ -190,6 +192,7 @@ STANDARD: dict[str, Standard] = {
             "DeepseekV32MLP": GATE_UP,
         },
         limits=lacks("cached decoding"),
+        requires="transformers>=5.18",
     ),
     "deepseek_vl": Standard(("DeepseekVLForConditionalGeneration",), {}),
     "deepseek_vl_hybrid": Standard(("DeepseekVLHybridForConditionalGeneration",), {}),
@@ -197,7 +200,11 @@ STANDARD: dict[str, Standard] = {
         ("DiffLlamaForCausalLM", "DiffLlamaForSequenceClassification", "DiffLlamaForTokenClassification"),
         {"DiffLlamaAttention": QKV, "DiffLlamaMLP": GATE_UP},
     ),
-    "doge": Standard(("DogeForCausalLM", "DogeForSequenceClassification"), {"DogeAttention": QKV, "DogeMLP": GATE_UP}),
+    "doge": Standard(
+        ("DogeForCausalLM", "DogeForSequenceClassification"),
+        {"DogeAttention": QKV, "DogeMLP": GATE_UP},
+        requires="transformers>=5.18",
+    ),
     "dots1": Standard(("Dots1ForCausalLM",), {"Dots1Attention": QKV, "Dots1MLP": GATE_UP}),
     "dots3_note": Standard(
         ("Dots3NoteForCausalLM", "Dots3NoteForConditionalGeneration"),
@@ -294,6 +301,7 @@ STANDARD: dict[str, Standard] = {
             "GlmMoeDsaMLP": GATE_UP,
         },
         limits=lacks("cached decoding"),
+        requires="transformers>=5.18",
     ),
     "glm_ocr": Standard(
         ("GlmOcrForConditionalGeneration",),

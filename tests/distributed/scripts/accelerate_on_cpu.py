@@ -23,3 +23,5 @@ accelerator.state.distributed_type = PartialState._shared_state["distributed_typ
 assert accelerator.is_fsdp2
 losses = accelerate_fsdp2.main(accelerator)
 Path(f"{os.environ['LOSSES']}.{accelerator.process_index}").write_text(json.dumps(losses))
+accelerator.wait_for_everyone()
+accelerator.end_training()  # or gloo may abort the rank that ends last, whose connections are then gone
