@@ -29,7 +29,7 @@ test: setup
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup
 
 test-engine: .venv-engine/.ready
-	$(ENGINE_BIN)/python -m pytest -q tests/engine
+	$(ENGINE_BIN)/python -m pytest -q --timeout 600 tests/engine
 
 lint: setup
 	$(BIN)/ruff check .
