@@ -34,7 +34,7 @@ test-distributed: $(VENV)/.ready-integrations
 	$(BIN)/python -m pytest -q tests/distributed
 
 test-engine: .venv-engine/.ready
-	$(ENGINE_BIN)/python -m pytest -q tests/engine
+	$(ENGINE_BIN)/python -m pytest -q --timeout 600 tests/engine
 
 lint: setup
 	$(BIN)/ruff check .
