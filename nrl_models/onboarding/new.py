@@ -103,7 +103,8 @@ def new_family(
         else:
             files = _place(Path(stage) / "package" / package, beside / plan.name)
     if out_of_tree is None:
-        files += _register(plan, root, results)
+        written, problems = _register(plan, root, results)
+        files, undecided = [*files, *written], [*undecided, *problems]
     return Onboarding(plan, limits, tuple(results), tuple(files), (*plan.undecided, *undecided))
 
 
@@ -213,8 +214,8 @@ def _place(made: Path, target: Path) -> list[Path]:
     return sorted(path for path in target.rglob("*") if path.is_file())
 
 
-def _register(plan: FamilyPlan, root: Path, results: list[Result]) -> list[Path]:
-    """Enter the family in the table, and its results in the coverage pages."""
+def _register(plan: FamilyPlan, root: Path, results: list[Result]) -> tuple[list[Path], list[str]]:
+    """Enter the family in the table, and its results in the coverage pages: what was written, and what was not."""
     table = root / "nrl_models" / "families" / "__init__.py"
     names = ", ".join(f'"{name}"' for name in plan.architectures) + ("," if len(plan.architectures) == 1 else "")
     entries = families.FAMILIES | {plan.name: plan.architectures}
@@ -223,7 +224,7 @@ def _register(plan: FamilyPlan, root: Path, results: list[Result]) -> list[Path]
     place = text.index(f'    "{following}": (') if following else text.index("\n}", text.index("FAMILIES")) + 1
     table.write_text(text[:place] + entry + text[place:])
     if not results:
-        return [table]
+        return [table], []
     pages = root / "docs" / "model-coverage"
     content = json.loads((pages / "results.json").read_text())
     kept = [one for one in content["results"] if one["architecture"] not in plan.architectures]
@@ -234,5 +235,7 @@ def _register(plan: FamilyPlan, root: Path, results: list[Result]) -> list[Path]
     (pages / "results.json").write_text(json.dumps(content, indent=1) + "\n")
     # The registry of this process does not know the family: another one writes the pages.
     command = [sys.executable, "-m", "nrl_models", "coverage", "--results", str(pages / "results.json")]
-    subprocess.run([*command, "--out", str(pages)], check=True, capture_output=True, cwd=root)
-    return [table, pages / f"{plan.name}.md", pages / "results.json"]
+    done = subprocess.run([*command, "--out", str(pages)], capture_output=True, text=True, check=False, cwd=root)
+    if done.returncode != 0:
+        return [table, pages / "results.json"], [f"the coverage pages could not be written: {done.stderr.strip()}"]
+    return [table, pages / f"{plan.name}.md", pages / "results.json"], []

@@ -221,6 +221,7 @@ def test_a_report_shows_brackets_as_they_are() -> None:
 RESULTS = Path(__file__).parents[2] / "docs" / "model-coverage" / "results.json"
 
 
+@pytest.mark.usefixtures("every_family")
 def test_coverage_from_given_results(tmp_path: Path) -> None:
     result = runner.invoke(app, ["coverage", "--results", str(RESULTS), "--out", str(tmp_path / "pages")])
     assert result.exit_code == 0, result.output

@@ -13,6 +13,7 @@ from nrl_models.testing.features import FEATURES, generated_tests
 DOCS = Path(__file__).parents[3] / "docs" / "model-coverage"
 
 
+@pytest.mark.usefixtures("every_family")
 def test_pages_are_up_to_date(tmp_path: Path) -> None:
     pages = write_pages(DOCS / "results.json", tmp_path)
     assert {page.name for page in pages} == {path.name for path in DOCS.glob("*.md")}
@@ -57,6 +58,7 @@ def test_an_untested_architecture_is_an_error(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*.md"))
 
 
+@pytest.mark.usefixtures("every_family")
 def test_what_needs_a_missing_package_is_not_tested_and_says_so(tmp_path: Path) -> None:
     # No class of these can be imported there, so the pages have to do without.
     missing = {"Phi3ForTokenClassification", *registry.FAMILIES["mixtral"]}
