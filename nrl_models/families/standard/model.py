@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from nrl_models.common import FamilyModel
+from nrl_models.common import FamilyModel, mrope
 from nrl_models.common.combined import combine_groups
 from nrl_models.common.family_model import rewritten
 from nrl_models.families import FAMILIES, module_of
@@ -39,10 +39,19 @@ def rewritten_layer(layer: type[nn.Module]) -> type[nn.Module] | None:
     if package in FAMILIES:
         return _declared_layers(package).get(layer)
     entry = STANDARD.get(package)
-    if entry is None or layer.__module__ != entry.module(package) or layer.__name__ not in entry.layers:
+    if entry is None or layer.__module__ != entry.module(package):
+        return None
+    if layer.__name__ in entry.mixins:
+        return _mixed(layer, getattr(mrope, entry.mixins[layer.__name__]), package)
+    if layer.__name__ not in entry.layers:
         return None
     combined = combine_groups(entry.layers[layer.__name__])
     return rewritten(layer, combined, __name__, within=package)
+
+
+def _mixed(layer: type[nn.Module], mixin: type[nn.Module], package: str) -> type[nn.Module]:
+    stated = {"__module__": __name__, "__qualname__": f"{package}.{layer.__name__}", "__doc__": layer.__doc__}
+    return type(layer)(layer.__name__, (mixin, layer), stated)
 
 
 @cache
@@ -65,7 +74,7 @@ class _Layers(type):
 
     def __getattr__(cls, name: str) -> type[nn.Module]:
         entry: Standard = STANDARD[cls.__name__]
-        if name in entry.layers:
+        if name in entry.layers or name in entry.mixins:
             return rewritten_layer(getattr(import_module(entry.module(cls.__name__)), name))  # type: ignore[return-value]
         raise AttributeError(f"{cls.__name__} rewrites no {name}")
 

@@ -20,6 +20,8 @@ class Standard:
         architectures: classes of the package that are served.
         layers: for each layer class of the package its groups, as the names of linears with spaces between; before
             them, with a colon, what the module that computes them is called, where that is not the rule's name.
+        mixins: for each other class of the package that is rewritten the mixin of `nrl_models.common.mrope` that goes
+            before it.
         tiny: as `FamilyModel.tiny`.
         limits: as `FamilyModel.limits`; what holds for one architecture only stands under `"Architecture: feature"`.
         requires: what the classes need beyond what this package does, e.g. `transformers>=5.23`.
@@ -28,6 +30,7 @@ class Standard:
 
     architectures: tuple[str, ...]
     layers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    mixins: Mapping[str, str] = field(default_factory=dict)
     tiny: Mapping[str, Any] = field(default_factory=dict)
     limits: Mapping[str, str] = field(default_factory=dict)
     requires: str = ""
@@ -260,7 +263,12 @@ STANDARD: dict[str, Standard] = {
     "glm4": Standard(
         ("Glm4ForCausalLM", "Glm4ForSequenceClassification", "Glm4ForTokenClassification"), {"Glm4Attention": QKV}
     ),
-    "glm46v": Standard(("Glm46VForConditionalGeneration",), {}, limits=lacks("packed sequences", "cached decoding")),
+    "glm46v": Standard(
+        ("Glm46VForConditionalGeneration",),
+        {},
+        mixins={"Glm46VModel": "FreshPositions"},
+        limits=lacks("packed sequences"),
+    ),
     "glm4_moe": Standard(("Glm4MoeForCausalLM",), {"Glm4MoeAttention": QKV, "Glm4MoeMLP": GATE_UP}),
     "glm4_moe_lite": Standard(
         ("Glm4MoeLiteForCausalLM",),
@@ -269,7 +277,8 @@ STANDARD: dict[str, Standard] = {
     "glm4v": Standard(
         ("Glm4vForConditionalGeneration",),
         {"Glm4VisionMlp": GATE_UP, "Glm4vVisionPatchMerger": GATE_UP, "Glm4vTextAttention": QKV},
-        limits=lacks("packed sequences", "cached decoding"),
+        mixins={"Glm4vModel": "FreshPositions"},
+        limits=lacks("packed sequences"),
     ),
     "glm4v_moe": Standard(
         ("Glm4vMoeForConditionalGeneration",),
@@ -279,7 +288,8 @@ STANDARD: dict[str, Standard] = {
             "Glm4vMoeTextAttention": QKV,
             "Glm4vMoeTextMLP": GATE_UP,
         },
-        limits=lacks("packed sequences", "cached decoding"),
+        mixins={"Glm4vMoeModel": "FreshPositions"},
+        limits=lacks("packed sequences"),
     ),
     "glm5_next": Standard(
         ("Glm5NextForConditionalGeneration",),
@@ -306,7 +316,8 @@ STANDARD: dict[str, Standard] = {
     "glm_ocr": Standard(
         ("GlmOcrForConditionalGeneration",),
         {"GlmOcrVisionMlp": GATE_UP, "GlmOcrVisionPatchMerger": GATE_UP, "GlmOcrTextAttention": QKV},
-        limits=lacks("packed sequences", "cached decoding"),
+        mixins={"GlmOcrModel": "FreshPositions"},
+        limits=lacks("packed sequences"),
     ),
     "glmasr": Standard(("GlmAsrForConditionalGeneration",), {}),
     "got_ocr2": Standard(("GotOcr2ForConditionalGeneration",), {}),
@@ -496,7 +507,7 @@ STANDARD: dict[str, Standard] = {
     "paddleocr_vl": Standard(
         ("PaddleOCRVLForConditionalGeneration",),
         {"PaddleOCRVisionAttention": QKV, "PaddleOCRAttention": QKV, "PaddleOCRMLP": GATE_UP},
-        limits=lacks("packed sequences", "cached decoding"),
+        mixins={"PaddleOCRVLModel": "FreshPositions", "PaddleOCRTextModel": "PackedTextPositions"},
     ),
     "pegasus": Standard(
         ("PegasusForCausalLM",), {"PegasusAttention": QKV}, limits=lacks("left padding", "packed sequences")
@@ -530,12 +541,14 @@ STANDARD: dict[str, Standard] = {
     "qwen3_vl": Standard(
         ("Qwen3VLForConditionalGeneration",),
         {"Qwen3VLTextAttention": QKV, "Qwen3VLTextMLP": GATE_UP},
-        limits=lacks("packed sequences", "cached decoding"),
+        mixins={"Qwen3VLModel": "FreshPositions"},
+        limits=lacks("packed sequences"),
     ),
     "qwen3_vl_moe": Standard(
         ("Qwen3VLMoeForConditionalGeneration",),
         {"Qwen3VLMoeTextAttention": QKV},
-        limits=lacks("packed sequences", "cached decoding"),
+        mixins={"Qwen3VLMoeModel": "FreshPositions"},
+        limits=lacks("packed sequences"),
     ),
     "qwen4_exp": Standard(
         ("Qwen4ExpForCausalLM", "Qwen4ExpForConditionalGeneration"),
