@@ -15,10 +15,9 @@ from nrl_models import families
 from nrl_models.errors import FamilyImportError, RegistrationError
 from nrl_models.families.standard.table import STANDARD
 
-FAMILIES: dict[str, tuple[str, ...]] = families.FAMILIES | {
-    name: entry.architectures for name, entry in STANDARD.items() if entry.architectures
-}
-FAMILIES = dict(sorted(FAMILIES.items()))
+_ROWS = {name: entry.architectures for name, entry in STANDARD.items() if entry.architectures}
+
+FAMILIES: dict[str, tuple[str, ...]] = dict(sorted((families.FAMILIES | _ROWS).items()))
 """The families in this repository and the architectures each serves."""
 
 ALIASES = families.ALIASES

@@ -415,8 +415,7 @@ def combine_groups(groups: Iterable[str]) -> type[CombinedProjections]:
         name, _, linears = group.rpartition(":")
         parts = tuple(linears.split())
         named[name or combined_name(parts)] = parts
-    known = KNOWN_GROUPS.get(next(iter(named.values())))
-    return known if known is not None and known.combined == named else combine(**named)
+    return combine(**named)
 
 
 def combined_name(group: Sequence[str]) -> str:

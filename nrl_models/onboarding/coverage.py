@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections import defaultdict
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -193,6 +194,7 @@ def _groups(model_class: Any) -> list[str]:
     return list(combined_groups(model))
 
 
+@cache  # the overview and the family's page ask
 def _kinds(architecture: str) -> str:
     model_class: Any = registry.model_class(architecture)
     return ", ".join(kinds_of(FamilyCase(model_class).config))

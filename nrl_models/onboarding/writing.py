@@ -84,9 +84,9 @@ def model_source(plan: FamilyPlan, limits: Mapping[str, str]) -> str:
     rows, used = [], {"FamilyModel"}
     for name, groups in plan.detection.groups.items():
         module, _, layer = name.partition(":")
-        lines = list(_row(f"{modules[module]}.{layer}", groups))
-        used.add(lines[0].partition(": ")[2].partition("(")[0].rstrip(","))
-        rows += lines
+        known = KNOWN_GROUPS.get(tuple(groups[0])) if len(groups) == 1 else None
+        used.add(known.__name__ if known else "combine")
+        rows += _row(f"{modules[module]}.{layer}", known.__name__ if known else None, groups)
     family = f"{plan.model_class.__name__.partition('For')[0]}Family"
     lines = [f'"""{title(plan)}."""', ""]
     for module, alias in sorted(modules.items()):
@@ -113,10 +113,10 @@ def _aliases(plan: FamilyPlan) -> dict[str, str]:
     return found
 
 
-def _row(layer: str, groups: list[tuple[str, ...]]) -> Iterator[str]:
-    """A layer's line in `rewrites`; several if it is long."""
-    if len(groups) == 1 and (known := KNOWN_GROUPS.get(tuple(groups[0]))):
-        yield f"        {layer}: {known.__name__},"
+def _row(layer: str, known: str | None, groups: list[tuple[str, ...]]) -> Iterator[str]:
+    """A layer's line in `rewrites`, with the class that is `known` for its groups; several lines if it is long."""
+    if known:
+        yield f"        {layer}: {known},"
         return
     named = [f"{combined_name(one)}=({', '.join(map(_quoted, one))})" for one in groups]
     if len(line := f"        {layer}: combine({', '.join(named)}),") <= WIDTH:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
@@ -53,6 +54,7 @@ def proves(feature: str) -> Callable[[Test], Test]:
     return mark
 
 
+@cache
 def generated_tests() -> Mapping[str, str]:
     """For each generated test, by name, the feature it proves."""
     found = {}

@@ -1,7 +1,7 @@
 """Sharded models compute what one process computes: loss within 1e-6, gradients within 1e-5, by Hugging Face name.
 
-Every family of `SHARDED_FAMILIES` takes part. A layout that a family refuses is a skip with the reason; a wrong result
-never is.
+Every family of `ONE_OF_EACH_PATTERN` takes part. A layout that a family refuses is a skip with the reason; a wrong
+result never is.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ from functools import partial
 
 import jobs
 import pytest
-from world import SHARDED_FAMILIES, RanksFailedError, World
+from world import RanksFailedError, World
 
 from nrl_models import registry
+from tests.patterns import ONE_OF_EACH_PATTERN
 
-ONE_EACH = [registry.FAMILIES[family][0] for family in SHARDED_FAMILIES]
+ONE_EACH = [registry.FAMILIES[family][0] for family in ONE_OF_EACH_PATTERN]
 """The first class of each: its language model."""
 
 HEADS = [name for name in registry.FAMILIES["llama"] + registry.FAMILIES["gemma3"] if name not in ONE_EACH]

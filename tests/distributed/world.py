@@ -15,21 +15,6 @@ from typing import Any
 JOB_SECONDS = 240
 """A job that takes longer hangs."""
 
-SHARDED_FAMILIES = (
-    "llama",
-    "mistral",
-    "qwen2",
-    "qwen3",
-    "gemma2",
-    "gemma3",
-    "phi3",
-    "mixtral",
-    "qwen3_moe",
-    "deepseek_v3",
-    "gpt_oss",
-)
-"""The families whose sharding is tested: one of each pattern."""
-
 
 class RanksFailedError(AssertionError):
     """A job raised on some ranks.

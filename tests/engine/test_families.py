@@ -23,6 +23,7 @@ from nrl_models.errors import EngineError
 from nrl_models.logprobs import Sampling, token_logprobs, token_mult_prob_error
 from nrl_models.testing.case import randomise
 from nrl_models.testing.tiny import tiny_config
+from tests.patterns import ONE_OF_EACH_PATTERN
 
 BOUND = 1.0001
 """On `token_mult_prob_error` in fp32."""
@@ -70,23 +71,8 @@ LIMITS: dict[str, tuple[str, str]] = {
 }
 """Architectures that do not hold with this engine: what the verdict is, and the reason. They must fail with that."""
 
-FAMILIES = (
-    "llama",
-    "mistral",
-    "qwen2",
-    "qwen3",
-    "gemma2",
-    "gemma3",
-    "phi3",
-    "mixtral",
-    "qwen3_moe",
-    "deepseek_v3",
-    "gpt_oss",
-)
-"""Those that are held against the engine: one of each pattern."""
-
 ARCHITECTURES = sorted(
-    {architecture for family in FAMILIES for architecture in registry.FAMILIES[family]}
+    {architecture for family in ONE_OF_EACH_PATTERN for architecture in registry.FAMILIES[family]}
     & {one for one in ModelRegistry.get_supported_archs() if one.endswith(("ForCausalLM", "ForConditionalGeneration"))}
 )
 

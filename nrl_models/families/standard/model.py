@@ -15,7 +15,7 @@ from torch import nn
 
 from nrl_models.common import FamilyModel, mrope
 from nrl_models.common.combined import combine_groups
-from nrl_models.common.family_model import rewritten
+from nrl_models.common.family_model import rewritten, with_mixin
 from nrl_models.families import FAMILIES, module_of
 from nrl_models.families.standard.table import STANDARD, Standard
 
@@ -42,16 +42,11 @@ def rewritten_layer(layer: type[nn.Module]) -> type[nn.Module] | None:
     if entry is None or layer.__module__ != entry.module(package):
         return None
     if layer.__name__ in entry.mixins:
-        return _mixed(layer, getattr(mrope, entry.mixins[layer.__name__]), package)
+        return with_mixin(layer, getattr(mrope, entry.mixins[layer.__name__]), __name__, within=package)
     if layer.__name__ not in entry.layers:
         return None
     combined = combine_groups(entry.layers[layer.__name__])
     return rewritten(layer, combined, __name__, within=package)
-
-
-def _mixed(layer: type[nn.Module], mixin: type[nn.Module], package: str) -> type[nn.Module]:
-    stated = {"__module__": __name__, "__qualname__": f"{package}.{layer.__name__}", "__doc__": layer.__doc__}
-    return type(layer)(layer.__name__, (mixin, layer), stated)
 
 
 @cache

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from checkpoints import new_model
 
 import nrl_models
 from nrl_models.errors import RemoteCodeError
@@ -20,7 +21,6 @@ from nrl_models.onboarding.new import new_family, prove
 from nrl_models.onboarding.plan import OnboardingError, plan_family, structure_of
 from nrl_models.onboarding.writing import model_source
 from nrl_models.testing.tiny import tiny_config
-from tests.unit.checkpoints import new_model
 
 ROOT = Path(nrl_models.__path__[0]).parent
 
