@@ -26,6 +26,9 @@ _WHERE = {
     "UnknownArgumentError": "nrl_models.errors",
     "MODEL_ARCH_MAPPING": "nrl_models.registry",
     "register_architecture": "nrl_models.registry",
+    "freeze": "nrl_models.common",
+    "freeze_unreachable": "nrl_models.common",
+    "trainable_parameters": "nrl_models.common",
     "unreachable_parameters": "nrl_models.common",
 }
 

@@ -11,6 +11,7 @@ from nrl_models.common.combined import (
 )
 from nrl_models.common.family_model import FamilyModel
 from nrl_models.common.flags import ModelFlag
+from nrl_models.common.freezing import freeze, freeze_unreachable, trainable_parameters
 from nrl_models.common.reach import unreachable_parameters
 from nrl_models.common.state_dict_adapter import StateDictAdapter
 
@@ -25,5 +26,8 @@ __all__ = [
     "ProjectionPart",
     "StateDictAdapter",
     "combine",
+    "freeze",
+    "freeze_unreachable",
+    "trainable_parameters",
     "unreachable_parameters",
 ]

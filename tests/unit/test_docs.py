@@ -14,8 +14,9 @@ from checkpoints import stored
 from transformers import PreTrainedModel
 from typer.testing import CliRunner
 
-from nrl_models import AutoModelForCausalLM
+from nrl_models import AutoModelForCausalLM, registry
 from nrl_models.cli import app
+from nrl_models.testing.case import FamilyCase
 
 ROOT = Path(__file__).parents[2]
 
@@ -80,3 +81,13 @@ def test_the_guides_code_for_a_refit(llama_checkpoint: Path, llama: PreTrainedMo
         {"model": model, "engine": engine, "gradients": own, "tensor": tensor},
     )
     assert weights.keys() == llama.state_dict().keys()
+
+
+def test_the_guides_code_for_freezing() -> None:
+    _, model = FamilyCase(registry.model_class("Gemma3ForConditionalGeneration")).new_pair()
+    found: dict[str, Any] = {"model": model, "torch": torch}
+    exec(block_with("docs/training.md", "freeze_vision_tower"), found)
+    given = {id(one) for group in found["optimizer"].param_groups for one in group["params"]}
+    frozen = [name for name, one in model.named_parameters() if id(one) not in given]
+    assert frozen
+    assert all("vision_tower" in name or "projector" in name for name in frozen)

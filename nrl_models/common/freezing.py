@@ -1,0 +1,190 @@
+"""What is trained and what is not: components of a model frozen by name, and what an optimiser is given.
+
+The keys are those of NeMo's `freeze_config`. There a key that is misspelt is passed over and its component trains; here
+it is an error. Which modules a component is follows from the model: transformers says where a decoder, a tower and
+a router are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from nrl_models.common.reach import unreachable_parameters
+from nrl_models.errors import UnknownArgumentError
+
+COMPONENTS: dict[str, str] = {
+    "freeze_vision_tower": "what encodes images and videos, its merger included where that is a part of it",
+    "freeze_audio_tower": "what encodes sound",
+    "freeze_projector": "what is in none of the others: mostly what stands between towers and decoder",
+    "freeze_language_model": "the decoder, with its embeddings and routers",
+    "freeze_embeddings": "the decoder's embeddings",
+    "freeze_routers": "what chooses experts",
+    "freeze_lm_head": "the output embeddings, or the head of a classifier",
+}
+"""The keys of a freeze configuration and what each stands for."""
+
+_WITHIN = {"freeze_embeddings": "freeze_language_model", "freeze_routers": "freeze_language_model"}
+"""Components that are parts of another: what is said of the part goes before what is said of the whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    """What a freeze configuration came to.
+
+    Args:
+        frozen: for each component of the model the number of its parameters that are frozen now.
+        trainable: number of parameters of the model that train.
+        total: number of its parameters; tied ones once.
+    """
+
+    frozen: dict[str, int]
+    trainable: int
+    total: int
+
+
+def freeze(model: PreTrainedModel, config: Mapping[str, bool]) -> Frozen:
+    """Freeze components of a model, or have them train. What is not named stays as it is.
+
+    Call it before the optimiser is made, of a sharded model too.
+
+        freeze(model, {"freeze_vision_tower": True, "freeze_projector": True})
+        optimizer = torch.optim.AdamW(trainable_parameters(model))
+
+    Args:
+        model: the model.
+        config: for each of its components (`components_of`) whether it is frozen. Embeddings and routers are parts of
+            the language model: what is said of them goes before what is said of it.
+
+    Raises:
+        UnknownArgumentError: keys that are no component of this model (with those that are), values that are neither
+            True nor False, components that share a tensor (a tied head) and differ, or nothing left to train.
+            Nothing is frozen then.
+    """
+    components = components_of(model)
+    _check_keys(config, components, type(model).__name__)
+    wanted: dict[int, tuple[str, bool]] = {}
+    conflicts: list[str] = []
+    # Parts first: a parameter that a part speaks for is passed over by the whole. Towers and heads may share with it.
+    for key in sorted(config, key=lambda key: key not in _WITHIN):
+        for name, parameter in components[key].items():
+            said_by, frozen = wanted.setdefault(id(parameter), (key, config[key]))
+            if frozen != config[key] and _WITHIN.get(said_by) != key:
+                conflicts.append(f"{name} is a part of {said_by}={frozen} and of {key}={config[key]}")
+    if conflicts:
+        raise UnknownArgumentError(
+            f"one tensor cannot be frozen and trained: {'; '.join(conflicts)} (tied weights). Give both the same value."
+        )
+    parameters = list(model.parameters())
+    if parameters and not any(not wanted.get(id(one), ("", not one.requires_grad))[1] for one in parameters):
+        raise UnknownArgumentError(f"nothing of {type(model).__name__} would train: {dict(config)}")
+    for parameter in parameters:
+        if id(parameter) in wanted:
+            parameter.requires_grad_(not wanted[id(parameter)][1])
+    counts = {key: sum(one.numel() for one in own.values() if not one.requires_grad) for key, own in components.items()}
+    return Frozen(
+        counts,
+        sum(one.numel() for one in parameters if one.requires_grad),
+        sum(one.numel() for one in parameters),
+    )
+
+
+def freeze_unreachable(model: nn.Module, run: Callable[[], torch.Tensor]) -> dict[str, str]:
+    """Freeze the parameters that can receive no gradient from a loss, and say which and why.
+
+    An optimiser keeps no state for such parameters, and a run that goes on from its checkpoint misses it: projections
+    that no layer calls, a tower in training on text alone.
+
+    Args:
+        model, run: see `unreachable_parameters`.
+
+    Returns:
+        By name the reason, for those that were not frozen before.
+    """
+    parameters = dict(model.named_parameters())
+    found = {
+        name: reason
+        for name, reason in unreachable_parameters(model, run).items()
+        if name in parameters and parameters[name].requires_grad
+    }
+    for name in found:
+        parameters[name].requires_grad_(False)
+    return found
+
+
+def trainable_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters an optimiser is to be given: those that are not frozen, tied ones once.
+
+    Raises:
+        ValueError: there are none.
+    """
+    found = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not found:
+        raise ValueError(f"every parameter of {type(model).__name__} is frozen: there is nothing to train")
+    return found
+
+
+def components_of(model: PreTrainedModel) -> dict[str, dict[str, nn.Parameter]]:
+    """The parameters of each component that a model has, by key of `COMPONENTS` and by name."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    decoder = model.get_decoder()
+    embeddings = [model.get_input_embeddings(), *(one for one in decoder.modules() if isinstance(one, nn.Embedding))]
+    heads = [model.get_output_embeddings(), *(getattr(model, name, None) for name in ("score", "classifier"))]
+    found = {
+        "freeze_vision_tower": _parameters(_towers(model, "image"), names),
+        "freeze_audio_tower": _parameters(_towers(model, "audio"), names),
+        "freeze_embeddings": _parameters(embeddings, names),
+        "freeze_routers": _parameters(_routers(model), names),
+        "freeze_lm_head": _parameters(heads, names),
+    }
+    # Some models are their own decoder, and have their towers and their head in it.
+    text = found["freeze_embeddings"] | _parameters([decoder], names)
+    outside = {name for key in found if key not in _WITHIN for name in found[key]} - found["freeze_embeddings"].keys()
+    found["freeze_language_model"] = {name: one for name, one in text.items() if name not in outside}
+    spoken_of = {name for own in found.values() for name in own}
+    found["freeze_projector"] = {name: one for name, one in model.named_parameters() if name not in spoken_of}
+    return {key: found[key] for key in COMPONENTS if found[key]}
+
+
+def _towers(model: PreTrainedModel, modality: str) -> list[nn.Module]:
+    """The tower of a modality; transformers returns the model itself where it has none."""
+    tower = model.get_encoder(modality=modality)
+    return [tower] if isinstance(tower, nn.Module) and tower not in (model, model.base_model) else []
+
+
+def _routers(model: PreTrainedModel) -> list[nn.Module]:
+    """Modules whose output transformers records as `router_logits`: those that choose experts."""
+    classes: set[type] = set()
+    for module in model.modules():
+        recorded = getattr(module, "_can_record_outputs", None) or {}
+        declared = recorded.get("router_logits", ()) if isinstance(recorded, Mapping) else ()
+        for one in declared if isinstance(declared, Iterable) else (declared,):
+            target = getattr(one, "target_class", one)
+            if isinstance(target, type):
+                classes.add(target)
+    return [module for module in model.modules() if classes and isinstance(module, tuple(classes))]
+
+
+def _parameters(modules: Iterable[nn.Module | None], names: Mapping[int, str]) -> dict[str, nn.Parameter]:
+    return {names[id(one)]: one for module in modules if module is not None for one in module.parameters()}
+
+
+def _check_keys(config: Mapping[str, bool], components: Mapping[str, object], model: str) -> None:
+    wrong = []
+    for key, value in config.items():
+        if key not in components:
+            close = get_close_matches(key, components, n=1, cutoff=0.6)
+            absent = " (it has none)" if key in COMPONENTS else ""
+            wrong.append(key + absent + (f" (did you mean {close[0]}?)" if close and not absent else ""))
+        elif not isinstance(value, bool):
+            wrong.append(f"{key}={value!r} (neither True nor False)")
+    if wrong:
+        raise UnknownArgumentError(
+            f"cannot freeze parts of {model}: {', '.join(wrong)}. Expected True or False for some of "
+            f"{', '.join(components)}"
+        )

@@ -1,0 +1,133 @@
+"""Components frozen by name: what each is, strict keys, and what an optimiser is given."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from nrl_models import freeze, registry, trainable_parameters
+from nrl_models.common.freezing import COMPONENTS, components_of, freeze_unreachable
+from nrl_models.errors import UnknownArgumentError
+from nrl_models.families.llama.model import LlamaForCausalLM
+from nrl_models.testing.case import FamilyCase
+
+WITH_IMAGES = "Gemma3ForConditionalGeneration"
+WITH_EXPERTS = "Qwen3MoeForCausalLM"
+SOME = (
+    "LlamaForCausalLM",
+    "LlamaForSequenceClassification",
+    WITH_EXPERTS,
+    "DeepseekV3ForCausalLM",
+    WITH_IMAGES,
+    "Gemma3nForCausalLM",
+    "Gemma4ForConditionalGeneration",
+    "Qwen2_5_VLForConditionalGeneration",
+    "KimiVLForConditionalGeneration",
+)
+
+
+def new_model(architecture: str):
+    case = FamilyCase(registry.model_class(architecture))
+    return case, case.new_pair()[1].train()
+
+
+@pytest.mark.parametrize("architecture", SOME)
+def test_every_parameter_is_of_some_component_and_only_parts_overlap(architecture: str) -> None:
+    _, model = new_model(architecture)
+    components = components_of(model)
+    assert list(components) == [key for key in COMPONENTS if key in components]
+    assert {name for own in components.values() for name in own} == {name for name, _ in model.named_parameters()}
+    text = components["freeze_language_model"].keys()
+    assert components["freeze_embeddings"].keys() <= text
+    assert components.get("freeze_routers", {}).keys() <= text
+    tied = {name for name, one in components["freeze_embeddings"].items() if one.ndim == 2}
+    rest = [set(own) for key, own in components.items() if key not in ("freeze_embeddings", "freeze_routers")]
+    assert sum(map(len, rest)) - len(set().union(*rest)) <= len(tied)  # a tied head is an embedding, too
+    if getattr(model.config, "vision_config", None) is not None:
+        assert "freeze_vision_tower" in components
+        assert not any("vision_tower" in name or ".visual." in name for name in text)
+
+
+@pytest.mark.parametrize("architecture", [WITH_IMAGES, WITH_EXPERTS])
+def test_what_is_frozen_gets_no_gradient_and_the_rest_does(architecture: str) -> None:
+    case, model = new_model(architecture)
+    components = components_of(model)
+    key = "freeze_vision_tower" if architecture == WITH_IMAGES else "freeze_routers"
+    found = freeze(model, {key: True})
+    assert found.frozen[key] == sum(one.numel() for one in components[key].values()) > 0
+    assert found.total - found.trainable == found.frozen[key]
+    model(**case.inputs(labels=True)).loss.backward()
+    with_gradient = {name for name, one in model.named_parameters() if one.grad is not None}
+    assert not with_gradient & components[key].keys()
+    assert with_gradient == {name for name, one in model.named_parameters() if one.requires_grad}
+    optimizer = torch.optim.AdamW(trainable_parameters(model))
+    optimizer.step()
+    assert len(optimizer.state) == len(with_gradient)
+    assert freeze(model, {key: False}).trainable == found.total
+
+
+def test_what_is_said_of_a_part_goes_before_what_is_said_of_the_whole() -> None:
+    _, model = new_model(WITH_EXPERTS)
+    freeze(model, {"freeze_language_model": True, "freeze_routers": False})
+    trains = {name for name, one in model.named_parameters() if one.requires_grad}
+    assert trains == components_of(model)["freeze_routers"].keys() | {"lm_head.weight"}
+
+
+def test_what_is_not_named_stays_as_it_is() -> None:
+    _, model = new_model(WITH_IMAGES)
+    freeze(model, {"freeze_projector": True})
+    freeze(model, {"freeze_vision_tower": True})
+    frozen = {name for name, one in model.named_parameters() if not one.requires_grad}
+    components = components_of(model)
+    assert frozen == components["freeze_projector"].keys() | components["freeze_vision_tower"].keys()
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"freeze_vison_tower": True}, r"freeze_vison_tower \(did you mean freeze_vision_tower\?\).*freeze_projector"),
+        ({"freeze_audio_tower": True}, r"freeze_audio_tower \(it has none\)"),
+        ({"vision_tower": True, "freeze_lm_head": 1}, r"vision_tower .*, freeze_lm_head=1 \(neither True nor False\)"),
+    ],
+)
+def test_keys_and_values_that_are_unknown_are_refused_and_nothing_is_frozen(config: dict, message: str) -> None:
+    _, model = new_model(WITH_IMAGES)
+    with pytest.raises(UnknownArgumentError, match=message):
+        freeze(model, {"freeze_projector": True, **config})
+    assert all(one.requires_grad for one in model.parameters())
+
+
+def test_tied_weights_are_frozen_together_or_not_at_all(llama_config: LlamaConfig) -> None:
+    llama_config.tie_word_embeddings = True
+    model = LlamaForCausalLM.from_config(llama_config)
+    assert list(components_of(model)["freeze_lm_head"]) == ["model.embed_tokens.weight"]
+    with pytest.raises(UnknownArgumentError, match=r"embed_tokens\.weight is a part of .*tied weights"):
+        freeze(model, {"freeze_embeddings": True, "freeze_lm_head": False})
+    with pytest.raises(UnknownArgumentError, match="tied weights"):
+        freeze(model, {"freeze_language_model": False, "freeze_lm_head": True})
+    freeze(model, {"freeze_embeddings": True, "freeze_lm_head": True})
+    assert len(trainable_parameters(model)) == len(list(model.parameters())) - 1
+
+
+def test_nothing_left_to_train_is_refused(llama_config: LlamaConfig) -> None:
+    model = LlamaForCausalLM.from_config(llama_config)
+    with pytest.raises(UnknownArgumentError, match="nothing of LlamaForCausalLM would train"):
+        freeze(model, {"freeze_language_model": True, "freeze_lm_head": True})
+    assert len(trainable_parameters(model)) == len(list(model.parameters()))
+    model.requires_grad_(False)
+    with pytest.raises(ValueError, match="every parameter of LlamaForCausalLM is frozen"):
+        trainable_parameters(model)
+
+
+def test_what_a_loss_does_not_reach_is_frozen_and_reported() -> None:
+    case, model = new_model(WITH_IMAGES)
+    model.lm_head.weight.requires_grad_(False)
+    inputs = case.inputs(labels=True, images=False)
+    found = freeze_unreachable(model, lambda: model(**inputs).loss)
+    components = components_of(model)
+    tied = "model.language_model.embed_tokens.weight"
+    assert found.keys() == components["freeze_vision_tower"].keys() | components["freeze_projector"].keys()
+    assert set(found.values()) == {"belongs to a module that is never called"}
+    assert {name for name, one in model.named_parameters() if not one.requires_grad} == found.keys() | {tied}
+    assert freeze_unreachable(model, lambda: model(**inputs).loss) == {}
