@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from nrl_models.common import pretrained
 from nrl_models.common.combined import CombinedProjections
@@ -259,5 +260,8 @@ def adopt_rewrites(
         if rewritten_class is None:
             continue
         module.__class__ = rewritten_class
+        if isinstance(module, PreTrainedModel):
+            # What a model can record (hidden states, router logits) is noted by its class, when it is built.
+            dict.__setitem__(_CAN_RECORD_REGISTRY, str(rewritten_class), module._can_record_outputs)
         if combine and isinstance(module, CombinedProjections):
             module.combine_projections()

@@ -104,7 +104,7 @@ def _coverage(
     wanted = _numel(spec.shape)
     files = sorted({given[key].file for key in keys if given[key].file})
     file = ", ".join(files) or None
-    if filled > wanted or _overlap(name, spec, sources):
+    if filled > wanted or (wanted and _overlap(name, spec, sources)):  # nothing is filled twice where nothing is
         return [Problem("duplicated", _listed(keys), f"fill {name} more than once", file)]
     if filled < wanted:
         missing = _listed(absent(name, [target for _, target in sources]))

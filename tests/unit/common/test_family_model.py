@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from checkpoints import new_model
-from transformers import MixtralConfig, PreTrainedModel
+from transformers import LlamaConfig, MixtralConfig, PreTrainedModel
+from transformers.models.llama import modeling_llama
 
 from nrl_models import AutoModelForCausalLM, BackendConfig, registry
+from nrl_models.common import FamilyModel
 
 QUESTIONS = ("_can_set_attn_implementation", "_can_set_experts_implementation")
 
@@ -51,3 +53,22 @@ def test_the_default_implementations_are_the_references(mixtral_config: MixtralC
     reference = new_model(mixtral_config)
     assert model.config._attn_implementation == reference.config._attn_implementation
     assert model.config._experts_implementation == reference.config._experts_implementation
+
+
+class OwnDecoder(modeling_llama.LlamaModel):
+    """A decoder that a family writes anew."""
+
+
+class OwnDecoderForCausalLM(FamilyModel, modeling_llama.LlamaForCausalLM):
+    rewrites = {modeling_llama.LlamaModel: OwnDecoder}
+
+
+def test_a_rewritten_decoder_returns_what_is_asked_for(llama_config: LlamaConfig, input_ids: torch.Tensor) -> None:
+    model = OwnDecoderForCausalLM.from_config(llama_config).eval()
+    reference = new_model(llama_config).eval()
+    model.load_state_dict(reference.state_dict())
+    with torch.no_grad():
+        expected = reference(input_ids, output_hidden_states=True).hidden_states
+        actual = model(input_ids, output_hidden_states=True).hidden_states
+    assert len(actual) == len(expected) == llama_config.num_hidden_layers + 1
+    torch.testing.assert_close(actual, expected)

@@ -202,3 +202,13 @@ def test_a_long_list_is_cut_and_counted() -> None:
     assert problem.subject.endswith("e7 and 2 more")
     assert "e10, e11" in problem.detail
     assert problem.detail.endswith("e17 and 2 more is not there")
+
+
+def test_what_is_empty_is_not_filled_twice() -> None:
+    # Shared experts of no width: gate and up are both the whole of nothing.
+    own = {"gate_up": TensorSpec((0, 4), torch.float32)}
+    table = {name: rows(name, "gate_up", 0, 0) for name in ("gate", "up")}
+    given = {name: Given((0, 4), torch.float32) for name in table}
+    result = match(given, table.get, own, absent, {}, why_unexpected=str)
+    assert not result.problems
+    assert set(result.sources) == {"gate_up"}
