@@ -122,6 +122,7 @@ def from_pretrained(
         resolved = _resolve_dtype(dtype, read, files)
         with _meta_parameters():
             model = model_class._from_config(read, dtype=resolved, **options)
+        _compute_buffers_again(model)
         return Prepared(model, folder, files, resolved, torch_device)
 
     if mesh is None:
@@ -258,6 +259,18 @@ def _meta_parameters() -> Iterator[None]:
 
         nn.Module.register_parameter = register
         yield  # accelerate restores the original
+
+
+def _compute_buffers_again(model: PreTrainedModel) -> None:
+    """Fill buffers that no checkpoint holds as transformers does when it loads: outside the model's dtype.
+
+    A table that was computed while bf16 was the default dtype has the rounding of bf16 in it, even if it is kept in
+    fp32 (Gemma 3n's `inv_timescales`).
+    """
+    for module in model.modules():
+        derived = any(module._buffers.get(name) is not None for name in module._non_persistent_buffers_set)
+        module._is_hf_initialized = not derived  # transformers' mark of what its initialisation must leave alone
+    model.initialize_weights()
 
 
 def config_for(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedConfig:

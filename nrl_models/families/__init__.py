@@ -18,7 +18,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
         "Gemma3ForSequenceClassification",
         "Gemma3TextForSequenceClassification",
     ),
-    "gemma3n": ("Gemma3nForCausalLM",),
+    "gemma3n": ("Gemma3nForCausalLM", "Gemma3nForConditionalGeneration"),
     "gemma4": ("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"),
     "gpt_oss": ("GptOssForCausalLM", "GptOssForSequenceClassification", "GptOssForTokenClassification"),
     "kimi_k25": ("Kimi_K25ForConditionalGeneration",),
@@ -52,6 +52,9 @@ ALIASES: dict[str, str] = {
     "KimiK25VLForConditionalGeneration": "Kimi_K25ForConditionalGeneration",
 }
 """Other names that configurations have for an architecture. What is saved has the class's own."""
+
+REQUIREMENTS: dict[str, str] = {"Gemma3nForConditionalGeneration": "timm>=1.0"}
+"""For each architecture of these that needs more than this package does the requirement."""
 
 
 def module_of(family: str) -> str:

@@ -4,7 +4,7 @@ from transformers.models.gemma3n import modeling_gemma3n as hf
 
 from nrl_models.common import CombinedGateUp, CombinedQKV, FamilyModel
 from nrl_models.common.kv_sharing import SharedKeyValues
-from nrl_models.families.gemma3n.published import PUBLISHED
+from nrl_models.families.gemma3n import published
 
 
 class Gemma3nFamily(SharedKeyValues, FamilyModel):
@@ -14,10 +14,18 @@ class Gemma3nFamily(SharedKeyValues, FamilyModel):
         hf.Gemma3nTextAttention: CombinedQKV,  # of queries alone in layers that share keys and values
         hf.Gemma3nTextMLP: CombinedGateUp,
     }
-    limits = {
-        "images and sound": "Gemma3nForConditionalGeneration loads as transformers' own class: its vision tower is a "
-        "timm model of one size only, with which the generated tests have not passed"
-    }
 
 
-Gemma3nForCausalLM = ModelClass = Gemma3nFamily.head(hf.Gemma3nForCausalLM, published=PUBLISHED)
+Gemma3nForCausalLM = ModelClass = Gemma3nFamily.head(hf.Gemma3nForCausalLM, published=published.TEXT)
+Gemma3nForConditionalGeneration = Gemma3nFamily.head(
+    hf.Gemma3nForConditionalGeneration,
+    published=published.WITH_IMAGES,
+    # The vision tower is timm's, of one architecture: only its factory's arguments make it small.
+    tiny={
+        "vision_config": {
+            "hidden_size": 2048,
+            "model_args": {"channel_multiplier": 0.0625, "msfa_output_resolution": 2},
+        },
+        "vision_soft_tokens_per_image": 4,
+    },
+)

@@ -30,13 +30,14 @@ from torch import nn
 from transformers import AutoConfig, GptOssConfig, LlamaConfig, PreTrainedModel
 from transformers import LlamaForCausalLM as HFLlama
 from transformers import LlamaForSequenceClassification as HFScore
+from transformers import initialization as init
 
 from nrl_models import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     CheckpointError,
 )
-from nrl_models.common import loading
+from nrl_models.common import FamilyModel, loading
 from nrl_models.common.checkpoint_files import CheckpointFiles
 from nrl_models.common.loading import load_weights
 from nrl_models.families.llama.model import LlamaForCausalLM
@@ -101,6 +102,38 @@ def test_the_base_models_prefix_may_be_left_out(folder: Path, llama: PreTrainedM
 def test_tables_that_old_checkpoints_saved_are_ignored(folder: Path, llama: PreTrainedModel, key: str) -> None:
     edit_weights(folder, lambda tensors: tensors.update({key: torch.full((16,), 7.0)}))
     assert_same_model(AutoModelForCausalLM.from_pretrained(folder), llama)
+
+
+class _WithTable(nn.Module):
+    """A table computed without naming its dtype, kept in fp32: as Gemma 3n's time scales of sound."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", self.values().float(), persistent=False)
+
+    def values(self) -> torch.Tensor:
+        return torch.exp(torch.arange(16) * -0.37)
+
+
+class _WithTableLlama(HFLlama):
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config)
+        self.scales = _WithTable()
+        self.post_init()
+
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, _WithTable):
+            init.copy_(module.table, module.values())
+
+
+def test_tables_have_no_rounding_of_the_dtype_that_is_loaded(folder: Path) -> None:
+    class Ours(FamilyModel, _WithTableLlama):
+        pass
+
+    model = Ours.from_pretrained(folder, dtype=torch.bfloat16)
+    assert torch.equal(model.scales.table, torch.exp(torch.arange(16) * -0.37))
+    assert torch.equal(model.scales.table, _WithTableLlama.from_pretrained(folder, dtype=torch.bfloat16).scales.table)
 
 
 def test_parameters_are_leaves_that_train(llama_checkpoint: Path) -> None:
