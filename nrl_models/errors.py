@@ -20,8 +20,8 @@ class Problem:
     """One thing that is wrong with a checkpoint or a state dict.
 
     Args:
-        kind: `missing`, `unexpected`, `duplicated`, `shape`, `dtype`, `partial`, `tied`, `file`, `index`
-            or `format`.
+        kind: `missing`, `unexpected`, `duplicated`, `shape`, `dtype`, `partial`, `tied`, `file`, `index`,
+            `format` or `config`.
         subject: the key or file it is about.
         detail: what was found and what was expected.
         file: the file it was found in, where there is one.

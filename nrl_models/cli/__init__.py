@@ -94,6 +94,26 @@ def parity(
 
 
 @app.command()
+def quirks(
+    path: Annotated[
+        Path | None,
+        typer.Argument(help="A checkpoint folder, or its config.json; all quirks without.", show_default=False),
+    ] = None,
+    json_file: JsonFile = None,
+) -> None:
+    """List the known quirks, or those that concern a checkpoint: symptom, handling, how to switch it off, expiry."""
+    with errors_for_people():
+        from nrl_models.quirks import Subject
+        from nrl_models.quirks.listing import as_json, as_table, quirks_of
+
+        subject = None if path is None else Subject.of_checkpoint(path)
+        found = quirks_of(subject)
+    title = "Known quirks" if subject is None else f"{path}: quirks of {type(subject.model).__name__}"
+    print_table(as_table(found, title))
+    write_json(json_file, as_json(found, subject))
+
+
+@app.command()
 def convert(
     source: Annotated[Path, typer.Argument(metavar="IN", help="The checkpoint to read.", show_default=False)],
     target: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write.", show_default=False)],

@@ -55,6 +55,8 @@ class FamilyModel:
         sharding: how the model is sharded (`nrl_models.distributed`); None if it is not.
         keeps_unused: patterns of a checkpoint's tensors that nothing in the model is for, as transformers knows, and
             that are saved again as they were; transformers drops them.
+        handles_quirks: names of entries of the catalogue of quirks that concern these models; rewritten layers declare
+            theirs in the same way.
         combine: whether this model's projections are combined.
     """
 
@@ -64,6 +66,7 @@ class FamilyModel:
     tiny: ClassVar[Mapping[str, Any]] = {}
     published: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     keeps_unused: ClassVar[tuple[str, ...]] = ()
+    handles_quirks: ClassVar[tuple[str, ...]] = ()
     tensor_parallel: ClassVar[Mapping[str, str]] = {}
     sharding: Any = None
 

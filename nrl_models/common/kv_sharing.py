@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from nrl_models.common.switches import is_off
 from nrl_models.errors import UnknownArgumentError
 
 
@@ -40,6 +41,8 @@ class SharedKeyValues:
 
 
 def _refuse_reentrant(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    if is_off("shared-kv-reentrant-checkpointing"):
+        return
     shares = getattr(model.config.get_text_config(), "num_kv_shared_layers", 0)
     given = [one for one in (*args, *kwargs.values()) if isinstance(one, Mapping)]
     if shares and any(one.get("use_reentrant") for one in given):

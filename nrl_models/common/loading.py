@@ -25,6 +25,7 @@ from transformers.utils import logging
 from nrl_models.common.checkpoint_files import CheckpointFiles, StoredTensor
 from nrl_models.common.matching import Given, Match, is_wide_float, match
 from nrl_models.common.state_dict_adapter import StateDictAdapter
+from nrl_models.common.switches import is_off
 from nrl_models.common.views import HFTensor
 from nrl_models.errors import CheckpointError, Problem
 
@@ -166,7 +167,7 @@ def fit_checkpoint(
 
 def keep_unused(model: PreTrainedModel, fit: Fit, files: CheckpointFiles) -> None:
     """Leave with the model, as the files' pages, what it does not use and is to save again."""
-    if fit.unused:
+    if fit.unused and not is_off("shared-kv-unused-weights"):
         model._unused_tensors = {key: files.read(files.tensors[key]) for key in fit.unused}
 
 

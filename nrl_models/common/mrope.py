@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
+
+from nrl_models.common.switches import is_off
 
 
 class PackedTextPositions(nn.Module):
@@ -14,6 +16,8 @@ class PackedTextPositions(nn.Module):
     Upstream makes masks from positions of four planes only, of which the first is the text's; plain ones turn the
     tokens, and documents packed into one row see each other. It goes before the Hugging Face class.
     """
+
+    handles_quirks: ClassVar[tuple[str, ...]] = ("mrope-packed-documents",)
 
     def forward(
         self,
@@ -24,7 +28,7 @@ class PackedTextPositions(nn.Module):
         **kwargs: Any,
     ) -> Any:
         """Arguments and results are upstream's; `position_ids` `(batch, tokens)`, `(3, batch, ...)` or `(4, ...)`."""
-        if position_ids is not None and position_ids.ndim == 2:
+        if position_ids is not None and position_ids.ndim == 2 and not is_off("mrope-packed-documents"):
             position_ids = position_ids[None].expand(4, -1, -1)
         return super().forward(input_ids, attention_mask, position_ids, *args, **kwargs)
 
@@ -36,11 +40,13 @@ class FreshPositions(nn.Module):
     even if the sequence in the cache has no image. It goes before the Hugging Face class.
     """
 
+    handles_quirks: ClassVar[tuple[str, ...]] = ("mrope-stale-offsets",)
+
     def compute_3d_position_ids(
         self, input_ids: torch.Tensor | None = None, *args: Any, past_key_values: Any = None, **kwargs: Any
     ) -> torch.Tensor | None:
         """Arguments and results are upstream's."""
         is_new = past_key_values is None or past_key_values.get_seq_length() == 0
-        if is_new and input_ids is not None:
+        if is_new and input_ids is not None and not is_off("mrope-stale-offsets"):
             self.rope_deltas = None
         return super().compute_3d_position_ids(input_ids, *args, past_key_values=past_key_values, **kwargs)

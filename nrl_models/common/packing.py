@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from nrl_models.common.switches import is_off
+
 Forward = Callable[..., Any]
 
 
@@ -32,6 +34,8 @@ def keep_documents_apart(forward: Forward) -> Forward:
 
     @functools.wraps(forward)
     def with_documents_apart(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if is_off("packed-documents"):
+            return forward(self, *args, **kwargs)
         given = dict(zip(parameters[1:], args, strict=False)) | kwargs
         mask, positions = given.get("attention_mask"), given.get("position_ids")
         if not _is_2d(positions) or given.get("past_key_values") is not None or torch.compiler.is_compiling():

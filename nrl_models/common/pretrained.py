@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from accelerate import init_empty_weights
+from huggingface_hub.errors import StrictDataclassFieldValidationError
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
@@ -21,6 +22,7 @@ from transformers.utils import logging
 
 from nrl_models.common.backend import BackendConfig, Combine, should_combine
 from nrl_models.common.checkpoint_files import CONFIG_NAME, CheckpointFiles, resolve_folder
+from nrl_models.common.config_types import with_declared_types
 from nrl_models.common.dequantised import METHODS, DequantisedFiles, settings_of
 from nrl_models.common.loading import load_weights
 from nrl_models.common.matching import is_wide_float
@@ -31,6 +33,7 @@ from nrl_models.errors import (
     RemoteCodeError,
     UnknownArchitectureError,
     UnknownArgumentError,
+    in_words,
 )
 
 logger = logging.get_logger(__name__)
@@ -300,7 +303,7 @@ def _override(config: PreTrainedConfig, overrides: Mapping[str, Any]) -> None:
     """Set `overrides`, values by the configuration's own names, on `config`.
 
     Raises:
-        UnknownArgumentError: names it does not have. Nothing is set then.
+        UnknownArgumentError: names it does not have, or values of another type than it takes.
     """
     if other := [name for name in overrides if name in _OTHER_SHARDING]:
         raise UnknownArgumentError(
@@ -310,13 +313,16 @@ def _override(config: PreTrainedConfig, overrides: Mapping[str, Any]) -> None:
     unknown = [name for name in overrides if name not in IMPLEMENTATIONS and not _is_value(config, name)]
     if unknown:
         raise UnknownArgumentError(_unknown_keywords(unknown, config))
-    for name, value in overrides.items():
-        if name in IMPLEMENTATIONS:
-            setattr(config, f"_{name}", value)
-        elif isinstance(nested := getattr(config, name), PreTrainedConfig) and isinstance(value, Mapping):
-            setattr(config, name, type(nested)(**(nested.to_dict() | dict(value))))
-        else:
-            setattr(config, name, value)
+    try:
+        for name, value in with_declared_types(type(config), overrides, "what was passed").items():
+            if name in IMPLEMENTATIONS:
+                setattr(config, f"_{name}", value)
+            elif isinstance(nested := getattr(config, name), PreTrainedConfig) and isinstance(value, Mapping):
+                setattr(config, name, type(nested)(**(nested.to_dict() | dict(value))))
+            else:
+                setattr(config, name, value)
+    except StrictDataclassFieldValidationError as error:
+        raise UnknownArgumentError(f"{name}={value!r}: {in_words(error)}") from error
 
 
 def _is_value(config: PreTrainedConfig, name: str) -> bool:
@@ -327,11 +333,31 @@ def read_config(folder: Path, *, trust_remote_code: bool = False) -> PreTrainedC
     """The configuration of the checkpoint in `folder`.
 
     Raises:
-        CheckpointError: `config.json` is no JSON object.
+        CheckpointError: `config.json` is no JSON object, or has a value of a type its class does not take.
         UnknownArchitectureError: a `model_type` nobody knows.
         RemoteCodeError: it needs the checkpoint's own code, and that was not allowed.
     """
-    return AutoConfig.from_pretrained(folder, trust_remote_code=_needs_its_code(folder, trust_remote_code))
+    needs_its_code = _needs_its_code(folder, trust_remote_code)
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=needs_its_code)
+    except StrictDataclassFieldValidationError as refused:
+        if needs_its_code:
+            raise
+        try:
+            return _with_declared_types(folder)
+        except StrictDataclassFieldValidationError as error:
+            raise CheckpointError(
+                f"cannot load {folder}",
+                [Problem("config", CONFIG_NAME, in_words(error))],
+                ["give the value in the type that is expected"],
+            ) from refused
+
+
+def _with_declared_types(folder: Path) -> PreTrainedConfig:
+    """The configuration in `folder`, integers taken for floats where its class wants floats."""
+    values, _ = PreTrainedConfig.get_config_dict(folder)
+    config_class = CONFIG_MAPPING[values["model_type"]]
+    return config_class.from_dict(with_declared_types(config_class, values, str(folder / CONFIG_NAME)))
 
 
 def _needs_its_code(folder: Path, trust_remote_code: bool) -> bool:

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from nrl_models.common.switches import is_off
+
 IMAGES = ("pixel_values", "pixel_values_videos", "input_features")
 """Arguments that hold what placeholder tokens stand for."""
 
@@ -31,13 +33,15 @@ def with_token_types(forward: Callable[..., Any], name: str, kinds: Mapping[str,
 
     @wraps(forward)
     def filled(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if kwargs.get(name) is None and any(kwargs.get(image) is not None for image in IMAGES):
+        is_missing = kwargs.get(name) is None and not is_off("token-types")
+        if is_missing and any(kwargs.get(image) is not None for image in IMAGES):
             input_ids = args[0] if args else kwargs.get("input_ids")
             if input_ids is None:
                 raise ValueError(f"{name} is missing: it says which of inputs_embeds are an image's. Pass it.")
             kwargs[name] = _types(input_ids, self.config, kinds)
         return forward(self, *args, **kwargs)
 
+    filled.handles_quirks = ("token-types",)  # type: ignore[attr-defined]
     return filled
 
 

@@ -21,7 +21,7 @@ from nrl_models.common.checkpoint_files import resolve_folder
 from nrl_models.consistency.cells import Cell, Settings
 from nrl_models.consistency.measure import Measurement, Meter
 from nrl_models.consistency.prompts import Prompts
-from nrl_models.consistency.quirks import QuirkFinder, no_quirks
+from nrl_models.consistency.quirks import QuirkFinder, known_quirks
 from nrl_models.consistency.references import References
 from nrl_models.consistency.report import CellResult
 from nrl_models.consistency.verdict import Judge, Verdict
@@ -153,7 +153,7 @@ def check_refit(
     settings: Settings | None = None,
     bucket_bytes: int | None = None,
     engine_options: dict[str, Any] | None = None,
-    quirks: QuirkFinder = no_quirks,
+    quirks: QuirkFinder = known_quirks,
     note: Callable[[str], None] = lambda text: None,
 ) -> RefitCheck:
     """Start an engine on random weights, refit it from a checkpoint, train a step, refit it again; compare each time.
@@ -221,7 +221,7 @@ class RefitChecker:
         cell: Cell,
         *,
         device: str = "cpu",
-        quirks: QuirkFinder = no_quirks,
+        quirks: QuirkFinder = known_quirks,
     ) -> None:
         self.path, self.engine, self.trainer, self.prompts = path, engine, trainer, prompts
         self.settings, self.cell, self.device, self.quirks = settings, cell, device, quirks

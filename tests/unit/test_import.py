@@ -138,7 +138,7 @@ LAYERS = (
     {"__main__"},
     {"cli"},
     {"demo"},
-    {"onboarding", "diagnostics", "consistency", "engines", "parity", "logprobs", "testing", "distributed"},
+    {"onboarding", "diagnostics", "consistency", "engines", "parity", "logprobs", "testing", "distributed", "quirks"},
     {"auto"},
     {"registry"},
     {"families"},

@@ -7,6 +7,7 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 from transformers.models.gpt_oss import modeling_gpt_oss as hf
 
 from nrl_models.common import CombinedQKV, FamilyModel
+from nrl_models.common.switches import is_off
 from nrl_models.families.gpt_oss.published import PUBLISHED
 
 
@@ -15,6 +16,8 @@ class GptOssModel(hf.GptOssModel):
 
     Upstream makes its masks without the positions that tell documents apart.
     """
+
+    handles_quirks = ("masks-without-positions",)
 
     def forward(
         self,
@@ -26,7 +29,8 @@ class GptOssModel(hf.GptOssModel):
         **kwargs: Any,
     ) -> Any:
         """Arguments and results are upstream's."""
-        if attention_mask is None and position_ids is not None and past_key_values is None:
+        is_off_here = is_off("masks-without-positions")
+        if attention_mask is None and position_ids is not None and past_key_values is None and not is_off_here:
             inputs_embeds = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
             mask_inputs = {
                 "config": self.config,

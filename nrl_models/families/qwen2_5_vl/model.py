@@ -18,6 +18,8 @@ class Qwen2_5_VLModel(FreshPositions, hf.Qwen2_5_VLModel):
 class Qwen25VLFamily(FamilyModel):
     """What every Qwen2.5-VL model shares."""
 
+    handles_quirks = ("tower-names",)  # published checkpoints name the tower outside the inner model
+
     rewrites = {
         hf.Qwen2_5_VLAttention: CombinedQKV,
         hf.Qwen2MLP: CombinedGateUp,

@@ -18,6 +18,8 @@ class Qwen2VLModel(FreshPositions, hf.Qwen2VLModel):
 class Qwen2VLFamily(FamilyModel):
     """What every Qwen2-VL model shares."""
 
+    handles_quirks = ("tower-names",)  # published checkpoints name the tower outside the inner model
+
     rewrites = {
         hf.Qwen2VLAttention: CombinedQKV,
         hf.Qwen2MLP: CombinedGateUp,

@@ -34,6 +34,7 @@ def judge(tmp_path: Path, prompts: Prompts) -> Judge:
         config: PreTrainedConfig,
         engine_config: dict[str, Any] | None = None,
         change: Callable[[HFEngine, HFEngine], None] = lambda engine, trainer: None,
+        load_format: str = "auto",
         **settings: Any,
     ) -> Verdict | None:
         model = new_model(config)
@@ -47,7 +48,8 @@ def judge(tmp_path: Path, prompts: Prompts) -> Judge:
         change(engine, trainer)
         store = Store(tmp_path / "store", {}, fresh=True)
         asked = replace(SETTINGS, **settings)
-        report = run_matrix(str(path), engine, trainer, prompts, asked, store, References(path))
+        references = References(path)
+        report = run_matrix(str(path), engine, trainer, prompts, asked, store, references, load_format=load_format)
         return report.results[0].verdict
 
     return judge
@@ -115,6 +117,33 @@ def test_other_precision_is_no_fault(judge: Judge) -> None:
     verdict = judge(tiny_config(LlamaConfig), change=half)
     assert verdict.kind == "precision"
     assert "the engine computes in bfloat16 and the trainer in float32" in verdict.summary
+
+
+# Quirks
+
+
+def _scale_embeddings(engine: HFEngine, trainer: HFEngine) -> None:
+    """What a derived constant is like that an engine on random weights was left with."""
+    engine.model.model.embed_tokens.embed_scale.fill_(1.0)
+
+
+def test_a_stale_constant_under_dummy_weights_is_named_by_its_quirk(judge: Judge) -> None:
+    verdict = judge(tiny_config(Gemma2Config), change=_scale_embeddings, load_format="dummy")
+    assert verdict.kind == "engine"
+    assert "the right one times 0.0625" in verdict.detail
+    assert [one.partition(":")[0] for one in verdict.quirks] == ["engine-dummy-buffers", "engine-reload-buffers"]
+    assert "Known quirk: engine-dummy-buffers: An engine that starts on random weights" in verdict.summary
+
+
+def test_a_quirk_is_not_named_where_it_does_not_fit(judge: Judge) -> None:
+    assert judge(tiny_config(Gemma2Config), change=_scale_embeddings).quirks == ()  # it has read its weights
+
+    def scale(engine: HFEngine, trainer: HFEngine) -> None:
+        with torch.no_grad():
+            engine.model.model.embed_tokens.weight.mul_(0.5)
+
+    quirks = judge(tiny_config(LlamaConfig), change=scale, load_format="dummy").quirks
+    assert not any(one.startswith("engine-dummy-buffers") for one in quirks)  # no family says so of this model
 
 
 # Refits

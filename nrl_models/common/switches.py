@@ -1,0 +1,71 @@
+"""Switching off what is done about a known quirk, to see whether it is still needed.
+
+The catalogue (`nrl_models.quirks`) says what each quirk is; here are the names that code asks for. A quirk whose
+handling an argument chooses (`dtype=`, `strict=`, `layout=`) has no switch, and is not here.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from difflib import get_close_matches
+
+from nrl_models.errors import UnknownArgumentError
+
+SWITCHES = frozenset(
+    {
+        "engine-experts-on-cpu",
+        "engine-tied-head",
+        "engine-tokenizer",
+        "engine-v0-runtime",
+        "masks-without-positions",
+        "mrope-packed-documents",
+        "mrope-stale-offsets",
+        "packed-documents",
+        "shared-kv-reentrant-checkpointing",
+        "shared-kv-unused-weights",
+        "strict-config-types",
+        "token-types",
+    }
+)
+"""The quirks that can be switched off by name."""
+
+VARIABLE = "NRL_MODELS_QUIRKS_OFF"
+"""The environment variable with names of quirks to switch off for a whole process, separated by commas."""
+
+
+def _checked(names: frozenset[str], source: str) -> frozenset[str]:
+    if unknown := sorted(names - SWITCHES):
+        close = get_close_matches(unknown[0], SWITCHES, n=1)
+        raise UnknownArgumentError(
+            f"{source}: {', '.join(unknown)} cannot be switched off"
+            + (f" (did you mean {close[0]}?)" if close else "")
+            + f": expected some of {', '.join(sorted(SWITCHES))}. `nrl-models quirks` says how others are."
+        )
+    return names
+
+
+# A set of this module, not of a context: what asks may run in any thread, and under torch.compile.
+_off = _checked(frozenset(filter(None, map(str.strip, os.environ.get(VARIABLE, "").split(",")))), VARIABLE)
+
+
+def is_off(name: str) -> bool:
+    """Whether the quirk `name` (one of `SWITCHES`) is not to be handled."""
+    return name in _off
+
+
+@contextmanager
+def quirks_off(*names: str) -> Iterator[None]:
+    """While open, leave these quirks as they are upstream, in every thread.
+
+    Raises:
+        UnknownArgumentError: a name that is none of `SWITCHES`.
+    """
+    global _off
+    before = _off
+    _off = before | _checked(frozenset(names), "quirks_off")
+    try:
+        yield
+    finally:
+        _off = before

@@ -1,0 +1,494 @@
+"""The catalogue: every known quirk, what is done about it, how to switch that off, and how one knows that it is gone.
+
+An entry points at the code that handles it. `docs/quirks.md` is made from this; `tests/unit/quirks` and
+`tests/engine/quirks` have for each the symptom, the cure and the tripwire.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nrl_models.common import ModelFlag
+from nrl_models.quirks import predicates, probes
+from nrl_models.quirks.quirk import Probe, Quirk
+
+ENGINE = ("engine decode", "engine prefill")
+
+
+def _engine_is_off_by_a_factor(seen: Any) -> bool:
+    """What a constant that no weight update reaches looks like: everything behind it is the right one times it."""
+    return set(seen.odd) <= set(ENGINE) and seen.kind == "engine" and "the right one times" in seen.detail
+
+
+def _old_weights(word: str) -> Any:
+    return lambda seen: (
+        seen.kind == "engine" and word in seen.module and ("not refitted" in seen.detail or seen.load_format == "dummy")
+    )
+
+
+def _rounding_among_experts(seen: Any) -> bool:
+    return seen.kind in ("precision", "unstable")
+
+
+LOADING = (
+    Quirk(
+        name="fp32-masters",
+        symptom="A trainer that gets the checkpoint's bf16 in place of the fp32 it asked for learns nothing: steps of "
+        "post-training are smaller than a rounding.",
+        where=("load", "trainer"),
+        applies=predicates.every_model,
+        every_model=True,
+        handling="The dtype that is asked for is what every parameter has; those that upstream keeps in fp32 stay "
+        "fp32.",
+        code=("nrl_models.common.loading:load_weights", "nrl_models.common.pretrained:from_pretrained"),
+        off='from_pretrained(path, dtype="auto")',
+        probe=Probe(
+            "behavioural",
+            "a step of 1e-6 leaves a bf16 weight of 1 as it is",
+            of_all=probes.small_updates_vanish_in_bf16,
+        ),
+        remove="nothing: advise bf16 masters in docs/loading.md",
+        sources=("https://github.com/NVIDIA-NeMo/Automodel/pull/2419",),
+    ),
+    Quirk(
+        name="strict-config-types",
+        symptom="A configuration with `router_aux_loss_coef: 0`, as YAML and JSON write a float of zero, is refused.",
+        where=("load",),
+        applies=predicates.every_model,
+        every_model=True,
+        handling="Integers are read as floats where the class takes floats only, with a warning; other types are an "
+        "error that names the key.",
+        code=("nrl_models.common.config_types:with_declared_types",),
+        probe=Probe(
+            "behavioural", "transformers refuses an integer for a float", of_class=probes.an_integer_is_refused
+        ),
+        remove="nrl_models/common/config_types.py and its two uses in pretrained.py",
+        sources=("https://github.com/NVIDIA-NeMo/RL/pull/2224",),
+    ),
+    Quirk(
+        name="tower-names",
+        symptom="A vision tower stays as it was initialised, because checkpoints name it `visual.` and transformers "
+        "had lost the renaming.",
+        where=("load",),
+        applies=predicates.declares("tower-names"),
+        handling="Keys are renamed by transformers' own rules and looked for with and without the inner model's "
+        "prefix; a tensor that is missing all the same is an error before anything is written.",
+        code=("nrl_models.common.loading:CheckpointNames", "nrl_models.common.matching:match"),
+        off="load with transformers' own class",
+        fixed="transformers>=5.6",
+        kept_for="trainers with an older transformers",
+        probe=Probe("data", "transformers does not know the towers' older names", of_class=probes.tower_names_are_lost),
+        remove="this entry",
+        sources=("https://github.com/huggingface/transformers/pull/45358",),
+        explains=lambda seen: seen.kind in ("trainer", "everybody") and "visual" in seen.detail,
+    ),
+    Quirk(
+        name="own-configuration",
+        symptom="transformers has no class for this model, so its checkpoints load by code of their own, which breaks "
+        "with each release, or not at all.",
+        where=("load",),
+        applies=predicates.brings_its_own_configuration,
+        handling="The family brings configuration and modelling code.",
+        code=("nrl_models.registry:_CUSTOM_CONFIG_REGISTRATIONS", "nrl_models.registry:register_custom_configs"),
+        off="AutoConfig.from_pretrained(path, trust_remote_code=True), outside this library",
+        probe=Probe(
+            "data",
+            "transformers' table of configurations lacks its model_type",
+            of_class=probes.transformers_has_no_configuration,
+        ),
+        remove="the family's modeling.py and configuration.py and its rows of _CUSTOM_CONFIG_REGISTRATIONS; make it a "
+        "row of the table of standard families",
+    ),
+    Quirk(
+        name="shared-kv-unused-weights",
+        symptom="Published checkpoints hold keys and values of layers that share others'; transformers drops them, and "
+        "an engine that reads the saved checkpoint misses them.",
+        where=("load", "export"),
+        applies=predicates.shares_keys_and_values,
+        handling="They stay with the model as pages of the file, and go into the next checkpoint as they were.",
+        code=("nrl_models.common.kv_sharing:SharedKeyValues", "nrl_models.common.loading:keep_unused"),
+        probe=Probe(
+            "behavioural",
+            "transformers loses them when it loads and saves",
+            of_class=probes.unused_weights_are_dropped,
+        ),
+        remove="SharedKeyValues.keeps_unused and keep_unused",
+    ),
+)
+
+FORWARD = (
+    Quirk(
+        name="token-types",
+        symptom="Batches that a trainer makes itself say of no token that it is an image's; upstream refuses them in "
+        "training, or attends causally within images.",
+        where=("forward",),
+        applies=predicates.declares("token-types"),
+        handling="The family fills them in from the tokens, where there are images.",
+        code=("nrl_models.common.token_types:with_token_types",),
+        probe=Probe(
+            "differential",
+            "upstream computes a batch with images otherwise if it has no token types",
+            of_class=probes.images_are_causal,
+        ),
+        remove="with_token_types in the family that the tripwire names",
+        sources=("https://github.com/NVIDIA-NeMo/RL/pull/2224",),
+    ),
+    Quirk(
+        name="packed-documents",
+        symptom="Documents packed into one row attend to each other, because transformers looks at positions only "
+        "where there is neither a mask nor a cache.",
+        where=("forward",),
+        applies=predicates.packs,
+        every_model=True,
+        handling="A mask of ones is dropped and no cache is made where positions start again.",
+        code=("nrl_models.common.packing:keep_documents_apart",),
+        probe=Probe(
+            "behavioural",
+            "upstream lets packed documents meet under a mask of ones",
+            of_class=probes.packed_documents_meet_under_a_mask,
+        ),
+        remove="keep_documents_apart, and its use in FamilyModel",
+    ),
+    Quirk(
+        name="masks-without-positions",
+        symptom="Packed documents attend to each other in any case, because this decoder makes its masks without "
+        "positions.",
+        where=("forward",),
+        applies=predicates.declares("masks-without-positions"),
+        handling="The family makes the masks with positions.",
+        code=("nrl_models.common.family_model:FamilyModel.rewrites",),
+        probe=Probe(
+            "behavioural", "upstream lets packed documents meet without any mask", of_class=probes.packed_documents_meet
+        ),
+        remove="the decoder's rewrite in the family that the tripwire names",
+    ),
+    Quirk(
+        name="mrope-packed-documents",
+        symptom="Packed documents attend to each other in any case, because masks are made from positions in several "
+        "planes only, and plain ones have one.",
+        where=("forward",),
+        applies=predicates.declares("mrope-packed-documents"),
+        handling="Plain positions are given in four planes, of which the first is the text's.",
+        code=("nrl_models.common.mrope:PackedTextPositions",),
+        probe=Probe(
+            "behavioural", "upstream lets packed documents meet without any mask", of_class=probes.packed_documents_meet
+        ),
+        remove="PackedTextPositions in the family that the tripwire names",
+    ),
+    Quirk(
+        name="mrope-stale-offsets",
+        symptom="A sequence without images decodes with the offsets of the last one that had some.",
+        where=("forward",),
+        applies=predicates.declares("mrope-stale-offsets"),
+        handling="Offsets are forgotten when a new sequence begins.",
+        code=("nrl_models.common.mrope:FreshPositions",),
+        probe=Probe(
+            "behavioural",
+            "upstream decodes text otherwise after it has seen an image",
+            of_class=probes.offsets_stay,
+        ),
+        remove="FreshPositions in the family that the tripwire names",
+    ),
+    Quirk(
+        name="shared-kv-without-cache",
+        symptom="Without a cache, layers that share keys and values computed them by projections that were never "
+        "trained.",
+        where=("forward",),
+        applies=predicates.shares_keys_and_values,
+        handling="transformers hands them on beside the cache; a test holds both ways to the same logits.",
+        code=("nrl_models.common.kv_sharing:SharedKeyValues",),
+        off="there is nothing to switch off: such layers have no projections any more",
+        fixed="transformers>=5.5.2",
+        kept_for="trainers with an older transformers, which have to force use_cache=True",
+        probe=Probe(
+            "differential",
+            "upstream computes otherwise without a cache",
+            of_class=probes.shared_keys_need_a_cache,
+        ),
+        remove="this entry",
+        sources=("https://github.com/huggingface/transformers/pull/45312",),
+    ),
+)
+
+TRAINING = (
+    Quirk(
+        name="shared-kv-reentrant-checkpointing",
+        symptom="Under reentrant checkpointing no gradient reaches the layers whose keys and values others share, and "
+        "nothing says so.",
+        where=("trainer",),
+        applies=predicates.shares_keys_and_values,
+        handling="Reentrant checkpointing is refused for such models; the other kind passes those gradients.",
+        code=("nrl_models.common.kv_sharing:SharedKeyValues",),
+        probe=Probe(
+            "differential",
+            "reentrant checkpointing gives other gradients upstream",
+            of_class=probes.reentrant_checkpointing_loses_gradients,
+        ),
+        remove="SharedKeyValues.gradient_checkpointing_enable and activation_checkpointing_enable",
+    ),
+    Quirk(
+        name="unreachable-parameters",
+        symptom="Parameters that a loss does not reach (a tower in training on text) have no state in the optimiser, "
+        "and a run that goes on from its checkpoint misses it.",
+        where=("trainer",),
+        applies=predicates.has_towers,
+        handling="They are found by walking the loss's graph, frozen, and reported with the reason.",
+        code=("nrl_models.common.freezing:freeze_unreachable", "nrl_models.common.reach:unreachable_parameters"),
+        off="do not call freeze_unreachable",
+        probe=Probe(
+            "behavioural",
+            "torch's AdamW keeps no state for what got no gradient",
+            of_all=probes.optimisers_keep_no_state_without_gradients,
+        ),
+        remove="freeze_unreachable",
+        sources=("https://github.com/NVIDIA-NeMo/Automodel/pull/1687",),
+    ),
+    Quirk(
+        name="misspelt-freezing",
+        symptom="A key of a freeze configuration that is misspelt, or an attribute that is, freezes nothing, and the "
+        "component trains.",
+        where=("trainer",),
+        applies=predicates.every_model,
+        every_model=True,
+        handling="Keys are strict: one that is no component of the model is an error that lists those that are.",
+        code=("nrl_models.common.freezing:freeze",),
+        off="set requires_grad on the parameters",
+        probe=Probe(
+            "behavioural", "torch takes a misspelt attribute for its own", of_all=probes.unknown_attributes_are_accepted
+        ),
+        remove="the check of keys in freeze",
+        sources=("https://github.com/NVIDIA-NeMo/RL/pull/2224",),
+    ),
+    Quirk(
+        name="tied-weights-under-tp",
+        symptom="Embedding and head that are one tensor come apart when tensor parallelism divides them, and train as "
+        "two.",
+        where=("trainer",),
+        applies=predicates.ties_embeddings,
+        handling="Both are divided alike, over the vocabulary, or neither, and what is one tensor stays one; families "
+        "that tie at every size say so by ModelFlag.SKIP_DTENSOR_TIED_WEIGHTS_CHECK.",
+        code=(
+            "nrl_models.distributed.plan:declared_tensor_plan",
+            "nrl_models.distributed.parallelize:divide_model",
+            "nrl_models.common.flags:ModelFlag",
+        ),
+        off="torch's parallelize_module with a plan of one's own",
+        probe=Probe("differential", "torch's parallelize_module parts a tied pair", of_all=probes.untied_by_dividing),
+        remove="the flag, and the vocabulary's rules in declared_tensor_plan",
+        sources=(
+            "https://github.com/NVIDIA-NeMo/RL/issues/227",
+            "https://github.com/NVIDIA-NeMo/Automodel/pull/2571",
+        ),
+    ),
+    Quirk(
+        name="context-parallel-masks",
+        symptom="Attention that keeps a mask, a window, a sink or a cap fails, or is computed without it, when a "
+        "sequence is divided over ranks.",
+        where=("trainer",),
+        applies=predicates.cannot_divide_a_sequence,
+        handling="It is refused before the first step, with all reasons, from the configuration, the family's limits "
+        "and the batch.",
+        code=("nrl_models.distributed.context_parallel:check_context_parallel",),
+        off="enter torch's context_parallel without check_context_parallel",
+        probe=Probe("behavioural", "torch's ring attention rejects a mask", of_all=probes.ring_attention_rejects_masks),
+        remove="context_parallel_problems' part on masks, and the families' limits",
+    ),
+    Quirk(
+        name="routing-flips",
+        symptom="Recomputed activations, or another engine's, choose other experts where two scores are a rounding "
+        "apart, and gradients belong to another computation.",
+        where=("trainer", "engine"),
+        applies=predicates.has_experts,
+        handling="What one run chose is recorded and replayed in another, and in recomputation.",
+        code=("nrl_models.common.routing:record_routing", "nrl_models.common.routing:replay_routing"),
+        off="do not enter replay_routing",
+        probe=Probe(
+            "behavioural",
+            "rounding otherwise makes upstream choose other experts in bf16",
+            of_class=probes.routing_flips,
+        ),
+        remove="nothing: routing is discrete",
+        sources=("https://arxiv.org/abs/2510.11370",),
+        explains=_rounding_among_experts,
+    ),
+    Quirk(
+        name="full-vocabulary-logits",
+        symptom="Log-probabilities from logits take a tensor of tokens times vocabulary several times over, and a "
+        "step of DPO runs out of memory.",
+        where=("trainer",),
+        applies=predicates.has_a_large_vocabulary,
+        every_model=True,
+        handling="token_logprobs works in chunks; the full logits never exist, forward or backward.",
+        code=("nrl_models.logprobs.tokens:token_logprobs", "nrl_models.logprobs.chunked:chunked_statistics"),
+        off="token_logprobs(..., chunk_size=None), or model(...).logits",
+        probe=Probe("behavioural", "upstream's forward makes all logits", of_class=probes.whole_logits_are_made),
+        remove="nothing: let token_logprobs call what upstream offers then",
+    ),
+    Quirk(
+        name="untrained-rows",
+        symptom="A prompt with a token that pretraining never met gets a gradient that is many times too large, and "
+        "training diverges.",
+        where=("trainer",),
+        applies=predicates.every_model,
+        every_model=True,
+        handling="`nrl-models diagnose embeddings` finds such rows in the files, and draws them anew.",
+        code=("nrl_models.diagnostics.embeddings:diagnose_embeddings",),
+        off="do not pass --reinitialise",
+        probe=Probe(
+            "behavioural",
+            "a row of zeros gets a gradient ten times that of any other",
+            of_class=probes.a_new_row_explodes,
+        ),
+        remove="nothing: a diagnostic",
+    ),
+    Quirk(
+        name="fused-out-projection",
+        symptom="The mixer's fused kernel reads the weight of `out_proj` itself, so that an adapter or a hook on that "
+        "module does nothing in training.",
+        where=("forward", "trainer"),
+        applies=predicates.projects_out_in_a_kernel,
+        handling="Where PEFT knows such a model and refuses it, the family states that as a limit, and a generated "
+        "test holds PEFT to it; elsewhere leave `out_proj` out of the adapter.",
+        code=("nrl_models.common.family_model:FamilyModel.limits",),
+        off="name target_modules without out_proj",
+        probe=Probe(
+            "source", "upstream's mixer hands `out_proj.weight` to a kernel", of_class=probes.a_kernel_projects_out
+        ),
+        remove='limits["LoRA"] in the family that the tripwire names',
+        sources=("https://github.com/huggingface/transformers/pull/46487",),
+    ),
+)
+
+EXPORT = (
+    Quirk(
+        name="names-on-the-hub",
+        symptom="An engine is sent the names that transformers has in memory, which differ from those on the hub, and "
+        "takes none of them, or the wrong ones.",
+        where=("export", "engine"),
+        applies=predicates.has_several_names,
+        handling="Exports have the hub's names and layout, experts one by one; the refit checks that all arrive.",
+        code=("nrl_models.common.state_dict_adapter:StateDictAdapter",),
+        off='iter_export(model, layout="transformers")',
+        probe=Probe(
+            "differential",
+            "transformers saves under other names than it has in memory",
+            of_class=probes.hub_names_differ,
+        ),
+        remove="nothing: the layouts are derived, and become equal",
+    ),
+)
+
+INFERENCE = (
+    Quirk(
+        name="engine-dummy-buffers",
+        symptom="An engine that starts on random weights has a random `normalizer`, too, which no weight update "
+        "reaches, and generates gibberish.",
+        where=("engine",),
+        applies=predicates.has_flag(ModelFlag.VLLM_LOAD_FORMAT_AUTO),
+        handling="Families say so by ModelFlag.VLLM_LOAD_FORMAT_AUTO: start such engines on the checkpoint. A refit "
+        "reports persistent buffers that were not written.",
+        code=("nrl_models.common.flags:ModelFlag", "nrl_models.engines.vllm_worker:ConsistencyWorker"),
+        off='start_engine(..., load_format="dummy")',
+        fixed="vllm>=0.9.2",
+        kept_for="trainers that read the flag beside an older vLLM",
+        probe=Probe(
+            "behavioural",
+            "vLLM's dummy loader changes derived buffers",
+            of_engine=probes.dummy_loading_touches_buffers,
+            needs="vllm",
+        ),
+        remove="ModelFlag.VLLM_LOAD_FORMAT_AUTO, and the families' use of it",
+        sources=("https://github.com/vllm-project/vllm/pull/19788",),
+        explains=lambda seen: _engine_is_off_by_a_factor(seen) and seen.load_format == "dummy",
+    ),
+    Quirk(
+        name="engine-reload-buffers",
+        symptom="A refit of a running engine leaves constants that were derived when it started (a scale, a root) at "
+        "whatever memory held.",
+        where=("engine",),
+        applies=predicates.every_model,
+        every_model=True,
+        handling="Refits go through vLLM's layerwise reload, which keeps them, and are compared with the trainer "
+        "after.",
+        code=("nrl_models.engines.vllm_worker:ConsistencyWorker", "nrl_models.consistency.refit:RefitChecker"),
+        off="write to the engine's parameters past ConsistencyWorker",
+        fixed="vllm>=0.32",
+        kept_for="engines of an older version, reached over HTTP",
+        probe=Probe(
+            "behavioural",
+            "vLLM's reload changes a derived buffer",
+            of_all=probes.reloading_touches_buffers,
+            needs="vllm",
+        ),
+        remove="this entry",
+        sources=("https://github.com/vllm-project/vllm/pull/44371",),
+        explains=lambda seen: _engine_is_off_by_a_factor(seen) and seen.load_format != "auto",
+    ),
+    Quirk(
+        name="engine-tied-head",
+        symptom="After a refit, a tied output embedding that the engine keeps as a module of its own goes on with what "
+        "was packed from the old weights.",
+        where=("engine",),
+        applies=predicates.ties_embeddings,
+        handling="Modules that share a parameter are prepared again once all weights are there.",
+        code=("nrl_models.engines.vllm_worker:ConsistencyWorker.nrl_refit_finish",),
+        probe=Probe(
+            "behavioural",
+            "a refit with the quirk switched off leaves vLLM's head as it was",
+            of_engine=probes.refit_misses_something,
+            needs="vllm",
+        ),
+        remove="_nrl_tied in vllm_worker.py",
+        explains=_old_weights("logits"),
+    ),
+    Quirk(
+        name="engine-experts-on-cpu",
+        symptom="On a CPU a refit leaves stacks of experts as they were sent, and the engine reads them as if they "
+        "were packed for its kernels.",
+        where=("engine",),
+        applies=predicates.has_experts,
+        handling="The kernel is made anew with each refit, which packs the experts.",
+        code=("nrl_models.engines.vllm_worker:ConsistencyWorker.nrl_refit_start",),
+        probe=Probe(
+            "behavioural",
+            "a refit with the quirk switched off leaves vLLM's experts unpacked",
+            of_engine=probes.refit_misses_something,
+            needs="vllm",
+        ),
+        remove="_nrl_kernels in vllm_worker.py",
+        explains=_old_weights("experts"),
+    ),
+    Quirk(
+        name="engine-tokenizer",
+        symptom="An engine that is started without a tokenizer, which it does not need to be given tokens, refuses "
+        "every model with images.",
+        where=("engine",),
+        applies=predicates.has_towers,
+        handling="The tokenizer is left out for models of text alone.",
+        code=("nrl_models.engines.vllm:VLLMEngine.start",),
+        probe=Probe(
+            "behavioural",
+            "vLLM's processor of images refuses to start without a tokenizer",
+            of_all=probes.processors_need_a_tokenizer,
+            needs="vllm",
+        ),
+        remove="_needs_tokenizer in engines/vllm.py",
+        sources=("https://github.com/vllm-project/vllm/issues/31123",),
+    ),
+    Quirk(
+        name="engine-v0-runtime",
+        symptom="Trainers chose vLLM's first runtime by NRL_VLLM_USE_V1=0; it is gone, and what was asked for would be "
+        "passed over in silence.",
+        where=("engine",),
+        applies=predicates.every_model,
+        every_model=True,
+        handling="NRL_VLLM_USE_V1=0 is an error that says so.",
+        code=("nrl_models.engines.vllm:VLLMEngine.start",),
+        fixed="vllm>=0.11",
+        kept_for="environments that still set the variable",
+        remove="_refuse_v0 in engines/vllm.py",
+    ),
+)
+
+CATALOGUE: tuple[Quirk, ...] = (*LOADING, *FORWARD, *TRAINING, *EXPORT, *INFERENCE)
+"""Every known quirk, in the order of a run: load, forward, train, export, infer."""

@@ -1,0 +1,89 @@
+"""Whom a quirk concerns: by what a configuration says and a family declares, never by a model's name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from nrl_models.common import ModelFlag
+from nrl_models.common.kv_sharing import SharedKeyValues
+from nrl_models.common.state_dict_adapter import StateDictAdapter
+from nrl_models.distributed.context_parallel import context_parallel_problems
+from nrl_models.quirks.subject import Subject
+
+LARGE_VOCABULARY = 2**15
+"""Words from which on the logits of 8,192 tokens take a gigabyte in fp32."""
+
+
+def every_model(subject: Subject) -> bool:
+    """Whatever there is."""
+    return True
+
+
+def is_ours(subject: Subject) -> bool:
+    """Served by a family, not by transformers' own class."""
+    return subject.is_family
+
+
+def declares(name: str) -> Callable[[Subject], bool]:
+    """Some class of the model says that it handles that quirk."""
+    return lambda subject: name in subject.handled
+
+
+def has_flag(flag: ModelFlag) -> Callable[[Subject], bool]:
+    """The family sets that flag."""
+    return lambda subject: flag in subject.flags
+
+
+def packs(subject: Subject) -> bool:
+    """The family says that packed documents stay apart."""
+    return subject.is_family and "packed sequences" not in subject.limits
+
+
+def shares_keys_and_values(subject: Subject) -> bool:
+    """Later layers attend to earlier ones' keys and values."""
+    shares = getattr(subject.text, "num_kv_shared_layers", 0) or subject.any_size
+    return isinstance(subject.model, SharedKeyValues) and bool(shares)
+
+
+def ties_embeddings(subject: Subject) -> bool:
+    """Input and output embeddings are one tensor."""
+    return bool(subject.model.all_tied_weights_keys)
+
+
+def cannot_divide_a_sequence(subject: Subject) -> bool:
+    """Something in it needs more than plain causal attention."""
+    return bool(context_parallel_problems(subject.model))
+
+
+def has_experts(subject: Subject) -> bool:
+    """Some layers choose experts."""
+    return subject.has_experts
+
+
+def has_towers(subject: Subject) -> bool:
+    """It takes images, video or sound."""
+    return any(getattr(subject.config, name, None) is not None for name in ("vision_config", "audio_config"))
+
+
+def has_several_names(subject: Subject) -> bool:
+    """The hub's names of its tensors are not those that transformers has in memory."""
+    adapter = StateDictAdapter(subject.model)
+    return adapter.hub.keys() != adapter.transformers.keys()
+
+
+def has_a_large_vocabulary(subject: Subject) -> bool:
+    """Logits of a batch are larger than the model's own activations."""
+    return subject.any_size or subject.text.vocab_size >= LARGE_VOCABULARY
+
+
+def brings_its_own_configuration(subject: Subject) -> bool:
+    """transformers has no class for its configuration."""
+    return type(subject.config).__module__.startswith("nrl_models.")
+
+
+def projects_out_in_a_kernel(subject: Subject) -> bool:
+    """It has state-space mixers that project out inside their fused kernel."""
+    return any(
+        all(hasattr(module, name) for name in ("A_log", "D", "dt_bias", "conv1d", "out_proj"))
+        for module in subject.model.modules()
+    )

@@ -1,0 +1,93 @@
+"""What a quirk's predicate looks at: a configuration and the model it builds. Never a model's name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from nrl_models.auto import auto_class_for
+from nrl_models.common import FamilyModel, ModelFlag
+from nrl_models.common.checkpoint_files import CONFIG_NAME, resolve_folder
+from nrl_models.common.pretrained import from_config, read_config
+from nrl_models.testing.case import FamilyCase
+
+
+@dataclass(frozen=True, eq=False)
+class Subject:
+    """A model of which is asked what quirks concern it.
+
+    Args:
+        model: real or on meta.
+        any_size: whether it stands for every model of its class: values in which a family's checkpoints differ, such as
+            how many layers share keys and values, then exclude nothing.
+    """
+
+    model: PreTrainedModel
+    any_size: bool = False
+
+    @classmethod
+    def of_checkpoint(cls, path: str | Path) -> Subject:
+        """The model of a checkpoint, a folder with a `config.json`, or that file. No weight is read.
+
+        Raises:
+            CheckpointError, UnknownArchitectureError, ...: as `from_pretrained`.
+        """
+        path = Path(path)
+        folder = resolve_folder(path.parent if path.name == CONFIG_NAME and path.is_file() else path)
+        return cls(auto_class_for(folder).from_config(read_config(folder), device="meta"))
+
+    @classmethod
+    def of_class(cls, model_class: type[FamilyModel]) -> Subject:
+        """Every model of a class, for which a tiny one stands."""
+        config = FamilyCase(model_class).config
+        return cls(from_config(lambda given, folder: model_class, config, device="meta"), any_size=True)  # type: ignore[arg-type, return-value]
+
+    @property
+    def config(self) -> PreTrainedConfig:
+        """Its configuration."""
+        return self.model.config
+
+    @property
+    def text(self) -> Any:
+        """The configuration of its decoder."""
+        return self.config.get_text_config()
+
+    @property
+    def is_family(self) -> bool:
+        """Whether one of this library's classes serves it, not transformers' own."""
+        return isinstance(self.model, FamilyModel)
+
+    @property
+    def flags(self) -> ModelFlag:
+        """What its family declares to trainers."""
+        return getattr(self.model, "flags", ModelFlag.NONE)
+
+    @property
+    def limits(self) -> Any:
+        """What its family declares that does not hold, by feature."""
+        return getattr(self.model, "limits", {})
+
+    @cached_property
+    def handled(self) -> frozenset[str]:
+        """Names of the quirks that its classes declare to handle (`handles_quirks`)."""
+        found: set[str] = set(getattr(type(self.model).forward, "handles_quirks", ()))
+        for kind in {type(module) for module in self.model.modules()}:
+            for base in kind.__mro__:
+                found.update(vars(base).get("handles_quirks", ()))
+        return frozenset(found)
+
+    @property
+    def has_images(self) -> bool:
+        """Whether it has a tower for images."""
+        return getattr(self.config, "vision_config", None) is not None
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether some of its layers choose experts."""
+        from nrl_models.common.freezing import components_of
+
+        return "freeze_routers" in components_of(self.model)

@@ -1,0 +1,215 @@
+"""Quirks of the engine: symptom, cure, and whether the installed one still has them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from inside import SETTINGS, changed, forget, model_of
+from torch import nn
+from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM, MixtralConfig
+
+from nrl_models import AutoModelForCausalLM
+from nrl_models.common.switches import quirks_off
+from nrl_models.consistency.prompts import Prompts
+from nrl_models.consistency.refit import RefitChecker, RefitStep
+from nrl_models.engines import start_engine
+from nrl_models.engines.hf import HFEngine
+from nrl_models.engines.vllm import VLLMEngine
+from nrl_models.errors import EngineError
+from nrl_models.quirks import CATALOGUE, Quirk, probes
+
+QUIRKS = {quirk.name: quirk for quirk in CATALOGUE}
+
+
+@pytest.fixture(scope="session")
+def tied(make_checkpoint: Callable[..., Path]) -> Path:
+    """A model whose output embeddings are its input embeddings."""
+    return make_checkpoint(LlamaConfig, LlamaForCausalLM, tie_word_embeddings=True)
+
+
+@pytest.fixture(scope="session")
+def with_constant(make_checkpoint: Callable[..., Path]) -> Path:
+    """A model that scales its embeddings by a constant."""
+    return make_checkpoint(Gemma2Config, Gemma2ForCausalLM)
+
+
+@pytest.fixture(scope="session")
+def with_experts(make_checkpoint: Callable[..., Path]) -> Path:
+    """A mixture of experts."""
+    from transformers import MixtralForCausalLM
+
+    return make_checkpoint(MixtralConfig, MixtralForCausalLM)
+
+
+def refit(path: Path, engine: VLLMEngine, times: int = 1) -> RefitStep:
+    """Refit an engine that was started on random weights, and compare."""
+    forget(engine)
+    trainer = HFEngine(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), "trainer")
+    settings = replace(SETTINGS, threshold=1.0005)
+    cell = settings.cells()[0]
+    prompts = Prompts(None, trainer.capabilities().vocabulary or 0)
+    checker = RefitChecker(str(path), engine, trainer, prompts, settings, cell)
+    for _ in range(times - 1):
+        checker.refit("before")
+        checker.train(prompts.make(cell, cell.length, 7))
+    return checker.refit("after")
+
+
+def dummy(vllm: Any, path: Path) -> VLLMEngine:
+    """An engine on random weights, a new one."""
+    vllm.stop()
+    return vllm(path, load_format="dummy", seed=3)
+
+
+def names(step: RefitStep) -> list[str]:
+    """The quirks that a step's verdict names."""
+    return [one.partition(":")[0] for one in step.result.verdict.quirks]
+
+
+def persistent(model: nn.Module) -> None:
+    """Make a model's constant what it was in vLLM before 0.9.2: part of its state."""
+    model.model._non_persistent_buffers_set.discard("normalizer")
+
+
+def test_symptom_of_engine_dummy_buffers(with_constant: Path, vllm: Any) -> None:
+    engine = dummy(vllm, with_constant)
+    model = model_of(engine)
+    right = model.model.normalizer.clone()
+    persistent(model)
+    assert probes.dummy_loading_touches_buffers(model)
+    assert not torch.equal(model.model.normalizer, right)
+    model.model.normalizer.fill_(2.0)  # as much as to be seen: the dummy loader's own is next to nothing
+    step = refit(with_constant, engine)
+    assert any("buffers of the engine were not written: model.normalizer" in one for one in step.problems)
+    assert "engine-dummy-buffers" in names(step)
+    vllm.stop()
+
+
+def test_cure_of_engine_dummy_buffers(with_constant: Path, vllm: Any) -> None:
+    """What the flag asks for: the engine reads the checkpoint. And the installed engine leaves constants alone."""
+    engine = vllm(with_constant)
+    assert model_of(engine).model.normalizer == 16
+    step = refit(with_constant, engine)
+    assert step.passed, step.problems
+    model = model_of(dummy(vllm, with_constant))
+    QUIRKS["engine-dummy-buffers"].tripwire(probes.dummy_loading_touches_buffers(model), "vLLM")
+    vllm.stop()
+
+
+def test_symptom_of_engine_reload_buffers(with_constant: Path, vllm: Any) -> None:
+    """A constant that a refit leaves at what memory held is named."""
+    engine = dummy(vllm, with_constant)
+    assert refit(with_constant, engine).passed
+    normalizer = model_of(engine).model.normalizer
+    with changed(normalizer, torch.ones_like(normalizer)):
+        step = refit(with_constant, engine)
+    assert not step.passed
+    assert "engine-reload-buffers" in names(step)
+
+
+def test_cure_of_engine_reload_buffers(with_constant: Path, vllm: Any) -> None:
+    engine = dummy(vllm, with_constant)
+    before = engine.buffers()
+    assert refit(with_constant, engine, times=2).passed
+    after = engine.buffers()
+    assert before.keys() == after.keys()
+    assert [name for name in before if not torch.equal(before[name], after[name])] == []
+
+
+def test_symptom_of_engine_tied_head(tied: Path, vllm: Any) -> None:
+    engine = dummy(vllm, tied)
+    with quirks_off("engine-tied-head"):
+        missed = probes.refit_misses_something(lambda: refit(tied, engine))
+    vllm.stop()
+    QUIRKS["engine-tied-head"].tripwire(missed, "vLLM")
+    assert missed
+
+
+def test_cure_of_engine_tied_head(tied: Path, vllm: Any) -> None:
+    assert refit(tied, dummy(vllm, tied), times=2).passed
+
+
+on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="of vLLM's kernels for CPUs")
+
+
+@on_cpu
+def test_symptom_of_engine_experts_on_cpu(with_experts: Path, vllm: Any) -> None:
+    engine = dummy(vllm, with_experts)
+    with quirks_off("engine-experts-on-cpu"):
+        missed = probes.refit_misses_something(lambda: refit(with_experts, engine))
+    vllm.stop()
+    QUIRKS["engine-experts-on-cpu"].tripwire(missed, "vLLM")
+    assert missed
+
+
+@on_cpu
+def test_cure_of_engine_experts_on_cpu(with_experts: Path, vllm: Any) -> None:
+    assert refit(with_experts, dummy(vllm, with_experts), times=2).passed
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What vLLM is asked for; it is not started."""
+    import vllm
+
+    keywords: dict[str, Any] = {}
+
+    def refuse(*args: Any, **given: Any) -> Any:
+        keywords.update(given)
+        raise RuntimeError("not in this test")
+
+    monkeypatch.setattr(vllm, "LLM", refuse)
+    return keywords
+
+
+@pytest.fixture
+def with_images(tmp_path: Path) -> Path:
+    """The configuration of a model with images."""
+    from transformers import Gemma3Config
+
+    Gemma3Config(architectures=["Gemma3ForConditionalGeneration"]).save_pretrained(tmp_path)
+    return tmp_path
+
+
+def test_symptom_of_engine_tokenizer(with_images: Path, asked: dict[str, Any]) -> None:
+    assert probes.processors_need_a_tokenizer()
+    with quirks_off("engine-tokenizer"), pytest.raises(EngineError, match="not in this test"):
+        start_engine("vllm", with_images)
+    assert asked["skip_tokenizer_init"] is True
+
+
+def test_cure_of_engine_tokenizer(with_images: Path, tied: Path, asked: dict[str, Any]) -> None:
+    with pytest.raises(EngineError):
+        start_engine("vllm", with_images)
+    assert asked["skip_tokenizer_init"] is False
+    with pytest.raises(EngineError):
+        start_engine("vllm", tied)
+    assert asked["skip_tokenizer_init"] is True  # text alone
+
+
+def test_symptom_of_engine_v0_runtime(tied: Path, asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NRL_VLLM_USE_V1", "0")
+    with quirks_off("engine-v0-runtime"), pytest.raises(EngineError, match="not in this test"):
+        start_engine("vllm", tied)  # it would start the other one
+
+
+def test_cure_of_engine_v0_runtime(tied: Path, asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NRL_VLLM_USE_V1", "0")
+    with pytest.raises(EngineError, match="NRL_VLLM_USE_V1=0 asks for vLLM's first runtime"):
+        start_engine("vllm", tied)
+    assert not asked
+    monkeypatch.setenv("NRL_VLLM_USE_V1", "1")
+    with pytest.raises(EngineError, match="not in this test"):
+        start_engine("vllm", tied)
+
+
+@pytest.mark.parametrize("quirk", [one for one in CATALOGUE if one.probe and one.probe.needs], ids=lambda one: one.name)
+def test_vllm_still_has_it(quirk: Quirk) -> None:
+    """Those that a function answers; what needs a running engine is asked above."""
+    assert quirk.probe is not None
+    quirk.tripwire(quirk.probe.of_all() if quirk.probe.of_all else None, "vLLM")

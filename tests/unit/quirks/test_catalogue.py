@@ -1,0 +1,171 @@
+"""The catalogue as data: it is whole, points at code that is there, and every entry has its tests."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from nrl_models.common import ModelFlag
+from nrl_models.common.switches import SWITCHES, VARIABLE, is_off, quirks_off
+from nrl_models.errors import UnknownArgumentError
+from nrl_models.quirks import CATALOGUE, Probe, Quirk, check_catalogue, predicates
+from nrl_models.quirks.listing import BEGIN, END, as_markdown
+from nrl_models.quirks.quirk import CatalogueError, QuirkExpiredError
+
+TESTS = Path(__file__).parents[2]
+DOCS = TESTS.parent / "docs"
+
+by_name = pytest.mark.parametrize("quirk", CATALOGUE, ids=lambda quirk: quirk.name)
+
+ONE = Quirk(
+    name="one",
+    symptom="It hurts.",
+    where=("load",),
+    applies=predicates.every_model,
+    handling="It is cured.",
+    code=("nrl_models.common.switches:is_off",),
+    remove="it",
+    off="do not do it",
+    probe=Probe("behavioural", "it hurts", of_all=lambda: True),
+)
+
+
+def test_the_catalogue_is_whole() -> None:
+    check_catalogue(CATALOGUE)
+    assert len(CATALOGUE) >= 25
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"probe": None}, "one: has neither a probe nor a version bound"),
+        ({"probe": Probe("behavioural", "it hurts")}, "one: has a probe that is run in 0 ways"),
+        ({"probe": Probe("hearsay", "it hurts", of_all=lambda: True)}, "one: has a probe of kind 'hearsay'"),
+        ({"probe": None, "fixed": "the next one"}, "one: is fixed in 'the next one', which is no requirement"),
+        ({"where": ("everywhere",)}, "one: acts at everywhere: expected some of load, forward"),
+        ({"where": ()}, "one: acts at no place"),
+        ({"off": ""}, "one: has no switch"),
+        ({"handling": ""}, "one: has no handling"),
+        ({"code": ()}, "one: does not say where it is handled"),
+        ({"name": "token-types"}, r"token-types: has a switch of its own"),
+    ],
+)
+def test_an_entry_that_lacks_something_is_an_error(change: dict, message: str) -> None:
+    with pytest.raises(CatalogueError, match=message):
+        check_catalogue([*CATALOGUE, replace(ONE, **change)])
+
+
+def test_what_is_there_twice_or_not_at_all_is_an_error() -> None:
+    check_catalogue([*CATALOGUE, ONE])
+    with pytest.raises(CatalogueError, match="one: is in the catalogue twice"):
+        check_catalogue([*CATALOGUE, ONE, ONE])
+    with pytest.raises(CatalogueError, match="token-types: can be switched off, but the catalogue does not say"):
+        check_catalogue(quirk for quirk in CATALOGUE if quirk.name != "token-types")
+
+
+@by_name
+def test_the_code_it_points_at_is_there(quirk: Quirk) -> None:
+    for where in quirk.code:
+        module, _, attributes = where.partition(":")
+        found = importlib.import_module(module)
+        for attribute in attributes.split("."):
+            found = getattr(found, attribute)
+
+
+def test_every_switch_is_asked_for_in_code_that_its_entry_is_about() -> None:
+    asked = "\n".join(path.read_text() for path in (TESTS.parent / "nrl_models").rglob("*.py"))
+    assert {name for name in SWITCHES if f'is_off("{name}")' not in asked} == set()
+
+
+def test_every_flag_is_of_some_quirk() -> None:
+    text = " ".join(quirk.handling for quirk in CATALOGUE)
+    assert [flag for flag in ModelFlag.__members__ if flag != "NONE" and f"ModelFlag.{flag}" not in text] == []
+
+
+def test_no_predicate_asks_for_a_name() -> None:
+    folder = TESTS.parent / "nrl_models" / "quirks"
+    for file in ("predicates.py", "catalogue.py", "subject.py"):
+        names = {
+            node.attr if isinstance(node, ast.Attribute) else node.id
+            for node in ast.walk(ast.parse((folder / file).read_text()))
+            if isinstance(node, (ast.Attribute, ast.Name))
+        }
+        assert not names & {"model_type", "architectures", "architecture", "name_or_path", "_name_or_path"}
+
+
+@by_name
+@pytest.mark.parametrize("part", ["symptom", "cure"])
+def test_it_has_a_test_of_its_symptom_and_one_of_its_cure(quirk: Quirk, part: str) -> None:
+    wanted = f"test_{part}_of_{quirk.name.replace('-', '_')}"
+    files = [*(TESTS / "unit" / "quirks").glob("test_*.py"), *(TESTS / "engine").glob("test_*.py")]
+    assert sum(path.read_text().count(f"def {wanted}(") for path in files) == 1
+
+
+def test_the_guide_has_the_catalogue() -> None:
+    page = (DOCS / "quirks.md").read_text()
+    shown = page.partition(BEGIN)[2].partition(END)[0].strip()
+    assert shown == as_markdown(CATALOGUE), "run python -m nrl_models.quirks.listing"
+
+
+# Switches
+
+
+def test_a_switch_holds_for_a_block() -> None:
+    assert not is_off("token-types")
+    with quirks_off("token-types", "packed-documents"):
+        assert is_off("token-types")
+        with quirks_off("mrope-stale-offsets"):
+            assert is_off("token-types")
+            assert is_off("mrope-stale-offsets")
+        assert not is_off("mrope-stale-offsets")
+    assert not is_off("token-types")
+
+
+def test_an_unknown_switch_is_an_error_that_names_the_known() -> None:
+    with (
+        pytest.raises(UnknownArgumentError, match=r"token_types cannot be switched off \(did you mean token-types\?\)"),
+        quirks_off("token_types"),
+    ):
+        pass
+    with pytest.raises(UnknownArgumentError, match="fp32-masters cannot be switched off"), quirks_off("fp32-masters"):
+        pass  # an argument chooses it
+
+
+@pytest.mark.parametrize(("value", "expected"), [("token-types, packed-documents", "True True"), ("tokens", "cannot")])
+def test_the_environment_switches_for_a_process(value: str, expected: str) -> None:
+    code = "from nrl_models.common.switches import is_off; print(is_off('token-types'), is_off('packed-documents'))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={VARIABLE: value, "PYTHONPATH": str(TESTS.parent)},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert expected in done.stdout + done.stderr
+
+
+# What the tripwire says
+
+
+def test_the_tripwire_names_the_quirk_and_what_to_delete() -> None:
+    ONE.tripwire(True)
+    ONE.tripwire(None)
+    with pytest.raises(QuirkExpiredError, match=r"one: it is no longer so that it hurts; asked of Nova\. .*Delete it"):
+        ONE.tripwire(False, "Nova")
+
+
+def test_the_tripwire_fires_when_no_supported_version_needs_it() -> None:
+    past = replace(ONE, fixed="torch>=2.0")
+    assert past.is_fixed
+    with pytest.raises(QuirkExpiredError, match=r"one: every version .* is beyond torch>=2\.0\. Delete it"):
+        past.tripwire(None)
+    kept = replace(past, kept_for="those who look back")
+    kept.tripwire(False)
+    with pytest.raises(QuirkExpiredError, match=r"said to be gone with torch>=2\.0, but upstream has it again"):
+        kept.tripwire(True)
+    later = replace(ONE, fixed="torch>=99")
+    assert not later.is_fixed
+    later.tripwire(True)

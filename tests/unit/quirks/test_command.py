@@ -1,0 +1,85 @@
+"""`nrl-models quirks`: what concerns a checkpoint, a configuration, or everything."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from nrl_models import registry
+from nrl_models.cli import app
+from nrl_models.quirks import CATALOGUE, Subject
+from nrl_models.quirks.listing import page_lines
+from nrl_models.testing.case import FamilyCase
+
+
+def listed(path: Path | None, at: Path) -> dict:
+    """What the command says as JSON; and that its table names the same."""
+    words = ["quirks", *([] if path is None else [str(path)]), "--json", str(at / "quirks.json")]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0, result.output
+    found = json.loads((at / "quirks.json").read_text())
+    for quirk in found["quirks"]:
+        assert quirk["name"][:12] in result.output
+    return found
+
+
+def names(found: dict) -> set[str]:
+    return {quirk["name"] for quirk in found["quirks"]}
+
+
+def test_the_whole_catalogue(tmp_path: Path) -> None:
+    found = listed(None, tmp_path)
+    assert [quirk["name"] for quirk in found["quirks"]] == [quirk.name for quirk in CATALOGUE]
+    assert found["architecture"] is None
+    for quirk in found["quirks"]:
+        assert all(quirk[key] for key in ("where", "symptom", "handling", "code", "off", "expiry"))
+
+
+def test_those_of_a_checkpoint(llama_checkpoint: Path, tmp_path: Path) -> None:
+    found = listed(llama_checkpoint, tmp_path)
+    assert found["architecture"] == "LlamaForCausalLM"
+    assert {"fp32-masters", "packed-documents"} <= names(found)
+    assert not names(found) & {"token-types", "routing-flips", "engine-dummy-buffers", "tied-weights-under-tp"}
+
+
+@pytest.mark.parametrize("file", ["config.json", ""])
+def test_a_configuration_will_do(file: str, tmp_path: Path) -> None:
+    FamilyCase(registry.model_class("Gemma3ForConditionalGeneration")).config.save_pretrained(tmp_path)
+    content = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(content | {"architectures": ["Gemma3ForConditionalGeneration"]}))
+    found = names(listed(tmp_path / file, tmp_path))
+    assert {"token-types", "engine-dummy-buffers", "engine-tokenizer", "context-parallel-masks"} <= found
+    assert not found & {"shared-kv-without-cache", "mrope-stale-offsets"}
+
+
+@pytest.mark.parametrize(("layers", "concerned"), [(0, False), (1, True)])
+def test_values_of_the_configuration_count(layers: int, concerned: bool, tmp_path: Path) -> None:
+    config = FamilyCase(registry.model_class("Gemma3nForCausalLM")).config
+    config.num_kv_shared_layers = layers
+    config.architectures = ["Gemma3nForCausalLM"]
+    config.save_pretrained(tmp_path)
+    assert ("shared-kv-reentrant-checkpointing" in names(listed(tmp_path, tmp_path))) is concerned
+
+
+def test_a_folder_without_configuration_is_an_error(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["quirks", str(tmp_path / "nothing")])
+    assert result.exit_code == 2
+
+
+def test_a_familys_page_names_what_concerns_it_and_until_when() -> None:
+    names = ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration")
+    lines = page_lines({name: Subject.of_class(registry.model_class(name)) for name in names})
+    (types,) = [line for line in lines if line.startswith("- [token-types](../quirks.md#token-types)")]
+    assert "(Gemma3ForConditionalGeneration):" in types
+    assert types.endswith("no token types (differential probe).")
+    assert any(
+        line.startswith("- [engine-dummy-buffers](../quirks.md#engine-dummy-buffers): ")
+        and "gone with vllm>=0.9.2" in line
+        for line in lines
+    )
+    assert not any("fp32-masters" in line for line in lines)
+    plain = page_lines({"LlamaForCausalLM": Subject.of_class(registry.model_class("LlamaForCausalLM"))})
+    assert plain == ["None but those of every model."]

@@ -1,0 +1,107 @@
+"""Quirks of the forward: with the handling off the bug shows in our model as it does upstream, and else not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from nrl_models import registry
+from nrl_models.common.switches import quirks_off
+from nrl_models.errors import UnknownArgumentError
+from nrl_models.quirks import bugs
+from nrl_models.testing.case import FamilyCase
+
+PLAIN = FamilyCase(registry.model_class("LlamaForCausalLM"))
+NO_POSITIONS = FamilyCase(registry.model_class("GptOssForCausalLM"))
+MROPE = FamilyCase(registry.model_class("Qwen2_5_VLForConditionalGeneration"))
+IMAGES = FamilyCase(registry.model_class("Gemma3ForConditionalGeneration"))
+SHARING = FamilyCase(registry.model_class("Gemma3nForCausalLM"))
+
+
+def meet(case: FamilyCase, *, mask: bool) -> bool:
+    return bugs.documents_meet(case.model(), case.inputs(images=False), mask=mask)
+
+
+def test_symptom_of_packed_documents() -> None:
+    with quirks_off("packed-documents"):
+        assert meet(PLAIN, mask=True)
+
+
+def test_cure_of_packed_documents() -> None:
+    assert not meet(PLAIN, mask=True)
+
+
+def test_symptom_of_masks_without_positions() -> None:
+    with quirks_off("masks-without-positions"):
+        assert meet(NO_POSITIONS, mask=False)
+
+
+def test_cure_of_masks_without_positions() -> None:
+    assert not meet(NO_POSITIONS, mask=False)
+
+
+def test_symptom_of_mrope_packed_documents() -> None:
+    with quirks_off("mrope-packed-documents"):
+        assert meet(MROPE, mask=False)
+
+
+def test_cure_of_mrope_packed_documents() -> None:
+    assert not meet(MROPE, mask=False)
+
+
+def offsets_stay() -> bool:
+    return bugs.offsets_stay(MROPE.model(), MROPE.inputs(images=True), MROPE.inputs(images=False)["input_ids"])
+
+
+def test_symptom_of_mrope_stale_offsets() -> None:
+    with quirks_off("mrope-stale-offsets"):
+        assert offsets_stay()
+
+
+def test_cure_of_mrope_stale_offsets() -> None:
+    assert not offsets_stay()
+
+
+def test_symptom_of_token_types() -> None:
+    with quirks_off("token-types"):
+        assert bugs.images_are_causal(IMAGES.model(), IMAGES.inputs())
+
+
+def test_cure_of_token_types() -> None:
+    assert not bugs.images_are_causal(IMAGES.model(), IMAGES.inputs())
+
+
+def test_symptom_of_shared_kv_without_cache() -> None:
+    """What transformers hands on from layer to layer is all they have: projections of their own are gone."""
+    model = SHARING.model()
+    layer = next(one for one in model.modules() if getattr(one, "is_kv_shared_layer", False))
+    assert not hasattr(layer, "k_proj")
+
+    def forget(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        return args, kwargs | {"shared_kv_states": {}}
+
+    handle = layer.register_forward_pre_hook(forget, with_kwargs=True)
+    try:
+        with pytest.raises(KeyError), torch.no_grad():
+            model(**SHARING.inputs(), use_cache=False)
+    finally:
+        handle.remove()
+
+
+def test_cure_of_shared_kv_without_cache() -> None:
+    model, inputs = SHARING.model(), SHARING.inputs()
+    with torch.no_grad():
+        with_cache, without = (model(**inputs, use_cache=use).logits for use in (True, False))
+    torch.testing.assert_close(without, with_cache, atol=1e-5, rtol=1e-5)
+
+
+def test_symptom_of_shared_kv_reentrant_checkpointing() -> None:
+    with quirks_off("shared-kv-reentrant-checkpointing"):
+        assert bugs.reentrant_checkpointing_loses_gradients(SHARING.model(), SHARING.inputs(labels=True))
+
+
+def test_cure_of_shared_kv_reentrant_checkpointing() -> None:
+    with pytest.raises(UnknownArgumentError, match="use_reentrant=False"):
+        bugs.reentrant_checkpointing_loses_gradients(SHARING.model(), SHARING.inputs(labels=True))

@@ -1,0 +1,174 @@
+"""Quirks of loading and exporting: with the handling off the bug is there, and with it it is not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import assert_same, edit_weights, stored
+from transformers import AutoConfig, PreTrainedModel
+
+from nrl_models import AutoModelForCausalLM, AutoModelForImageTextToText, registry
+from nrl_models.common import layouts, loading
+from nrl_models.common.pretrained import read_config
+from nrl_models.common.switches import quirks_off
+from nrl_models.errors import CheckpointError, UnknownArchitectureError, UnknownArgumentError
+from nrl_models.quirks import bugs, probes
+from nrl_models.testing.case import FamilyCase
+
+
+@pytest.fixture
+def in_bf16(llama_checkpoint: Path, tmp_path: Path) -> Path:
+    """A checkpoint as they are published."""
+    AutoModelForCausalLM.from_pretrained(llama_checkpoint, dtype=torch.bfloat16).save_pretrained(tmp_path / "bf16")
+    return tmp_path / "bf16"
+
+
+def moved(model: PreTrainedModel) -> float:
+    """How far a weight goes in a step of post-training."""
+    weight = model.model.norm.weight
+    before = weight.detach().clone()
+    optimizer = torch.optim.AdamW([weight], lr=1e-6, weight_decay=0.0)
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    return (weight.detach() - before).abs().max().item()
+
+
+def test_symptom_of_fp32_masters(in_bf16: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(in_bf16, dtype="auto")
+    assert model.dtype == torch.bfloat16
+    assert bugs.small_updates_vanish(model.dtype)
+    with torch.no_grad():
+        model.model.norm.weight.fill_(1.0)
+    assert moved(model) == 0
+
+
+def test_cure_of_fp32_masters(in_bf16: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(in_bf16, dtype=torch.float32)
+    assert {one.dtype for one in model.parameters()} == {torch.float32}
+    with torch.no_grad():
+        model.model.norm.weight.fill_(1.0)
+    assert moved(model) == pytest.approx(1e-6, rel=0.1)
+
+
+MOE = "Qwen3MoeForCausalLM"
+
+
+@pytest.fixture
+def moe_config() -> dict:
+    """A configuration with the key that recipes write as 0."""
+    return json.loads(FamilyCase(registry.model_class(MOE)).config.to_json_string())
+
+
+def test_symptom_of_strict_config_types(moe_config: dict, tmp_path: Path) -> None:
+    with quirks_off("strict-config-types"):
+        assert bugs.an_integer_is_refused(read_config, moe_config, "router_aux_loss_coef", tmp_path)
+    assert bugs.an_integer_is_refused(AutoConfig.from_pretrained, moe_config, "router_aux_loss_coef", tmp_path)
+
+
+def test_cure_of_strict_config_types(moe_config: dict, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert not bugs.an_integer_is_refused(read_config, moe_config, "router_aux_loss_coef", tmp_path)
+    assert type(read_config(tmp_path).router_aux_loss_coef) is float
+    moe_config["num_hidden_layers"] = "2"
+    (tmp_path / "config.json").write_text(json.dumps(moe_config))
+    with pytest.raises(CheckpointError, match=r"num_hidden_layers.* expected int, got str"):
+        read_config(tmp_path)
+
+
+def test_overrides_are_read_as_the_file_is(mixtral_checkpoint: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(mixtral_checkpoint, router_aux_loss_coef=0)
+    assert repr(model.config.router_aux_loss_coef) == "0.0"
+    with pytest.raises(UnknownArgumentError, match=r"router_aux_loss_coef='none'.*expected float, got str"):
+        AutoModelForCausalLM.from_pretrained(mixtral_checkpoint, router_aux_loss_coef="none")
+
+
+TOWER = "Qwen2_5_VLForConditionalGeneration"
+
+
+@pytest.fixture
+def with_tower(tmp_path: Path) -> Path:
+    """A checkpoint whose tower has the names that published ones have."""
+    folder = tmp_path / "tower"
+    FamilyCase(registry.model_class(TOWER)).reference().save_pretrained(folder)
+    assert any(name.startswith("visual.") for name in stored(folder))
+    return folder
+
+
+@pytest.fixture
+def without_renaming(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers as it was when it had lost the renaming."""
+    original = layouts.get_model_conversion_mapping
+
+    def lost(*args: Any, **options: Any) -> list[Any]:
+        return [one for one in original(*args, **options) if "^visual" not in one.source_patterns]
+
+    for module in (loading, layouts, probes):
+        monkeypatch.setattr(module, "get_model_conversion_mapping", lost)
+
+
+WEIGHT = "visual.blocks.0.attn.proj.weight"
+
+
+@pytest.mark.usefixtures("without_renaming")
+def test_symptom_of_tower_names(with_tower: Path) -> None:
+    """Trainers load what a renaming leaves over without asking whether all is there."""
+    assert probes.tower_names_are_lost(FamilyCase(registry.model_class(TOWER)))
+    reference = registry.model_class(TOWER).reference_class()(AutoConfig.from_pretrained(with_tower))
+    reference.load_state_dict(stored(with_tower), strict=False)
+    assert not torch.equal(reference.get_parameter(f"model.{WEIGHT}"), stored(with_tower)[WEIGHT])
+
+
+@pytest.mark.usefixtures("without_renaming")
+def test_cure_of_tower_names(with_tower: Path) -> None:
+    model = AutoModelForImageTextToText.from_pretrained(with_tower, dtype=torch.float32)
+    assert torch.equal(model.get_parameter(f"model.{WEIGHT}"), stored(with_tower)[WEIGHT])
+    edit_weights(with_tower, lambda tensors: tensors.pop(WEIGHT))
+    with pytest.raises(CheckpointError, match=r"missing: model\.visual\.blocks\.0\.attn\.proj\.weight"):
+        AutoModelForImageTextToText.from_pretrained(with_tower, dtype=torch.float32)
+
+
+OWN = "KimiVLForConditionalGeneration"
+
+
+def test_symptom_of_own_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sandbox: Path) -> None:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    values = json.loads(FamilyCase(registry.model_class(OWN)).config.to_json_string())
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    monkeypatch.setattr(CONFIG_MAPPING, "_extra_content", {})
+    with pytest.raises(UnknownArchitectureError, match="neither transformers nor a registered family"):
+        read_config(tmp_path)
+
+
+def test_cure_of_own_configuration(tmp_path: Path) -> None:
+    registry.register_custom_configs()
+    values = json.loads(FamilyCase(registry.model_class(OWN)).config.to_json_string())
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    assert type(read_config(tmp_path)).__module__.startswith("nrl_models.")
+
+
+SHARING = FamilyCase(registry.model_class("Gemma3nForCausalLM"))
+
+
+def test_symptom_of_shared_kv_unused_weights(tmp_path: Path) -> None:
+    with quirks_off("shared-kv-unused-weights"):
+        assert bugs.unused_weights_are_dropped(SHARING.model_class.from_pretrained, SHARING.reference(), tmp_path)
+
+
+def test_cure_of_shared_kv_unused_weights(tmp_path: Path) -> None:
+    assert not bugs.unused_weights_are_dropped(SHARING.model_class.from_pretrained, SHARING.reference(), tmp_path)
+
+
+def test_symptom_of_names_on_the_hub(mixtral_checkpoint: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(mixtral_checkpoint)
+    sent = dict(model.state_dict_adapter.iter_export(model, layout="transformers"))
+    assert sent.keys() != stored(mixtral_checkpoint).keys()
+
+
+def test_cure_of_names_on_the_hub(mixtral_checkpoint: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(mixtral_checkpoint)
+    assert_same(dict(model.state_dict_adapter.iter_export(model)), stored(mixtral_checkpoint))
+    assert probes.hub_names_differ(FamilyCase(registry.model_class("MixtralForCausalLM")))

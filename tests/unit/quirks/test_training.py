@@ -1,0 +1,209 @@
+"""Quirks of training: with the handling off the bug is there, and with it it is not."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import edit_weights
+from torch import nn
+
+from nrl_models import AutoModelForCausalLM, freeze, freeze_unreachable, registry, trainable_parameters
+from nrl_models.common.flags import ModelFlag
+from nrl_models.common.routing import flip_rate, record_routing, replay_routing
+from nrl_models.diagnostics.embeddings import diagnose_embeddings
+from nrl_models.distributed.context_parallel import check_context_parallel
+from nrl_models.distributed.parallelize import divide_model
+from nrl_models.distributed.plan import plan_for
+from nrl_models.errors import ShardingError, UnknownArgumentError
+from nrl_models.logprobs import token_logprobs
+from nrl_models.parity.noise import rounded_otherwise
+from nrl_models.quirks import bugs, probes
+from nrl_models.quirks.ranks import pretended_mesh
+from nrl_models.testing.case import FamilyCase
+
+IMAGES = FamilyCase(registry.model_class("Gemma3ForConditionalGeneration"))
+PLAIN = FamilyCase(registry.model_class("LlamaForCausalLM"))
+MOE = FamilyCase(registry.model_class("MixtralForCausalLM"))
+
+
+def without_state(case: FamilyCase, model: nn.Module) -> set[str]:
+    """Parameters given to an optimiser that has no state for them after a step on text."""
+    given = trainable_parameters(model)
+    optimizer = torch.optim.SGD(given, lr=1e-3, momentum=0.9)
+    model(**case.inputs(labels=True, images=False)).loss.backward()
+    optimizer.step()
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    return {names[one] for one in given if one not in optimizer.state}
+
+
+def test_symptom_of_unreachable_parameters() -> None:
+    assert any("vision_tower" in name for name in without_state(IMAGES, IMAGES.new_pair()[1].train()))
+
+
+def test_cure_of_unreachable_parameters() -> None:
+    model = IMAGES.new_pair()[1].train()
+    inputs = IMAGES.inputs(labels=True, images=False)
+    assert freeze_unreachable(model, lambda: model(**inputs).loss)
+    assert without_state(IMAGES, model) == set()
+
+
+def test_symptom_of_misspelt_freezing() -> None:
+    model = IMAGES.new_pair()[1]
+    for parameter in model.model.vision_tower.parameters():
+        parameter.requires_gradient = False
+    assert len(trainable_parameters(model)) == len(list(model.parameters()))
+
+
+def test_cure_of_misspelt_freezing() -> None:
+    with pytest.raises(UnknownArgumentError, match=r"freeze_vision_towers \(did you mean freeze_vision_tower\?\)"):
+        freeze(IMAGES.new_pair()[1], {"freeze_vision_towers": True})
+
+
+def test_symptom_of_tied_weights_under_tp() -> None:
+    assert probes.untied_by_dividing()
+
+
+def test_cure_of_tied_weights_under_tp() -> None:
+    model_class = registry.model_class("Gemma3ForCausalLM")
+    assert ModelFlag.SKIP_DTENSOR_TIED_WEIGHTS_CHECK in model_class.flags
+    model = model_class.from_config(FamilyCase(model_class).config)
+    assert model.config.tie_word_embeddings
+    with pretended_mesh(2) as mesh:
+        divide_model(model, mesh, plan_for(model, mesh))
+        words, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+        assert words is head
+        assert words.to_local().shape[0] == words.shape[0] // 2
+
+
+def test_symptom_of_context_parallel_masks() -> None:
+    assert probes.ring_attention_rejects_masks()
+
+
+@pytest.mark.parametrize("architecture", ["Gemma3ForCausalLM", "Gemma3TextForSequenceClassification"])
+def test_cure_of_context_parallel_masks(architecture: str) -> None:
+    model_class = registry.model_class(architecture)
+    model = model_class.from_config(FamilyCase(model_class).config, device="meta")
+    with pytest.raises(ShardingError, match="attention keeps its mask"):
+        check_context_parallel(model)
+    check_context_parallel(PLAIN.model())
+
+
+def routing_of(model: nn.Module, replayed: dict | None = None) -> dict:
+    """What is chosen when rounding otherwise, on top of what is replayed."""
+    inputs = MOE.inputs(batch=16, length=128)
+    with torch.no_grad(), record_routing(model) as record:
+        if replayed is None:
+            model(**inputs, use_cache=False)
+        else:
+            with rounded_otherwise(model):
+                model(**inputs, use_cache=False)
+    return dict(record)
+
+
+def test_symptom_of_routing_flips() -> None:
+    model = MOE.model(torch.bfloat16)
+    assert flip_rate(routing_of(model), routing_of(model, {})) > 0
+
+
+def test_cure_of_routing_flips() -> None:
+    """Recomputation chooses what was chosen, though the router would choose otherwise by itself."""
+    model = MOE.new_pair()[1].train()
+    inputs = MOE.inputs(labels=True)
+    record = {name: [one.flip(0) for one in choices] for name, choices in _chosen(model, inputs).items()}
+    gradients = []
+    for checkpointing in (False, True):
+        one = copy.deepcopy(model)
+        if checkpointing:
+            one.gradient_checkpointing_enable()
+        with replay_routing(one, record):
+            one(**inputs, use_cache=False).loss.backward()
+        gradients.append({name: parameter.grad for name, parameter in one.named_parameters()})
+    torch.testing.assert_close(gradients[1], gradients[0], atol=1e-6, rtol=1e-5)
+    model(**inputs, use_cache=False).loss.backward()  # by its own choice
+    name = next(name for name in gradients[0] if "experts" in name)
+    assert (dict(model.named_parameters())[name].grad - gradients[0][name]).abs().max() > 1e-5
+
+
+def _chosen(model: nn.Module, inputs: dict) -> dict:
+    with torch.no_grad(), record_routing(model) as record:
+        model(**inputs, use_cache=False)
+    return dict(record)
+
+
+def test_symptom_of_full_vocabulary_logits() -> None:
+    assert bugs.whole_logits_are_made(PLAIN.model(), PLAIN.inputs())
+
+
+def test_cure_of_full_vocabulary_logits() -> None:
+    case = FamilyCase(PLAIN.model_class, tiny={"vocab_size": 4096})
+    model, tokens = case.model(), case.inputs()["input_ids"]
+    whole = tokens.numel() * model.config.vocab_size
+    with bugs.new_tensors(4096) as sizes, torch.no_grad():
+        found = token_logprobs(model, tokens, chunk_size=4)
+    assert max(sizes) < whole / 2
+    with bugs.new_tensors(4096) as sizes, torch.no_grad():
+        expected = token_logprobs(model, tokens, chunk_size=None)
+    assert max(sizes) > whole / 2
+    torch.testing.assert_close(found.logprobs, expected.logprobs, atol=1e-5, rtol=1e-5, equal_nan=True)
+
+
+@pytest.fixture
+def with_untrained_row(folder: Path) -> Path:
+    """A checkpoint with a reserved token."""
+    edit_weights(folder, lambda tensors: tensors["model.embed_tokens.weight"][100].zero_())
+    return folder
+
+
+def largest_gradient(folder: Path, row: int) -> float:
+    """The gradient of a row over that of the largest other."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokens = torch.randint(16, 90, (2, 12), generator=torch.Generator().manual_seed(0))
+    tokens[0, 3] = row
+    model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+    sizes = model.get_input_embeddings().weight.grad.norm(dim=1)
+    return float(sizes[row] / torch.cat([sizes[:row], sizes[row + 1 :]]).max())
+
+
+def test_symptom_of_untrained_rows(with_untrained_row: Path) -> None:
+    assert largest_gradient(with_untrained_row, 100) > 10
+
+
+def test_cure_of_untrained_rows(with_untrained_row: Path, tmp_path: Path) -> None:
+    found = diagnose_embeddings(with_untrained_row, reinitialise=tmp_path / "healthy")
+    assert not found.passed
+    assert found.measured["embeddings"][0]["near_zero"] == [0, 100]  # a padding row, too
+    assert largest_gradient(tmp_path / "healthy", 100) < 10
+
+
+FUSED = FamilyCase(registry.model_class("NemotronHForCausalLM"))
+
+
+def test_symptom_of_fused_out_projection(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = FUSED.new_pair()[1].train()
+    mixer = next(one for one in model.modules() if hasattr(one, "A_log"))
+    seen: list[str] = []
+
+    def fused(projected: torch.Tensor, *args: object, outproj_weight: torch.Tensor, **options: object) -> torch.Tensor:
+        seen.append("kernel" if outproj_weight is mixer.out_proj.weight else "another kernel")
+        return projected.new_zeros(*projected.shape[:2], outproj_weight.shape[0]) + outproj_weight.sum()
+
+    module = __import__(type(mixer).__module__, fromlist=["_"])
+    monkeypatch.setattr(module, "mamba2_split_conv1d_scan_combined", fused)
+    mixer.out_proj.register_forward_hook(lambda *_: seen.append("hook"))
+    mixer(torch.randn(1, 8, model.config.hidden_size))
+    if "kernel" not in seen:
+        pytest.skip("this release calls the kernel where there is a GPU only")
+    assert seen == ["kernel"]
+
+
+def test_cure_of_fused_out_projection() -> None:
+    """PEFT refuses it, the family says so, and without it an adapter is fine."""
+    peft = pytest.importorskip("peft")
+    assert "out_proj" in FUSED.model_class.limits["LoRA"]
+    with pytest.raises(ValueError, match="out_proj"):
+        peft.get_peft_model(FUSED.new_pair()[1], peft.LoraConfig(target_modules=["out_proj"]))
+    adapted = peft.get_peft_model(FUSED.new_pair()[1], peft.LoraConfig(target_modules=["q_proj", "o_proj"]))
+    assert any(parameter.requires_grad for parameter in adapted.parameters())

@@ -1,0 +1,59 @@
+"""Tripwires: whether upstream still has what the catalogue says. They fail when a fix arrives, and name what to delete.
+
+Those that ask vLLM are in `tests/engine`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from nrl_models import families, registry
+from nrl_models.families.standard.table import STANDARD
+from nrl_models.quirks import CATALOGUE, Quirk, Subject
+from nrl_models.testing.case import FamilyCase
+
+SHARING = {
+    "num_hidden_layers": 6,
+    "layer_types": ["sliding_attention", "full_attention"] * 3,
+    "per_layer_config": {str(layer): {"head_dim": 64} for layer in (1, 3, 5)},
+    "num_kv_shared_layers": 3,
+    "use_double_wide_mlp": True,
+}
+TINY: dict[str, dict[str, Any]] = {
+    "Gemma4ForCausalLM": SHARING,
+    "Gemma4ForConditionalGeneration": {"text_config": SHARING},
+}
+"""What a tiny configuration has to have to show a quirk that only some sizes have."""
+
+OF_EVERY_MODEL = "LlamaForCausalLM"
+"""The one that quirks of every model are asked of."""
+
+ROWS = {name: entry.architectures for name, entry in STANDARD.items() if entry.mixins}
+ARCHITECTURES = [
+    name
+    for names in (families.FAMILIES | ROWS).values()
+    for name in names
+    if not name.endswith("Classification") and not registry.unmet_requirement(name)
+]
+"""Families with a folder of their own, and rows of the table that rewrite more than projections."""
+
+
+@pytest.mark.parametrize("quirk", CATALOGUE, ids=lambda quirk: quirk.name)
+def test_what_is_installed_still_has_it(quirk: Quirk) -> None:
+    probe = quirk.probe
+    asked = probe is not None and probe.of_all is not None and not probe.needs
+    quirk.tripwire(probe.of_all() if asked else None, "what is installed")
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_the_class_upstream_still_has_it(architecture: str) -> None:
+    model_class = registry.model_class(architecture)
+    subject = Subject.of_class(model_class)
+    case = FamilyCase(model_class, tiny=TINY.get(architecture, {}))
+    for quirk in CATALOGUE:
+        if quirk.probe is None or quirk.probe.of_class is None or not quirk.applies(subject):
+            continue
+        if not quirk.every_model or architecture == OF_EVERY_MODEL:
+            quirk.tripwire(quirk.probe.of_class(case), architecture)
