@@ -68,6 +68,7 @@ def machine() -> dict[str, str]:
 
     return {
         "processor": f"{_processor()}, {os.cpu_count()} cores",
+        "load": f"{os.getloadavg()[0]:.1f}",  # more than cores: other work ran beside this
         "accelerator": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
         "python": platform.python_version(),
         "torch": version("torch"),

@@ -7,8 +7,9 @@
     accelerate launch --num_processes 2 --use_fsdp --fsdp_version 2 --fsdp_auto_wrap_policy NO_WRAP \
         examples/accelerate_fsdp2.py CHECKPOINT OUT --beforehand
 
-With `--beforehand` each rank reads only its slices of the checkpoint, combined weights are sharded along their columns
-so that their parts stay views, and accelerate takes the model as it is. Without, accelerate shards what it is given.
+With `--beforehand` each rank reads only its slices of the checkpoint, combined weights are sharded along their input
+features so that their parts stay views, and accelerate takes the model as it is. Without, accelerate shards what it is
+given.
 """
 
 from __future__ import annotations

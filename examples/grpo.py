@@ -29,10 +29,8 @@ def trainer_for(
     **options: Any,
 ) -> GRPOTrainer:  # fmt: skip
     """A trainer on `prompts`, four completions of each; `options` are of `GRPOConfig`."""
-    arguments = GRPOConfig(
-        out, per_device_train_batch_size=4, num_generations=4, logging_steps=1, report_to=[], disable_tqdm=True,
-        save_strategy="no", **options,
-    )  # fmt: skip
+    options = {"per_device_train_batch_size": 4, "num_generations": 4, "save_strategy": "no"} | options
+    arguments = GRPOConfig(out, logging_steps=1, report_to=[], disable_tqdm=True, **options)
     rows = Dataset.from_dict({"prompt": prompts})
     return GRPOTrainer(model, reward_funcs=reward, args=arguments, train_dataset=rows, processing_class=tokenizer)
 

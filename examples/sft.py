@@ -27,10 +27,8 @@ def trainer_for(
     model: PreTrainedModel, tokenizer: Any, texts: list[str], out: str, *, lora: bool = False, **options: Any
 ) -> SFTTrainer:
     """A trainer on `texts`; `options` are of `SFTConfig`."""
-    arguments = SFTConfig(
-        out, per_device_train_batch_size=2, logging_steps=1, report_to=[], disable_tqdm=True, save_strategy="no",
-        max_length=64, **options,
-    )  # fmt: skip
+    options = {"per_device_train_batch_size": 2, "max_length": 64, "save_strategy": "no"} | options
+    arguments = SFTConfig(out, logging_steps=1, report_to=[], disable_tqdm=True, **options)
     config = LoraConfig(task_type="CAUSAL_LM", r=8, target_modules=["q_proj", "v_proj", "up_proj"]) if lora else None
     return SFTTrainer(
         model, args=arguments, train_dataset=Dataset.from_dict({"text": texts}), processing_class=tokenizer,

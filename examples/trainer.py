@@ -18,17 +18,22 @@ from nrl_models import AutoModelForCausalLM
 from nrl_models.common.optimizer_state import keep_in_transformers_layout
 
 
-def train(model: PreTrainedModel, out: str, *, steps: int, resume: bool = False, **options: Any) -> list[float]:
-    """Train on random tokens. Returns the losses of this run."""
-    arguments = TrainingArguments(
-        out, max_steps=steps, save_steps=max(steps // 2, 1), logging_steps=1, per_device_train_batch_size=2,
-        learning_rate=1e-4, report_to=[], disable_tqdm=True, **options,
-    )  # fmt: skip
+def trainer_for(model: PreTrainedModel, out: str, **options: Any) -> Trainer:
+    """A trainer on random tokens; `options` are of `TrainingArguments`."""
+    options = {"per_device_train_batch_size": 2, "learning_rate": 1e-4} | options
+    arguments = TrainingArguments(out, logging_steps=1, report_to=[], disable_tqdm=True, **options)
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, model.config.get_text_config().vocab_size, (32, 64), generator=generator).tolist()
     rows = [{"input_ids": row, "labels": row} for row in tokens]
     trainer = Trainer(model, arguments, train_dataset=rows)
-    keep_in_transformers_layout(trainer.create_optimizer(), model)  # so that optimizer.pt goes on in either library
+    if not trainer.is_fsdp_enabled:  # accelerate keeps the states of sharded models under names
+        keep_in_transformers_layout(trainer.create_optimizer(), model)  # so that optimizer.pt goes on in either library
+    return trainer
+
+
+def train(model: PreTrainedModel, out: str, *, steps: int, resume: bool = False, **options: Any) -> list[float]:
+    """Train for so many steps in all. Returns the losses of this run."""
+    trainer = trainer_for(model, out, max_steps=steps, save_steps=max(steps // 2, 1), **options)
     trainer.train(resume_from_checkpoint=resume)
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 

@@ -81,12 +81,13 @@ class CombinedLinear(nn.Module):
             `nn.Linear`; all must agree on `in_features`, dtype, device and on having a bias.
 
     Attributes:
-        weight: `(C, I)`, the plain row concatenation of the parts' weights.
+        weight: `(C, I)`, the plain row concatenation of the parts' weights; `(I, C)` if `transposed`.
         bias: `(C,)` or None.
         rows: for each part's name its `(start, length)` in the rows.
         shards: how many ranks tensor parallelism divides every part's rows over; 1 without. Each rank holds
             its rows of every part, one part after the other: `C` is then `[q0 k0 v0 q1 k1 v1 ...]`, of
             which a rank has one `[q k v]`.
+        transposed: whether the weight is held as `(I, C)`, see `transpose`.
         has_bias: whether there is a bias, here or (when sharded) in the parts.
 
     Raises:
@@ -106,6 +107,7 @@ class CombinedLinear(nn.Module):
             self.rows[name] = (start, part.out_features)
             start += part.out_features
         self.shards = 1
+        self.transposed = False
         self.has_bias = parts[0].bias is not None
         self.weight = _concatenated([part.weight for part in parts])
         self.bias = _concatenated([part.bias for part in parts]) if self.has_bias else None
@@ -118,7 +120,26 @@ class CombinedLinear(nn.Module):
         bias = self.bias
         if self._biased_parts:
             bias = torch.cat([part._parameters["bias"] for part in self._biased_parts])
-        return F.linear(x, self.weight, bias)
+        return F.linear(x, self.by_rows("weight"), bias)
+
+    def by_rows(self, name: str) -> torch.Tensor:
+        """The `weight` as `(C, I)`, or the `bias`: a view if it is held otherwise."""
+        parameter = getattr(self, name)
+        return parameter.t() if self.transposed and name == "weight" else parameter
+
+    def transpose(self) -> None:
+        """Hold the weight as `(I, C)`: the same values, and the same matmul.
+
+        FSDP gathers what it divides along the first dimension without a further copy. Input features have to be that
+        dimension here, so that the rows of each part stay whole.
+        """
+        weight = self._parameters["weight"]
+        assert weight is not None
+        transposed = nn.Parameter(weight.detach().t().contiguous(), requires_grad=weight.requires_grad)
+        if getattr(weight, "_is_hf_initialized", False):
+            transposed._is_hf_initialized = True
+        self._parameters["weight"] = transposed
+        self.transposed = not self.transposed
 
     def local_rows(self, part: str) -> tuple[int, int]:
         """The `(start, length)` of a part in the rows that one rank of tensor parallelism holds."""
@@ -206,8 +227,8 @@ class ProjectionPart(nn.Linear):
         combined = self.combined
         parameter = getattr(combined, name)
         if isinstance(parameter, DTensor):
-            return self._shard_of(parameter)
-        view = parameter.narrow(0, *combined.local_rows(self._part_name))
+            return self._shard_of(combined.by_rows(name))  # type: ignore[arg-type]
+        view = combined.by_rows(name).narrow(0, *combined.local_rows(self._part_name))
         if torch.compiler.is_compiling():
             return view
         part = _part_tensor(view)
@@ -228,8 +249,7 @@ class ProjectionPart(nn.Linear):
             )
         local = parameter.to_local().narrow(0, *combined.local_rows(self._part_name))
         shape = torch.Size((combined.rows[self._part_name][1], *parameter.shape[1:]))
-        stride = torch.empty(shape, device="meta").stride()
-        return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+        return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=parameter.stride())
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Refuse a parameter of its own: it would not be the one that computes."""
@@ -327,7 +347,7 @@ class CombinedProjections(nn.Module):
                 del part.__dict__[attribute]
             part.__class__ = nn.Linear
             for kind in ("weight", "bias"):
-                whole = getattr(combined, kind)
+                whole = combined.by_rows(kind)
                 part._parameters[kind] = None
                 if whole is not None:
                     rows = whole.detach().narrow(0, start, length).clone()

@@ -57,8 +57,8 @@ def transformers_views(model: nn.Module) -> Iterator[tuple[str, View]]:
             for name in ("weight", "bias"):
                 if module._parameters.get(name) is not None:
                     yield f"{dot}{name}", View(f"{dot}{name}")
-                elif (whole := getattr(module.combined, name)) is not None:
-                    yield f"{dot}{name}", _part_view(f"{combined_name}.{name}", whole.shape, module)
+                elif getattr(module.combined, name) is not None:
+                    yield f"{dot}{name}", _part_view(combined_name, name, module)
             continue
         for name, parameter in module._parameters.items():
             if parameter is not None:
@@ -68,14 +68,17 @@ def transformers_views(model: nn.Module) -> Iterator[tuple[str, View]]:
                 yield f"{dot}{name}", View(f"{dot}{name}")
 
 
-def _part_view(combined_name: str, shape: Sequence[int], part: ProjectionPart) -> View:
+def _part_view(combined_name: str, name: str, part: ProjectionPart) -> View:
     """A part's rows of the combined tensor: whole, or some from each rank's share of it."""
     combined = part.combined
     start, length = combined.local_rows(part._part_name)
+    view = View(f"{combined_name}.{name}")
+    if combined.transposed and name == "weight":
+        view = view.then("transpose", 0, 1)
     if combined.shards == 1:
-        return View(combined_name).then("narrow", 0, start, length)
-    total, *columns = shape
-    by_rank = View(combined_name).then("reshape", combined.shards, total // combined.shards, *columns)
+        return view.then("narrow", 0, start, length)
+    total, *columns = combined.by_rows(name).shape
+    by_rank = view.then("reshape", combined.shards, total // combined.shards, *columns)
     return by_rank.then("narrow", 1, start, length).then("reshape", length * combined.shards, *columns)
 
 

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
@@ -42,7 +43,7 @@ def keep_in_transformers_layout(optimizer: Optimizer, model: PreTrainedModel) ->
         model: the model, not sharded.
 
     Raises:
-        ValueError: the optimizer holds other tensors, or in another order.
+        ValueError: the optimizer holds other tensors, or in another order; or the model is sharded, by then or later.
         StateDictError: on saving or loading, states that do not fit, all of them. Nothing is changed then.
     """
     _group_names(optimizer, model)
@@ -92,6 +93,11 @@ def _group_names(optimizer: Optimizer, model: PreTrainedModel) -> list[list[str]
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     order = {name: number for number, name in enumerate(names.values())}
     groups = [[names.get(id(one)) for one in group["params"]] for group in optimizer.param_groups]
+    if any(isinstance(one, DTensor) for group in optimizer.param_groups for one in group["params"]):
+        raise ValueError(
+            "the model is sharded, and so are its optimizer's states: nrl_models.distributed.save_checkpoint keeps "
+            "them under Hugging Face names, accelerate under the model's own"
+        )
     if unknown := sum(name is None for group in groups for name in group):
         raise ValueError(f"{unknown} tensors of the {type(optimizer).__name__} are no parameters of this model")
     if any(group != sorted(group, key=order.__getitem__) for group in groups):

@@ -279,15 +279,21 @@ class StateDictAdapter:
 
     def _combined(self) -> lora.CombinedRows:
         """For each combined module's name its parts' names and rows."""
-        rows: lora.CombinedRows = defaultdict(dict)
+        parts: dict[str, list[tuple[int, str, int]]] = defaultdict(list)
         for name, tensor in self.transformers.items():
             view = tensor.pieces[0].view
-            if view.steps and name.endswith(".weight"):
-                start, length = view.steps[0][1][1:]
+            narrowed = [args[1] for method, args in view.steps if method == "narrow"]
+            if narrowed and name.endswith(".weight"):
                 # PEFT keeps a linear it has wrapped as `base_layer`, and names the adapter by the linear.
                 part = name.removesuffix(".weight").removesuffix(".base_layer")
-                rows[view.parameter.removesuffix(".weight")][part] = (start, length)
-        return dict(rows)
+                parts[view.parameter.removesuffix(".weight")].append((narrowed[0], part, tensor.shape[0]))
+        rows: lora.CombinedRows = {}
+        for combined, within in parts.items():
+            start, rows[combined] = 0, {}
+            for _, part, length in sorted(within):  # of a sharded model, too, whose ranks have some rows of each part
+                rows[combined][part] = (start, length)
+                start += length
+        return rows
 
     def _is_zero_copy(self, tensor: HFTensor) -> bool:
         return (

@@ -12,7 +12,6 @@ from nrl_models.consistency.prompts import Prompts
 from nrl_models.consistency.store import Store
 from nrl_models.engines.base import Engine, Sample, padded
 from nrl_models.engines.hf import HFEngine
-from nrl_models.errors import EngineError
 from nrl_models.logprobs.metrics import ConsistencyMetrics, consistency_metrics
 from nrl_models.parity.noise import rounded_otherwise
 
@@ -131,7 +130,7 @@ class Meter:
         samples = self.engine.generate(
             self._prompts(cell, seed), self.settings.sampling_of(cell), max_new_tokens=generated, seed=seed
         )
-        return _arrays(samples, generated, self.engine)
+        return _arrays(samples, generated)
 
     def _score_by_engine(self, cell: Cell, seed: int, arrays: Arrays) -> Arrays:
         return {"prefill": self._scores(self.engine, arrays["tokens"], cell)}
@@ -151,7 +150,7 @@ class Meter:
         samples = self.trainer.generate(
             self._prompts(cell, seed), self.settings.sampling_of(cell), max_new_tokens=generated, seed=seed + 1
         )
-        tokens = _arrays(samples, generated, self.trainer)["tokens"]
+        tokens = _arrays(samples, generated)["tokens"]
         return {
             "strict_tokens": tokens,
             "strict_trainer": self._scores(self.trainer, tokens, cell),
@@ -177,13 +176,7 @@ _WORDS = {
 """What the table says while a step runs."""
 
 
-def _arrays(samples: list[Sample], generated: int, engine: Engine) -> dict[str, torch.Tensor]:
-    short = [index for index, sample in enumerate(samples) if len(sample.tokens) != generated]
-    if short:
-        raise EngineError(
-            f"{engine.name} generated {[len(samples[index].tokens) for index in short]} tokens for sequences {short}, "
-            f"and {generated} were asked for (past the end of text)"
-        )
+def _arrays(samples: list[Sample], generated: int) -> dict[str, torch.Tensor]:
     return {
         "tokens": torch.tensor([sample.sequence for sample in samples]),
         "decode": padded([sample.logprobs for sample in samples], generated),

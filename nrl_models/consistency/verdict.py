@@ -105,7 +105,11 @@ class Judge:
         single = self._reference(torch.float32, tokens, generated, sampling)
         errors = {name: _error(values, exact) for name, values in parties.items()}
         errors["transformers fp32"] = _error(single, exact)
-        broken = tuple(name for name, values in parties.items() if bool(values.isnan().any()))
+        broken = tuple(
+            name
+            for name, values in parties.items()
+            if values.isnan().any() or (name == DECODE and values.isinf().any())  # what was sampled was possible
+        )
         if broken:
             return self._finish("not finite", broken, errors)
         if errors["transformers fp32"][0] > self.settings.threshold:

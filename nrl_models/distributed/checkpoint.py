@@ -191,7 +191,7 @@ def load_checkpoint(folder: str | Path, model: PreTrainedModel, optimizer: Optim
     for name, value in weights.items():
         if not isinstance(value, ShardOfTensor):  # loaded whole
             for block in blocks_of(exported[name], own):
-                block.tensor.copy_(block.of(value))
+                block.take_from(value)
     if optimizer is not None:
         assert saved_states is not None
         _make_states(model, optimizer, training, saved_states)

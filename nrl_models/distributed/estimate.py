@@ -27,7 +27,7 @@ from nrl_models.auto import auto_class_of
 from nrl_models.common import pretrained
 from nrl_models.distributed import styles
 from nrl_models.distributed.mesh import DIMENSIONS, size_of
-from nrl_models.distributed.parallelize import check_division, divide_data, divide_model
+from nrl_models.distributed.parallelize import divide_data, divide_model
 from nrl_models.distributed.plan import plan_for
 from nrl_models.distributed.styles import ExpertsOfThisRank
 from nrl_models.errors import Problem, ShardingError
@@ -173,7 +173,6 @@ def _sharded(config: PreTrainedConfig, dtype: torch.dtype, setting: Setting, mes
     auto = auto_class_of(config)
     model = auto.from_config(config, device="meta", dtype=dtype, combine=setting.combine).train()
     plan = plan_for(model, mesh)
-    check_division(model, mesh, plan)
     divide_model(model, mesh, plan).finish(model)
     return model
 

@@ -74,7 +74,7 @@ def _gather(
         # What several ranks have, the first of them gives.
         if all(dim in divided[name] or mesh.get_local_rank(dim) == 0 for dim in summed_over):
             for block in blocks_of(tensor, own):
-                block.of(whole).copy_(block.tensor)
+                block.put_into(whole)
     with reporting_the_dead("gather the model's tensors"):
         for dim in summed_over:
             dist.all_reduce(buffer.view(torch.int32), group=mesh.get_group(dim))

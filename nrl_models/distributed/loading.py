@@ -23,7 +23,7 @@ from nrl_models.common.loading import Fit, fit_checkpoint, install, move_buffers
 from nrl_models.common.pretrained import Prepared
 from nrl_models.common.views import HFTensor, Piece, apply_steps
 from nrl_models.distributed.mesh import agree, check_mesh, gather_over
-from nrl_models.distributed.parallelize import check_division, divide_data, divide_model
+from nrl_models.distributed.parallelize import divide_data, divide_model
 from nrl_models.distributed.plan import ParallelPlan, Plan, plan_for
 from nrl_models.distributed.sharding import Sharding
 from nrl_models.distributed.shards import over_shard, own_block
@@ -55,7 +55,6 @@ def load_sharded(
         model, files = prepared.model, prepared.files
         model.tie_weights()
         chosen = plan_for(model, mesh, plan)
-        check_division(model, mesh, chosen)
         sharding = divide_model(model, mesh, chosen)
         share = (mesh.get_coordinate() or [0])[-1], mesh.size(mesh.ndim - 1)
         fit = fit_checkpoint(model, files, dtype=prepared.dtype, strict=strict, share=share)
@@ -148,7 +147,7 @@ def _fill(prepared: Prepared, fit: Fit) -> None:
         stored, slices = job
         pages = files.read(stored)  # nothing is read until a slice is copied
         for piece, block in slices:
-            block.tensor.copy_(block.of(apply_steps(pages, piece.region)))
+            block.take_from(apply_steps(pages, piece.region))
 
     jobs.sort(key=lambda job: -sum(block.tensor.nbytes for _, block in job[1]))
     run_readers(read, jobs)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -64,7 +62,6 @@ def parallelize(model: PreTrainedModel, mesh: DeviceMesh, plan: Plan | ParallelP
                 "the model is sharded already", [Problem("mesh", describe(model.sharding.mesh), "is its mesh")]
             )
         chosen = plan_for(model, mesh, plan)
-        check_division(model, mesh, chosen)
     except ShardingError as caught:
         if not mesh.mesh_dim_names:
             raise  # nothing to agree over
@@ -95,7 +92,8 @@ def _facts(model: PreTrainedModel) -> dict[str, object]:
 def divide_model(model: PreTrainedModel, mesh: DeviceMesh, plan: ParallelPlan) -> Sharding:
     """Apply `tp` and `ep`: parameters become DTensors, modules exchange activations. Nothing is communicated.
 
-    Without either dimension only the layout of combined biases changes.
+    Without either dimension only the layout of combined weights and biases changes: parts hold their biases, and
+    where `fsdp` is to divide the input features of a combined weight, these come first in it.
     """
     for owner in [one for one in model.modules() if isinstance(one, CombinedProjections)]:
         for name in [name for name in owner.combined if isinstance(owner._modules.get(name), CombinedLinear)]:
@@ -103,6 +101,10 @@ def divide_model(model: PreTrainedModel, mesh: DeviceMesh, plan: ParallelPlan) -
     names = [name for name in ("ep", "tp") if name in mesh.mesh_dim_names]  # type: ignore[operator]
     if names:
         _ModelDivision(model, mesh, mesh[tuple(names)], plan).apply()
+    if "fsdp" in mesh.mesh_dim_names:  # type: ignore[operator]
+        for module in model.modules():
+            if isinstance(module, CombinedLinear):
+                module.transpose()
     return Sharding(mesh, plan)
 
 
@@ -273,35 +275,13 @@ def _blocks(module: nn.Module, attribute: str, size: int, style: Style) -> list[
     return [size // style.blocks] * style.blocks
 
 
-def check_division(model: PreTrainedModel, mesh: DeviceMesh, plan: ParallelPlan) -> None:
-    """Whether `fsdp` divides every parameter that it has to divide evenly.
-
-    Raises:
-        ShardingError: those it does not.
-    """
-    ranks = size_of(mesh, "fsdp")
-    if ranks == 1:
-        return
-    problems = []
-    for name, module in model.named_modules():
-        if isinstance(module, CombinedLinear) and module.in_features % ranks:
-            detail = f"holds several linears of {module.in_features} input features, which fsdp={ranks} does not divide"
-            problems.append(Problem("divide", name, detail))
-    if problems:
-        raise ShardingError(
-            f"{type(model).__name__} cannot be sharded over {describe(mesh)}",
-            problems,
-            ["load it with combine=False, whose rows fsdp divides unevenly, or take another number of ranks"],
-        )
-
-
 def divide_data(model: PreTrainedModel, sharding: Sharding) -> None:
     """Apply `fsdp`, if the mesh has it. Nothing is communicated."""
     mesh, plan = sharding.mesh, sharding.plan
     if "fsdp" not in (mesh.mesh_dim_names or ()):
         return
     ranks = size_of(mesh, "fsdp")
-    dims = _data_dims(model, ranks)
+    dims = {id(parameter): _data_dim(parameter, ranks) for parameter in model.parameters()}
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if plan.offload else OffloadPolicy()
     options = {
         "mesh": mesh["fsdp"],
@@ -316,21 +296,16 @@ def divide_data(model: PreTrainedModel, sharding: Sharding) -> None:
     fully_shard(model, reshard_after_forward=plan.reshard_after_forward, **options)
 
 
-def _data_dims(model: nn.Module, ranks: int) -> Mapping[int, int]:
-    """For each parameter, by identity, the dimension that `fsdp` divides.
+def _data_dim(parameter: nn.Parameter, ranks: int) -> int:
+    """The dimension of a parameter that `fsdp` divides.
 
-    Rows, which is what FSDP gathers without a copy; but combined weights along their columns, so that the rows of each
-    part stay whole, stacks of experts along the features, and what `tp` or `ep` divides along another dimension.
+    The first, which is what FSDP gathers without a copy: rows; or input features, of combined weights, so that the rows
+    of each part stay whole. But stacks of experts along their features, and what `tp` or `ep` divides along another.
     """
-    combined = {id(one.weight) for one in model.modules() if isinstance(one, CombinedLinear)}
-    result = {}
-    for parameter in model.parameters():
-        taken = set()
-        if isinstance(parameter, DTensor):
-            taken = {one.dim for one in parameter.placements if isinstance(one, Shard)}
-        rows_stay = id(parameter) in combined or 0 in taken or parameter.ndim > 2
-        others = [
-            dim for dim in reversed(range(1, parameter.ndim)) if dim not in taken and parameter.shape[dim] % ranks == 0
-        ]
-        result[id(parameter)] = others[0] if rows_stay and others else 0
-    return result
+    taken = (
+        {one.dim for one in parameter.placements if isinstance(one, Shard)} if isinstance(parameter, DTensor) else ()
+    )
+    others = [
+        dim for dim in reversed(range(1, parameter.ndim)) if dim not in taken and parameter.shape[dim] % ranks == 0
+    ]
+    return others[0] if (0 in taken or parameter.ndim > 2) and others else 0

@@ -130,7 +130,7 @@ def fill_shards(sharding: Sharding, model: nn.Module, state_dict: dict[str, torc
                 copy = whole.to_local().clone() if isinstance(whole, DTensor) else whole.clone()
                 filled[name] = over_shard(whole, copy) if isinstance(whole, DTensor) else copy
         for block in blocks_of(target, filled):
-            block.tensor.copy_(block.of(value))
+            block.take_from(value)
     state_dict |= {prefix + name: tensor for name, tensor in filled.items()}
     names = {target.name for target in targets.values()}
     layout = "transformers" if names <= adapter.transformers.keys() else "hub"

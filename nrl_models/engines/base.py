@@ -146,8 +146,23 @@ class Engine:
             beyond_limit: whether to ask for more tokens than fit and leave it to the engine where to stop.
 
         Raises:
-            EngineError: a prompt is too long, or the engine fails.
+            EngineError: a prompt is too long, or the engine fails, or ends early what should go on.
         """
+        require_lengths(self, prompts, 0 if beyond_limit else max_new_tokens)
+        samples = self._generate(prompts, sampling, max_new_tokens=max_new_tokens, seed=seed, ignore_end=ignore_end)
+        lengths = [len(sample.tokens) for sample in samples]
+        short = [index for index, length in enumerate(lengths) if length != max_new_tokens]
+        if short and ignore_end and not beyond_limit:
+            raise EngineError(
+                f"{self.name} generated {[lengths[index] for index in short]} tokens for sequences {short}, and "
+                f"{max_new_tokens} were asked for, past the end of text: it does not honour `ignore_eos`"
+            )
+        return samples
+
+    def _generate(
+        self, prompts: Sequence[Tokens], sampling: Sampling, *, max_new_tokens: int, seed: int, ignore_end: bool
+    ) -> list[Sample]:
+        """What `generate` does with prompts that fit."""
         raise NotImplementedError
 
     def score(self, sequences: Sequence[Tokens], sampling: Sampling, *, last: int | None = None) -> list[list[float]]:

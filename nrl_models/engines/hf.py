@@ -128,18 +128,10 @@ class HFEngine(Engine):
         }
 
     @torch.no_grad()
-    def generate(
-        self,
-        prompts: Sequence[Tokens],
-        sampling: Sampling,
-        *,
-        max_new_tokens: int,
-        seed: int = 0,
-        ignore_end: bool = True,
-        beyond_limit: bool = False,
+    def _generate(
+        self, prompts: Sequence[Tokens], sampling: Sampling, *, max_new_tokens: int, seed: int, ignore_end: bool
     ) -> list[Sample]:
-        """See `Engine.generate`. Prompts of one length are one batch, so nothing is padded."""
-        require_lengths(self, prompts, 0 if beyond_limit else max_new_tokens)
+        """Prompts of one length are one batch, so nothing is padded."""
         results: dict[int, Sample] = {}
         end = self.model.generation_config.eos_token_id
         ends = set(end) if isinstance(end, list) else {end} - {None}

@@ -107,18 +107,10 @@ class HTTPEngine(Engine):
         """Address and model."""
         return {"engine": self.name, "address": self.address, "model": self.model, "max_model_len": self.max_length}
 
-    def generate(
-        self,
-        prompts: Sequence[Tokens],
-        sampling: Sampling,
-        *,
-        max_new_tokens: int,
-        seed: int = 0,
-        ignore_end: bool = True,
-        beyond_limit: bool = False,
+    def _generate(
+        self, prompts: Sequence[Tokens], sampling: Sampling, *, max_new_tokens: int, seed: int, ignore_end: bool
     ) -> list[Sample]:
-        """See `Engine.generate`; all prompts go in one request."""
-        require_lengths(self, prompts, 0 if beyond_limit else max_new_tokens)
+        """All prompts go in one request."""
         body: dict[str, Any] = {
             "prompt": [list(prompt) for prompt in prompts],
             "max_tokens": max_new_tokens,
@@ -139,11 +131,6 @@ class HTTPEngine(Engine):
                 raise EngineError(
                     f"{self.address} gave {0 if logprobs is None else len(logprobs)} log-probabilities for "
                     f"{len(tokens)} sampled tokens: it has to support `logprobs` in /v1/completions"
-                )
-            if ignore_end and not beyond_limit and len(tokens) != max_new_tokens:
-                raise EngineError(
-                    f"{self.address} sampled {len(tokens)} tokens where {max_new_tokens} were asked for: it does not "
-                    "honour `ignore_eos`"
                 )
             samples.append(Sample(tuple(prompt), tokens, logprobs, str(choice.get("finish_reason"))))
         return samples
@@ -219,8 +206,13 @@ def _token_ids(choice: dict[str, Any]) -> tuple[int, ...]:
 
 
 def _numbers(values: Sequence[float | None] | None) -> tuple[float, ...] | None:
-    """Log-probabilities; JSON has no NaN, so null stands for it."""
-    return None if values is None else tuple(math.nan if value is None else float(value) for value in values)
+    """Log-probabilities as a server lists them."""
+    return None if values is None else tuple(map(_number, values))
+
+
+def _number(value: float | None) -> float:
+    """A log-probability. JSON has neither NaN, for which null stands, nor -inf, for which vLLM sends -9999."""
+    return math.nan if value is None else -math.inf if value <= -9999.0 else float(value)
 
 
 def _of_prompt(places: Sequence[dict[str, Any] | None], tokens: Tokens) -> list[float]:
@@ -232,5 +224,5 @@ def _of_prompt(places: Sequence[dict[str, Any] | None], tokens: Tokens) -> list[
         found = (place or {}).get(str(token))
         if found is None:
             raise EngineError(f"the server gave no log-probability of token {token} of a prompt")
-        result.append(math.nan if found["logprob"] is None else float(found["logprob"]))
+        result.append(_number(found["logprob"]))
     return result

@@ -73,7 +73,7 @@ class VLLMEngine(Engine):
         max_length: int | None = None,
         load_format: str = "auto",
         seed: int = 0,
-        multiprocessing: bool = False,
+        multiprocessing: bool | None = None,
         log_level: str = "ERROR",
         **options: Any,
     ) -> VLLMEngine:
@@ -86,7 +86,8 @@ class VLLMEngine(Engine):
             load_format: `auto` reads the weights, `dummy` makes random ones.
             seed: of random numbers.
             multiprocessing: whether the engine runs in a process of its own: it may then die without taking this one
-                along, but shows no modules.
+                along, but shows no modules. By default only where it has to: models that vLLM runs by transformers'
+                classes, which it changes for its purposes, so that a trainer's in the same process would break.
             log_level: of vLLM's own messages.
             options: further keywords of `vllm.LLM`. By default it is eager, and without tokenizer if the model takes
                 text alone.
@@ -95,12 +96,13 @@ class VLLMEngine(Engine):
             EngineError: vLLM is not installed, or does not start; NRL_VLLM_USE_V1=0.
         """
         _refuse_v0()
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if multiprocessing else "0"
         os.environ.setdefault("VLLM_LOGGING_LEVEL", log_level)
         # It would bind its threads to cores, and with them the trainer's. Where others use the cores too, that makes
         # every step wait for them: twenty times as long was seen.
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         vllm = _import_vllm()
+        apart = _runs_transformers_classes(path) if multiprocessing is None else multiprocessing
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if apart else "0"
         keywords: dict[str, Any] = {
             "enforce_eager": True,
             "skip_tokenizer_init": not _needs_tokenizer(path),
@@ -159,18 +161,12 @@ class VLLMEngine(Engine):
             "quantization": model.quantization,
         }
 
-    def generate(
-        self,
-        prompts: Sequence[Tokens],
-        sampling: Sampling,
-        *,
-        max_new_tokens: int,
-        seed: int = 0,
-        ignore_end: bool = True,
-        beyond_limit: bool = False,
+    def _generate(
+        self, prompts: Sequence[Tokens], sampling: Sampling, *, max_new_tokens: int, seed: int, ignore_end: bool
     ) -> list[Sample]:
-        """See `Engine.generate`."""
-        require_lengths(self, prompts, 0 if beyond_limit else max_new_tokens)
+        # A prompt that does not fit into one step winds its request's own random numbers back, which a CPU's cannot be.
+        split = sum(map(len, prompts)) > self.config.scheduler_config.max_num_batched_tokens
+        shared = sampling.greedy or (split and not torch.cuda.is_available())
         requests = [
             self._parameters(
                 temperature=sampling.temperature,
@@ -179,12 +175,15 @@ class VLLMEngine(Engine):
                 max_tokens=max_new_tokens,
                 logprobs=0,
                 ignore_eos=ignore_end,
-                seed=None if sampling.greedy else seed + index,
+                seed=None if shared else seed + index,
             )
             for index in range(len(prompts))
         ]
+        with torch.random.fork_rng(devices=[]):  # which are this process's own, if vLLM runs in it
+            self._call("nrl_seed", seed)
+            outputs = self._run(prompts, requests)
         samples = []
-        for prompt, output in zip(prompts, self._run(prompts, requests), strict=True):
+        for prompt, output in zip(prompts, outputs, strict=True):
             best = output.outputs[0]
             tokens = tuple(best.token_ids)
             samples.append(
@@ -341,6 +340,18 @@ def _import_vllm() -> Any:
             "choose another engine: hf-generate, or the address of a server."
         ) from error
     return vllm
+
+
+def _runs_transformers_classes(path: str | Path) -> bool:
+    """Whether vLLM has no model of its own for a checkpoint, and would take transformers'."""
+    from vllm import ModelRegistry
+
+    names = read_config(resolve_folder(path)).architectures or []
+    known = [ModelRegistry.models[name] for name in names if name in ModelRegistry.models]
+    return not any(getattr(one, "module_name", "") != _TRANSFORMERS_BACKEND for one in known)
+
+
+_TRANSFORMERS_BACKEND = "vllm.model_executor.models.transformers"
 
 
 def _free() -> None:

@@ -31,6 +31,10 @@ class ConsistencyWorker:
         """The model in this worker."""
         return self.model_runner.get_model()
 
+    def nrl_seed(self, seed: int) -> None:
+        """Seed the random numbers of requests that have none of their own."""
+        torch.manual_seed(seed)
+
     # Scores of given tokens under any sampling
 
     def nrl_process_logits(self, sampling: dict[str, Any] | None) -> None:

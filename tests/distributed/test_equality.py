@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from functools import partial
 
-import jobs
 import pytest
+from jobs import equality
 from world import RanksFailedError, World
 
 from nrl_models import registry
@@ -35,7 +35,7 @@ def check(world: World, architecture: str, **sizes: int) -> None:
     if unmet := registry.unmet_requirement(architecture):
         pytest.skip(f"{architecture} needs {unmet}")
     try:
-        found = world.run(partial(jobs.equals_one_process, **sizes), architecture)
+        found = world.run(partial(equality.equals_one_process, **sizes), architecture)
     except RanksFailedError as error:
         if {kind for kind, _ in error.errors.values()} == {"ShardingError"} and len(error.errors) == world.size:
             pytest.skip(error.errors[0][1])
@@ -75,8 +75,8 @@ def test_four_ranks_of_tensor_parallelism_equal_one(four: World, architecture: s
 
 def test_the_foundation_is_refused_nothing_but_experts_it_lacks(two: World, four: World) -> None:
     for world, sizes in ((two, {"fsdp": 2}), (two, {"tp": 2}), (four, {"fsdp": 2, "tp": 2})):
-        world.run(partial(jobs.accepts, **sizes), ONE_EACH)
-    two.run(partial(jobs.accepts, ep=2), ["MixtralForCausalLM", "GptOssForCausalLM", "DeepseekV3ForCausalLM"])
+        world.run(partial(equality.accepts, **sizes), ONE_EACH)
+    two.run(partial(equality.accepts, ep=2), ["MixtralForCausalLM", "GptOssForCausalLM", "DeepseekV3ForCausalLM"])
 
 
 # What went wrong elsewhere: see the research notes on combined projections.
@@ -85,19 +85,19 @@ def test_the_foundation_is_refused_nothing_but_experts_it_lacks(two: World, four
 @pytest.mark.parametrize("sizes", [{"tp": 2}, {"fsdp": 2}, {"fsdp": 2, "tp": 2}], ids=["tp", "fsdp", "fsdp-tp"])
 def test_parts_are_shards_of_their_hugging_face_tensors(two: World, four: World, sizes: dict[str, int]) -> None:
     world = four if len(sizes) == 2 else two
-    world.run(partial(jobs.parts_are_dtensors, **sizes), {"attention_bias": True})
+    world.run(partial(equality.parts_are_dtensors, **sizes), {"attention_bias": True})
 
 
 @pytest.mark.parametrize("heads", [1, 2])
 def test_key_value_heads_that_ranks_do_not_divide_are_right_under_fsdp(four: World, heads: int) -> None:
-    (found, *_) = four.run(partial(jobs.llama_equals_one_process, fsdp=4), {"num_key_value_heads": heads})
+    (found, *_) = four.run(partial(equality.llama_equals_one_process, fsdp=4), {"num_key_value_heads": heads})
     assert found["loss"] <= 1e-6
     assert found["gradients"] <= 1e-5
 
 
 def test_key_value_heads_that_ranks_do_not_divide_are_refused_under_tp(four: World) -> None:
     with pytest.raises(RanksFailedError) as caught:
-        four.run(partial(jobs.llama_equals_one_process, tp=4), {"num_key_value_heads": 2})
+        four.run(partial(equality.llama_equals_one_process, tp=4), {"num_key_value_heads": 2})
     for rank in range(4):
         kind, message = caught.value.errors[rank]
         assert kind == "ShardingError"
@@ -109,29 +109,29 @@ def test_key_value_heads_that_ranks_do_not_divide_are_refused_under_tp(four: Wor
 def test_biases_train_as_in_one_process(two: World, four: World, sizes: dict[str, int]) -> None:
     world = four if len(sizes) == 2 else two
     for difference in world.run(
-        partial(jobs.trains_as_one_process, **sizes), {"attention_bias": True, "mlp_bias": True}
+        partial(equality.trains_as_one_process, **sizes), {"attention_bias": True, "mlp_bias": True}
     ):
         assert difference <= 1e-5
 
 
 def test_a_vocabulary_that_ranks_do_not_divide_stays_whole(two: World) -> None:
     for found in two.run(
-        partial(jobs.llama_equals_one_process, tp=2), {"vocab_size": 513, "tie_word_embeddings": True}
+        partial(equality.llama_equals_one_process, tp=2), {"vocab_size": 513, "tie_word_embeddings": True}
     ):
         assert found["loss"] <= 1e-6
         assert found["gradients"] <= 1e-5
 
 
-def test_a_combined_weight_that_ranks_do_not_divide_is_refused_and_works_uncombined(four: World) -> None:
-    odd = {"hidden_size": 258, "num_attention_heads": 6, "num_key_value_heads": 3}
-    with pytest.raises(RanksFailedError, match=r"qkv_proj: holds several linears of 258 input features, which fsdp=4"):
-        four.run(partial(jobs.llama_equals_one_process, fsdp=4), odd)
-    (found, *_) = four.run(partial(jobs.llama_equals_one_process, fsdp=4), odd, False)
+@pytest.mark.parametrize("combine", [True, False], ids=["combined", "separate"])
+def test_features_that_ranks_do_not_divide_are_right_under_fsdp(four: World, combine: bool) -> None:
+    odd = {"hidden_size": 258, "num_attention_heads": 6, "num_key_value_heads": 3, "attention_bias": True}
+    (found, *_) = four.run(partial(equality.llama_equals_one_process, fsdp=4), odd, combine)
+    assert found["loss"] <= 1e-6
     assert found["gradients"] <= 1e-5
 
 
 def test_mixed_precision_computes_in_one_dtype_and_keeps_another(two: World) -> None:
-    for found in two.run(jobs.mixed_precision):
+    for found in two.run(equality.mixed_precision):
         assert found == {"kept": "torch.float32", "gradients": "torch.float32", "computed": "torch.bfloat16"}
 
 
@@ -139,16 +139,16 @@ def test_mixed_precision_computes_in_one_dtype_and_keeps_another(two: World) -> 
 def test_activation_checkpointing_changes_no_gradient(two: World, four: World, sizes: dict[str, int]) -> None:
     world = four if len(sizes) == 2 else two
     for architecture in ("Qwen3ForCausalLM", "GptOssForCausalLM"):
-        for found in world.run(partial(jobs.equals_one_process, checkpointing=True, **sizes), architecture):
+        for found in world.run(partial(equality.equals_one_process, checkpointing=True, **sizes), architecture):
             assert found["loss"] <= 1e-6
             assert found["gradients"] <= 1e-5
 
 
 def test_generation_is_the_same(two: World) -> None:
     for sizes in ({"fsdp": 2}, {"tp": 2}):
-        two.run(partial(jobs.generates_as_one_process, **sizes), "Gemma3ForCausalLM")
+        two.run(partial(equality.generates_as_one_process, **sizes), "Gemma3ForCausalLM")
 
 
 def test_other_shardings_of_combined_rows_are_named_when_a_part_is_asked_for(two: World) -> None:
     """As accelerate shards: right in the forward, but no part is a view of a rank's rows."""
-    two.run(jobs.plain_fully_shard)
+    two.run(equality.plain_fully_shard)

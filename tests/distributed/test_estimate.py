@@ -9,8 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import jobs
 import pytest
+from jobs import estimate, setting
 from world import World
 
 CASES = [
@@ -30,7 +30,7 @@ def plan(folder: Path, mesh: str, *options: str) -> subprocess.CompletedProcess[
 
 
 def config_folder(architecture: str, folder: Path) -> Path:
-    config = jobs.case_of(architecture).config
+    config = setting.case_of(architecture).config
     config.architectures = [architecture]
     config.save_pretrained(folder)
     return folder
@@ -47,7 +47,7 @@ def test_bytes_are_those_that_ranks_hold(
     assert done.returncode == 0, done.stderr
     figures: dict[str, Any] = json.loads((tmp_path / "out.json").read_text())["figures"]
     world = four if len(sizes) == 2 else two
-    measured = world.run(partial(jobs.measures, **sizes), architecture, 2, 512)[0]
+    measured = world.run(partial(estimate.measures, **sizes), architecture, 2, 512)[0]
     for kind in ("parameters", "gradients", "optimizer", "buffers"):
         assert figures[kind] == measured[kind], kind
     # Under fsdp autograd keeps gathered parameters too, for a while. Of latent attention a CPU keeps all scores, as it

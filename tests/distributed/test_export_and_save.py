@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
-import jobs
 import pytest
+from jobs import export_and_save, setting
 from test_loading import CASES, LAYOUTS, refused, world_for
 from world import World
 
@@ -23,7 +23,7 @@ def test_exports_and_files_are_those_of_one_process(
     two: World, four: World, tmp_path: Path, architecture: str, layout: str
 ) -> None:
     world = world_for(layout, two, four)
-    world.run(partial(jobs.exports_and_saves, **LAYOUTS[layout]), architecture, str(tmp_path / "sharded"))
+    world.run(partial(export_and_save.exports_and_saves, **LAYOUTS[layout]), architecture, str(tmp_path / "sharded"))
     assert files_in(tmp_path / "sharded") == files_in(tmp_path / "sharded-whole")
 
 
@@ -36,29 +36,29 @@ REST = sorted(
 def test_every_other_family_exports_what_one_process_does(two: World, tmp_path: Path, architecture: str) -> None:
     if unmet := registry.unmet_requirement(architecture):
         pytest.skip(f"{architecture} needs {unmet}")
-    two.run(partial(jobs.exports_and_saves, fsdp=2), architecture, str(tmp_path / "sharded"))
+    two.run(partial(export_and_save.exports_and_saves, fsdp=2), architecture, str(tmp_path / "sharded"))
     assert files_in(tmp_path / "sharded") == files_in(tmp_path / "sharded-whole")
 
 
 def test_a_few_buckets_are_held_of_a_model_of_many(two: World) -> None:
-    for peak, bucket in two.run(partial(jobs.peak_of_export, fsdp=2)):
+    for peak, bucket in two.run(partial(export_and_save.peak_of_export, fsdp=2)):
         # This one, the one before it that the caller still looks at, what gloo takes, and what malloc keeps.
         assert peak <= 8 * bucket, f"{peak / bucket:.1f} buckets"
 
 
 def test_what_was_loaded_saves_in_the_layout_it_came_in(two: World, tmp_path: Path) -> None:
-    reference = jobs.case_of("MixtralForCausalLM").reference()
+    reference = setting.case_of("MixtralForCausalLM").reference()
     reference.save_pretrained(tmp_path / "hub")
-    two.run(partial(jobs.loads_and_saves, tp=2), str(tmp_path / "hub"), str(tmp_path / "again"))
+    two.run(partial(export_and_save.loads_and_saves, tp=2), str(tmp_path / "hub"), str(tmp_path / "again"))
     first, again = files_in(tmp_path / "hub"), files_in(tmp_path / "again")
     assert first["model.safetensors"] == again["model.safetensors"]
 
 
 def test_a_save_that_fails_on_the_writer_fails_on_all_and_leaves_the_old_one(two: World, tmp_path: Path) -> None:
     folder = tmp_path / "out"
-    two.run(partial(jobs.saves, fsdp=2), str(folder), False)
+    two.run(partial(export_and_save.saves, fsdp=2), str(folder), False)
     before = files_in(folder)
-    first, second = refused(two, partial(jobs.saves, fsdp=2), str(folder), True)
+    first, second = refused(two, partial(export_and_save.saves, fsdp=2), str(folder), True)
     assert first == ("OSError", "disk full")
     assert second[0] == "ShardingError"
     assert "rank 0: OSError: disk full" in second[1]
@@ -70,9 +70,9 @@ def test_a_rank_that_dies_in_a_save_leaves_the_old_checkpoint_and_no_other_waiti
     folder = tmp_path / "out"
     world = World(2)
     try:
-        world.run(partial(jobs.saves, fsdp=2), str(folder), False)
+        world.run(partial(export_and_save.saves, fsdp=2), str(folder), False)
         before = files_in(folder)
-        (kind, text) = world.run_dying(1, partial(jobs.dies_while_saving, fsdp=2), str(folder))[0]
+        (kind, text) = world.run_dying(1, partial(export_and_save.dies_while_saving, fsdp=2), str(folder))[0]
     finally:
         world.close()
     assert kind == "ShardingError"
@@ -84,7 +84,7 @@ def test_a_rank_that_dies_in_a_save_leaves_the_old_checkpoint_and_no_other_waiti
 def test_a_rank_that_dies_in_a_refit_leaves_no_other_waiting() -> None:
     world = World(2)
     try:
-        (kind, text) = world.run_dying(1, partial(jobs.dies_while_exporting, fsdp=2))[0]
+        (kind, text) = world.run_dying(1, partial(export_and_save.dies_while_exporting, fsdp=2))[0]
     finally:
         world.close()
     assert kind == "ShardingError"
@@ -92,6 +92,6 @@ def test_a_rank_that_dies_in_a_refit_leaves_no_other_waiting() -> None:
 
 
 def test_keywords_that_need_the_whole_model_are_refused(two: World, tmp_path: Path) -> None:
-    for kind, text in refused(two, partial(jobs.pushes, fsdp=2), str(tmp_path / "out")):
+    for kind, text in refused(two, partial(export_and_save.pushes, fsdp=2), str(tmp_path / "out")):
         assert kind == "UnknownArgumentError"
         assert "push_to_hub" in text

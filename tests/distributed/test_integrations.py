@@ -7,13 +7,14 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import jobs
 import pytest
 import torch
+from jobs import integrations, setting
 from safetensors.torch import load_file
 from world import World
 
@@ -21,13 +22,14 @@ from nrl_models import AutoModelForCausalLM
 from nrl_models.common import CombinedLinear, ProjectionPart
 
 SCRIPTS = Path(__file__).parent / "scripts"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Llama with biases, as transformers writes it."""
     folder = tmp_path_factory.mktemp("llama")
-    jobs.llama_case({"attention_bias": True}).reference().save_pretrained(folder)
+    setting.llama_case({"attention_bias": True}).reference().save_pretrained(folder)
     return folder
 
 
@@ -49,26 +51,34 @@ def examples(count: int) -> list[dict[str, Any]]:
 # accelerate
 
 
-def launch(out: Path, checkpoint: Path, policy: list[str], *arguments: str) -> list[list[float]]:
-    """Run the example under `accelerate launch` with two processes; each one's losses."""
+WRAP = ["--fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP"]
+WRAP += ["--fsdp_transformer_layer_cls_to_wrap", "LlamaDecoderLayer"]
+
+
+def launch(policy: list[str], script: str, *arguments: str, **environment: str) -> None:
+    """Run a script under `accelerate launch` with FSDP2 over two processes."""
     command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2", "--num_machines", "1"]
     command += ["--mixed_precision", "no", "--dynamo_backend", "no", "--use_fsdp", "--fsdp_version", "2"]
     command += ["--main_process_port", "0", "--fsdp_state_dict_type", "FULL_STATE_DICT", *policy]
-    command += [str(SCRIPTS / "accelerate_on_cpu.py"), str(checkpoint), str(out), *arguments]
-    environment = os.environ | {"ACCELERATE_USE_CPU": "true", "LOSSES": f"{out}.losses", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, timeout=240, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-4000:]
+    command += [str(SCRIPTS / script), *arguments]
+    paths = os.pathsep.join([str(EXAMPLES), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": paths, **environment}
+    done = subprocess.run(command, env=os.environ | environment, timeout=580, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-6000:]
+
+
+def trained(out: Path, checkpoint: Path, policy: list[str], *arguments: str) -> list[list[float]]:
+    """The losses of each rank of `examples/accelerate_fsdp2.py`."""
+    launch(policy, "accelerate_on_cpu.py", str(checkpoint), str(out), *arguments, LOSSES=f"{out}.losses")
     return [json.loads(Path(f"{out}.losses.{rank}").read_text()) for rank in range(2)]
 
 
 def test_accelerate_launch_with_fsdp2(tmp_path: Path) -> None:
     # Without biases: keys' have no gradient but rounding, which Adam makes as large as any.
     checkpoint = tmp_path / "llama"
-    jobs.case_of("LlamaForCausalLM").reference().save_pretrained(checkpoint)
-    wrap = ["--fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP"]
-    wrap += ["--fsdp_transformer_layer_cls_to_wrap", "LlamaDecoderLayer"]
-    theirs = launch(tmp_path / "theirs", checkpoint, wrap)
-    ours = launch(tmp_path / "ours", checkpoint, ["--fsdp_auto_wrap_policy", "NO_WRAP"], "--beforehand")
+    setting.case_of("LlamaForCausalLM").reference().save_pretrained(checkpoint)
+    theirs = trained(tmp_path / "theirs", checkpoint, WRAP)
+    ours = trained(tmp_path / "ours", checkpoint, ["--fsdp_auto_wrap_policy", "NO_WRAP"], "--beforehand")
     for one, other in zip(theirs, ours, strict=True):
         assert one == pytest.approx(other, abs=1e-5)
     before, first, second = stored(checkpoint), stored(tmp_path / "theirs"), stored(tmp_path / "ours")
@@ -114,7 +124,7 @@ def test_lora_trains_under_fsdp_and_is_an_adapter_of_the_hugging_face_model(
     peft = pytest.importorskip("peft")
     import transformers
 
-    adapters = [two.run(partial(jobs.trains_lora, fsdp=2), str(checkpoint), str(tmp_path / "adapter"))[0]]
+    adapters = [two.run(partial(integrations.trains_lora, fsdp=2), str(checkpoint), str(tmp_path / "adapter"))[0]]
     assert all("q_proj" in name or "v_proj" in name or "up_proj" in name for name in adapters[0])
     reference = transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
     reference = peft.PeftModel.from_pretrained(reference, tmp_path / "adapter")
@@ -130,7 +140,7 @@ def test_lora_trains_under_fsdp_and_is_an_adapter_of_the_hugging_face_model(
 def test_lora_under_tensor_parallelism_is_refused(two: World, checkpoint: Path, tmp_path: Path) -> None:
     from test_loading import refused
 
-    for kind, text in refused(two, partial(jobs.trains_lora, tp=2), str(checkpoint), str(tmp_path / "adapter")):
+    for kind, text in refused(two, partial(integrations.trains_lora, tp=2), str(checkpoint), str(tmp_path / "adapter")):
         assert kind == "ShardingError"
         assert "LoRA adapters, which tp does not divide" in text
 
@@ -165,9 +175,8 @@ def test_qlora_with_bitsandbytes_goes_through_uncombined_linears(checkpoint: Pat
 # TRL
 
 
-@pytest.fixture
-def tokenizer(tmp_path: Path) -> Any:
-    """One word a number, with a chat template."""
+def new_tokenizer() -> Any:
+    """One word a number."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -176,6 +185,12 @@ def tokenizer(tmp_path: Path) -> Any:
     raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
     return PreTrainedTokenizerFast(tokenizer_object=raw, **special)
+
+
+@pytest.fixture
+def tokenizer() -> Any:
+    """One word a number."""
+    return new_tokenizer()
 
 
 @pytest.fixture
@@ -255,12 +270,111 @@ def test_trl_grpo(checkpoint: Path, tmp_path: Path, tokenizer: Any) -> None:
     assert any(not torch.equal(tensor, before[name]) for name, tensor in weights[1][1].items())
 
 
+# Trainer and TRL, sharded
+
+
+@dataclass(frozen=True)
+class Ran:
+    """A run that was sharded over two processes: where it saved, and what both ranks logged of each step."""
+
+    out: Path
+    logged: list[dict[str, float]]
+
+    def of(self, key: str) -> list[float]:
+        """One figure of each step."""
+        return [step[key] for step in self.logged]
+
+
+@pytest.fixture(scope="session")
+def plain_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Without biases, of which keys' have no gradient but rounding, which Adam makes as large as any."""
+    folder = tmp_path_factory.mktemp("plain")
+    setting.case_of("LlamaForCausalLM").reference().save_pretrained(folder)
+    new_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def ran(plain_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ran]:
+    """`Trainer`, SFT and GRPO of transformers' model and of ours; `Trainer` also going on from its second step."""
+    pytest.importorskip("trl")
+    folder = tmp_path_factory.mktemp("sharded")
+    runs = {
+        f"{kind}-{by}": {"kind": kind, "sharded_by": by}
+        for kind in ("trainer", "sft", "grpo")
+        for by in ("transformers", "accelerate", "us")
+    }
+    for run in runs.values():
+        run |= {"checkpoint": str(plain_checkpoint), "out": str(folder / f"{run['kind']}-{run['sharded_by']}")}
+    for kind, by in (("trainer", "accelerate"), ("trainer", "us"), ("sft", "us")):
+        runs[f"{kind}-{by}-again"] = runs[f"{kind}-{by}"] | {"forget": "checkpoint-4"}
+    (folder / "runs.json").write_text(json.dumps(list(runs.values())))
+    launch(WRAP, "trainers_on_cpu.py", str(folder / "runs.json"))
+    first, second = (json.loads((folder / f"runs.json.{rank}").read_text()) for rank in range(2))
+    assert first == second
+    return {name: Ran(Path(run["out"]), logged) for (name, run), logged in zip(runs.items(), first, strict=True)}
+
+
+def assert_alike(folder: Path, other: Path) -> None:
+    """The same names, and values within what four steps of Adam make of rounding."""
+    first, second = stored(folder), stored(other)
+    assert sorted(first) == sorted(second)
+    for name, tensor in first.items():
+        torch.testing.assert_close(second[name], tensor, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("sharded_by", ["accelerate", "us"])
+def test_trainer_on_a_sharded_model_trains_as_one_process(
+    ran: dict[str, Ran], plain_checkpoint: Path, tmp_path: Path, sharded_by: str
+) -> None:
+    import trainer
+
+    options = {"use_cpu": True, "seed": 0, "learning_rate": 1e-3, "per_device_train_batch_size": 4}
+    model = AutoModelForCausalLM.from_pretrained(plain_checkpoint)
+    losses = trainer.train(model, str(tmp_path), steps=4, **options)
+    sharded = ran[f"trainer-{sharded_by}"]
+    assert sharded.of("loss") == pytest.approx(losses, abs=1e-5)
+    assert abs(losses[0] - losses[-1]) > 0.1
+    for step in ("checkpoint-2", "checkpoint-4"):
+        assert_alike(tmp_path / step, sharded.out / step)
+
+
+@pytest.mark.parametrize("run", ["trainer-accelerate", "trainer-us", "sft-us"])
+def test_a_sharded_run_goes_on_from_its_checkpoint(ran: dict[str, Ran], run: str) -> None:
+    again = ran[f"{run}-again"]
+    assert len(again.logged) == 4  # the two steps that the checkpoint tells of, and two more
+    assert again.of("loss") == pytest.approx(ran[run].of("loss"), abs=1e-6)
+
+
+def test_optimizer_states_in_transformers_layout_are_refused_of_a_sharded_model(two: World) -> None:
+    from test_loading import refused
+
+    for kind, text in refused(two, partial(integrations.keeps_states_in_transformers_layout, fsdp=2)):
+        assert kind == "ValueError"
+        assert "save_checkpoint keeps them under Hugging Face names" in text
+
+
+@pytest.mark.parametrize("sharded_by", ["accelerate", "us"])
+@pytest.mark.parametrize("kind", ["sft", "grpo"])
+def test_trl_on_a_sharded_model_trains_as_on_transformers_own(
+    ran: dict[str, Ran], plain_checkpoint: Path, kind: str, sharded_by: str
+) -> None:
+    theirs, ours = ran[f"{kind}-transformers"], ran[f"{kind}-{sharded_by}"]
+    key = "loss" if kind == "sft" else "reward"  # of GRPO's completions, whose loss is nearly nothing
+    assert len(theirs.logged) == 4
+    assert ours.of(key) == pytest.approx(theirs.of(key), abs=1e-4)
+    assert len(set(theirs.of(key))) > 1
+    assert_alike(theirs.out, ours.out)
+    before = stored(plain_checkpoint)
+    assert any(not torch.equal(tensor, before[name]) for name, tensor in stored(ours.out).items())
+
+
 # torch
 
 
 @pytest.mark.parametrize("sizes", [{"fsdp": 2}, {"tp": 2}], ids=["fsdp", "tp"])
 def test_layers_compiled_one_by_one_compute_the_same(two: World, sizes: dict[str, int]) -> None:
-    for found in two.run(partial(jobs.compiled_layers_equal_one_process, **sizes), "LlamaForCausalLM"):
+    for found in two.run(partial(integrations.compiled_layers_equal_one_process, **sizes), "LlamaForCausalLM"):
         assert found["loss"] <= 1e-5
         assert found["gradients"] <= 1e-5
         assert found["graphs"] > 0
@@ -269,7 +383,7 @@ def test_layers_compiled_one_by_one_compute_the_same(two: World, sizes: dict[str
 @pytest.mark.parametrize("sizes", [{}, {"fsdp": 2}], ids=["one process", "fsdp"])
 def test_a_muon_style_optimiser_sees_the_logical_matrices(two: World, sizes: dict[str, int]) -> None:
     """Orthogonalising q, k and v apart, as on the uncombined model; their concatenation would give another update."""
-    for difference, combined in two.run(partial(jobs.muon_on_parts, **sizes)):
+    for difference, combined in two.run(partial(integrations.muon_on_parts, **sizes)):
         assert difference <= 1e-5
         assert combined > 1e-3
 
@@ -278,10 +392,10 @@ def test_the_example_on_torch_alone_goes_on_over_another_mesh(
     two: World, four: World, checkpoint: Path, tmp_path: Path
 ) -> None:
     run = [str(checkpoint), str(tmp_path / "at-once"), "--length", "16"]
-    (at_once, *_) = two.run(jobs.sharded_example, *run, "--mesh", "fsdp=2", "--steps", "4")
+    (at_once, *_) = two.run(integrations.sharded_example, *run, "--mesh", "fsdp=2", "--steps", "4")
     run[1] = str(tmp_path / "in-two")
-    (first, *_) = two.run(jobs.sharded_example, *run, "--mesh", "fsdp=2", "--steps", "2")
-    for second in four.run(jobs.sharded_example, *run, "--mesh", "fsdp=2,tp=2", "--steps", "4"):
+    (first, *_) = two.run(integrations.sharded_example, *run, "--mesh", "fsdp=2", "--steps", "2")
+    for second in four.run(integrations.sharded_example, *run, "--mesh", "fsdp=2,tp=2", "--steps", "4"):
         assert first + second == pytest.approx(at_once, abs=1e-5)
     assert at_once[0] != at_once[-1]
     one, other = stored(tmp_path / "at-once" / "model"), stored(tmp_path / "in-two" / "model")
@@ -292,7 +406,7 @@ def test_the_example_on_torch_alone_goes_on_over_another_mesh(
 
 def test_the_example_on_torch_alone_in_bf16(two: World, checkpoint: Path, tmp_path: Path) -> None:
     run = [str(checkpoint), str(tmp_path / "out"), "--length", "16", "--bf16"]
-    for losses in two.run(jobs.sharded_example, *run, "--mesh", "fsdp=2", "--steps", "2"):
+    for losses in two.run(integrations.sharded_example, *run, "--mesh", "fsdp=2", "--steps", "2"):
         assert all(torch.isfinite(torch.tensor(losses)))
     assert {one.dtype for one in stored(tmp_path / "out" / "model").values()} == {torch.float32}
 

@@ -117,9 +117,9 @@ def _serve(rank: int, size: int, store: str, jobs: Any, results: Any) -> None:
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=60)
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=120)
     )
-    while (message := jobs.get()) is not None:
+    while (message := _next(jobs)) is not None:
         job, arguments = message
         try:
             results.put((rank, False, job(*arguments)))
@@ -128,3 +128,14 @@ def _serve(rank: int, size: int, store: str, jobs: Any, results: Any) -> None:
     results.close()
     results.join_thread()
     os._exit(0)  # nothing is left to say; tearing gloo down takes seconds
+
+
+def _next(jobs: Any) -> Any:
+    """The next job; None too if whoever gives them was killed, who would leave this process behind."""
+    parent = os.getppid()
+    while os.getppid() == parent:
+        try:
+            return jobs.get(timeout=5)
+        except queue.Empty:
+            continue
+    return None

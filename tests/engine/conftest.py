@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -15,13 +15,19 @@ from nrl_models import AutoModelForCausalLM
 from nrl_models.common.pretrained import read_config
 from nrl_models.consistency.prompts import Prompts
 from nrl_models.engines.hf import HFEngine
-from nrl_models.engines.vllm import VLLMEngine
 from nrl_models.testing.case import randomise
 from nrl_models.testing.tiny import tiny_config
+
+if TYPE_CHECKING:
+    from tests.engine.one_engine import OneEngine
 
 pytest.importorskip("vllm", reason="needs an inference engine: make test-engine", exc_type=ImportError)
 
 DEMO = Path(__file__).parents[2] / "demo" / "checkpoint"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--every-family", action="store_true", help="hold every family against the engine, in an hour")
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -54,32 +60,13 @@ def demo_prompts(demo: Path) -> Prompts:
     return Prompts.of_checkpoint(demo, read_config(demo).vocab_size)
 
 
-Vllm = Callable[..., Any]
-
-
 @pytest.fixture(scope="session")
-def vllm() -> Iterator[Vllm]:
-    """Gives a vLLM on a checkpoint, the same one as long as the same is asked for: each start takes seconds.
+def vllm() -> Iterator[OneEngine]:
+    """Starts a vLLM in place of the one that runs. A test that starts its own has to `stop()` this one."""
+    from tests.engine.one_engine import OneEngine
 
-    A process has one at a time: a test that starts its own has to `stop()` this one.
-    """
-    running: dict[str, VLLMEngine] = {}
-
-    def start(path: Path, **options: Any) -> VLLMEngine:
-        options = {"dtype": torch.float32, "max_length": 256} | options
-        key = f"{path} {sorted(options.items())}"
-        if key not in running:
-            stop()
-            running[key] = VLLMEngine.start(path, **options)
-        return running[key]
-
-    def stop() -> None:
-        while running:
-            running.popitem()[1].close()
-
-    start.stop = stop
-    yield start
-    stop()
+    with OneEngine() as start:
+        yield start
 
 
 @pytest.fixture(scope="session")

@@ -28,6 +28,7 @@ from nrl_models.diagnostics.prefix_caching import diagnose_prefix_caching
 from nrl_models.engines.hf import HFEngine
 from nrl_models.engines.vllm import VLLMEngine
 from nrl_models.errors import EngineError
+from nrl_models.logprobs import Sampling
 
 Vllm = Callable[..., VLLMEngine]
 
@@ -88,8 +89,6 @@ def test_an_engine_in_a_process_of_its_own_is_refitted_too(demo: Path, vllm: Vll
     vllm.stop()
     model = demo_trainer.model
     tokens = [list(range(50, 90)), list(range(300, 340))]
-    from nrl_models.logprobs import Sampling
-
     options = {"dtype": torch.float32, "max_length": 64, "load_format": "dummy", "multiprocessing": True}
     with VLLMEngine.start(demo, **options) as engine:
         assert not engine.capabilities().modules
@@ -98,6 +97,19 @@ def test_an_engine_in_a_process_of_its_own_is_refitted_too(demo: Path, vllm: Vll
         assert not report.unwritten
         expected = torch.tensor(demo_trainer.score(tokens, Sampling()))[:, 1:]
         assert (torch.tensor(engine.score(tokens, Sampling()))[:, 1:] - expected).abs().max() < 1e-4
+
+
+def test_seeds_decide_what_is_sampled_from_prompts_that_take_several_steps(
+    demo: Path, vllm: Vllm, demo_prompts: Prompts
+) -> None:
+    engine = vllm(demo, max_num_batched_tokens=32, enable_prefix_caching=False)
+    prompts = [demo_prompts.counting(60)[:50], demo_prompts.counting(60)[9:59]]
+    state = torch.random.get_rng_state()
+    first, again, other = (engine.generate(prompts, Sampling(), max_new_tokens=8, seed=seed) for seed in (1, 1, 2))
+    assert first == again
+    assert first != other
+    assert first[0].tokens != first[1].tokens
+    assert torch.equal(torch.random.get_rng_state(), state)
 
 
 # Diagnostics

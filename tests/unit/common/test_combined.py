@@ -573,3 +573,26 @@ def test_another_threads_forward_may_begin_and_end_within_one(combined: Combined
 def test_parts_are_made_by_combining_only(combined: CombinedAttention) -> None:
     assert isinstance(combined.q_proj, ProjectionPart)
     assert combined.q_proj.combined is combined.qkv_proj
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_transposed_weight_is_the_same_weight(x: torch.Tensor, bias: bool) -> None:
+    torch.manual_seed(0)
+    expected = combine(Attention(bias))
+    actual = copy.deepcopy(expected)
+    actual.qkv_proj.transpose()
+    assert actual.qkv_proj.weight.shape == (HIDDEN, Q + 2 * KV)
+    assert actual.qkv_proj.weight.is_contiguous()
+    for one in (expected, actual):
+        one(x).square().sum().backward()
+    assert torch.allclose(actual(x), expected(x), atol=1e-6)
+    gradient = actual.qkv_proj.weight.grad
+    assert gradient.is_contiguous()  # or FSDP would copy it
+    assert torch.allclose(gradient.t(), expected.qkv_proj.weight.grad, atol=1e-6)
+    for name in ("q_proj", "k_proj", "v_proj"):
+        part = getattr(actual, name)
+        assert torch.equal(part.weight, getattr(expected, name).weight)
+        assert part.weight.untyped_storage().data_ptr() == actual.qkv_proj.weight.untyped_storage().data_ptr()
+    actual.separate_projections("qkv_proj")
+    assert torch.equal(actual.k_proj.weight, expected.k_proj.weight)
+    assert torch.allclose(actual(x), expected(x), atol=1e-6)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from server import Served, serving
+from completions_server import Served, serving
 
 from nrl_models.engines import start_engine
 from nrl_models.engines.hf import HFEngine

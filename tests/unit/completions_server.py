@@ -97,6 +97,7 @@ def serving(engine: HFEngine, style: str = "vllm") -> Iterator[tuple[str, Served
             pass
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.handle_error = lambda *_: None  # a client that no longer waits
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     try:

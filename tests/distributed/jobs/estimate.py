@@ -1,0 +1,44 @@
+"""What ranks hold and send, for `nrl-models plan` to be held against."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+
+from jobs.memory import Sent
+from jobs.setting import case_of, local, mesh_of
+from nrl_models.distributed import parallelize
+
+
+def measures(architecture: str, batch: int, length: int, **sizes: int) -> dict[str, Any]:
+    """Bytes this rank holds after a step, that autograd keeps in a forward, and that are sent."""
+    case = case_of(architecture)
+    model = parallelize(copy.deepcopy(case.model()).train(), mesh_of(**sizes))
+    optimizer = torch.optim.AdamW(model.parameters())
+    tokens = case.inputs(batch=batch, length=length)["input_ids"]
+    kept: dict[int, int] = {}
+    parameters = {local(one).untyped_storage().data_ptr() for one in model.parameters()}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = local(tensor).untyped_storage()
+        if storage.data_ptr() not in parameters:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with Sent(model.sharding.mesh) as sent:
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            logits = model(input_ids=tokens, use_cache=False).logits
+            loss = torch.nn.functional.cross_entropy(logits.float().flatten(0, -2), tokens.flatten())
+        loss.backward()
+    optimizer.step()
+    states = [one for state in optimizer.state.values() for one in state.values() if one.ndim > 0]
+    return {
+        "parameters": sum(local(one).nbytes for one in model.parameters()),
+        "gradients": sum(local(one.grad).nbytes for one in model.parameters()),
+        "optimizer": sum(local(one).nbytes for one in states),
+        "buffers": sum(one.nbytes for one in model.buffers()),
+        "activations": sum(kept.values()),
+        "traffic": sent.nbytes,
+    }

