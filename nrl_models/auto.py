@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -60,6 +60,7 @@ class _AutoModel:
         cache_dir: str | Path | None = None,
         subfolder: str = "",
         trust_remote_code: bool = False,
+        ignore_config_keys: Collection[str] | str = (),
         **config_overrides: Any,
     ) -> PreTrainedModel:
         """A model with a checkpoint's weights, in evaluation mode.
@@ -90,11 +91,14 @@ class _AutoModel:
             revision, token, cache_dir, subfolder: where and how to get a hub repository.
             trust_remote_code: run code that comes with the checkpoint, if neither transformers nor a
                 registered family knows its `model_type`.
+            ignore_config_keys: keys of the configuration, by name or path (`text_config.use_x`), that may have values
+                nobody reads or honours: see `nrl_models.common.config_check.check_config`.
             config_overrides: values of the configuration, by its own names.
 
         Raises:
             CheckpointError: files that are missing, damaged, unsafe, or of another model; everything
                 that is wrong is listed, and nothing has been written.
+            ConfigurationError: keys nobody reads, or values that the model does not honour; all of them.
             UnknownArchitectureError: an architecture that is unknown or not of this kind.
             FamilyImportError: a family that does not import or needs another version.
             RemoteCodeError: a checkpoint that needs its own code.
@@ -121,6 +125,7 @@ class _AutoModel:
             cache_dir=cache_dir,
             subfolder=subfolder,
             trust_remote_code=trust_remote_code,
+            ignore_config_keys=ignore_config_keys,
             **config_overrides,
         )
         return _with_adapter(model)
@@ -135,6 +140,7 @@ class _AutoModel:
         combine: Combine = True,
         backend: BackendConfig | None = None,
         trust_remote_code: bool = False,
+        ignore_config_keys: Collection[str] | str = (),
     ) -> PreTrainedModel:
         """A model with new weights, in training mode: under a seed, bit for bit those of transformers.
 
@@ -142,10 +148,10 @@ class _AutoModel:
             config: the configuration; not changed.
             dtype: of the parameters; None is the configuration's.
             device: where to build it; `"meta"` gives shapes without weights.
-            combine, backend, trust_remote_code: as in `from_pretrained`.
+            combine, backend, trust_remote_code, ignore_config_keys: as in `from_pretrained`.
 
         Raises:
-            UnknownArchitectureError, FamilyImportError, RemoteCodeError: as in `from_pretrained`.
+            ConfigurationError, UnknownArchitectureError, FamilyImportError, RemoteCodeError: as in `from_pretrained`.
         """
         registry.register_custom_configs()
         model = pretrained.from_config(
@@ -155,6 +161,7 @@ class _AutoModel:
             device=device,
             combine=combine,
             backend=backend,
+            ignore_config_keys=ignore_config_keys,
         )
         return _with_adapter(model)
 

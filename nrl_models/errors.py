@@ -21,7 +21,7 @@ class Problem:
 
     Args:
         kind: `missing`, `unexpected`, `duplicated`, `shape`, `dtype`, `partial`, `tied`, `file`, `index`,
-            `format` or `config`.
+            `format`, `config`, or of a configuration `unknown` or `unsupported`.
         subject: the key or file it is about.
         detail: what was found and what was expected.
         file: the file it was found in, where there is one.
@@ -54,6 +54,10 @@ class StateDictError(NRLModelsError, ValueError):
 
 class CheckpointError(StateDictError):
     """A checkpoint's files are damaged, unsafe, of another format or of another model."""
+
+
+class ConfigurationError(StateDictError):
+    """A configuration has keys that nobody reads, or values that the model does not honour."""
 
 
 class UnknownArchitectureError(NRLModelsError, ValueError):

@@ -173,6 +173,34 @@ def coverage(
 
 
 @app.command()
+def ledger(
+    architectures: Annotated[
+        list[str] | None, typer.Argument(help="Which; all registered ones without.", show_default=False)
+    ] = None,
+    again: Annotated[bool, typer.Option(help="Also those that are recorded with this transformers.")] = False,
+    survey: Annotated[bool, typer.Option(help="Only say which keys nothing reads; try none.")] = False,
+) -> None:
+    """Change each key of each configuration, here and in transformers, and record what it does in the ledger."""
+    from nrl_models.common.ledger import DEFAULT_ONLY, INERT, UNTRIED, Ledger
+    from nrl_models.onboarding.ledger import write_ledger
+
+    departing: list[str] = []
+
+    def tell(name: str, found: Ledger) -> None:
+        counts = ((kind, found.count(kind)) for kind in ("consumed", INERT, DEFAULT_ONLY, UNTRIED))
+        print_table(f"{name}: " + ", ".join(f"{count} {kind}" for kind, count in counts if count))
+        for key, difference in found.departures.items():
+            departing.append(name)
+            print_table(f"  {key} moves otherwise than in transformers: {difference}")
+
+    with errors_for_people():
+        ledgers = write_ledger(architectures or (), again=again, survey=survey, tell=tell)
+    print_table(f"{len(ledgers.of)} architectures recorded with transformers {ledgers.transformers}")
+    if departing:
+        raise typer.Exit(1)
+
+
+@app.command()
 def new(
     source: Annotated[
         Path, typer.Argument(metavar="PATH_OR_CONFIG", help="A checkpoint folder or a config.json.", show_default=False)

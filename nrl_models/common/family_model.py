@@ -57,6 +57,9 @@ class FamilyModel:
             that are saved again as they were; transformers drops them.
         handles_quirks: names of entries of the catalogue of quirks that concern these models; rewritten layers declare
             theirs in the same way.
+        ignored_config_keys: keys that published configurations have and that change nothing here, whatever their value.
+        config_values: for each key that is honoured at some values only, whether the configuration class declares it
+            or not, those values; others are refused.
         combine: whether this model's projections are combined.
     """
 
@@ -68,6 +71,8 @@ class FamilyModel:
     keeps_unused: ClassVar[tuple[str, ...]] = ()
     handles_quirks: ClassVar[tuple[str, ...]] = ()
     tensor_parallel: ClassVar[Mapping[str, str]] = {}
+    ignored_config_keys: ClassVar[tuple[str, ...]] = ()
+    config_values: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     sharding: Any = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

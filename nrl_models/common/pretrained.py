@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -22,6 +22,7 @@ from transformers.utils import logging
 
 from nrl_models.common.backend import BackendConfig, Combine, should_combine
 from nrl_models.common.checkpoint_files import CONFIG_NAME, CheckpointFiles, resolve_folder
+from nrl_models.common.config_check import check_config
 from nrl_models.common.config_types import with_declared_types
 from nrl_models.common.dequantised import METHODS, DequantisedFiles, settings_of
 from nrl_models.common.loading import load_weights
@@ -55,6 +56,7 @@ KEYWORDS = (
     "cache_dir",
     "subfolder",
     "trust_remote_code",
+    "ignore_config_keys",
 )
 """What `from_pretrained` takes beside values of the configuration."""
 
@@ -85,6 +87,7 @@ def from_pretrained(
     cache_dir: str | Path | None = None,
     subfolder: str = "",
     trust_remote_code: bool = False,
+    ignore_config_keys: Collection[str] | str = (),
     **config_overrides: Any,
 ) -> PreTrainedModel:
     """A model with a checkpoint's weights, in evaluation mode.
@@ -105,6 +108,7 @@ def from_pretrained(
         read.name_or_path = str(path_or_id)
         model_class = class_for(read, folder)
         read = config_for(model_class, read)
+        check_config(model_class, read, ignore_config_keys)
         torch_device = torch.device(_default_device(mesh) if device is None else device)
         quantised_as = quantization_config or getattr(read, "quantization_config", None)
         is_read_plain = quantization_config is None and _method(quantised_as) in METHODS
@@ -231,6 +235,7 @@ def from_config(
     device: str | int | torch.device | None = None,
     combine: Combine = True,
     backend: BackendConfig | None = None,
+    ignore_config_keys: Collection[str] | str = (),
 ) -> PreTrainedModel:
     """A model with new weights: under a seed, bit for bit those transformers initialises.
 
@@ -240,6 +245,7 @@ def from_config(
     config = copy.deepcopy(config)
     model_class = class_for(config, None)
     config = config_for(model_class, config)
+    check_config(model_class, config, ignore_config_keys)
     torch_device = torch.device("cpu" if device is None else device)
     quantised_as = getattr(config, "quantization_config", None)
     options = _construction(model_class, config, combine, backend, torch_device, quantised_as)

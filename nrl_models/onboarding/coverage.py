@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections import defaultdict
+from collections.abc import Iterable
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 
 from nrl_models import families, registry
+from nrl_models.common.ledger import DEFAULT_ONLY, INERT, UNTRIED, recorded
 from nrl_models.errors import NRLModelsError
 from nrl_models.onboarding.inspect import combined_groups, kinds_of
 from nrl_models.quirks import Subject
@@ -164,6 +166,7 @@ def _family_page(family: str, results: dict[str, list[Result]], versions: dict[s
     lines += ["## Features", "", f"| architecture | {' | '.join(FEATURES)} |", f"|---|{'---|' * len(FEATURES)}"]
     for name, ones in results.items():
         lines.append(f"| {name} | {' | '.join(verdict(ones, feature) for feature in FEATURES)} |")
+    lines += ["", "## Configuration keys", "", *_ledger_lines(results)]
     stated: dict[str, list[str]] = defaultdict(list)
     for name, model_class in classes.items():
         for feature, reason in model_class.limits.items():
@@ -174,6 +177,20 @@ def _family_page(family: str, results: dict[str, list[Result]], versions: dict[s
     if skipped := _by_reason(results, "skipped"):
         lines += ["", "## Not applicable", "", *(f"- {reason}" for reason in skipped)]
     return "\n".join([*lines, ""])
+
+
+def _ledger_lines(architectures: Iterable[str]) -> list[str]:
+    """What each key of the configurations was found to do."""
+    found = {name: recorded().of[name] for name in architectures if name in recorded().of}
+    if not found:
+        return ["No ledger is recorded: run `nrl-models ledger`."]
+    kinds = ["consumed", INERT, DEFAULT_ONLY]
+    kinds += [UNTRIED] if any(ledger.count(UNTRIED) for ledger in found.values()) else []
+    lines = [f"| architecture | keys | {' | '.join(kinds)} |", f"|---|---|{'---|' * len(kinds)}"]
+    for name, ledger in found.items():
+        lines.append(f"| {name} | {len(ledger.kinds)} | {' | '.join(str(ledger.count(kind)) for kind in kinds)} |")
+    only = {f"`{path}={value!r}`": None for ledger in found.values() for path, value in ledger.supported.items()}
+    return [*lines, *(["", f"Supported at their default only: {', '.join(only)}."] if only else [])]
 
 
 def _was_tested(results: list[Result]) -> bool:

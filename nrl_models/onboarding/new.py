@@ -18,6 +18,7 @@ from typing import Any
 
 import nrl_models
 from nrl_models import families
+from nrl_models.common.ledger import FILE as LEDGER
 from nrl_models.onboarding.plan import FamilyPlan, OnboardingError, plan_family
 from nrl_models.onboarding.writing import plain_source, write_package, write_project
 from nrl_models.testing.features import SUITE, generated_tests
@@ -78,7 +79,7 @@ def new_family(
         source: a folder with `config.json`, with or without weights, or such a file.
         name: of the package; the configuration's `model_type` if None.
         out_of_tree: a new folder for an installable package with entry points; into this repository if None: the
-            package, its entry in `nrl_models/families/__init__.py`, and its coverage page.
+            package, its entry in `nrl_models/families/__init__.py`, its ledger, and its coverage page.
         again: see `plan_family`.
 
     Raises:
@@ -233,9 +234,21 @@ def _register(plan: FamilyPlan, root: Path, results: list[Result]) -> tuple[list
         by_name[one["architecture"]].append(one)
     content["results"] = [one for name in sorted(by_name) for one in by_name[name]]
     (pages / "results.json").write_text(json.dumps(content, indent=1) + "\n")
-    # The registry of this process does not know the family: another one writes the pages.
-    command = [sys.executable, "-m", "nrl_models", "coverage", "--results", str(pages / "results.json")]
-    done = subprocess.run([*command, "--out", str(pages)], capture_output=True, text=True, check=False, cwd=root)
-    if done.returncode != 0:
-        return [table, pages / "results.json"], [f"the coverage pages could not be written: {done.stderr.strip()}"]
-    return [table, pages / f"{plan.name}.md", pages / "results.json"], []
+    # The registry of this process does not know the family: another one writes its ledger, and the pages.
+    written, problems = [table, pages / "results.json"], []
+    for what, arguments, made in (
+        ("the ledger of its configuration's keys", ["ledger", "--again", *plan.architectures], LEDGER),
+        (
+            "the coverage pages",
+            ["coverage", "--results", str(pages / "results.json"), "--out", str(pages)],
+            pages / f"{plan.name}.md",
+        ),
+    ):
+        command = [sys.executable, "-m", "nrl_models", *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=root)
+        if done.returncode != 0:
+            said = (done.stderr.strip() or done.stdout.strip())[-1000:]
+            problems.append(f"{what} could not be written: {said}")
+        else:
+            written.append(made)
+    return written, problems

@@ -14,6 +14,8 @@ class DeepseekV3Family(FamilyModel):
         hf.DeepseekV3Attention: combine(qkv_a_proj=("q_a_proj", "q_proj", "kv_a_proj_with_mqa")),
         hf.DeepseekV3MLP: CombinedGateUp,
     }
+    # Said of the router by published configurations: what it does, in other words.
+    config_values = {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,)}
     tensor_parallel = {
         "model.layers.*.self_attn.q_proj": "colwise",
         "model.layers.*.self_attn.q_b_proj": "colwise",

@@ -10,6 +10,9 @@ class Gemma2Family(FamilyModel):
     """What every Gemma2 model shares."""
 
     rewrites = {hf.Gemma2Attention: CombinedQKV, hf.Gemma2MLP: CombinedGateUp}
+    # The activation under its former name, and the window under another one.
+    config_values = {"hidden_act": ("gelu_pytorch_tanh",)}
+    ignored_config_keys = ("sliding_window_size",)
     flags = ModelFlag.VLLM_LOAD_FORMAT_AUTO
 
 

@@ -53,6 +53,8 @@ class GptOssFamily(FamilyModel):
     """What every GptOss model shares."""
 
     rewrites = {hf.GptOssAttention: CombinedQKV, hf.GptOssModel: GptOssModel}
+    # Of the model's other implementation; what they say is in other keys, too.
+    ignored_config_keys = ("experts_per_token", "initial_context_length")
     tensor_parallel = {
         "model.layers.*.self_attn.q_proj": "colwise",
         "model.layers.*.self_attn.k_proj": "colwise",

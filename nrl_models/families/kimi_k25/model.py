@@ -10,6 +10,7 @@ from nrl_models.families.kimi_k25.published import PUBLISHED
 class KimiK25Family(FamilyModel):
     """What every Kimi K2.5 model shares."""
 
+    config_values = {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,)}
     rewrites = {
         hf.Kimi_K25VisionAttention: CombinedQKV,
         deepseek_v3.DeepseekV3Attention: combine(qkv_a_proj=("q_a_proj", "q_proj", "kv_a_proj_with_mqa")),

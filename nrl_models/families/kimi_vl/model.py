@@ -9,6 +9,13 @@ from nrl_models.families.kimi_vl import modeling as hf
 class KimiVLFamily(FamilyModel):
     """What every Kimi-VL model shares."""
 
+    config_values = {
+        "scoring_func": ("sigmoid",),
+        "topk_method": ("noaux_tc",),
+        "moe_layer_freq": (1,),
+        # Of the linears that combine, where queries are not compressed, only one would have a bias.
+        "attention_bias": (False,),
+    }
     rewrites = {
         # The published text model does not compress queries: `q_proj`, not `q_a_proj`.
         deepseek_v3.DeepseekV3Attention: combine(qkv_a_proj=("q_a_proj", "q_proj", "kv_a_proj_with_mqa")),

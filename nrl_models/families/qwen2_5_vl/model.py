@@ -19,7 +19,9 @@ class Qwen25VLFamily(FamilyModel):
     """What every Qwen2.5-VL model shares."""
 
     handles_quirks = ("tower-names",)  # published checkpoints name the tower outside the inner model
-
+    # The tower's sizes under former names.
+    config_values = {"in_chans": (3,), "spatial_patch_size": (14,)}
+    ignored_config_keys = ("vision_token_id",)
     rewrites = {
         hf.Qwen2_5_VLAttention: CombinedQKV,
         hf.Qwen2MLP: CombinedGateUp,

@@ -9,6 +9,7 @@ from nrl_models.families.qwen3_moe.published import PUBLISHED
 class Qwen3MoeFamily(FamilyModel):
     """What every Qwen3Moe model shares."""
 
+    ignored_config_keys = ("max_window_layers",)  # there are no windows, or they are in every layer
     rewrites = {hf.Qwen3MoeAttention: CombinedQKV, hf.Qwen3MoeMLP: CombinedGateUp}
     tiny = {"mlp_only_layers": [0]}  # one dense layer, one sparse
 

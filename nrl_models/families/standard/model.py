@@ -83,7 +83,10 @@ def __getattr__(name: str) -> Any:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         entry = STANDARD[package]
         made = StandardModel.head(
-            getattr(import_module(entry.module(package)), name), tiny=entry.tiny, limits=entry.limits_of(name)
+            getattr(import_module(entry.module(package)), name),
+            tiny=entry.tiny,
+            limits=entry.limits_of(name),
+            config_values=entry.config_values,
         )
     globals()[name] = made
     return made

@@ -26,6 +26,7 @@ class Standard:
         limits: as `FamilyModel.limits`; what holds for one architecture only stands under `"Architecture: feature"`.
         requires: what the classes need beyond what this package does, e.g. `transformers>=5.23`.
         modeling: the module that has the classes, where it is not called as the package.
+        config_values: as `FamilyModel.config_values`.
     """
 
     architectures: tuple[str, ...]
@@ -35,6 +36,7 @@ class Standard:
     limits: Mapping[str, str] = field(default_factory=dict)
     requires: str = ""
     modeling: str = ""
+    config_values: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 
     def module(self, package: str) -> str:
         """The full name of the module that has the classes."""

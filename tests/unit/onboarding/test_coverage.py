@@ -7,6 +7,8 @@ import pytest
 from families import test_families
 
 from nrl_models import registry
+from nrl_models.common.ledger import DEFAULT_ONLY, INERT, Ledger, Ledgers, recorded
+from nrl_models.onboarding import coverage
 from nrl_models.onboarding.coverage import CoverageError, verdict, write_pages
 from nrl_models.testing.features import FEATURES, generated_tests
 
@@ -77,3 +79,17 @@ def test_what_needs_a_missing_package_is_not_tested_and_says_so(tmp_path: Path) 
     assert reason.format("Phi3ForTokenClassification") in (tmp_path / "phi3.md").read_text()
     mixtral = (tmp_path / "mixtral.md").read_text()
     assert all(reason.format(name) in mixtral for name in registry.FAMILIES["mixtral"])
+
+
+@pytest.mark.usefixtures("every_family")
+def test_a_page_says_what_the_keys_of_the_configuration_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ledger = Ledger({"a": "shapes", "b": "training", "c": INERT, "d": DEFAULT_ONLY}, {"d": False})
+    of = {**recorded().of, "Phi3ForCausalLM": ledger}
+    of.pop("MixtralForCausalLM")
+    monkeypatch.setattr(coverage, "recorded", lambda: Ledgers("5", of))
+    write_pages(DOCS / "results.json", tmp_path)
+    page = (tmp_path / "phi3.md").read_text()
+    assert "| architecture | keys | consumed | inert | default only |" in page
+    assert "| Phi3ForCausalLM | 4 | 2 | 1 | 1 |" in page
+    assert "Supported at their default only: `d=False`" in page
+    assert "| MixtralForCausalLM | " not in (tmp_path / "mixtral.md").read_text().partition("## Configuration keys")[2]

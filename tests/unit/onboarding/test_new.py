@@ -15,6 +15,7 @@ import transformers
 from checkpoints import new_model
 
 import nrl_models
+from nrl_models.common.ledger import read_ledgers
 from nrl_models.errors import RemoteCodeError
 from nrl_models.onboarding import new
 from nrl_models.onboarding.new import new_family, prove
@@ -83,6 +84,9 @@ def test_into_this_repository_with_its_entry_and_its_page(tmp_path: Path, config
     rows = standard.read_text()
     row = next(row for row in rows.splitlines(keepends=True) if row.startswith('    "cwm": Standard('))
     standard.write_text(rows.replace(row, ""))
+    ledger = table.parent / "ledger.json"
+    recorded = json.loads(ledger.read_text())
+    ledger.write_text(json.dumps(recorded | {"ledgers": {**recorded["ledgers"], "CwmForCausalLM": {"inert": "x"}}}))
     run = subprocess.run(
         [sys.executable, "-m", "nrl_models", "new", str(configured("CwmForCausalLM"))],
         capture_output=True,
@@ -100,6 +104,11 @@ def test_into_this_repository_with_its_entry_and_its_page(tmp_path: Path, config
     page = (tmp_path / "copy" / "docs" / "model-coverage" / "cwm.md").read_text()
     assert "| CwmForCausalLM | yes |" in page
     assert not list(table.parent.glob(".nrl-new-*"))
+    found = read_ledgers(ledger).of["CwmForCausalLM"]
+    assert found.kinds["hidden_size"] == "shapes"
+    assert not found.departures
+    others = {name: one for name, one in recorded["ledgers"].items() if name != "CwmForCausalLM"}
+    assert json.loads(ledger.read_text())["ledgers"].items() >= others.items()
 
 
 def test_what_transformers_lacks_too_is_a_limit_and_the_rest_is_left_to_a_person(

@@ -1,0 +1,423 @@
+"""What becomes of a model when one key of its configuration changes, here and in the class it must equal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.activations import ACT2FN
+
+from nrl_models.common.config_keys import (
+    BOOKKEEPING,
+    declared_keys,
+    generation_keys,
+    keys_in_class,
+    keys_in_model,
+    walk,
+)
+from nrl_models.common.ledger import INERT, UNTRIED
+from nrl_models.parity.inputs import Inputs, inputs_for
+from nrl_models.testing.case import SEED, FamilyCase, randomise
+from nrl_models.testing.perturbations import perturbed
+
+TOLERANCE = 1e-5
+
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass
+class Behaviour:
+    """What a model of one configuration does.
+
+    Args:
+        refused: at which stage it stopped and with which error; empty if it did not.
+        weights: new weights under a seed, under transformers' names.
+        outputs: what a forward returns, by place.
+        training: what a forward in training mode returns, by place.
+        other_inputs: whether it needed other inputs than the model of the unchanged configuration.
+    """
+
+    refused: str = ""
+    weights: Tensors = field(default_factory=dict)
+    outputs: Tensors = field(default_factory=dict)
+    training: Tensors = field(default_factory=dict)
+    other_inputs: bool = False
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The parameters' names and shapes."""
+        return {name: tuple(tensor.shape) for name, tensor in self.weights.items()}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What was found out about a key.
+
+    Args:
+        kind: one of `CONSUMED`, or `INERT`.
+        difference: how the model under test moved otherwise than its reference; empty if it did not.
+    """
+
+    kind: str
+    difference: str = ""
+
+
+class Reads:
+    """Which keys were read, from configurations of which class.
+
+    Attributes:
+        places: the name of a configuration class, and a key's own name in it.
+    """
+
+    def __init__(self) -> None:
+        self.places: set[tuple[str, str]] = set()
+
+    def has(self, owner: str, key: str) -> bool:
+        """Whether a configuration of class `owner` was asked for `key`."""
+        return (owner, key) in self.places
+
+
+ENOUGH = 2
+"""After so many other values of a key that moved nothing, no more are tried."""
+
+
+@dataclass
+class _Base:
+    """What a changed configuration is compared with.
+
+    Args:
+        config: the configuration.
+        behaviour: what the reference does with it.
+        state: the weights it did it with.
+        read: the keys that were read meanwhile, with the configuration class they were read from.
+    """
+
+    config: PreTrainedConfig
+    behaviour: Behaviour
+    state: Tensors
+    read: Reads
+
+
+class Differential:
+    """Tries other values for each key of a case's tiny configuration, on both sides.
+
+    A key that nothing reads, neither when a model is built nor when it runs, cannot move it; only the others are tried.
+    What is read only once another key has changed (a window, when windows are switched on) is tried on top of that.
+
+    Args:
+        case: the class under test.
+    """
+
+    def __init__(self, case: FamilyCase) -> None:
+        self.case = case
+        self._inputs = case.inputs(labels=True)
+        config = case.config
+        self._base = self._based_on(_copy(config), None)
+        self._base.read.places |= self._read_here(self._base.config).places
+        self._opened: dict[tuple[str, str], PreTrainedConfig] = {}
+
+    def keys(self) -> list[str]:
+        """The paths of all keys."""
+        return ledger_keys(self._base.config)
+
+    def run(self) -> dict[str, Finding]:
+        """What was found out about each key, by its path."""
+        found = {path: self.try_key(path) for path in self.keys()}
+        for path, finding in found.items():
+            config = self._opened.get(_place(self._base.config, path))
+            if finding.kind == INERT and config is not None:
+                found[path] = self._try_values(self._based_on(config, self._base), path)
+        return found
+
+    def survey(self) -> dict[str, str]:
+        """What is known of each key before any is tried: whether it is inert, since nothing reads it, or `UNTRIED`."""
+        return {
+            path: UNTRIED
+            if any(
+                isinstance(config, Exception) or self._can_matter(self._base, config, path)
+                for config in perturbed(self._base.config, path)
+            )
+            else INERT
+            for path in self.keys()
+        }
+
+    def try_key(self, path: str) -> Finding:
+        """Change one key to other values until something moves."""
+        return self._try_values(self._base, path)
+
+    def _based_on(self, config: PreTrainedConfig, near: _Base | None) -> _Base:
+        behaviour, reference, read = self._reference(config, near, training=True)
+        if reference is None or behaviour.refused:
+            raise RuntimeError(f"the tiny {self.case.architecture} itself is refused: {behaviour.refused}")
+        return _Base(config, behaviour, {name: one.clone() for name, one in reference.state_dict().items()}, read)
+
+    def _read_here(self, config: PreTrainedConfig) -> Reads:
+        """What the model under test reads; not through `from_config`, which looks at every key to check it."""
+        copied, found = _copy(config), Behaviour()
+        with keys_that_are_read() as read:
+            model = self.case.model_class._from_config(copied, dtype=torch.float32)
+            self._evaluate(found, model)
+            self._train(found, model)
+        return read
+
+    def _try_values(self, base: _Base, path: str) -> Finding:
+        kinds: list[str] = []
+        for config in perturbed(base.config, path):
+            if isinstance(config, Exception):
+                finding = Finding("refused")
+            elif self._can_matter(base, config, path):
+                finding = self._try(base, config)
+            else:
+                finding = Finding(INERT)
+            kinds.append(finding.kind)
+            if finding.difference or finding.kind not in (INERT, "refused"):
+                return finding
+            if kinds.count(INERT) >= ENOUGH:
+                break
+        return Finding("refused" if set(kinds) == {"refused"} else INERT)
+
+    def _can_matter(self, base: _Base, config: PreTrainedConfig, path: str) -> bool:
+        """Whether something reads the key, or the configuration makes something else of it."""
+        if base.read.has(*_place(base.config, path)):
+            return True
+        before = {name: value for name, _, _, value in walk(base.config)}
+        after = {name: value for name, _, _, value in walk(config)}
+        return {**before, path: None} != {**after, path: None}
+
+    def _try(self, base: _Base, config: PreTrainedConfig) -> Finding:
+        expected, reference, read = self._reference(config, base)
+        if reference is not None and not expected.other_inputs:
+            for place in read.places - base.read.places:
+                self._opened.setdefault(place, config)
+        actual, model = self._model(config, reference, expected)
+        kind = _moved(expected, base.behaviour)
+        if kind is None and reference is not None and model is not None:
+            self._train(expected, reference)
+            self._train(actual, model)
+            kind = _moved(expected, base.behaviour)
+        return Finding(kind or _moved_weights(expected, base.behaviour), _difference(actual, expected))
+
+    def _reference(
+        self, config: PreTrainedConfig, near: _Base | None, training: bool = False
+    ) -> tuple[Behaviour, PreTrainedModel | None, Reads]:
+        """The reference, on the weights of `near` where they fit."""
+        found, copied, reference = Behaviour(), _copy(config), None
+        with keys_that_are_read() as read:
+            with _refusal(found, "build"):
+                torch.manual_seed(SEED)
+                reference = self.case.reference_class._from_config(copied, dtype=torch.float32)
+                found.weights = {name: tensor.clone() for name, tensor in reference.state_dict().items()}
+                if near is not None and found.shapes == near.behaviour.shapes:
+                    reference.load_state_dict(near.state)
+                else:
+                    torch.manual_seed(SEED)
+                    randomise(reference)
+            if reference is not None and not found.refused:
+                self._evaluate(found, reference)
+                if training and not found.refused:
+                    self._train(found, reference)
+        return found, None if found.refused else reference, read
+
+    def _model(
+        self, config: PreTrainedConfig, reference: PreTrainedModel | None, expected: Behaviour
+    ) -> tuple[Behaviour, PreTrainedModel | None]:
+        """The model under test, on the reference's weights."""
+        found, model = Behaviour(), None
+        with _refusal(found, "build"):
+            torch.manual_seed(SEED)
+            allowed = {key for _, _, key, _ in walk(config)}  # what is refused to users is to be seen here
+            model = self.case.model_class.from_config(_copy(config), dtype=torch.float32, ignore_config_keys=allowed)
+            adapter = model.state_dict_adapter
+            weights = adapter.to_hf(model.state_dict(), layout="transformers")
+            found.weights = {name: tensor.clone() for name, tensor in weights.items()}
+            if reference is not None and found.shapes == expected.shapes:
+                model.load_state_dict(adapter.from_hf(reference.state_dict()))
+        if model is not None and not found.refused and found.shapes == expected.shapes:
+            self._evaluate(found, model)
+        return found, None if found.refused else model
+
+    def _evaluate(self, found: Behaviour, model: PreTrainedModel) -> None:
+        with _refusal(found, "forward"):
+            try:
+                found.outputs = _forward(model.eval(), self._unlabelled(self._inputs))
+            except Exception:  # the key may be about inputs: try those of the present configuration
+                found.other_inputs = True
+                found.outputs = _forward(model.eval(), self._unlabelled(inputs_for(model, labels=True)))
+
+    def _train(self, found: Behaviour, model: PreTrainedModel) -> None:
+        with _refusal(found, "training"):
+            try:
+                found.training = _forward(model.train(), self._inputs)
+            except Exception:
+                found.training = _forward(model.train(), inputs_for(model, labels=True))
+
+    @staticmethod
+    def _unlabelled(inputs: Inputs) -> Inputs:
+        return {name: value for name, value in inputs.items() if name != "labels"}
+
+
+def ledger_keys(config: PreTrainedConfig) -> list[str]:
+    """The paths of the keys that a ledger holds: all but those that say nothing about the model, or are undeclared."""
+    return [
+        path
+        for path, part, key, _ in walk(config)
+        if key not in BOOKKEEPING and (key in declared_keys(type(part)) or key in _set_by_class(type(part)))
+    ]
+
+
+def keys_at_default_only(case: FamilyCase) -> list[str]:
+    """The paths of switches and activations that no code reads: neither the model's, nor the configuration's own.
+
+    A configuration that sets one otherwise asks for something that nobody computes.
+    """
+    config = case.config
+    read = keys_in_model(case.reference_class, config)
+    return [
+        path
+        for path, part, key, value in walk(config)
+        if key in declared_keys(type(part))
+        and key not in BOOKKEEPING | generation_keys() | declared_keys(PreTrainedConfig)
+        and key not in read
+        and key not in keys_in_class(type(part))
+        and not any(other in read for other, own in type(part).attribute_map.items() if own == key)
+        and (isinstance(value, bool) or (isinstance(value, str) and value in ACT2FN))
+    ]
+
+
+@cache
+def _set_by_class(config_class: type[PreTrainedConfig]) -> frozenset[str]:
+    """Keys that a class sets though it declares no such field."""
+    try:
+        return frozenset(key for key in config_class().to_dict() if not key.startswith("_"))
+    except Exception:  # a class without a default
+        return frozenset()
+
+
+def _place(config: PreTrainedConfig, path: str) -> tuple[str, str]:
+    *parents, key = path.split(".")
+    for parent in parents:
+        config = getattr(config, parent)
+    return type(config).__name__, key
+
+
+@contextmanager
+def keys_that_are_read() -> Iterator[Reads]:
+    """While open, note which keys are read from any configuration."""
+    read = Reads()
+    original = PreTrainedConfig.__getattribute__
+
+    def noting(config: PreTrainedConfig, key: str) -> Any:
+        owner = type(config)
+        read.places.add((owner.__name__, owner.attribute_map.get(key, key)))
+        return original(config, key)
+
+    PreTrainedConfig.__getattribute__ = noting  # type: ignore[method-assign]
+    try:
+        yield read
+    finally:
+        PreTrainedConfig.__getattribute__ = original  # type: ignore[method-assign]
+
+
+@contextmanager
+def _refusal(found: Behaviour, stage: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # whatever a model raises for a value
+        found.refused = f"{stage}: {type(error).__name__}: {error}"
+
+
+def _copy(config: PreTrainedConfig) -> PreTrainedConfig:
+    return type(config).from_dict(config.to_dict())
+
+
+def _forward(model: PreTrainedModel, inputs: Inputs) -> Tensors:
+    torch.manual_seed(SEED)
+    with torch.no_grad():
+        return dict(_tensors(model(**inputs), ""))
+
+
+def _tensors(value: Any, place: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor in what a model returns, its cache included."""
+    if isinstance(value, torch.Tensor):
+        yield place, value
+    elif isinstance(value, Mapping):
+        for key, one in value.items():
+            yield from _tensors(one, f"{place}.{key}")
+    elif isinstance(value, (list, tuple)):
+        for index, one in enumerate(value):
+            yield from _tensors(one, f"{place}.{index}")
+    elif hasattr(value, "layers"):
+        yield from _tensors([vars(layer) for layer in value.layers], place)
+    elif hasattr(value, "__dict__") and type(value).__name__.endswith("Cache"):
+        yield from _tensors(vars(value), place)
+
+
+def _same(actual: Tensors, expected: Tensors) -> bool:
+    return actual.keys() == expected.keys() and all(
+        actual[name].dtype == one.dtype and actual[name].shape == one.shape and bool(_equal(actual[name], one))
+        for name, one in expected.items()
+    )
+
+
+def _equal(actual: torch.Tensor, expected: torch.Tensor) -> bool:
+    return torch.equal(actual, expected) or bool(
+        ((actual == expected) | ((actual != actual) & (expected != expected))).all()
+    )
+
+
+def _moved(behaviour: Behaviour, base: Behaviour) -> str | None:
+    """What differs between the behaviours of two configurations; None if nothing that ran does."""
+    if behaviour.refused:
+        return "refused"
+    if behaviour.shapes != base.shapes:
+        return "shapes"
+    if not _same(behaviour.outputs, base.outputs):
+        return "outputs"
+    if behaviour.training and not _same(behaviour.training, base.training):
+        return "training"
+    return None
+
+
+def _moved_weights(behaviour: Behaviour, base: Behaviour) -> str:
+    return INERT if _same(behaviour.weights, base.weights) else "weights"
+
+
+def _difference(actual: Behaviour, expected: Behaviour) -> str:
+    """How one behaviour departs from the other; empty if it does not."""
+    if _error(actual.refused) != _error(expected.refused):
+        return f"refused with {actual.refused or 'nothing'!r}, the reference with {expected.refused or 'nothing'!r}"
+    if expected.weights and actual.shapes != expected.shapes:
+        names = sorted(set(actual.shapes.items()) ^ set(expected.shapes.items()))
+        return f"other parameters: {names[:4]}"
+    if expected.weights and not _same(actual.weights, expected.weights):
+        return "other new weights under the same seed"
+    for kind in ("outputs", "training"):
+        if problem := _far(getattr(actual, kind), getattr(expected, kind)):
+            return f"{kind}: {problem}"
+    return ""
+
+
+def _error(refused: str) -> str:
+    return ":".join(refused.split(":")[:2])
+
+
+def _far(actual: Tensors, expected: Tensors) -> str:
+    if actual.keys() != expected.keys():
+        return f"returns {sorted(set(actual) ^ set(expected))[:4]} on one side only"
+    for name, one in expected.items():
+        other = actual[name]
+        if other.shape != one.shape:
+            return f"{name} has shape {tuple(other.shape)}, the reference's {tuple(one.shape)}"
+        if not one.is_floating_point():
+            if not torch.equal(other, one):
+                return f"{name} differs"
+            continue
+        scale = max(1.0, one.nan_to_num(0.0, 0.0, 0.0).abs().max().item()) if one.numel() else 1.0
+        if not torch.allclose(other, one, atol=TOLERANCE * scale, rtol=TOLERANCE, equal_nan=True):
+            return f"{name} differs by {(other - one).abs().max().item():.1e} (largest {scale:.1e})"
+    return ""

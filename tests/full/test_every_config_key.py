@@ -1,0 +1,22 @@
+"""Every key of every architecture is changed, here and in transformers: what it does is what the ledger says."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+
+import pytest
+
+from nrl_models.common.ledger import UNTRIED, recorded
+from nrl_models.onboarding.ledger import ledger_of
+from nrl_models.testing.case import FamilyCase
+
+
+@pytest.mark.timeout(1800)
+def test_the_ledger_is_what_changing_every_key_finds(family_case: FamilyCase) -> None:
+    found = ledger_of(family_case)
+    assert not found.departures
+    if version("transformers") != recorded().transformers:
+        return  # keys do something else there, but the same on both sides
+    ledger = recorded().of[family_case.architecture]
+    assert not ledger.count(UNTRIED), "run `nrl-models ledger` and commit nrl_models/families/ledger.json"
+    assert found == ledger

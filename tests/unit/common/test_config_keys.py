@@ -1,0 +1,49 @@
+"""Which keys code reads, found in the code."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import LlamaConfig, PreTrainedConfig
+
+from nrl_models.common.config_keys import keys_in_class, keys_in_model, set_in, value_at, walk
+from nrl_models.families.gemma3.model import Gemma3ForConditionalGeneration
+from nrl_models.families.llama.model import LlamaForCausalLM
+from nrl_models.testing.case import FamilyCase
+
+
+class Legacy(PreTrainedConfig):
+    model_type = "legacy"
+    width: int = 8
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        self.width = kwargs.pop("former_width", self.width)
+        super().__post_init__(**kwargs)
+
+
+class Plain(PreTrainedConfig):
+    model_type = "plain"
+    width: int = 8
+
+
+def test_a_class_makes_something_of_keys_it_does_not_declare() -> None:
+    assert "former_width" in keys_in_class(Legacy)
+    assert Legacy(former_width=4).width == 4
+    assert "width" not in keys_in_class(Plain)
+
+
+def test_the_model_reads_what_its_own_and_its_parts_modules_read() -> None:
+    llama = keys_in_model(LlamaForCausalLM, LlamaConfig())
+    assert {"rms_norm_eps", "hidden_act", "mlp_bias", "initializer_range", "tie_word_embeddings"} <= llama
+    assert "vision_use_head" not in llama
+    config = FamilyCase(Gemma3ForConditionalGeneration).config
+    assert {"mm_tokens_per_image", "vision_use_head"} <= keys_in_model(Gemma3ForConditionalGeneration, config)
+
+
+def test_paths() -> None:
+    config = FamilyCase(Gemma3ForConditionalGeneration).config
+    paths = {path: value for path, _, _, value in walk(config)}
+    assert paths["text_config.num_hidden_layers"] == value_at(config, "text_config.num_hidden_layers") == 2
+    changed = set_in(config.to_dict(), "text_config.num_hidden_layers", 3)
+    assert changed["text_config"]["num_hidden_layers"] == 3
+    assert config.text_config.num_hidden_layers == 2
