@@ -210,6 +210,9 @@ def new(
         Path | None,
         typer.Option(help="Write an installable package to this new folder, not into this repository."),
     ] = None,
+    again: Annotated[
+        bool, typer.Option("--again", help="Also for what is served already, with --out-of-tree.")
+    ] = False,
 ) -> None:
     """Make a family: find out what combines, write it, run the generated tests, say what is left to decide."""
     from rich.table import Table
@@ -217,7 +220,7 @@ def new(
     from nrl_models.onboarding.new import new_family
 
     with errors_for_people():
-        made = new_family(source, name=name, out_of_tree=out_of_tree)
+        made = new_family(source, name=name, out_of_tree=out_of_tree, again=again and out_of_tree is not None)
     plan, passed = made.plan, sum(one["outcome"] == "passed" for one in made.results)
     table = Table(title="New family", title_justify="left", show_header=False)
     table.add_row("architectures", ", ".join(plan.architectures))
@@ -229,6 +232,8 @@ def new(
         table.add_row(f"limit: {feature}", reason)
     table.add_row("generated tests", f"{passed} passed" if made.results else "not run")
     table.add_row("written", "\n".join(map(str, made.files)))
+    for one in plan.notes:
+        table.add_row("note", one)
     for one in made.undecided:
         table.add_row("to decide", one)
     print_table(table)
@@ -244,12 +249,18 @@ def reach(
         "docs/model-coverage/results.json"
     ),
     out: Annotated[Path, typer.Option(help="The page to write.")] = Path("docs/onboarding-reach.md"),
+    time: Annotated[int, typer.Option(help="First time `nrl-models new` on so many, drawn at random.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of that draw.")] = 0,
 ) -> None:
     """Look at every decoder of the installed transformers, and write what onboarding makes of it."""
-    from nrl_models.onboarding.reach import write_reach
+    from nrl_models.onboarding.reach import decoders, write_reach
+    from nrl_models.onboarding.timing import time_onboarding
 
+    timings = out.with_suffix(".json")
     with errors_for_people():
-        counts = write_reach(results, out)
+        if time:
+            time_onboarding(list(decoders()), time, timings, seed)
+        counts = write_reach(results, out, timings)
     print_table(f"wrote {out}: " + ", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items())))
 
 

@@ -8,6 +8,7 @@ from nrl_models.common.combined import (
     CombinedQKV,
     ProjectionPart,
     combine,
+    combine_groups,
 )
 from nrl_models.common.family_model import FamilyModel
 from nrl_models.common.flags import ModelFlag
@@ -26,6 +27,7 @@ __all__ = [
     "ProjectionPart",
     "StateDictAdapter",
     "combine",
+    "combine_groups",
     "freeze",
     "freeze_unreachable",
     "trainable_parameters",

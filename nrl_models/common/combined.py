@@ -11,7 +11,7 @@ Shape suffixes: `I` in_features, `O` out_features of a part, `C` the sum of the 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -311,11 +311,16 @@ class CombinedProjections(nn.Module):
     A group's linears that a module lacks (absent or None: a configuration without `q_a_proj`, a
     layer that reuses another's keys) are left out; fewer than two left, and the group is not formed.
 
+    Where a class serves self-attention and cross-attention alike, its linears read one input here and two there. A
+    group then has a place: a piece of the dotted names of the modules it holds for (`crossattention`).
+
     Attributes:
         combined: for each combined module's name the linears it computes, in row order.
+        places: for some of those names the place of the group.
     """
 
     combined: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    places: ClassVar[Mapping[str, str]] = {}
 
     # During this module's forward; None at any other time: nothing is remembered.
     _outputs: Outputs | None = None
@@ -324,9 +329,15 @@ class CombinedProjections(nn.Module):
         super().__init__(*args, **kwargs)
         self.combine_projections()
 
-    def combine_projections(self) -> None:
-        """Form every group of `combined`, in place. Parameters keep their values, dtype and device."""
+    def combine_projections(self, name: str = "") -> None:
+        """Form every group of `combined`, in place. Parameters keep their values, dtype and device.
+
+        Args:
+            name: of this module in its model; groups that have a place elsewhere are not formed.
+        """
         for combined_name, part_names in self.combined.items():
+            if combined_name in self.places and not is_at(name, self.places[combined_name]):
+                continue
             linears = {name: part for name in part_names if (part := getattr(self, name, None)) is not None}
             if len(linears) >= 2 and combined_name not in self._modules:
                 self._combine(combined_name, linears)
@@ -396,6 +407,11 @@ class CombinedProjections(nn.Module):
         return output
 
 
+def is_at(name: str, place: str) -> bool:
+    """Whether a module's dotted name has the components of `place` in it, one after the other."""
+    return f".{place}." in f".{name}."
+
+
 def combine(**groups: tuple[str, ...]) -> type[CombinedProjections]:
     """A `CombinedProjections` for other groups: `combine(qkv_a_proj=("q_a_proj", "kv_a_proj_with_mqa"))`.
 
@@ -423,19 +439,24 @@ KNOWN_GROUPS: Mapping[tuple[str, ...], type[CombinedProjections]] = {
 """Groups that have a class of their own."""
 
 
-def combine_groups(groups: Iterable[str]) -> type[CombinedProjections]:
+def combine_groups(*groups: str) -> type[CombinedProjections]:
     """A `CombinedProjections` for groups written as text: `"q_proj k_proj v_proj"`, or `"qkv: q_proj k_proj v_proj"`.
 
     Args:
-        groups: names of linears, in row order, after the name of the module that computes them; see `combined_name`
-            where there is none.
+        groups: names of linears, in row order, after the name of the module that computes them (see `combined_name`
+            where there is none), before the place they are combined in, if they are not everywhere:
+            `"key value @ crossattention"`.
     """
-    named = {}
+    named, places = {}, {}
     for group in groups:
-        name, _, linears = group.rpartition(":")
+        linears, _, place = group.partition("@")
+        name, _, linears = linears.rpartition(":")
         parts = tuple(linears.split())
-        named[name or combined_name(parts)] = parts
-    return combine(**named)
+        name = name or combined_name(parts)
+        named[name] = parts
+        if place:
+            places[name] = place.strip()
+    return type("Combined", (CombinedProjections,), {"combined": named, "places": places})
 
 
 def combined_name(group: Sequence[str]) -> str:

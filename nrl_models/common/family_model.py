@@ -263,7 +263,7 @@ def adopt_rewrites(
     model: nn.Module, rewrite_of: Callable[[type[nn.Module]], type[nn.Module] | None], combine: bool
 ) -> None:
     """Turn each module of `model` whose class is rewritten into the rewritten class, in place."""
-    for module in list(model.modules()):
+    for name, module in list(model.named_modules()):
         rewritten_class = rewrite_of(type(module))
         if rewritten_class is None:
             continue
@@ -272,4 +272,4 @@ def adopt_rewrites(
             # What a model can record (hidden states, router logits) is noted by its class, when it is built.
             dict.__setitem__(_CAN_RECORD_REGISTRY, str(rewritten_class), module._can_record_outputs)
         if combine and isinstance(module, CombinedProjections):
-            module.combine_projections()
+            module.combine_projections(name)

@@ -19,10 +19,11 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, build_glob_alternation, dot_natural_key
+from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key
 from transformers.utils import logging
 
 from nrl_models.common.checkpoint_files import CheckpointFiles, StoredTensor
+from nrl_models.common.dtypes import kept_dtypes
 from nrl_models.common.matching import Given, Match, is_wide_float, match
 from nrl_models.common.state_dict_adapter import StateDictAdapter
 from nrl_models.common.switches import is_off
@@ -258,15 +259,8 @@ def _patterns(model: nn.Module, attribute: str, more: Iterable[str]) -> re.Patte
 
 def _target_dtypes(model: PreTrainedModel, adapter: StateDictAdapter, dtype: torch.dtype) -> dict[str, torch.dtype]:
     """The dtype of each own tensor: what the model was built with, but fp32 where transformers keeps fp32."""
-    plan = model._get_dtype_plan(dtype)
-    if not plan:
-        return {name: spec.dtype for name, spec in adapter.own.items()}
-    pattern, by_group, _ = build_glob_alternation(list(plan))
-    result = {}
-    for name, spec in adapter.own.items():
-        kept = pattern.search(adapter.parts[name][0])
-        result[name] = plan[by_group[kept.lastgroup]] if kept else spec.dtype
-    return result
+    kept = kept_dtypes(model, dtype)
+    return {name: kept(adapter.parts[name][0]) or spec.dtype for name, spec in adapter.own.items()}
 
 
 def _dtype_problems(adapter: StateDictAdapter, found: Match, files: CheckpointFiles) -> list[Problem]:
@@ -383,12 +377,10 @@ def install(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
     """Put `tensor` in the place of the parameter or buffer `name`."""
     owner, _, attribute = name.rpartition(".")
     module = model.get_submodule(owner)
-    if attribute in module._buffers:
-        module._buffers[attribute] = tensor
-        return
-    parameter = nn.Parameter(tensor, requires_grad=tensor.is_floating_point())
-    parameter._is_hf_initialized = True  # transformers' mark of what its initialisation must leave alone
-    module._parameters[attribute] = parameter
+    if attribute not in module._buffers:
+        tensor = nn.Parameter(tensor, requires_grad=tensor.is_floating_point())
+    tensor._is_hf_initialized = True  # transformers' mark of what its initialisation must leave alone
+    (module._buffers if attribute in module._buffers else module._parameters)[attribute] = tensor
 
 
 def share_copies(model: nn.Module, found: Match) -> None:
@@ -408,10 +400,22 @@ def move_buffers(model: nn.Module, device: torch.device) -> None:
                 module._buffers[name] = buffer.to(device)
 
 
+def compute_buffers(model: PreTrainedModel) -> None:
+    """Compute again the buffers that no checkpoint holds, as transformers does once the weights are there.
+
+    They were built while the default dtype was the model's: sines of frequencies that were rounded to bf16 are of other
+    frequencies.
+    """
+    for module in model.modules():
+        module._is_hf_initialized = not module._non_persistent_buffers_set
+    model.initialize_weights()
+
+
 def _finish(model: PreTrainedModel, fit: Fit, device: torch.device) -> None:
     """Initialise what was allowed to be missing, share what is tied, and put buffers on the device."""
     found = fit.found
     share_copies(model, found)
+    compute_buffers(model)
     move_buffers(model, device)
     if found.missing:
         for name in found.missing:

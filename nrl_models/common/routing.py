@@ -51,6 +51,11 @@ def record_routing(model: nn.Module) -> Iterator[RoutingRecord]:
         yield record
 
 
+def can_replay(model: nn.Module) -> bool:
+    """Whether replaying a record changes what `model` does: its family's limits may say that it does not."""
+    return "router replay" not in getattr(model, "limits", {})
+
+
 @contextmanager
 def replay_routing(model: nn.Module, record: Mapping[str, list[torch.Tensor]]) -> Iterator[None]:
     """While open, `model`'s modules choose what `record` says, in any thread and in recomputation.
@@ -64,7 +69,8 @@ def replay_routing(model: nn.Module, record: Mapping[str, list[torch.Tensor]]) -
         ValueError: `model` says that replaying would change nothing (`limits`); in a forward, a choice of another shape
             than the recorded one.
     """
-    if reason := getattr(model, "limits", {}).get("router replay"):
+    if record and not can_replay(model):
+        reason = model.limits["router replay"]
         raise ValueError(f"the routing of {type(model).__name__} cannot be replayed: {reason}")
     modules = dict(model.named_modules())
     if unknown := sorted(record.keys() - modules.keys()):

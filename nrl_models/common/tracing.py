@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from nrl_models.common.dtypes import kept_dtypes
+
 Groups = dict[str, list[tuple[str, ...]]]
 """For each module's name the groups of its own linears, by attribute name, that read one input."""
 
@@ -83,6 +85,7 @@ class _Recorder:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
+        self._kept = kept_dtypes(model, torch.bfloat16)
         self._linears = {
             (owner_name, name): child
             for owner_name, owner in model.named_modules()
@@ -148,6 +151,9 @@ class _Recorder:
             return f"mixed bias: {', '.join(without)} without"
         if len({(linear.weight.dtype, linear.weight.device) for linear in linears.values()}) > 1:
             return "mixed dtypes or devices"
+        kept = {name for name in linears if self._kept(f"{owner}.{name}.weight" if owner else f"{name}.weight")}
+        if kept and len(kept) < len(linears):
+            return f"mixed dtypes: {', '.join(sorted(kept))} stays in fp32 where the others are bf16"
         if any((owner, name) in self._outside for name in linears):
             return "called while their module is not running"
         return ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import itertools
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -13,6 +14,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from nrl_models.common.combined import is_at
+from nrl_models.common.state_dict_adapter import StateDictAdapter
 from nrl_models.common.tracing import Trace, trace_linears
 from nrl_models.errors import in_words
 from nrl_models.parity.inputs import inputs_for, takes_images
@@ -38,6 +41,8 @@ class Detection:
         needs: what had to be added to the configuration for the class to build and run, in words.
         groups: for each layer class, as `module:Class`, the groups of its linears that read one input and can be
             combined; where layers of one class differ, the largest.
+        places: for each layer class whose layers read different inputs (self-attention and cross-attention), the groups
+            that hold for some of its layers only, with a component of their names that the others' lack.
         obstacles: for each layer class, linears that read one input and cannot be combined, with the reason.
         uncalled: for each layer class with groups, linears that some layer has and never called.
         note: what is worth knowing about a class that is right.
@@ -51,6 +56,7 @@ class Detection:
     parameters: int = 0
     needs: str = ""
     groups: dict[str, list[tuple[str, ...]]] = field(default_factory=dict)
+    places: dict[str, dict[tuple[str, ...], str]] = field(default_factory=dict)
     obstacles: dict[str, list[str]] = field(default_factory=dict)
     uncalled: dict[str, tuple[str, ...]] = field(default_factory=dict)
     note: str = ""
@@ -64,7 +70,15 @@ class Detection:
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
-        return {"ok": self.ok} | asdict(self)
+        places = {
+            layer: {" ".join(group): place for group, place in ones.items()} for layer, ones in self.places.items()
+        }
+        return {"ok": self.ok} | asdict(self) | {"places": places}
+
+    def declarations(self, layer: str) -> list[str]:
+        """The groups of a layer class as `nrl_models.common.combined.combine_groups` takes them."""
+        places = self.places.get(layer, {})
+        return [" ".join(group) + (f" @ {places[group]}" if group in places else "") for group in self.groups[layer]]
 
 
 def detect(
@@ -143,23 +157,92 @@ def _images_matter(model: PreTrainedModel) -> bool:
 
 
 def _by_class(model: nn.Module, trace: Trace) -> dict[str, Any]:
-    names = {name: f"{type(module).__module__}:{type(module).__qualname__}" for name, module in model.named_modules()}
-    groups: dict[str, dict[tuple[str, ...], None]] = defaultdict(dict)
+    kinds = {name: f"{type(module).__module__}:{type(module).__qualname__}" for name, module in model.named_modules()}
+    traced: dict[str, dict[str, list[tuple[str, ...]]]] = defaultdict(lambda: defaultdict(list))
     obstacles: dict[str, dict[str, None]] = defaultdict(dict)
     for one in trace.readers:
         if one.obstacle:
-            obstacles[names[one.owner]][f"{' + '.join(one.names)}: {one.obstacle}"] = None
+            obstacles[kinds[one.owner]][f"{' + '.join(one.names)}: {one.obstacle}"] = None
         else:
-            groups[names[one.owner]][one.names] = None
-    uncalled: dict[str, set[str]] = defaultdict(set)
-    for owner, linears in trace.uncalled.items():
-        if names[owner] in groups:
-            uncalled[names[owner]].update(linears)
-    return {
-        "groups": {
-            name: [one for one in found if not any(set(one) < set(other) for other in found)]
-            for name, found in groups.items()
-        },
-        "obstacles": {name: list(found) for name, found in obstacles.items()},
-        "uncalled": {name: tuple(sorted(found)) for name, found in uncalled.items()},
+            traced[kinds[one.owner]][one.owner].append(one.names)
+    every: dict[str, set[str]] = {
+        name: {child for child, linear in module.named_children() if type(linear) is nn.Linear}
+        for name, module in model.named_modules()
+        if kinds[name] in traced
     }
+    called = {name: linears - set(trace.uncalled.get(name, ())) for name, linears in every.items()}
+    uncalled: dict[str, set[str]] = defaultdict(set)
+    for name, linears in every.items():
+        if called[name]:  # of a layer that was not called at all (a decoder's cross-attention) others tell
+            uncalled[kinds[name]] |= linears - called[name]
+    packed = _packed_on_disk(model)
+    groups: dict[str, list[tuple[str, ...]]] = {}
+    places: dict[str, dict[tuple[str, ...], str]] = {}
+    for kind, found in traced.items():
+        found = {name: [_sorted(group, packed.get(name, ())) for group in ones] for name, ones in found.items()}
+        groups[kind], places[kind], failures = _with_places(
+            found, {name: linears for name, linears in called.items() if kinds[name] == kind}
+        )
+        obstacles[kind].update(dict.fromkeys(failures))
+    return {
+        "groups": {kind: found for kind, found in groups.items() if found},
+        "places": {kind: found for kind, found in places.items() if found},
+        "obstacles": {name: list(found) for name, found in obstacles.items() if found},
+        "uncalled": {name: tuple(sorted(found)) for name, found in uncalled.items() if found},
+    }
+
+
+def _packed_on_disk(model: nn.Module) -> dict[str, tuple[str, ...]]:
+    """For each module whose linears the hub keeps as rows of one tensor those linears, in the order of the rows."""
+    found: dict[str, tuple[str, ...]] = {}
+    for tensor in StateDictAdapter(model).hub.values():
+        names = [parameter.removesuffix(".weight").rpartition(".") for parameter in tensor.parameters]
+        if len({owner for owner, _, _ in names}) == 1 < len(names):
+            found[names[0][0]] = tuple(name for _, _, name in names)
+    return found
+
+
+def _sorted(group: tuple[str, ...], first: tuple[str, ...]) -> tuple[str, ...]:
+    """A group with the linears of `first` before the others: what is one tensor on disk is then a view of one."""
+    return (*(name for name in first if name in group), *(name for name in group if name not in first))
+
+
+def _with_places(
+    traced: Mapping[str, list[tuple[str, ...]]], called: Mapping[str, set[str]]
+) -> tuple[list[tuple[str, ...]], dict[tuple[str, ...], str], list[str]]:
+    """The groups of one layer class, the places of those that do not hold for all its layers, and what has none.
+
+    A group holds for a layer if so many of its linears as the layer has are those that read one input there.
+
+    Args:
+        traced: by a layer's name the groups that were seen.
+        called: by a layer's name its linears that were called.
+    """
+    every = dict.fromkeys(group for ones in traced.values() for group in ones)
+    holds: dict[tuple[str, ...], list[str]] = {}
+    places: dict[tuple[str, ...], str] = {}
+    failures: list[str] = []
+    for group in sorted(every, key=len, reverse=True):
+        seen_in = {name for name, ones in traced.items() if group in ones}
+        if any(set(group) < set(one) and seen_in <= set(layers) for one, layers in holds.items()):
+            continue  # all that these layers have of a larger group
+        own = {name: set(group) & linears for name, linears in called.items() if len(set(group) & linears) > 1}
+        right = [name for name in own if own[name] in map(set, traced.get(name, ()))]
+        wrong = [name for name in own if name not in right]
+        if wrong and not (place := _place(right, wrong)):
+            failures.append(f"{' + '.join(group)}: read one input in {right[0]}, but not in {wrong[0]}")
+            continue
+        holds[group] = right
+        if wrong:
+            places[group] = place
+    return [group for group in every if group in holds], places, failures
+
+
+def _place(right: list[str], wrong: list[str]) -> str:
+    """A piece of the dotted names, of one component or two, that all that are `right` have and none that is `wrong`."""
+    components = [one for one in right[0].split(".") if not one.isdigit()]
+    pairs = [f"{first}.{second}" for first, second in itertools.pairwise(components)]
+    for piece in (*reversed(components), *reversed(pairs)):
+        if all(is_at(name, piece) for name in right) and not any(is_at(name, piece) for name in wrong):
+            return piece
+    return ""

@@ -76,6 +76,11 @@ class FamilyPlan:
     tiny: Mapping[str, Any] = field(default_factory=dict)
     undecided: tuple[str, ...] = ()
 
+    @property
+    def notes(self) -> list[str]:
+        """What linears read one input and are not combined, and why: nothing that a person could decide otherwise."""
+        return [f"{layer}: {one}" for layer, ones in self.detection.obstacles.items() for one in ones]
+
 
 def plan_family(source: str | Path, name: str | None = None, *, again: bool = False) -> FamilyPlan:
     """Read a configuration, and the headers of the weights beside it if there are some, and find out what is combined.
@@ -107,7 +112,6 @@ def plan_family(source: str | Path, name: str | None = None, *, again: bool = Fa
             f"the tiny model fails at the step '{found.step}': {found.failure}. Find values for `tiny` with which it "
             "is built and run (nrl_models/testing/sizes.py has the rules)."
         )
-    undecided += [f"{layer}: {one}" for layer, ones in found.obstacles.items() for one in ones]
     undecided += [
         f"{layer}: {', '.join(names)} was never called; say whether it joins a group"
         for layer, names in found.uncalled.items()

@@ -16,6 +16,7 @@ from transformers.models.auto import modeling_auto
 from nrl_models import registry
 from nrl_models.onboarding.coverage import CoverageError
 from nrl_models.onboarding.detect import Detection, detect
+from nrl_models.onboarding.timing import in_words, read_timings
 
 MAPPINGS = (
     "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
@@ -47,12 +48,13 @@ def status(found: Detection, results: list[dict[str, Any]]) -> str:
     return "red" if not results or any(one["outcome"] == "failed" for one in results) else "green"
 
 
-def write_reach(results_file: Path, page: Path) -> Counter[str]:
+def write_reach(results_file: Path, page: Path, timings_file: Path | None = None) -> Counter[str]:
     """Look at every decoder, and write the table.
 
     Args:
         results_file: outcomes of the generated tests, as `nrl-models coverage` leaves them.
         page: the Markdown file to write.
+        timings_file: as `nrl_models.onboarding.timing.time_onboarding` leaves it; nothing is said of time without.
 
     Returns:
         How many architectures there are of each `status`.
@@ -64,6 +66,7 @@ def write_reach(results_file: Path, page: Path) -> Counter[str]:
         results = json.loads(results_file.read_text())["results"]
     except (OSError, ValueError, KeyError) as error:
         raise CoverageError(f"{results_file} is not what pytest --nrl-results writes: {error!r}") from error
+    timings = read_timings(timings_file) if timings_file is not None else []
     rows, counts = [], Counter[str]()
     for model_class in decoders():
         found = detect(model_class)
@@ -85,6 +88,7 @@ def write_reach(results_file: Path, page: Path) -> Counter[str]:
                 "",
                 *(f"- {outcome}: {count}" for outcome, count in sorted(counts.items())),
                 "",
+                *((in_words(timings), "") if timings else ()),
                 "`green`: registered, and the generated tests pass (or fail as the family's limits say). `nothing to "
                 "combine`: loads as transformers' own class, and needs no family. `not registered`: combines, and some "
                 "generated test does not pass yet. `not run`: the tiny model could not be built or run, for the reason "

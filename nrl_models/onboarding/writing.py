@@ -82,11 +82,11 @@ def model_source(plan: FamilyPlan, limits: Mapping[str, str]) -> str:
     """The family's `model.py`."""
     modules = _aliases(plan)
     rows, used = [], {"FamilyModel"}
-    for name, groups in plan.detection.groups.items():
+    for name in plan.detection.groups:
         module, _, layer = name.partition(":")
-        known = KNOWN_GROUPS.get(tuple(groups[0])) if len(groups) == 1 else None
-        used.add(known.__name__ if known else "combine")
-        rows += _row(f"{modules[module]}.{layer}", known.__name__ if known else None, groups)
+        maker, arguments = _made_of(plan, name)
+        used.add(maker)
+        rows += _row(f"{modules[module]}.{layer}", maker, arguments)
     family = f"{plan.model_class.__name__.partition('For')[0]}Family"
     lines = [f'"""{title(plan)}."""', ""]
     for module, alias in sorted(modules.items()):
@@ -113,17 +113,26 @@ def _aliases(plan: FamilyPlan) -> dict[str, str]:
     return found
 
 
-def _row(layer: str, known: str | None, groups: list[tuple[str, ...]]) -> Iterator[str]:
-    """A layer's line in `rewrites`, with the class that is `known` for its groups; several lines if it is long."""
-    if known:
-        yield f"        {layer}: {known},"
+def _made_of(plan: FamilyPlan, layer: str) -> tuple[str, list[str]]:
+    """What makes the class that takes a layer's place: a class, or a function with its arguments."""
+    groups = plan.detection.groups[layer]
+    if layer in plan.detection.places:
+        return "combine_groups", list(map(_quoted, plan.detection.declarations(layer)))
+    if len(groups) == 1 and (known := KNOWN_GROUPS.get(tuple(groups[0]))):
+        return known.__name__, []
+    return "combine", [f"{combined_name(one)}=({', '.join(map(_quoted, one))})" for one in groups]
+
+
+def _row(layer: str, maker: str, arguments: list[str]) -> Iterator[str]:
+    """A layer's line in `rewrites`; several lines if it is long."""
+    if not arguments:
+        yield f"        {layer}: {maker},"
         return
-    named = [f"{combined_name(one)}=({', '.join(map(_quoted, one))})" for one in groups]
-    if len(line := f"        {layer}: combine({', '.join(named)}),") <= WIDTH:
+    if len(line := f"        {layer}: {maker}({', '.join(arguments)}),") <= WIDTH:
         yield line
         return
-    yield f"        {layer}: combine("
-    yield from (f"            {one}," for one in named)
+    yield f"        {layer}: {maker}("
+    yield from (f"            {one}," for one in arguments)
     yield "        ),"
 
 

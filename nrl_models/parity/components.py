@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,15 +23,18 @@ class Call:
     def with_random_input(self, seed: int) -> Call:
         """The same call on random numbers in place of the first floating-point tensor (the hidden states).
 
-        A layer called with token ids alone is called as it was.
+        Where a layer is given one tensor several times (as queries and as keys), it is so again. A layer called with
+        token ids alone is called as it was.
         """
-        for index, value in enumerate(self.args):
-            if _is_float(value):
-                return replace(self, args=(*self.args[:index], _random_like(value, seed), *self.args[index + 1 :]))
-        for name, value in self.kwargs.items():
-            if _is_float(value):
-                return replace(self, kwargs=self.kwargs | {name: _random_like(value, seed)})
-        return self
+        given = (*self.args, *self.kwargs.values())
+        hidden = next((value for value in given if _is_float(value)), None)
+        if hidden is None:
+            return self
+        new = _random_like(hidden, seed)
+        return Call(
+            tuple(new if value is hidden else value for value in self.args),
+            {name: new if value is hidden else value for name, value in self.kwargs.items()},
+        )
 
 
 def _is_float(value: Any) -> bool:
@@ -50,7 +54,8 @@ def calls_of(model: nn.Module, classes: Collection[type[nn.Module]], inputs: Inp
         if type(module) in classes:
 
             def record(module: nn.Module, args: Any, kwargs: Any, name: str = name) -> None:
-                calls.setdefault(name, Call(args, dict(kwargs)))
+                if name not in calls:  # as they are now: a cache among them will grow
+                    calls[name] = Call(*copy.deepcopy((args, dict(kwargs))))
 
             handles.append(module.register_forward_pre_hook(record, with_kwargs=True))
     dtype = next(model.parameters()).dtype
@@ -65,9 +70,13 @@ def calls_of(model: nn.Module, classes: Collection[type[nn.Module]], inputs: Inp
 
 
 def run_layer(layer: nn.Module, call: Call) -> list[torch.Tensor]:
-    """Every tensor the layer returns, also inside tuples, lists and mappings (a `ModelOutput` is one)."""
+    """Every tensor the layer returns, also inside tuples, lists and mappings (a `ModelOutput` is one).
+
+    The layer gets copies of the arguments: what it appends to a cache among them is gone.
+    """
+    args, kwargs = copy.deepcopy((call.args, call.kwargs))
     with torch.no_grad():
-        return list(_tensors_in(layer(*call.args, **call.kwargs)))
+        return list(_tensors_in(layer(*args, **kwargs)))
 
 
 def _tensors_in(output: Any) -> Iterator[torch.Tensor]:

@@ -226,6 +226,24 @@ def image_inputs(model: PreTrainedModel, inputs: Inputs, generator: torch.Genera
     )
 
 
+def in_order(inputs: Inputs, order: torch.Tensor) -> Inputs:
+    """The inputs of a batch with its sequences, and an image's patches with its sequence, in another order.
+
+    Args:
+        inputs: of `len(order)` sequences, with one image each or none, as `image_inputs` makes them.
+        order: the place each sequence had.
+    """
+
+    def moved(value: torch.Tensor) -> torch.Tensor:
+        # Several rows to a sequence; or all images of a batch in one row, side by side.
+        dim = 0 if len(value) % len(order) == 0 else value.ndim - 1
+        rows = value.unflatten(dim, (len(order), -1))
+        return rows.index_select(dim, order.to(value.device)).flatten(dim, dim + 1)
+
+    # Numbers of patches, of all images together: images are of one size, so each keeps the numbers of its place.
+    return {name: value if name == "image_token_pooling" else moved(value) for name, value in inputs.items()}
+
+
 def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     return dict(inspect.signature(function).parameters)
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from nrl_models.common.configurations import all_values
 from nrl_models.parity.images import Inputs, accepts_images, image_inputs, image_token, takes_images
 
-__all__ = ["FIRST_WORD", "Inputs", "inputs_for", "takes_images"]
+__all__ = ["FIRST_WORD", "Inputs", "count_words", "inputs_for", "takes_images", "written"]
 
 FIRST_WORD = 16
 """Token ids below are left to special tokens."""
@@ -43,16 +43,14 @@ def inputs_for(
     generator = torch.Generator().manual_seed(seed)
     config = model.config
     forward = inspect.signature(model.forward).parameters
-    result: Inputs = {
-        name: _words(config, (batch, length), generator)
-        for name in ("input_ids", "decoder_input_ids")
-        if name in forward
-    }
+    # Some take words for a decoder if they are built around a model with an encoder, which they need not be.
+    sequences = ("input_ids", "decoder_input_ids") if has_encoder(config) else ("input_ids",)
+    result: Inputs = {name: _words(config, (batch, length), generator) for name in sequences if name in forward}
     images = takes_images(model) if images is None else images and accepts_images(model)
     if images:
         result = image_inputs(model, result, generator)
     if labels:
-        result["labels"] = _labels(model, result.get("decoder_input_ids", result.get("input_ids")), generator)
+        result["labels"] = _labels(model, written(result), generator)
     token = image_token(config)
     if token is not None and (images or (labels and accepts_images(model))):
         # Which positions are an image's; some models want to know in training, also where there is none.
@@ -61,10 +59,24 @@ def inputs_for(
     return {name: value.to(model.device) for name, value in result.items()}
 
 
-def _words(config: PreTrainedConfig, shape: tuple[int, int], generator: torch.Generator) -> torch.Tensor:
+def has_encoder(config: PreTrainedConfig) -> bool:
+    """Whether the model reads one sequence and writes another."""
+    return config.is_encoder_decoder or config.get_text_config().is_encoder_decoder
+
+
+def count_words(config: PreTrainedConfig) -> int:
+    """How many words a model has logits for: not more than it has embeddings of."""
     text = config.get_text_config(decoder=True)
-    count = min(text.vocab_size, getattr(text, "unpadded_vocab_size", None) or text.vocab_size)
-    words = torch.randint(FIRST_WORD, count, shape, generator=generator)
+    return min(text.vocab_size, getattr(text, "unpadded_vocab_size", None) or text.vocab_size)
+
+
+def written(inputs: Inputs) -> torch.Tensor:
+    """The tokens `(batch, length)` that logits follow: the decoder's, where an encoder reads others."""
+    return inputs["decoder_input_ids"] if "decoder_input_ids" in inputs else inputs["input_ids"]
+
+
+def _words(config: PreTrainedConfig, shape: tuple[int, int], generator: torch.Generator) -> torch.Tensor:
+    words = torch.randint(FIRST_WORD, count_words(config), shape, generator=generator)
     words[torch.isin(words, torch.tensor(_special_tokens(config)))] = FIRST_WORD
     return words
 

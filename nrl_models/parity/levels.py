@@ -9,7 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from nrl_models.common import ProjectionPart, StateDictAdapter
-from nrl_models.common.routing import RoutingRecord, flip_rate, replay_routing
+from nrl_models.common.routing import RoutingRecord, can_replay, flip_rate, replay_routing
 from nrl_models.parity.compare import TensorComparison, compare_state_dicts, compare_tensors
 from nrl_models.parity.components import calls_of, run_layer
 from nrl_models.parity.inputs import Inputs
@@ -142,6 +142,7 @@ def compare_end_to_end(model: nn.Module, reference: nn.Module, inputs: Inputs) -
         routing = {}
     elif routing:
         rows.append(_choices(model, reference, inputs, routing))
+        routing = routing if can_replay(model) else {}
     noise = logits_noise(reference, inputs, routing)
     with replay_routing(model, routing):
         result = compare_tensors(expected, logits_of(model, inputs))

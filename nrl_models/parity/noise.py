@@ -52,11 +52,16 @@ def cast(inputs: Inputs, model: nn.Module) -> Inputs:
 
 @contextmanager
 def rounded_otherwise(model: nn.Module, seed: int = 0) -> Iterator[None]:
-    """While open, every linear layer of `model` rounds its output up or down at random."""
+    """While open, every linear layer of `model` rounds its output up or down at random.
+
+    A router that is a linear layer and returns more than its output is left as it is.
+    """
     device = next(model.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
 
-    def move(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+    def move(module: nn.Module, args: Any, output: Any) -> Any:
+        if not isinstance(output, torch.Tensor):
+            return output
         share = torch.rand(output.shape, generator=generator, device=output.device, dtype=torch.float32) - 0.5
         return output + output * (share * torch.finfo(output.dtype).eps).to(output.dtype)
 

@@ -13,6 +13,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from nrl_models.common import FamilyModel
+from nrl_models.common.dtypes import kept_dtypes
 from nrl_models.parity.inputs import Inputs, inputs_for
 from nrl_models.testing.tiny import tiny_config
 
@@ -88,11 +89,25 @@ def _pair(case: FamilyCase, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTra
     torch.manual_seed(SEED)
     reference = case.reference_class._from_config(case.config, dtype=dtype)
     randomise(reference)
-    reference = reference.to(case.device).eval()
-    model = case.model_class.from_config(case.config, dtype=dtype, device=case.device).eval()
+    reference = widen(reference, dtype).to(case.device).eval()
+    model = widen(case.model_class.from_config(case.config, dtype=dtype, device=case.device), dtype).eval()
     weights = model.state_dict_adapter.from_hf(reference.state_dict())
     model.load_state_dict(weights)
     return reference, model
+
+
+@torch.no_grad()
+def widen(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """Keep in fp32, in place, what transformers does when it loads a model in `dtype`: a new one it leaves in `dtype`.
+
+    Some run in bf16 only so.
+    """
+    kept = kept_dtypes(model, dtype)
+    adapter = model.state_dict_adapter if isinstance(model, FamilyModel) else None
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if wide := kept(adapter.parts[name][0] if adapter else name):
+            tensor.data = tensor.data.to(wide)
+    return model
 
 
 @torch.no_grad()

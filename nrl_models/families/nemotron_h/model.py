@@ -16,7 +16,6 @@ class NemotronHFamily(FamilyModel):
     ignored_config_keys = ("attention_head_dim", "time_step_rank", "norm_eps", "rope_theta", "partial_rotary_factor")
     limits = {
         "packed sequences": "upstream's Mamba mixers carry their state from a document to the next",
-        "LoRA": "PEFT refuses the mixers' out_proj, whose kernel it would bypass, so `all-linear` is refused, too",
     }
 
 

@@ -39,14 +39,15 @@ def rewritten_layer(layer: type[nn.Module]) -> type[nn.Module] | None:
     if package in FAMILIES:
         return _declared_layers(package).get(layer)
     entry = STANDARD.get(package)
-    if entry is None or layer.__module__ != entry.module(package):
+    if entry is None:
         return None
-    if layer.__name__ in entry.mixins:
-        return with_mixin(layer, getattr(mrope, entry.mixins[layer.__name__]), __name__, within=package)
-    if layer.__name__ not in entry.layers:
-        return None
-    combined = combine_groups(entry.layers[layer.__name__])
-    return rewritten(layer, combined, __name__, within=package)
+    for name, mixin in entry.mixins.items():
+        if layer is entry.layer(package, name):
+            return with_mixin(layer, getattr(mrope, mixin), __name__, within=package)
+    for name, groups in entry.layers.items():
+        if layer is entry.layer(package, name):
+            return rewritten(layer, combine_groups(*groups), __name__, within=package)
+    return None
 
 
 @cache
@@ -69,8 +70,9 @@ class _Layers(type):
 
     def __getattr__(cls, name: str) -> type[nn.Module]:
         entry: Standard = STANDARD[cls.__name__]
-        if name in entry.layers or name in entry.mixins:
-            return rewritten_layer(getattr(import_module(entry.module(cls.__name__)), name))  # type: ignore[return-value]
+        for own in (*entry.layers, *entry.mixins):
+            if own.rpartition(".")[2] == name:
+                return rewritten_layer(entry.layer(cls.__name__, own))  # type: ignore[return-value]
         raise AttributeError(f"{cls.__name__} rewrites no {name}")
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any
 
 
@@ -18,8 +19,11 @@ class Standard:
 
     Args:
         architectures: classes of the package that are served.
-        layers: for each layer class of the package its groups, as the names of linears with spaces between; before
-            them, with a colon, what the module that computes them is called, where that is not the rule's name.
+        layers: for each layer class of the package its groups, as `nrl_models.common.combined.combine_groups` takes
+            them: the names of linears with spaces between; before them, with a colon, what the module that computes
+            them is called, where that is not the rule's name; after them, with an `@`, where they are combined, if the
+            class reads one input in some places and two in others. A class of another module of the package has
+            that module's name before its own (`vision.IdeficsVisionAttention`).
         mixins: for each other class of the package that is rewritten the mixin of `nrl_models.common.mrope` that goes
             before it.
         tiny: as `FamilyModel.tiny`.
@@ -42,6 +46,12 @@ class Standard:
         """The full name of the module that has the classes."""
         return f"transformers.models.{package}.{self.modeling or f'modeling_{package}'}"
 
+    def layer(self, package: str, name: str) -> type | None:
+        """A class that the row names; None if the installed transformers has no such class."""
+        module, _, own_name = name.rpartition(".")
+        found = f"transformers.models.{package}.{module}" if module else self.module(package)
+        return getattr(import_module(found), own_name, None)
+
     def limits_of(self, architecture: str) -> dict[str, str]:
         """The limits of one architecture, by feature."""
         found = {}
@@ -53,11 +63,14 @@ class Standard:
 
 
 UPSTREAM_LACKS: Mapping[str, str] = {
+    "activation checkpointing": "transformers' own model does not support it",
     "left padding": "transformers' own model gives a sequence other logits when it is padded on the left",
     "right padding": "transformers' own model gives a sequence other logits when it is padded on the right",
     "packed sequences": "in transformers' own model documents in one row see each other, whatever their positions",
     "router replay": "transformers' own model does not use the indices of the `topk` that are replayed",
     "cached decoding": "transformers' own model decodes other logits with a cache than without, or keeps none",
+    "batch order": "transformers' own model gives a sequence with an image other logits in another row of the batch",
+    "generate": "transformers' own `generate` asks the configuration for a token that it does not have",
 }
 """Features that some of transformers' classes lack, and how."""
 
@@ -71,8 +84,19 @@ def lacks(*features: str) -> dict[str, str]:
     return {feature: UPSTREAM_LACKS[feature.rpartition(": ")[2]] for feature in features}
 
 
+def needs_images(*features: str) -> dict[str, str]:
+    """The limits of a model that describes images: what is proven with text alone is not proven of it."""
+    return dict.fromkeys(features, "transformers' own model takes no text without an image")
+
+
+def reads_apart(*features: str) -> dict[str, str]:
+    """The limits of a model with an encoder: what is proven of one sequence, read and written, does not apply."""
+    return dict.fromkeys(features, "an encoder reads the prompt, and the decoder writes another sequence")
+
+
 QKV = ("q_proj k_proj v_proj",)
 GATE_UP = ("gate_proj up_proj",)
+QFORMER = ("query key value @ attention.attention", "key value @ crossattention")
 STANDARD: dict[str, Standard] = {
     "afmoe": Standard(
         ("AfmoeForCausalLM",),
@@ -113,7 +137,11 @@ STANDARD: dict[str, Standard] = {
         {"BambaMLP": GATE_UP, "BambaAttention": QKV},
         limits=lacks("packed sequences", "cached decoding"),
     ),
-    "bart": Standard(("BartForCausalLM",), {"BartAttention": QKV}, limits=lacks("left padding", "packed sequences")),
+    "bart": Standard(
+        ("BartForCausalLM",),
+        {"BartAttention": ("q_proj k_proj v_proj @ self_attn", "k_proj v_proj @ encoder_attn")},
+        limits=lacks("left padding", "packed sequences"),
+    ),
     "beam": Standard(
         ("BeamForCausalLM",),
         {"BeamAttention": ("q_proj k_proj v_proj gate_proj",), "BeamMLP": GATE_UP},
@@ -148,6 +176,16 @@ STANDARD: dict[str, Standard] = {
         {"BlenderbotSmallAttention": QKV},
         limits=lacks("left padding", "packed sequences"),
     ),
+    "blip": Standard(
+        ("BlipForConditionalGeneration",),
+        {"modeling_blip_text.BlipTextSelfAttention": ("query key value @ attention", "key value @ crossattention")},
+        limits=needs_images("left padding", "right padding", "packed sequences", "cached decoding"),
+    ),
+    "blip_2": Standard(
+        ("Blip2ForConditionalGeneration",),
+        {"Blip2QFormerMultiHeadAttention": QFORMER},
+        limits=needs_images("left padding", "right padding", "packed sequences", "cached decoding"),
+    ),
     "blt": Standard(
         ("BltForCausalLM",),
         {"BltSelfAttention": QKV, "BltMLP": GATE_UP, "BltCrossAttention": ("k_proj v_proj",)},
@@ -178,12 +216,29 @@ STANDARD: dict[str, Standard] = {
     "cosmos3_omni": Standard(
         ("Cosmos3OmniForConditionalGeneration",), {}, limits=lacks("packed sequences", "cached decoding")
     ),
+    "cpmant": Standard(
+        ("CpmAntForCausalLM",),
+        {"CpmAntAttention": ("project_q project_k project_v",), "CpmAntDenseGatedACT": ("w_0 w_1",)},
+        limits=lacks("activation checkpointing", "right padding", "packed sequences", "cached decoding"),
+    ),
+    "ctrl": Standard(
+        ("CTRLLMHeadModel",), {"MultiHeadAttention": ("Wq Wk Wv",)}, limits=lacks("activation checkpointing")
+    ),
     "cwm": Standard(("CwmForCausalLM",), {"CwmAttention": QKV, "CwmMLP": GATE_UP}),
     "data2vec": Standard(
         ("Data2VecTextForCausalLM",),
         {"Data2VecTextSelfAttention": ("query key value",)},
         limits=lacks("left padding", "right padding", "packed sequences", "cached decoding"),
         modeling="modeling_data2vec_text",
+    ),
+    "deepseek_ocr2": Standard(
+        ("DeepseekOcr2ForConditionalGeneration",),
+        {
+            "DeepseekOcr2VisionAttention": QKV,
+            "DeepseekOcr2VisionMLP": GATE_UP,
+            "DeepseekOcr2TextAttention": QKV,
+            "DeepseekOcr2TextMLP": GATE_UP,
+        },
     ),
     "deepseek_v2": Standard(
         ("DeepseekV2ForCausalLM", "DeepseekV2ForSequenceClassification"),
@@ -198,6 +253,17 @@ STANDARD: dict[str, Standard] = {
         },
         limits=lacks("cached decoding"),
         requires="transformers>=5.18",
+    ),
+    "deepseek_v4": Standard(
+        ("DeepseekV4ForCausalLM",),
+        {
+            "DeepseekV4Attention": ("q_a_proj kv_proj",),
+            "DeepseekV4HCACompressor": ("kv_proj gate_proj",),
+            "DeepseekV4MLP": GATE_UP,
+            "DeepseekV4CSACompressor": ("kv_proj gate_proj",),
+            "DeepseekV4Indexer": ("kv_proj gate_proj",),
+        },
+        limits=lacks("left padding", "packed sequences"),
     ),
     "deepseek_vl": Standard(("DeepseekVLForConditionalGeneration",), {}),
     "deepseek_vl_hybrid": Standard(("DeepseekVLHybridForConditionalGeneration",), {}),
@@ -238,6 +304,11 @@ STANDARD: dict[str, Standard] = {
     ),
     "ernie4_5": Standard(("Ernie4_5ForCausalLM",), {"Ernie4_5Attention": QKV, "Ernie4_5MLP": GATE_UP}),
     "ernie4_5_moe": Standard(("Ernie4_5_MoeForCausalLM",), {"Ernie4_5_MoeAttention": QKV, "Ernie4_5_MoeMLP": GATE_UP}),
+    "ernie4_5_vl_moe": Standard(
+        ("Ernie4_5_VLMoeForConditionalGeneration",),
+        {"Ernie4_5_VLMoeTextAttention": QKV, "Ernie4_5_VLMoeMLP": GATE_UP},
+        limits=lacks("packed sequences", "cached decoding"),
+    ),
     "evolla": Standard(
         ("EvollaForProteinText2Text",), {"EvollaAttention": QKV, "EvollaMLP": GATE_UP}, limits=lacks("packed sequences")
     ),
@@ -247,9 +318,19 @@ STANDARD: dict[str, Standard] = {
     ),
     "exaone4_5": Standard(("Exaone4_5_ForConditionalGeneration",), {"Exaone4_5_MLP": GATE_UP}),
     "exaone_moe": Standard(("ExaoneMoeForCausalLM",), {"ExaoneMoeAttention": QKV, "ExaoneMoeMLP": GATE_UP}),
+    "falcon_h1": Standard(
+        ("FalconH1ForCausalLM",),
+        {"FalconH1Attention": QKV, "FalconH1MLP": ("up_proj gate_proj",)},
+        limits=lacks("packed sequences"),
+    ),
     "flex_olmo": Standard(("FlexOlmoForCausalLM",), {"FlexOlmoAttention": QKV}),
     "flint": Standard(
         ("FlintForCausalLM",), {"FlintAttention": QKV, "FlintMLP": GATE_UP}, requires="transformers>=5.23"
+    ),
+    "florence2": Standard(
+        ("Florence2ForConditionalGeneration",),
+        {},
+        limits=reads_apart("left padding", "right padding", "packed sequences", "cached decoding"),
     ),
     "gemma": Standard(
         ("GemmaForCausalLM", "GemmaForSequenceClassification", "GemmaForTokenClassification"),
@@ -259,6 +340,7 @@ STANDARD: dict[str, Standard] = {
         ("Gemma4UnifiedForCausalLM", "Gemma4UnifiedForConditionalGeneration"),
         {"Gemma4UnifiedTextAttention": QKV, "Gemma4UnifiedTextMLP": GATE_UP},
     ),
+    "git": Standard(("GitForCausalLM",), {"GitVisionAttention": QKV, "GitSelfAttention": ("query key value",)}),
     "glm": Standard(
         ("GlmForCausalLM", "GlmForSequenceClassification", "GlmForTokenClassification"), {"GlmAttention": QKV}
     ),
@@ -327,11 +409,23 @@ STANDARD: dict[str, Standard] = {
         ("GPTNeoForCausalLM", "GPTNeoForSequenceClassification", "GPTNeoForTokenClassification"),
         {"GPTNeoSelfAttention": QKV},
     ),
+    "gptj": Standard(("GPTJForCausalLM",), {"GPTJAttention": QKV}),
     "granite": Standard(("GraniteForCausalLM",), {"GraniteAttention": QKV, "GraniteMLP": GATE_UP}),
+    "granite4_vision": Standard(
+        ("Granite4VisionForConditionalGeneration",),
+        {"Granite4VisionTextAttention": QKV, "Granite4VisionTextMLP": GATE_UP},
+        limits=lacks("cached decoding"),
+    ),
     "granite_docling": Standard(
         ("GraniteDoclingForConditionalGeneration",),
         {"GraniteDoclingVisionAttention": QKV, "GraniteDoclingTextAttention": QKV, "GraniteDoclingTextMLP": GATE_UP},
         requires="transformers>=5.23",
+    ),
+    "granite_speech": Standard(
+        ("GraniteSpeechForConditionalGeneration",), {}, limits=lacks("activation checkpointing")
+    ),
+    "granite_speech_plus": Standard(
+        ("GraniteSpeechPlusForConditionalGeneration",), {}, limits=lacks("activation checkpointing")
     ),
     "granite_swa": Standard(("GraniteSWAForCausalLM",), {"GraniteSWAAttention": QKV, "GraniteSWAMLP": GATE_UP}),
     "granitemoe": Standard(("GraniteMoeForCausalLM",), {"GraniteMoeAttention": QKV}, limits=lacks("packed sequences")),
@@ -348,14 +442,41 @@ STANDARD: dict[str, Standard] = {
         ("HeliumForCausalLM", "HeliumForSequenceClassification", "HeliumForTokenClassification"),
         {"HeliumAttention": QKV, "HeliumMLP": GATE_UP},
     ),
+    "hrm_text": Standard(
+        ("HrmTextForCausalLM",), {"HrmTextAttention": ("gate_proj q_proj k_proj v_proj",), "HrmTextMLP": GATE_UP}
+    ),
     "hunyuan_v1_dense": Standard(
         ("HunYuanDenseV1ForCausalLM", "HunYuanDenseV1ForSequenceClassification"),
         {"HunYuanDenseV1Attention": QKV, "HunYuanDenseV1MLP": GATE_UP},
     ),
+    "hunyuan_v1_moe": Standard(
+        ("HunYuanMoEV1ForCausalLM",),
+        {"HunYuanMoEV1Attention": QKV, "HunYuanMoEV1MLP": GATE_UP},
+        limits=lacks("router replay"),
+    ),
+    "hunyuan_vl": Standard(
+        ("HunYuanVLForConditionalGeneration",),
+        {"HunYuanVLVisionAttention": QKV, "HunYuanVLDenseV1Attention": QKV, "HunYuanVLMLP": GATE_UP},
+        limits=lacks("packed sequences", "batch order"),
+    ),
     "hy_v3": Standard(("HYV3ForCausalLM",), {"HYV3Attention": QKV, "HYV3MLP": GATE_UP}),
+    "hy_v4": Standard(
+        ("HYV4ForCausalLM",),
+        {"HYV4Attention": ("gate_proj q_a_proj kv_a_proj_with_mqa",), "HYV4MLP": GATE_UP},
+        requires="transformers>=5.18",
+    ),
     "hyperclovax": Standard(("HyperCLOVAXForCausalLM",), {"HyperCLOVAXAttention": QKV, "HyperCLOVAXMLP": GATE_UP}),
     "hyperclovax_vision_v2": Standard(
         ("HyperCLOVAXVisionV2ForConditionalGeneration",), {}, requires="transformers>=5.18"
+    ),
+    "idefics": Standard(
+        ("IdeficsForVisionText2Text",),
+        {
+            "vision.IdeficsVisionAttention": QKV,
+            "IdeficsAttention": ("k_proj v_proj @ cross_attn", "q_proj k_proj v_proj @ self_attn"),
+            "IdeficsMLP": GATE_UP,
+        },
+        limits=needs_images("left padding", "right padding", "packed sequences", "cached decoding"),
     ),
     "idefics2": Standard(
         ("Idefics2ForConditionalGeneration",),
@@ -366,6 +487,26 @@ STANDARD: dict[str, Standard] = {
         ("InklingForCausalLM",),
         {"InklingAttention": ("q_proj k_proj v_proj r_proj",)},
         limits=lacks("packed sequences"),
+    ),
+    "inkling2": Standard(
+        ("Inkling2ForCausalLM", "Inkling2ForConditionalGeneration"),
+        {
+            "Inkling2SlidingAttention": ("q_proj k_proj v_proj r_proj gate_proj sink_proj",),
+            "Inkling2FullAttention": ("q_proj r_proj gate_proj sink_proj",),
+            "Inkling2VisionAttention": QKV,
+        },
+        limits=lacks("packed sequences"),
+        requires="transformers>=5.23",
+    ),
+    "instructblip": Standard(
+        ("InstructBlipForConditionalGeneration",),
+        {"InstructBlipQFormerMultiHeadAttention": QFORMER},
+        limits=needs_images("left padding", "right padding", "packed sequences", "cached decoding"),
+    ),
+    "instructblipvideo": Standard(
+        ("InstructBlipVideoForConditionalGeneration",),
+        {"InstructBlipVideoQFormerMultiHeadAttention": QFORMER},
+        limits=needs_images("left padding", "right padding", "packed sequences", "cached decoding"),
     ),
     "internvl": Standard(
         ("InternVLForConditionalGeneration",), {"InternVLVisionAttention": QKV}, limits=lacks("packed sequences")
@@ -390,6 +531,26 @@ STANDARD: dict[str, Standard] = {
     "kolibri1": Standard(
         ("Kolibri1ForCausalLM",), {"Kolibri1Attention": QKV, "Kolibri1MLP": GATE_UP}, requires="transformers>=5.23"
     ),
+    "kosmos2": Standard(
+        ("Kosmos2ForConditionalGeneration",),
+        {
+            "Kosmos2VisionAttention": QKV,
+            "KosmosTextAttention": ("k_proj v_proj @ x_attn", "q_proj k_proj v_proj @ self_attn"),
+        },
+        limits=needs_images("left padding", "right padding", "packed sequences", "cached decoding"),
+    ),
+    "kosmos2_5": Standard(
+        ("Kosmos2_5ForConditionalGeneration",),
+        {
+            "Kosmos2_5VisionAttention": ("query key value",),
+            "Kosmos2_5VisionMlp": ("wi_0 wi_1",),
+            "Kosmos2_5TextAttention": ("k_proj v_proj @ x_attn", "k_proj v_proj q_proj @ self_attn"),
+        },
+        limits=lacks("left padding", "right padding", "packed sequences"),
+    ),
+    "laguna": Standard(
+        ("LagunaForCausalLM",), {"LagunaAttention": ("q_proj k_proj v_proj g_proj",), "LagunaMLP": GATE_UP}
+    ),
     "lfm2": Standard(("Lfm2ForCausalLM",), {"Lfm2Attention": QKV, "Lfm2MLP": ("w1 w3",)}),
     "lfm2_moe": Standard(
         ("Lfm2MoeForCausalLM",), {"Lfm2MoeMLP": ("w1 w3",), "Lfm2MoeAttention": QKV}, limits=lacks("packed sequences")
@@ -408,6 +569,11 @@ STANDARD: dict[str, Standard] = {
         requires="transformers>=5.23",
     ),
     "lighton_ocr": Standard(("LightOnOcrForConditionalGeneration",), {}),
+    "llama4": Standard(
+        ("Llama4ForCausalLM", "Llama4ForConditionalGeneration"),
+        {"Llama4TextAttention": QKV, "Llama4TextMLP": GATE_UP, "Llama4VisionAttention": QKV},
+        limits=lacks("left padding", "packed sequences"),
+    ),
     "llava": Standard(("LlavaForConditionalGeneration",), {}, limits=lacks("packed sequences")),
     "llava_next": Standard(("LlavaNextForConditionalGeneration",), {}),
     "llava_next_video": Standard(("LlavaNextVideoForConditionalGeneration",), {}),
@@ -429,6 +595,21 @@ STANDARD: dict[str, Standard] = {
     "minicpm3": Standard(
         ("MiniCPM3ForCausalLM", "MiniCPM3ForSequenceClassification"),
         {"MiniCPM3Attention": ("q_a_proj kv_a_proj_with_mqa",), "MiniCPM3MLP": GATE_UP},
+    ),
+    "minicpm_ocr": Standard(
+        ("MiniCPMOcrForConditionalGeneration",),
+        {"MiniCPMOcrVisionAttention": QKV},
+        limits=lacks("packed sequences"),
+        requires="transformers>=5.23",
+    ),
+    "minicpmv4_6": Standard(
+        ("MiniCPMV4_6ForConditionalGeneration",), {"MiniCPMV4_6VisionAttention": QKV}, limits=lacks("packed sequences")
+    ),
+    "minicpmv4_7": Standard(
+        ("MiniCPMV4_7ForConditionalGeneration",),
+        {"MiniCPMV4_7VisionAttention": QKV},
+        limits=lacks("packed sequences"),
+        requires="transformers>=5.18",
     ),
     "minimax": Standard(
         ("MiniMaxForCausalLM", "MiniMaxForSequenceClassification", "MiniMaxForTokenClassification"),
@@ -452,6 +633,16 @@ STANDARD: dict[str, Standard] = {
         ("Ministral3ForCausalLM", "Ministral3ForSequenceClassification", "Ministral3ForTokenClassification"),
         {"Ministral3Attention": QKV, "Ministral3MLP": GATE_UP},
     ),
+    "mistral_large4": Standard(
+        ("MistralLarge4ForConditionalGeneration",),
+        {
+            "MistralLarge4TextAttention": ("q_proj kv_a_proj_with_mqa",),
+            "MistralLarge4TextIndexer": ("wk weights_proj",),
+            "MistralLarge4TextMLP": GATE_UP,
+        },
+        limits=lacks("cached decoding"),
+        requires="transformers>=5.23",
+    ),
     "mllama": Standard(
         ("MllamaForConditionalGeneration",),
         {
@@ -462,6 +653,16 @@ STANDARD: dict[str, Standard] = {
         },
     ),
     "modernbert_decoder": Standard(("ModernBertDecoderForCausalLM",), {"ModernBertDecoderAttention": QKV}),
+    "molmo2": Standard(
+        ("Molmo2ForConditionalGeneration",),
+        {
+            "Molmo2VisionAttention": ("q_proj k_proj v_proj @ self_attn", "k_proj v_proj @ image_pooling_2d"),
+            "Molmo2ImageProjectorMLP": GATE_UP,
+            "Molmo2Attention": QKV,
+            "Molmo2MLP": ("up_proj gate_proj",),
+        },
+        requires="transformers>=5.23",
+    ),
     "moss_transcribe_diarize": Standard(
         ("MossTranscribeDiarizeForConditionalGeneration",),
         {},
@@ -475,6 +676,12 @@ STANDARD: dict[str, Standard] = {
             "MuseGlimmerTextAttention": ("q_proj k_proj v_proj gate_proj",),
             "MuseGlimmerTextMLP": GATE_UP,
         },
+    ),
+    "muse_spark": Standard(
+        ("MuseSparkForConditionalGeneration",),
+        {"MuseSparkVisionAttention": QKV, "MuseSparkTextAttention": ("q_proj k_proj v_proj gate_proj",)},
+        limits=lacks("router replay"),
+        requires="transformers>=5.23",
     ),
     "mvp": Standard(("MvpForCausalLM",), {"MvpAttention": QKV}, limits=lacks("left padding", "packed sequences")),
     "nanochat": Standard(("NanoChatForCausalLM",), {"NanoChatAttention": QKV}),
@@ -511,11 +718,28 @@ STANDARD: dict[str, Standard] = {
         {"PaddleOCRVisionAttention": QKV, "PaddleOCRAttention": QKV, "PaddleOCRMLP": GATE_UP},
         mixins={"PaddleOCRVLModel": "FreshPositions", "PaddleOCRTextModel": "PackedTextPositions"},
     ),
+    "paligemma": Standard(
+        ("PaliGemmaForConditionalGeneration",),
+        {},
+        limits=lacks("left padding", "right padding", "packed sequences", "cached decoding"),
+    ),
     "pegasus": Standard(
         ("PegasusForCausalLM",), {"PegasusAttention": QKV}, limits=lacks("left padding", "packed sequences")
     ),
     "phi": Standard(
         ("PhiForCausalLM", "PhiForSequenceClassification", "PhiForTokenClassification"), {"PhiAttention": QKV}
+    ),
+    "phimoe": Standard(("PhimoeForCausalLM",), {"PhimoeAttention": QKV}),
+    "pix2struct": Standard(
+        ("Pix2StructForConditionalGeneration",),
+        {
+            "Pix2StructVisionAttention": ("query key value",),
+            "Pix2StructVisionMlp": ("wi_0 wi_1",),
+            "Pix2StructTextAttention": ("query key value @ self_attention", "key value @ encoder_decoder_attention"),
+            "Pix2StructTextDenseGatedActDense": ("wi_0 wi_1",),
+        },
+        limits=lacks("activation checkpointing")
+        | reads_apart("left padding", "right padding", "packed sequences", "cached decoding"),
     ),
     "pixtral": Standard((), {"PixtralAttention": QKV, "PixtralMLP": GATE_UP}),
     "plbart": Standard(
@@ -529,6 +753,16 @@ STANDARD: dict[str, Standard] = {
     "qianfan_ocr": Standard(
         ("QianfanOCRForConditionalGeneration",), {"QianfanOCRVisionAttention": QKV}, limits=lacks("packed sequences")
     ),
+    "qwen2_5_omni": Standard(
+        ("Qwen2_5OmniThinkerForConditionalGeneration",),
+        {
+            "Qwen2_5OmniVisionAttention": ("q k v",),
+            "Qwen2_5OmniMLP": GATE_UP,
+            "Qwen2_5OmniAttention": QKV,
+            "Qwen2MLP": GATE_UP,
+        },
+        limits=lacks("packed sequences", "generate"),
+    ),
     "qwen2_audio": Standard(("Qwen2AudioForConditionalGeneration",), {}),
     "qwen2_moe": Standard(
         ("Qwen2MoeForCausalLM", "Qwen2MoeForSequenceClassification", "Qwen2MoeForTokenClassification"),
@@ -539,6 +773,11 @@ STANDARD: dict[str, Standard] = {
         ("Qwen3NextForCausalLM", "Qwen3NextForSequenceClassification", "Qwen3NextForTokenClassification"),
         {"Qwen3NextGatedDeltaNet": ("in_proj_qkvz in_proj_ba",), "Qwen3NextMLP": GATE_UP, "Qwen3NextAttention": QKV},
         limits=lacks("packed sequences"),
+    ),
+    "qwen3_omni_moe": Standard(
+        ("Qwen3OmniMoeThinkerForConditionalGeneration",),
+        {"Qwen3OmniMoeThinkerTextAttention": QKV},
+        limits=lacks("generate"),
     ),
     "qwen3_vl": Standard(
         ("Qwen3VLForConditionalGeneration",),
@@ -622,12 +861,28 @@ STANDARD: dict[str, Standard] = {
         {"Step3p7VisionAttention": QKV, "Step3p7Attention": ("q_proj k_proj v_proj g_proj",), "Step3p7MLP": GATE_UP},
     ),
     "trocr": Standard(("TrOCRForCausalLM",), {"TrOCRAttention": QKV}, limits=lacks("left padding", "packed sequences")),
+    "unlimited_ocr": Standard(
+        ("UnlimitedOcrForConditionalGeneration",),
+        {"UnlimitedOcrAttention": QKV, "UnlimitedOcrTextAttention": QKV, "UnlimitedOcrTextMLP": GATE_UP},
+        requires="transformers>=5.23",
+    ),
     "vaultgemma": Standard(("VaultGemmaForCausalLM",), {"VaultGemmaAttention": QKV, "VaultGemmaMLP": GATE_UP}),
     "video_llama_3": Standard(("VideoLlama3ForConditionalGeneration",), {"VideoLlama3VisionAttention": QKV}),
     "video_llava": Standard(("VideoLlavaForConditionalGeneration",), {}, requires="transformers>=5.23"),
     "vipllava": Standard(("VipLlavaForConditionalGeneration",), {}, requires="transformers>=5.23"),
+    "vision_encoder_decoder": Standard(
+        ("VisionEncoderDecoderModel",),
+        {},
+        limits=reads_apart("left padding", "right padding", "packed sequences", "cached decoding"),
+    ),
+    "vit": Standard((), {"ViTAttention": QKV}),
     "voxtral": Standard(("VoxtralForConditionalGeneration",), {}),
     "xglm": Standard(("XGLMForCausalLM",), {"XGLMAttention": QKV}, limits=lacks("packed sequences")),
+    "xlm": Standard(
+        ("XLMWithLMHeadModel",),
+        {"MultiHeadAttention": ("q_lin k_lin v_lin",)},
+        limits=lacks("activation checkpointing", "packed sequences", "cached decoding"),
+    ),
     "xlm_roberta": Standard(
         ("XLMRobertaForCausalLM",),
         {"XLMRobertaSelfAttention": ("query key value",)},

@@ -81,12 +81,25 @@ def test_load_state_dict_accepts_hf_names(family_case: FamilyCase) -> None:
 
 @proves("refit")
 def test_single_tensor_export(family_case: FamilyCase) -> None:
-    """Exporting tensor by tensor gives what exporting all at once gives, sharing storage wherever strides can."""
+    """Exporting tensor by tensor gives what exporting all at once gives, sharing storage wherever strides can.
+
+    Where the hub has one tensor for several own ones (of layers apart), exporting one of them alone is refused.
+    """
     model = family_case.model()
     adapter = model.state_dict_adapter
     own = model.state_dict()
-    one_by_one = {name: tensor for key in own for name, tensor in adapter.convert_single_tensor_to_hf(key, own[key])}
-    assert_same_tensors(one_by_one, adapter.to_hf(own))
+    joint = {key for tensor in adapter.hub.values() if len(tensor.parameters) > 1 for key in tensor.parameters}
+    one_by_one = {
+        name: tensor
+        for key in own.keys() - joint
+        for name, tensor in adapter.convert_single_tensor_to_hf(key, own[key])
+    }
+    for key in joint:
+        with pytest.raises(ValueError, match="convert them together"):
+            adapter.convert_single_tensor_to_hf(key, own[key])
+    all_at_once = adapter.to_hf(own)
+    parts_of_joint = {one.name for key in joint for one in adapter.tensors_in(key, "hub")}
+    assert_same_tensors(one_by_one, {key: all_at_once[key] for key in all_at_once.keys() - parts_of_joint})
     storages = {tensor.untyped_storage().data_ptr() for tensor in own.values()}
     # Rows in another order (rotary weights) are no view; nothing else may be copied.
     permuted = {

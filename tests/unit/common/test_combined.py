@@ -14,7 +14,14 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nrl_models.common import CombinedGateUp, CombinedLinear, CombinedProjections, CombinedQKV, ProjectionPart
+from nrl_models.common import (
+    CombinedGateUp,
+    CombinedLinear,
+    CombinedProjections,
+    CombinedQKV,
+    ProjectionPart,
+    combine_groups,
+)
 
 HIDDEN, Q, KV = 16, 12, 4
 
@@ -142,6 +149,26 @@ def test_on_meta() -> None:
 
 class Grouped(CombinedProjections, Attention):
     combined = {"qkv_proj": ("q_proj", "k_proj", "v_proj", "extra_proj")}
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("layers.0.attention", {"qkv_proj"}),
+        ("layers.0.crossattention", {"k_v_proj"}),  # whose queries read something else
+        ("layers.0.crossattention.self", {"k_v_proj"}),
+        ("layers.0.other", set()),
+    ],
+)
+def test_a_group_with_a_place_is_formed_there_only(name: str, expected: set[str], x: torch.Tensor) -> None:
+    groups = combine_groups("q_proj k_proj v_proj @ 0.attention", "k_proj v_proj @ crossattention")
+    module = type("Both", (groups, Attention), {}).__new__(type("Both", (groups, Attention), {}))
+    Attention.__init__(module)
+    alone = copy.deepcopy(module)
+    module.combine_projections(name)
+    assert {one for one, child in module.named_children() if isinstance(child, CombinedLinear)} == expected
+    memory = torch.randn_like(x)
+    assert torch.allclose(module(x, memory), alone(x, memory), atol=1e-6)
 
 
 @pytest.mark.parametrize("absent", [None, "missing"])

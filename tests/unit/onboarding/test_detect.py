@@ -70,6 +70,30 @@ def test_what_cannot_be_combined_is_told() -> None:
     assert reasons == ["q_proj + k_proj + v_proj: mixed bias: k_proj without"]
 
 
+def test_a_class_that_is_self_attention_and_cross_attention_has_a_group_in_each_place() -> None:
+    found = detect(transformers.BlipForConditionalGeneration)
+    (layer,) = found.groups
+    assert found.declarations(layer) == ["query key value @ attention", "key value @ crossattention"]
+    assert not found.obstacles
+    assert json.loads(json.dumps(found.to_dict()))["places"] == {
+        layer: {"query key value": "attention", "key value": "crossattention"}
+    }
+
+
+def test_linears_that_are_one_tensor_on_disk_keep_its_order() -> None:
+    assert by_class(detect(transformers.HrmTextForCausalLM))["HrmTextAttention"] == [
+        ("gate_proj", "q_proj", "k_proj", "v_proj")
+    ]
+
+
+@pytest.mark.skipif(not hasattr(transformers, "HYV4ForCausalLM"), reason="needs transformers 5.18")
+def test_a_linear_that_stays_in_fp32_is_not_combined_with_others() -> None:
+    found = detect(transformers.HYV4ForCausalLM)
+    assert "HYV4Indexer" not in by_class(found)
+    (reasons,) = found.obstacles.values()
+    assert reasons == ["wk + weights_proj: mixed dtypes: weights_proj stays in fp32 where the others are bf16"]
+
+
 def test_layers_of_one_class_that_differ_give_the_largest_group_and_what_is_not_called() -> None:
     class Attention(modeling_llama.LlamaAttention):
         def __init__(self, config: Any, layer_idx: int) -> None:

@@ -145,3 +145,12 @@ class ApartForCausalLM(Nova, hf.LlamaForCausalLM):
 
 
 NOT_A_FAMILY = LlamaMLP
+
+
+# A limit of what the model has: the feature's tests pass, and the last of them has to fail.
+
+
+class GoneForCausalLM(Nova, hf.LlamaForCausalLM):
+    """Says that it lacks what it has."""
+
+    limits = {"left padding": "it is said to be lacking"}

@@ -1,0 +1,31 @@
+"""The dtype each of a model's tensors has: what it is loaded in, but fp32 where transformers keeps fp32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from transformers.core_model_loading import build_glob_alternation
+
+
+def kept_dtypes(model: nn.Module, dtype: torch.dtype) -> Callable[[str], torch.dtype | None]:
+    """What transformers keeps in another dtype when it loads `model` in `dtype`.
+
+    Args:
+        model: a `PreTrainedModel`; of any other module nothing is kept.
+        dtype: of the rest.
+
+    Returns:
+        For a tensor's name in transformers the dtype it is kept in, None if it is not.
+    """
+    plan = model._get_dtype_plan(dtype) if hasattr(model, "_get_dtype_plan") else {}
+    if not plan:
+        return lambda name: None
+    pattern, by_group, _ = build_glob_alternation(list(plan))
+
+    def kept(name: str) -> torch.dtype | None:
+        found = pattern.search(name)
+        return plan[by_group[found.lastgroup]] if found else None
+
+    return kept
