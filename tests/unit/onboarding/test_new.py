@@ -128,13 +128,14 @@ def test_what_transformers_lacks_too_is_a_limit_and_the_rest_is_left_to_a_person
                 "reason": "so it is",
             }
             for check in ("test_packing[None]", "test_generate", "test_state_dict_roundtrip", "test_logits")
+            if not tests or check.partition("[")[0] in tests
         ]
 
     monkeypatch.setattr(new, "run_tests", run)
     plan = plan_family(configured("OlmoForCausalLM"), again=True)
     limits, results, undecided = prove(plan, "olmo", tmp_path / "stage")
     assert limits == {"packed sequences": "transformers' own Olmo fails test_packing, too"}
-    assert [one["outcome"] for one in results] == ["limited", "failed", "failed", "passed"]
+    assert [one["outcome"] for one in results] == ["failed", "passed", "limited", "failed"]
     assert undecided == [
         "OlmoForCausalLM: test_generate failed: so it is",
         "OlmoForCausalLM: test_state_dict_roundtrip failed: so it is",

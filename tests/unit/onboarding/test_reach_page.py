@@ -18,7 +18,7 @@ def results(folder: Path, **outcomes: str) -> Path:
 
 
 def test_says_what_became_of_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    names = ["LlamaForCausalLM", "Qwen2ForCausalLM", "Gemma2ForCausalLM", "MambaForCausalLM", "CTRLLMHeadModel"]
+    names = ["LlamaForCausalLM", "Qwen2ForCausalLM", "Gemma2ForCausalLM", "MambaForCausalLM", "ZambaForCausalLM"]
     monkeypatch.setattr(reach, "decoders", lambda: [getattr(transformers, name) for name in names])
     monkeypatch.setattr(transformers.Gemma2ForCausalLM, "forward", lambda self, **_: 1 / 0)
     file = results(tmp_path, LlamaForCausalLM="passed", Qwen2ForCausalLM="failed")
