@@ -400,22 +400,10 @@ def move_buffers(model: nn.Module, device: torch.device) -> None:
                 module._buffers[name] = buffer.to(device)
 
 
-def compute_buffers(model: PreTrainedModel) -> None:
-    """Compute again the buffers that no checkpoint holds, as transformers does once the weights are there.
-
-    They were built while the default dtype was the model's: sines of frequencies that were rounded to bf16 are of other
-    frequencies.
-    """
-    for module in model.modules():
-        module._is_hf_initialized = not module._non_persistent_buffers_set
-    model.initialize_weights()
-
-
 def _finish(model: PreTrainedModel, fit: Fit, device: torch.device) -> None:
     """Initialise what was allowed to be missing, share what is tied, and put buffers on the device."""
     found = fit.found
     share_copies(model, found)
-    compute_buffers(model)
     move_buffers(model, device)
     if found.missing:
         for name in found.missing:

@@ -19,15 +19,7 @@ from transformers import PreTrainedModel
 from nrl_models.common.blocks import Block, through
 from nrl_models.common.checkpoint_files import StoredTensor
 from nrl_models.common.combined import CombinedLinear, ProjectionPart
-from nrl_models.common.loading import (
-    Fit,
-    compute_buffers,
-    fit_checkpoint,
-    install,
-    move_buffers,
-    run_readers,
-    share_copies,
-)
+from nrl_models.common.loading import Fit, fit_checkpoint, install, move_buffers, run_readers, share_copies
 from nrl_models.common.pretrained import Prepared
 from nrl_models.common.views import HFTensor, Piece, apply_steps
 from nrl_models.distributed.mesh import agree, check_mesh, gather_over
@@ -168,7 +160,6 @@ def _fill(prepared: Prepared, fit: Fit) -> None:
         kept_owner, _, kept_attribute = kept.rpartition(".")
         tied = model.get_submodule(kept_owner)._parameters[kept_attribute]
         model.get_submodule(owner)._parameters[attribute] = tied
-    compute_buffers(model)
     move_buffers(model, device)
     unwritten = [name for name, tensor in model.state_dict(keep_vars=True).items() if tensor.device.type == "meta"]
     if unwritten:  # cannot happen: matching has accounted for every tensor
