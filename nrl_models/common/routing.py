@@ -69,7 +69,7 @@ def replay_routing(model: nn.Module, record: Mapping[str, list[torch.Tensor]]) -
         ValueError: `model` says that replaying would change nothing (`limits`); in a forward, a choice of another shape
             than the recorded one.
     """
-    if record and not can_replay(model):
+    if not can_replay(model):
         reason = model.limits["router replay"]
         raise ValueError(f"the routing of {type(model).__name__} cannot be replayed: {reason}")
     modules = dict(model.named_modules())
