@@ -74,7 +74,7 @@ def _load_rank(rank: int, which: str, layout: str, path: str, folder: str) -> No
 
 def main() -> None:
     """Measure, print, write."""
-    options = arguments(__doc__ or "", runs=5)
+    options = arguments(__doc__ or "", runs=3)
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
         for kind in ("dense", "moe"):
