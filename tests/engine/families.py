@@ -1,0 +1,221 @@
+"""Holding one architecture at tiny size against a real engine, and what is known to stand in the way of it."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from vllm import ModelRegistry
+
+from nrl_models import registry
+from nrl_models.consistency.cells import Settings
+from nrl_models.consistency.prompts import Prompts
+from nrl_models.consistency.references import References
+from nrl_models.consistency.refit import RefitChecker, RefitStep
+from nrl_models.consistency.run import run_matrix
+from nrl_models.consistency.store import Store
+from nrl_models.engines.hf import HFEngine
+from nrl_models.engines.vllm import VLLMEngine
+from nrl_models.errors import EngineError, in_words
+from nrl_models.logprobs import Sampling, token_logprobs
+from nrl_models.testing.case import randomise
+from nrl_models.testing.sizes import FIRST_SPECIAL
+from nrl_models.testing.tiny import tiny_config
+
+Start = Callable[..., VLLMEngine]
+
+BOUND = 1.0001
+"""On `token_mult_prob_error` in fp32."""
+
+SETTINGS = Settings(lengths=(64,), data=("dummy",), modes=("sampling",), batches=(2,), new_tokens=24, threshold=BOUND)
+
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 150_000.0,
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "original_max_position_embeddings": 64,
+    "truncate": False,
+}
+
+LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128, "head_dim": 64}
+"""vLLM has kernels of latent attention for the published sizes alone."""
+
+OVERRIDES: dict[str, dict[str, Any]] = {
+    # That published checkpoints correct the router is said by a key that transformers does not know.
+    "DeepseekV3ForCausalLM": LATENT | {"topk_method": "noaux_tc"},
+    "AXK1ForCausalLM": LATENT,
+    # They read these keys without a default.
+    "AfmoeForCausalLM": {"score_func": "sigmoid"},
+    "GptOssForCausalLM": {"rope_parameters": YARN},
+}
+"""What a tiny configuration has to have for the engine."""
+
+AGREES, AS_LOADED, DISAGREES, NOT_RUN = "agrees", "agrees as loaded", "disagrees", "not run"
+"""What may come of an architecture, best first."""
+
+
+LIMITS: dict[str, tuple[str, str, str]] = {
+    "DeepseekV3ForCausalLM": (
+        DISAGREES,
+        r"odd one out is engine decode and engine prefill. It parts between .*kv_b_proj and .*o_proj",
+        "vLLM's latent attention on a CPU is not transformers', which the trainer agrees with in fp32 and in fp64",
+    ),
+    "GptOssForCausalLM": (
+        AS_LOADED,
+        r"parameters of the engine were not written: .*experts",
+        "vLLM's loader of this model's experts and sinks writes past its reload of weights, so that the old ones stay",
+    ),
+}
+"""Architectures that do not hold with this engine: what comes of them, what is said of it, and the reason."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of one architecture.
+
+    Args:
+        architecture: which.
+        status: `agrees` (from random weights, after a refit and after another), `agrees as loaded` (from files, but new
+            weights do not arrive), `disagrees` or `not run`.
+        refitted: `token_mult_prob_error` after the first refit; None if there was none.
+        stepped: after a training step and another refit.
+        loaded: with the weights read from files; only looked at where a refit fails.
+        reason: what failed: the verdict, or an error.
+    """
+
+    architecture: str
+    status: str
+    refitted: float | None = None
+    stepped: float | None = None
+    loaded: float | None = None
+    reason: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """By name."""
+        return asdict(self)
+
+
+def shared_architectures() -> list[str]:
+    """Every architecture that writes text and that the installed engine and the registry both have."""
+    return sorted(
+        one
+        for one in set(ModelRegistry.get_supported_archs()) & set(registry.architectures())
+        if not one.endswith("Classification")
+    )
+
+
+def tiny_model(architecture: str, overrides: dict[str, Any] | None = None) -> PreTrainedModel:
+    """Our model at tiny size, every tensor random.
+
+    Args:
+        architecture: which.
+        overrides: values of its configuration, beside those that it and the engine need.
+
+    Raises:
+        FamilyImportError: the family needs other versions than are installed.
+        TinyModelError: no tiny model can be built.
+    """
+    model_class = registry.model_class(architecture)
+    reference = model_class.reference_class()
+    values = {**model_class.tiny, **OVERRIDES.get(architecture, {}), **(overrides or {})}
+    config = tiny_config(reference.config_class, values, reference)
+    torch.manual_seed(0)
+    model = model_class.from_config(config, dtype=torch.float32, device="cpu").eval()
+    randomise(model)
+    return model
+
+
+def hold(architecture: str, start: Start, folder: Path, overrides: dict[str, Any] | None = None) -> Outcome:
+    """Refit an engine from random weights, and again after a training step; if that fails, have it read the files.
+
+    Args:
+        architecture: which.
+        start: starts an engine on a checkpoint, and stops the one before.
+        folder: an empty one, for the checkpoint and measurements.
+        overrides: values of its configuration.
+    """
+    checkpoint = folder / "checkpoint"
+    try:
+        model = tiny_model(architecture, overrides)
+        model.save_pretrained(checkpoint)
+        temperature, untrained = spreading_temperature(model), copy.deepcopy(model)
+    except Exception as error:  # whatever a model's code raises
+        return Outcome(architecture, NOT_RUN, reason=f"no tiny model: {in_words(error)}")
+    trainer = HFEngine(model, "trainer")
+    prompts = Prompts(None, min(FIRST_SPECIAL, trainer.capabilities().vocabulary))  # no images' tokens
+    settings = replace(SETTINGS, sampling=Sampling(temperature))
+    cell = settings.cells()[0]
+    try:
+        engine = start(checkpoint, load_format="dummy", seed=1)
+    except EngineError as error:
+        return Outcome(architecture, NOT_RUN, reason=str(error))
+    steps: list[RefitStep] = []
+    try:
+        checker = RefitChecker(str(checkpoint), engine, trainer, prompts, settings, cell)
+        steps.append(checker.refit("from random weights"))
+        if steps[-1].passed:
+            checker.train(prompts.make(cell, cell.length, 7))
+            steps.append(checker.refit("after a training step"))
+        problem = "; ".join(why(step) for step in steps if not step.passed)
+    except Exception as error:  # the engine's, or the model's
+        problem = in_words(error)
+    measured = [_error(step) for step in steps] + [None, None]
+    numbers = {"refitted": measured[0], "stepped": measured[1]}
+    if not problem:
+        return Outcome(architecture, AGREES, **numbers)
+    try:
+        engine = start(checkpoint)
+        report = run_matrix(
+            str(checkpoint),
+            engine,
+            HFEngine(untrained, "trainer"),
+            prompts,
+            settings,
+            Store(folder / "measured", {}),
+            References(checkpoint),
+        )
+    except Exception as error:
+        return Outcome(architecture, DISAGREES, **numbers, reason=f"{problem}; from files: {in_words(error)}")
+    if report.error:
+        return Outcome(architecture, DISAGREES, **numbers, reason=f"{problem}; from files: {report.error}")
+    result = report.results[0]
+    loaded = max(one.token_mult_prob_error for several in result.comparisons.values() for one in several)
+    if result.passed:
+        return Outcome(architecture, AS_LOADED, **numbers, loaded=loaded, reason=problem)
+    said = "; ".join([*result.problems, result.verdict.summary if result.verdict else ""])
+    return Outcome(architecture, DISAGREES, **numbers, loaded=loaded if math.isfinite(loaded) else None, reason=said)
+
+
+def why(step: RefitStep) -> str:
+    """What is wrong with a refit, and what the verdict says of it."""
+    verdict = step.result.verdict
+    return "; ".join([*step.problems, *step.result.problems, *([verdict.summary] if verdict else [])])
+
+
+def _error(step: RefitStep) -> float | None:
+    worst = max(one.token_mult_prob_error for several in step.result.comparisons.values() for one in several)
+    return worst if math.isfinite(worst) else None
+
+
+@torch.no_grad()
+def spreading_temperature(model: PreTrainedModel) -> float:
+    """The temperature at which a model is half as uncertain as it can be.
+
+    Near a uniform distribution wrong hidden states go unnoticed, and so they do if one token has all the probability.
+    """
+    tokens = torch.randint(16, 200, (2, 32), generator=torch.Generator().manual_seed(0))
+    half = 0.5 * math.log(model.config.get_text_config().vocab_size)
+    low, high = 0.01, 100.0
+    for _ in range(20):
+        temperature = (low * high) ** 0.5
+        entropy = token_logprobs(model, tokens, temperature=temperature, entropy=True).entropy.mean().item()
+        low, high = (temperature, high) if entropy < half else (low, temperature)
+    return temperature
