@@ -89,6 +89,7 @@ def __getattr__(name: str) -> Any:
             tiny=entry.tiny,
             limits=entry.limits_of(name),
             config_values=entry.config_values,
+            ignored_config_keys=entry.ignored,
         )
     globals()[name] = made
     return made

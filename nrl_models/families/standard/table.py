@@ -28,6 +28,7 @@ class Standard:
             before it.
         tiny: as `FamilyModel.tiny`.
         limits: as `FamilyModel.limits`; what holds for one architecture only stands under `"Architecture: feature"`.
+        ignored: as `FamilyModel.ignored_config_keys`.
         requires: what the classes need beyond what this package does, e.g. `transformers>=5.23`.
         modeling: the module that has the classes, where it is not called as the package.
         config_values: as `FamilyModel.config_values`.
@@ -38,6 +39,7 @@ class Standard:
     mixins: Mapping[str, str] = field(default_factory=dict)
     tiny: Mapping[str, Any] = field(default_factory=dict)
     limits: Mapping[str, str] = field(default_factory=dict)
+    ignored: tuple[str, ...] = ()
     requires: str = ""
     modeling: str = ""
     config_values: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
@@ -722,6 +724,7 @@ STANDARD: dict[str, Standard] = {
         ("PaliGemmaForConditionalGeneration",),
         {},
         limits=lacks("left padding", "right padding", "packed sequences", "cached decoding"),
+        ignored=("num_image_tokens",),  # set on the text model's part, which has no images
     ),
     "pegasus": Standard(
         ("PegasusForCausalLM",), {"PegasusAttention": QKV}, limits=lacks("left padding", "packed sequences")
