@@ -2,7 +2,8 @@
 #
 #   make demo     set up, and run the main job on real input
 #   make test     set up, and run the tests (TRANSFORMERS=5.16.1 for another version)
-#   make test-full   set up, and run the tests that take an hour: every configuration key of every architecture
+#   make test-full   set up, and run what takes hours: every configuration key and every planted bug of every
+#                    architecture, and the tests on the oldest transformers
 #   make test-distributed   set up, and run the tests that need several processes, and the packages models train with
 #   make test-engine   set up vLLM in .venv-engine, and run the tests that need a real inference engine
 #   make engine-coverage   hold every family that vLLM has against it, and write docs/engine-coverage.md; takes an hour
@@ -31,8 +32,11 @@ demo: setup
 test: setup
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup
 
+# Outcomes of planted bugs are kept, so that a run goes on where another was cut; a survivor fails it.
 test-full: setup
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup tests/full
+	$(MAKE) test TRANSFORMERS=5.16.1
+	$(BIN)/nrl-models mutate
 
 # One process at a time: the tests start processes themselves.
 test-distributed: $(VENV)/.ready-integrations

@@ -201,6 +201,33 @@ def ledger(
 
 
 @app.command()
+def mutate(
+    architectures: Annotated[
+        list[str] | None, typer.Argument(help="Those to try; all that are registered without.", show_default=False)
+    ] = None,
+    results: Annotated[Path, typer.Option(help="Where outcomes are kept; a run goes on from there.")] = Path(
+        "docs/model-coverage/mutants.json"
+    ),
+    again: Annotated[bool, typer.Option("--again", help="Try those that are in the results, too.")] = False,
+) -> None:
+    """Plant bugs into every architecture, one by one, and see that the generated tests find each."""
+    from nrl_models.testing.mutants.run import Outcome, architectures_in_order, run_mutants
+
+    def report(architecture: str, outcome: Outcome) -> None:
+        print_table(f"{architecture}: {len(outcome.killed)} of {outcome.applicable} killed")
+        for mutant in outcome.survived:
+            print_table(f"  survived: {mutant}")
+
+    with errors_for_people():
+        outcomes = run_mutants(architectures_in_order(architectures), results, again=again, report=report)
+    killed = sum(len(one.killed) for one in outcomes.values())
+    applicable = sum(one.applicable for one in outcomes.values())
+    print_table(f"{killed:,} of {applicable:,} mutants killed in {len(outcomes)} architectures; see {results}")
+    if killed < applicable:
+        raise typer.Exit(1)
+
+
+@app.command()
 def new(
     source: Annotated[
         Path, typer.Argument(metavar="PATH_OR_CONFIG", help="A checkpoint folder or a config.json.", show_default=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ class FamilyCase:
     model_class: type[FamilyModel]
     device: torch.device = field(default_factory=lambda: torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     tiny: Mapping[str, Any] = field(default_factory=dict)
+    _pairs: dict[torch.dtype, tuple[PreTrainedModel, PreTrainedModel]] = field(default_factory=dict, init=False)
 
     @property
     def architecture(self) -> str:
@@ -73,27 +74,32 @@ class FamilyCase:
 
     def reference(self, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
         """The reference with randomised weights, in evaluation mode. Shared: do not change it."""
-        return _pair(self, dtype)[0]
+        return self._pair(dtype)[0]
 
     def model(self, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
         """The model under test with the reference's weights, in evaluation mode. Shared: do not change it."""
-        return _pair(self, dtype)[1]
+        return self._pair(dtype)[1]
+
+    def built_models(self) -> list[PreTrainedModel]:
+        """The models under test that there are by now."""
+        return [model for _, model in self._pairs.values()]
 
     def new_pair(self, dtype: torch.dtype = torch.float32) -> tuple[PreTrainedModel, PreTrainedModel]:
         """Copies of `reference` and `model` to change at will."""
         return copy.deepcopy(self.reference(dtype)), copy.deepcopy(self.model(dtype))
 
-
-@lru_cache(maxsize=2)  # one class at a time, in fp32 and bf16
-def _pair(case: FamilyCase, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedModel]:
-    torch.manual_seed(SEED)
-    reference = case.reference_class._from_config(case.config, dtype=dtype)
-    randomise(reference)
-    reference = widen(reference, dtype).to(case.device).eval()
-    model = widen(case.model_class.from_config(case.config, dtype=dtype, device=case.device), dtype).eval()
-    weights = model.state_dict_adapter.from_hf(reference.state_dict())
-    model.load_state_dict(weights)
-    return reference, model
+    def _pair(self, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedModel]:
+        if dtype not in self._pairs:
+            torch.manual_seed(SEED)
+            reference = self.reference_class._from_config(self.config, dtype=dtype)
+            randomise(reference)
+            reference = widen(reference, dtype).to(self.device).eval()
+            model = self.model_class.from_config(self.config, dtype=dtype, device=self.device)
+            model = widen(model, dtype).eval()
+            weights = model.state_dict_adapter.from_hf(reference.state_dict())
+            model.load_state_dict(weights)
+            self._pairs[dtype] = reference, model
+        return self._pairs[dtype]
 
 
 @torch.no_grad()

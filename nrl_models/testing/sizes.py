@@ -52,6 +52,9 @@ SIZES: dict[str, Any] = _by_key(
         14: "patch_size",
         # About 1 / sqrt(hidden_size): activations keep their size, so errors do not drown.
         0.06: "initializer_range init_std",
+        # Small enough for tiny activations to reach.
+        0.5: """swiglu_limit clip_qkv attn_logit_softcapping final_logit_softcapping logits_soft_cap
+            output_logit_soft_cap mlp_gate_softcap mlp_up_softcap gate_soft_cap moe_router_logit_softcapping""",
     }
 )
 """The value a key takes. A list keeps its length and proportions, and is never raised; zero stays: it means "none"."""
@@ -155,6 +158,9 @@ RELATIONS: tuple[Equation, ...] = (
 """Those that hold in the default configuration hold in the tiny one."""
 
 LAWS: tuple[Equation, ...] = (
+    # More experts in a group than are chosen, or there is no choice.
+    ("n_routed_experts", lambda c: c.n_group and c.n_group > 1 and 6),
+    ("num_experts", lambda c: c.n_group and c.n_group > 1 and 6),
     # A pixel shuffle trades places for width.
     ("intermediate_size", lambda c: int(c.hidden_size / c.pixel_shuffle_ratio**2)),
     ("vision_output_dim", lambda c: c.pixel_shuffle_ratio and c.projector_output_dim),
@@ -198,7 +204,7 @@ MISSING: dict[str, Any] = {
     "attn_layer_indices": [1],
     "sliding_window": 8,
     "rope_theta": 1e4,
-    "clip_qkv": 8.0,
+    "clip_qkv": 0.5,
     "indexer_n_heads": 4,
     "indexer_kv_heads": 1,
     "indexer_head_dim": 32,

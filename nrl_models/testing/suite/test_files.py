@@ -28,6 +28,16 @@ def test_load_from_transformers(family_case: FamilyCase, tmp_path: Path) -> None
 
 
 @proves("files")
+def test_load_in_another_dtype(family_case: FamilyCase, tmp_path: Path) -> None:
+    """A checkpoint in bf16 loads in fp32 if asked, as in transformers."""
+    family_case.reference(torch.bfloat16).save_pretrained(tmp_path)
+    reference = family_case.reference_class.from_pretrained(tmp_path, dtype=torch.float32)
+    model = family_case.model_class.from_pretrained(tmp_path, dtype=torch.float32)
+    own = model.state_dict_adapter.to_hf(model.state_dict(), layout="transformers")
+    assert_same_tensors(own, reference.state_dict())
+
+
+@proves("files")
 def test_save_equals_transformers(family_case: FamilyCase, tmp_path: Path) -> None:
     """What is saved here is what transformers saves, tensor for tensor, and it loads in both."""
     family_case.reference(torch.bfloat16).save_pretrained(tmp_path / "first")

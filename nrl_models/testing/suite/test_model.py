@@ -14,13 +14,14 @@ import torch
 from torch import nn
 
 from nrl_models.common import ProjectionPart
+from nrl_models.common.optimizer_state import keep_in_transformers_layout
 from nrl_models.common.routing import can_replay, replay_routing
 from nrl_models.parity.images import image_token
 from nrl_models.parity.inputs import count_words, written
 from nrl_models.parity.noise import limit, logits_and_routing, logits_noise, logits_of
 from nrl_models.testing.case import SEED, FamilyCase
 from nrl_models.testing.features import proves
-from nrl_models.testing.suite.asserts import assert_close, assert_same_tensors, dtypes
+from nrl_models.testing.suite.asserts import all_tensors, assert_close, assert_same_tensors, dtypes
 
 
 @proves("logits")
@@ -108,6 +109,25 @@ def test_training_loss_decreases(family_case: FamilyCase) -> None:
     assert losses[1] == pytest.approx(losses[0], rel=1e-3)
 
 
+@proves("gradients")
+def test_optimizer_state(family_case: FamilyCase) -> None:
+    """An optimizer's states are, in transformers' layout, those of the reference's, and load from them."""
+    states = []
+    for model in family_case.new_pair():
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        _gradients(model.train(), family_case)
+        optimizer.step()
+        if states:
+            keep_in_transformers_layout(optimizer, model)
+        states.append(optimizer.state_dict())
+    expected, actual = states
+    assert actual["param_groups"] == expected["param_groups"]
+    assert_close(actual["state"], expected["state"])
+    before = copy.deepcopy(list(optimizer.state.values()))
+    optimizer.load_state_dict(expected)
+    assert_close(list(optimizer.state.values()), before)
+
+
 @proves("activation checkpointing")
 def test_activation_checkpointing(family_case: FamilyCase) -> None:
     """Recomputing activations in the backward changes no gradient."""
@@ -127,7 +147,8 @@ def _gradients(model: nn.Module, case: FamilyCase) -> dict[str, torch.Tensor]:
 
 @proves("tied weights")
 def test_tied_weights_share_storage(family_case: FamilyCase, tmp_path: Path) -> None:
-    """What the configuration ties is one storage: built, loaded, copied; what it does not tie is not."""
+    """What the configuration ties is one storage: built, loaded, copied, written once; what it does not tie is not."""
+    names, ties = {}, {}
     for tie in (True, False):
         config = family_case.config
         config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = tie
@@ -135,11 +156,13 @@ def test_tied_weights_share_storage(family_case: FamilyCase, tmp_path: Path) -> 
         if built.get_output_embeddings() is None or not built._tied_weights_keys:
             pytest.skip("has no output embeddings to tie")
         built.save_pretrained(tmp_path / str(tie))
+        names[tie], ties[tie] = len(all_tensors(tmp_path / str(tie))), len(built.all_tied_weights_keys)
         loaded = family_case.model_class.from_pretrained(tmp_path / str(tie))
         for model in (built, loaded, copy.deepcopy(loaded)):
             pair = model.get_input_embeddings().weight, model.get_output_embeddings().weight
             assert (pair[0].data_ptr() == pair[1].data_ptr()) is tie
             assert model.config.tie_word_embeddings is tie
+    assert names[True] + ties[True] == names[False] + ties[False]
 
 
 @proves("copies")
@@ -178,14 +201,17 @@ def test_lora(family_case: FamilyCase) -> None:
         adapters.append(peft.get_peft_model_state_dict(with_lora))
         with torch.no_grad():
             logits.append(with_lora(**inputs).logits)
-            logits.append(with_lora.merge_and_unload()(**inputs).logits)
-    reference, reference_merged, actual, actual_merged = logits
+            with_lora.merge_adapter()  # adds to the weights in place; what comes next puts others in their place
+            logits.append(with_lora(**inputs).logits)
+            with_lora.unmerge_adapter()
+            logits.append(with_lora.merge_and_unload(safe_merge=True)(**inputs).logits)
+    reference, *reference_merged, actual, first_merged, second_merged = logits
     assert unexpected[1] == unexpected[0]
     assert_same_tensors(adapters[2], adapters[0])
     assert not torch.allclose(reference, family_case.reference()(**inputs).logits, atol=1e-2)
     # Adapters this large make logits large; and merged weights multiply other numbers.
     assert_close(actual, reference, scale=10)
-    assert_close(actual_merged, reference_merged, scale=10)
+    assert_close([first_merged, second_merged], reference_merged, scale=10)
 
 
 def linears_for_lora(model: nn.Module) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import pytest
 import torch
@@ -44,6 +44,29 @@ def check_padding(case: FamilyCase, place: Callable[[int, int], slice]) -> None:
     for row, expected in enumerate(logits_alone(case, documents)):
         actual = logits[row] if logits.ndim == 2 else logits[row][mask[row].bool()]
         assert_close(actual, expected, scale=10)  # matmuls of other shapes add up in another order
+
+
+@proves("logits")
+def test_padded_batch(family_case: FamilyCase) -> None:
+    """A padded batch without positions has the reference's logits, on whichever side it is padded."""
+    for inputs in padded_batches(family_case):
+        words = inputs["attention_mask"].bool()
+        with torch.no_grad():
+            actual, expected = family_case.model()(**inputs).logits, family_case.reference()(**inputs).logits
+        if actual.ndim == 3:
+            actual, expected = actual[words], expected[words]
+        assert_close(actual, expected)
+
+
+def padded_batches(case: FamilyCase) -> list[dict[str, torch.Tensor]]:
+    """Two sequences, the second shorter by five: on the left, and on the right."""
+    input_ids = case.inputs(length=14, images=False, seed=5)["input_ids"]
+    batches = []
+    for padding in (slice(5), slice(-5, None)):
+        batch = {"input_ids": input_ids.clone(), "attention_mask": torch.ones_like(input_ids)}
+        batch["input_ids"][1, padding] = batch["attention_mask"][1, padding] = 0
+        batches.append(batch)
+    return batches
 
 
 @proves("packed sequences")
@@ -148,8 +171,20 @@ def test_greedy_generation(family_case: FamilyCase) -> None:
     """`generate` picks the reference's tokens."""
     if not family_case.model().can_generate():
         pytest.skip("does not generate")
-    inputs = family_case.inputs(length=12)
-    options = {"max_new_tokens": 8, "do_sample": False, "min_new_tokens": 8}
-    actual = family_case.model().generate(**inputs, **options)
-    assert torch.equal(actual, family_case.reference().generate(**inputs, **options))
-    assert actual.shape[1] >= 8  # what stands before the new tokens is the model's own affair
+    check_generation(family_case, family_case.inputs(length=12))
+
+
+@proves("generate")
+def test_padded_generation(family_case: FamilyCase) -> None:
+    """So it does for sequences of different length, padded on the left."""
+    if not family_case.model().can_generate():
+        pytest.skip("does not generate")
+    check_generation(family_case, padded_batches(family_case)[0], words=4)
+
+
+def check_generation(case: FamilyCase, inputs: Mapping[str, torch.Tensor], words: int = 8) -> None:
+    """Compare greedy words with the reference's."""
+    options = {"max_new_tokens": words, "do_sample": False, "min_new_tokens": words}
+    actual = case.model().generate(**inputs, **options)
+    assert torch.equal(actual, case.reference().generate(**inputs, **options))
+    assert actual.shape[1] >= words  # what stands before the new tokens is the model's own affair

@@ -1,0 +1,303 @@
+"""Bugs in layers: as a family would have them that rewrote a norm, an attention, a router or an embedding badly."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers.activations import ACT2CLS
+
+from nrl_models.common.combined import ProjectionPart
+from nrl_models.testing.case import FamilyCase
+from nrl_models.testing.mutants.combined import LAYERS, TRAINING
+from nrl_models.testing.mutants.mutant import Mutant
+from nrl_models.testing.mutants.planting import ForCase, InModules, own_attribute, reads
+
+LOGITS = ("test_logits_equivalence",)
+
+QK_NORM = re.compile(r"(^|\.)(q|k|qk|kv|query|key)_?(a_|b_)?(layer_?)?norm$")
+SHARED_EXPERT = re.compile(r"(^|\.)(shared_experts?|shared_mlp|shared_expert_mlp)$")
+EPSILONS = ("variance_epsilon", "eps", "epsilon", "layer_norm_epsilon", "layer_norm_eps", "rms_norm_eps")
+SCALES = ("scaling", "scale", "softmax_scale", "norm_factor", "inv_norm_factor", "attention_scale")
+CORRECTIONS = ("e_score_correction_bias", "expert_bias", "expert_biases")
+OTHER_TYPE = {"sliding_attention": "full_attention", "full_attention": "sliding_attention"}
+ACTIVATIONS = tuple({one[0] if isinstance(one, tuple) else one for one in ACT2CLS.values()})
+
+
+def _has(*names: str, kind: str = "") -> Callable[[str, nn.Module], bool]:
+    """Modules with one of these attributes of their own, and with `kind` in their class's name."""
+
+    def wanted(name: str, module: nn.Module) -> bool:
+        return kind in type(module).__name__ and any(_held(module, one) is not None for one in names)
+
+    return wanted
+
+
+def _held(module: nn.Module, name: str) -> Any:
+    try:
+        return own_attribute(module, name)
+    except AttributeError:
+        return None
+
+
+def _reads(names: tuple[str, ...], change: Callable[[Any], Any]) -> Callable[[nn.Module], Mapping[str, Any]]:
+    """Those of `names` that the module has read otherwise."""
+    return lambda module: {name: reads(name, change) for name in names if _held(module, name) is not None}
+
+
+def _is_norm(name: str, module: nn.Module) -> bool:
+    return "Norm" in type(module).__name__ and isinstance(_held(module, "weight"), nn.Parameter)
+
+
+def _returns(change: Callable[[nn.Module, Any, Any], Any]) -> Callable[[nn.Module], Mapping[str, Any]]:
+    """A forward whose result is `change(module, first input, right result)`."""
+
+    def wrong(module: nn.Module) -> Mapping[str, Any]:
+        original = type(module).forward
+
+        @functools.wraps(original)
+        def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            result = original(self, *args, **kwargs)
+            return change(self, args[0] if args else next(iter(kwargs.values())), result)
+
+        return {"forward": forward}
+
+    return wrong
+
+
+def _attends(*arguments: str) -> Callable[[str, nn.Module], bool]:
+    """Attentions whose forward takes these arguments."""
+
+    def wanted(name: str, module: nn.Module) -> bool:
+        if "Attention" not in type(module).__name__:
+            return False
+        parameters = _parameters(type(module))
+        return all(argument in parameters for argument in arguments)
+
+    return wanted
+
+
+@functools.cache
+def _parameters(layer: type[nn.Module]) -> list[str]:
+    """What a layer's forward takes, in order; of a rewritten one the layer it replaces, as its own takes anything."""
+    for base in layer.__mro__:
+        if "forward" in vars(base):
+            names = list(inspect.signature(base.forward).parameters)
+            if names != ["self", "args", "kwargs"]:
+                return names
+    return []
+
+
+def _without(*arguments: str) -> Callable[[nn.Module], Mapping[str, Any]]:
+    """A forward that is given None for some of its arguments."""
+
+    def wrong(module: nn.Module) -> Mapping[str, Any]:
+        original = type(module).forward
+        names = _parameters(type(module))[1:]
+
+        @functools.wraps(original)
+        def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            given = [None if name in arguments else one for name, one in zip(names, args, strict=False)]
+            return original(self, *given, **{name: None if name in arguments else kwargs[name] for name in kwargs})
+
+        return {"forward": forward}
+
+    return wrong
+
+
+def _other_activation(module: nn.Module) -> Mapping[str, Any]:
+    def forward(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return F.gelu(x) if "SiLU" in layer else F.silu(x)
+
+    layer = type(module).__name__
+    return {"forward": forward}
+
+
+def _is_expert_stack(name: str, module: nn.Module) -> bool:
+    weight = _held(module, "gate_up_proj")
+    return isinstance(weight, nn.Parameter) and weight.ndim == 3
+
+
+def _halves_exchanged(module: nn.Module) -> Mapping[str, Any]:
+    gate_up, down = module.gate_up_proj, module.down_proj
+    dim = next(at for at in (1, 2) if gate_up.shape[at] in (2 * down.shape[1], 2 * down.shape[2]))
+    half = gate_up.shape[dim] // 2
+    changed = {"gate_up_proj": reads("gate_up_proj", lambda weight: weight.roll(half, dim))}
+    if isinstance(_held(module, "gate_up_proj_bias"), torch.Tensor):
+        changed["gate_up_proj_bias"] = reads("gate_up_proj_bias", lambda bias: bias.roll(half, -1))
+    return changed
+
+
+def _is_router(name: str, module: nn.Module) -> bool:
+    if any(isinstance(_held(module, one), torch.Tensor) for one in CORRECTIONS):
+        return True
+    routes = any(word in type(module).__name__ for word in ("Router", "TopK"))
+    return routes and isinstance(_held(module, "bias"), torch.Tensor)
+
+
+def _has_plain_bias(name: str, module: nn.Module) -> bool:
+    is_linear = isinstance(module, nn.Linear) and not isinstance(module, ProjectionPart)
+    return is_linear and module.bias is not None
+
+
+def _scale_of_embedding(case: FamilyCase) -> float | None:
+    """What the first layer gets over what the table holds, where that is one number other than 1."""
+    model = case.model()
+    embeddings = model.get_input_embeddings()
+    weight = getattr(embeddings, "weight", None)
+    ids = case.inputs(images=False)["input_ids"]
+    if not isinstance(weight, torch.Tensor) or weight.ndim != 2 or ids.max() >= len(weight):
+        return None
+    rows, seen = weight[ids].detach(), []
+
+    def note(module: nn.Module, args: Any, kwargs: Any) -> None:
+        first = next((one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)), None)
+        if not seen and first is not None and first.shape == rows.shape and first.is_floating_point():
+            seen.append(first.detach().clone())
+
+    layers = next((one for name, one in model.named_modules() if name.endswith("layers") and len(list(one)) > 0), None)
+    if layers is None:
+        return None
+    handles = [module.register_forward_pre_hook(note, with_kwargs=True) for module in layers.children()]
+    try:
+        with torch.no_grad():
+            model(input_ids=ids, use_cache=False)
+    except Exception:  # it takes more than words
+        return None
+    finally:
+        for handle in handles:
+            handle.remove()
+    if not seen:
+        return None
+    ratio = (seen[0] / rows).flatten().median()
+    matches = torch.allclose(rows * ratio, seen[0], rtol=1e-4, atol=1e-6)
+    return float(ratio) if matches and abs(float(ratio) - 1) > 1e-3 else None
+
+
+def _unscaled(case: FamilyCase) -> InModules | None:
+    scale, embeddings = _scale_of_embedding(case), case.model().get_input_embeddings()
+    if scale is None:
+        return None
+    (place,) = (name for name, module in case.model().named_modules() if module is embeddings)
+    return InModules(lambda name, module: name == place, _returns(lambda self, given, result: result / scale))
+
+
+def _type_of_the_anchor(self: nn.Module) -> str:
+    kind = own_attribute(self, "layer_type")
+    return OTHER_TYPE.get(kind, kind) if self.is_kv_shared_layer else kind
+
+
+def _dropped(self: nn.Module, given: Any, result: Any) -> Any:
+    return torch.zeros_like(result) if isinstance(result, torch.Tensor) else result
+
+
+MUTANTS = (
+    Mutant(
+        "a norm's epsilon ten times as large",
+        "1e-6 where the configuration says 1e-5, a default that a family never reads",
+        InModules(_has(*EPSILONS, kind="Norm"), _reads(EPSILONS, lambda eps: eps * 10)),
+        LOGITS,
+    ),
+    Mutant(
+        "a norm's weight off by one",
+        "Gemma's (1 + w) as Llama's w, or the reverse",
+        InModules(_is_norm, _reads(("weight",), lambda weight: weight + 1)),
+        LOGITS,
+    ),
+    Mutant(
+        "a norm's weight gets no gradient",
+        "a fused norm with a backward for its input alone",
+        InModules(_is_norm, _reads(("weight",), lambda weight: weight.detach()), probed=False),
+        TRAINING,
+    ),
+    Mutant(
+        "norms of queries and keys skipped",
+        "an attention written for a model without them",
+        InModules(lambda name, module: bool(QK_NORM.search(name)), _returns(lambda self, given, result: given)),
+        LOGITS,
+    ),
+    Mutant(
+        "another activation",
+        "SiLU for GELU: hidden_act not read, or read under another key",
+        InModules(lambda name, module: isinstance(module, ACTIVATIONS), _other_activation),
+        LOGITS,
+    ),
+    Mutant(
+        "attention scale dropped",
+        "scores that are not divided by the root of the head's size, or by the model's own number",
+        InModules(_has(*SCALES, kind="Attention"), _reads(SCALES, lambda scale: 1.0)),
+        (*LAYERS[:1], *LOGITS),
+    ),
+    Mutant(
+        "biases of single linears dropped",
+        "an output projection whose bias a rewritten layer forgets",
+        InModules(_has_plain_bias, _reads(("bias",), lambda bias: None)),
+        LOGITS,
+    ),
+    Mutant(
+        "attention sinks dropped",
+        "a kernel that has no argument for them",
+        InModules(_has("sinks"), _reads(("sinks",), lambda sinks: torch.full_like(sinks, -1e4))),
+        (*LAYERS[:1], *LOGITS),
+    ),
+    Mutant(
+        "embedding unscaled",
+        "Gemma's sqrt(hidden_size), or a multiplier of embeddings, left out",
+        ForCase(_unscaled),
+        LOGITS,
+    ),
+    Mutant(
+        "router's bias dropped",
+        "a correction of the scores that is loaded and not added",
+        InModules(_is_router, _reads((*CORRECTIONS, "bias"), torch.zeros_like)),
+        (*LOGITS, *LAYERS[1:3]),
+    ),
+    Mutant(
+        "shared expert dropped",
+        "a mixture that adds up what it routed to, and no more",
+        InModules(lambda name, module: bool(SHARED_EXPERT.search(name)), _returns(_dropped)),
+        LOGITS,
+    ),
+    Mutant(
+        "gate and up of stacked experts exchanged",
+        "w1 and w3 stacked in the other order",
+        InModules(_is_expert_stack, _halves_exchanged),
+        LOGITS,
+    ),
+    Mutant(
+        "experts' biases dropped",
+        "a grouped matmul without an epilogue",
+        InModules(
+            _has("gate_up_proj_bias", "down_proj_bias"),
+            _reads(("gate_up_proj_bias", "down_proj_bias"), torch.zeros_like),
+        ),
+        LOGITS,
+    ),
+    Mutant(
+        "attention mask ignored",
+        "a causal kernel that is given no mask: padding, and other documents, are seen",
+        InModules(_attends("attention_mask"), _without("attention_mask")),
+        ("test_left_padding", "test_packing", "test_padded_batch", *LOGITS),
+    ),
+    Mutant(
+        "cache not used",
+        "an attention that attends to the new word alone",
+        InModules(_attends("past_key_values"), _without("past_key_values")),
+        ("test_cached_decode",),
+    ),
+    Mutant(
+        "keys and values of another layer",
+        "KV sharing with the anchor of another kind of layers",
+        InModules(
+            lambda name, module: _held(module, "is_kv_shared_layer") is True,
+            lambda module: {"layer_type": property(_type_of_the_anchor)},
+        ),
+        LOGITS,
+    ),
+)

@@ -1,0 +1,301 @@
+"""The mutation run: plant each bug into an architecture, and run the generated tests until one fails.
+
+The tests are called as they are, without a session of pytest for each bug, which would take longer than most of them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib import import_module
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers.utils import logging
+
+from nrl_models.errors import UnknownArchitectureError
+from nrl_models.testing.case import FamilyCase
+from nrl_models.testing.features import SUITE
+from nrl_models.testing.mutants import CATALOGUE, Mutant
+from nrl_models.testing.mutants.probe import probe
+
+
+@dataclass(frozen=True, eq=False)
+class Check:
+    """One generated test with its parameters.
+
+    Args:
+        name: as pytest names it, without the architecture.
+        test: the function.
+        arguments: its parameters, without fixtures.
+    """
+
+    name: str
+    test: Callable[..., None]
+    arguments: dict[str, Any]
+
+    @property
+    def function(self) -> str:
+        """The test's name without parameters."""
+        return self.test.__name__
+
+
+SLOW = ("test_full_size_names_and_shapes",)
+
+
+def checks() -> list[Check]:
+    """Every generated test with every set of parameters, in the order of the files; those that take long last."""
+    found = [check for file in sorted(SUITE.glob("test_*.py")) for check in _checks_of(file.stem)]
+    return sorted(found, key=lambda check: check.function in SLOW)
+
+
+def _checks_of(module: str) -> Iterator[Check]:
+    for name, test in vars(import_module(f"nrl_models.testing.suite.{module}")).items():
+        if not hasattr(test, "feature"):
+            continue
+        marks = [mark for mark in getattr(test, "pytestmark", []) if mark.name == "parametrize"]
+        for values in itertools.product(*([*mark.args[1]] for mark in marks)):
+            arguments = {mark.args[0]: value for mark, value in zip(marks, values, strict=True)}
+            ids = "-".join(str(value).removeprefix("torch.") for value in values)
+            yield Check(f"{name}[{ids}]" if ids else name, test, arguments)
+
+
+@dataclass
+class Outcome:
+    """What became of the mutants of one architecture, by their names.
+
+    Attributes:
+        killed: for each mutant that a test found the test.
+        survived: those that none found.
+        inert: those of which nothing comes in this model.
+    """
+
+    killed: dict[str, str] = field(default_factory=dict)
+    survived: list[str] = field(default_factory=list)
+    inert: list[str] = field(default_factory=list)
+
+    @property
+    def applicable(self) -> int:
+        """How many mutants the architecture can have."""
+        return len(self.killed) + len(self.survived)
+
+    def followed_by(self, other: Outcome) -> Outcome:
+        """This outcome, but for its survivors, and that of other mutants, which they are among."""
+        return Outcome(self.killed | other.killed, other.survived, self.inert + other.inert)
+
+
+class Hunt:
+    """The generated tests against the mutants of one case.
+
+    Args:
+        case: the class under test, without a bug.
+        only: names of the generated tests to run; all if None.
+    """
+
+    def __init__(self, case: FamilyCase, only: Sequence[str] | None = None) -> None:
+        self.case = case
+        limits = case.model_class.limits
+        # Those of what a family lacks fail anyhow.
+        self._checks = [
+            one
+            for one in checks()
+            if one.test.feature not in limits and (only is None or one.function in only)  # type: ignore[attr-defined]
+        ]
+        self._passes: dict[Check, bool] = {}
+        self._probed: list[torch.Tensor] | None = None
+
+    def run(self, mutants: Iterable[Mutant] = CATALOGUE) -> Outcome:
+        """Plant one after the other."""
+        outcome = Outcome()
+        for mutant in mutants:
+            if not mutant.bug.is_possible(self.case):
+                continue
+            likely = [one for name in mutant.killers for one in self._checks if one.function == name]
+            others = [one for one in self._checks if one not in likely]
+            killer = self.killer(mutant, likely)
+            if killer is None and mutant.bug.is_inert(self.case, self._expected()):
+                outcome.inert.append(mutant.name)
+            elif (killer := killer or self.killer(mutant, others)) is None:
+                outcome.survived.append(mutant.name)
+            else:
+                outcome.killed[mutant.name] = killer
+        return outcome
+
+    def killer(self, mutant: Mutant, among: Iterable[Check]) -> str | None:
+        """The first test that passes without the bug and fails with it."""
+        for check in among:
+            # First without: so that whatever the case keeps is built right.
+            if not self._passes_clean(check):
+                continue
+            with mutant.bug.planted(self.case) as mutated:
+                failure = failure_of(check, mutated)
+            if failure is not None:
+                return check.name if isinstance(failure, AssertionError) else f"{check.name} {_words(failure)}"
+        return None
+
+    def _passes_clean(self, check: Check) -> bool:
+        if check not in self._passes:
+            self._passes[check] = failure_of(check, self.case, skipped=True) is None
+        return self._passes[check]
+
+    def _expected(self) -> list[torch.Tensor]:
+        if self._probed is None:
+            self._probed = probe(self.case)
+        return self._probed
+
+
+def _words(failure: BaseException) -> str:
+    return f"({type(failure).__name__})"
+
+
+def failure_of(check: Check, case: FamilyCase, *, skipped: bool = False) -> BaseException | None:
+    """What a test raises for a case; None if it passes.
+
+    Args:
+        check: the test.
+        case: what to run it on.
+        skipped: whether skipping counts as failing.
+    """
+    folder = tempfile.mkdtemp(prefix="mutant-")
+    given: dict[str, Any] = {"family_case": case, "tmp_path": Path(folder)}
+    code = check.test.__code__
+    wanted = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    try:
+        check.test(**{name: one for name, one in given.items() if name in wanted}, **check.arguments)
+    except pytest.skip.Exception as error:
+        return error if skipped else None
+    except (Exception, pytest.fail.Exception) as error:
+        return error.with_traceback(None)  # whose frames would keep models
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return None
+
+
+def architectures_in_order(chosen: Sequence[str] | None = None) -> list[str]:
+    """The given architectures, or every registered one: first one of each family, then the others.
+
+    Raises:
+        UnknownArchitectureError: names that no family serves.
+    """
+    from nrl_models import registry
+
+    if chosen:
+        if unknown := [name for name in chosen if name not in registry.architectures()]:
+            raise UnknownArchitectureError(f"no family serves {', '.join(unknown)}")
+        return list(chosen)
+    families = [[name for name in names if name not in registry.ALIASES] for names in registry.FAMILIES.values()]
+    return [*(names[0] for names in families if names), *(name for names in families for name in names[1:])]
+
+
+def run_mutants(
+    architectures: Iterable[str],
+    file: Path,
+    *,
+    again: bool = False,
+    report: Callable[[str, Outcome], None] = lambda architecture, outcome: None,
+) -> dict[str, Outcome]:
+    """Run the catalogue on architectures one after the other, and keep the results in a file.
+
+    The file is written after each of them, so that a run that was cut short goes on where it was: of architectures
+    that are in it only those mutants are run that survived, or that the catalogue has got since.
+
+    Args:
+        architectures: names in the registry.
+        file: the results, see `Results`; made if it is not there.
+        again: run what is in the file, too.
+        report: called with each architecture's outcome.
+
+    Returns:
+        The outcomes, by architecture; without those that need a package that is not installed.
+    """
+    from nrl_models import registry
+
+    results = Results.read(file) if file.is_file() else Results()
+    asked = {}
+    for architecture in architectures:
+        if registry.unmet_requirement(architecture):
+            continue
+        known = None if again else results.outcomes.get(architecture)
+        tried = results.run.get(architecture, set()) - set(known.survived) if known else set()
+        missing = [one for one in CATALOGUE if one.name not in tried]
+        if missing:
+            with _quiet():
+                found = Hunt(FamilyCase(registry.model_class(architecture))).run(missing)
+            results.outcomes[architecture] = found if known is None else known.followed_by(found)
+            results.run[architecture] = {one.name for one in CATALOGUE}
+            results.write(file)
+        asked[architecture] = results.outcomes[architecture]
+        report(architecture, asked[architecture])
+    return asked
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what transformers says of models that are saved and loaded by the dozen, wrong ones among them."""
+    verbosity, shows_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if shows_bars:
+            logging.enable_progress_bar()
+
+
+@dataclass
+class Results:
+    """What a file of results holds: `{"versions", "mutants": {name: stands for}, "architectures": {name: outcome}}`.
+
+    An outcome there is `{"killed": {test: [mutants]}, "survived": [mutants], "inert": [mutants]}`, with `"not_run"`
+    where the catalogue has grown since.
+
+    Attributes:
+        outcomes: by architecture; mutants that left the catalogue are left out.
+        run: by architecture the mutants it was tried with.
+    """
+
+    outcomes: dict[str, Outcome] = field(default_factory=dict)
+    run: dict[str, set[str]] = field(default_factory=dict)
+
+    @staticmethod
+    def read(file: Path) -> Results:
+        """What `write` wrote."""
+        content = json.loads(file.read_text())
+        known = {mutant.name for mutant in CATALOGUE}
+        results = Results()
+        for name, one in content["architectures"].items():
+            killed = {mutant: test for test, mutants in one["killed"].items() for mutant in mutants}
+            results.run[name] = (set(content["mutants"]) & known) - set(one.get("not_run", ()))
+            results.outcomes[name] = Outcome(
+                {mutant: test for mutant, test in killed.items() if mutant in known},
+                [mutant for mutant in one["survived"] if mutant in known],
+                [mutant for mutant in one["inert"] if mutant in known],
+            )
+        return results
+
+    def write(self, file: Path) -> None:
+        """Write the file, whole or not at all."""
+        architectures = {}
+        for name, outcome in sorted(self.outcomes.items()):
+            killed: dict[str, list[str]] = {}
+            for mutant, test in outcome.killed.items():
+                killed.setdefault(test, []).append(mutant)
+            architectures[name] = {"killed": killed, "survived": outcome.survived, "inert": outcome.inert}
+            if not_run := [one.name for one in CATALOGUE if one.name not in self.run[name]]:
+                architectures[name]["not_run"] = not_run
+        versions = {package: version(package) for package in ("torch", "transformers")}
+        stands_for = {mutant.name: mutant.stands_for for mutant in CATALOGUE}
+        content = {"versions": versions, "mutants": stands_for, "architectures": architectures}
+        file.parent.mkdir(parents=True, exist_ok=True)
+        part = file.with_name(f".{file.name}.part")
+        part.write_text(json.dumps(content, indent=1) + "\n")
+        part.replace(file)

@@ -1,0 +1,122 @@
+"""Bugs in what surrounds a forward: masks, positions, packed documents, caches, replayed routing."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from nrl_models.common import routing
+from nrl_models.parity.noise import logits_and_routing
+from nrl_models.testing.case import FamilyCase
+from nrl_models.testing.mutants.mutant import Mutant
+from nrl_models.testing.mutants.planting import InCode, Patch
+
+PACKED = ("test_packing", "test_documents_get_no_gradient_from_each_other")
+PADDED = ("test_left_padding", "test_padded_batch", *PACKED, "test_right_padding")
+
+
+def _forward(change: Callable[[nn.Module, dict[str, Any]], Any]) -> Callable[[FamilyCase], list[Patch]]:
+    """The model's forward is given other arguments."""
+
+    def patches(case: FamilyCase) -> list[Patch]:
+        original = case.model_class.forward
+        names = list(inspect.signature(original).parameters)[1:]
+
+        @functools.wraps(original)
+        def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return original(self, **change(self, dict(zip(names, args, strict=False)) | kwargs))
+
+        return [(case.model_class, "forward", forward)]
+
+    return patches
+
+
+def _takes(name: str) -> Callable[[FamilyCase], bool]:
+    return lambda case: name in inspect.signature(case.model_class.forward).parameters
+
+
+def _without_mask(model: nn.Module, given: dict[str, Any]) -> dict[str, Any]:
+    return given | {"attention_mask": None}
+
+
+def _without_positions(model: nn.Module, given: dict[str, Any]) -> dict[str, Any]:
+    positions = given.get("position_ids")
+    if given.get("attention_mask") is None or positions is None or positions.ndim != 2:
+        return given
+    # As many as there are words and padding together, from wherever a cache ends.
+    first = positions.max() - positions.shape[1] + 1 if given.get("past_key_values") is not None else 0
+    return given | {"position_ids": (torch.arange(positions.shape[1], device=positions.device) + first)[None]}
+
+
+def _stale_cache(case: FamilyCase) -> list[Patch]:
+    original = case.model_class.forward
+
+    @functools.wraps(original)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        cache = kwargs.get("past_key_values")
+        if cache is None or not kwargs.get("use_cache"):
+            return original(self, *args, **kwargs)
+        output = original(self, *args, **(kwargs | {"past_key_values": copy.deepcopy(cache)}))
+        output.past_key_values = cache
+        return output
+
+    return [(case.model_class, "forward", forward)]
+
+
+def _packs(case: FamilyCase) -> bool:
+    is_limited = "packed sequences" in case.model_class.limits
+    return _takes("position_ids")(case) and not is_limited and not case.architecture.endswith("SequenceClassification")
+
+
+def _documents_together(case: FamilyCase) -> list[Patch]:
+    kept_apart = case.model_class.forward
+    return [(case.model_class, "forward", kept_apart.__wrapped__)]
+
+
+def _routes(case: FamilyCase) -> bool:
+    is_limited = "router replay" in case.model_class.limits
+    return not is_limited and bool(logits_and_routing(case.model(), case.inputs())[1])
+
+
+def _own_choice(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    return func(*args, **(kwargs or {}))
+
+
+MUTANTS = (
+    Mutant(
+        "mask of padding ignored",
+        "attention_mask not passed on by a model's own forward",
+        InCode(_takes("attention_mask"), _forward(_without_mask), probed=True),
+        PADDED,
+    ),
+    Mutant(
+        "positions counted with padding",
+        "position_ids not passed on: those of the padded row are used",
+        InCode(_takes("position_ids"), _forward(_without_positions), probed=True),
+        PADDED,
+    ),
+    Mutant(
+        "packed documents see each other",
+        "a mask of ones, or a cache, that hides where documents begin",
+        InCode(_packs, _documents_together, probed=True),
+        PACKED,
+    ),
+    Mutant(
+        "a stale cache returned",
+        "what a step computes is not in the cache that the next one gets",
+        InCode(lambda case: case.model().can_generate(), _stale_cache, probed=False),
+        ("test_cached_decode",),
+    ),
+    Mutant(
+        "routing recorded and not replayed",
+        "hooks on modules that are not called",
+        InCode(_routes, lambda case: [(routing._Replayer, "__torch_function__", _own_choice)]),
+        ("test_router_replay",),
+    ),
+)

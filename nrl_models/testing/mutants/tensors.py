@@ -1,0 +1,326 @@
+"""Bugs in what becomes of tensors: loaded, saved, exported, tied, and kept for an optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from nrl_models.common import family_model, hf_names, layouts, loading, optimizer_state, pretrained, state_dict_adapter
+from nrl_models.common.loading import install
+from nrl_models.common.state_dict_adapter import StateDictAdapter
+from nrl_models.common.views import HFTensor, Piece, View
+from nrl_models.testing.case import FamilyCase
+from nrl_models.testing.mutants.combined import combines
+from nrl_models.testing.mutants.mutant import Mutant
+from nrl_models.testing.mutants.planting import InCode, Patch
+
+LOADING = ("test_load_from_transformers",)
+SAVING = ("test_new_model_saves_as_transformers", "test_save_equals_transformers")
+NAMES = ("test_state_dict_roundtrip", "test_views_partition_parameters", "test_full_size_names_and_shapes")
+EXPORT = ("test_export_plan", "test_single_tensor_export")
+
+ModelChange = Callable[[PreTrainedModel], None]
+
+
+def always(case: FamilyCase) -> bool:
+    """Every architecture has it."""
+    return True
+
+
+def _in_hub(change: Callable[[dict[str, HFTensor]], dict[str, HFTensor]]) -> Callable[[FamilyCase], list[Patch]]:
+    """The adapter's table of the hub's tensors is changed."""
+    original = layouts.convert_layout
+
+    def convert_layout(*args: Any, **kwargs: Any) -> dict[str, HFTensor]:
+        return change(original(*args, **kwargs))
+
+    return lambda case: [(layouts, "convert_layout", convert_layout), (hf_names, "convert_layout", convert_layout)]
+
+
+def _stored_one_by_one(case: FamilyCase) -> bool:
+    return any(_neighbour(name) in case.model().state_dict_adapter.hub for name in case.model().state_dict_adapter.hub)
+
+
+def _neighbour(name: str) -> str | None:
+    """The name of expert 1 for that of expert 0."""
+    return name.replace("experts.0.", "experts.1.", 1) if "experts.0." in name else None
+
+
+def _experts_exchanged(table: dict[str, HFTensor]) -> dict[str, HFTensor]:
+    result = dict(table)
+    for name, tensor in table.items():
+        other = _neighbour(name)
+        if other in table and table[other].shape == tensor.shape:
+            result[name], result[other] = (
+                replace(tensor, pieces=table[other].pieces),
+                replace(table[other], pieces=tensor.pieces),
+            )
+    return result
+
+
+def _is_square(tensor: HFTensor) -> bool:
+    return len(tensor.shape) == 2 and tensor.shape[0] == tensor.shape[1] and tensor.view is not None
+
+
+def _transposed(table: dict[str, HFTensor]) -> dict[str, HFTensor]:
+    return {
+        name: replace(one, pieces=(Piece(one.view.then("transpose", 0, 1)),)) if _is_square(one) else one
+        for name, one in table.items()
+    }
+
+
+def _part_views_shifted() -> Callable[[FamilyCase], list[Patch]]:
+    original = layouts._part_view
+
+    def wrong(combined_name: str, shape: Any, part: Any) -> View:
+        view = original(combined_name, shape, part)
+        (method, (dim, start, length)) = view.steps[-1]
+        return View(combined_name, ((method, (dim, max(0, start - 1), length)),))
+
+    return lambda case: [(layouts, "_part_view", wrong)]
+
+
+def _has_buffers(case: FamilyCase) -> bool:
+    model = case.model()
+    return bool(model.state_dict().keys() - {name for name, _ in model.named_parameters(remove_duplicate=False)})
+
+
+def _without_buffers(case: FamilyCase) -> list[Patch]:
+    original = StateDictAdapter._exported
+    buffers = {name for name, _ in case.model().named_buffers()}
+
+    def exported(self: StateDictAdapter, layout: Any) -> dict[str, HFTensor]:
+        return {name: one for name, one in original(self, layout).items() if not buffers.intersection(one.parameters)}
+
+    return [(StateDictAdapter, "_exported", exported)]
+
+
+def _one_buffer_for_all(bucket: list[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    if bucket:
+        size = max(tensor.nbytes for _, tensor in bucket)
+        buffer = torch.empty(size, dtype=torch.uint8, device=bucket[0][1].device)
+        for name, tensor in bucket:
+            packed = buffer[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            packed.copy_(tensor)
+            yield name, packed
+
+
+def _after_loading(change: ModelChange) -> Callable[[FamilyCase], list[Patch]]:
+    original = pretrained.load_weights
+
+    def load_weights(model: PreTrainedModel, *args: Any, **kwargs: Any) -> list[str]:
+        narrowed = original(model, *args, **kwargs)
+        with torch.no_grad():
+            change(model)
+        return narrowed
+
+    return lambda case: [(pretrained, "load_weights", load_weights)]
+
+
+def _last_layer_new(model: PreTrainedModel) -> None:
+    names = [name for name, one in model.named_parameters() if ".layers." in name] or [*dict(model.named_parameters())]
+    parameter = model.get_parameter(names[-1])
+    install(model, names[-1], torch.randn_like(parameter))
+
+
+def _computed_buffers(model: nn.Module) -> list[tuple[nn.Module, str]]:
+    return [
+        (module, name)
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name in module._non_persistent_buffers_set and buffer.is_floating_point()
+    ]
+
+
+def _garbage_in_buffers(model: PreTrainedModel) -> None:
+    for module, name in _computed_buffers(model):
+        module._buffers[name] = torch.full_like(module._buffers[name], 3.0)
+
+
+def _untied(model: PreTrainedModel) -> None:
+    for name in model.all_tied_weights_keys:
+        install(model, name, model.get_parameter(name).detach().clone())
+
+
+def _can_tie(case: FamilyCase) -> bool:
+    model = case.model()
+    return model.get_output_embeddings() is not None and bool(model._tied_weights_keys)
+
+
+def _written_twice(case: FamilyCase) -> list[Patch]:
+    original = family_model.to_checkpoint
+
+    def to_checkpoint(model: PreTrainedModel, *args: Any) -> dict[str, torch.Tensor]:
+        own = model.state_dict()
+        return {name: own[name].clone() for name in model.all_tied_weights_keys} | original(model, *args)
+
+    return [(family_model, "to_checkpoint", to_checkpoint)]
+
+
+def _own_names(case: FamilyCase) -> list[Patch]:
+    return [(family_model, "to_checkpoint", lambda model, given=None: dict(given or model.state_dict()))]
+
+
+def _keeps_fp32(case: FamilyCase) -> bool:
+    model = case.model(torch.bfloat16)
+    return bool(model._get_dtype_plan(torch.bfloat16)) and torch.float32 in set(
+        loading._target_dtypes(model, model.state_dict_adapter, torch.bfloat16).values()
+    )
+
+
+def _all_one_dtype(model: PreTrainedModel, adapter: StateDictAdapter, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    return {name: dtype if spec.dtype.is_floating_point else spec.dtype for name, spec in adapter.own.items()}
+
+
+def _stored_dtype(case: FamilyCase) -> list[Patch]:
+    original = pretrained._resolve_dtype
+    return [(pretrained, "_resolve_dtype", lambda dtype, *rest: original("auto", *rest))]
+
+
+def _drawing_first(case: FamilyCase) -> list[Patch]:
+    original = pretrained.from_config
+
+    def from_config(*args: Any, **kwargs: Any) -> PreTrainedModel:
+        torch.rand(1)
+        return original(*args, **kwargs)
+
+    return [(pretrained, "from_config", from_config)]
+
+
+def _training(model: PreTrainedModel) -> None:
+    model.eval = lambda: model
+
+
+def _states_of_the_next(case: FamilyCase) -> list[Patch]:
+    original = optimizer_state._with
+
+    def rotated(state_dict: Any, groups: Any, states: dict[str, Any], problems: Any) -> Any:
+        by_shape: dict[Any, list[str]] = {}
+        for name, state in states.items():
+            by_shape.setdefault(tuple(state["exp_avg"].shape) if "exp_avg" in state else None, []).append(name)
+        moved = {name: states[ones[at - 1]] for ones in by_shape.values() for at, name in enumerate(ones)}
+        return original(state_dict, groups, {name: moved[name] for name in states}, problems)
+
+    return [(optimizer_state, "_with", rotated)]
+
+
+def _no_names(model: nn.Module, state_dict: Mapping[str, torch.Tensor], prefix: str = "") -> list[str]:
+    return []
+
+
+def _everything_tied_apart(case: FamilyCase) -> list[Patch]:
+    return [(case.model_class, "tie_weights", lambda self, *args, **kwargs: None)]
+
+
+MUTANTS = (
+    Mutant(
+        "experts in another order",
+        "stacked experts cut in the order of strings, where 10 comes before 2",
+        InCode(_stored_one_by_one, _in_hub(_experts_exchanged)),
+        NAMES,
+    ),
+    Mutant(
+        "exported transposed",
+        "weights as (in, out) where the hub has (out, in): no shape tells of it where they are square",
+        InCode(
+            lambda case: any(map(_is_square, case.model().state_dict_adapter.hub.values())),
+            _in_hub(_transposed),
+        ),
+        NAMES,
+    ),
+    Mutant(
+        "parts' views one row too early",
+        "an offset off by one in what is exported: trainer and engine disagree from the first step on",
+        InCode(combines, _part_views_shifted()),
+        NAMES,
+    ),
+    Mutant(
+        "persistent buffers not exported",
+        "a refit that walks parameters, and forgets the router's correction",
+        InCode(_has_buffers, _without_buffers),
+        EXPORT,
+    ),
+    Mutant(
+        "buckets written over",
+        "one buffer for every tensor of a refit's bucket",
+        InCode(always, lambda case: [(state_dict_adapter, "_packed", _one_buffer_for_all)]),
+        EXPORT,
+    ),
+    Mutant(
+        "a tensor not loaded",
+        "a key that matches nothing, and nobody says so",
+        InCode(always, _after_loading(_last_layer_new)),
+        LOADING,
+    ),
+    Mutant(
+        "garbage in computed buffers",
+        "rotary tables that are built on meta and never filled",
+        InCode(lambda case: bool(_computed_buffers(case.model())), _after_loading(_garbage_in_buffers)),
+        LOADING,
+    ),
+    Mutant(
+        "untied by loading",
+        "a head with weights of its own after loading: it is trained, and not saved",
+        InCode(_can_tie, _after_loading(_untied)),
+        ("test_tied_weights_share_storage",),
+    ),
+    Mutant(
+        "never tied",
+        "tie_word_embeddings not honoured",
+        InCode(_can_tie, _everything_tied_apart),
+        ("test_tied_weights_share_storage",),
+    ),
+    Mutant(
+        "tied weights written twice",
+        "a checkpoint with a head that its configuration says is tied",
+        InCode(_can_tie, _written_twice),
+        ("test_new_model_saves_as_transformers", "test_tied_weights_share_storage"),
+    ),
+    Mutant(
+        "saved under combined names",
+        "a checkpoint that nothing else can read",
+        InCode(combines, _own_names),
+        SAVING,
+    ),
+    Mutant(
+        "fp32 modules cast down",
+        "a router's correction in bf16, where transformers keeps fp32",
+        InCode(_keeps_fp32, lambda case: [(loading, "_target_dtypes", _all_one_dtype)]),
+        LOADING,
+    ),
+    Mutant(
+        "requested dtype ignored",
+        "fp32 masters asked for, bf16 loaded",
+        InCode(always, _stored_dtype),
+        ("test_load_in_another_dtype", *LOADING),
+    ),
+    Mutant(
+        "initialised with other numbers",
+        "a layer built twice: seeds give other weights than transformers'",
+        InCode(always, _drawing_first),
+        ("test_from_config_is_bit_exact",),
+    ),
+    Mutant(
+        "left in training mode",
+        "dropout in what should be inference",
+        InCode(always, _after_loading(_training)),
+        LOADING,
+    ),
+    Mutant(
+        "Hugging Face names dropped in silence",
+        "Trainer resumes by load_state_dict, not strictly",
+        InCode(combines, lambda case: [(family_model, "fill_from_hf_names", _no_names)]),
+        ("test_load_state_dict_accepts_hf_names",),
+    ),
+    Mutant(
+        "optimizer states of another parameter",
+        "states numbered in another order than the parameters",
+        InCode(combines, _states_of_the_next),
+        ("test_optimizer_state",),
+    ),
+)

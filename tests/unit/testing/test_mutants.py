@@ -1,0 +1,181 @@
+"""The mutation run: every mutant of the catalogue is found somewhere, and what is not found is said."""
+
+from __future__ import annotations
+
+import json
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+from nrl_models import registry
+from nrl_models.cli import app
+from nrl_models.errors import UnknownArchitectureError
+from nrl_models.testing.case import FamilyCase
+from nrl_models.testing.features import generated_tests
+from nrl_models.testing.mutants import CATALOGUE, Mutant, run
+from nrl_models.testing.mutants.planting import InCode, InModules, Misread, reads
+from nrl_models.testing.mutants.run import Hunt, Outcome, architectures_in_order, checks, run_mutants
+
+pytestmark = pytest.mark.xdist_group("mutants")  # tests share the models below
+
+STAND_FOR_ALL = (
+    "Qwen2ForCausalLM",
+    "GptOssForCausalLM",
+    "DeepseekV3ForCausalLM",
+    "Gemma2ForCausalLM",
+    "GraniteForCausalLM",
+    "Gemma3ForConditionalGeneration",
+    "Qwen2VLForConditionalGeneration",
+    "Gemma3nForCausalLM",
+    "Glm4ForCausalLM",
+    "SmolLM3ForCausalLM",
+    "DeepseekV32ForCausalLM",
+)
+"""Of which every mutant can be in one at least; the first that can have a mutant is tried."""
+
+QUICK = ("test_mlp_equivalence", "test_logits_equivalence")
+
+
+@lru_cache(maxsize=len(STAND_FOR_ALL))
+def hunt(architecture: str) -> Hunt:
+    return Hunt(FamilyCase(registry.model_class(architecture), torch.device("cpu")))
+
+
+@pytest.fixture
+def llama() -> FamilyCase:
+    return FamilyCase(registry.model_class("LlamaForCausalLM"), torch.device("cpu"))
+
+
+@pytest.mark.parametrize("mutant", CATALOGUE, ids=lambda mutant: mutant.name)
+def test_each_mutant_is_killed_by_a_test_meant_for_it(mutant: Mutant) -> None:
+    for architecture in STAND_FOR_ALL:
+        if registry.unmet_requirement(architecture):
+            continue
+        tried = hunt(architecture)
+        if mutant.bug.is_possible(tried.case):
+            likely = [one for name in mutant.killers for one in checks() if one.function == name]
+            if tried.killer(mutant, likely):
+                return
+    pytest.fail(f"of {', '.join(STAND_FOR_ALL)} none in which {', '.join(mutant.killers)} finds it")
+
+
+def test_the_catalogue_names_each_once_and_tests_that_there_are() -> None:
+    assert len({mutant.name for mutant in CATALOGUE}) == len(CATALOGUE) >= 25
+    assert {name for mutant in CATALOGUE for name in mutant.killers} <= set(generated_tests())
+
+
+def test_every_generated_test_is_among_the_checks() -> None:
+    assert {check.function for check in checks()} == set(generated_tests())
+    names = {check.name for check in checks()}
+    assert {"test_logits_equivalence[bfloat16]", "test_packing[padded]", "test_lora"} <= names
+
+
+# Planting
+
+
+def logits(model: nn.Module, case: FamilyCase) -> torch.Tensor:
+    with torch.no_grad():
+        return model(**case.inputs()).logits
+
+
+BUGS = {
+    "in code": next(one for one in CATALOGUE if one.name == "gate and up exchanged").bug,
+    "in rewritten modules": next(one for one in CATALOGUE if one.name == "attention scale dropped").bug,
+    "in other modules": next(one for one in CATALOGUE if one.name == "a norm's weight off by one").bug,
+    "in reading": next(one for one in CATALOGUE if one.name == "another rope base").bug,
+}
+
+
+@pytest.mark.parametrize("kind", BUGS)
+def test_a_bug_is_in_our_models_alone_and_only_while_planted(kind: str, llama: FamilyCase, tmp_path: Path) -> None:
+    ours, theirs = llama.model(), llama.reference()
+    right = logits(ours, llama)
+    ours.save_pretrained(tmp_path)
+    with BUGS[kind].planted(llama) as mutated:
+        assert not torch.allclose(logits(mutated.model(), llama), right, atol=1e-3)
+        assert not torch.allclose(logits(llama.model_class.from_pretrained(tmp_path), llama), right, atol=1e-3)
+        assert torch.equal(logits(theirs, llama), right)
+        assert mutated.model().config.rope_parameters == ours.config.rope_parameters
+    assert torch.equal(logits(llama.model(), llama), right)
+    assert torch.equal(logits(llama.model_class.from_pretrained(tmp_path), llama), right)
+    assert not [name for name in ("__init__", "forward") if name in vars(ours)]
+
+
+# Verdicts
+
+
+def verdict(bug: object, case: FamilyCase) -> Outcome:
+    return Hunt(case, only=QUICK).run([Mutant("one", "a test", bug, ())])
+
+
+def test_what_no_test_finds_survives(llama: FamilyCase) -> None:
+    assert verdict(InCode(lambda case: True, lambda case: []), llama).survived == ["one"]
+
+
+def test_what_changes_nothing_is_inert_and_not_counted(llama: FamilyCase) -> None:
+    same = InModules(lambda name, module: "Norm" in type(module).__name__, lambda module: {"weight": weight})
+    weight = reads("weight", lambda weight: weight.clone())
+    outcome = verdict(same, llama)
+    assert (outcome.inert, outcome.applicable) == (["one"], 0)
+
+
+def test_what_a_model_lacks_is_not_tried(llama: FamilyCase) -> None:
+    assert verdict(Misread(lambda key, value: 1 if key == "no_such_key" else value), llama) == Outcome()
+
+
+def test_what_fails_without_the_bug_kills_nothing(llama: FamilyCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Hunt, "_passes_clean", lambda self, check: False)
+    assert Hunt(llama, only=QUICK).killer(CATALOGUE[0], checks()) is None
+
+
+def test_tests_of_what_a_family_lacks_are_not_run(llama: FamilyCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llama.model_class, "limits", {"layers": "for a test"})
+    assert verdict(BUGS["in code"], llama).killed == {"one": "test_logits_equivalence[float32]"}
+
+
+# Runs
+
+
+def test_a_run_goes_on_where_another_was_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, tried = tmp_path / "results.json", []
+
+    def fake_run(self: Hunt, mutants: list[Mutant]) -> Outcome:
+        tried.append((self.case.architecture, [one.name for one in mutants]))
+        return Outcome({one.name: "test_lora" for one in mutants[:-1]}, [mutants[-1].name])
+
+    monkeypatch.setattr(Hunt, "run", fake_run)
+    first, second, third = CATALOGUE[:3]
+    monkeypatch.setattr(run, "CATALOGUE", (first, second))
+    run_mutants(["LlamaForCausalLM"], file)
+    outcomes = run_mutants(["LlamaForCausalLM", "Qwen3ForCausalLM"], file)
+    assert tried == [(name, [first.name, second.name]) for name in ("LlamaForCausalLM", "Qwen3ForCausalLM")]
+    assert outcomes["LlamaForCausalLM"] == Outcome({first.name: "test_lora"}, [second.name])
+    # A mutant that is new is tried where the others were, and so is one that survived; one that left is forgotten.
+    monkeypatch.setattr(run, "CATALOGUE", (second, third))
+    outcomes = run_mutants(["LlamaForCausalLM"], file)
+    assert tried[2:] == [("LlamaForCausalLM", [second.name, third.name])]
+    assert outcomes["LlamaForCausalLM"] == Outcome({second.name: "test_lora"}, [third.name])
+    content = json.loads(file.read_text())
+    assert content["architectures"]["Qwen3ForCausalLM"]["not_run"] == [third.name]
+
+
+def test_one_of_each_family_comes_first() -> None:
+    order = architectures_in_order()
+    assert set(order) == set(registry.architectures()) - set(registry.ALIASES)
+    assert len(order) == len(set(order))
+    first = order[: len(registry.FAMILIES)]
+    assert all(any(name in first for name in names) for names in registry.FAMILIES.values())
+    with pytest.raises(UnknownArchitectureError, match="LamaForCausalLM"):
+        architectures_in_order(["LamaForCausalLM"])
+
+
+def test_survivors_fail_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Hunt, "run", lambda self, mutants: Outcome({"a": "test_lora"}, ["b"]))
+    result = CliRunner().invoke(app, ["mutate", "LlamaForCausalLM", "--results", str(tmp_path / "results.json")])
+    assert result.exit_code == 1
+    assert "LlamaForCausalLM: 1 of 2 killed" in result.output
+    assert "survived: b" in result.output
