@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -75,7 +75,7 @@ def write_pages(results_file: Path, out: Path) -> list[Path]:
     for family, architectures in registry.FAMILIES.items():
         results = {name: by_architecture[name] for name in architectures}
         page = _family_page(family, results, content["versions"])
-        pages[out / f"{family}.md"] = page + _mutants_section({name: mutants.get(name) for name in results}, mutants)
+        pages[out / f"{family}.md"] = page + mutants_section(architectures, mutants)
     for stale in set(out.glob("*.md")) - pages.keys():
         stale.unlink()
     for path, text in pages.items():
@@ -98,13 +98,13 @@ MUTANTS = "mutants.json"
 """Where the outcomes of the mutation run are, beside the results."""
 
 
-def _mutants_section(outcomes: dict[str, Outcome | None], all_outcomes: dict[str, Outcome]) -> str:
-    """Which planted bugs the generated tests found in a family's architectures; empty if there was no such run."""
-    if not all_outcomes:
+def mutants_section(architectures: Iterable[str], outcomes: Mapping[str, Outcome]) -> str:
+    """How many planted bugs the generated tests found in a family's architectures; empty without outcomes."""
+    if not outcomes:
         return ""
     lines = ["", "## Mutants", "", "Bugs planted one by one, and how many of them the generated tests found:", ""]
-    for name, outcome in outcomes.items():
-        if outcome is None:
+    for name in architectures:
+        if (outcome := outcomes.get(name)) is None:
             lines.append(f"- {name}: not tried")
             continue
         survivors = f"; survived: {', '.join(outcome.survived)}" if outcome.survived else ""
@@ -112,7 +112,8 @@ def _mutants_section(outcomes: dict[str, Outcome | None], all_outcomes: dict[str
     return "\n".join([*lines, ""])
 
 
-def _mutants_summary(mutants: dict[str, Outcome]) -> list[str]:
+def mutants_summary(mutants: Mapping[str, Outcome]) -> list[str]:
+    """The same of all architectures, in a paragraph; none without outcomes."""
     if not mutants:
         return []
     killed = sum(len(one.killed) for one in mutants.values())
@@ -154,7 +155,7 @@ def _index(by_architecture: dict[str, list[Result]], versions: dict[str, str], m
             "has no such thing (a classifier does not generate). What was not tested needs a package that was not "
             "installed, which its page names.",
             "",
-            *_mutants_summary(mutants),
+            *mutants_summary(mutants),
             f"| family | architecture | kind | {' | '.join(FEATURES)} | tests passed |",
             f"|---|---|---|{'---|' * len(FEATURES)}---|",
             *rows,

@@ -9,10 +9,9 @@ from families import test_families
 from nrl_models import registry
 from nrl_models.common.ledger import DEFAULT_ONLY, INERT, Ledger, Ledgers, recorded
 from nrl_models.onboarding import coverage
-from nrl_models.onboarding.coverage import CoverageError, verdict, write_pages
+from nrl_models.onboarding.coverage import CoverageError, mutants_section, mutants_summary, verdict, write_pages
 from nrl_models.testing.features import FEATURES, generated_tests
-from nrl_models.testing.mutants import CATALOGUE
-from nrl_models.testing.mutants.run import Outcome, Results
+from nrl_models.testing.mutants.run import Outcome
 
 DOCS = Path(__file__).parents[3] / "docs" / "model-coverage"
 
@@ -53,20 +52,13 @@ def test_the_worst_outcome_is_the_verdict() -> None:
     assert verdict(results, "generate") == "yes"
 
 
-@pytest.mark.usefixtures("every_family")
-def test_survivors_of_the_mutation_run_are_listed(tmp_path: Path) -> None:
-    (tmp_path / "results.json").write_text((DOCS / "results.json").read_text())
-    killed, survived, inert = (mutant.name for mutant in CATALOGUE[:3])
-    outcome = Outcome({killed: "test_lora"}, [survived], [inert])
-    Results({"LlamaForCausalLM": outcome}, {"LlamaForCausalLM": {killed, survived, inert}}).write(
-        tmp_path / "mutants.json"
-    )
-    write_pages(tmp_path / "results.json", tmp_path)
-    page = (tmp_path / "llama.md").read_text()
-    assert f"- LlamaForCausalLM: 1 of 2; survived: {survived}\n" in page
-    assert "- LlamaForSequenceClassification: not tried\n" in page
-    index = (tmp_path / "index.md").read_text()
-    assert f"found 1. Survivors: LlamaForCausalLM ({survived})." in index
+def test_survivors_of_the_mutation_run_are_listed() -> None:
+    outcomes = {"LlamaForCausalLM": Outcome({"bias dropped": "test_lora"}, ["never tied"], ["no cache"])}
+    section = mutants_section(["LlamaForCausalLM", "LlamaForTokenClassification"], outcomes)
+    assert "- LlamaForCausalLM: 1 of 2; survived: never tied\n" in section
+    assert "- LlamaForTokenClassification: not tried\n" in section
+    assert "found 1. Survivors: LlamaForCausalLM (never tied)." in mutants_summary(outcomes)[0]
+    assert (mutants_section(["LlamaForCausalLM"], {}), mutants_summary({})) == ("", [])
 
 
 def test_an_untested_architecture_is_an_error(tmp_path: Path) -> None:

@@ -97,7 +97,8 @@ def test_a_bug_is_in_our_models_alone_and_only_while_planted(kind: str, llama: F
     ours.save_pretrained(tmp_path)
     with BUGS[kind].planted(llama) as mutated:
         assert not torch.allclose(logits(mutated.model(), llama), right, atol=1e-3)
-        assert not torch.allclose(logits(llama.model_class.from_pretrained(tmp_path), llama), right, atol=1e-3)
+        if kind != "in reading":  # what loading computes anew is read at rest, and right
+            assert not torch.allclose(logits(llama.model_class.from_pretrained(tmp_path), llama), right, atol=1e-3)
         assert torch.equal(logits(theirs, llama), right)
         assert mutated.model().config.rope_parameters == ours.config.rope_parameters
     assert torch.equal(logits(llama.model(), llama), right)
@@ -152,12 +153,14 @@ def test_a_run_goes_on_where_another_was_cut(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(run, "CATALOGUE", (first, second))
     run_mutants(["LlamaForCausalLM"], file)
     outcomes = run_mutants(["LlamaForCausalLM", "Qwen3ForCausalLM"], file)
-    assert tried == [(name, [first.name, second.name]) for name in ("LlamaForCausalLM", "Qwen3ForCausalLM")]
+    # What survived is tried again, as somebody may have closed the gap.
+    both = [first.name, second.name]
+    assert tried == [("LlamaForCausalLM", both), ("LlamaForCausalLM", both[1:]), ("Qwen3ForCausalLM", both)]
     assert outcomes["LlamaForCausalLM"] == Outcome({first.name: "test_lora"}, [second.name])
-    # A mutant that is new is tried where the others were, and so is one that survived; one that left is forgotten.
+    # So is a mutant that is new; one that left is forgotten.
     monkeypatch.setattr(run, "CATALOGUE", (second, third))
     outcomes = run_mutants(["LlamaForCausalLM"], file)
-    assert tried[2:] == [("LlamaForCausalLM", [second.name, third.name])]
+    assert tried[3:] == [("LlamaForCausalLM", [second.name, third.name])]
     assert outcomes["LlamaForCausalLM"] == Outcome({second.name: "test_lora"}, [third.name])
     content = json.loads(file.read_text())
     assert content["architectures"]["Qwen3ForCausalLM"]["not_run"] == [third.name]
