@@ -114,8 +114,8 @@ class Unbiased(CombinedLinear):
 
 
 class UnbiasedAttention(CombinedQKV, biased.Qwen2Attention):
-    def combine_projections(self) -> None:
-        super().combine_projections()
+    def combine_projections(self, name: str = "") -> None:
+        super().combine_projections(name)
         self.qkv_proj.__class__ = Unbiased
 
 
