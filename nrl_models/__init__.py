@@ -15,6 +15,7 @@ _WHERE = {
     "AutoModelForTokenClassification": "nrl_models.auto",
     "BackendConfig": "nrl_models.common",
     "CheckpointError": "nrl_models.errors",
+    "ConfigurationError": "nrl_models.errors",
     "FamilyImportError": "nrl_models.errors",
     "ModelFlag": "nrl_models.common",
     "NRLModelsError": "nrl_models.errors",

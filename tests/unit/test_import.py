@@ -285,7 +285,11 @@ MODEL_NAMES = {family.replace("_", "") for family in families.FAMILIES} | {
 }
 """Names of families as one word, `qwen3moe`, and what they begin with, unless that may be an ordinary word."""
 
-SERVED = (family.replace("_", "") for family, entry in STANDARD.items() if entry.architectures)
+SERVED = (
+    family.replace("_", "")
+    for family, entry in STANDARD.items()
+    if entry.architectures and family != "git"  # also the program, whose folder is passed over
+)
 ROWS = re.compile(f"({'|'.join(SERVED)})(for|config|model|$)")
 """How a word begins that names a family of the table; some of those are in ordinary words (`opt`, `git`)."""
 

@@ -206,7 +206,7 @@ MUTANTS = (
     ),
     Mutant(
         "a norm's weight off by one",
-        "Gemma's (1 + w) as Llama's w, or the reverse",
+        "a weight w that means 1 + w taken as it is, or the reverse",
         InModules(_is_norm, _reads(("weight",), lambda weight: weight + 1)),
         LOGITS,
     ),
@@ -248,7 +248,7 @@ MUTANTS = (
     ),
     Mutant(
         "embedding unscaled",
-        "Gemma's sqrt(hidden_size), or a multiplier of embeddings, left out",
+        "sqrt(hidden_size), or another multiplier of embeddings, left out",
         ForCase(_unscaled),
         LOGITS,
     ),

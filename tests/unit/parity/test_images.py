@@ -87,7 +87,8 @@ def test_the_logits_after_an_image_depend_on_it_and_those_before_do_not(model: P
     moved = (logits(model, inputs) - logits(model, others)).abs().amax(dim=(0, 2))
     assert moved[-1] > 1e-6
     if type(model).__name__ not in NOT_IN_THE_TEXT:
-        assert moved[:2].max() == 0.0
+        # Which experts later tokens go to decides how grouped experts round the earlier ones' sums.
+        assert moved[:2].max() < min(0.1 * moved[-1], 1e-5)
 
 
 def test_an_image_is_as_many_tokens_as_the_model_makes_of_it(model: PreTrainedModel) -> None:
