@@ -388,7 +388,7 @@ STANDARD: dict[str, Standard] = {
             "Glm5NextTextAttention": ("q_a_proj kv_a_proj_with_mqa",),
             "Glm5NextTextIndexer": ("wk weights_proj",),
         },
-        limits=lacks("packed sequences", "cached decoding"),
+        limits=lacks("packed sequences"),
     ),
     "glm_moe_dsa": Standard(
         ("GlmMoeDsaForCausalLM",),

@@ -53,14 +53,23 @@ def test_padded_batch(family_case: FamilyCase) -> None:
         words = inputs["attention_mask"].bool()
         with torch.no_grad():
             actual, expected = family_case.model()(**inputs).logits, family_case.reference()(**inputs).logits
-        if actual.ndim == 3:
+        if actual.shape[:2] == words.shape and actual.ndim == 3:
             actual, expected = actual[words], expected[words]
         assert_close(actual, expected)
 
 
 def padded_batches(case: FamilyCase) -> list[dict[str, torch.Tensor]]:
-    """Two sequences, the second shorter by five: on the left, and on the right."""
-    input_ids = case.inputs(length=14, images=False, seed=5)["input_ids"]
+    """Two sequences, the second shorter by five: on the left, and on the right.
+
+    Skips where transformers' own class does not run on words alone.
+    """
+    alone = case.inputs(length=14, images=False, seed=5)
+    try:
+        with torch.no_grad():
+            case.reference()(input_ids=alone["input_ids"], attention_mask=torch.ones_like(alone["input_ids"]))
+    except Exception as error:
+        pytest.skip(f"transformers' class takes more than words: {type(error).__name__}")
+    input_ids = alone["input_ids"]
     batches = []
     for padding in (slice(5), slice(-5, None)):
         batch = {"input_ids": input_ids.clone(), "attention_mask": torch.ones_like(input_ids)}
