@@ -347,14 +347,14 @@ TRAINING = (
         "module does nothing in training.",
         where=("forward", "trainer"),
         applies=predicates.projects_out_in_a_kernel,
-        handling="Where PEFT knows such a model and refuses it, the family states that as a limit, and a generated "
-        "test holds PEFT to it; elsewhere leave `out_proj` out of the adapter.",
-        code=("nrl_models.common.family_model:FamilyModel.limits",),
+        handling="PEFT refuses `out_proj` of the models it knows, and the generated test of adapters targets what it "
+        "adapts in the Hugging Face model; elsewhere leave `out_proj` out of the adapter.",
+        code=("nrl_models.testing.suite.test_model:test_lora",),
         off="name target_modules without out_proj",
         probe=Probe(
             "source", "upstream's mixer hands `out_proj.weight` to a kernel", of_class=probes.a_kernel_projects_out
         ),
-        remove='limits["LoRA"] in the family that the tripwire names',
+        remove="this entry",
         sources=("https://github.com/huggingface/transformers/pull/46487",),
     ),
 )

@@ -72,6 +72,16 @@ class FamilyCase:
         """Random inputs of the kind this class takes, see `inputs_for`."""
         return inputs_for(self.reference(), **options)
 
+    @torch.no_grad()
+    def words_alone(self, **options: Any) -> torch.Tensor | None:
+        """The `input_ids` of `inputs` without images; None where the reference does not run on them alone."""
+        input_ids = self.inputs(images=False, **options).get("input_ids")
+        try:
+            self.reference()(input_ids=input_ids, attention_mask=torch.ones_like(input_ids))
+        except Exception:  # whatever its code raises for want of an image, or of a decoder's words
+            return None
+        return input_ids
+
     def reference(self, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
         """The reference with randomised weights, in evaluation mode. Shared: do not change it."""
         return self._pair(dtype)[0]

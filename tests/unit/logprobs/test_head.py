@@ -53,7 +53,7 @@ def test_scale_and_cap_are_observed(
 def test_a_changed_cap_is_seen(input_ids: torch.Tensor) -> None:
     # Nothing about a model is remembered that its configuration may change.
     model = new_model("Gemma2ForCausalLM")
-    assert hidden_states_and_head(model, input_ids)[1].cap == 30.0
+    assert hidden_states_and_head(model, input_ids)[1].cap == model.config.final_logit_softcapping
     model.config.final_logit_softcapping = None
     assert hidden_states_and_head(model, input_ids)[1].cap is None
 

@@ -200,9 +200,8 @@ def test_symptom_of_fused_out_projection(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_cure_of_fused_out_projection() -> None:
-    """PEFT refuses it, the family says so, and without it an adapter is fine."""
+    """PEFT refuses it, and without it an adapter is fine."""
     peft = pytest.importorskip("peft")
-    assert "out_proj" in FUSED.model_class.limits["LoRA"]
     with pytest.raises(ValueError, match="out_proj"):
         peft.get_peft_model(FUSED.new_pair()[1], peft.LoraConfig(target_modules=["out_proj"]))
     adapted = peft.get_peft_model(FUSED.new_pair()[1], peft.LoraConfig(target_modules=["q_proj", "o_proj"]))
