@@ -18,7 +18,7 @@ from nrl_models.testing.case import FamilyCase
 def listed(path: Path | None, at: Path) -> dict:
     """What the command says as JSON; and that its table names the same."""
     words = ["quirks", *([] if path is None else [str(path)]), "--json", str(at / "quirks.json")]
-    result = CliRunner().invoke(app, words)
+    result = CliRunner(env={"COLUMNS": "200"}).invoke(app, words)
     assert result.exit_code == 0, result.output
     found = json.loads((at / "quirks.json").read_text())
     for quirk in found["quirks"]:
