@@ -151,8 +151,8 @@ def _scale_of_embedding(case: FamilyCase) -> float | None:
     model = case.model()
     embeddings = model.get_input_embeddings()
     weight = getattr(embeddings, "weight", None)
-    ids = case.inputs(images=False)["input_ids"]
-    if not isinstance(weight, torch.Tensor) or weight.ndim != 2 or ids.max() >= len(weight):
+    ids = case.words_alone()
+    if ids is None or not isinstance(weight, torch.Tensor) or weight.ndim != 2 or ids.max() >= len(weight):
         return None
     rows, seen = weight[ids].detach(), []
 
@@ -167,9 +167,7 @@ def _scale_of_embedding(case: FamilyCase) -> float | None:
     handles = [module.register_forward_pre_hook(note, with_kwargs=True) for module in layers.children()]
     try:
         with torch.no_grad():
-            model(input_ids=ids, use_cache=False)
-    except Exception:  # it takes more than words
-        return None
+            model(input_ids=ids, attention_mask=torch.ones_like(ids))
     finally:
         for handle in handles:
             handle.remove()
