@@ -456,7 +456,9 @@ def combine_groups(*groups: str) -> type[CombinedProjections]:
         named[name] = parts
         if place:
             places[name] = place.strip()
-    return type("Combined", (CombinedProjections,), {"combined": named, "places": places})
+    made = combine(**named)
+    made.places = places
+    return made
 
 
 def combined_name(group: Sequence[str]) -> str:

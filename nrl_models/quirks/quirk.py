@@ -103,20 +103,19 @@ class Quirk:
     @property
     def is_fixed(self) -> bool:
         """Whether what is installed is beyond `fixed`; what is not installed is not known to be."""
-        if not self.fixed:
-            return False
-        requirement = Requirement(self.fixed)
-        found = installed(requirement.name)
-        return found is not None and requirement.specifier.contains(found, prereleases=True)
+        return self._is_beyond(installed)
 
     @property
     def is_past(self) -> bool:
         """Whether every version that this package takes is beyond `fixed`, so that nothing here needs to handle it."""
+        return self._is_beyond(lowest_version)
+
+    def _is_beyond(self, version_of: Callable[[str], str | None]) -> bool:
         if not self.fixed:
             return False
         requirement = Requirement(self.fixed)
-        lowest = lowest_version(requirement.name)
-        return lowest is not None and requirement.specifier.contains(lowest, prereleases=True)
+        found = version_of(requirement.name)
+        return found is not None and requirement.specifier.contains(found, prereleases=True)
 
     @property
     def _asked(self) -> str:
