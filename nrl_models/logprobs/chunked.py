@@ -1,10 +1,12 @@
 """Log-probabilities from hidden states without full logits, forward and backward.
 
-Forward, the output embedding is applied to a chunk of tokens at a time and each row of logits is reduced to a few
-numbers. Backward, these numbers are enough to compute any tile of the logits' gradient on its own, so it goes over
-the vocabulary in tiles instead: the gradient of a tile's weights is then one product over all tokens, summed in the
-widest precision and rounded once. One product is computed twice (the price of not keeping logits), except where the
-output embedding is frozen: then the gradient of the hidden states is taken along in the forward.
+Each row of logits is reduced to a few numbers, forward. These are enough to compute any tile of the logits' gradient
+on its own, so backward goes over the vocabulary in tiles: the gradient of a tile's weights is then one product over
+all tokens, summed in the widest precision and rounded once. The forward does so too where log-probabilities alone are
+asked for, since a product of many tokens with few weights reads each weight once; what needs whole rows of logits
+(truncation, entropy, a reference) takes a chunk of tokens at a time. One product is computed twice (the price of not
+keeping logits), except where the output embedding is frozen: then the gradient of the hidden states is taken along in
+the forward.
 """
 
 from __future__ import annotations
@@ -20,6 +22,9 @@ from nrl_models.logprobs.sampling import Sampling, smallest_kept
 
 CHUNK_ELEMENTS = 2**25
 """Logits held at a time, forward and backward: 128 MiB in fp32."""
+
+BLOCK = 4096
+"""Tokens in a tile of logits that does not span the vocabulary."""
 
 _FLOOR = -1e30
 """Stands for -inf where it would be multiplied by a probability of zero."""
@@ -71,10 +76,14 @@ def chunked_statistics(
         entropy: whether to compute it; it is zero otherwise.
         reference: what to take the divergence from. Its logits are divided by the temperature, but keep every token.
         chunk_size: tokens at a time; by default as many as fit `CHUNK_ELEMENTS`.
+
+    Raises:
+        ValueError: a token outside the vocabulary of the head.
     """
     weight, bias = head.weight, head.bias
     if weight is None:
         return _by_checkpointing(hidden, head, tokens, sampling, reference, chunk_size)
+    _require_tokens(tokens, len(weight))
     if torch.is_autocast_enabled(hidden.device.type):
         dtype = torch.get_autocast_dtype(hidden.device.type)
         hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
@@ -106,6 +115,13 @@ def statistics_of(
         theirs = (reference_logits.to(wide) / sampling.temperature).log_softmax(-1).clamp(min=_FLOOR)
         kl = (logs.exp() * (kept - theirs)).sum(-1)
     return TokenStatistics(chosen, entropy, kl)
+
+
+def _require_tokens(tokens: torch.Tensor, vocabulary: int) -> None:
+    outside = tokens[(tokens < 0) | (tokens >= vocabulary)]
+    if len(outside):
+        some = ", ".join(str(token) for token in outside.unique()[:5].tolist())
+        raise ValueError(f"token ids {some} are outside the output embedding's vocabulary of {vocabulary}")
 
 
 def _by_checkpointing(
@@ -196,8 +212,12 @@ class _Chunked(torch.autograd.Function):
         frozen = needs_hidden and not (needs_weight or needs_bias)
         pulls = hidden.new_zeros((1 + entropy + (reference is not None), *hidden.shape), dtype=wide) if frozen else None
         work = hidden.new_empty(chunk_size * vocabulary, dtype=wide) if frozen else None
+        weighed = entropy or reference is not None
+        by_tiles = not (frozen or weighed or sampling.truncates)
+        if by_tiles:
+            _reduce_by_tiles(logits_of, hidden, tokens, chosen, log_sum, chunk_size * vocabulary)
 
-        for rows in _slices(count, chunk_size):
+        for rows in () if by_tiles else _slices(count, chunk_size):
             logits = logits_of(hidden[rows])
             picked = logits.gather(1, tokens[rows, None])[:, 0]
             slope = logits_of.slope(logits) if frozen else None
@@ -207,7 +227,6 @@ class _Chunked(torch.autograd.Function):
                 picked = picked.masked_fill(picked < bound[rows], float("-inf"))
             largest = logits.amax(1)
             logits.sub_(largest[:, None])
-            weighed = entropy or reference is not None
             shifted = logits.clone().clamp_(min=_FLOOR) if weighed else None
             total = logits.exp_().sum(1)
             log_total = total.log()
@@ -260,8 +279,7 @@ class _Chunked(torch.autograd.Function):
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         wide = chosen.dtype
         weighed = ctx.entropy or ctx.reference is not None
-        block = max(1, min(len(hidden), 4096))
-        tile = max(1, min(len(weight), ctx.elements // block))
+        block, tile = _tile_shape(len(hidden), len(weight), ctx.elements)
         logits_of = _Logits(ctx.head, weight, bias, ctx.sampling.temperature, block * tile)
         reference_of = _reference_logits(ctx.reference, ctx.sampling, block * tile)
         work = hidden.new_empty(block * tile, dtype=wide) if weighed else None
@@ -309,6 +327,40 @@ class _Chunked(torch.autograd.Function):
             if needs_weight and wide != weight.dtype:
                 of_weight[columns] = of_tile.to(weight.dtype)
         return of_hidden.to(hidden.dtype) if needs_hidden else None, of_weight, of_bias, *nothing
+
+
+def _tile_shape(count: int, vocabulary: int, elements: int) -> tuple[int, int]:
+    """How many tokens and how many rows of the weight make a tile of at most `elements` logits."""
+    block = max(1, min(count, BLOCK))
+    return block, max(1, min(vocabulary, elements // block))
+
+
+def _reduce_by_tiles(
+    logits_of: _Logits,
+    hidden: torch.Tensor,
+    tokens: torch.Tensor,
+    chosen: torch.Tensor,
+    log_sum: torch.Tensor,
+    elements: int,
+) -> None:
+    """Fill `chosen` and `log_sum`, `(tokens,)` each, the sum of exponentials rescaled as larger logits turn up.
+
+    Source: Milakov and Gimelshein, Online normalizer calculation for softmax (2018).
+    """
+    vocabulary = len(logits_of.weight)
+    block, tile = _tile_shape(len(hidden), vocabulary, elements)
+    for rows in _slices(len(hidden), block):
+        largest = torch.full_like(log_sum[rows], _FLOOR)
+        total, picked = torch.zeros_like(largest), torch.zeros_like(largest)
+        for columns in _slices(vocabulary, tile):
+            logits = logits_of(hidden[rows], columns)
+            inside = ((tokens[rows] >= columns.start) & (tokens[rows] < columns.stop)).nonzero()[:, 0]
+            picked[inside] = logits[inside, tokens[rows][inside] - columns.start]
+            larger = torch.maximum(largest, logits.amax(1))
+            total.mul_((largest - larger).exp_()).add_(logits.sub_(larger[:, None]).exp_().sum(1))
+            largest = larger
+        log_sum[rows] = largest + total.log()
+        chosen[rows] = picked - log_sum[rows]
 
 
 def _reference_logits(reference: Reference | None, sampling: Sampling, elements: int) -> _Logits | None:
