@@ -45,29 +45,57 @@ YARN = {
     "truncate": False,
 }
 
-LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128, "head_dim": 64}
-"""vLLM has kernels of latent attention for the published sizes alone."""
+LATENT = {
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+    "head_dim": 64,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10_000.0,
+        "factor": 40.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096,
+    },
+}
+"""vLLM's kernels of latent attention are for the published sizes alone. On a CPU it also rotates a part of each head
+wrongly (in place, as if it were a whole one) unless the rotary embedding is scaled, as it is in what is published."""
 
 OVERRIDES: dict[str, dict[str, Any]] = {
-    # That published checkpoints correct the router is said by a key that transformers does not know.
-    "DeepseekV3ForCausalLM": LATENT | {"topk_method": "noaux_tc"},
-    "AXK1ForCausalLM": LATENT,
+    # How published checkpoints choose experts is said by keys that transformers does not know.
+    "DeepseekV3ForCausalLM": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+    # The indexer rotates as many dimensions as attention does.
+    "DeepseekV32ForCausalLM": {"index_head_dim": 128},
+    "GlmMoeDsaForCausalLM": {"index_head_dim": 128},
+    # vLLM gives layers without experts a norm that it never uses, and asks the checkpoint for it.
+    "AXK1ForCausalLM": {"first_k_dense_replace": 0},
     # They read these keys without a default.
-    "AfmoeForCausalLM": {"score_func": "sigmoid"},
+    "AfmoeForCausalLM": {"score_func": "sigmoid", "route_norm": True, "n_group": 1, "topk_group": 1},
     "GptOssForCausalLM": {"rope_parameters": YARN},
 }
-"""What a tiny configuration has to have for the engine."""
+"""What a tiny configuration has to have for the engine, beside `LATENT` where attention is latent."""
 
 AGREES, AS_LOADED, DISAGREES, NOT_RUN = "agrees", "agrees as loaded", "disagrees", "not run"
 """What may come of an architecture, best first."""
 
 
+COHERE_WINDOW = (
+    "as if `sliding_window` were 9 and not 8",
+    "vLLM widens the window by the token itself, which it says is how these models were trained; transformers does not",
+)
+
 LIMITS: dict[str, tuple[str, str, str]] = {
-    "DeepseekV3ForCausalLM": (
+    "ApertusForCausalLM": (
         DISAGREES,
-        r"odd one out is engine decode and engine prefill. It parts between .*kv_b_proj and .*o_proj",
-        "vLLM's latent attention on a CPU is not transformers', which the trainer agrees with in fp32 and in fp64",
+        r"It parts in .*act_fn \(XIELU\)",
+        "vLLM keeps this activation's two parameters in bf16, whatever the model's dtype",
     ),
+    "Cohere2ForCausalLM": (DISAGREES, *COHERE_WINDOW),
+    "Cohere2MoeForCausalLM": (DISAGREES, *COHERE_WINDOW),
     "GptOssForCausalLM": (
         AS_LOADED,
         r"parameters of the engine were not written: .*experts",
@@ -125,7 +153,8 @@ def tiny_model(architecture: str, overrides: dict[str, Any] | None = None) -> Pr
     """
     model_class = registry.model_class(architecture)
     reference = model_class.reference_class()
-    values = {**model_class.tiny, **OVERRIDES.get(architecture, {}), **(overrides or {})}
+    latent = LATENT if hasattr(reference.config_class().get_text_config(), "kv_lora_rank") else {}
+    values = {**model_class.tiny, **latent, **OVERRIDES.get(architecture, {}), **(overrides or {})}
     config = tiny_config(reference.config_class, values, reference)
     torch.manual_seed(0)
     model = model_class.from_config(config, dtype=torch.float32, device="cpu").eval()

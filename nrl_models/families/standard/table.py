@@ -104,6 +104,7 @@ STANDARD: dict[str, Standard] = {
         ("AfmoeForCausalLM",),
         {"AfmoeAttention": ("q_proj k_proj v_proj gate_proj",), "AfmoeMLP": GATE_UP},
         limits=lacks("packed sequences"),
+        config_values={"score_func": ("sigmoid",), "route_norm": (True,), "n_group": (1,), "topk_group": (1,)},
     ),
     "apertus": Standard(("ApertusForCausalLM", "ApertusForTokenClassification"), {"ApertusAttention": QKV}),
     "arcee": Standard(
@@ -116,6 +117,7 @@ STANDARD: dict[str, Standard] = {
     "axk1": Standard(
         ("AXK1ForCausalLM", "AXK1ForSequenceClassification", "AXK1ForTokenClassification"),
         {"AXK1Attention": ("q_a_proj kv_a_proj_with_mqa",), "AXK1MLP": GATE_UP},
+        config_values={"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)},
     ),
     "axk2": Standard(
         ("AXK2ForCausalLM", "AXK2ForSequenceClassification", "AXK2ForTokenClassification"),
@@ -266,6 +268,7 @@ STANDARD: dict[str, Standard] = {
             "DeepseekV4CSACompressor": ("kv_proj gate_proj",),
             "DeepseekV4Indexer": ("kv_proj gate_proj",),
         },
+        tiny={"index_topk": 2},  # of what four words are compressed to each
         limits=lacks("left padding", "packed sequences"),
     ),
     "deepseek_vl": Standard(("DeepseekVLForConditionalGeneration",), {}),

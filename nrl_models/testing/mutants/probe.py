@@ -66,5 +66,10 @@ def _decoded(case: FamilyCase) -> torch.Tensor:
     if not model.can_generate():
         return torch.empty(0)
     input_ids = case.inputs(length=LENGTH, images=False, seed=10)["input_ids"]
-    cache = model(input_ids=input_ids[:, :-1], use_cache=True).past_key_values
-    return model(input_ids=input_ids[:, -1:], past_key_values=cache, use_cache=True).logits
+    cache = model(input_ids=input_ids[:, :-2], use_cache=True).past_key_values
+    steps = []
+    for token in input_ids[:, -2:].split(1, dim=1):
+        output = model(input_ids=token, past_key_values=cache, use_cache=True)
+        cache = output.past_key_values
+        steps.append(output.logits)
+    return torch.cat(steps, dim=1)

@@ -18,7 +18,7 @@ from nrl_models.testing.mutants.mutant import Mutant
 from nrl_models.testing.mutants.planting import InCode, Patch
 
 PACKED = ("test_packing", "test_documents_get_no_gradient_from_each_other")
-PADDED = ("test_left_padding", "test_padded_batch", *PACKED, "test_right_padding")
+PADDED = ("test_padded_batch", "test_left_padding", *PACKED, "test_right_padding")
 
 
 def _forward(change: Callable[[nn.Module, dict[str, Any]], Any]) -> Callable[[FamilyCase], list[Patch]]:
@@ -110,7 +110,7 @@ MUTANTS = (
     Mutant(
         "a stale cache returned",
         "what a step computes is not in the cache that the next one gets",
-        InCode(lambda case: case.model().can_generate(), _stale_cache, probed=False),
+        InCode(lambda case: _takes("past_key_values")(case) and case.model().can_generate(), _stale_cache, probed=True),
         ("test_cached_decode",),
     ),
     Mutant(

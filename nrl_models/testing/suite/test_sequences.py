@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 
 import pytest
@@ -48,8 +49,9 @@ def check_padding(case: FamilyCase, place: Callable[[int, int], slice]) -> None:
 
 @proves("logits")
 def test_padded_batch(family_case: FamilyCase) -> None:
-    """A padded batch without positions has the reference's logits, on whichever side it is padded."""
-    for inputs in padded_batches(family_case):
+    """A padded batch has the reference's logits, on whichever side it is padded, with positions and without."""
+    left, right = padded_batches(family_case)
+    for inputs in (left, right, *with_positions(family_case, left)):
         words = inputs["attention_mask"].bool()
         with torch.no_grad():
             actual, expected = family_case.model()(**inputs).logits, family_case.reference()(**inputs).logits
@@ -71,6 +73,13 @@ def padded_batches(case: FamilyCase) -> list[dict[str, torch.Tensor]]:
         batch["input_ids"][1, padding] = batch["attention_mask"][1, padding] = 0
         batches.append(batch)
     return batches
+
+
+def with_positions(case: FamilyCase, inputs: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+    """The batch with positions that count its words alone; none for a model that takes no positions."""
+    if "position_ids" not in inspect.signature(case.reference_class.forward).parameters:
+        return []
+    return [inputs | {"position_ids": (inputs["attention_mask"].cumsum(-1) - 1).clamp(min=0)}]
 
 
 @proves("packed sequences")
