@@ -6,7 +6,7 @@ vLLM gives its workers these methods and calls them by `LLM.collective_rpc`. The
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -71,11 +71,11 @@ class ConsistencyWorker:
         model = self.nrl_model()
         # Names with an underscore are vLLM's own constants (scales of a quantised cache), which no checkpoint has.
         parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-        self._nrl_buffers = [
-            name
-            for name in model.state_dict(keep_vars=True)
+        self._nrl_buffers = _names(
+            (name, buffer)
+            for name, buffer in model.state_dict(keep_vars=True).items()
             if name not in parameters and not name.rpartition(".")[2].startswith("_")
-        ]
+        )
         self._nrl_tied = [] if is_off("engine-tied-head") else _tied_modules(model)
         # vLLM packs experts for its CPU kernels only where it makes a kernel, which it does not on a reload: they would
         # be left as they were sent, and read as if packed. So it makes the kernel anew.
@@ -90,7 +90,11 @@ class ConsistencyWorker:
             initialize_layerwise_reload(model)
         # What there is to be written: vLLM has undone what it made of the weights (derived ones are gone), and untied.
         tied = {id(parameter) for module in self._nrl_tied for parameter in module.parameters(recurse=False)}
-        self._nrl_parameters = [name for name, parameter in model.named_parameters() if id(parameter) not in tied]
+        self._nrl_parameters = _names(
+            (name, parameter)
+            for name, parameter in model.named_parameters(remove_duplicate=False)
+            if id(parameter) not in tied
+        )
 
     def nrl_refit_load(self, tensors: Iterable[tuple[str, torch.Tensor]] | bytes, digests: bool) -> None:
         """Take some weights, by hub name; bytes are a safetensors file, as another process sends it."""
@@ -127,9 +131,17 @@ class ConsistencyWorker:
                 getattr(self.model_runner, reset)()
         return {
             "digests": self._nrl_digests,
-            "unwritten": [name for name in self._nrl_parameters if name not in self._nrl_loaded or name in missed],
-            "stale_buffers": [name for name in self._nrl_buffers if name not in self._nrl_loaded],
+            "unwritten": self._nrl_left(self._nrl_parameters, missed),
+            "stale_buffers": self._nrl_left(self._nrl_buffers),
         }
+
+    def _nrl_left(self, expected: Iterable[tuple[str, ...]], missed: Collection[str] = ()) -> list[str]:
+        """The first names of tensors that were not written under any of their names."""
+        return [
+            names[0]
+            for names in expected
+            if self._nrl_loaded.isdisjoint(names) or any(name in missed for name in names)
+        ]
 
     def _nrl_loading(self) -> ExitStack:
         from vllm.config import set_current_vllm_config
@@ -165,6 +177,16 @@ class ConsistencyWorker:
     def nrl_buffers(self) -> dict[str, torch.Tensor]:
         """Copies of the model's buffers, on the CPU."""
         return {name: buffer.detach().cpu().clone() for name, buffer in self.nrl_model().named_buffers()}
+
+
+def _names(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, ...]]:
+    """All names of each tensor: a model may hold a layer in two places, and its loader speaks of one of them."""
+    names: dict[int, list[str]] = {}
+    kept = []  # so that no id is given away twice
+    for name, tensor in tensors:
+        kept.append(tensor)
+        names.setdefault(id(tensor), []).append(name)
+    return [tuple(several) for several in names.values()]
 
 
 def _tied_modules(model: torch.nn.Module) -> list[torch.nn.Module]:

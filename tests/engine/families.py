@@ -75,7 +75,12 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "AXK1ForCausalLM": {"first_k_dense_replace": 0},
     # They read these keys without a default.
     "AfmoeForCausalLM": {"score_func": "sigmoid", "route_norm": True, "n_group": 1, "topk_group": 1},
+    "Glm4MoeForCausalLM": {"head_dim": 32},
+    "Glm4MoeLiteForCausalLM": {"topk_method": "noaux_tc", "first_k_dense_replace": 1},
     "GptOssForCausalLM": {"rope_parameters": YARN},
+    "HYV3ForCausalLM": {"first_k_dense_replace": 1, "qk_norm": True, "route_norm": True},
+    "LongcatFlashForCausalLM": {"mla_scale_q_lora": True, "mla_scale_kv_lora": True, "zero_expert_type": "identity"},
+    "MiniMaxM2ForCausalLM": {"scoring_func": "sigmoid", "use_routing_bias": True},
 }
 """What a tiny configuration has to have for the engine, beside `LATENT` where attention is latent."""
 

@@ -363,6 +363,7 @@ STANDARD: dict[str, Standard] = {
     "glm4_moe_lite": Standard(
         ("Glm4MoeLiteForCausalLM",),
         {"Glm4MoeLiteAttention": ("q_a_proj kv_a_proj_with_mqa",), "Glm4MoeLiteMLP": GATE_UP},
+        config_values={"topk_method": ("noaux_tc",), "first_k_dense_replace": (1,), "moe_layer_freq": (1,)},
     ),
     "glm4v": Standard(
         ("Glm4vForConditionalGeneration",),
@@ -465,7 +466,11 @@ STANDARD: dict[str, Standard] = {
         {"HunYuanVLVisionAttention": QKV, "HunYuanVLDenseV1Attention": QKV, "HunYuanVLMLP": GATE_UP},
         limits=lacks("packed sequences", "batch order"),
     ),
-    "hy_v3": Standard(("HYV3ForCausalLM",), {"HYV3Attention": QKV, "HYV3MLP": GATE_UP}),
+    "hy_v3": Standard(
+        ("HYV3ForCausalLM",),
+        {"HYV3Attention": QKV, "HYV3MLP": GATE_UP},
+        config_values={"first_k_dense_replace": (1,), "qk_norm": (True,), "route_norm": (True,)},
+    ),
     "hy_v4": Standard(
         ("HYV4ForCausalLM",),
         {"HYV4Attention": ("gate_proj q_a_proj kv_a_proj_with_mqa",), "HYV4MLP": GATE_UP},
@@ -585,7 +590,14 @@ STANDARD: dict[str, Standard] = {
     "llava_next_video": Standard(("LlavaNextVideoForConditionalGeneration",), {}),
     "llava_onevision": Standard(("LlavaOnevisionForConditionalGeneration",), {}),
     "longcat_flash": Standard(
-        ("LongcatFlashForCausalLM",), {"LongcatFlashMLA": ("q_a_proj kv_a_proj_with_mqa",), "LongcatFlashMLP": GATE_UP}
+        ("LongcatFlashForCausalLM",),
+        {"LongcatFlashMLA": ("q_a_proj kv_a_proj_with_mqa",), "LongcatFlashMLP": GATE_UP},
+        config_values={
+            "attention_method": ("MLA",),
+            "mla_scale_q_lora": (True,),
+            "mla_scale_kv_lora": (True,),
+            "zero_expert_type": ("identity",),
+        },
     ),
     "marian": Standard(
         ("MarianForCausalLM",), {"MarianAttention": QKV}, limits=lacks("left padding", "packed sequences")
@@ -625,7 +637,19 @@ STANDARD: dict[str, Standard] = {
         },
         limits=lacks("packed sequences"),
     ),
-    "minimax_m2": Standard(("MiniMaxM2ForCausalLM",), {"MiniMaxM2Attention": QKV}),
+    "minimax_m2": Standard(
+        ("MiniMaxM2ForCausalLM",),
+        {"MiniMaxM2Attention": QKV},
+        # Further heads, which predict words after the next, are not part of the model.
+        ignored=("use_mtp", "num_mtp_modules", "mtp_transformer_layers", "mlp_intermediate_size", "shared_moe_mode"),
+        config_values={
+            "scoring_func": ("sigmoid",),
+            "use_routing_bias": (True,),
+            "use_qk_norm": (True,),
+            "qk_norm_type": ("per_layer",),
+            "shared_intermediate_size": (0,),
+        },
+    ),
     "minimax_m3_vl": Standard(
         ("MiniMaxM3SparseForConditionalGeneration", "MiniMaxM3VLForCausalLM"),
         {"MiniMaxM3VLVisionAttention": QKV, "MiniMaxM3VLAttention": QKV},
