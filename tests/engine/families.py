@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from vllm import ModelRegistry
 
 from nrl_models import registry
@@ -76,10 +77,22 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     # They read these keys without a default.
     "AfmoeForCausalLM": {"score_func": "sigmoid", "route_norm": True, "n_group": 1, "topk_group": 1},
     "Glm4MoeForCausalLM": {"head_dim": 32},
+    "Glm4vMoeForConditionalGeneration": {"text_config": {"head_dim": 32}},
     "Glm4MoeLiteForCausalLM": {"topk_method": "noaux_tc", "first_k_dense_replace": 1},
     "GptOssForCausalLM": {"rope_parameters": YARN},
     "HYV3ForCausalLM": {"first_k_dense_replace": 1, "qk_norm": True, "route_norm": True},
-    "LongcatFlashForCausalLM": {"mla_scale_q_lora": True, "mla_scale_kv_lora": True, "zero_expert_type": "identity"},
+    "KimiVLForConditionalGeneration": {"text_config": LATENT | {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}},
+    # A chunk of attention is a whole number of the engine's blocks of 128 words.
+    "Llama4ForCausalLM": {"attention_chunk_size": 128},
+    "Llama4ForConditionalGeneration": {"text_config": {"attention_chunk_size": 128}},
+    "LongcatFlashForCausalLM": {
+        "qk_head_dim": 192,
+        "mla_scale_q_lora": True,
+        "mla_scale_kv_lora": True,
+        "zero_expert_type": "identity",
+    },
+    # vLLM's code of this model knows no scaled rotary embedding, nor has it kernels that need published sizes.
+    "MiniCPM3ForCausalLM": {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}},
     "MiniMaxM2ForCausalLM": {"scoring_func": "sigmoid", "use_routing_bias": True},
 }
 """What a tiny configuration has to have for the engine, beside `LATENT` where attention is latent."""
@@ -101,6 +114,16 @@ LIMITS: dict[str, tuple[str, str, str]] = {
     ),
     "Cohere2ForCausalLM": (DISAGREES, *COHERE_WINDOW),
     "Cohere2MoeForCausalLM": (DISAGREES, *COHERE_WINDOW),
+    "Ernie4_5_MoeForCausalLM": (
+        DISAGREES,
+        r"It parts in model.layers.1.mlp.experts",
+        "vLLM's router on a CPU leaves out what corrects the scores of a softmax",
+    ),
+    "Gemma3nForCausalLM": (
+        DISAGREES,
+        r"its input is the right one times 16",
+        "vLLM gives the projection for each layer embeddings that are too large by the root of the hidden size",
+    ),
     "GptOssForCausalLM": (
         AS_LOADED,
         r"parameters of the engine were not written: .*experts",
@@ -158,7 +181,11 @@ def tiny_model(architecture: str, overrides: dict[str, Any] | None = None) -> Pr
     """
     model_class = registry.model_class(architecture)
     reference = model_class.reference_class()
-    latent = LATENT if hasattr(reference.config_class().get_text_config(), "kv_lora_rank") else {}
+    default = reference.config_class()
+    words = default.get_text_config()
+    latent = LATENT if hasattr(words, "kv_lora_rank") else {}
+    if words is not default:
+        latent = {key: latent for key in default.sub_configs if getattr(default, key) is words and latent}
     values = {**model_class.tiny, **latent, **OVERRIDES.get(architecture, {}), **(overrides or {})}
     config = tiny_config(reference.config_class, values, reference)
     torch.manual_seed(0)
@@ -180,6 +207,7 @@ def hold(architecture: str, start: Start, folder: Path, overrides: dict[str, Any
     try:
         model = tiny_model(architecture, overrides)
         model.save_pretrained(checkpoint)
+        tokenizer(checkpoint, model.config.get_text_config().vocab_size)
         temperature, untrained = spreading_temperature(model), copy.deepcopy(model)
     except Exception as error:  # whatever a model's code raises
         return Outcome(architecture, NOT_RUN, reason=f"no tiny model: {in_words(error)}")
@@ -205,6 +233,7 @@ def hold(architecture: str, start: Start, folder: Path, overrides: dict[str, Any
     numbers = {"refitted": measured[0], "stepped": measured[1]}
     if not problem:
         return Outcome(architecture, AGREES, **numbers)
+    unfit = DISAGREES if steps else NOT_RUN  # where nothing was measured nothing disagrees
     try:
         engine = start(checkpoint)
         report = run_matrix(
@@ -217,15 +246,21 @@ def hold(architecture: str, start: Start, folder: Path, overrides: dict[str, Any
             References(checkpoint),
         )
     except Exception as error:
-        return Outcome(architecture, DISAGREES, **numbers, reason=f"{problem}; from files: {in_words(error)}")
+        return Outcome(architecture, unfit, **numbers, reason=f"{problem}; from files: {in_words(error)}")
     if report.error:
-        return Outcome(architecture, DISAGREES, **numbers, reason=f"{problem}; from files: {report.error}")
+        return Outcome(architecture, unfit, **numbers, reason=f"{problem}; from files: {report.error}")
     result = report.results[0]
     loaded = max(one.token_mult_prob_error for several in result.comparisons.values() for one in several)
     if result.passed:
         return Outcome(architecture, AS_LOADED, **numbers, loaded=loaded, reason=problem)
     said = "; ".join([*result.problems, result.verdict.summary if result.verdict else ""])
     return Outcome(architecture, DISAGREES, **numbers, loaded=loaded if math.isfinite(loaded) else None, reason=said)
+
+
+def tokenizer(checkpoint: Path, vocabulary: int) -> None:
+    """Save one of as many words: engines ask for it where a model takes images or sound, though none are given."""
+    words = Tokenizer(models.WordLevel({f"<{token}>": token for token in range(vocabulary)}, unk_token="<0>"))
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<0>").save_pretrained(checkpoint)
 
 
 def why(step: RefitStep) -> str:

@@ -6,7 +6,8 @@ cores for all of them. Each outcome is published as soon as it is there, so an i
 1 if an architecture came out worse than before.
 
 Models run one after another in a child process. If one takes it down, or takes too long, that is its outcome, and
-another child goes on with the next.
+another child goes on with the next. What does not agree behind others in one process counts only if it does not in a
+process of its own either: an engine that was started before may leave it unfit for the next.
 """
 
 from __future__ import annotations
@@ -141,10 +142,13 @@ def child(names: list[str], gathered: Path, take: Callable[[], None]) -> str:
 
 
 def run(names: list[str], gathered: Path) -> None:
-    """Hold architectures against vLLM in this process; each outcome is on disk before the next begins."""
+    """Hold architectures against vLLM in this process; each outcome is on disk before the next begins.
+
+    Ends behind the first that does not agree, without its outcome if others ran before it.
+    """
     import transformers
 
-    from tests.engine.families import hold
+    from tests.engine.families import AGREES, hold
     from tests.engine.one_engine import OneEngine
 
     transformers.utils.logging.disable_progress_bar()
@@ -152,8 +156,13 @@ def run(names: list[str], gathered: Path) -> None:
         started = time.perf_counter()
         with tempfile.TemporaryDirectory() as folder, OneEngine() as start:
             outcome = hold(name, start, Path(folder)).to_json()
+        agrees = outcome["status"] == AGREES
+        if not agrees and name != names[0]:
+            return
         note(gathered, outcome)
         os.write(2, f"{name}: {outcome['status']}, {time.perf_counter() - started:.0f} s\n".encode())
+        if not agrees:
+            return
 
 
 def note(gathered: Path, outcome: dict[str, Any]) -> None:

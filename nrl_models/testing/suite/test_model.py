@@ -97,7 +97,7 @@ def test_training_loss_decreases(family_case: FamilyCase) -> None:
     for model in family_case.new_pair():
         torch.manual_seed(SEED)  # some routers draw lots in training
         model.train()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
         losses.append([])
         for _ in range(5):
             loss = model(**family_case.inputs(labels=True), use_cache=False).loss
@@ -116,7 +116,7 @@ def test_optimizer_state(family_case: FamilyCase) -> None:
     """An optimizer's states are, in transformers' layout, those of the reference's, and load from them."""
     states = []
     for model in family_case.new_pair():
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
         _gradients(model.train(), family_case)
         optimizer.step()
         if states:
