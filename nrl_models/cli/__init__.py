@@ -162,9 +162,24 @@ def coverage(
     results: Annotated[
         Path | None, typer.Option(help="Test results to use; without, the generated tests run now.", show_default=False)
     ] = None,
-    out: Annotated[Path, typer.Option(help="Where the pages go.")] = Path("docs/model-coverage"),
+    out: Annotated[Path, typer.Option(help="Where the pages go, or are.")] = Path("docs/model-coverage"),
+    kind: Annotated[
+        list[str] | None,
+        typer.Option(help="Write nothing; print the architectures of this kind, e.g. moe.", show_default=False),
+    ] = None,
+    feature: Annotated[
+        list[str] | None,
+        typer.Option(help="... and with this feature, e.g. TP; or TP=refused.", show_default=False),
+    ] = None,
 ) -> None:
-    """Write the model coverage pages from the results of the generated tests."""
+    """Write the model coverage pages from the results of the generated tests; or look something up in them."""
+    if kind or feature:
+        from nrl_models.onboarding import overview
+
+        with errors_for_people():
+            found, names = overview.chosen(overview.read(out / overview.FILE), kind or (), feature or ())
+        print_table(overview.as_table(found, names))
+        return
     from nrl_models.onboarding.coverage import run_generated_tests, write_pages
 
     with errors_for_people():

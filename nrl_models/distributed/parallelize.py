@@ -139,6 +139,7 @@ class _ModelDivision:
             if self._computes_alone(module):
                 become(module, OnLocalTensors)
                 module.sums_gradient_of = frozenset(self.sums_gradient)
+                module.is_unit = type(module).__name__ in self.units
 
     def _separate_mixed_groups(self) -> None:
         """Parts of one matmul are divided alike: a group of which some are and some are not becomes linears again."""
@@ -254,8 +255,8 @@ class _ModelDivision:
         return self.model.config.get_text_config().qk_rope_head_dim
 
     def _computes_alone(self, module: nn.Module) -> bool:
-        """A unit; elsewhere any module with parameters of its own."""
-        if type(module).__name__ in self.units:
+        """The model; a unit; elsewhere any module with parameters of its own, which may be called alone."""
+        if module is self.model or type(module).__name__ in self.units:
             return True
         if any(parameter is not None for parameter in module._parameters.values()):
             return not any(module is inside for unit in self._units() for inside in unit)
@@ -290,8 +291,14 @@ def divide_data(model: PreTrainedModel, sharding: Sharding) -> None:
         "offload_policy": offload,
     }
     units = [one for one in model.modules() if type(one).__name__ in (plan.units or ()) and one is not model]
+    owners: dict[int, set[int]] = {}
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            owners.setdefault(id(parameter), set()).add(id(module))
     for unit in reversed(units):  # those within others first
-        if any(True for _ in unit.parameters()):
+        inside = {id(module) for module in unit.modules()}
+        # A weight that is tied to one elsewhere is gathered with what is around both.
+        if (ids := {id(one) for one in unit.parameters()}) and all(owners[one] <= inside for one in ids):
             fully_shard(unit, reshard_after_forward=plan.reshard_after_forward, **options)
     fully_shard(model, reshard_after_forward=plan.reshard_after_forward, **options)
 

@@ -13,6 +13,7 @@ The two are Megatron-LM's `f` and `g` (https://arxiv.org/abs/1909.08053).
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -270,9 +271,12 @@ class OnLocalTensors(nn.Module):
 
     Attributes:
         sums_gradient_of: `(module, name)` of parameters whose gradient is a share on each rank of `tp`.
+        is_unit: whether `fsdp` gathers the module by itself: before that its parameters are not to be looked at, by
+            modules around it neither.
     """
 
     sums_gradient_of: frozenset[tuple[int, str]] = frozenset()
+    is_unit: bool = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Arguments and results are the module's own."""
@@ -304,10 +308,10 @@ def _local_tensors(module: OnLocalTensors) -> Iterator[None]:
 
 
 def _modules_within(module: nn.Module) -> Iterator[nn.Module]:
-    """`module` and what is in it, apart from modules that see to themselves."""
+    """`module` and what is in it, whose weights its code may read without calling it; apart from units."""
     yield module
     for child in module.children():
-        if not isinstance(child, OnLocalTensors):
+        if not (isinstance(child, OnLocalTensors) and child.is_unit):
             yield from _modules_within(child)
 
 
@@ -328,4 +332,13 @@ def become(module: nn.Module, *mixins: type[nn.Module]) -> None:
 @cache
 def _mixed(cls: type[nn.Module], mixins: tuple[type[nn.Module], ...]) -> type[nn.Module]:
     body = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    return type(cls.__name__, (*mixins, cls), body)
+    mixed = type(cls.__name__, (*mixins, cls), body)
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return super(mixed, self).forward(*args, **kwargs)
+
+    # `generate` and trainers look for what a model takes.
+    forward.__signature__ = inspect.signature(cls.forward)  # type: ignore[attr-defined]
+    forward.__doc__ = cls.forward.__doc__
+    mixed.forward = forward  # type: ignore[attr-defined]
+    return mixed

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import queue
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -26,6 +27,10 @@ class RanksFailedError(AssertionError):
     def __init__(self, errors: dict[int, tuple[str, str, str]]) -> None:
         self.errors = {rank: (kind, text) for rank, (kind, text, _) in errors.items()}
         super().__init__("\n".join(f"rank {rank}:\n{trace}" for rank, (_, _, trace) in sorted(errors.items())))
+
+
+class RanksLostError(AssertionError):
+    """Some ranks did not come back from a job: their processes ended, or they hang. The world has ended."""
 
 
 class World:
@@ -49,23 +54,35 @@ class World:
         for process in self._processes:
             process.start()
 
-    def run(self, job: Callable[..., Any], *arguments: Any) -> list[Any]:
+    def run(self, job: Callable[..., Any], *arguments: Any, patience: float = JOB_SECONDS) -> list[Any]:
         """Run `job(*arguments)`, a function of a module, on every rank; what each returned.
+
+        Args:
+            job: the function.
+            arguments: its arguments.
+            patience: seconds that it may take.
 
         Raises:
             RanksFailedError: it raised on some.
+            RanksLostError: some did not come back.
         """
         for jobs in self._jobs:
             jobs.put((job, arguments))
         results: dict[int, Any] = {}
         errors: dict[int, tuple[str, str, str]] = {}
+        deadline = time.monotonic() + patience
         while len(results) + len(errors) < self.size:
             try:
-                rank, failed, value = self._results.get(timeout=JOB_SECONDS)
+                rank, failed, value = self._results.get(timeout=1)
             except queue.Empty:
+                waiting = set(range(self.size)) - set(results) - set(errors)
+                dead = {rank: status for rank in waiting if (status := self._processes[rank].exitcode) is not None}
+                if not dead and time.monotonic() < deadline:
+                    continue
                 self.close()
-                waiting = sorted(set(range(self.size)) - set(results) - set(errors))
-                raise AssertionError(f"{job}: ranks {waiting} hang; others: {errors}") from None
+                what = f"ranks ended, with exit status: {dead}" if dead else f"ranks {sorted(waiting)} hang"
+                others = {rank: f"{kind}: {text}" for rank, (kind, text, _) in errors.items()}
+                raise RanksLostError(f"{what}; others: {others or 'nothing'}") from None
             (errors if failed else results)[rank] = value
         if errors:
             raise RanksFailedError(errors)

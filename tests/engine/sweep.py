@@ -20,14 +20,19 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Generator, Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from tests.sweep import Outcome, Sweep
+
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "engine-coverage.md"
 RESULTS = ROOT / "docs" / "engine-coverage.json"
+
+CHILD = "--child"
+"""Followed by architectures and the file that takes their outcomes: what a child process is called with."""
 
 PATIENCE = 900.0
 """Seconds that one architecture may take."""
@@ -48,89 +53,63 @@ MOST = 600
 def main() -> int:
     """Run what is asked for, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="NAME", help="architectures; all without an outcome by default")
-    parser.add_argument("--again", action="store_true", help="run all, also those that have an outcome")
-    parser.add_argument("--page", action="store_true", help="write the page from outcomes that are there")
-    parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.child:
-        run(options.names, options.child)
+    if CHILD in sys.argv:
+        *names, gathered = [one for one in sys.argv[1:] if one != CHILD]
+        run(names, Path(gathered))
         return 0
     from tests.engine.families import shared_architectures
 
     everything = shared_architectures()
-    if unknown := sorted(set(options.names) - set(everything)):
-        parser.error(f"not shared by vLLM and the registry: {', '.join(unknown)}")
-    if options.page:
-        publish(published()["outcomes"], everything)
-        return 0
-    return sweep(options.names, everything, again=options.again)
+
+    def write_page(content: dict[str, Any]) -> None:
+        PAGE.write_text(page(content, everything))
+
+    return Sweep(RESULTS, everything, versions(), run_in_children, worsened, write_page).main(parser)
 
 
-def published() -> dict[str, Any]:
-    """The results in docs: `{"versions": {...}, "outcomes": {architecture: {...}}}`."""
-    return json.loads(RESULTS.read_text()) if RESULTS.exists() else {"versions": {}, "outcomes": {}}
+def worsened(before: Outcome, now: Outcome) -> str:
+    """What is worse now, in words; empty if nothing is."""
+    if ORDER.index(now["status"]) <= ORDER.index(before["status"]):
+        return ""
+    return f"{before['status']} before, {now['status']} now: {now['reason']}"
 
 
-def publish(found: dict[str, Any], everything: list[str]) -> None:
-    """Write outcomes, by architecture, as JSON and as the page."""
-    content = {"versions": versions(), "outcomes": {name: found[name] for name in everything if name in found}}
-    RESULTS.write_text(json.dumps(content, indent=1) + "\n")
-    PAGE.write_text(page(content, everything))
-
-
-def sweep(names: list[str], everything: list[str], *, again: bool = False) -> int:
-    """Run architectures one after another, publish what came of them; 1 if one came out worse than before."""
-    before = published()
-    kept = before["outcomes"] if before["versions"] == versions() else {}
-    left = names or [one for one in everything if again or one not in kept]
-    found: dict[str, Any] = {}
+def run_in_children(names: list[str]) -> Iterator[tuple[str, Outcome]]:
+    """Run architectures in a child process, and in another where one ends; yields each one's outcome."""
+    left = list(names)
     with tempfile.TemporaryDirectory() as folder:
         gathered = Path(folder) / "outcomes.jsonl"
-
-        def take() -> None:
-            found.update(outcomes(gathered))
-            publish(kept | found, everything)
-
         while left:
-            ended = child(left, gathered, take)
-            take()
-            left = [one for one in left if one not in found]
+            ended = yield from child(left, gathered)
+            left = [one for one in left if one not in outcomes(gathered)]
             if ended and left:  # it ended in the middle of the first
-                note(gathered, {"architecture": left[0], "status": "not run", "reason": ended})
-                take()
+                outcome = {"architecture": left[0], "status": "not run", "reason": ended}
+                note(gathered, outcome)
+                yield left[0], outcome
                 left = left[1:]
-    worse = [
-        name
-        for name, outcome in found.items()
-        if name in before["outcomes"]
-        and ORDER.index(outcome["status"]) > ORDER.index(before["outcomes"][name]["status"])
-    ]
-    for name in worse:
-        was, now = before["outcomes"][name]["status"], found[name]
-        print(f"{name}: {was} before, {now['status']} now: {now['reason']}", file=sys.stderr)
-    return 1 if worse else 0
 
 
-def child(names: list[str], gathered: Path, take: Callable[[], None]) -> str:
-    """Run architectures in a process of their own; how it ended, if that was before its end.
+def child(names: list[str], gathered: Path) -> Generator[tuple[str, Outcome], None, str]:
+    """Run architectures in a process of their own, and yield outcomes; how it ended, if that was before its end.
 
     Args:
         names: which.
         gathered: where it adds outcomes.
-        take: called when it has added one.
     """
-    command = [sys.executable, "-m", "tests.engine.sweep", *names, "--child", str(gathered)]
+    command = [sys.executable, "-m", "tests.engine.sweep", CHILD, *names, str(gathered)]
+    seen = set(outcomes(gathered))
     with tempfile.TemporaryFile() as said:
         process = subprocess.Popen(command, cwd=ROOT, stdout=said, stderr=subprocess.STDOUT)
-        size, since = -1, time.monotonic()
-        while process.poll() is None:
+        since, runs = time.monotonic(), True
+        while runs:
             time.sleep(0.5)
-            now = gathered.stat().st_size if gathered.exists() else 0
-            if now != size:
-                size, since = now, time.monotonic()
-                take()
-            if time.monotonic() - since > PATIENCE:
+            runs = process.poll() is None
+            for name, outcome in outcomes(gathered).items():
+                if name not in seen:
+                    seen.add(name)
+                    since = time.monotonic()
+                    yield name, outcome
+            if runs and time.monotonic() - since > PATIENCE:
                 process.kill()
                 process.wait()
                 return f"it was not done within {PATIENCE:g} s"

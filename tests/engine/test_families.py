@@ -19,8 +19,9 @@ from tests.engine import sweep
 from tests.engine.families import AGREES, BOUND, LIMITS, OVERRIDES, hold, shared_architectures, tiny_model
 from tests.engine.one_engine import OneEngine
 from tests.patterns import ONE_OF_EACH_PATTERN
+from tests.sweep import published
 
-PUBLISHED = sweep.published()
+PUBLISHED = published(sweep.RESULTS)
 REPRESENTATIVE = {architecture for family in ONE_OF_EACH_PATTERN for architecture in registry.FAMILIES[family]}
 
 

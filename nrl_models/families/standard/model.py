@@ -90,6 +90,7 @@ def __getattr__(name: str) -> Any:
             limits=entry.limits_of(name),
             config_values=entry.config_values,
             ignored_config_keys=entry.ignored,
+            tensor_parallel=entry.tensor_parallel,
         )
     globals()[name] = made
     return made

@@ -32,6 +32,7 @@ class Standard:
         requires: what the classes need beyond what this package does, e.g. `transformers>=5.23`.
         modeling: the module that has the classes, where it is not called as the package.
         config_values: as `FamilyModel.config_values`.
+        tensor_parallel: as `FamilyModel.tensor_parallel`.
     """
 
     architectures: tuple[str, ...]
@@ -43,6 +44,7 @@ class Standard:
     requires: str = ""
     modeling: str = ""
     config_values: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    tensor_parallel: Mapping[str, str] = field(default_factory=dict)
 
     def module(self, package: str) -> str:
         """The full name of the module that has the classes."""
@@ -106,7 +108,12 @@ STANDARD: dict[str, Standard] = {
         limits=lacks("packed sequences"),
         config_values={"score_func": ("sigmoid",), "route_norm": (True,), "n_group": (1,), "topk_group": (1,)},
     ),
-    "apertus": Standard(("ApertusForCausalLM", "ApertusForTokenClassification"), {"ApertusAttention": QKV}),
+    "apertus": Standard(
+        ("ApertusForCausalLM", "ApertusForTokenClassification"),
+        {"ApertusAttention": QKV},
+        # Its activation has parameters, which see a rank's share of the features.
+        tensor_parallel={"model.layers.*.mlp.act_fn": "replicated_with_grad_allreduce"},
+    ),
     "arcee": Standard(
         ("ArceeForCausalLM", "ArceeForSequenceClassification", "ArceeForTokenClassification"), {"ArceeAttention": QKV}
     ),

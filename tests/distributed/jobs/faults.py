@@ -1,0 +1,67 @@
+"""What a sweep has to survive, or to see."""
+
+from __future__ import annotations
+
+import os
+import time
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from jobs import sweep
+from jobs.setting import case_of, llama_case, mesh_of
+from nrl_models.distributed import parallelize
+
+
+def refuses() -> None:
+    """Heads that ranks do not divide."""
+    odd = {"hidden_size": 258, "num_attention_heads": 6, "num_key_value_heads": 3}
+    parallelize(llama_case(odd).model(), mesh_of(tp=2))
+
+
+def differs() -> list[object]:
+    """What is said of a wrong export, and which lines begin what is said of wrong steps."""
+    case, mesh = case_of("LlamaForCausalLM"), mesh_of(tp=2)
+    _, model = case.new_pair()
+    weights = dict(model.state_dict_adapter.iter_export(model))
+    found: list[object] = [
+        sweep.different_tensors(weights | {"lm_head.weight": weights["lm_head.weight"] + 1e-7}, weights),
+        sweep.different_tensors({name: one for name, one in weights.items() if "head" not in name}, weights),
+    ]
+    parallelize(model.train(), mesh)
+    right = sweep.whole_gradients
+    small = "model.layers.0.self_attn.k_proj.weight"
+
+    def seen(change: object) -> str:
+        model.zero_grad()
+        with mock.patch.object(sweep, "whole_gradients", lambda model: change(right(model))):
+            return ", ".join(line.split()[0] for line in sweep.different_step(case, model, mesh))
+
+    assert seen(lambda own: own) == ""
+    found.append(seen(lambda own: own | {small: own[small] * 2}))  # as if every rank had the whole sum
+    with torch.no_grad():
+        model.model.norm.weight.mul_(1.001)
+    found.append(seen(lambda own: own))
+    with torch.no_grad():
+        model.model.norm.weight.div_(1.001)
+    found.append(seen(lambda own: {name: one for name, one in own.items() if name != small}))
+    return found
+
+
+def ends() -> None:
+    """One rank ends."""
+    if dist.get_rank() == 1:
+        os._exit(3)
+
+
+def raises() -> None:
+    """One rank raises."""
+    if dist.get_rank() == 1:
+        raise KeyError("lost")
+
+
+def hangs(seconds: float) -> None:
+    """One rank hangs."""
+    if dist.get_rank() == 1:
+        time.sleep(seconds)

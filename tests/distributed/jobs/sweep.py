@@ -1,0 +1,139 @@
+"""One architecture after another, loaded over the ranks and held against one process."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import PreTrainedModel
+
+from jobs.equality import expected, step, whole_gradients
+from jobs.setting import batches, case_of, mesh_of
+from nrl_models.distributed.mesh import size_of
+from nrl_models.distributed.plan import declared_expert_plan
+from nrl_models.onboarding.inspect import kinds_of
+from nrl_models.testing.case import SEED, FamilyCase
+
+LOSS, GRADIENTS = 1e-6, 1e-5
+"""Bounds on what sharding changes: of the loss, relative to it; of gradients, relative to the largest of all."""
+
+OF_ITS_OWN, ROUNDING = 1e-2, 1e-7
+"""Bounds on a tensor's gradients, where they are small beside others': relative to its own; relative to the largest."""
+
+_case = lru_cache(maxsize=1)(case_of)
+_mesh = lru_cache(maxsize=None)(mesh_of)
+
+
+def prepare(architecture: str, folder: str) -> list[str]:
+    """Save the tiny checkpoint, as transformers does; which dimensions a mesh for it may have."""
+    case = _case(architecture)
+    if dist.get_rank() == 0:
+        case.reference().save_pretrained(folder)
+    dist.barrier()
+    has_experts = "moe" in kinds_of(case.config) or declared_expert_plan(case.model())
+    return ["fsdp", "tp", *(["ep"] if has_experts else [])]
+
+
+def holds(architecture: str, folder: str, dimension: str) -> str:
+    """Load the checkpoint over all ranks along a dimension; what differs from one process in words, or nothing."""
+    case, mesh = _case(architecture), _mesh(**{dimension: dist.get_world_size()})
+    model = case.model_class.from_pretrained(folder, mesh=mesh, plan="auto")
+    whole = case.model()
+    exported = dict(model.state_dict_adapter.iter_export(model))
+    differ = [*different_tensors(exported, dict(whole.state_dict_adapter.iter_export(whole)))]
+    return "; ".join([*differ, *different_step(case, model.train(), mesh)])
+
+
+def different_tensors(exported: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> list[str]:
+    """What is wrong with exported weights."""
+    if exported.keys() != wanted.keys():
+        return [f"exports other tensors: {_some(sorted(exported.keys() ^ wanted.keys()))}"]
+    wrong = [name for name, tensor in wanted.items() if not torch.equal(tensor, exported[name])]
+    return [f"exported weights are not those of the checkpoint: {_some(wrong)}"] if wrong else []
+
+
+def different_step(case: FamilyCase, model: PreTrainedModel, mesh: DeviceMesh) -> list[str]:
+    """What is wrong with loss and gradients of a training step."""
+    torch.manual_seed(SEED)  # some routers draw lots in training
+    loss, wanted = expected(case, size_of(mesh, "fsdp"))
+    torch.manual_seed(SEED)
+    actual, found = step(model, case), whole_gradients(model)
+    lines = []
+    if not abs(actual - loss) <= LOSS * abs(loss):
+        lines.append(f"loss is {actual:.7f}, and {loss:.7f} in one process")
+    scale = max(float(one.abs().max()) for one in wanted.values())
+    wrong: dict[str, float] = {}
+    for name in {**wanted, **found}:  # no gradient is as good as zeros
+        one, other = wanted.get(name), found.get(name)
+        difference = (0 if other is None else other) - (0 if one is None else one)
+        worst, own = float(difference.abs().max()), 0.0 if one is None else float(one.abs().max())
+        if not (worst <= GRADIENTS * scale and worst <= max(OF_ITS_OWN * own, ROUNDING * scale)):
+            wrong[name] = worst / scale
+    if wrong:
+        names = sorted(wrong, key=lambda name: -wrong[name])
+        lines.append(f"gradients differ, by {wrong[names[0]]:.1e} of the largest at most: {_some(names)}")
+    return lines
+
+
+def _some(names: list[str], most: int = 4) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
+def qlora(architecture: str, folder: str) -> tuple[str, str]:
+    """Train LoRA adapters on the checkpoint in 4 bits, in one process, and compare with transformers' own class.
+
+    Returns:
+        `agrees`, `limited` or `disagrees`, and why. `limited` is what transformers' own class cannot do either.
+    """
+    if dist.get_rank():
+        return "agrees", ""
+    case = _case(architecture)
+    try:
+        reference, wanted = _train_quantised(case.reference_class, case, folder)
+    except Exception as error:
+        return "limited", f"transformers' own class does not train so either: {type(error).__name__}: {error}"
+    if not reference:
+        return "limited", "has no linear that bitsandbytes quantises"
+    quantised, losses = _train_quantised(case.model_class, case, folder, combine=False)
+    if quantised != reference:
+        return "disagrees", f"other linears are quantised: {_some(sorted(set(quantised) ^ set(reference)))}"
+    if wanted[-1] == wanted[0]:
+        return "limited", "adapters change nothing in transformers' own class either"
+    off = max(abs(one - other) for one, other in zip(losses, wanted, strict=True))
+    return ("agrees", "") if off <= 1e-5 * wanted[0] else ("disagrees", f"losses are {losses}, and {wanted} there")
+
+
+def _train_quantised(
+    model_class: type[PreTrainedModel], case: FamilyCase, folder: str, **options: Any
+) -> tuple[list[str], list[float]]:
+    """Names of the linears that are quantised, and losses of a few steps of adapters on all of them."""
+    import bitsandbytes
+    import peft
+    from transformers import BitsAndBytesConfig
+
+    config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    model: nn.Module = model_class.from_pretrained(folder, quantization_config=config, **options)
+    quantised = [name for name, one in model.named_modules() if isinstance(one, bitsandbytes.nn.Linear4bit)]
+    if not quantised:
+        return [], []
+    torch.manual_seed(SEED)
+    # Mamba's last projection, called so, PEFT refuses: its kernels take the weight and not the module.
+    targets = [name for name in quantised if not name.endswith(".out_proj")]
+    # In training mode: in the other bitsandbytes repacks weights for processors that have a kernel for it.
+    model = peft.get_peft_model(model.train(), peft.LoraConfig(r=4, target_modules=targets))
+    optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=1e-3)
+    (batch,) = batches(case, 1)
+    losses = []
+    for _ in range(3):
+        torch.manual_seed(SEED)
+        loss = model(**batch, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return quantised, losses
