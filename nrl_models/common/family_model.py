@@ -19,6 +19,7 @@ from nrl_models.common.hf_names import fill_from_hf_names, to_checkpoint
 from nrl_models.common.lora import check_biases
 from nrl_models.common.packing import keep_documents_apart
 from nrl_models.common.saving import staged
+from nrl_models.common.soft_cap import drops_soft_cap
 from nrl_models.common.state_dict_adapter import StateDictAdapter
 
 
@@ -81,6 +82,8 @@ class FamilyModel:
             cls.rewrites = {original: rewritten(original, by, cls.__module__) for original, by in cls.rewrites.items()}
         if issubclass(cls, PreTrainedModel) and not hasattr(cls.forward, "keeps_documents_apart"):
             cls.forward = keep_documents_apart(cls.forward)
+        if issubclass(cls, PreTrainedModel) and drops_soft_cap(cls.reference_class()):
+            cls._supports_sdpa = False
 
     def __init__(self, config: PreTrainedConfig, *args: Any, combine: bool = True, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]

@@ -19,6 +19,7 @@ from nrl_models.common import FamilyModel, StateDictAdapter
 from nrl_models.common.checkpoint_files import resolve_folder
 from nrl_models.common.pretrained import read_config
 from nrl_models.common.recording import record_calls
+from nrl_models.common.soft_cap import reference_attention
 from nrl_models.engines.base import (
     LOGITS,
     Capabilities,
@@ -57,7 +58,8 @@ def reference_model(
     if weights:
         return load_reference(ours, path, dtype or "auto", device)
     reference_class = type(ours).reference_class() if isinstance(ours, FamilyModel) else type(ours)
-    return reference_class._from_config(ours.config, dtype=dtype or config.dtype).to(device).eval()
+    attention = reference_attention(reference_class)
+    return reference_class._from_config(ours.config, dtype=dtype or config.dtype, **attention).to(device).eval()
 
 
 class HFEngine(Engine):

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from nrl_models.auto import auto_class_for
 from nrl_models.common import FamilyModel
+from nrl_models.common.soft_cap import reference_attention
 from nrl_models.parity.inputs import Inputs, inputs_for
 from nrl_models.parity.levels import compare_components, compare_end_to_end, compare_gradients, compare_weights
 from nrl_models.parity.localise import localise
@@ -82,7 +83,8 @@ def load_reference(
     """The same checkpoint as transformers loads it: the class that `model`'s class must equal."""
     reference_class = type(model).reference_class() if isinstance(model, FamilyModel) else type(model)
     config = type(model.config).from_pretrained(path)
-    return reference_class.from_pretrained(path, config=config, dtype=dtype).to(device).eval()
+    attention = reference_attention(reference_class)
+    return reference_class.from_pretrained(path, config=config, dtype=dtype, **attention).to(device).eval()
 
 
 def sample(model: PreTrainedModel, *, length: int, batch: int, seed: int, labels: bool = False) -> Inputs:

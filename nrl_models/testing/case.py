@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from nrl_models.common import FamilyModel
 from nrl_models.common.dtypes import kept_dtypes
+from nrl_models.common.soft_cap import reference_attention
 from nrl_models.parity.inputs import Inputs, inputs_for
 from nrl_models.testing.tiny import tiny_config
 
@@ -101,7 +102,8 @@ class FamilyCase:
     def _pair(self, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedModel]:
         if dtype not in self._pairs:
             torch.manual_seed(SEED)
-            reference = self.reference_class._from_config(self.config, dtype=dtype)
+            attention = reference_attention(self.reference_class)
+            reference = self.reference_class._from_config(self.config, dtype=dtype, **attention)
             randomise(reference)
             reference = widen(reference, dtype).to(self.device).eval()
             model = self.model_class.from_config(self.config, dtype=dtype, device=self.device)

@@ -1,0 +1,33 @@
+"""Attention with soft-capped scores, which transformers' `sdpa` leaves uncapped in older versions, without a word.
+
+Its classes pass `softcap` to whichever kernel is chosen, and `sdpa`, the default, did not look at it. transformers says
+now that such classes have no `sdpa`; so does a family's class on an older one, and is then computed by `eager`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from functools import cache
+
+from transformers import PreTrainedModel
+from transformers.integrations import sdpa_attention
+
+
+@cache
+def sdpa_knows_soft_caps() -> bool:
+    """Whether the installed transformers refuses a soft cap that its `sdpa` would not apply."""
+    return "softcap" in inspect.getsource(sdpa_attention)
+
+
+def drops_soft_cap(upstream: type[PreTrainedModel]) -> bool:
+    """Whether a class of transformers would lose the soft cap of its attention scores under `sdpa`."""
+    if sdpa_knows_soft_caps() or not upstream._supports_sdpa:
+        return False
+    return "softcap=self." in inspect.getsource(sys.modules[upstream.__module__])
+
+
+def reference_attention(model_class: type[PreTrainedModel]) -> dict[str, str]:
+    """What to build the class with that a family's class is compared with: attention that drops no soft cap."""
+    upstream = getattr(model_class, "reference_class", lambda: model_class)()
+    return {"attn_implementation": "eager"} if drops_soft_cap(upstream) else {}

@@ -1,0 +1,46 @@
+"""Soft-capped attention is computed by a kernel that applies the cap, whatever transformers chooses."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import Gemma2ForCausalLM, LlamaForCausalLM
+
+from nrl_models.common import soft_cap
+from nrl_models.families.gemma2.model import Gemma2ForCausalLM as Ours
+from nrl_models.testing.case import FamilyCase
+from nrl_models.testing.tiny import tiny_config
+
+
+def test_the_cap_matters_and_is_applied() -> None:
+    case = FamilyCase(Ours)
+    inputs = case.inputs()
+    model, uncapped = case.model(), case.new_pair()[1]
+    for layer in uncapped.model.layers:
+        layer.self_attn.attn_logit_softcapping = None
+    with torch.no_grad():
+        capped = model(**inputs).logits
+        assert (uncapped(**inputs).logits - capped).abs().max() > 1e-3
+        model.set_attn_implementation("eager")
+        torch.testing.assert_close(model(**inputs).logits, capped, rtol=0, atol=1e-5)
+
+
+def test_classes_whose_sdpa_would_drop_it_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(soft_cap, "sdpa_knows_soft_caps", lambda: False)
+    monkeypatch.setattr(Gemma2ForCausalLM, "_supports_sdpa", True)
+    assert soft_cap.drops_soft_cap(Gemma2ForCausalLM)
+    assert not soft_cap.drops_soft_cap(LlamaForCausalLM)
+    assert soft_cap.reference_attention(Ours) == {"attn_implementation": "eager"}
+    later = Ours.__class__("Later", (Ours,), {"__module__": __name__})
+    assert later._supports_sdpa is False
+
+
+def test_nothing_is_changed_where_transformers_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(soft_cap, "sdpa_knows_soft_caps", lambda: True)
+    assert not soft_cap.drops_soft_cap(Gemma2ForCausalLM)
+    assert soft_cap.reference_attention(LlamaForCausalLM) == {}
+
+
+def test_our_class_never_chooses_a_kernel_that_drops_it() -> None:
+    config = tiny_config(Gemma2ForCausalLM.config_class)
+    assert Ours.from_config(config).config._attn_implementation == "eager"
