@@ -14,6 +14,7 @@ class Gemma3nFamily(SharedKeyValues, FamilyModel):
         hf.Gemma3nTextAttention: CombinedQKV,  # of queries alone in layers that share keys and values
         hf.Gemma3nTextMLP: CombinedGateUp,
     }
+    limits = {"tensor parallelism": "divided by transformers' plan it is not the model that one process computes"}
 
 
 Gemma3nForCausalLM = ModelClass = Gemma3nFamily.head(hf.Gemma3nForCausalLM, published=published.TEXT)

@@ -75,6 +75,7 @@ UPSTREAM_LACKS: Mapping[str, str] = {
     "cached decoding": "transformers' own model decodes other logits with a cache than without, or keeps none",
     "batch order": "transformers' own model gives a sequence with an image other logits in another row of the batch",
     "generate": "transformers' own `generate` asks the configuration for a token that it does not have",
+    "tensor parallelism": "divided by transformers' plan it is not the model that one process computes",
 }
 """Features that some of transformers' classes lack, and how."""
 
@@ -287,6 +288,7 @@ STANDARD: dict[str, Standard] = {
     "doge": Standard(
         ("DogeForCausalLM", "DogeForSequenceClassification"),
         {"DogeAttention": QKV, "DogeMLP": GATE_UP},
+        limits=lacks("tensor parallelism"),
         requires="transformers>=5.18",
     ),
     "dots1": Standard(("Dots1ForCausalLM",), {"Dots1Attention": QKV, "Dots1MLP": GATE_UP}),
@@ -399,7 +401,7 @@ STANDARD: dict[str, Standard] = {
             "Glm5NextTextAttention": ("q_a_proj kv_a_proj_with_mqa",),
             "Glm5NextTextIndexer": ("wk weights_proj",),
         },
-        limits=lacks("packed sequences"),
+        limits=lacks("packed sequences", "tensor parallelism"),
     ),
     "glm_moe_dsa": Standard(
         ("GlmMoeDsaForCausalLM",),
@@ -504,7 +506,7 @@ STANDARD: dict[str, Standard] = {
     "inkling": Standard(
         ("InklingForCausalLM",),
         {"InklingAttention": ("q_proj k_proj v_proj r_proj",)},
-        limits=lacks("packed sequences"),
+        limits=lacks("packed sequences", "tensor parallelism"),
     ),
     "inkling2": Standard(
         ("Inkling2ForCausalLM", "Inkling2ForConditionalGeneration"),
@@ -513,7 +515,7 @@ STANDARD: dict[str, Standard] = {
             "Inkling2FullAttention": ("q_proj r_proj gate_proj sink_proj",),
             "Inkling2VisionAttention": QKV,
         },
-        limits=lacks("packed sequences"),
+        limits=lacks("packed sequences", "tensor parallelism"),
         requires="transformers>=5.23",
     ),
     "instructblip": Standard(
@@ -590,7 +592,7 @@ STANDARD: dict[str, Standard] = {
     "llama4": Standard(
         ("Llama4ForCausalLM", "Llama4ForConditionalGeneration"),
         {"Llama4TextAttention": QKV, "Llama4TextMLP": GATE_UP, "Llama4VisionAttention": QKV},
-        limits=lacks("left padding", "packed sequences"),
+        limits=lacks("left padding", "packed sequences", "tensor parallelism"),
     ),
     "llava": Standard(("LlavaForConditionalGeneration",), {}, limits=lacks("packed sequences")),
     "llava_next": Standard(("LlavaNextForConditionalGeneration",), {}),
@@ -815,7 +817,7 @@ STANDARD: dict[str, Standard] = {
     "qwen3_omni_moe": Standard(
         ("Qwen3OmniMoeThinkerForConditionalGeneration",),
         {"Qwen3OmniMoeThinkerTextAttention": QKV},
-        limits=lacks("generate"),
+        limits=lacks("generate", "tensor parallelism"),
     ),
     "qwen3_vl": Standard(
         ("Qwen3VLForConditionalGeneration",),
@@ -827,7 +829,7 @@ STANDARD: dict[str, Standard] = {
         ("Qwen3VLMoeForConditionalGeneration",),
         {"Qwen3VLMoeTextAttention": QKV},
         mixins={"Qwen3VLMoeModel": "FreshPositions"},
-        limits=lacks("packed sequences"),
+        limits=lacks("packed sequences", "tensor parallelism"),
     ),
     "qwen4_exp": Standard(
         ("Qwen4ExpForCausalLM", "Qwen4ExpForConditionalGeneration"),
