@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -295,12 +297,18 @@ def divide_data(model: PreTrainedModel, sharding: Sharding) -> None:
     for module in model.modules():
         for parameter in module._parameters.values():
             owners.setdefault(id(parameter), set()).add(id(module))
-    for unit in reversed(units):  # those within others first
-        inside = {id(module) for module in unit.modules()}
-        # A weight that is tied to one elsewhere is gathered with what is around both.
-        if (ids := {id(one) for one in unit.parameters()}) and all(owners[one] <= inside for one in ids):
-            fully_shard(unit, reshard_after_forward=plan.reshard_after_forward, **options)
+    # Found before any is divided, which puts other parameters in place.
+    whole = [unit for unit in units if _keeps_its_weights(unit, owners)]
+    for unit in reversed(whole):  # those within others first
+        fully_shard(unit, reshard_after_forward=plan.reshard_after_forward, **options)
     fully_shard(model, reshard_after_forward=plan.reshard_after_forward, **options)
+
+
+def _keeps_its_weights(unit: nn.Module, owners: Mapping[int, set[int]]) -> bool:
+    """Whether no weight of a unit is tied to one elsewhere: that is gathered with what is around both."""
+    inside = {id(module) for module in unit.modules()}
+    ids = {id(parameter) for parameter in unit.parameters()}
+    return bool(ids) and all(owners[one] <= inside for one in ids)
 
 
 def _data_dim(parameter: nn.Parameter, ranks: int) -> int:
