@@ -11,13 +11,13 @@ import sys
 from functools import cache
 
 from transformers import PreTrainedModel
-from transformers.integrations import sdpa_attention
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 
 @cache
 def sdpa_knows_soft_caps() -> bool:
     """Whether the installed transformers refuses a soft cap that its `sdpa` would not apply."""
-    return "softcap" in inspect.getsource(sdpa_attention)
+    return "softcap" in inspect.getsource(ALL_ATTENTION_FUNCTIONS["sdpa"])
 
 
 def drops_soft_cap(upstream: type[PreTrainedModel]) -> bool:

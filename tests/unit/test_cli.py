@@ -226,9 +226,10 @@ def test_coverage_from_given_results(tmp_path: Path) -> None:
     result = runner.invoke(app, ["coverage", "--results", str(RESULTS), "--out", str(tmp_path / "pages")])
     assert result.exit_code == 0, result.output
     pages = {path.name: path.read_text() for path in (tmp_path / "pages").iterdir()}
-    assert pages.keys() == {"index.md", *(f"{family}.md" for family in registry.FAMILIES)}
+    assert pages.keys() == {"index.md", "overview.json", *(f"{family}.md" for family in registry.FAMILIES)}
     assert pages["index.md"] == (RESULTS.parent / "index.md").read_text()
-    assert f"wrote {len(pages)} pages" in result.output
+    assert pages["overview.json"] == (RESULTS.parent / "overview.json").read_text()
+    assert f"wrote {len(pages) - 1} pages" in result.output
 
 
 @pytest.mark.parametrize("content", [None, "no JSON", "[]", '{"results": [1]}'])
