@@ -343,7 +343,9 @@ def _stub_experts(model: nn.Module, setting: Setting, stack: ExitStack) -> dict[
         choices = setting.seq_len * setting.micro_batch * top_k * share
         found[module] = int(choices * (2 * hidden + 4 * features) * setting.compute.itemsize)
         computes = next(
-            cls for cls in type(module).__mro__ if "forward" in vars(cls) and cls.__module__ != styles.__name__
+            cls
+            for cls in type(module).__mro__
+            if "forward" in vars(cls) and cls.__module__ != styles.__name__ and "mixed_into" not in vars(cls)
         )
         stack.enter_context(mock.patch.object(computes, "forward", lambda self, hidden, *_, **__: hidden * 1))
     stack.enter_context(mock.patch.object(ExpertsOfThisRank, "forward", _exchanged))

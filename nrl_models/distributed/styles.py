@@ -331,7 +331,7 @@ def become(module: nn.Module, *mixins: type[nn.Module]) -> None:
 
 @cache
 def _mixed(cls: type[nn.Module], mixins: tuple[type[nn.Module], ...]) -> type[nn.Module]:
-    body = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    body = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__, "mixed_into": cls}
     mixed = type(cls.__name__, (*mixins, cls), body)
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
