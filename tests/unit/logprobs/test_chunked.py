@@ -232,3 +232,11 @@ def test_peak_memory_is_that_of_a_chunk() -> None:
             sum(one.sum() for one in found).backward()
         assert largest.elements <= max(chunk * VOCABULARY, count * HIDDEN)
         assert largest.elements < count * VOCABULARY / 4
+
+
+@pytest.mark.parametrize("token", [-1, VOCABULARY])
+def test_a_token_outside_the_vocabulary_is_refused(token: int) -> None:
+    given = tokens()
+    given[3] = token
+    with pytest.raises(ValueError, match=f"token ids {token} are outside .* vocabulary of {VOCABULARY}"):
+        chunked_statistics(hidden_states(), OutputHead(linear(0)), given, Sampling())
