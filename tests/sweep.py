@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nrl_models.common.saving import write_whole
+
 Outcome = dict[str, Any]
 
 
@@ -75,7 +77,5 @@ class Sweep:
         """Write outcomes, by architecture, and the page."""
         known = {name: outcomes[name] for name in self.everything if name in outcomes}
         content = {"versions": self.versions, "outcomes": known}
-        part = self.results.with_name(f".{self.results.name}.part")
-        part.write_text(json.dumps(content, indent=1) + "\n")
-        part.replace(self.results)
+        write_whole(self.results, json.dumps(content, indent=1) + "\n")
         self.write_page(content)

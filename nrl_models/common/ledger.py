@@ -9,6 +9,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from nrl_models.common.saving import write_whole
+
 CONSUMED = {
     "shapes": "the parameters",
     "outputs": "what a forward returns",
@@ -88,9 +90,7 @@ class Ledgers:
     def write(self, file: Path = FILE) -> None:
         """Write the file, a line for each kind of key of an architecture."""
         ledgers = {name: self.of[name].to_json() for name in sorted(self.of)}
-        aside = file.with_suffix(".partial")
-        aside.write_text(json.dumps({"transformers": self.transformers, "ledgers": ledgers}, indent=1) + "\n")
-        aside.replace(file)
+        write_whole(file, json.dumps({"transformers": self.transformers, "ledgers": ledgers}, indent=1) + "\n")
 
 
 def read_ledgers(file: Path = FILE) -> Ledgers:

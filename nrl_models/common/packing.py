@@ -56,6 +56,11 @@ def keep_documents_apart(forward: Forward) -> Forward:
     return with_documents_apart
 
 
+def word_positions(attention_mask: torch.Tensor) -> torch.Tensor:
+    """Positions that count words alone, whichever side is padded: `(batch, length)`, zero before the first word."""
+    return (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
+
+
 def _is_2d(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.ndim == 2
 

@@ -111,6 +111,13 @@ def _umask() -> int:
     return mask
 
 
+def write_whole(file: Path, content: str | bytes) -> None:
+    """Write beside a file, then rename: what is there is always whole, whenever the process dies."""
+    beside = file.with_name(f".{file.name}.part")
+    beside.write_bytes(content.encode() if isinstance(content, str) else content)
+    beside.replace(file)
+
+
 def separate_storages(state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The same tensors, each seen as a storage of its own over the same memory: nothing is copied.
 

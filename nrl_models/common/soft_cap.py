@@ -27,7 +27,6 @@ def drops_soft_cap(upstream: type[PreTrainedModel]) -> bool:
     return "softcap=self." in inspect.getsource(sys.modules[upstream.__module__])
 
 
-def reference_attention(model_class: type[PreTrainedModel]) -> dict[str, str]:
-    """What to build the class with that a family's class is compared with: attention that drops no soft cap."""
-    upstream = getattr(model_class, "reference_class", lambda: model_class)()
+def reference_attention(upstream: type[PreTrainedModel]) -> dict[str, str]:
+    """What to build a class of transformers with that is compared with: attention that drops no soft cap."""
     return {"attn_implementation": "eager"} if drops_soft_cap(upstream) else {}

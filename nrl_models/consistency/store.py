@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +12,7 @@ import safetensors.torch
 import torch
 from safetensors import SafetensorError, safe_open
 
+from nrl_models.common.saving import write_whole
 from nrl_models.consistency.cells import Cell
 from nrl_models.errors import ConsistencyError
 
@@ -53,7 +53,7 @@ class Store:
                     + "\nChoose another folder (--out), or discard them (--fresh)."
                 )
         folder.mkdir(parents=True, exist_ok=True)
-        _write(file, json.dumps(wanted, indent=1).encode())
+        write_whole(file, json.dumps(wanted, indent=1))
 
     def load(self, cell: Cell, repeat: int) -> dict[str, torch.Tensor]:
         """What is there of one repeat of a cell; empty if nothing, or if the file is damaged."""
@@ -68,7 +68,7 @@ class Store:
 
     def save(self, cell: Cell, repeat: int, arrays: Mapping[str, torch.Tensor]) -> None:
         """Write what is known of one repeat of a cell, in place of what was there."""
-        _write(
+        write_whole(
             self._file(cell, repeat), safetensors.torch.save({name: one.contiguous() for name, one in arrays.items()})
         )
 
@@ -79,7 +79,7 @@ class Store:
 
     def save_note(self, name: str, content: Any) -> None:
         """Write a JSON note."""
-        _write(self.folder / f"{name}.json", json.dumps(content, indent=1).encode())
+        write_whole(self.folder / f"{name}.json", json.dumps(content, indent=1))
 
     def _file(self, cell: Cell, repeat: int) -> Path:
         return self.folder / f"{cell.key}-{repeat}.safetensors"
@@ -90,10 +90,3 @@ def _read_json(file: Path) -> Any:
         return json.loads(file.read_text())
     except ValueError as error:
         raise ConsistencyError(f"{file} is damaged ({error}): delete it, or start anew with --fresh") from error
-
-
-def _write(file: Path, content: bytes) -> None:
-    """Write beside, then rename: what is there is always whole."""
-    beside = file.with_name(file.name + ".part")
-    beside.write_bytes(content)
-    os.replace(beside, file)

@@ -13,11 +13,10 @@ The two are Megatron-LM's `f` and `g` (https://arxiv.org/abs/1909.08053).
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, wraps
 from typing import Any
 
 import torch
@@ -331,14 +330,10 @@ def become(module: nn.Module, *mixins: type[nn.Module]) -> None:
 
 @cache
 def _mixed(cls: type[nn.Module], mixins: tuple[type[nn.Module], ...]) -> type[nn.Module]:
-    body = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__, "mixed_into": cls}
-    mixed = type(cls.__name__, (*mixins, cls), body)
-
+    @wraps(cls.forward)  # `generate` and trainers look for what a model takes
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return super(mixed, self).forward(*args, **kwargs)
 
-    # `generate` and trainers look for what a model takes.
-    forward.__signature__ = inspect.signature(cls.forward)  # type: ignore[attr-defined]
-    forward.__doc__ = cls.forward.__doc__
-    mixed.forward = forward  # type: ignore[attr-defined]
+    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    mixed = type(cls.__name__, (*mixins, cls), names | {"forward": forward, "mixed_into": cls})
     return mixed

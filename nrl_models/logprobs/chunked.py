@@ -312,8 +312,8 @@ class _Chunked(torch.autograd.Function):
                     if ctx.entropy:
                         factor = logs.add_(entropies[rows, None]).mul_(of_entropy[rows, None]).neg_().add_(factor)
                 gradient.exp_().mul_(factor)
-                inside = ((tokens[rows] >= columns.start) & (tokens[rows] < columns.stop)).nonzero()[:, 0]
-                gradient[inside, tokens[rows][inside] - columns.start] += of_logprobs[rows][inside]
+                inside, places = _within(tokens[rows], columns)
+                gradient[inside, places] += of_logprobs[rows][inside]
                 if isinstance(slope, torch.Tensor) or slope != 1.0:
                     gradient.mul_(slope)
                 if needs_bias:
@@ -335,6 +335,12 @@ def _tile_shape(count: int, vocabulary: int, elements: int) -> tuple[int, int]:
     return block, max(1, min(vocabulary, elements // block))
 
 
+def _within(tokens: torch.Tensor, columns: slice) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which of the tokens are in a tile of the vocabulary, and where in it."""
+    inside = ((tokens >= columns.start) & (tokens < columns.stop)).nonzero()[:, 0]
+    return inside, tokens[inside] - columns.start
+
+
 def _reduce_by_tiles(
     logits_of: _Logits,
     hidden: torch.Tensor,
@@ -354,8 +360,8 @@ def _reduce_by_tiles(
         total, picked = torch.zeros_like(largest), torch.zeros_like(largest)
         for columns in _slices(vocabulary, tile):
             logits = logits_of(hidden[rows], columns)
-            inside = ((tokens[rows] >= columns.start) & (tokens[rows] < columns.stop)).nonzero()[:, 0]
-            picked[inside] = logits[inside, tokens[rows][inside] - columns.start]
+            inside, places = _within(tokens[rows], columns)
+            picked[inside] = logits[inside, places]
             larger = torch.maximum(largest, logits.amax(1))
             total.mul_((largest - larger).exp_()).add_(logits.sub_(larger[:, None]).exp_().sum(1))
             largest = larger

@@ -19,7 +19,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,7 @@ from world import RanksFailedError, RanksLostError, World
 
 from nrl_models import registry
 from nrl_models.onboarding.sharded import AGREES, ORDER, RESULTS, status
+from nrl_models.quirks.quirk import installed
 from nrl_models.testing.mutants.run import architectures_in_order
 from tests.sweep import Outcome, Sweep
 
@@ -62,13 +62,8 @@ def write_pages() -> None:
 
 def versions() -> dict[str, str]:
     """Of what decides the results."""
-    found = {}
-    for package in ("torch", "transformers", "bitsandbytes", "peft"):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
+    packages = ("torch", "transformers", "bitsandbytes", "peft")
+    return {package: found for package in packages if (found := installed(package))}
 
 
 def worsened(before: Outcome, now: Outcome) -> str:

@@ -183,9 +183,10 @@ def tiny_model(architecture: str, overrides: dict[str, Any] | None = None) -> Pr
     reference = model_class.reference_class()
     default = reference.config_class()
     words = default.get_text_config()
-    latent = LATENT if hasattr(words, "kv_lora_rank") else {}
-    if words is not default:
-        latent = {key: latent for key in default.sub_configs if getattr(default, key) is words and latent}
+    latent: dict[str, Any] = {}
+    if hasattr(words, "kv_lora_rank"):
+        part = next((key for key in default.sub_configs if getattr(default, key) is words), None)
+        latent = {part: LATENT} if part else LATENT
     values = {**model_class.tiny, **latent, **OVERRIDES.get(architecture, {}), **(overrides or {})}
     config = tiny_config(reference.config_class, values, reference)
     torch.manual_seed(0)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from nrl_models.common.packing import word_positions
 from nrl_models.testing.case import FamilyCase
 
 LENGTH = 40
@@ -47,7 +48,7 @@ def _padded(case: FamilyCase) -> torch.Tensor:
     input_ids = case.inputs(length=LENGTH, images=False, seed=8)["input_ids"]
     mask = torch.ones_like(input_ids)
     mask[0, : LENGTH // 2] = 0
-    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    positions = word_positions(mask)
     logits = case.model()(input_ids=input_ids, attention_mask=mask, position_ids=positions).logits
     return logits[mask.bool()] if logits.ndim == 3 else logits
 

@@ -21,6 +21,7 @@ import pytest
 import torch
 from transformers.utils import logging
 
+from nrl_models.common.saving import write_whole
 from nrl_models.errors import UnknownArchitectureError
 from nrl_models.testing.case import FamilyCase
 from nrl_models.testing.features import SUITE
@@ -296,6 +297,4 @@ class Results:
         stands_for = {mutant.name: mutant.stands_for for mutant in CATALOGUE}
         content = {"versions": versions, "mutants": stands_for, "architectures": architectures}
         file.parent.mkdir(parents=True, exist_ok=True)
-        part = file.with_name(f".{file.name}.part")
-        part.write_text(json.dumps(content, indent=1) + "\n")
-        part.replace(file)
+        write_whole(file, json.dumps(content, indent=1) + "\n")

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 import pytest
 import torch
 
+from nrl_models.common.packing import word_positions
 from nrl_models.common.routing import replay_routing
 from nrl_models.parity.images import in_order
 from nrl_models.parity.noise import logits_and_routing, logits_of
@@ -39,7 +40,7 @@ def check_padding(case: FamilyCase, place: Callable[[int, int], slice]) -> None:
     for row, document in enumerate(documents):
         where = place(room, len(document))
         input_ids[row, where], mask[row, where] = document, 1
-    position_ids = (mask.cumsum(-1) - 1).clamp(min=0)
+    position_ids = word_positions(mask)
     with torch.no_grad():
         logits = model(input_ids=input_ids, attention_mask=mask, position_ids=position_ids, use_cache=False).logits
     for row, expected in enumerate(logits_alone(case, documents)):
@@ -79,7 +80,7 @@ def with_positions(case: FamilyCase, inputs: dict[str, torch.Tensor]) -> list[di
     """The batch with positions that count its words alone; none for a model that takes no positions."""
     if "position_ids" not in inspect.signature(case.reference_class.forward).parameters:
         return []
-    return [inputs | {"position_ids": (inputs["attention_mask"].cumsum(-1) - 1).clamp(min=0)}]
+    return [inputs | {"position_ids": word_positions(inputs["attention_mask"])}]
 
 
 @proves("packed sequences")

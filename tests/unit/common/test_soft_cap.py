@@ -30,7 +30,7 @@ def test_classes_whose_sdpa_would_drop_it_are_known(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(Gemma2ForCausalLM, "_supports_sdpa", True)
     assert soft_cap.drops_soft_cap(Gemma2ForCausalLM)
     assert not soft_cap.drops_soft_cap(LlamaForCausalLM)
-    assert soft_cap.reference_attention(Ours) == {"attn_implementation": "eager"}
+    assert soft_cap.reference_attention(Ours.reference_class()) == {"attn_implementation": "eager"}
     later = Ours.__class__("Later", (Ours,), {"__module__": __name__})
     assert later._supports_sdpa is False
 
