@@ -18,12 +18,17 @@ from nrl_models.common.combined import is_at
 from nrl_models.common.state_dict_adapter import StateDictAdapter
 from nrl_models.common.tracing import Trace, trace_linears
 from nrl_models.errors import in_words
-from nrl_models.parity.inputs import inputs_for, takes_images
+from nrl_models.parity.images import PIXELS, Inputs, takes_images
+from nrl_models.parity.inputs import inputs_for
+from nrl_models.parity.sounds import SOUNDS, takes_sounds
 from nrl_models.testing.case import randomise
 from nrl_models.testing.tiny import find_tiny
 
-AUDIO = {"input_features", "input_values", "audio_input_ids", "audio_input_features"}
+AUDIO = {*SOUNDS, "audio_input_ids", "audio_input_features"}
 """What arguments that hold sound are called."""
+
+MEDIA = {"images": PIXELS, "sounds": SOUNDS}
+"""What a model may read beside text, and the arguments that hold it."""
 
 STEPS = ("configuration", "build", "text", "images", "backward")
 """What is done with a class, in this order."""
@@ -36,7 +41,7 @@ class Detection:
     Args:
         architecture: its name.
         model_type: of its configuration.
-        modalities: what the tiny model ran on: `text`, `images` (with text), or both.
+        modalities: what the tiny model ran on: `text` alone, and `images` and `sounds` (with text).
         parameters: how many the tiny model has.
         needs: what had to be added to the configuration for the class to build and run, in words.
         groups: for each layer class, as `module:Class`, the groups of its linears that read one input and can be
@@ -110,7 +115,7 @@ def detect(
             randomise(model)  # zeros would keep a gated image, say, from the logits
         found["parameters"] = sum(parameter.numel() for parameter in model.parameters())
         step = "text"
-        multimodal = takes_images(model)
+        multimodal = takes_images(model) or takes_sounds(model)
         try:
             trace = _run(model, images=False)
             found["modalities"] = ("text",)
@@ -121,10 +126,12 @@ def detect(
         if multimodal:
             step = "images"
             trace = _run(model, images=True)
-            if not _images_matter(model):
-                raise ValueError("the logits do not depend on the image: its tokens are not known")
-            found["modalities"] = (*found.get("modalities", ()), "images")
-        if AUDIO & set(inspect.signature(model.forward).parameters):
+            inputs = inputs_for(model)
+            media = [kind for kind, arguments in MEDIA.items() if set(arguments) & set(inputs)]
+            if media and not _media_matter(model, inputs):
+                raise ValueError(f"the logits do not depend on {' and '.join(media)}: their tokens are not known")
+            found["modalities"] = (*found.get("modalities", ()), *media)
+        if AUDIO & set(inspect.signature(model.forward).parameters) and "sounds" not in found["modalities"]:
             found["note"] = "; ".join([*filter(None, [found.get("note")]), "takes sound, which was not tried"])
         found |= _by_class(model, trace)
         step = "backward"
@@ -150,10 +157,14 @@ def _run(model: PreTrainedModel, *, images: bool) -> Trace:
 
 
 @torch.no_grad()
-def _images_matter(model: PreTrainedModel) -> bool:
-    inputs = inputs_for(model)
-    others = {name: value + 1.0 if value.is_floating_point() else value for name, value in inputs.items()}
-    return not torch.equal(model(**inputs).logits, model(**others).logits)
+def _media_matter(model: PreTrainedModel, inputs: Inputs) -> bool:
+    """Whether each image and each sound, changed alone, changes the logits."""
+    logits = model(**inputs).logits
+    return not any(
+        torch.equal(logits, model(**inputs | {name: value + torch.randn_like(value)}).logits)
+        for name, value in inputs.items()
+        if value.is_floating_point() and name in (*PIXELS, *SOUNDS)
+    )
 
 
 def _by_class(model: nn.Module, trace: Trace) -> dict[str, Any]:

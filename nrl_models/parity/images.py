@@ -173,7 +173,7 @@ COMPANIONS: dict[str, tuple[Callable[[Geometry, Shape], torch.Tensor], ...]] = {
 
 def accepts_images(model: PreTrainedModel) -> bool:
     """Whether the model's forward has an argument for images."""
-    return any(name in _parameters(model.forward) for name in PIXELS)
+    return any(name in parameters_of(model.forward) for name in PIXELS)
 
 
 def takes_images(model: PreTrainedModel) -> bool:
@@ -197,9 +197,9 @@ def image_inputs(model: PreTrainedModel, inputs: Inputs, generator: torch.Genera
     """
     text = inputs.get("input_ids", inputs.get("decoder_input_ids"))
     geometry = Geometry.of(model.config, *text.shape)
-    forward = _parameters(model.forward)
+    forward = parameters_of(model.forward)
     method = _feature_method(model)
-    known = _parameters(method or model.forward)
+    known = parameters_of(method or model.forward)
     pixels = next((name for name in PIXELS if name in known), None) or next(name for name in PIXELS if name in forward)
     failures: dict[str, str] = {}
     for shape in geometry.layouts(pixels, known):
@@ -212,7 +212,7 @@ def image_inputs(model: PreTrainedModel, inputs: Inputs, generator: torch.Genera
                 if method is None:
                     result = _without_method(model, inputs, {k: v for k, v in image.items() if k in forward})
                 else:
-                    count = _token_count(_run(model, method, image | _settings(model.config, known)), len(text))
+                    count = token_count(run_on(model, method, image | _settings(model.config, known)), len(text))
                     given = {name: value for name, value in image.items() if name in forward}
                     result = inputs | given | {"input_ids": _with_tokens(model.config, text, count)}
             except Exception as error:
@@ -244,7 +244,8 @@ def in_order(inputs: Inputs, order: torch.Tensor) -> Inputs:
     return {name: value if name == "image_token_pooling" else moved(value) for name, value in inputs.items()}
 
 
-def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+def parameters_of(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    """The parameters of a function or method, by name."""
     return dict(inspect.signature(function).parameters)
 
 
@@ -274,7 +275,8 @@ def _companions(known: dict[str, inspect.Parameter], g: Geometry, shape: Shape) 
 
 
 @torch.no_grad()
-def _run(model: PreTrainedModel, function: Callable[..., Any], arguments: Inputs) -> Any:
+def run_on(model: PreTrainedModel, function: Callable[..., Any], arguments: Inputs) -> Any:
+    """What `function` of `model` returns for tensors moved to the model's device, and of its dtype."""
     return function(
         **{
             name: value.to(model.device, model.dtype if value.is_floating_point() else None)
@@ -291,17 +293,17 @@ def _without_method(model: PreTrainedModel, inputs: Inputs, image: Inputs) -> In
     result = inputs | image
     if "input_ids" in inputs:
         keys = ("mm_tokens_per_image", "image_seq_length", "num_image_tokens", "num_query_tokens")
-        if image_token(config) is not None and (count := _token(config, keys)):
+        if image_token(config) is not None and (count := first_token(config, keys)):
             result["input_ids"] = _with_tokens(config, inputs["input_ids"], count)
-    if "image_embeds_position_mask" in _parameters(model.forward):
+    if "image_embeds_position_mask" in parameters_of(model.forward):
         result["image_embeds_position_mask"] = torch.zeros_like(result["input_ids"])
         result["image_embeds_position_mask"][:, 3 : 3 + config.latent_query_num] = 1
-    _run(model, model, result)
+    run_on(model, model, result)
     return result
 
 
-def _token_count(features: Any, images: int) -> int:
-    """How many tokens each of `images` images is, from what `get_image_features` returned for them."""
+def token_count(features: Any, images: int) -> int:
+    """How many tokens each of `images` images (or sounds) is, from what was returned as features of all of them."""
     deep = getattr(features, "deepstack_features", None)
     if hasattr(features, "pooler_output"):
         features = next(
@@ -329,10 +331,11 @@ WORDS_BEFORE, WORDS_AFTER = 3, 5
 
 def image_token(config: PreTrainedConfig) -> int | None:
     """The id that stands for a piece of an image; None if the model has none."""
-    return _token(config, IMAGE_TOKENS)
+    return first_token(config, IMAGE_TOKENS)
 
 
-def _token(config: PreTrainedConfig, keys: Collection[str]) -> int | None:
+def first_token(config: PreTrainedConfig, keys: Collection[str]) -> int | None:
+    """The first of the ids under these keys that the configuration has."""
     return next((value for key in keys if type(value := getattr(config, key, None)) is int), None)
 
 
@@ -345,6 +348,6 @@ def _with_tokens(config: PreTrainedConfig, input_ids: torch.Tensor, count: int) 
     end = WORDS_BEFORE + count
     input_ids[:, WORDS_BEFORE:end] = token
     for keys, place in ((BEFORE_IMAGE, WORDS_BEFORE - 1), (AFTER_IMAGE, end)):
-        if (mark := _token(config, keys)) is not None:
+        if (mark := first_token(config, keys)) is not None:
             input_ids[:, place] = mark
     return input_ids

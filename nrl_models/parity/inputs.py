@@ -1,4 +1,4 @@
-"""Random inputs of the kind a model takes: text alone, or text with images."""
+"""Random inputs of the kind a model takes: text alone, or text with images and sounds."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from nrl_models.common.configurations import all_values
 from nrl_models.parity.images import Inputs, accepts_images, image_inputs, image_token, takes_images
+from nrl_models.parity.sounds import sound_inputs, sound_token
 
 __all__ = ["FIRST_WORD", "Inputs", "count_words", "inputs_for", "takes_images", "written"]
 
@@ -32,8 +33,8 @@ def inputs_for(
         model: the model. One that takes images is run on one, to see in which form.
         batch: number of sequences.
         length: tokens in each, images included; more where an image alone is as long.
-        images: whether to put an image in each sequence (of a model that accepts them); None puts one wherever the
-            model has a tower for it.
+        images: whether to put an image (and a sound) in each sequence of a model that accepts them; None puts one
+            wherever the model has a tower for it.
         labels: whether to add labels for the loss.
         seed: of the random numbers.
 
@@ -46,9 +47,12 @@ def inputs_for(
     # Some take words for a decoder if they are built around a model with an encoder, which they need not be.
     sequences = ("input_ids", "decoder_input_ids") if has_encoder(config) else ("input_ids",)
     result: Inputs = {name: _words(config, (batch, length), generator) for name in sequences if name in forward}
+    sounds = images is not False
     images = takes_images(model) if images is None else images and accepts_images(model)
     if images:
         result = image_inputs(model, result, generator)
+    if sounds:
+        result = sound_inputs(model, result, generator) or result
     if labels:
         result["labels"] = _labels(model, written(result), generator)
     token = image_token(config)
@@ -98,5 +102,8 @@ def _labels(model: PreTrainedModel, input_ids: torch.Tensor, generator: torch.Ge
         return torch.randint(0, config.num_labels, (len(input_ids),), generator=generator)
     if name.endswith("ForTokenClassification"):
         return torch.randint(0, config.num_labels, tuple(input_ids.shape), generator=generator)
-    token = image_token(config)
-    return input_ids.clone() if token is None else input_ids.masked_fill(input_ids == token, -100)
+    labels = input_ids.clone()
+    for token in (image_token(config), sound_token(config)):
+        if token is not None:
+            labels[labels == token] = -100
+    return labels

@@ -25,7 +25,7 @@ SIZES: dict[str, Any] = _by_key(
         # Words, special tokens (FIRST_SPECIAL and up), and some places that a head leaves out.
         512: "vocab_size vocab_size_per_layer_input decoder_vocab_size encoder_hash_byte_group_vocab",
         504: "unpadded_vocab_size",
-        64: "codebook_size num_embeddings kv_lora_rank",
+        64: "codebook_size num_embeddings kv_lora_rank max_source_positions",
         WIDTH: """hidden_size d_model n_embd dim_model attention_hidden_size hidden_size_global
             max_position_embeddings n_positions n_ctx max_seq_len model_max_length""",
         384: """intermediate_size ffn_dim d_ff dff dim_ff encoder_ffn_dim decoder_ffn_dim n_inner d_inner mlp_dim

@@ -438,10 +438,14 @@ STANDARD: dict[str, Standard] = {
         requires="transformers>=5.23",
     ),
     "granite_speech": Standard(
-        ("GraniteSpeechForConditionalGeneration",), {}, limits=lacks("activation checkpointing")
+        ("GraniteSpeechForConditionalGeneration",),
+        {"GraniteSpeechConformerAttention": ("to_q to_kv",)},
+        limits=lacks("activation checkpointing"),
     ),
     "granite_speech_plus": Standard(
-        ("GraniteSpeechPlusForConditionalGeneration",), {}, limits=lacks("activation checkpointing")
+        ("GraniteSpeechPlusForConditionalGeneration",),
+        {"GraniteSpeechPlusConformerAttention": ("to_q to_kv",)},
+        limits=lacks("activation checkpointing"),
     ),
     "granite_swa": Standard(("GraniteSWAForCausalLM",), {"GraniteSWAAttention": QKV, "GraniteSWAMLP": GATE_UP}),
     "granitemoe": Standard(("GraniteMoeForCausalLM",), {"GraniteMoeAttention": QKV}, limits=lacks("packed sequences")),
@@ -808,7 +812,7 @@ STANDARD: dict[str, Standard] = {
         ("Qwen2MoeForCausalLM", "Qwen2MoeForSequenceClassification", "Qwen2MoeForTokenClassification"),
         {"Qwen2MoeAttention": QKV, "Qwen2MoeMLP": GATE_UP},
     ),
-    "qwen3_asr": Standard(("Qwen3ASRForConditionalGeneration",), {}),
+    "qwen3_asr": Standard(("Qwen3ASRForConditionalGeneration",), {"Qwen3ASRAudioAttention": QKV}),
     "qwen3_next": Standard(
         ("Qwen3NextForCausalLM", "Qwen3NextForSequenceClassification", "Qwen3NextForTokenClassification"),
         {"Qwen3NextGatedDeltaNet": ("in_proj_qkvz in_proj_ba",), "Qwen3NextMLP": GATE_UP, "Qwen3NextAttention": QKV},
@@ -816,7 +820,7 @@ STANDARD: dict[str, Standard] = {
     ),
     "qwen3_omni_moe": Standard(
         ("Qwen3OmniMoeThinkerForConditionalGeneration",),
-        {"Qwen3OmniMoeThinkerTextAttention": QKV},
+        {"Qwen3OmniMoeThinkerTextAttention": QKV, "Qwen3OmniMoeAudioAttention": QKV},
         limits=lacks("generate", "tensor parallelism"),
     ),
     "qwen3_vl": Standard(
@@ -916,7 +920,11 @@ STANDARD: dict[str, Standard] = {
         limits=reads_apart("left padding", "right padding", "packed sequences", "cached decoding"),
     ),
     "vit": Standard((), {"ViTAttention": QKV}),
-    "voxtral": Standard(("VoxtralForConditionalGeneration",), {}),
+    "voxtral": Standard(
+        ("VoxtralForConditionalGeneration",),
+        {},
+        tiny={"audio_token_id": 480, "audio_config": {"intermediate_size": 512}},
+    ),
     "xglm": Standard(("XGLMForCausalLM",), {"XGLMAttention": QKV}, limits=lacks("packed sequences")),
     "xlm": Standard(
         ("XLMWithLMHeadModel",),

@@ -287,7 +287,7 @@ MUTANTS = (
         "cache not used",
         "an attention that attends to the new word alone",
         InModules(_attends("past_key_values"), _without("past_key_values")),
-        ("test_cached_decode",),
+        ("test_cached_decode", "test_decoded_steps"),
     ),
     Mutant(
         "keys and values of another layer",

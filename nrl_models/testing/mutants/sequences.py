@@ -111,7 +111,7 @@ MUTANTS = (
         "a stale cache returned",
         "what a step computes is not in the cache that the next one gets",
         InCode(lambda case: _takes("past_key_values")(case) and case.model().can_generate(), _stale_cache, probed=True),
-        ("test_cached_decode",),
+        ("test_cached_decode", "test_decoded_steps"),
     ),
     Mutant(
         "routing recorded and not replayed",

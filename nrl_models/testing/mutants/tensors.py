@@ -214,7 +214,9 @@ def _no_names(model: nn.Module, state_dict: Mapping[str, torch.Tensor], prefix: 
 
 
 def _everything_tied_apart(case: FamilyCase) -> list[Patch]:
-    return [(case.model_class, "tie_weights", lambda self, *args, **kwargs: None)]
+    # A model within may tie what it is built with itself.
+    owners = {case.model_class} | {type(one) for one in case.model().modules() if isinstance(one, PreTrainedModel)}
+    return [(owner, "tie_weights", lambda self, *args, **kwargs: None) for owner in owners]
 
 
 MUTANTS = (

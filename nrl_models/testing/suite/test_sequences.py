@@ -7,10 +7,12 @@ from collections.abc import Callable, Mapping
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from nrl_models.common.packing import word_positions
 from nrl_models.common.routing import replay_routing
 from nrl_models.parity.images import in_order
+from nrl_models.parity.inputs import FIRST_WORD
 from nrl_models.parity.noise import logits_and_routing, logits_of
 from nrl_models.testing.case import FamilyCase
 from nrl_models.testing.features import proves
@@ -178,6 +180,36 @@ def test_cached_decode(family_case: FamilyCase) -> None:
             )
             steps.append(output.logits)
     assert_close(torch.cat(steps, dim=1), full, scale=10)
+
+
+@proves("generate")
+def test_decoded_steps(family_case: FamilyCase) -> None:
+    """Each step with a cache has the reference's logits, after images too, and where it reads another sequence."""
+    if not family_case.model().can_generate():
+        pytest.skip("does not generate")
+    inputs = family_case.inputs(length=12)
+    try:
+        expected = decoded_steps(family_case.reference(), inputs)
+    except Exception as error:
+        pytest.skip(f"transformers' own class takes no steps with a cache: {type(error).__name__}")
+    for actual, step in zip(decoded_steps(family_case.model(), inputs), expected, strict=True):
+        assert_close(actual, step, scale=10)
+
+
+@torch.no_grad()
+def decoded_steps(model: PreTrainedModel, inputs: Mapping[str, torch.Tensor], steps: int = 3) -> list[torch.Tensor]:
+    """Logits of a first forward, and of single words after it that see it through its cache alone."""
+    prefix = "decoder_" if "decoder_input_ids" in inputs else ""
+    # An encoder's sequence is read anew, and what its keys and values are is in the cache.
+    again = {name: value for name, value in inputs.items() if not name.startswith(prefix)} if prefix else {}
+    output = model(**inputs, use_cache=True)
+    logits = [output.logits]
+    for step in range(steps):
+        word = torch.full_like(inputs[f"{prefix}input_ids"][:, :1], FIRST_WORD + 1 + step)
+        next_word = {f"{prefix}input_ids": word, "past_key_values": output.past_key_values}
+        output = model(**again, **next_word, use_cache=True)
+        logits.append(output.logits)
+    return logits
 
 
 @proves("generate")

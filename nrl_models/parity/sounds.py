@@ -1,0 +1,96 @@
+"""Random sounds, in whatever form a model that hears takes them.
+
+Like images (`nrl_models/parity/images.py`): what a model wants is read off the names of the arguments of its
+`get_audio_features`, how many tokens a sound is off what that returns, and layouts that no name tells of are tried.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from nrl_models.common.configurations import parts
+from nrl_models.parity.images import Inputs, first_token, parameters_of, run_on, token_count
+
+SOUNDS = ("input_features", "input_values")
+"""What the argument that holds a sound is called."""
+
+MASKS = ("input_features_mask", "feature_attention_mask", "padding_mask", "input_values_mask")
+"""What says which frames are a sound and which are padding."""
+
+SOUND_TOKENS = ("audio_token_id", "audio_token_index")
+WORDS_AFTER = 4
+
+
+def sound_token(config: PreTrainedConfig) -> int | None:
+    """The id that stands for a piece of a sound; None if the model has none."""
+    return first_token(config, SOUND_TOKENS)
+
+
+def takes_sounds(model: PreTrainedModel) -> bool:
+    """Whether the model's forward has an argument for sounds, and the model a token and a method for them."""
+    named = any(name in parameters_of(model.forward) for name in SOUNDS)
+    return named and _feature_method(model) is not None and sound_token(model.config) is not None
+
+
+def sound_inputs(model: PreTrainedModel, inputs: Inputs, generator: torch.Generator) -> Inputs | None:
+    """`inputs` with one random sound for each sequence, its tokens before the last four words.
+
+    Args:
+        model: the model; it is run on sounds alone to see what it takes.
+        inputs: of text, perhaps with images; `input_ids` become longer by a sound's tokens.
+        generator: of the random numbers.
+
+    Returns:
+        The inputs, floating-point ones in fp32; None if the model takes no sounds, or in a form that is not known.
+    """
+    if not takes_sounds(model) or "input_ids" not in inputs:
+        return None
+    method = _feature_method(model)
+    forward, known = parameters_of(model.forward), parameters_of(method)
+    if (name := next((one for one in SOUNDS if one in known and one in forward), None)) is None:
+        return None
+    batch = len(inputs["input_ids"])
+    for shape, frames in _layouts(model.config, batch):
+        sound = {name: torch.randn(shape, generator=generator)}
+        sound |= {mask: torch.ones(batch, frames, dtype=torch.long) for mask in MASKS if mask in known}
+        try:
+            count = token_count(run_on(model, method, sound), batch)
+            given = {key: value for key, value in sound.items() if key in forward}
+            result = inputs | given | {"input_ids": _with_tokens(model.config, inputs["input_ids"], count)}
+            run_on(model, model, result)
+        except Exception:  # another layout, then
+            continue
+        return result
+    return None
+
+
+def _feature_method(model: PreTrainedModel) -> Any:
+    owners = (model.base_model, model)
+    return next((one.get_audio_features for one in owners if hasattr(one, "get_audio_features")), None)
+
+
+def _layouts(config: PreTrainedConfig, batch: int) -> Iterator[tuple[tuple[int, ...], int]]:
+    """Shapes that sounds may have, and the frames in each: as many as a tower has places for, or some."""
+    for part in parts(config).values():
+        values = vars(part)
+        if samples := getattr(part, "samples_per_token", None):  # the wave itself
+            yield (batch, 4 * samples), 4 * samples
+        width = next((values[key] for key in ("num_mel_bins", "input_dim", "feature_size") if key in values), None)
+        if width is None or part is config.get_text_config():
+            continue
+        places, window = values.get("max_source_positions"), values.get("n_window")
+        for frames in (*filter(None, [window and 2 * window, places and 2 * places]), 48):
+            yield (batch, width, frames), frames
+            yield (batch, frames, width), frames
+
+
+def _with_tokens(config: PreTrainedConfig, input_ids: torch.Tensor, count: int) -> torch.Tensor:
+    words, last = input_ids[:, :-WORDS_AFTER], input_ids[:, -WORDS_AFTER:]
+    marks = first_token(config, ("audio_start_token_id",)), first_token(config, ("audio_end_token_id",))
+    sound = [marks[0], *[sound_token(config)] * count, marks[1]]
+    between = torch.tensor([one for one in sound if one is not None]).expand(len(input_ids), -1)
+    return torch.cat([words, between, last], dim=1)
