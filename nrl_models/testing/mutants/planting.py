@@ -7,6 +7,7 @@ configuration otherwise than transformers does, when it is built and when it run
 
 from __future__ import annotations
 
+import copy
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -110,9 +111,11 @@ class InModules(Bug):
         """With the modules wrong in the models that the case has built, and in those built meanwhile."""
         model_class = case.model_class
         with ExitStack() as stack:
-            ours = {new for module in case.reference().modules() if (new := model_class.rewrite_of(type(module)))}
+            right = list(case.reference().modules())
+            ours = {new for module in right if (new := model_class.rewrite_of(type(module)))}
             made: dict[type, type] = {}
             for model in case.built_models():
+                _keep_apart(model, right)
                 for module, wrong_class in self._wrong_classes(model, ours, made, stack):
                     stack.callback(setattr, module, "__class__", type(module))
                     module.__class__ = wrong_class
@@ -121,6 +124,7 @@ class InModules(Bug):
             @functools.wraps(original)
             def init(model: Any, *args: Any, **kwargs: Any) -> None:
                 original(model, *args, **kwargs)
+                _keep_apart(model, right)
                 for module, wrong_class in self._wrong_classes(model, ours, made, stack):
                     module.__class__ = wrong_class
 
@@ -152,6 +156,15 @@ class InModules(Bug):
                 made[layer] = planted.subclass(layer, attributes)
             result.append((module, made[layer]))
         return result
+
+
+def _keep_apart(model: nn.Module, right: Sequence[nn.Module]) -> None:
+    """Give `model` copies of modules that all models share (an activation that transformers makes once)."""
+    shared = {id(module) for module in right}
+    for parent in list(model.modules()):
+        for name, module in list(parent.named_children()):
+            if id(module) in shared:
+                parent.add_module(name, copy.deepcopy(module))
 
 
 @dataclass(frozen=True)
