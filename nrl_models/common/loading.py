@@ -374,11 +374,12 @@ def _over_pages(
 
 
 def install(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
-    """Put `tensor` in the place of the parameter or buffer `name`."""
+    """Put `tensor` in the place of the parameter or buffer `name`; what the class freezes stays frozen."""
     owner, _, attribute = name.rpartition(".")
     module = model.get_submodule(owner)
     if attribute not in module._buffers:
-        tensor = nn.Parameter(tensor, requires_grad=tensor.is_floating_point())
+        learns = tensor.is_floating_point() and module._parameters[attribute].requires_grad
+        tensor = nn.Parameter(tensor, requires_grad=learns)
     tensor._is_hf_initialized = True  # transformers' mark of what its initialisation must leave alone
     (module._buffers if attribute in module._buffers else module._parameters)[attribute] = tensor
 

@@ -189,3 +189,29 @@ def _decoded(model: PreTrainedModel, text: torch.Tensor) -> torch.Tensor:
 
 def _differ(one: torch.Tensor, other: torch.Tensor, by: float = APART) -> bool:
     return bool((one - other).abs().max() > by)
+
+
+def frozen_parts_train(
+    from_pretrained: Callable[[Path], PreTrainedModel], model: PreTrainedModel, folder: Path
+) -> bool:
+    """Whether something that the class freezes when it is built trains when it is loaded.
+
+    Args:
+        from_pretrained: loads a checkpoint.
+        model: one that was built, and has such parameters.
+        folder: an empty one.
+    """
+    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    model.save_pretrained(folder)
+    loaded = dict(from_pretrained(folder).named_parameters())
+    return any(loaded[name].requires_grad for name in frozen)
+
+
+@torch.no_grad()
+def soft_cap_is_dropped(model: PreTrainedModel, inputs: Inputs) -> bool:
+    """Whether logits are the same without the soft cap of attention scores that the configuration asks for."""
+    uncapped = copy.deepcopy(model)
+    for module in uncapped.modules():
+        if getattr(module, "attn_logit_softcapping", None) is not None:
+            module.attn_logit_softcapping = None
+    return not _differ(model(**inputs).logits, uncapped(**inputs).logits)

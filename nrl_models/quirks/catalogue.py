@@ -114,6 +114,20 @@ LOADING = (
         ),
         remove="SharedKeyValues.keeps_unused and keep_unused",
     ),
+    Quirk(
+        name="frozen-parts",
+        symptom="What a class freezes when it is built (computed positions, a router's correction, a patcher of bytes) "
+        "trains once transformers has loaded it from a checkpoint.",
+        where=("load", "trainer"),
+        applies=predicates.freezes_a_part,
+        handling="What is loaded is frozen where the class froze it, sharded or not.",
+        code=("nrl_models.common.loading:install",),
+        off="set requires_grad on the parameters",
+        probe=Probe(
+            "behavioural", "transformers' from_pretrained unfreezes positions", of_all=probes.loading_unfreezes
+        ),
+        remove="this entry; what is loaded stays frozen by itself",
+    ),
 )
 
 FORWARD = (
@@ -207,6 +221,26 @@ FORWARD = (
         ),
         remove="this entry",
         sources=("https://github.com/huggingface/transformers/pull/45312",),
+    ),
+    Quirk(
+        name="soft-cap-under-sdpa",
+        symptom="Attention scores lose their soft cap, without a word, because `sdpa`, the default kernel, does not "
+        "look at it: another model than an engine computes.",
+        where=("forward",),
+        applies=predicates.caps_attention_scores,
+        handling="Where transformers would drop the cap, a family's class, and what it is compared with, is computed "
+        "by `eager`.",
+        code=("nrl_models.common.soft_cap:drops_soft_cap", "nrl_models.common.soft_cap:reference_attention"),
+        off="load with transformers' own class",
+        fixed="transformers>=5.21",
+        kept_for="transformers 5.16 to 5.20, which this package takes",
+        probe=Probe(
+            "behavioural",
+            "upstream computes the same with and without a cap under sdpa",
+            of_class=probes.sdpa_drops_soft_caps,
+        ),
+        remove="nrl_models/common/soft_cap.py and its uses",
+        explains=lambda seen: seen.kind in ("trainer", "everybody") and "attn" in seen.module,
     ),
 )
 

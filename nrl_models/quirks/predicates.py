@@ -87,3 +87,13 @@ def projects_out_in_a_kernel(subject: Subject) -> bool:
         all(hasattr(module, name) for name in ("A_log", "D", "dt_bias", "conv1d", "out_proj"))
         for module in subject.model.modules()
     )
+
+
+def freezes_a_part(subject: Subject) -> bool:
+    """Its class freezes some of its parameters when it is built."""
+    return any(not parameter.requires_grad for parameter in subject.model.parameters())
+
+
+def caps_attention_scores(subject: Subject) -> bool:
+    """Scores of its attention pass a soft cap."""
+    return getattr(subject.text, "attn_logit_softcapping", None) is not None

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig
+from transformers import AutoConfig, RoFormerForCausalLM
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
@@ -21,7 +21,8 @@ from nrl_models.common.routing import flip_rate, record_routing
 from nrl_models.common.state_dict_adapter import StateDictAdapter
 from nrl_models.parity.noise import rounded_otherwise
 from nrl_models.quirks import bugs
-from nrl_models.testing.case import FamilyCase
+from nrl_models.testing.case import FamilyCase, randomise
+from nrl_models.testing.tiny import tiny_config
 
 if TYPE_CHECKING:
     from nrl_models.consistency.refit import RefitStep
@@ -30,6 +31,28 @@ if TYPE_CHECKING:
 def small_updates_vanish_in_bf16() -> bool:
     """Of torch's AdamW."""
     return bugs.small_updates_vanish(torch.bfloat16)
+
+
+def loading_unfreezes() -> bool:
+    """Of transformers, for positions that a class computes and freezes."""
+    torch.manual_seed(0)
+    config = tiny_config(RoFormerForCausalLM.config_class, {"is_decoder": True}, RoFormerForCausalLM)
+    with tempfile.TemporaryDirectory() as folder:
+        model = RoFormerForCausalLM(config)
+        return bugs.frozen_parts_train(RoFormerForCausalLM.from_pretrained, model, Path(folder))
+
+
+def sdpa_drops_soft_caps(case: FamilyCase) -> bool:
+    """Of the class upstream, computed by `sdpa` if it says that it can be."""
+    upstream = case.reference_class
+    if not upstream._supports_sdpa:
+        return False
+    config = case.config
+    config.attn_logit_softcapping = 0.05
+    torch.manual_seed(0)
+    model = upstream._from_config(config, attn_implementation="sdpa").eval()
+    randomise(model)
+    return bugs.soft_cap_is_dropped(model, case.inputs())
 
 
 def packed_documents_meet_under_a_mask(case: FamilyCase) -> bool:

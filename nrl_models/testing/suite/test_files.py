@@ -14,9 +14,10 @@ from nrl_models.testing.suite.asserts import all_tensors, assert_same_tensors
 
 @proves("files")
 def test_load_from_transformers(family_case: FamilyCase, tmp_path: Path) -> None:
-    """A sharded checkpoint written by transformers loads here, exactly, buffers included."""
+    """A sharded checkpoint written by transformers loads here, exactly, buffers included, and frozen where it was."""
     reference = family_case.reference_class._from_config(family_case.config, dtype=torch.bfloat16)
     randomise(reference)
+    frozen = {name for name, parameter in reference.named_parameters() if not parameter.requires_grad}
     reference.save_pretrained(tmp_path, max_shard_size="700KB")
     reference = family_case.reference_class.from_pretrained(tmp_path)
     model = family_case.model_class.from_pretrained(tmp_path)
@@ -25,6 +26,8 @@ def test_load_from_transformers(family_case: FamilyCase, tmp_path: Path) -> None
     )
     assert_same_tensors(dict(model.named_buffers()), dict(reference.named_buffers()))
     assert not model.training
+    # Of what transformers' class freezes when it is built; loaded by transformers it would train.
+    assert {name for name, parameter in model.named_parameters() if not parameter.requires_grad} == frozen
 
 
 @proves("files")

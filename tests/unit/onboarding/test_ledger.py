@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from nrl_models import registry
 from nrl_models.cli import app
 from nrl_models.common.ledger import DEFAULT_ONLY, INERT, UNTRIED, Ledger, Ledgers, read_ledgers, recorded
 from nrl_models.errors import UnknownArchitectureError
@@ -90,3 +91,10 @@ def test_the_file_is_shipped_and_orderly() -> None:
     content = json.loads(ledger.FILE.read_text())
     assert list(content["ledgers"]) == sorted(content["ledgers"])
     assert recorded().transformers == content["transformers"]
+
+
+def test_every_key_of_every_architecture_was_tried() -> None:
+    registered = [name for name in registry.architectures() if name not in registry.ALIASES]
+    ledgers = {name: recorded().of.get(name) for name in registered if not registry.unmet_requirement(name)}
+    untried = [name for name, one in ledgers.items() if one is None or one.count(UNTRIED)]
+    assert not untried, "run `nrl-models ledger` and commit nrl_models/families/ledger.json"

@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from nrl_models import registry
 from nrl_models.common.switches import quirks_off
 from nrl_models.errors import UnknownArgumentError
 from nrl_models.quirks import bugs
-from nrl_models.testing.case import FamilyCase
+from nrl_models.testing.case import FamilyCase, randomise
 
 PLAIN = FamilyCase(registry.model_class("LlamaForCausalLM"))
 NO_POSITIONS = FamilyCase(registry.model_class("GptOssForCausalLM"))
@@ -105,3 +106,22 @@ def test_symptom_of_shared_kv_reentrant_checkpointing() -> None:
 def test_cure_of_shared_kv_reentrant_checkpointing() -> None:
     with pytest.raises(UnknownArgumentError, match="use_reentrant=False"):
         bugs.reentrant_checkpointing_loses_gradients(SHARING.model(), SHARING.inputs(labels=True))
+
+
+CAPPED = FamilyCase(registry.model_class("Gemma2ForCausalLM"), tiny={"attn_logit_softcapping": 0.05})
+
+
+def test_symptom_of_soft_cap_under_sdpa(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As transformers was: its class says that it has `sdpa`, and that kernel looks at no cap."""
+    sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    monkeypatch.setitem(
+        ALL_ATTENTION_FUNCTIONS, "sdpa", lambda *given, softcap=None, **options: sdpa(*given, **options)
+    )
+    model = CAPPED.model_class.from_config(CAPPED.config)
+    randomise(model)
+    model.config._attn_implementation = "sdpa"
+    assert bugs.soft_cap_is_dropped(model.eval(), CAPPED.inputs())
+
+
+def test_cure_of_soft_cap_under_sdpa() -> None:
+    assert not bugs.soft_cap_is_dropped(CAPPED.model(), CAPPED.inputs())

@@ -172,3 +172,14 @@ def test_cure_of_names_on_the_hub(mixtral_checkpoint: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(mixtral_checkpoint)
     assert_same(dict(model.state_dict_adapter.iter_export(model)), stored(mixtral_checkpoint))
     assert probes.hub_names_differ(FamilyCase(registry.model_class("MixtralForCausalLM")))
+
+
+FREEZING = FamilyCase(registry.model_class("RoFormerForCausalLM"))
+
+
+def test_symptom_of_frozen_parts(tmp_path: Path) -> None:
+    assert bugs.frozen_parts_train(FREEZING.reference_class.from_pretrained, FREEZING.reference(), tmp_path)
+
+
+def test_cure_of_frozen_parts(tmp_path: Path) -> None:
+    assert not bugs.frozen_parts_train(FREEZING.model_class.from_pretrained, FREEZING.reference(), tmp_path)

@@ -22,6 +22,8 @@ from nrl_models.testing.mutants.run import Hunt, Outcome, architectures_in_order
 
 pytestmark = pytest.mark.xdist_group("mutants")  # tests share the models below
 
+ROOT = Path(__file__).parents[3]
+
 STAND_FOR_ALL = (
     "Qwen2ForCausalLM",
     "GptOssForCausalLM",
@@ -182,3 +184,13 @@ def test_survivors_fail_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert result.exit_code == 1
     assert "LlamaForCausalLM: 1 of 2 killed" in result.output
     assert "survived: b" in result.output
+
+
+def test_no_bug_survives_in_the_committed_results() -> None:
+    results = run.Results.read(ROOT / "docs" / "model-coverage" / "mutants.json")
+    registered = [name for name in registry.architectures() if name not in registry.ALIASES]
+    expected = {name for name in registered if not registry.unmet_requirement(name)}
+    assert not expected - results.outcomes.keys(), "run `nrl-models mutate` and commit what it writes"
+    assert not {name: one.survived for name, one in results.outcomes.items() if one.survived}
+    names = {mutant.name for mutant in CATALOGUE}
+    assert not {name: missing for name, tried in results.run.items() if (missing := names - tried)}

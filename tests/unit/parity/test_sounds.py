@@ -1,0 +1,87 @@
+"""Random sounds reach models that hear, in whatever form they take them."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import pytest
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+from nrl_models.onboarding.detect import detect
+from nrl_models.parity.inputs import inputs_for
+from nrl_models.parity.sounds import sound_token, takes_sounds
+from nrl_models.testing.case import randomise
+from nrl_models.testing.tiny import tiny_config
+
+# One model for each form of a sound, what it comes with, and how many tokens it is.
+FORMS = {
+    "GlmAsrForConditionalGeneration": ({"input_features": (2, 128, 48), "input_features_mask": (2, 48)}, 6),
+    "GraniteSpeechForConditionalGeneration": ({"input_features": (2, 48, 160)}, 12),
+    "Qwen2_5OmniThinkerForConditionalGeneration": (
+        {"input_features": (2, 128, 128), "feature_attention_mask": (2, 128)},
+        32,
+    ),
+    "MossTranscribeDiarizeForConditionalGeneration": (
+        {"input_features": (2, 80, 128), "input_features_mask": (2, 128), "padding_mask": (2, 128)},
+        16,
+    ),
+    "MuseSparkForConditionalGeneration": ({"input_values": (2, 7680), "input_values_mask": (2, 7680)}, 4),
+}
+
+
+@lru_cache
+def shared(name: str) -> PreTrainedModel:
+    """A tiny model with random weights throughout; not to be changed."""
+    if (model_class := getattr(transformers, name, None)) is None:
+        pytest.skip(f"this transformers has no {name}")
+    torch.manual_seed(0)
+    model = model_class._from_config(tiny_config(model_class.config_class, {}, model_class)).eval()
+    randomise(model)
+    return model
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_sound_comes_in_the_models_form(name: str) -> None:
+    model, (arguments, tokens) = shared(name), FORMS[name]
+    inputs = inputs_for(model)
+    assert {key: tuple(inputs[key].shape) for key in arguments} == arguments
+    assert (inputs["input_ids"] == sound_token(model.config)).sum(dim=1).tolist() == [tokens, tokens]
+
+
+@pytest.mark.parametrize("name", FORMS)
+@torch.no_grad()
+def test_the_last_word_hears_it(name: str) -> None:
+    model = shared(name)
+    inputs = inputs_for(model)
+    sound = next(key for key in FORMS[name][0] if inputs[key].is_floating_point())
+    other = inputs | {sound: inputs[sound] + torch.randn_like(inputs[sound])}
+    assert (model(**inputs).logits - model(**other).logits)[:, -1].abs().max() > 1e-4
+
+
+def test_text_alone_has_none() -> None:
+    model = shared("GlmAsrForConditionalGeneration")
+    inputs = inputs_for(model, images=False)
+    assert list(inputs) == ["input_ids"]
+    assert not (inputs["input_ids"] == sound_token(model.config)).any()
+
+
+def test_no_loss_is_taken_on_a_sounds_tokens() -> None:
+    model = shared("GlmAsrForConditionalGeneration")
+    inputs = inputs_for(model, labels=True)
+    assert torch.equal(inputs["labels"] == -100, inputs["input_ids"] == sound_token(model.config))
+
+
+def test_a_form_that_is_not_known_is_said() -> None:
+    found = detect(transformers.Qwen2AudioForConditionalGeneration)
+    assert not takes_sounds(shared("Qwen2AudioForConditionalGeneration"))
+    assert found.modalities == ("text",)
+    assert found.note == "takes sound, which was not tried"
+
+
+def test_a_tower_for_sounds_is_traced() -> None:
+    found = detect(transformers.GraniteSpeechForConditionalGeneration)
+    assert found.modalities == ("text", "sounds")
+    attention = "transformers.models.granite_speech.modeling_granite_speech:GraniteSpeechConformerAttention"
+    assert found.groups[attention] == [("to_q", "to_kv")]
