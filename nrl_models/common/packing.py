@@ -29,8 +29,11 @@ def keep_documents_apart(forward: Forward) -> Forward:
     Args:
         forward: unbound, taking `attention_mask`, `position_ids` `(batch, length)` and `past_key_values` by name.
     """
-    parameters = list(inspect.signature(forward).parameters)
-    without_cache = {"use_cache": False} if "use_cache" in parameters else {}
+    signature = inspect.signature(forward).parameters
+    parameters = [name for name, one in signature.items() if one.kind != one.VAR_KEYWORD]
+    # Upstream's heads of models with images hand it on among others.
+    hands_on = len(parameters) < len(signature)
+    without_cache = {"use_cache": False} if "use_cache" in parameters or hands_on else {}
 
     @functools.wraps(forward)
     def with_documents_apart(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -133,7 +133,7 @@ STANDARD: dict[str, Standard] = {
         limits=lacks("cached decoding"),
         requires="transformers>=5.18",
     ),
-    "aya_vision": Standard(("AyaVisionForConditionalGeneration",), {}, limits=lacks("packed sequences")),
+    "aya_vision": Standard(("AyaVisionForConditionalGeneration",), {}),
     "bailing_hybrid": Standard(
         ("BailingHybridForCausalLM",),
         {
@@ -225,9 +225,7 @@ STANDARD: dict[str, Standard] = {
         limits=lacks("packed sequences", "cached decoding"),
         requires="transformers>=5.23",
     ),
-    "cosmos3_omni": Standard(
-        ("Cosmos3OmniForConditionalGeneration",), {}, limits=lacks("packed sequences", "cached decoding")
-    ),
+    "cosmos3_omni": Standard(("Cosmos3OmniForConditionalGeneration",), {}, limits=lacks("cached decoding")),
     "cpmant": Standard(
         ("CpmAntForCausalLM",),
         {"CpmAntAttention": ("project_q project_k project_v",), "CpmAntDenseGatedACT": ("w_0 w_1",)},
@@ -366,7 +364,6 @@ STANDARD: dict[str, Standard] = {
         ("Glm46VForConditionalGeneration",),
         {},
         mixins={"Glm46VModel": "FreshPositions"},
-        limits=lacks("packed sequences"),
     ),
     "glm4_moe": Standard(("Glm4MoeForCausalLM",), {"Glm4MoeAttention": QKV, "Glm4MoeMLP": GATE_UP}),
     "glm4_moe_lite": Standard(
@@ -377,8 +374,7 @@ STANDARD: dict[str, Standard] = {
     "glm4v": Standard(
         ("Glm4vForConditionalGeneration",),
         {"Glm4VisionMlp": GATE_UP, "Glm4vVisionPatchMerger": GATE_UP, "Glm4vTextAttention": QKV},
-        mixins={"Glm4vModel": "FreshPositions"},
-        limits=lacks("packed sequences"),
+        mixins={"Glm4vModel": "FreshPositions", "Glm4vTextModel": "PackedTextPositions"},
     ),
     "glm4v_moe": Standard(
         ("Glm4vMoeForConditionalGeneration",),
@@ -388,8 +384,7 @@ STANDARD: dict[str, Standard] = {
             "Glm4vMoeTextAttention": QKV,
             "Glm4vMoeTextMLP": GATE_UP,
         },
-        mixins={"Glm4vMoeModel": "FreshPositions"},
-        limits=lacks("packed sequences"),
+        mixins={"Glm4vMoeModel": "FreshPositions", "Glm4vMoeTextModel": "PackedTextPositions"},
     ),
     "glm5_next": Standard(
         ("Glm5NextForConditionalGeneration",),
@@ -416,8 +411,7 @@ STANDARD: dict[str, Standard] = {
     "glm_ocr": Standard(
         ("GlmOcrForConditionalGeneration",),
         {"GlmOcrVisionMlp": GATE_UP, "GlmOcrVisionPatchMerger": GATE_UP, "GlmOcrTextAttention": QKV},
-        mixins={"GlmOcrModel": "FreshPositions"},
-        limits=lacks("packed sequences"),
+        mixins={"GlmOcrModel": "FreshPositions", "GlmOcrTextModel": "PackedTextPositions"},
     ),
     "glmasr": Standard(("GlmAsrForConditionalGeneration",), {}),
     "got_ocr2": Standard(("GotOcr2ForConditionalGeneration",), {}),
@@ -448,16 +442,12 @@ STANDARD: dict[str, Standard] = {
         limits=lacks("activation checkpointing"),
     ),
     "granite_swa": Standard(("GraniteSWAForCausalLM",), {"GraniteSWAAttention": QKV, "GraniteSWAMLP": GATE_UP}),
-    "granitemoe": Standard(("GraniteMoeForCausalLM",), {"GraniteMoeAttention": QKV}, limits=lacks("packed sequences")),
-    "granitemoe_swa": Standard(
-        ("GraniteMoeSWAForCausalLM",), {"GraniteMoeSWAAttention": QKV}, limits=lacks("packed sequences")
-    ),
+    "granitemoe": Standard(("GraniteMoeForCausalLM",), {"GraniteMoeAttention": QKV}),
+    "granitemoe_swa": Standard(("GraniteMoeSWAForCausalLM",), {"GraniteMoeSWAAttention": QKV}),
     "granitemoehybrid": Standard(
         ("GraniteMoeHybridForCausalLM",), {"GraniteMoeHybridAttention": QKV}, limits=lacks("packed sequences")
     ),
-    "granitemoeshared": Standard(
-        ("GraniteMoeSharedForCausalLM",), {"GraniteMoeSharedAttention": QKV}, limits=lacks("packed sequences")
-    ),
+    "granitemoeshared": Standard(("GraniteMoeSharedForCausalLM",), {"GraniteMoeSharedAttention": QKV}),
     "helium": Standard(
         ("HeliumForCausalLM", "HeliumForSequenceClassification", "HeliumForTokenClassification"),
         {"HeliumAttention": QKV, "HeliumMLP": GATE_UP},
@@ -532,9 +522,7 @@ STANDARD: dict[str, Standard] = {
         {"InstructBlipVideoQFormerMultiHeadAttention": QFORMER},
         limits=needs_images("left padding", "right padding", "packed sequences", "cached decoding"),
     ),
-    "internvl": Standard(
-        ("InternVLForConditionalGeneration",), {"InternVLVisionAttention": QKV}, limits=lacks("packed sequences")
-    ),
+    "internvl": Standard(("InternVLForConditionalGeneration",), {"InternVLVisionAttention": QKV}),
     "jais2": Standard(("Jais2ForCausalLM",), {"Jais2Attention": QKV}),
     "jamba": Standard(
         ("JambaForCausalLM", "JambaForSequenceClassification"),
@@ -598,7 +586,7 @@ STANDARD: dict[str, Standard] = {
         {"Llama4TextAttention": QKV, "Llama4TextMLP": GATE_UP, "Llama4VisionAttention": QKV},
         limits=lacks("left padding", "packed sequences", "tensor parallelism"),
     ),
-    "llava": Standard(("LlavaForConditionalGeneration",), {}, limits=lacks("packed sequences")),
+    "llava": Standard(("LlavaForConditionalGeneration",), {}),
     "llava_next": Standard(("LlavaNextForConditionalGeneration",), {}),
     "llava_next_video": Standard(("LlavaNextVideoForConditionalGeneration",), {}),
     "llava_onevision": Standard(("LlavaOnevisionForConditionalGeneration",), {}),
@@ -666,7 +654,6 @@ STANDARD: dict[str, Standard] = {
     "minimax_m3_vl": Standard(
         ("MiniMaxM3SparseForConditionalGeneration", "MiniMaxM3VLForCausalLM"),
         {"MiniMaxM3VLVisionAttention": QKV, "MiniMaxM3VLAttention": QKV},
-        limits=lacks("MiniMaxM3SparseForConditionalGeneration: packed sequences"),
     ),
     "ministral": Standard(
         ("MinistralForCausalLM", "MinistralForSequenceClassification", "MinistralForTokenClassification"),
@@ -709,7 +696,6 @@ STANDARD: dict[str, Standard] = {
     "moss_transcribe_diarize": Standard(
         ("MossTranscribeDiarizeForConditionalGeneration",),
         {},
-        limits=lacks("packed sequences"),
         requires="transformers>=5.23",
     ),
     "muse_glimmer": Standard(
@@ -794,9 +780,7 @@ STANDARD: dict[str, Standard] = {
         {"ProphetNetNgramSelfAttention": ("query_proj key_proj value_proj",)},
         limits=lacks("left padding", "right padding", "packed sequences", "cached decoding"),
     ),
-    "qianfan_ocr": Standard(
-        ("QianfanOCRForConditionalGeneration",), {"QianfanOCRVisionAttention": QKV}, limits=lacks("packed sequences")
-    ),
+    "qianfan_ocr": Standard(("QianfanOCRForConditionalGeneration",), {"QianfanOCRVisionAttention": QKV}),
     "qwen2_5_omni": Standard(
         ("Qwen2_5OmniThinkerForConditionalGeneration",),
         {
@@ -805,7 +789,8 @@ STANDARD: dict[str, Standard] = {
             "Qwen2_5OmniAttention": QKV,
             "Qwen2MLP": GATE_UP,
         },
-        limits=lacks("packed sequences", "generate"),
+        mixins={"Qwen2_5OmniThinkerTextModel": "PackedTextPositions"},
+        limits=lacks("generate"),
     ),
     "qwen2_audio": Standard(("Qwen2AudioForConditionalGeneration",), {}),
     "qwen2_moe": Standard(
@@ -827,13 +812,12 @@ STANDARD: dict[str, Standard] = {
         ("Qwen3VLForConditionalGeneration",),
         {"Qwen3VLTextAttention": QKV, "Qwen3VLTextMLP": GATE_UP},
         mixins={"Qwen3VLModel": "FreshPositions"},
-        limits=lacks("packed sequences"),
     ),
     "qwen3_vl_moe": Standard(
         ("Qwen3VLMoeForConditionalGeneration",),
         {"Qwen3VLMoeTextAttention": QKV},
         mixins={"Qwen3VLMoeModel": "FreshPositions"},
-        limits=lacks("packed sequences", "tensor parallelism"),
+        limits=lacks("tensor parallelism"),
     ),
     "qwen4_exp": Standard(
         ("Qwen4ExpForCausalLM", "Qwen4ExpForConditionalGeneration"),
