@@ -176,7 +176,9 @@ def _check_combinable(linears: Mapping[str, nn.Linear]) -> None:
         values = {name: of(part) for name, part in linears.items()}
         if len(set(values.values())) > 1:
             listed = ", ".join(f"{name}: {value}" for name, value in values.items())
-            raise ValueError(f"linears that combine must agree on {what}, but they have {listed}")
+            raise ValueError(
+                f"linears that combine must agree on {what}, but they have {listed}. combine=False leaves them apart."
+            )
 
 
 def _concatenated(tensors: list[nn.Parameter]) -> nn.Parameter:
@@ -309,7 +311,8 @@ class CombinedProjections(nn.Module):
             combined = {"qkv_a_proj": ("q_a_proj", "q_proj", "kv_a_proj_with_mqa")}
 
     A group's linears that a module lacks (absent or None: a configuration without `q_a_proj`, a
-    layer that reuses another's keys) are left out; fewer than two left, and the group is not formed.
+    layer that reuses another's keys) are left out; fewer than two left, and the group is not formed. Where a
+    configuration gives a bias to some of them only, those that are more are combined, and the others stay as they are.
 
     Where a class serves self-attention and cross-attention alike, its linears read one input here and two there. A
     group then has a place: a piece of the dotted names of the modules it holds for (`crossattention`).
@@ -339,6 +342,7 @@ class CombinedProjections(nn.Module):
             if combined_name in self.places and not is_at(name, self.places[combined_name]):
                 continue
             linears = {name: part for name in part_names if (part := getattr(self, name, None)) is not None}
+            linears = _alike_in_bias(linears)
             if len(linears) >= 2 and combined_name not in self._modules:
                 self._combine(combined_name, linears)
 
@@ -405,6 +409,13 @@ class CombinedProjections(nn.Module):
         if not left:  # let the memory go with the last part's user
             outputs.pop(combined_name, None)
         return output
+
+
+def _alike_in_bias(linears: Mapping[str, nn.Linear]) -> Mapping[str, nn.Linear]:
+    """Those with a bias or those without, whichever are more."""
+    without = {name: linear for name, linear in linears.items() if getattr(linear, "bias", None) is None}
+    with_bias = {name: linear for name, linear in linears.items() if name not in without}
+    return without if len(without) >= len(with_bias) else with_bias
 
 
 def is_at(name: str, place: str) -> bool:

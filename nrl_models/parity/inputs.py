@@ -47,6 +47,8 @@ def inputs_for(
     # Some take words for a decoder if they are built around a model with an encoder, which they need not be.
     sequences = ("input_ids", "decoder_input_ids") if has_encoder(config) else ("input_ids",)
     result: Inputs = {name: _words(config, (batch, length), generator) for name in sequences if name in forward}
+    if has_encoder(config) and type(model).__name__.endswith("ForSequenceClassification"):
+        result["input_ids"][:, -1] = config.eos_token_id  # whose state is what is classified
     sounds = images is not False
     images = takes_images(model) if images is None else images and accepts_images(model)
     if images:

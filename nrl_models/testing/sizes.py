@@ -23,7 +23,8 @@ WIDTH = 256
 SIZES: dict[str, Any] = _by_key(
     {
         # Words, special tokens (FIRST_SPECIAL and up), and some places that a head leaves out.
-        512: "vocab_size vocab_size_per_layer_input decoder_vocab_size encoder_hash_byte_group_vocab",
+        512: """vocab_size vocab_size_per_layer_input decoder_vocab_size encoder_hash_byte_group_vocab
+            ngram_vocab_size_base""",
         504: "unpadded_vocab_size",
         64: "codebook_size num_embeddings kv_lora_rank max_source_positions",
         WIDTH: """hidden_size d_model n_embd dim_model attention_hidden_size hidden_size_global

@@ -221,20 +221,34 @@ class Refused(nn.Linear):
     """A linear that is not plain."""
 
 
-def _no_bias() -> nn.Linear:
-    return nn.Linear(HIDDEN, KV, bias=False)
+@pytest.mark.parametrize("unlike", ["q_proj", "v_proj"])
+@pytest.mark.parametrize("bias", [True, False])
+def test_those_that_are_alike_in_having_a_bias_combine(unlike: str, bias: bool) -> None:
+    torch.manual_seed(0)
+    plain, x = Attention(bias), torch.randn(2, 3, HIDDEN)
+    setattr(plain, unlike, nn.Linear(HIDDEN, getattr(plain, unlike).out_features, bias=not bias))
+    expected, combined = plain(x), combine(plain)
+    parts = {name for name, module in combined.named_modules() if isinstance(module, ProjectionPart)}
+    assert parts == {"q_proj", "k_proj", "v_proj"} - {unlike}
+    assert type(combined.get_submodule(unlike)) is nn.Linear
+    torch.testing.assert_close(combined(x), expected)
+
+
+def test_linears_given_to_one_matmul_all_have_a_bias_or_none() -> None:
+    linears = {"a": nn.Linear(HIDDEN, KV), "b": nn.Linear(HIDDEN, KV, bias=False)}
+    with pytest.raises(ValueError, match="agree on bias, but they have a: True, b: False"):
+        CombinedLinear(linears)
 
 
 @pytest.mark.parametrize(
     ("linear", "error", "says"),
     [
-        (_no_bias, ValueError, "agree on bias, but they have q_proj: True, k_proj: True, v_proj: False"),
         (lambda: nn.Linear(HIDDEN, KV, dtype=torch.bfloat16), ValueError, "v_proj: torch.bfloat16"),
         (lambda: nn.Linear(HIDDEN + 1, KV), ValueError, "v_proj: 17"),
         (lambda: nn.Linear(HIDDEN, KV, device="meta"), ValueError, "agree on device.*v_proj: meta"),
         (lambda: Refused(HIDDEN, KV), TypeError, "v_proj is a Refused.*combine=False"),
     ],
-    ids=["bias", "dtype", "in_features", "device", "not plain"],
+    ids=["dtype", "in_features", "device", "not plain"],
 )
 def test_linears_that_disagree_do_not_combine(plain: Attention, linear: Any, error: type, says: str) -> None:
     plain.v_proj = linear()
