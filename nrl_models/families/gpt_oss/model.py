@@ -7,6 +7,7 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 from transformers.models.gpt_oss import modeling_gpt_oss as hf
 
 from nrl_models.common import CombinedQKV, FamilyModel
+from nrl_models.common.config_keys import declared_keys
 from nrl_models.common.switches import is_off
 from nrl_models.families.gpt_oss.published import PUBLISHED
 
@@ -55,6 +56,8 @@ class GptOssFamily(FamilyModel):
     rewrites = {hf.GptOssAttention: CombinedQKV, hf.GptOssModel: GptOssModel}
     # Of the model's other implementation; what they say is in other keys, too.
     ignored_config_keys = ("experts_per_token", "initial_context_length")
+    # Older classes have no such key, and compute with this limit.
+    config_values = {} if "swiglu_limit" in declared_keys(hf.GptOssConfig) else {"swiglu_limit": (7.0,)}
     tensor_parallel = {
         "model.layers.*.self_attn.q_proj": "colwise",
         "model.layers.*.self_attn.k_proj": "colwise",

@@ -276,6 +276,7 @@ STANDARD: dict[str, Standard] = {
         },
         tiny={"index_topk": 2},  # of what four words are compressed to each
         limits=lacks("left padding", "packed sequences"),
+        requires="transformers>=5.23",
     ),
     "deepseek_vl": Standard(("DeepseekVLForConditionalGeneration",), {}),
     "deepseek_vl_hybrid": Standard(("DeepseekVLHybridForConditionalGeneration",), {}),
@@ -353,7 +354,11 @@ STANDARD: dict[str, Standard] = {
         ("Gemma4UnifiedForCausalLM", "Gemma4UnifiedForConditionalGeneration"),
         {"Gemma4UnifiedTextAttention": QKV, "Gemma4UnifiedTextMLP": GATE_UP},
     ),
-    "git": Standard(("GitForCausalLM",), {"GitVisionAttention": QKV, "GitSelfAttention": ("query key value",)}),
+    "git": Standard(
+        ("GitForCausalLM",),
+        {"GitVisionAttention": QKV, "GitSelfAttention": ("query key value",)},
+        requires="transformers>=5.23",
+    ),
     "glm": Standard(
         ("GlmForCausalLM", "GlmForSequenceClassification", "GlmForTokenClassification"), {"GlmAttention": QKV}
     ),
@@ -425,6 +430,7 @@ STANDARD: dict[str, Standard] = {
         ("Granite4VisionForConditionalGeneration",),
         {"Granite4VisionTextAttention": QKV, "Granite4VisionTextMLP": GATE_UP},
         limits=lacks("cached decoding"),
+        requires="transformers>=5.23",
     ),
     "granite_docling": Standard(
         ("GraniteDoclingForConditionalGeneration",),
@@ -902,6 +908,7 @@ STANDARD: dict[str, Standard] = {
         ("VisionEncoderDecoderModel",),
         {},
         limits=reads_apart("left padding", "right padding", "packed sequences", "cached decoding"),
+        requires="transformers>=5.23",
     ),
     "vit": Standard((), {"ViTAttention": QKV}),
     "voxtral": Standard(

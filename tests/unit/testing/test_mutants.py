@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from functools import lru_cache
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from typer.testing import CliRunner
 
 from nrl_models import registry
 from nrl_models.cli import app
+from nrl_models.common.ledger import recorded
 from nrl_models.errors import UnknownArchitectureError
 from nrl_models.testing.case import FamilyCase
 from nrl_models.testing.features import generated_tests
@@ -54,6 +56,7 @@ def llama() -> FamilyCase:
 
 @pytest.mark.parametrize("mutant", CATALOGUE, ids=lambda mutant: mutant.name)
 def test_each_mutant_is_killed_by_a_test_meant_for_it(mutant: Mutant) -> None:
+    inert = []
     for architecture in STAND_FOR_ALL:
         if registry.unmet_requirement(architecture):
             continue
@@ -62,6 +65,9 @@ def test_each_mutant_is_killed_by_a_test_meant_for_it(mutant: Mutant) -> None:
             likely = [one for name in mutant.killers for one in checks() if one.function == name]
             if tried.killer(mutant, likely):
                 return
+            inert.append(mutant.bug.is_inert(tried.case, tried._expected()))
+    if all(inert) and recorded().transformers != version("transformers"):
+        pytest.skip("nothing comes of it in models of this transformers")
     pytest.fail(f"of {', '.join(STAND_FOR_ALL)} none in which {', '.join(mutant.killers)} finds it")
 
 
