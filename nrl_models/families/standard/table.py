@@ -894,7 +894,11 @@ STANDARD: dict[str, Standard] = {
         ("Step3p7ForConditionalGeneration",),
         {"Step3p7VisionAttention": QKV, "Step3p7Attention": ("q_proj k_proj v_proj g_proj",), "Step3p7MLP": GATE_UP},
     ),
-    "trocr": Standard(("TrOCRForCausalLM",), {"TrOCRAttention": QKV}, limits=lacks("left padding", "packed sequences")),
+    "trocr": Standard(
+        ("TrOCRForCausalLM",),
+        {"TrOCRAttention": ("q_proj k_proj v_proj @ self_attn",)},
+        limits=lacks("left padding", "packed sequences"),
+    ),
     "unlimited_ocr": Standard(
         ("UnlimitedOcrForConditionalGeneration",),
         {"UnlimitedOcrAttention": QKV, "UnlimitedOcrTextAttention": QKV, "UnlimitedOcrTextMLP": GATE_UP},
