@@ -17,6 +17,7 @@ from nrl_models.common.combined import CombinedProjections
 from nrl_models.common.flags import ModelFlag
 from nrl_models.common.hf_names import fill_from_hf_names, to_checkpoint
 from nrl_models.common.lora import check_biases
+from nrl_models.common.mrope import FreshPositions, PackedTextPositions
 from nrl_models.common.packing import keep_documents_apart
 from nrl_models.common.saving import staged
 from nrl_models.common.soft_cap import drops_soft_cap
@@ -231,12 +232,16 @@ class FamilyModel:
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, *rest)  # type: ignore[misc]
 
 
+MIXINS = (CombinedProjections, FreshPositions, PackedTextPositions)
+"""What may stand for a subclass of a Hugging Face class, of which such a subclass is then made."""
+
+
 def rewritten(original: type[nn.Module], by: type[nn.Module], module: str, *, within: str = "") -> type[nn.Module]:
     """The class that takes the place of `original`: `by` itself if it is a subclass, else the two together.
 
     Args:
         original: a Hugging Face layer class.
-        by: a subclass of it, or a `CombinedProjections`.
+        by: a subclass of it, or one of `MIXINS`.
         module: name of the module in which a class that is made here stands, under upstream's name.
         within: what in that module the class is an attribute of, of itself; it is put into the module if empty.
 
@@ -245,9 +250,10 @@ def rewritten(original: type[nn.Module], by: type[nn.Module], module: str, *, wi
     """
     if issubclass(by, original):
         return by
-    if not issubclass(by, CombinedProjections):
+    if not issubclass(by, MIXINS):
+        mixins = ", ".join(one.__name__ for one in MIXINS)
         raise TypeError(
-            f"{by.__name__} rewrites {original.__name__}, so it has to be a subclass of it, or CombinedProjections"
+            f"{by.__name__} rewrites {original.__name__}, so it has to be a subclass of it, or of one of {mixins}"
         )
     return with_mixin(original, by, module, within=within)
 

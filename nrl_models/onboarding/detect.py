@@ -21,6 +21,7 @@ from nrl_models.errors import in_words
 from nrl_models.parity.images import PIXELS, Inputs, takes_images
 from nrl_models.parity.inputs import inputs_for
 from nrl_models.parity.sounds import SOUNDS, takes_sounds
+from nrl_models.quirks.bugs import offsets_stay
 from nrl_models.testing.case import randomise
 from nrl_models.testing.tiny import find_tiny
 
@@ -50,6 +51,7 @@ class Detection:
             that hold for some of its layers only, with a component of their names that the others' lack.
         obstacles: for each layer class, linears that read one input and cannot be combined, with the reason.
         uncalled: for each layer class with groups, linears that some layer has and never called.
+        keeps_offsets: classes that keep the offset which an image gives to later positions, see `FreshPositions`.
         note: what is worth knowing about a class that is right.
         step: the step that failed, one of `STEPS`; empty if none did.
         failure: how it failed.
@@ -64,6 +66,7 @@ class Detection:
     places: dict[str, dict[tuple[str, ...], str]] = field(default_factory=dict)
     obstacles: dict[str, list[str]] = field(default_factory=dict)
     uncalled: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    keeps_offsets: tuple[str, ...] = ()
     note: str = ""
     step: str = ""
     failure: str = ""
@@ -134,6 +137,8 @@ def detect(
         if AUDIO & set(inspect.signature(model.forward).parameters) and "sounds" not in found["modalities"]:
             found["note"] = "; ".join([*filter(None, [found.get("note")]), "takes sound, which was not tried"])
         found |= _by_class(model, trace)
+        if found["modalities"] == ("text", "images"):
+            found["keeps_offsets"] = _keeping_offsets(model)
         step = "backward"
         model.train()
         loss = model(**inputs_for(model, labels=True)).loss
@@ -161,7 +166,7 @@ def _media_matter(model: PreTrainedModel, inputs: Inputs) -> bool:
     """Whether each image and each sound, changed alone, changes the logits."""
     logits = model(**inputs).logits
     return not any(
-        torch.equal(logits, model(**inputs | {name: value + torch.randn_like(value)}).logits)
+        torch.equal(logits, model(**inputs | {name: value + 1.0}).logits)
         for name, value in inputs.items()
         if value.is_floating_point() and name in (*PIXELS, *SOUNDS)
     )
@@ -201,6 +206,18 @@ def _by_class(model: nn.Module, trace: Trace) -> dict[str, Any]:
         "obstacles": {name: list(found) for name, found in obstacles.items() if found},
         "uncalled": {name: tuple(sorted(found)) for name, found in uncalled.items() if found},
     }
+
+
+def _keeping_offsets(model: PreTrainedModel) -> tuple[str, ...]:
+    """The classes that remember from forward to forward by how much an image shifts positions, if that does harm."""
+    found = [one for one in model.modules() if hasattr(one, "rope_deltas") and hasattr(one, "compute_3d_position_ids")]
+    if not found or not model.can_generate():
+        return ()
+    for module in found:
+        module.rope_deltas = None  # of what ran before
+    kinds = [f"{type(module).__module__}:{type(module).__qualname__}" for module in found]
+    text = inputs_for(model, images=False)["input_ids"]
+    return tuple(kinds) if offsets_stay(model, inputs_for(model, images=True), text) else ()
 
 
 def _packed_on_disk(model: nn.Module) -> dict[str, tuple[str, ...]]:

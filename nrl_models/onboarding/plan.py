@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -119,7 +120,7 @@ def plan_family(source: str | Path, name: str | None = None, *, again: bool = Fa
     undecided += misfits(model_class, config, folder)
     return FamilyPlan(
         name=(name or config.model_type).replace("-", "_").replace(".", "_"),
-        architectures=(architecture, *heads_beside(model_class)),
+        architectures=(architecture, *heads_beside(model_class, config)),
         model_class=model_class,
         config=config,
         kinds=tuple(kinds_of(config)),
@@ -143,12 +144,26 @@ def _class_of(config: PreTrainedConfig, source: str | Path) -> type[PreTrainedMo
     return found
 
 
-def heads_beside(model_class: type[PreTrainedModel]) -> tuple[str, ...]:
-    """Names of the classification heads that the module of a causal language model has for the same model."""
+def heads_beside(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> tuple[str, ...]:
+    """Names of the classification heads that the module of a causal language model has for the same model.
+
+    Not of those that are built around another one: an encoder with its decoder, where the decoder alone writes.
+    """
     base, causal, _ = model_class.__name__.partition("ForCausalLM")
     names = [base + head for head in HEADS] if causal else []
     module = import_module(model_class.__module__)
-    return tuple(name for name in names if hasattr(module, name) and hasattr(transformers, name))
+    heads = [name for name in names if hasattr(module, name) and hasattr(transformers, name)]
+    trunk = _trunk_of(model_class, config) if heads else None
+    return tuple(name for name in heads if _trunk_of(getattr(module, name), config) is trunk)
+
+
+def _trunk_of(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> type | None:
+    """The class of what a model's head is put on; None if the model is not built from this configuration."""
+    try:
+        with torch.device("meta"):
+            return type(model_class._from_config(copy.deepcopy(config)).base_model)
+    except Exception:  # detection says why
+        return None
 
 
 def structure_of(config: PreTrainedConfig) -> dict[str, Any]:

@@ -87,12 +87,18 @@ def model_source(plan: FamilyPlan, limits: Mapping[str, str]) -> str:
         maker, arguments = _made_of(plan, name)
         used.add(maker)
         rows += _row(f"{modules[module]}.{layer}", maker, arguments)
+    for name in plan.detection.keeps_offsets:
+        module, _, layer = name.partition(":")
+        rows.append(f"        {modules[module]}.{layer}: FreshPositions,")
     family = f"{plan.model_class.__name__.partition('For')[0]}Family"
     lines = [f'"""{title(plan)}."""', ""]
     for module, alias in sorted(modules.items()):
         package, _, name = module.rpartition(".")
         lines.append(f"from {package} import {name} as {alias}")
-    lines += ["", f"from nrl_models.common import {', '.join(sorted(used, key=_import_order))}", "", ""]
+    lines += ["", f"from nrl_models.common import {', '.join(sorted(used, key=_import_order))}"]
+    if plan.detection.keeps_offsets:
+        lines.append("from nrl_models.common.mrope import FreshPositions")
+    lines += ["", ""]
     every = f"What every {family.removesuffix('Family')} model shares."
     lines += [f"class {family}(FamilyModel):", f'    """{every}"""', ""]
     lines += ["    rewrites = {", *rows, "    }"]
@@ -107,7 +113,7 @@ def _aliases(plan: FamilyPlan) -> dict[str, str]:
     """What the modules of the rewritten layers are called; the model's own is `hf`."""
     own = plan.model_class.__module__
     found = {own: "hf"}
-    for name in plan.detection.groups:
+    for name in (*plan.detection.groups, *plan.detection.keeps_offsets):
         module = name.partition(":")[0]
         found.setdefault(module, module.rpartition(".")[2].removeprefix("modeling_"))
     return found

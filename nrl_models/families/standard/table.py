@@ -217,15 +217,18 @@ STANDARD: dict[str, Standard] = {
     "cohere_compass": Standard(
         ("CohereCompassForCausalLM", "CohereCompassForConditionalGeneration"),
         {"CohereCompassAttention": QKV, "CohereCompassMLP": GATE_UP},
-        limits=lacks("CohereCompassForConditionalGeneration: cached decoding"),
+        mixins={"CohereCompassModel": "FreshPositions"},
     ),
     "cosmos3_edge": Standard(
         ("Cosmos3EdgeForConditionalGeneration",),
         {"Cosmos3EdgeVisionAttention": QKV, "Cosmos3EdgeTextAttention": QKV},
-        limits=lacks("packed sequences", "cached decoding"),
+        mixins={"Cosmos3EdgeModel": "FreshPositions"},
+        limits=lacks("packed sequences"),
         requires="transformers>=5.23",
     ),
-    "cosmos3_omni": Standard(("Cosmos3OmniForConditionalGeneration",), {}, limits=lacks("cached decoding")),
+    "cosmos3_omni": Standard(
+        ("Cosmos3OmniForConditionalGeneration",), {}, mixins={"Cosmos3OmniModel": "FreshPositions"}
+    ),
     "cpmant": Standard(
         ("CpmAntForCausalLM",),
         {"CpmAntAttention": ("project_q project_k project_v",), "CpmAntDenseGatedACT": ("w_0 w_1",)},
@@ -321,7 +324,8 @@ STANDARD: dict[str, Standard] = {
     "ernie4_5_vl_moe": Standard(
         ("Ernie4_5_VLMoeForConditionalGeneration",),
         {"Ernie4_5_VLMoeTextAttention": QKV, "Ernie4_5_VLMoeMLP": GATE_UP},
-        limits=lacks("packed sequences", "cached decoding"),
+        mixins={"Ernie4_5_VLMoeModel": "FreshPositions"},
+        limits=lacks("packed sequences"),
     ),
     "evolla": Standard(
         ("EvollaForProteinText2Text",), {"EvollaAttention": QKV, "EvollaMLP": GATE_UP}, limits=lacks("packed sequences")
@@ -833,7 +837,8 @@ STANDARD: dict[str, Standard] = {
             "Qwen4ExpTextMLP": GATE_UP,
             "Qwen4ExpTextAttention": QKV,
         },
-        limits=lacks("packed sequences", "Qwen4ExpForConditionalGeneration: cached decoding"),
+        mixins={"Qwen4ExpModel": "FreshPositions"},
+        limits=lacks("packed sequences"),
     ),
     "radio": Standard((), {"RadioAttention": QKV}),
     "recurrent_gemma": Standard(

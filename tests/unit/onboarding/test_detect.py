@@ -164,3 +164,9 @@ def test_nothing_random_is_drawn_and_every_registered_declaration_agrees() -> No
         assert found.keys() == declared.keys()
         assert all(set(group) <= set(declared[one][0]) for one, groups in found.items() for group in groups)
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_model_that_remembers_an_images_offset_is_found() -> None:
+    kept = "transformers.models.qwen2_vl.modeling_qwen2_vl:Qwen2VLModel"
+    assert detect(transformers.Qwen2VLForConditionalGeneration).keeps_offsets == (kept,)
+    assert detect(transformers.Gemma3ForConditionalGeneration).keeps_offsets == ()

@@ -19,7 +19,7 @@ from nrl_models.common.ledger import read_ledgers
 from nrl_models.errors import RemoteCodeError
 from nrl_models.onboarding import new
 from nrl_models.onboarding.new import new_family, prove
-from nrl_models.onboarding.plan import OnboardingError, plan_family, structure_of
+from nrl_models.onboarding.plan import OnboardingError, heads_beside, plan_family, structure_of
 from nrl_models.onboarding.writing import model_source
 from nrl_models.testing.tiny import tiny_config
 
@@ -223,3 +223,11 @@ def test_says_what_is_wrong_with_a_configuration(configured: Callable[..., Path]
         plan_family(folder)
     with pytest.raises(OnboardingError, match="has no linears that read one input"):
         new_family(configured("MambaForCausalLM"), out_of_tree=tmp_path / "out")
+
+
+def test_heads_of_another_model_are_left_out() -> None:
+    """transformers classifies with an encoder and its decoder, where it writes with the decoder alone."""
+    expected = {"PLBartForCausalLM": (), "LlamaForCausalLM": ("LlamaForSequenceClassification",)}
+    for name, heads in expected.items():
+        model_class = getattr(transformers, name)
+        assert heads_beside(model_class, model_class.config_class())[:1] == heads
