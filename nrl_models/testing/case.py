@@ -35,6 +35,7 @@ class FamilyCase:
     device: torch.device = field(default_factory=lambda: torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     tiny: Mapping[str, Any] = field(default_factory=dict)
     _pairs: dict[torch.dtype, tuple[PreTrainedModel, PreTrainedModel]] = field(default_factory=dict, init=False)
+    _inputs: dict[tuple[tuple[str, Any], ...], Inputs] = field(default_factory=dict, init=False)
 
     @property
     def architecture(self) -> str:
@@ -49,6 +50,10 @@ class FamilyCase:
     @property
     def config(self) -> PreTrainedConfig:
         """A tiny configuration, new at each call."""
+        return copy.deepcopy(self._config)
+
+    @cached_property
+    def _config(self) -> PreTrainedConfig:
         return tiny_config(
             self.reference_class.config_class, {**self.model_class.tiny, **self.tiny}, self.reference_class
         )
@@ -70,8 +75,11 @@ class FamilyCase:
         return {"default": default} | published
 
     def inputs(self, **options: Any) -> Inputs:
-        """Random inputs of the kind this class takes, see `inputs_for`."""
-        return inputs_for(self.reference(), **options)
+        """Random inputs of the kind this class takes, see `inputs_for`; new tensors at each call."""
+        key = tuple(sorted(options.items()))
+        if key not in self._inputs:  # to see in which form images come the model is run on some
+            self._inputs[key] = inputs_for(self.reference(), **options)
+        return {name: value.clone() for name, value in self._inputs[key].items()}
 
     @torch.no_grad()
     def words_alone(self, **options: Any) -> torch.Tensor | None:
