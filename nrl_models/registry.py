@@ -137,10 +137,10 @@ def unmet_requirement(architecture: str) -> str | None:
     return f"{requirement}; {installed} is installed"
 
 
-def architectures() -> list[str]:
-    """Every registered architecture, those of installed packages included."""
+def architectures(*, aliases: bool = True) -> list[str]:
+    """Every registered architecture, those of installed packages included; other names of one only with `aliases`."""
     _read_entry_points()
-    return list(MODEL_ARCH_MAPPING)
+    return [name for name in MODEL_ARCH_MAPPING if aliases or name not in ALIASES]
 
 
 def register_custom_configs() -> None:

@@ -255,12 +255,7 @@ def rewritten(original: type[nn.Module], by: type[nn.Module], module: str, *, wi
         raise TypeError(
             f"{by.__name__} rewrites {original.__name__}, so it has to be a subclass of it, or of one of {mixins}"
         )
-    return with_mixin(original, by, module, within=within)
-
-
-def with_mixin(original: type[nn.Module], mixin: type[nn.Module], module: str, *, within: str = "") -> type[nn.Module]:
-    """A subclass of `original`, of its name, with `mixin` before it. For the others: see `rewritten`."""
-    made = type(original.__name__, (mixin, original), {"__module__": module, "__doc__": original.__doc__})
+    made = type(original.__name__, (by, original), {"__module__": module, "__doc__": original.__doc__})
     if within:
         made.__qualname__ = f"{within}.{original.__name__}"
     else:

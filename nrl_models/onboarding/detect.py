@@ -120,7 +120,7 @@ def detect(
         step = "text"
         multimodal = takes_images(model) or takes_sounds(model)
         try:
-            trace = _run(model, images=False)
+            trace = _run(model, inputs_for(model, images=False))
             found["modalities"] = ("text",)
         except Exception as error:
             if not multimodal:
@@ -128,8 +128,8 @@ def detect(
             found["note"] = f"takes no text alone: {in_words(error)}"  # it describes images, say
         if multimodal:
             step = "images"
-            trace = _run(model, images=True)
             inputs = inputs_for(model)
+            trace = _run(model, inputs)
             media = [kind for kind, arguments in MEDIA.items() if set(arguments) & set(inputs)]
             if media and not _media_matter(model, inputs):
                 raise ValueError(f"the logits do not depend on {' and '.join(media)}: their tokens are not known")
@@ -138,7 +138,7 @@ def detect(
             found["note"] = "; ".join([*filter(None, [found.get("note")]), "takes sound, which was not tried"])
         found |= _by_class(model, trace)
         if found["modalities"] == ("text", "images"):
-            found["keeps_offsets"] = _keeping_offsets(model)
+            found["keeps_offsets"] = _keeping_offsets(model, inputs)
         step = "backward"
         model.train()
         loss = model(**inputs_for(model, labels=True)).loss
@@ -151,9 +151,7 @@ def detect(
     return Detection(model_class.__name__, source.model_type, **found, step=step)
 
 
-def _run(model: PreTrainedModel, *, images: bool) -> Trace:
-    inputs = inputs_for(model, images=images)
-
+def _run(model: PreTrainedModel, inputs: Inputs) -> Trace:
     def run() -> None:
         if not torch.isfinite(model(**inputs).logits).all():
             raise ValueError("the logits are not finite")
@@ -208,7 +206,7 @@ def _by_class(model: nn.Module, trace: Trace) -> dict[str, Any]:
     }
 
 
-def _keeping_offsets(model: PreTrainedModel) -> tuple[str, ...]:
+def _keeping_offsets(model: PreTrainedModel, with_images: Inputs) -> tuple[str, ...]:
     """The classes that remember from forward to forward by how much an image shifts positions, if that does harm."""
     found = [one for one in model.modules() if hasattr(one, "rope_deltas") and hasattr(one, "compute_3d_position_ids")]
     if not found or not model.can_generate():
@@ -217,7 +215,7 @@ def _keeping_offsets(model: PreTrainedModel) -> tuple[str, ...]:
         module.rope_deltas = None  # of what ran before
     kinds = [f"{type(module).__module__}:{type(module).__qualname__}" for module in found]
     text = inputs_for(model, images=False)["input_ids"]
-    return tuple(kinds) if offsets_stay(model, inputs_for(model, images=True), text) else ()
+    return tuple(kinds) if offsets_stay(model, with_images, text) else ()
 
 
 def _packed_on_disk(model: nn.Module) -> dict[str, tuple[str, ...]]:

@@ -57,7 +57,7 @@ def write_ledger(
         UnknownArchitectureError: a name that no family serves.
         LedgerError: the file is of another transformers, and only some architectures are asked for.
     """
-    known = [name for name in registry.architectures() if name not in registry.ALIASES]
+    known = registry.architectures(aliases=False)
     if unknown := sorted(set(names) - set(known)):
         raise UnknownArchitectureError(f"{', '.join(unknown)}: no family serves such an architecture")
     before, installed = read_ledgers(file), version("transformers")

@@ -198,7 +198,7 @@ def image_inputs(model: PreTrainedModel, inputs: Inputs, generator: torch.Genera
     text = inputs.get("input_ids", inputs.get("decoder_input_ids"))
     geometry = Geometry.of(model.config, *text.shape)
     forward = parameters_of(model.forward)
-    method = _feature_method(model)
+    method = feature_method(model, "get_image_features")
     known = parameters_of(method or model.forward)
     pixels = next((name for name in PIXELS if name in known), None) or next(name for name in PIXELS if name in forward)
     failures: dict[str, str] = {}
@@ -249,10 +249,10 @@ def parameters_of(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     return dict(inspect.signature(function).parameters)
 
 
-def _feature_method(model: PreTrainedModel) -> Callable[..., Any] | None:
+def feature_method(model: PreTrainedModel, name: str) -> Callable[..., Any] | None:
+    """The model's method of this name that computes features of images or sounds; None if it has none."""
     # The head's method hands its arguments on and may not name them all.
-    owners = (model.base_model, model)
-    return next((one.get_image_features for one in owners if hasattr(one, "get_image_features")), None)
+    return next((getattr(one, name) for one in (model.base_model, model) if hasattr(one, name)), None)
 
 
 def _settings(config: PreTrainedConfig, known: dict[str, inspect.Parameter]) -> dict[str, Any]:

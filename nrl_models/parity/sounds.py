@@ -7,16 +7,18 @@ Like images (`nrl_models/parity/images.py`): what a model wants is read off the 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from nrl_models.common.configurations import parts
-from nrl_models.parity.images import Inputs, first_token, parameters_of, run_on, token_count
+from nrl_models.parity.images import Inputs, feature_method, first_token, parameters_of, run_on, token_count
 
 SOUNDS = ("input_features", "input_values")
 """What the argument that holds a sound is called."""
+
+METHOD = "get_audio_features"
+"""The method that transformers gives a model that hears."""
 
 MASKS = ("input_features_mask", "feature_attention_mask", "padding_mask", "input_values_mask")
 """What says which frames are a sound and which are padding."""
@@ -33,7 +35,7 @@ def sound_token(config: PreTrainedConfig) -> int | None:
 def takes_sounds(model: PreTrainedModel) -> bool:
     """Whether the model's forward has an argument for sounds, and the model a token and a method for them."""
     named = any(name in parameters_of(model.forward) for name in SOUNDS)
-    return named and _feature_method(model) is not None and sound_token(model.config) is not None
+    return named and feature_method(model, METHOD) is not None and sound_token(model.config) is not None
 
 
 def sound_inputs(model: PreTrainedModel, inputs: Inputs, generator: torch.Generator) -> Inputs | None:
@@ -49,7 +51,7 @@ def sound_inputs(model: PreTrainedModel, inputs: Inputs, generator: torch.Genera
     """
     if not takes_sounds(model) or "input_ids" not in inputs:
         return None
-    method = _feature_method(model)
+    method = feature_method(model, METHOD)
     forward, known = parameters_of(model.forward), parameters_of(method)
     if (name := next((one for one in SOUNDS if one in known and one in forward), None)) is None:
         return None
@@ -66,11 +68,6 @@ def sound_inputs(model: PreTrainedModel, inputs: Inputs, generator: torch.Genera
             continue
         return result
     return None
-
-
-def _feature_method(model: PreTrainedModel) -> Any:
-    owners = (model.base_model, model)
-    return next((one.get_audio_features for one in owners if hasattr(one, "get_audio_features")), None)
 
 
 def _layouts(config: PreTrainedConfig, batch: int) -> Iterator[tuple[tuple[int, ...], int]]:

@@ -63,7 +63,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if not names:
         from nrl_models import registry
 
-        names = [name for name in registry.architectures() if name not in registry.ALIASES]
+        names = registry.architectures(aliases=False)
     metafunc.parametrize("family_case", [_param(name) for name in names], indirect=True)
 
 

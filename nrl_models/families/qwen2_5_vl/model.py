@@ -7,14 +7,6 @@ from nrl_models.common.mrope import FreshPositions, PackedTextPositions
 from nrl_models.families.qwen2_5_vl.published import PUBLISHED
 
 
-class Qwen2_5_VLTextModel(PackedTextPositions, hf.Qwen2_5_VLTextModel):
-    """The decoder; documents packed by plain positions do not see each other."""
-
-
-class Qwen2_5_VLModel(FreshPositions, hf.Qwen2_5_VLModel):
-    """Vision tower and decoder; a sequence without images decodes without the last one's offsets."""
-
-
 class Qwen25VLFamily(FamilyModel):
     """What every Qwen2.5-VL model shares."""
 
@@ -26,8 +18,8 @@ class Qwen25VLFamily(FamilyModel):
         hf.Qwen2_5_VLAttention: CombinedQKV,
         hf.Qwen2MLP: CombinedGateUp,
         hf.Qwen2_5_VLMLP: CombinedGateUp,  # of the vision tower
-        hf.Qwen2_5_VLTextModel: Qwen2_5_VLTextModel,
-        hf.Qwen2_5_VLModel: Qwen2_5_VLModel,
+        hf.Qwen2_5_VLTextModel: PackedTextPositions,
+        hf.Qwen2_5_VLModel: FreshPositions,
     }
 
 

@@ -7,14 +7,6 @@ from nrl_models.common.mrope import FreshPositions, PackedTextPositions
 from nrl_models.families.qwen2_vl.published import PUBLISHED
 
 
-class Qwen2VLTextModel(PackedTextPositions, hf.Qwen2VLTextModel):
-    """The decoder; documents packed by plain positions do not see each other."""
-
-
-class Qwen2VLModel(FreshPositions, hf.Qwen2VLModel):
-    """Vision tower and decoder; a sequence without images decodes without the last one's offsets."""
-
-
 class Qwen2VLFamily(FamilyModel):
     """What every Qwen2-VL model shares."""
 
@@ -25,8 +17,8 @@ class Qwen2VLFamily(FamilyModel):
     rewrites = {
         hf.Qwen2VLAttention: CombinedQKV,
         hf.Qwen2MLP: CombinedGateUp,
-        hf.Qwen2VLTextModel: Qwen2VLTextModel,
-        hf.Qwen2VLModel: Qwen2VLModel,
+        hf.Qwen2VLTextModel: PackedTextPositions,
+        hf.Qwen2VLModel: FreshPositions,
     }
 
 

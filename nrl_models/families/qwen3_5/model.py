@@ -6,10 +6,6 @@ from nrl_models.common import CombinedGateUp, CombinedQKV, FamilyModel, combine
 from nrl_models.common.mrope import FreshPositions
 
 
-class Qwen3_5Model(FreshPositions, hf.Qwen3_5Model):
-    """Vision tower and decoder; a sequence without images decodes without the last one's offsets."""
-
-
 class Qwen35Family(FamilyModel):
     """What every Qwen3.5 model shares."""
 
@@ -17,7 +13,7 @@ class Qwen35Family(FamilyModel):
         hf.Qwen3_5GatedDeltaNet: combine(in_proj=("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")),
         hf.Qwen3_5Attention: CombinedQKV,  # `q_proj` gives the gate, too
         hf.Qwen3_5MLP: CombinedGateUp,
-        hf.Qwen3_5Model: Qwen3_5Model,
+        hf.Qwen3_5Model: FreshPositions,
     }
     limits = {"packed sequences": "upstream's gated delta nets carry their state from a document to the next"}
 

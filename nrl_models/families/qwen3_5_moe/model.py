@@ -6,10 +6,6 @@ from nrl_models.common import CombinedGateUp, CombinedQKV, FamilyModel, combine
 from nrl_models.common.mrope import FreshPositions
 
 
-class Qwen3_5MoeModel(FreshPositions, hf.Qwen3_5MoeModel):
-    """Vision tower and decoder; a sequence without images decodes without the last one's offsets."""
-
-
 class Qwen35MoeFamily(FamilyModel):
     """What every Qwen3.5-MoE model shares."""
 
@@ -17,7 +13,7 @@ class Qwen35MoeFamily(FamilyModel):
         hf.Qwen3_5MoeGatedDeltaNet: combine(in_proj=("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")),
         hf.Qwen3_5MoeAttention: CombinedQKV,  # `q_proj` gives the gate, too
         hf.Qwen3_5MoeMLP: CombinedGateUp,
-        hf.Qwen3_5MoeModel: Qwen3_5MoeModel,
+        hf.Qwen3_5MoeModel: FreshPositions,
     }
     limits = {"packed sequences": "upstream's gated delta nets carry their state from a document to the next"}
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from nrl_models.common import FamilyModel, mrope
 from nrl_models.common.combined import combine_groups
-from nrl_models.common.family_model import rewritten, with_mixin
+from nrl_models.common.family_model import rewritten
 from nrl_models.families import FAMILIES, module_of
 from nrl_models.families.standard.table import STANDARD, Standard
 
@@ -43,7 +43,7 @@ def rewritten_layer(layer: type[nn.Module]) -> type[nn.Module] | None:
         return None
     for name, mixin in entry.mixins.items():
         if layer is entry.layer(package, name):
-            return with_mixin(layer, getattr(mrope, mixin), __name__, within=package)
+            return rewritten(layer, getattr(mrope, mixin), __name__, within=package)
     for name, groups in entry.layers.items():
         if layer is entry.layer(package, name):
             return rewritten(layer, combine_groups(*groups), __name__, within=package)
