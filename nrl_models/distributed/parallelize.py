@@ -126,7 +126,7 @@ class _ModelDivision:
         self.experts_over = experts_over(model, mesh, plan)
         self.expert = rules_by_module(model, plan.expert) if self.experts_over else {}
         self.units = plan.units or ()
-        self.sums_gradient: set[tuple[int, str]] = set()
+        self.summed_over: dict[tuple[int, str], str] = {}
         self.done: dict[int, nn.Parameter] = {}  # by the identity of what they replace: tied ones stay one
 
     def apply(self) -> None:
@@ -140,7 +140,7 @@ class _ModelDivision:
         for module in modules.values():
             if self._computes_alone(module):
                 become(module, OnLocalTensors)
-                module.sums_gradient_of = frozenset(self.sums_gradient)
+                module.summed_over = self.summed_over
                 module.is_unit = type(module).__name__ in self.units
 
     def _separate_mixed_groups(self) -> None:
@@ -183,7 +183,9 @@ class _ModelDivision:
             by_tensor = TENSOR_STYLES[self.tensor[own]] if own in self.tensor else style
             by_expert = EXPERT_STYLES[self.expert[own]] if own in self.expert else expert
             if by_tensor.sums_gradient or style.sums_gradient:
-                self.sums_gradient.add((id(module), attribute))
+                self.summed_over[id(module), attribute] = "tp"
+            elif expert.sums_gradient and self.experts_over:
+                self.summed_over[id(module), attribute] = self.experts_over
             self._divide_parameter(module, attribute, by_tensor, by_expert)
         if is_part and style.compute is not LatentKeys:
             return  # the combined linear computes

@@ -80,9 +80,9 @@ def plan_for(model: PreTrainedModel, mesh: DeviceMesh, plan: Plan | ParallelPlan
     if isinstance(plan, ParallelPlan):
         problems += _unknown_names(model, {**(plan.tensor or {}), **(plan.expert or {})})
         problems += _unknown_units(model, plan.units or ())
-        chosen = _completed(model, plan)
+        chosen = _completed(model, mesh, plan)
     elif plan == "auto" or isinstance(plan, Mapping):
-        chosen = _completed(model, ParallelPlan())
+        chosen = _completed(model, mesh, ParallelPlan())
         if not isinstance(plan, str):
             problems += _unknown_names(model, plan)
             chosen = _overridden(model, chosen, plan)
@@ -97,12 +97,18 @@ def plan_for(model: PreTrainedModel, mesh: DeviceMesh, plan: Plan | ParallelPlan
     return chosen
 
 
-def _completed(model: PreTrainedModel, plan: ParallelPlan) -> ParallelPlan:
+def _completed(model: PreTrainedModel, mesh: DeviceMesh, plan: ParallelPlan) -> ParallelPlan:
     """`plan`, with what is declared where it leaves something open."""
+    tensor, expert = declared_tensor_plan(model), declared_expert_plan(model)
+    # A declared word that is not known here stands in nobody's way where its dimension divides nothing.
+    if size_of(mesh, "tp") == 1:
+        tensor = {name: word for name, word in tensor.items() if word in TENSOR_STYLES}
+    if size_of(mesh, "ep") == 1:
+        expert = {name: word for name, word in expert.items() if word in EXPERT_STYLES}
     return replace(
         plan,
-        tensor=declared_tensor_plan(model) if plan.tensor is None else plan.tensor,
-        expert=declared_expert_plan(model) if plan.expert is None else plan.expert,
+        tensor=tensor if plan.tensor is None else plan.tensor,
+        expert=expert if plan.expert is None else plan.expert,
         units=units_of(model) if plan.units is None else plan.units,
     )
 
@@ -124,8 +130,13 @@ def declared_tensor_plan(model: PreTrainedModel) -> dict[str, str]:
 
 
 def declared_expert_plan(model: PreTrainedModel) -> dict[str, str]:
-    """transformers' expert-parallel plan for a model."""
-    return dict(getattr(model, "_ep_plan", None) or {})
+    """transformers' expert-parallel plan for a model, without the linears that it divides too.
+
+    There one set of ranks divides both; here `ep` divides experts, and linears are divided by `tp`, by its own plan.
+    """
+    plan = getattr(model, "_ep_plan", None) or {}
+    linears = {word for word, style in TENSOR_STYLES.items() if style.dim(2) is not None}
+    return {name: word for name, word in plan.items() if word not in linears}
 
 
 def units_of(model: PreTrainedModel) -> tuple[str, ...]:
@@ -171,6 +182,7 @@ def experts_over(model: nn.Module, mesh: DeviceMesh, plan: ParallelPlan) -> str 
     ranks, tensor = size_of(mesh, "tp"), rules_by_module(model, plan.tensor)
     parameters = dict(_hf_parameters(model))
     fits = all(name not in tensor and parameters[name].shape[0] % ranks == 0 for name in divided)
+    fits &= not any(_without_rule(model, name, rules) for name in _stacks(rules))
     return "tp" if ranks > 1 and fits else None
 
 
@@ -322,7 +334,7 @@ def _expert_problems(model: PreTrainedModel, mesh: DeviceMesh, plan: ParallelPla
         return []
     rules = rules_by_module(model, plan.expert)
     modules = dict(model.named_modules())
-    stacks = [name for name, word in rules.items() if EXPERT_STYLES[word].compute is ExpertsOfThisRank]
+    stacks = _stacks(rules)
     if not stacks:
         return [Problem("plan", _class_name(model), "has no experts that an expert-parallel plan divides")]
     problems = []
@@ -336,13 +348,24 @@ def _expert_problems(model: PreTrainedModel, mesh: DeviceMesh, plan: ParallelPla
                 Problem("divide", name, f"has {parameter.shape[0]} experts, which ep={ranks} does not divide")
             )
     for name in stacks:
-        loose = [one for one in modules[name]._parameters if f"{name}.{one}" not in rules]
         if not hasattr(modules[name], "num_experts"):
             problems.append(Problem("plan", name, "does not say how many experts it has (num_experts)"))
         problems += [
-            Problem("plan", f"{name}.{one}", "is in a stack that ep divides, and no rule says how") for one in loose
+            Problem("plan", one, "is in a stack that ep divides, and no rule says how")
+            for one in _without_rule(model, name, rules)
         ]
     return problems
+
+
+def _stacks(rules: Mapping[str, str]) -> list[str]:
+    """The stacks of experts among the modules that rules speak of."""
+    return [name for name, word in rules.items() if EXPERT_STYLES[word].compute is ExpertsOfThisRank]
+
+
+def _without_rule(model: nn.Module, stack: str, rules: Mapping[str, str]) -> list[str]:
+    """Parameters within a stack of experts that no rule speaks of, neither by their name nor by their module's."""
+    names = [f"{stack}.{name}" for name, _ in model.get_submodule(stack).named_parameters()]
+    return [name for name in names if not {name, name.rpartition(".")[0]} & (rules.keys() - {stack})]
 
 
 def _advice(model: PreTrainedModel, mesh: DeviceMesh, problems: list[Problem]) -> list[str]:

@@ -13,10 +13,11 @@ The two are Megatron-LM's `f` and `g` (https://arxiv.org/abs/1909.08053).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, wraps
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -256,6 +257,7 @@ EXPERT_STYLES: dict[str, Style] = {
     "grouped_gemm": Style(_first),
     "ep_dispatch_experts": Style(compute=ExpertsOfThisRank),
     "moe_tp_experts": Style(compute=ExpertsOfThisRank),  # so called before transformers 5.2x
+    "replicated_with_grad_allreduce": Style(sums_gradient=True),
     "ep_router": Style(),  # routes as ever: choosing this rank's experts is the stack's affair here
     "replicate": Style(),
 }
@@ -269,12 +271,12 @@ class OnLocalTensors(nn.Module):
     tensors, at no cost per operation; gradients come back as DTensors of the parameters' placements.
 
     Attributes:
-        sums_gradient_of: `(module, name)` of parameters whose gradient is a share on each rank of `tp`.
+        summed_over: by `(module, name)` of parameters whose gradient is a share on each rank, the mesh dimension.
         is_unit: whether `fsdp` gathers the module by itself: before that its parameters are not to be looked at, by
             modules around it neither.
     """
 
-    sums_gradient_of: frozenset[tuple[int, str]] = frozenset()
+    summed_over: Mapping[tuple[int, str], str] = MappingProxyType({})
     is_unit: bool = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -299,7 +301,7 @@ def _local_tensors(module: OnLocalTensors) -> Iterator[None]:
     ]
     try:
         for part, name, parameter in exchanged:
-            part._parameters[name] = _local(parameter, (id(part), name) in module.sums_gradient_of)  # type: ignore[assignment]
+            part._parameters[name] = _local(parameter, module.summed_over.get((id(part), name)))  # type: ignore[assignment]
         yield
     finally:
         for part, name, parameter in exchanged:
@@ -314,12 +316,12 @@ def _modules_within(module: nn.Module) -> Iterator[nn.Module]:
             yield from _modules_within(child)
 
 
-def _local(parameter: DTensor, sums_gradient: bool) -> torch.Tensor:
-    if not sums_gradient:
+def _local(parameter: DTensor, summed_over: str | None) -> torch.Tensor:
+    if summed_over is None:
         return parameter.to_local()
     # A redistribution to where it is already: nothing forward, the placements' own sum backward.
     names = parameter.device_mesh.mesh_dim_names or ()
-    shares = [Partial() if name == "tp" else one for name, one in zip(names, parameter.placements, strict=True)]
+    shares = [Partial() if name == summed_over else one for name, one in zip(names, parameter.placements, strict=True)]
     return parameter.redistribute(placements=parameter.placements).to_local(grad_placements=shares)
 
 

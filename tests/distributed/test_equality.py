@@ -7,6 +7,7 @@ result never is.
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import pytest
 from jobs import equality
@@ -14,6 +15,7 @@ from world import RanksFailedError, World
 
 from nrl_models import registry
 from tests.patterns import ONE_OF_EACH_PATTERN
+from tests.unit.families.gemma4.test_variants import A4B, E2B
 
 ONE_EACH = [registry.FAMILIES[family][0] for family in ONE_OF_EACH_PATTERN]
 """The first class of each: its language model."""
@@ -40,6 +42,10 @@ def check(world: World, architecture: str, **sizes: int) -> None:
         if {kind for kind, _ in error.errors.values()} == {"ShardingError"} and len(error.errors) == world.size:
             pytest.skip(error.errors[0][1])
         raise
+    assert_equal(found)
+
+
+def assert_equal(found: list[dict[str, float]]) -> None:
     for rank in found:
         assert rank["loss"] <= 1e-6
         assert rank["gradients"] <= 1e-5
@@ -66,6 +72,25 @@ def test_two_ranks_that_share_the_experts_equal_one(two: World, architecture: st
 @pytest.mark.parametrize("other", ["fsdp", "tp"])
 def test_four_ranks_that_share_the_experts_equal_one(four: World, architecture: str, other: str) -> None:
     check(four, architecture, **({"fsdp": 2, "ep": 2} if other == "fsdp" else {"ep": 2, "tp": 2}))
+
+
+# Layers that attend to earlier ones' keys; experts beside dense layers that transformers' expert plan divides too; and
+# a norm among the experts, of which each rank sees its share.
+@pytest.mark.parametrize(
+    ("architecture", "config", "dimension"),
+    [
+        *[("Gemma4ForCausalLM", E2B, dimension) for dimension in ("fsdp", "tp")],
+        *[("Gemma4ForCausalLM", A4B, dimension) for dimension in ("fsdp", "tp", "ep")],
+        *[("MuseSparkForConditionalGeneration", {}, dimension) for dimension in ("tp", "ep")],
+    ],
+)
+def test_what_plans_say_beside_the_usual_is_done(
+    two: World, architecture: str, config: dict[str, Any], dimension: str
+) -> None:
+    if unmet := registry.unmet_requirement(architecture):
+        pytest.skip(f"{architecture} needs {unmet}")
+    found = two.run(partial(equality.equals_one_process, config=config, **{dimension: 2}), architecture)
+    assert_equal(found)
 
 
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Gemma3ForCausalLM", "DeepseekV3ForCausalLM"])

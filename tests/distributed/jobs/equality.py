@@ -22,7 +22,10 @@ from nrl_models.testing.case import FamilyCase
 def expected(case: FamilyCase, count: int) -> tuple[float, dict[str, torch.Tensor]]:
     """Loss and gradients of one process over all batches, by Hugging Face name."""
     model = copy.deepcopy(case.model()).train()
-    losses = [model(**batch, use_cache=False).loss / count for batch in batches(case, count)]
+    losses = []
+    for seed, batch in enumerate(batches(case, count)):
+        torch.manual_seed(seed)  # some routers draw lots in training
+        losses.append(model(**batch, use_cache=False).loss / count)
     torch.stack(losses).sum().backward()
     gradients = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
     return sum(loss.item() for loss in losses), model.state_dict_adapter.to_hf(gradients)
@@ -31,7 +34,9 @@ def expected(case: FamilyCase, count: int) -> tuple[float, dict[str, torch.Tenso
 def step(model: PreTrainedModel, case: FamilyCase) -> float:
     """One forward and backward on this rank's batch; the loss over all."""
     mesh = model.sharding.mesh
-    batch = batches(case, size_of(mesh, "fsdp"))[rank_in(mesh, "fsdp")]
+    number = rank_in(mesh, "fsdp")
+    batch = batches(case, size_of(mesh, "fsdp"))[number]
+    torch.manual_seed(number)
     loss = model(**batch, use_cache=False).loss
     loss.backward()
     total = loss.detach().clone()
@@ -45,9 +50,11 @@ def whole_gradients(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     return model.state_dict_adapter.to_hf(own)
 
 
-def equals_one_process(architecture: str, checkpointing: bool = False, **sizes: int) -> dict[str, float]:
+def equals_one_process(
+    architecture: str, checkpointing: bool = False, config: dict[str, Any] | None = None, **sizes: int
+) -> dict[str, float]:
     """How far loss and gradients of a sharded model are from one process's."""
-    return _differences(case_of(architecture), checkpointing, sizes)
+    return _differences(case_of(architecture, config), checkpointing, sizes)
 
 
 def llama_equals_one_process(config: dict[str, Any], combine: bool = True, **sizes: int) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -21,9 +22,9 @@ def mesh_of(**sizes: int) -> DeviceMesh:
     return init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
-def case_of(architecture: str) -> FamilyCase:
-    """The tiny model of a registered architecture."""
-    return FamilyCase(registry.model_class(architecture), torch.device("cpu"))
+def case_of(architecture: str, config: Mapping[str, Any] | None = None) -> FamilyCase:
+    """The tiny model of a registered architecture, with other values in its configuration."""
+    return FamilyCase(registry.model_class(architecture), torch.device("cpu"), config or {})
 
 
 def batches(case: FamilyCase, count: int) -> list[dict[str, Any]]:
