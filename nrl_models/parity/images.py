@@ -306,9 +306,8 @@ def token_count(features: Any, images: int) -> int:
     """How many tokens each of `images` images (or sounds) is, from what was returned as features of all of them."""
     deep = getattr(features, "deepstack_features", None)
     if hasattr(features, "pooler_output"):
-        features = next(
-            one for one in (features.pooler_output, features.last_hidden_state, deep and deep[0][1]) if one is not None
-        )
+        last = getattr(features, "last_hidden_state", None)
+        features = next(one for one in (features.pooler_output, last, deep and deep[0][1]) if one is not None)
     total = _rows(features)
     if not total or total % images:
         raise ValueError(f"{total} tokens for {images} images")

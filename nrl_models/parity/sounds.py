@@ -6,7 +6,8 @@ Like images (`nrl_models/parity/images.py`): what a model wants is read off the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -23,6 +24,12 @@ METHOD = "get_audio_features"
 MASKS = ("input_features_mask", "feature_attention_mask", "padding_mask", "input_values_mask")
 """What says which frames are a sound and which are padding."""
 
+SAMPLES = "chunk_sample_lengths"
+"""What says of how many samples of the wave a sound's frames were made."""
+
+WIDTHS = ("num_mel_bins", "input_dim", "feature_size", "input_feat_size", "audio_embed_dim")
+"""What configurations call the numbers that a frame is."""
+
 SOUND_TOKENS = ("audio_token_id", "audio_token_index")
 WORDS_AFTER = 4
 
@@ -33,16 +40,16 @@ def sound_token(config: PreTrainedConfig) -> int | None:
 
 
 def takes_sounds(model: PreTrainedModel) -> bool:
-    """Whether the model's forward has an argument for sounds, and the model a token and a method for them."""
+    """Whether the model's forward has an argument for sounds, and the model a token for them."""
     named = any(name in parameters_of(model.forward) for name in SOUNDS)
-    return named and feature_method(model, METHOD) is not None and sound_token(model.config) is not None
+    return named and sound_token(model.config) is not None
 
 
 def sound_inputs(model: PreTrainedModel, inputs: Inputs, generator: torch.Generator) -> Inputs | None:
     """`inputs` with one random sound for each sequence, its tokens before the last four words.
 
     Args:
-        model: the model; it is run on sounds alone to see what it takes.
+        model: the model; it is run on sounds alone, where it has a method for that, to see what it takes.
         inputs: of text, perhaps with images; `input_ids` become longer by a sound's tokens.
         generator: of the random numbers.
 
@@ -51,38 +58,69 @@ def sound_inputs(model: PreTrainedModel, inputs: Inputs, generator: torch.Genera
     """
     if not takes_sounds(model) or "input_ids" not in inputs:
         return None
-    method = feature_method(model, METHOD)
-    forward, known = parameters_of(model.forward), parameters_of(method)
+    forward, method = parameters_of(model.forward), feature_method(model, METHOD)
+    known = forward if method is None else parameters_of(method)
     if (name := next((one for one in SOUNDS if one in known and one in forward), None)) is None:
         return None
-    batch = len(inputs["input_ids"])
-    for shape, frames in _layouts(model.config, batch):
-        sound = {name: torch.randn(shape, generator=generator)}
-        sound |= {mask: torch.ones(batch, frames, dtype=torch.long) for mask in MASKS if mask in known}
+    for sound in _forms(model.config, name, known, len(inputs["input_ids"]), generator):
         try:
-            count = token_count(run_on(model, method, sound), batch)
-            given = {key: value for key, value in sound.items() if key in forward}
-            result = inputs | given | {"input_ids": _with_tokens(model.config, inputs["input_ids"], count)}
-            run_on(model, model, result)
-        except Exception:  # another layout, then
+            counts = [] if method is None else _counts(model.config, run_on(model, method, sound), len(sound[name]))
+        except Exception:  # another form, then
             continue
-        return result
+        given = {key: value for key, value in sound.items() if key in forward}
+        for count in counts or [size // fewer for size in sound[name].shape[1:] for fewer in (2, 4, 8)]:
+            result = inputs | given | {"input_ids": _with_tokens(model.config, inputs["input_ids"], count)}
+            try:
+                run_on(model, model, result)
+            except Exception:
+                continue
+            return result
     return None
 
 
-def _layouts(config: PreTrainedConfig, batch: int) -> Iterator[tuple[tuple[int, ...], int]]:
-    """Shapes that sounds may have, and the frames in each: as many as a tower has places for, or some."""
+def _forms(
+    config: PreTrainedConfig, name: str, known: Collection[str], batch: int, generator: torch.Generator
+) -> Iterator[Inputs]:
+    """Random sounds in each form that the method may want, with what else it knows."""
+    masks = [mask for mask in MASKS if mask in known]
     for part in parts(config).values():
-        values = vars(part)
-        if samples := getattr(part, "samples_per_token", None):  # the wave itself
-            yield (batch, 4 * samples), 4 * samples
-        width = next((values[key] for key in ("num_mel_bins", "input_dim", "feature_size") if key in values), None)
-        if width is None or part is config.get_text_config():
+        if part is config.get_text_config():
             continue
-        places, window = values.get("max_source_positions"), values.get("n_window")
-        for frames in (*filter(None, [window and 2 * window, places and 2 * places]), 48):
-            yield (batch, width, frames), frames
-            yield (batch, frames, width), frames
+        for shape, frames in _layouts(part, batch):
+            # Some negate a mask, which only truth values take, others count with it.
+            for dtype in (torch.bool, torch.long) if masks else (torch.bool,):
+                sound = {name: torch.randn(shape, generator=generator)}
+                sound |= {mask: torch.ones(batch, frames, dtype=dtype) for mask in masks}
+                if SAMPLES in known:
+                    sound[SAMPLES] = torch.full((batch,), frames * getattr(part, "hop_length", 1))
+                yield sound
+
+
+def _layouts(part: PreTrainedConfig, batch: int) -> Iterator[tuple[tuple[int, ...], int]]:
+    """Shapes that sounds may have, and the frames in each: as many as a tower has places for, or some."""
+    values = vars(part)
+    if samples := getattr(part, "samples_per_token", None):  # the wave itself
+        yield (batch, 4 * samples), 4 * samples
+    if (width := _width(values)) is None:
+        return
+    places, window = values.get("max_source_positions"), values.get("n_window")
+    for frames in (*filter(None, [window and 2 * window, places and 2 * places]), 48):
+        yield (batch, width, frames), frames
+        yield (batch, frames, width), frames
+
+
+def _width(values: Mapping[str, Any]) -> int | None:
+    """How many numbers a frame is, by a configuration's values; None if they do not tell."""
+    if (width := next((values[key] for key in WIDTHS if key in values), None)) is not None:
+        return width
+    channels = values.get("subsampling_conv_channels")
+    return channels[0] if channels else None  # transformers' classes take frames for as wide as these are many
+
+
+def _counts(config: PreTrainedConfig, features: Any, sounds: int) -> list[int]:
+    """How many tokens a sound may be: as many as it has features, or as a model fills these up to."""
+    filled = getattr(config, "audio_soft_tokens_per_image", None)
+    return [token_count(features, sounds), *([] if filled is None else [filled])]
 
 
 def _with_tokens(config: PreTrainedConfig, input_ids: torch.Tensor, count: int) -> torch.Tensor:

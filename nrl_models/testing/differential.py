@@ -25,7 +25,7 @@ from nrl_models.parity.inputs import Inputs, inputs_for
 from nrl_models.testing.case import SEED, FamilyCase, randomise
 from nrl_models.testing.perturbations import perturbed
 
-TOLERANCE = 3e-5
+TOLERANCE = 1e-5
 
 Tensors = dict[str, torch.Tensor]
 

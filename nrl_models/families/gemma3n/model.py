@@ -13,6 +13,7 @@ class Gemma3nFamily(SharedKeyValues, FamilyModel):
     rewrites = {
         hf.Gemma3nTextAttention: CombinedQKV,  # of queries alone in layers that share keys and values
         hf.Gemma3nTextMLP: CombinedGateUp,
+        hf.Gemma3nAudioAttention: CombinedQKV,
     }
     limits = {"tensor parallelism": "divided by transformers' plan it is not the model that one process computes"}
 
@@ -21,12 +22,15 @@ Gemma3nForCausalLM = ModelClass = Gemma3nFamily.head(hf.Gemma3nForCausalLM, publ
 Gemma3nForConditionalGeneration = Gemma3nFamily.head(
     hf.Gemma3nForConditionalGeneration,
     published=published.WITH_IMAGES,
-    # The vision tower is timm's, of one architecture: only its factory's arguments make it small.
+    # The vision tower is timm's, of one architecture: only its factory's arguments make it small. The last words of
+    # the vocabulary stand for sounds, and the very last fills a sound up.
     tiny={
         "vision_config": {
             "hidden_size": 2048,
             "model_args": {"channel_multiplier": 0.0625, "msfa_output_resolution": 2},
         },
         "vision_soft_tokens_per_image": 4,
+        "audio_config": {"vocab_offset": 480, "vocab_size": 32},
+        "audio_soft_tokens_per_image": 6,
     },
 )

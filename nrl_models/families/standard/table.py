@@ -357,6 +357,7 @@ STANDARD: dict[str, Standard] = {
     "gemma4_unified": Standard(
         ("Gemma4UnifiedForCausalLM", "Gemma4UnifiedForConditionalGeneration"),
         {"Gemma4UnifiedTextAttention": QKV, "Gemma4UnifiedTextMLP": GATE_UP},
+        tiny={"audio_config": {}},
     ),
     "git": Standard(
         ("GitForCausalLM",),
@@ -729,7 +730,21 @@ STANDARD: dict[str, Standard] = {
         {"NemotronAttention": QKV},
     ),
     "nemotron_h_omni": Standard(
-        ("NemotronH_Omni_Reasoning_V3",), {}, limits=lacks("packed sequences"), requires="transformers>=5.18"
+        ("NemotronH_Omni_Reasoning_V3",),
+        {},
+        tiny={
+            "audio_token_id": 487,
+            "audio_config": {
+                "hidden_size": 256,
+                "intermediate_size": 512,
+                "num_hidden_layers": 2,
+                "projection_hidden_size": 256,
+                "projection_bias": False,
+                "initializer_range": 0.2,  # with less, a sound is lost among the biases
+            },
+        },
+        limits=lacks("packed sequences"),
+        requires="transformers>=5.18",
     ),
     "olmo": Standard(("OlmoForCausalLM", "OlmoForSequenceClassification"), {"OlmoAttention": QKV, "OlmoMLP": GATE_UP}),
     "olmo2": Standard(
@@ -763,6 +778,7 @@ STANDARD: dict[str, Standard] = {
         limits=lacks("left padding", "right padding", "packed sequences", "cached decoding"),
         ignored=("num_image_tokens",),  # set on the text model's part, which has no images
     ),
+    "parakeet": Standard((), {"ParakeetEncoderAttention": QKV}),
     "pegasus": Standard(
         ("PegasusForCausalLM",), {"PegasusAttention": QKV}, limits=lacks("left padding", "packed sequences")
     ),

@@ -1,8 +1,8 @@
-"""Let a torchvision that was built for CUDA be imported without it; `make test-engine` runs this once.
+"""Let a torchvision that was built for CUDA be imported without it; `make setup` and `make test-engine` run this once.
 
 The builds on PyPI want CUDA's libraries for their compiled operators. Where these do not load, torchvision goes on
-without them, but for two whose declaration it takes for granted. vLLM's models of images import torchvision for what
-is written in Python (resizing), which needs no compiled operator.
+without them, but for two whose declaration it takes for granted. timm's towers and vLLM's models of images import
+torchvision for what is written in Python (resizing), which needs no compiled operator.
 """
 
 from __future__ import annotations
