@@ -1,4 +1,4 @@
-"""Every registered architecture is tested with all that it reads: nothing is proven of a tower that no input reaches."""
+"""Every registered architecture is tested with all it reads: nothing is proven of a tower that no input reaches."""
 
 from __future__ import annotations
 
