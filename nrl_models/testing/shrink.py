@@ -64,7 +64,9 @@ class _Shrinking:
         old = {key: value for key, value in own_values(default).items() if key not in KEPT_AS_THEY_ARE}
         parts = {key: value for key, value in old.items() if isinstance(value, PreTrainedConfig)}
         for key, part_class in config_class.sub_configs.items():
-            if key in self._needs.keys and old.get(key, 0) is None:
+            # AutoConfig is of no kind by itself: the class makes such a part of what it is given.
+            wanted = isinstance(overrides.get(key), Mapping) and issubclass(part_class, PreTrainedConfig)
+            if (wanted or key in self._needs.keys) and old.get(key, 0) is None:
                 parts[key] = part_class()
         new_parts = {key: self.config(part, overrides.get(key, {})) for key, part in parts.items()}
         # What a parent gave its part, or a file a model, is in the description but not in the class's own default.

@@ -740,6 +740,7 @@ STANDARD: dict[str, Standard] = {
                 "num_hidden_layers": 2,
                 "projection_hidden_size": 256,
                 "projection_bias": False,
+                **dict.fromkeys(("dropout", "layerdrop", "activation_dropout", "attention_dropout"), 0.0),
                 "initializer_range": 0.2,  # with less, a sound is lost among the biases
             },
         },

@@ -31,7 +31,7 @@ FORMS = {
     "MuseSparkForConditionalGeneration": ({"input_values": (2, 7680), "input_values_mask": (2, 7680)}, 4),
     "Gemma3nForConditionalGeneration": ({"input_features": (2, 48, 128), "input_features_mask": (2, 48)}, 6),
     "Gemma4ForConditionalGeneration": ({"input_features": (2, 48, 128), "input_features_mask": (2, 48)}, 12),
-    "Gemma4UnifiedForConditionalGeneration": ({"input_features": (2, 48, 640), "input_features_mask": (2, 48)}, 48),
+    "Gemma4UnifiedForConditionalGeneration": ({"input_features": (2, 48, 256), "input_features_mask": (2, 48)}, 48),
     "Qwen2AudioForConditionalGeneration": (
         {"input_features": (2, 128, 128), "feature_attention_mask": (2, 128)},
         32,
