@@ -72,7 +72,7 @@ def sound_inputs(model: PreTrainedModel, inputs: Inputs, generator: torch.Genera
             result = inputs | given | {"input_ids": _with_tokens(model.config, inputs["input_ids"], count)}
             try:
                 run_on(model, model, result)
-            except Exception:
+            except Exception:  # another number of tokens, then
                 continue
             return result
     return None
