@@ -17,7 +17,7 @@ from transformers import LlamaForCausalLM as HFLlamaForCausalLM
 from transformers.utils import logging
 
 from nrl_models.auto import AutoModelForCausalLM
-from nrl_models.common import CombinedLinear
+from nrl_models.common.projections import report
 from nrl_models.common.text import END, text_of_this_machine
 from nrl_models.parity import check_parity, compare_state_dicts
 from nrl_models.parity.report import ParityReport, ParityRow
@@ -135,7 +135,7 @@ def _learnt(model: torch.nn.Module, losses: list[float], seconds: float) -> Pari
 def _loads(checkpoint: Path) -> Iterator[ParityRow]:
     shards = sorted(checkpoint.glob("*.safetensors"))
     model = AutoModelForCausalLM.from_pretrained(checkpoint)
-    combined = sum(isinstance(module, CombinedLinear) for module in model.modules())
+    combined = sum(group.joined for group in report(model))
     expected = 2 * CONFIG.num_hidden_layers
     yield ParityRow(
         "loaded through the registry",

@@ -13,12 +13,11 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from nrl_models.common import pretrained
-from nrl_models.common.combined import CombinedProjections
 from nrl_models.common.flags import ModelFlag
-from nrl_models.common.hf_names import fill_from_hf_names, to_checkpoint
-from nrl_models.common.lora import check_biases
+from nrl_models.common.hf_names import to_checkpoint
 from nrl_models.common.mrope import FreshPositions, PackedTextPositions
 from nrl_models.common.packing import keep_documents_apart
+from nrl_models.common.projections import CombinedProjections
 from nrl_models.common.saving import staged
 from nrl_models.common.soft_cap import drops_soft_cap
 from nrl_models.common.state_dict_adapter import StateDictAdapter
@@ -157,27 +156,6 @@ class FamilyModel:
         sharding = getattr(self, "sharding", None)
         return sharding.adapter if sharding is not None else StateDictAdapter(self)  # type: ignore[arg-type]
 
-    @property
-    def peft_config(self) -> Mapping[str, Any]:
-        """PEFT's configurations of the adapters in this model, by name. PEFT sets it having put them in.
-
-        Raises:
-            ValueError: on setting one that trains biases, while some are combined, see `check_biases`.
-        """
-        try:
-            return self.__dict__["peft_config"]
-        except KeyError:
-            raise AttributeError(f"no adapter is in this {type(self).__name__}") from None
-
-    @peft_config.setter
-    def peft_config(self, configs: Mapping[str, Any]) -> None:
-        check_biases(self, configs)  # type: ignore[arg-type]
-        self.__dict__["peft_config"] = configs
-
-    @peft_config.deleter
-    def peft_config(self) -> None:
-        del self.__dict__["peft_config"]
-
     def save_pretrained(
         self,
         save_directory: str | Path,
@@ -216,20 +194,6 @@ class FamilyModel:
             super().save_pretrained(  # type: ignore[misc]
                 stage, state_dict=tensors, max_shard_size=max_shard_size, save_original_format=False, **options
             )
-
-    def _load_from_state_dict(
-        self,
-        state_dict: dict[str, torch.Tensor],
-        prefix: str,
-        local_metadata: dict[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        *rest: Any,
-    ) -> None:
-        # `load_state_dict` takes Hugging Face names too: `Trainer` resumes that way, not strictly, and
-        # would otherwise drop every combined weight without a word.
-        missing_keys += fill_from_hf_names(self, state_dict, prefix)  # type: ignore[arg-type]
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, *rest)  # type: ignore[misc]
 
 
 MIXINS = (CombinedProjections, FreshPositions, PackedTextPositions)

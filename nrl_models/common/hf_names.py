@@ -1,4 +1,4 @@
-"""A live model under Hugging Face names: what `load_state_dict` accepts and `save_pretrained` writes."""
+"""A live model as a checkpoint: what `save_pretrained` writes."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from accelerate.utils.modeling import get_state_dict_offloaded_model
 from transformers import PreTrainedModel
 
 from nrl_models.common.layouts import convert_layout
-from nrl_models.common.matching import Given, match
 from nrl_models.common.saving import separate_storages
-from nrl_models.common.state_dict_adapter import StateDictAdapter, widest
+from nrl_models.common.state_dict_adapter import StateDictAdapter
 from nrl_models.common.views import HFTensor
-from nrl_models.errors import CheckpointError, Problem, StateDictError
+from nrl_models.errors import CheckpointError, Problem
 
 
 def to_checkpoint(
@@ -100,64 +99,3 @@ def _same_storage(first: torch.Tensor, second: torch.Tensor) -> bool:
     if first.device.type == "meta":
         return first is second
     return first.data_ptr() == second.data_ptr() and first.shape == second.shape
-
-
-def fill_from_hf_names(model: PreTrainedModel, state_dict: dict[str, torch.Tensor], prefix: str = "") -> list[str]:
-    """Replace, in `state_dict`, tensors under Hugging Face names by the model's own.
-
-    A combined tensor of which only some parts are given keeps the model's rows for the others, as a
-    state dict without them would in the Hugging Face model.
-
-    Args:
-        model: the model that will load `state_dict`.
-        state_dict: changed in place. Names that are neither the model's nor Hugging Face's stay.
-        prefix: what stands before every name of this model.
-
-    Returns:
-        The Hugging Face names of parts that are not given.
-
-    Raises:
-        StateDictError: shapes or dtypes that do not fit, a tensor given twice (combined and in parts, say), or
-            in part to a model on meta, which has no rows to keep.
-    """
-    if (sharding := getattr(model, "sharding", None)) is not None:
-        return sharding.local_state_dict(model, state_dict, prefix)
-    own = model.state_dict(keep_vars=True)
-    foreign = [key for key in state_dict if key.startswith(prefix) and key.removeprefix(prefix) not in own]
-    if not foreign:
-        return []
-    adapter = StateDictAdapter(model)
-    table = adapter.hub | adapter.transformers
-    found = match(
-        {key: Given(tuple(state_dict[key].shape), state_dict[key].dtype) for key in foreign},
-        lambda key: table.get(key.removeprefix(prefix)),
-        adapter.own,
-        adapter.absent,
-        tied={},
-        may_miss=lambda name: True,
-        why_unexpected=lambda key: None,
-    )
-    absent = {name: adapter.absent(name, [target for _, target in given]) for name, given in found.sources.items()}
-    problems = [problem for problem in found.problems if problem.kind != "partial"]
-    for name, given in found.sources.items():
-        if prefix + name in state_dict:
-            detail = f"is a part of {prefix + name}, which is given too"
-            problems += [Problem("duplicated", key, detail) for key, _ in given]
-        elif absent[name] and own[name].is_meta and not all(state_dict[key].is_meta for key, _ in given):
-            detail = f"has no weights yet that {', '.join(absent[name])} could keep"
-            problems.append(Problem("partial", prefix + name, detail))
-    if problems:
-        raise StateDictError(f"state dict does not fit {type(model).__name__}", problems)
-    for name, given in found.sources.items():
-        first = state_dict[given[0][0]]
-        dtypes = [state_dict[key].dtype for key, _ in given]
-        if absent[name]:
-            whole = own[name].detach().to(widest([own[name].dtype, *dtypes]), copy=True)
-        else:
-            whole = first.new_empty(own[name].shape, dtype=widest(dtypes))
-        for key, target in given:
-            target.write_into(name, whole, state_dict[key])
-        state_dict[prefix + name] = whole
-    for key in {key for given in found.sources.values() for key, _ in given}:
-        del state_dict[key]
-    return [prefix + name for names in absent.values() for name in names]

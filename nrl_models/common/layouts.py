@@ -1,9 +1,8 @@
 """The names and shapes a model's tensors have elsewhere, as views of its parameters.
 
-A tensor has up to three names. The model's own (`qkv_proj.weight`), transformers' in memory
-(`q_proj.weight`, `mlp.experts.gate_up_proj`), and the hub's (`experts.0.w1.weight`). transformers
-holds the way from its names to the hub's in conversion mappings, made to be run on tensors; here
-they are run once on shapes that record what happens to them, which yields views. No mapping is
+A tensor has up to two names: transformers' in memory, which is the model's own (`mlp.experts.gate_up_proj`), and the
+hub's (`experts.0.w1.weight`). transformers holds the way from its names to the hub's in conversion mappings, made to
+be run on tensors; here they are run once on shapes that record what happens to them, which yields views. No mapping is
 retyped, and no family writes one.
 """
 
@@ -20,7 +19,6 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange, revert_weight_conversion
 
-from nrl_models.common.combined import CombinedLinear, ProjectionPart
 from nrl_models.common.views import HFTensor, TracedTensor, View
 
 
@@ -42,44 +40,15 @@ def own_tensors(model: nn.Module) -> dict[str, TensorSpec]:
 
 
 def transformers_views(model: nn.Module) -> Iterator[tuple[str, View]]:
-    """transformers' name and the view of every tensor, in the order of transformers' own `state_dict()`.
-
-    Combined projections are seen as the linears they are made of; everything else is itself.
-    """
-    names = {id(module): name for name, module in model.named_modules()}
+    """transformers' name and the view of every tensor, in the order of transformers' own `state_dict()`."""
     for prefix, module in model.named_modules(remove_duplicate=False):
         dot = f"{prefix}." if prefix else ""
-        if isinstance(module, CombinedLinear):
-            continue
-        if isinstance(module, ProjectionPart):
-            owner = names[id(module._owner)]  # PEFT may have put the part into a module of its own
-            combined_name = f"{owner}.{module._combined_name}" if owner else module._combined_name
-            for name in ("weight", "bias"):
-                if module._parameters.get(name) is not None:
-                    yield f"{dot}{name}", View(f"{dot}{name}")
-                elif getattr(module.combined, name) is not None:
-                    yield f"{dot}{name}", _part_view(combined_name, name, module)
-            continue
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 yield f"{dot}{name}", _packed_view(f"{dot}{name}", parameter.shape, module, name)
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
                 yield f"{dot}{name}", View(f"{dot}{name}")
-
-
-def _part_view(combined_name: str, name: str, part: ProjectionPart) -> View:
-    """A part's rows of the combined tensor: whole, or some from each rank's share of it."""
-    combined = part.combined
-    start, length = combined.local_rows(part._part_name)
-    view = View(f"{combined_name}.{name}")
-    if combined.transposed and name == "weight":
-        view = view.then("transpose", 0, 1)
-    if combined.shards == 1:
-        return view.then("narrow", 0, start, length)
-    total, *columns = combined.by_rows(name).shape
-    by_rank = view.then("reshape", combined.shards, total // combined.shards, *columns)
-    return by_rank.then("narrow", 1, start, length).then("reshape", length * combined.shards, *columns)
 
 
 def _packed_view(own_name: str, shape: Sequence[int], module: nn.Module, name: str) -> View:

@@ -3,7 +3,8 @@
 The order is: names and shapes from the files' headers, matched and checked; then, with nothing left
 to go wrong but the disk, the tensors. A parameter that is one run of bytes in a file becomes a view
 of the file's pages (as transformers does); any other is allocated once, at its final dtype, and the
-tensors in it are copied into their views, several at a time. No tensor is concatenated or cast aside.
+tensors in it are copied into their views, several at a time. Parameters that are to be neighbours in memory get one
+piece of it, mapped or allocated. No tensor is concatenated or cast aside.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from transformers.utils import logging
 from nrl_models.common.checkpoint_files import CheckpointFiles, StoredTensor
 from nrl_models.common.dtypes import kept_dtypes
 from nrl_models.common.matching import Given, Match, is_wide_float, match
+from nrl_models.common.projections import Buffer, join, neighbouring_parameters
 from nrl_models.common.state_dict_adapter import StateDictAdapter
 from nrl_models.common.switches import is_off
 from nrl_models.common.views import HFTensor
@@ -56,7 +58,7 @@ def load_weights(
         device: where to put them; None is the CPU.
         strict: whether every tensor must be there and used. Otherwise missing ones are initialised as
             transformers initialises them, unexpected ones are skipped, and one warning lists both.
-            Partial groups, duplicates, wrong shapes and combined names are errors all the same.
+            Tensors given in part, duplicates and wrong shapes are errors all the same.
 
     Returns:
         The keys that are stored with more precision than they are loaded in.
@@ -142,11 +144,10 @@ def fit_checkpoint(
             if kept.search(key):
                 unused.append(key)
             return None
-        own_name = names.own_name(key)
-        if not strict and own_name is None:
+        if not strict:
             skipped.append(key)
             return None
-        return adapter.why_unexpected(own_name or key)
+        return "the model has no such tensor"
 
     found = match(
         {key: Given(stored.shape, stored.dtype, stored.file) for key, stored in files.tensors.items()},
@@ -154,7 +155,7 @@ def fit_checkpoint(
         adapter.own,
         adapter.absent,
         adapter.tied,
-        may_miss=lambda name: not strict or any(optional.search(part) for part in adapter.parts.get(name, (name,))),
+        may_miss=lambda name: not strict or bool(optional.search(name)),
         why_unexpected=why_unexpected,
     )
     found.problems += _dtype_problems(adapter, found, files)
@@ -162,7 +163,7 @@ def fit_checkpoint(
         found.problems += _tie_problems(adapter, found, files, share)
     if found.problems:
         summary = f"{files.folder} does not fit {class_name(model)}"
-        raise CheckpointError(summary, found.problems, _advice(model, names, found))
+        raise CheckpointError(summary, found.problems, _advice(model, found))
     return Fit(adapter, names, found, _target_dtypes(model, adapter, dtype), skipped, unused)
 
 
@@ -192,7 +193,6 @@ class CheckpointNames:
     def __init__(self, model: PreTrainedModel, adapter: StateDictAdapter, keys: Iterable[str]) -> None:
         self._conversions: list[Any] = get_model_conversion_mapping(model)
         self._prefix = f"{model.base_model_prefix}." if model.base_model_prefix else ""
-        self._own = adapter.own
         # A key and the hub's name for the same tensor become the same name when both are renamed.
         self._table: dict[str, HFTensor] = dict(adapter.transformers)
         self._table |= _renamed(adapter.hub, get_model_conversion_mapping(model))
@@ -201,10 +201,6 @@ class CheckpointNames:
     def find(self, key: str) -> HFTensor | None:
         """The tensor a key of the checkpoint stands for, or None."""
         return self._found[key]
-
-    def own_name(self, key: str) -> str | None:
-        """The model's own tensor that a key names; for a key that `find` does not know, a combined one."""
-        return next((name for name in self._with_and_without_prefix(key) if name in self._own), None)
 
     def used_conversions(self) -> list[Any]:
         """The conversions that applied to some key: those that saving has to revert."""
@@ -260,7 +256,7 @@ def _patterns(model: nn.Module, attribute: str, more: Iterable[str]) -> re.Patte
 def _target_dtypes(model: PreTrainedModel, adapter: StateDictAdapter, dtype: torch.dtype) -> dict[str, torch.dtype]:
     """The dtype of each own tensor: what the model was built with, but fp32 where transformers keeps fp32."""
     kept = kept_dtypes(model, dtype)
-    return {name: kept(adapter.parts[name][0]) or spec.dtype for name, spec in adapter.own.items()}
+    return {name: kept(name) or spec.dtype for name, spec in adapter.own.items()}
 
 
 def _dtype_problems(adapter: StateDictAdapter, found: Match, files: CheckpointFiles) -> list[Problem]:
@@ -291,15 +287,10 @@ def _tie_problems(
     return problems
 
 
-def _advice(model: PreTrainedModel, names: CheckpointNames, found: Match) -> list[str]:
+def _advice(model: PreTrainedModel, found: Match) -> list[str]:
     kinds = {problem.kind for problem in found.problems}
     advice = []
-    if any(names.own_name(problem.subject) for problem in found.problems if problem.kind == "unexpected"):
-        advice.append(
-            "split combined tensors with model.state_dict_adapter.to_hf; better, save with model.save_pretrained, "
-            "which writes Hugging Face names only"
-        )
-    elif "missing" in kinds or "unexpected" in kinds:
+    if "missing" in kinds or "unexpected" in kinds:
         advice.append(
             f"check that the checkpoint is one of {class_name(model)} and whole; to start from a part of it "
             "(a new head on a base model) pass strict=False"
@@ -317,7 +308,7 @@ def _advice(model: PreTrainedModel, names: CheckpointNames, found: Match) -> lis
     if "dtype" in kinds:
         advice.append(
             "quantised weights need a quantization_config that says how: FP8 by blocks and MXFP4 are read as plain "
-            "weights, other methods with combine=False by transformers"
+            "weights, other methods by transformers' quantisers"
         )
     return advice
 
@@ -327,14 +318,18 @@ def _read(model: PreTrainedModel, fit: Fit, files: CheckpointFiles, device: torc
     adapter, found, dtypes = fit.adapter, fit.found, fit.dtypes
     tensors: dict[str, torch.Tensor] = {}
     copies: list[tuple[str, StoredTensor, HFTensor]] = []
-    for name, keys in found.sources.items():
-        sources = [(files.tensors[key], target) for key, target in keys]
-        shape = adapter.own[name].shape
-        tensor = _over_pages(shape, sources, files, dtypes[name]) if device.type == "cpu" else None
-        if tensor is None:
-            tensor = torch.empty(shape, dtype=dtypes[name], device=device)
-            copies += [(name, stored, target) for stored, target in sources]
-        tensors[name] = tensor
+    groups = [names for names in neighbouring_parameters(model) if _fit_together(names, fit)]
+    grouped = {name for names in groups for name in names}
+    for names in [*groups, *((name,) for name in found.sources if name not in grouped)]:
+        shapes, dtype = [adapter.own[name].shape for name in names], dtypes[names[0]]
+        whole = shapes[0] if len(names) == 1 else (sum(shape[0] for shape in shapes), *shapes[0][1:])
+        sources = {name: [(files.tensors[key], target) for key, target in found.sources[name]] for name in names}
+        memory = _over_pages(whole, list(sources.values()), shapes, files, dtype) if device.type == "cpu" else None
+        if memory is None:
+            memory = torch.empty(whole, dtype=dtype, device=device)
+            copies += [(name, stored, target) for name in names for stored, target in sources[name]]
+        pieces = Buffer(memory, [shape[0] for shape in shapes]).neighbours() if len(names) > 1 else [memory]
+        tensors.update(zip(names, pieces, strict=True))
 
     def copy(job: tuple[str, StoredTensor, HFTensor]) -> None:
         name, stored, target = job
@@ -354,23 +349,44 @@ def run_readers(read: Callable[[Any], None], jobs: Sequence[Any]) -> None:
             pass
 
 
+def _fit_together(names: Sequence[str], fit: Fit) -> bool:
+    """Whether parameters that are to be neighbours are all in the checkpoint, and alike but for their rows."""
+    if any(name not in fit.found.sources for name in names):
+        return False
+    return len({(fit.adapter.own[name].shape[1:], fit.dtypes[name]) for name in names}) == 1
+
+
 def _over_pages(
-    shape: tuple[int, ...], sources: list[tuple[StoredTensor, HFTensor]], files: CheckpointFiles, dtype: torch.dtype
+    whole: tuple[int, ...],
+    sources: Sequence[list[tuple[StoredTensor, HFTensor]]],
+    shapes: Sequence[tuple[int, ...]],
+    files: CheckpointFiles,
+    dtype: torch.dtype,
 ) -> torch.Tensor | None:
-    """A tensor of `shape` that is the files' pages, if its sources are contiguous blocks of it; else None."""
-    if any(stored.dtype != dtype or target.view is None for stored, target in sources):
+    """Memory for parameters one after the other that is the files' pages, if that can be; else None.
+
+    Args:
+        whole: its shape.
+        sources: of each parameter.
+        shapes: of each parameter.
+        files: the checkpoint.
+        dtype: of all of them.
+    """
+    if any(stored.dtype != dtype or target.view is None for found in sources for stored, target in found):
         return None
-    if len(sources) == 1 and not sources[0][1].view.steps:
-        stored = sources[0][0]
+    if len(sources) == len(sources[0]) == 1 and not sources[0][0][1].view.steps:
+        stored = sources[0][0][0]
         return files.read(stored) if stored.start % dtype.itemsize == 0 else None
-    blocks = []
-    for stored, target in sources:
-        place = target.view.place_in(shape)
-        if not place.is_block:
-            return None
-        blocks.append((place.offset, stored))
-    blocks.sort(key=lambda block: block[0])
-    return files.read_joined([stored for _, stored in blocks], shape)
+    runs: list[StoredTensor] = []
+    for found, shape in zip(sources, shapes, strict=True):
+        blocks = []
+        for stored, target in found:
+            place = target.view.place_in(shape)
+            if not place.is_block:
+                return None
+            blocks.append((place.offset, stored))
+        runs += [stored for _, stored in sorted(blocks, key=lambda block: block[0])]
+    return files.read_joined(runs, whole)
 
 
 def install(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
@@ -416,6 +432,7 @@ def _finish(model: PreTrainedModel, fit: Fit, device: torch.device) -> None:
             module._is_hf_initialized = False
         model.initialize_weights()
     model.tie_weights()
+    join(model)
     unwritten = [name for name, tensor in model.state_dict(keep_vars=True).items() if tensor.device.type == "meta"]
     if unwritten:  # cannot happen: `match` has accounted for every tensor
         raise AssertionError(f"not written: {', '.join(unwritten)}")

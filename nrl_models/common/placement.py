@@ -20,8 +20,6 @@ def dispatch(
 ) -> PreTrainedModel:
     """Put the modules of a model that is on the CPU on several devices, in place.
 
-    A layer is never split, so a combined projection and its parts stay together.
-
     Args:
         model: the model.
         device_map: see `DeviceMap`; "disk" and "cpu" are devices too.

@@ -28,6 +28,7 @@ from nrl_models.common.dequantised import METHODS, DequantisedFiles, settings_of
 from nrl_models.common.loading import load_weights
 from nrl_models.common.matching import is_wide_float
 from nrl_models.common.placement import DeviceMap, dispatch
+from nrl_models.common.projections import join
 from nrl_models.errors import (
     CheckpointError,
     Problem,
@@ -112,9 +113,7 @@ def from_pretrained(
         torch_device = torch.device(_default_device(mesh) if device is None else device)
         quantised_as = quantization_config or getattr(read, "quantization_config", None)
         is_read_plain = quantization_config is None and _method(quantised_as) in METHODS
-        options = _construction(
-            model_class, read, combine, backend, torch_device, None if is_read_plain else quantised_as
-        )
+        options = _construction(model_class, combine, backend, torch_device)
         if quantised_as is not None and not is_read_plain:
             if mesh is not None:
                 problem = Problem("dtype", "quantization_config", "a quantised model is not sharded")
@@ -207,7 +206,7 @@ def _load_quantised(
     strict: bool,
     options: dict[str, Any],
 ) -> PreTrainedModel:
-    """A quantised checkpoint in an uncombined model, by transformers: its quantisers replace the linears they own."""
+    """A quantised checkpoint, by transformers: its quantisers replace the linears they own, and groups let them be."""
     load = PreTrainedModel.from_pretrained.__func__  # a family's class has another of that name
     model, info = load(
         model_class, folder, config=config, dtype=dtype, device_map=device, output_loading_info=True, **options
@@ -224,6 +223,7 @@ def _load_quantised(
         )
     if getattr(model, "hf_quantizer", None) is None:
         model._weight_conversions = None  # it is dequantised, and saving is not to quantise it again
+    join(model)
     return model.eval()
 
 
@@ -247,8 +247,7 @@ def from_config(
     config = config_for(model_class, config)
     check_config(model_class, config, ignore_config_keys)
     torch_device = torch.device("cpu" if device is None else device)
-    quantised_as = getattr(config, "quantization_config", None)
-    options = _construction(model_class, config, combine, backend, torch_device, quantised_as)
+    options = _construction(model_class, combine, backend, torch_device)
     if dtype is not None:
         options["dtype"] = dtype
     with torch_device:
@@ -405,27 +404,14 @@ def _unknown_keywords(unknown: Iterable[str], config: PreTrainedConfig) -> str:
 
 
 def _construction(
-    model_class: type[PreTrainedModel],
-    config: PreTrainedConfig,
-    combine: Combine,
-    backend: BackendConfig | None,
-    device: torch.device,
-    quantised_as: Any,
+    model_class: type[PreTrainedModel], combine: Combine, backend: BackendConfig | None, device: torch.device
 ) -> dict[str, Any]:
     """Keywords for `model_class._from_config`."""
     given = backend or BackendConfig()
     combined = should_combine(given.combine if combine is True else combine, device)
     options: dict[str, Any] = given.implementations()
-    if not hasattr(model_class, "rewrites"):  # a plain Hugging Face class has nothing to combine
-        return options
-    if combined and quantised_as is not None:
-        method = _method(quantised_as)
-        raise CheckpointError(
-            f"cannot load {config.name_or_path} into {model_class.__name__} with combined projections",
-            [Problem("dtype", "quantization_config", f"it is to be quantised with {method}")],
-            ["pass combine=False: quantisers replace the linears they own"],
-        )
-    return options | {"combine": combined}
+    # A plain Hugging Face class has nothing to combine.
+    return options | {"combine": combined} if hasattr(model_class, "rewrites") else options
 
 
 def _method(quantised_as: Any) -> str:

@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from nrl_models.common.combined import ProjectionPart
-
 
 def unreachable_parameters(model: nn.Module, run: Callable[[], torch.Tensor]) -> dict[str, str]:
     """The parameters that can receive no gradient from a loss, each with the reason.
@@ -22,8 +20,7 @@ def unreachable_parameters(model: nn.Module, run: Callable[[], torch.Tensor]) ->
         run: computes the loss, a scalar or any tensor with a graph, on some input.
 
     Returns:
-        By name, in the model's order. A part of a combined projection that is never called is named as the Hugging
-        Face linear it is.
+        By name, in the model's order.
 
     Raises:
         ValueError: what `run` returns has no graph.
@@ -50,11 +47,6 @@ def unreachable_parameters(model: nn.Module, run: Callable[[], torch.Tensor]) ->
         elif id(parameter) not in reached:
             owner = name.rpartition(".")[0]
             result[name] = "is computed with, but the loss does not depend on it" if owner in called else _UNCALLED
-    for name, module in model.named_modules():
-        if isinstance(module, ProjectionPart) and name not in called:
-            result[f"{name}.weight"] = _UNCALLED
-            if module.bias is not None:
-                result[f"{name}.bias"] = _UNCALLED
     return result
 
 

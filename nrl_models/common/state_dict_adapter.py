@@ -17,10 +17,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from nrl_models.common import layouts, lora
+from nrl_models.common import layouts
 from nrl_models.common.layouts import TensorSpec
 from nrl_models.common.matching import Given, match
-from nrl_models.common.views import HFTensor, Piece, Place, View
+from nrl_models.common.views import HFTensor, Piece, Place
 from nrl_models.errors import Problem, StateDictError
 
 Layout = Literal["hub", "transformers"]
@@ -33,15 +33,14 @@ class StateDictAdapter:
     """Translates between a model's own tensors and Hugging Face's names and shapes.
 
     Args:
-        source: the model the table is made from; real or on meta, combined or not. Only names,
+        source: the model the table is made from; real or on meta. Only names,
             shapes, dtypes and the conversions of its checkpoint are read, and no reference is kept.
-            A configuration stands for the model that an auto class builds from it, combined.
+            A configuration stands for the model that an auto class builds from it.
 
     Attributes:
         own: the model's own tensors, by name.
         hub: the hub's tensors, by name, in the order transformers saves them.
         transformers: transformers' in-memory tensors, by name, in the order of its `state_dict()`.
-        parts: for each of the model's own tensors transformers' names in it.
         tied: for each own tensor that is tied to another, the name of the one that is saved.
     """
 
@@ -56,9 +55,6 @@ class StateDictAdapter:
         self.hub: dict[str, HFTensor] = layouts.convert_layout(
             model, self.transformers, self.own, layouts.hub_conversions(model)
         )
-        self.parts: dict[str, list[str]] = {
-            name: [tensor.name for tensor in tensors] for name, tensors in _by_parameter(self.transformers).items()
-        }
         self._in_hub = _by_parameter(self.hub)
         self._in_transformers = _by_parameter(self.transformers)
 
@@ -94,19 +90,12 @@ class StateDictAdapter:
         there = {tensor.pieces for tensor in given}  # names of one region differ between layouts
         return [tensor.name for tensor in self.tensors_in(name, layout) if tensor.pieces not in there]
 
-    def why_unexpected(self, key: str) -> str:
-        """Words for a key that is in no layout."""
-        if key in self.own:
-            parts = ", ".join(name for name, _ in self.parts_of(key))
-            return f"is a combined tensor, which exists in memory only; Hugging Face names are {parts}"
-        return "the model has no such tensor"
-
     # Whole state dicts
 
     def from_hf(self, state_dict: Mapping[str, torch.Tensor], *, strict: bool = True) -> dict[str, torch.Tensor]:
         """The model's own tensors from Hugging Face ones, in either layout.
 
-        Tensors that need no combining are passed on, not copied.
+        Tensors that are a whole parameter are passed on, not copied.
 
         Args:
             state_dict: tensors by Hugging Face name: weights, or anything of their shapes.
@@ -124,7 +113,7 @@ class StateDictAdapter:
             self.absent,
             self.tied,
             may_miss=lambda name: not strict,
-            why_unexpected=self.why_unexpected,
+            why_unexpected=lambda key: "the model has no such tensor",
         )
         if found.problems:
             raise StateDictError("state dict does not fit the model", found.problems)
@@ -247,53 +236,7 @@ class StateDictAdapter:
             size += _aligned(value.nbytes)
         yield from _packed(bucket)
 
-    def parts_of(self, name: str) -> list[tuple[str, View]]:
-        """The logical matrices inside one of the model's own tensors, by hub name.
-
-        For optimisers and quantisers that work on matrices (Muon): apply each view to the parameter,
-        its gradient or its state. Together the views are the whole tensor, each element once.
-
-        Raises:
-            KeyError: `name` is no tensor of the model.
-        """
-        inside = self.tensors_in(name, "hub")
-        return [(one.name, piece.view) for one in inside for piece in one.pieces if piece.view.parameter == name]
-
-    # LoRA
-
-    def lora_to_hf(self, state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """LoRA tensors trained on combined names, as tensors of the Hugging Face linears.
-
-        See `nrl_models.common.lora.to_hf`.
-        """
-        return lora.to_hf(state_dict, self._combined())
-
-    def lora_from_hf(self, state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """LoRA tensors of the Hugging Face linears, as tensors of the combined ones.
-
-        See `nrl_models.common.lora.from_hf`.
-        """
-        return lora.from_hf(state_dict, self._combined())
-
     # Inside
-
-    def _combined(self) -> lora.CombinedRows:
-        """For each combined module's name its parts' names and rows."""
-        parts: dict[str, list[tuple[int, str, int]]] = defaultdict(list)
-        for name, tensor in self.transformers.items():
-            view = tensor.pieces[0].view
-            narrowed = [args[1] for method, args in view.steps if method == "narrow"]
-            if narrowed and name.endswith(".weight"):
-                # PEFT keeps a linear it has wrapped as `base_layer`, and names the adapter by the linear.
-                part = name.removesuffix(".weight").removesuffix(".base_layer")
-                parts[view.parameter.removesuffix(".weight")].append((narrowed[0], part, tensor.shape[0]))
-        rows: lora.CombinedRows = {}
-        for combined, within in parts.items():
-            start, rows[combined] = 0, {}
-            for _, part, length in sorted(within):  # of a sharded model, too, whose ranks have some rows of each part
-                rows[combined][part] = (start, length)
-                start += length
-        return rows
 
     def _is_zero_copy(self, tensor: HFTensor) -> bool:
         return (

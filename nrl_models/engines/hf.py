@@ -235,7 +235,7 @@ class HFEngine(Engine):
             for name, tensor in bucket:
                 target = adapter.hub.get(name)
                 if target is None or tuple(tensor.shape) != target.shape:
-                    expected = f"of shape {target.shape}" if target else f"not at all ({adapter.why_unexpected(name)})"
+                    expected = f"of shape {target.shape}" if target else "not at all (the model has no such tensor)"
                     raise EngineError(
                         f"{self.name} cannot take {name} of shape {tuple(tensor.shape)}: expected {expected}"
                     )

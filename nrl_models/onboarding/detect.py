@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from nrl_models.common.combined import is_at
+from nrl_models.common.projections.combined import is_at
 from nrl_models.common.state_dict_adapter import StateDictAdapter
 from nrl_models.common.tracing import Trace, trace_linears
 from nrl_models.errors import in_words
@@ -84,7 +84,7 @@ class Detection:
         return {"ok": self.ok} | asdict(self) | {"places": places}
 
     def declarations(self, layer: str) -> list[str]:
-        """The groups of a layer class as `nrl_models.common.combined.combine_groups` takes them."""
+        """The groups of a layer class as `nrl_models.common.projections.combine_groups` takes them."""
         places = self.places.get(layer, {})
         return [" ".join(group) + (f" @ {places[group]}" if group in places else "") for group in self.groups[layer]]
 

@@ -11,9 +11,10 @@ import torch
 from transformers import PreTrainedConfig
 
 from nrl_models.auto import auto_class_for
-from nrl_models.common import CombinedLinear, FamilyModel
+from nrl_models.common import FamilyModel
 from nrl_models.common.checkpoint_files import CheckpointFiles, resolve_folder
 from nrl_models.common.pretrained import read_config
+from nrl_models.common.projections import groups_of
 
 EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 """What configurations call the number of experts."""
@@ -109,13 +110,10 @@ def kinds_of(config: PreTrainedConfig) -> list[str]:
 
 
 def combined_groups(model: torch.nn.Module) -> dict[str, int]:
-    """The combined projections of a model, `Class: a + b`, and how many of each it has."""
-    owners = dict(model.named_modules())
+    """The groups of a model, `Class: a + b`, and how many of each it has."""
     counts: Counter[str] = Counter()
-    for name, module in owners.items():
-        if isinstance(module, CombinedLinear):
-            owner = type(owners[name.rpartition(".")[0]]).__name__
-            counts[f"{owner}: {' + '.join(module.rows)}"] += 1
+    for owner, _, group in groups_of(model):
+        counts[f"{type(model.get_submodule(owner)).__name__}: {' + '.join(group.parts)}"] += 1
     return dict(counts)
 
 

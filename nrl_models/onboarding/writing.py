@@ -8,7 +8,7 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
-from nrl_models.common.combined import KNOWN_GROUPS, combined_name
+from nrl_models.common.projections import KNOWN_GROUPS, combined_name
 from nrl_models.onboarding.plan import FamilyPlan
 
 WIDTH = 120

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from nrl_models.common import ProjectionPart, StateDictAdapter
+from nrl_models.common import StateDictAdapter
 from nrl_models.common.routing import RoutingRecord, can_replay, flip_rate, replay_routing
 from nrl_models.parity.compare import TensorComparison, compare_state_dicts, compare_tensors
 from nrl_models.parity.components import calls_of, run_layer
@@ -213,8 +213,8 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def shared_modules(model: nn.Module, reference: nn.Module) -> Iterator[str]:
-    """Names of the modules both models have, parts of combined projections included."""
+    """Names of the modules both models have."""
     own = dict(model.named_modules())
     for name, module in reference.named_modules():
-        if name in own and (type(module) is not nn.Linear or isinstance(own[name], (nn.Linear, ProjectionPart))):
+        if name in own and (type(module) is not nn.Linear or isinstance(own[name], nn.Linear)):
             yield name

@@ -116,8 +116,7 @@ class FamilyCase:
             reference = widen(reference, dtype).to(self.device).eval()
             model = self.model_class.from_config(self.config, dtype=dtype, device=self.device)
             model = widen(model, dtype).eval()
-            weights = model.state_dict_adapter.from_hf(reference.state_dict())
-            model.load_state_dict(weights)
+            model.load_state_dict(reference.state_dict())
             self._pairs[dtype] = reference, model
         return self._pairs[dtype]
 
@@ -129,9 +128,8 @@ def widen(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     Some run in bf16 only so.
     """
     kept = kept_dtypes(model, dtype)
-    adapter = model.state_dict_adapter if isinstance(model, FamilyModel) else None
     for name, tensor in model.state_dict(keep_vars=True).items():
-        if wide := kept(adapter.parts[name][0] if adapter else name):
+        if wide := kept(name):
             tensor.data = tensor.data.to(wide)
     return model
 

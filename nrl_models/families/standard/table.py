@@ -19,7 +19,7 @@ class Standard:
 
     Args:
         architectures: classes of the package that are served.
-        layers: for each layer class of the package its groups, as `nrl_models.common.combined.combine_groups` takes
+        layers: for each layer class of the package its groups, as `nrl_models.common.projections.combine_groups` takes
             them: the names of linears with spaces between; before them, with a colon, what the module that computes
             them is called, where that is not the rule's name; after them, with an `@`, where they are combined, if the
             class reads one input in some places and two in others. A class of another module of the package has

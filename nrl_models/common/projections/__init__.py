@@ -1,0 +1,33 @@
+"""Linears that read the same input: neighbours in memory, computed in one matmul."""
+
+from nrl_models.common.projections.combined import (
+    KNOWN_GROUPS,
+    CombinedGateUp,
+    CombinedProjections,
+    CombinedQKV,
+    combine,
+    combine_groups,
+    combined_name,
+    groups_of,
+)
+from nrl_models.common.projections.group import LinearGroup
+from nrl_models.common.projections.memory import Buffer, own_storage
+from nrl_models.common.projections.report import GroupReport, join, neighbouring_parameters, report
+
+__all__ = [
+    "KNOWN_GROUPS",
+    "Buffer",
+    "CombinedGateUp",
+    "CombinedProjections",
+    "CombinedQKV",
+    "GroupReport",
+    "LinearGroup",
+    "combine",
+    "combine_groups",
+    "combined_name",
+    "groups_of",
+    "join",
+    "neighbouring_parameters",
+    "own_storage",
+    "report",
+]

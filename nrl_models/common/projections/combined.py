@@ -1,0 +1,181 @@
+"""What a family declares: which linears of a module read the same input and are computed together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from nrl_models.common.projections.group import LinearGroup
+
+
+class CombinedProjections(nn.Module):
+    """Mixin for a Hugging Face module whose linears of one input are computed in one matmul.
+
+    A family names it as what becomes of the module (`FamilyModel.rewrites`); in a class written out it goes before
+    the Hugging Face class:
+
+        class DeepseekV3Attention(CombinedProjections, hf.DeepseekV3Attention):
+            combined = {"qkv_a_proj": ("q_a_proj", "q_proj", "kv_a_proj_with_mqa")}
+
+    A group's linears that a module lacks (absent or None: a configuration without `q_a_proj`, a
+    layer that reuses another's keys) are left out; fewer than two left, and the group is not formed. Where a
+    configuration gives a bias to some of them only, those that are more are combined, and the others stay as they are.
+
+    Where a class serves self-attention and cross-attention alike, its linears read one input here and two there. A
+    group then has a place: a piece of the dotted names of the modules it holds for (`crossattention`).
+
+    Attributes:
+        combined: for each group's name the linears it computes, in row order. The group (`LinearGroup`) is an attribute
+            of that name; it is no submodule.
+        places: for some of those names the place of the group.
+    """
+
+    combined: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    places: ClassVar[Mapping[str, str]] = {}
+
+    _groups: tuple[LinearGroup, ...] = ()
+    _join_when_run: bool = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.combine_projections()
+
+    def combine_projections(self, name: str = "") -> None:
+        """Form every group of `combined`, in place. Parameters stay the same objects, with the same values.
+
+        Args:
+            name: of this module in its model; groups that have a place elsewhere are not formed.
+        """
+        for group_name, part_names in self.combined.items():
+            if group_name in self.places and not is_at(name, self.places[group_name]):
+                continue
+            linears = {part: linear for part in part_names if (linear := getattr(self, part, None)) is not None}
+            linears = _alike_in_bias(linears)
+            if len(linears) >= 2 and group_name not in self.__dict__:
+                # Not registered: whoever walks the model finds Hugging Face's modules, and no other.
+                self.__dict__[group_name] = group = LinearGroup(linears)
+                self.__dict__["_groups"] = (*self._groups, group)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The Hugging Face forward, with one matmul for each group that can. Arguments and results are its own."""
+        if torch.compiler.is_compiling():  # what is compiled fuses by itself, and sees each linear
+            return super().forward(*args, **kwargs)
+        if self._join_when_run:
+            self.join_projections()
+        running = [group for group in self._groups if group.begin()]
+        if not running:
+            return super().forward(*args, **kwargs)
+        complete = False
+        try:
+            result = super().forward(*args, **kwargs)
+            complete = True
+            return result
+        finally:
+            for group in running:
+                group.end(complete=complete)
+
+    def join_projections(self) -> None:
+        """Lay the weights of every group side by side in memory, where they are not and can be."""
+        waiting = [group.join() for group in self._groups]
+        self.__dict__["_join_when_run"] = any(waiting)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """What moves or casts parameters (`.to`, `.half`, ...): their copies are to be neighbours, too."""
+        result = super()._apply(fn, recurse)
+        self.join_projections()
+        return result
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *rest: Any
+    ) -> None:
+        # With `assign=True` the linears, which load after their owner, get the given tensors as parameters.
+        if local_metadata.get("assign_to_params_buffers"):
+            self.__dict__["_join_when_run"] = True
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # While an object is unpickled others may look at the memory of its tensors.
+        super().__setstate__(state)
+        self.__dict__["_join_when_run"] = True
+
+
+def groups_of(model: nn.Module) -> Iterator[tuple[str, str, LinearGroup]]:
+    """Every group in a model: the name of its owner in the model, its own name there, and the group."""
+    for owner_name, owner in model.named_modules():
+        if isinstance(owner, CombinedProjections):
+            for name, value in owner.__dict__.items():
+                if isinstance(value, LinearGroup):
+                    yield owner_name, name, value
+
+
+def _alike_in_bias(linears: Mapping[str, nn.Linear]) -> Mapping[str, nn.Linear]:
+    """Those with a bias or those without, whichever are more."""
+    without = {name: linear for name, linear in linears.items() if getattr(linear, "bias", None) is None}
+    with_bias = {name: linear for name, linear in linears.items() if name not in without}
+    return without if len(without) >= len(with_bias) else with_bias
+
+
+def is_at(name: str, place: str) -> bool:
+    """Whether a module's dotted name has the components of `place` in it, one after the other."""
+    return f".{place}." in f".{name}."
+
+
+def combine(**groups: tuple[str, ...]) -> type[CombinedProjections]:
+    """A `CombinedProjections` for other groups: `combine(qkv_a_proj=("q_a_proj", "kv_a_proj_with_mqa"))`.
+
+    Args:
+        groups: for each group's name the linears it computes, in row order.
+    """
+    return type("Combined", (CombinedProjections,), {"combined": groups})
+
+
+class CombinedQKV(CombinedProjections):
+    """Attention with one matmul, the group `qkv_proj`, for `q_proj`, `k_proj` and `v_proj`."""
+
+    combined = {"qkv_proj": ("q_proj", "k_proj", "v_proj")}
+
+
+class CombinedGateUp(CombinedProjections):
+    """A gated MLP with one matmul, the group `gate_up_proj`, for `gate_proj` and `up_proj`."""
+
+    combined = {"gate_up_proj": ("gate_proj", "up_proj")}
+
+
+KNOWN_GROUPS: Mapping[tuple[str, ...], type[CombinedProjections]] = {
+    tuple(parts): made for made in (CombinedQKV, CombinedGateUp) for parts in made.combined.values()
+}
+"""Groups that have a class of their own."""
+
+
+def combine_groups(*groups: str) -> type[CombinedProjections]:
+    """A `CombinedProjections` for groups written as text: `"q_proj k_proj v_proj"`, or `"qkv: q_proj k_proj v_proj"`.
+
+    Args:
+        groups: names of linears, in row order, after the name of the group (see `combined_name` where there is none),
+            before the place they are combined in, if they are not everywhere: `"key value @ crossattention"`.
+    """
+    named, places = {}, {}
+    for group in groups:
+        linears, _, place = group.partition("@")
+        name, _, linears = linears.rpartition(":")
+        parts = tuple(linears.split())
+        name = name or combined_name(parts)
+        named[name] = parts
+        if place:
+            places[name] = place.strip()
+    made = combine(**named)
+    made.places = places
+    return made
+
+
+def combined_name(group: Sequence[str]) -> str:
+    """What a group is called where no family names it."""
+    known = KNOWN_GROUPS.get(tuple(group))
+    if known is not None:
+        return next(iter(known.combined))
+    if all(name.endswith("_proj") for name in group):
+        return "_".join(name.removesuffix("_proj") for name in group) + "_proj"
+    return "_".join(group)
