@@ -76,12 +76,13 @@ def run_layer(layer: nn.Module, call: Call) -> list[torch.Tensor]:
     """
     args, kwargs = copy.deepcopy((call.args, call.kwargs))
     with torch.no_grad():
-        return list(_tensors_in(layer(*args, **kwargs)))
+        return list(tensors_in(layer(*args, **kwargs)))
 
 
-def _tensors_in(output: Any) -> Iterator[torch.Tensor]:
+def tensors_in(output: Any) -> Iterator[torch.Tensor]:
+    """Every tensor in what a layer returns, also inside tuples, lists and mappings."""
     if isinstance(output, torch.Tensor):
         yield output
     elif isinstance(output, (tuple, list, Mapping)):
-        for one in output.values() if isinstance(output, Mapping) else output:
-            yield from _tensors_in(one)
+        for value in output.values() if isinstance(output, Mapping) else output:
+            yield from tensors_in(value)

@@ -97,9 +97,9 @@ class CombinedProjections(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # While an object is unpickled others may look at the memory of its tensors.
         super().__setstate__(state)
-        self.__dict__["_join_when_run"] = True
+        # While an object is unpickled others look at the memory of its tensors.
+        self.__dict__["_join_when_run"] = not all(group.is_joined for group in self._groups)
 
 
 def groups_of(model: nn.Module) -> Iterator[tuple[str, str, LinearGroup]]:

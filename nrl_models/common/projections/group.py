@@ -117,6 +117,11 @@ class LinearGroup(nn.Module):
             self._dtype = buffer.rows.dtype
         return False
 
+    @property
+    def is_joined(self) -> bool:
+        """Whether `join` has laid the parts' weights side by side; they may have been moved since."""
+        return bool(self._places)
+
     def obstacle(self) -> str:
         """Why the parts' parameters cannot be neighbours in memory; empty if they can."""
         parts = self.parts

@@ -14,8 +14,8 @@ from typing import Any
 from torch import nn
 
 from nrl_models.common import FamilyModel, mrope
-from nrl_models.common.projections import combine_groups
 from nrl_models.common.family_model import rewritten
+from nrl_models.common.projections import combine_groups
 from nrl_models.families import FAMILIES, module_of
 from nrl_models.families.standard.table import STANDARD, Standard
 

@@ -13,7 +13,6 @@ from torch import nn
 from torch.nn import functional as F
 from transformers.activations import ACT2CLS
 
-from nrl_models.common.combined import ProjectionPart
 from nrl_models.testing.case import FamilyCase
 from nrl_models.testing.mutants.combined import LAYERS, TRAINING
 from nrl_models.testing.mutants.mutant import Mutant
@@ -142,8 +141,7 @@ def _is_router(name: str, module: nn.Module) -> bool:
 
 
 def _has_plain_bias(name: str, module: nn.Module) -> bool:
-    is_linear = isinstance(module, nn.Linear) and not isinstance(module, ProjectionPart)
-    return is_linear and module.bias is not None
+    return isinstance(module, nn.Linear) and module.bias is not None
 
 
 def _scale_of_embedding(case: FamilyCase) -> float | None:

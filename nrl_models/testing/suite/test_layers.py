@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from nrl_models.common import CombinedLinear
+from nrl_models.common.projections import groups_of
 from nrl_models.common.tracing import trace_groups
 from nrl_models.parity.components import calls_of, run_layer
 from nrl_models.testing.case import SEED, FamilyCase
@@ -29,12 +29,7 @@ def test_declaration_matches_trace(family_case: FamilyCase) -> None:
     with names_of_calls(reference) as called:
         traced = trace_groups(reference, lambda: reference(**family_case.inputs()))
     found = {(owner, frozenset(group)) for owner, groups in traced.items() for group in groups}
-    declared = {
-        (owner, frozenset(module.rows))
-        for name, module in model.named_modules()
-        if isinstance(module, CombinedLinear)
-        for owner in [name.rpartition(".")[0]]
-    }
+    declared = {(owner, frozenset(group.parts)) for owner, _, group in groups_of(model)}
     known = {type(reference.get_submodule(name)) for name in called}
     package = type(reference).__module__.rpartition(".")[0]
     unseen = {
@@ -98,4 +93,4 @@ def check_layers(case: FamilyCase, dtype: torch.dtype, is_wanted: Callable[[str]
 
 def _matmuls_saved(layer: nn.Module) -> int:
     """A group of n linears saves n - 1 matmuls."""
-    return sum(len(part.rows) - 1 for part in layer.modules() if isinstance(part, CombinedLinear))
+    return sum(len(group.parts) - 1 for _, _, group in groups_of(layer))

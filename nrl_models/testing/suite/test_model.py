@@ -13,8 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from nrl_models.common import ProjectionPart
-from nrl_models.common.optimizer_state import keep_in_transformers_layout
+from nrl_models.common.projections import groups_of, report
 from nrl_models.common.routing import can_replay, replay_routing
 from nrl_models.parity.images import image_token
 from nrl_models.parity.inputs import count_words, written
@@ -59,10 +58,10 @@ def test_logits_equivalence(family_case: FamilyCase, dtype: torch.dtype) -> None
 
 @proves("logits")
 def test_uncombined(family_case: FamilyCase) -> None:
-    """`combine=False` has transformers' own parameters, and the same logits."""
+    """`combine=False` forms no groups, and gives the reference's logits bit for bit."""
     model = family_case.model_class.from_config(family_case.config, combine=False, device=family_case.device).eval()
     reference = family_case.reference()
-    assert list(model.state_dict()) == list(reference.state_dict())
+    assert not list(groups_of(model))
     model.load_state_dict(reference.state_dict())
     with torch.no_grad():
         assert torch.equal(model(**family_case.inputs()).logits, reference(**family_case.inputs()).logits)
@@ -76,18 +75,15 @@ def test_from_config_is_bit_exact(family_case: FamilyCase) -> None:
         torch.manual_seed(SEED)
         tensors.append(build(family_case.config))
     expected, model = tensors
-    assert_same_tensors(
-        model.state_dict_adapter.to_hf(model.state_dict(), layout="transformers"), expected.state_dict()
-    )
+    assert_same_tensors(model.state_dict(), expected.state_dict())
 
 
 @proves("gradients")
 def test_gradient_equivalence(family_case: FamilyCase) -> None:
-    """Gradients, mapped through the adapter, equal the reference's; every parameter that has one there has one here."""
+    """Gradients equal the reference's; the parameters that have one are the same."""
     reference, model = family_case.new_pair()
     expected, actual = _gradients(reference.train(), family_case), _gradients(model.train(), family_case)
-    mapped = model.state_dict_adapter.to_hf(actual, layout="transformers")
-    assert_close(mapped, expected)
+    assert_close(actual, expected)
 
 
 @proves("gradients")
@@ -109,25 +105,6 @@ def test_training_loss_decreases(family_case: FamilyCase) -> None:
     # Rounding grows from step to step where experts are chosen or activations clipped.
     for step, (expected, actual) in enumerate(zip(*losses, strict=True)):
         assert actual == pytest.approx(expected, rel=1e-3 if step < 3 else 1e-2), f"step {step}"
-
-
-@proves("gradients")
-def test_optimizer_state(family_case: FamilyCase) -> None:
-    """An optimizer's states are, in transformers' layout, those of the reference's, and load from them."""
-    states = []
-    for model in family_case.new_pair():
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-        _gradients(model.train(), family_case)
-        optimizer.step()
-        if states:
-            keep_in_transformers_layout(optimizer, model)
-        states.append(optimizer.state_dict())
-    expected, actual = states
-    assert actual["param_groups"] == expected["param_groups"]
-    assert_close(actual["state"], expected["state"])
-    before = copy.deepcopy(list(optimizer.state.values()))
-    optimizer.load_state_dict(expected)
-    assert_close(list(optimizer.state.values()), before)
 
 
 @proves("activation checkpointing")
@@ -169,20 +146,20 @@ def test_tied_weights_share_storage(family_case: FamilyCase, tmp_path: Path) -> 
 
 @proves("copies")
 def test_copies_keep_one_storage(family_case: FamilyCase) -> None:
-    """`deepcopy`, pickling and `torch.save` keep parts views of the combined weights, apart from the original."""
+    """`deepcopy`, pickling and `torch.save` give models that are joined as the original is, and apart from it."""
     # Made anew, because transformers' hooks on inner outputs, which some forwards install, cannot be pickled.
     model = family_case.model_class.from_config(family_case.config, device=family_case.device)
     saved = io.BytesIO()
     torch.save(model, saved)
     saved.seek(0)
     copies = copy.deepcopy(model), pickle.loads(pickle.dumps(model)), torch.load(saved, weights_only=False)
-    for one in copies:
-        assert_same_tensors(one.state_dict(), model.state_dict())
-        parts = {name: part for name, part in one.named_modules() if isinstance(part, ProjectionPart)}
-        for name, part in parts.items():
-            combined = one.get_submodule(name.rpartition(".")[0]).get_submodule(part._combined_name)
-            assert part.weight.untyped_storage().data_ptr() == combined.weight.untyped_storage().data_ptr()
-            assert part.weight.data_ptr() != model.get_submodule(name).weight.data_ptr()
+    for copied in copies:
+        assert_same_tensors(copied.state_dict(), model.state_dict())
+        assert report(copied) == report(model)
+        pointers = {parameter.data_ptr() for parameter in model.parameters() if parameter.numel()}
+        assert not pointers.intersection(parameter.data_ptr() for parameter in copied.parameters())
+        for owner, _, group in groups_of(copied):
+            assert all(part is getattr(copied.get_submodule(owner), name) for name, part in group.parts.items())
 
 
 @proves("LoRA")

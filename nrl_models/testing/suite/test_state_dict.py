@@ -67,18 +67,6 @@ def test_full_size_names_and_shapes(family_case: FamilyCase) -> None:
         }, size
 
 
-@proves("state dict")
-def test_load_state_dict_accepts_hf_names(family_case: FamilyCase) -> None:
-    """`load_state_dict` takes transformers' and the hub's names, strictly."""
-    reference, expected = family_case.reference(), family_case.model().state_dict()
-    for tensors in (reference.state_dict(), revert_weight_conversion(reference, dict(reference.state_dict()))):
-        model = family_case.model_class.from_config(family_case.config, device=family_case.device)
-        result = model.load_state_dict(tensors, strict=False)
-        assert set(result.missing_keys) <= set(model.all_tied_weights_keys)
-        assert not result.unexpected_keys
-        assert_same_tensors(model.state_dict(), expected)
-
-
 @proves("refit")
 def test_single_tensor_export(family_case: FamilyCase) -> None:
     """Exporting tensor by tensor gives what exporting all at once gives, sharing storage wherever strides can.

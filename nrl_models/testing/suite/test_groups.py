@@ -1,0 +1,181 @@
+"""Groups of projections: one matmul where nobody can tell the difference, and Hugging Face's parameters to everyone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.nn.modules.module import register_module_forward_hook
+
+from nrl_models.common.projections import groups_of, report
+from nrl_models.parity.components import Call, calls_of, run_layer, tensors_in
+from nrl_models.testing.case import SEED, FamilyCase
+from nrl_models.testing.features import proves
+from nrl_models.testing.suite.asserts import assert_close
+
+
+@proves("layers")
+def test_groups_run_as_one_matmul(family_case: FamilyCase) -> None:
+    """Every declared group is joined, and each parameter has a storage of its own, of its own size."""
+    model = family_case.model()
+    assert not [group for group in report(model) if not group.joined]
+    for name, parameter in model.named_parameters():
+        assert parameter.untyped_storage().nbytes() == parameter.nbytes, name
+
+
+@proves("gradients")
+def test_names_are_transformers(family_case: FamilyCase) -> None:
+    """Parameters, modules, state dict, optimizer state, what distributed checkpoints hold: all as in transformers."""
+    seen = []
+    for model in family_case.new_pair():
+        torch.manual_seed(SEED)  # some routers draw lots in training
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+        model.train()(**family_case.inputs(labels=True), use_cache=False).loss.backward()
+        optimizer.step()
+        modules = [(name, type(module).__name__) for name, module in model.named_modules()]
+        parameters = [(name, type(parameter), parameter.requires_grad) for name, parameter in model.named_parameters()]
+        weights, states = get_state_dict(model, optimizer)
+        seen.append((modules, parameters, list(model.state_dict()), optimizer.state_dict(), weights, states))
+    expected, actual = seen
+    assert actual[:3] == expected[:3]
+    assert actual[3]["param_groups"] == expected[3]["param_groups"]
+    for ours, theirs in zip(actual[3:], expected[3:], strict=True):
+        assert list(ours) == list(theirs)
+    assert_close(actual[3]["state"], expected[3]["state"])
+    assert_close(actual[5]["state"], expected[5]["state"])
+
+
+@proves("layers")
+def test_called_twice(family_case: FamilyCase) -> None:
+    """A layer that is called again on the same tensor, with other weights, remembers nothing of the first time."""
+    for layer, original, call in _layers_with_groups(family_case):
+        found = []
+        for module in (layer, original):
+            args, kwargs = call.args, call.kwargs
+            gradients = []
+            weights = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+            for _ in range(2):
+                loss = sum(tensor.float().pow(2).sum() for tensor in tensors_in(module(*args, **kwargs)))
+                gradients.append(torch.autograd.grad(loss, list(module.parameters()), allow_unused=True))
+                with torch.no_grad():
+                    for parameter in module.parameters():
+                        parameter.mul_(1.25)
+            with torch.no_grad():
+                for name, parameter in module.named_parameters():
+                    parameter.copy_(weights[name])
+            found.append(gradients)
+        actual, expected = found
+        for ours, theirs in zip(actual, expected, strict=True):
+            scale = max(float(gradient.abs().max()) for gradient in theirs if gradient is not None)
+            assert_close(ours, theirs, scale=max(1.0, scale))
+
+
+def _input_in_place(parts: list[nn.Linear], called: nn.Module, input: torch.Tensor) -> None:
+    input.mul_(0.5)
+
+
+def _input_data(parts: list[nn.Linear], called: nn.Module, input: torch.Tensor) -> None:
+    input.data = input.data * 0.5
+
+
+def _weights_in_place(parts: list[nn.Linear], called: nn.Module, input: torch.Tensor) -> None:
+    for part in parts:
+        if part is not called:
+            part.weight.mul_(1.5)
+
+
+def _weights_data(parts: list[nn.Linear], called: nn.Module, input: torch.Tensor) -> None:
+    for part in parts:
+        if part is not called:
+            part.weight.data = part.weight.data * 1.5
+
+
+@proves("layers")
+@pytest.mark.parametrize("edit", [_input_in_place, _input_data, _weights_in_place, _weights_data])
+def test_edits_while_running(
+    family_case: FamilyCase, edit: Callable[[list[nn.Linear], nn.Module, torch.Tensor], None]
+) -> None:
+    """What changes after the first part was called, the input or the others' weights, the others compute with."""
+    reference, model = family_case.new_pair()
+    for name, call in _calls(family_case).items():
+        layer, original = model.get_submodule(name), reference.get_submodule(name)
+        groups = [tuple(group.parts) for _, _, group in groups_of(layer)]
+        for names in groups:
+            outputs = []
+            for owner in (layer, original):
+                parts = [part for part in _parts_within(owner, names) if part is not None]
+                before = [part.weight.data for part in parts]
+                values = [weight.clone() for weight in before]
+                handle = register_module_forward_hook(_after_first(parts, edit))
+                try:
+                    outputs.append(run_layer(owner, call))
+                finally:
+                    handle.remove()
+                with torch.no_grad():
+                    for part, weight, value in zip(parts, before, values, strict=True):
+                        part.weight.data = weight
+                        part.weight.copy_(value)
+            assert_close(*outputs)
+
+
+def _after_first(
+    parts: list[nn.Linear], edit: Callable[[list[nn.Linear], nn.Module, torch.Tensor], None]
+) -> Callable[..., None]:
+    """A hook that edits once, when the first of `parts` has been called."""
+    done = []
+
+    def hook(module: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+        if not done and any(module is part for part in parts):
+            done.append(True)
+            with torch.no_grad():
+                edit(parts, module, args[0])
+
+    return hook
+
+
+@proves("layers")
+def test_replaced_weights(family_case: FamilyCase) -> None:
+    """A weight that is put elsewhere in memory (`.data =`), or replaced as a parameter, is the one that computes."""
+    reference, model = family_case.new_pair()
+    for name, call in _calls(family_case).items():
+        outputs = []
+        for owner in (model.get_submodule(name), reference.get_submodule(name)):
+            layer = model.get_submodule(name)
+            for names in [tuple(group.parts) for _, _, group in groups_of(layer)]:
+                first, *_, last = _parts_within(owner, names)
+                first.weight.data = first.weight.data * 1.5
+                last.weight = nn.Parameter(last.weight.detach() * 0.5)
+            outputs.append(run_layer(owner, call))
+        assert_close(*outputs)
+    assert not any(group.joined for group in report(model) if _owner_of(group.name) in _calls(family_case))
+
+
+def _owner_of(group: str) -> str:
+    return group.rpartition(".")[0]
+
+
+def _parts_within(layer: nn.Module, names: tuple[str, ...]) -> list[nn.Linear]:
+    return [getattr(layer, name) for name in names]
+
+
+def _calls(case: FamilyCase) -> dict[str, Call]:
+    """A call of one layer of each kind that has groups of its own, on random numbers."""
+    reference, model = case.reference(), case.model()
+    owners = {owner for owner, _, _ in groups_of(model)}
+    kinds = {type(reference.get_submodule(owner)) for owner in owners}
+    calls = calls_of(reference, kinds, case.inputs()) if kinds else {}
+    chosen: dict[tuple[type, tuple[str, ...]], str] = {}
+    for name in calls:
+        if name in owners:
+            groups = tuple(name for owner, name, _ in groups_of(model) if owner == name)
+            chosen.setdefault((type(reference.get_submodule(name)), groups), name)
+    return {name: calls[name].with_random_input(seed=SEED) for name in chosen.values()}
+
+
+def _layers_with_groups(case: FamilyCase) -> Iterator[tuple[nn.Module, nn.Module, Call]]:
+    reference, model = case.new_pair()
+    for name, call in _calls(case).items():
+        yield model.get_submodule(name), reference.get_submodule(name), call
