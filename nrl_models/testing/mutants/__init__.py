@@ -5,11 +5,11 @@ it needs (`Bug.is_possible`) and how it is planted into our models, adapters, lo
 right. `nrl-models mutate` plants each into every architecture and runs the generated tests until one fails.
 """
 
-from nrl_models.testing.mutants import combined, configuration, layers, sequences, tensors
+from nrl_models.testing.mutants import configuration, groups, layers, sequences, tensors
 from nrl_models.testing.mutants.mutant import Mutant
 
 CATALOGUE: tuple[Mutant, ...] = (
-    *combined.MUTANTS,
+    *groups.MUTANTS,
     *layers.MUTANTS,
     *configuration.MUTANTS,
     *tensors.MUTANTS,

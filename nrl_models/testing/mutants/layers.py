@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from transformers.activations import ACT2CLS
 
 from nrl_models.testing.case import FamilyCase
-from nrl_models.testing.mutants.combined import LAYERS, TRAINING
+from nrl_models.testing.mutants.groups import LAYERS, TRAINING
 from nrl_models.testing.mutants.mutant import Mutant
 from nrl_models.testing.mutants.planting import ForCase, InModules, own_attribute, reads
 

@@ -1,8 +1,8 @@
-"""Bugs in what becomes of tensors: loaded, saved, exported, tied, and kept for an optimizer."""
+"""Bugs in what becomes of tensors: loaded, saved, exported, tied."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -10,12 +10,11 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from nrl_models.common import family_model, hf_names, layouts, loading, optimizer_state, pretrained, state_dict_adapter
+from nrl_models.common import family_model, hf_names, layouts, loading, pretrained, state_dict_adapter
 from nrl_models.common.loading import install
 from nrl_models.common.state_dict_adapter import StateDictAdapter
-from nrl_models.common.views import HFTensor, Piece, View
+from nrl_models.common.views import HFTensor, Piece
 from nrl_models.testing.case import FamilyCase
-from nrl_models.testing.mutants.combined import combines
 from nrl_models.testing.mutants.mutant import Mutant
 from nrl_models.testing.mutants.planting import InCode, Patch
 
@@ -72,17 +71,6 @@ def _transposed(table: dict[str, HFTensor]) -> dict[str, HFTensor]:
         name: replace(one, pieces=(Piece(one.view.then("transpose", 0, 1)),)) if _is_square(one) else one
         for name, one in table.items()
     }
-
-
-def _part_views_shifted() -> Callable[[FamilyCase], list[Patch]]:
-    original = layouts._part_view
-
-    def wrong(combined_name: str, shape: Any, part: Any) -> View:
-        view = original(combined_name, shape, part)
-        (method, (dim, start, length)) = view.steps[-1]
-        return View(combined_name, ((method, (dim, max(0, start - 1), length)),))
-
-    return lambda case: [(layouts, "_part_view", wrong)]
 
 
 def _has_buffers(case: FamilyCase) -> bool:
@@ -162,6 +150,11 @@ def _written_twice(case: FamilyCase) -> list[Patch]:
     return [(family_model, "to_checkpoint", to_checkpoint)]
 
 
+def _is_converted(case: FamilyCase) -> bool:
+    adapter = case.model().state_dict_adapter
+    return adapter.hub.keys() != adapter.transformers.keys() - adapter.tied.keys()
+
+
 def _own_names(case: FamilyCase) -> list[Patch]:
     return [(family_model, "to_checkpoint", lambda model, given=None: dict(given or model.state_dict()))]
 
@@ -196,23 +189,6 @@ def _training(model: PreTrainedModel) -> None:
     model.eval = lambda: model
 
 
-def _states_of_the_next(case: FamilyCase) -> list[Patch]:
-    original = optimizer_state._with
-
-    def rotated(state_dict: Any, groups: Any, states: dict[str, Any], problems: Any) -> Any:
-        by_shape: dict[Any, list[str]] = {}
-        for name, state in states.items():
-            by_shape.setdefault(tuple(state["exp_avg"].shape) if "exp_avg" in state else None, []).append(name)
-        moved = {name: states[ones[at - 1]] for ones in by_shape.values() for at, name in enumerate(ones)}
-        return original(state_dict, groups, {name: moved[name] for name in states}, problems)
-
-    return [(optimizer_state, "_with", rotated)]
-
-
-def _no_names(model: nn.Module, state_dict: Mapping[str, torch.Tensor], prefix: str = "") -> list[str]:
-    return []
-
-
 def _everything_tied_apart(case: FamilyCase) -> list[Patch]:
     # A model within may tie what it is built with itself.
     owners = {case.model_class} | {type(one) for one in case.model().modules() if isinstance(one, PreTrainedModel)}
@@ -233,12 +209,6 @@ MUTANTS = (
             lambda case: any(map(_is_square, case.model().state_dict_adapter.hub.values())),
             _in_hub(_transposed),
         ),
-        NAMES,
-    ),
-    Mutant(
-        "parts' views one row too early",
-        "an offset off by one in what is exported: trainer and engine disagree from the first step on",
-        InCode(combines, _part_views_shifted()),
         NAMES,
     ),
     Mutant(
@@ -284,9 +254,9 @@ MUTANTS = (
         ("test_new_model_saves_as_transformers", "test_tied_weights_share_storage"),
     ),
     Mutant(
-        "saved under combined names",
-        "a checkpoint that nothing else can read",
-        InCode(combines, _own_names),
+        "saved in the layout of memory",
+        "a checkpoint of stacked experts, where engines read them one by one",
+        InCode(_is_converted, _own_names),
         SAVING,
     ),
     Mutant(
@@ -312,17 +282,5 @@ MUTANTS = (
         "dropout in what should be inference",
         InCode(always, _after_loading(_training)),
         LOADING,
-    ),
-    Mutant(
-        "Hugging Face names dropped in silence",
-        "Trainer resumes by load_state_dict, not strictly",
-        InCode(combines, lambda case: [(family_model, "fill_from_hf_names", _no_names)]),
-        ("test_load_state_dict_accepts_hf_names",),
-    ),
-    Mutant(
-        "optimizer states of another parameter",
-        "states numbered in another order than the parameters",
-        InCode(combines, _states_of_the_next),
-        ("test_optimizer_state",),
     ),
 )

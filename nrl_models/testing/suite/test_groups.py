@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.nn.modules.module import register_module_forward_hook
 
-from nrl_models.common.projections import groups_of, report
+from nrl_models.common.projections import LinearGroup, groups_of, report
 from nrl_models.parity.components import Call, calls_of, run_layer, tensors_in
 from nrl_models.testing.case import SEED, FamilyCase
 from nrl_models.testing.features import proves
@@ -73,6 +73,28 @@ def test_called_twice(family_case: FamilyCase) -> None:
             assert_close(ours, theirs, scale=max(1.0, scale))
 
 
+@proves("gradients")
+def test_unused_parts_get_no_gradient(family_case: FamilyCase) -> None:
+    """A part whose output nobody uses has no gradient, as if it had not been called, and not one of zeros."""
+    _, model = family_case.new_pair()
+    for owner, _, group in _groups_by_kind(model):
+        first, *others = group.parts.values()
+        output, *_ = group(torch.randn(3, first.in_features, generator=torch.Generator().manual_seed(SEED)))
+        output.sum().backward()
+        assert first.weight.grad is not None, owner
+        assert all(part.weight.grad is None for part in others), owner
+
+
+def _groups_by_kind(model: nn.Module) -> list[tuple[str, str, LinearGroup]]:
+    """One group of each kind of layer."""
+    found = {(type(model.get_submodule(owner)), name): (owner, name, group) for owner, name, group in groups_of(model)}
+    return list(found.values())
+
+
+Edit = Callable[[list[nn.Linear], nn.Module, torch.Tensor], None]
+"""Changes something, given the parts of a group, that which was called first, and its input."""
+
+
 def _input_in_place(parts: list[nn.Linear], called: nn.Module, input: torch.Tensor) -> None:
     input.mul_(0.5)
 
@@ -93,11 +115,17 @@ def _weights_data(parts: list[nn.Linear], called: nn.Module, input: torch.Tensor
             part.weight.data = part.weight.data * 1.5
 
 
+EDITS: dict[str, Edit] = {
+    "input in place": _input_in_place,
+    "input data": _input_data,
+    "weights in place": _weights_in_place,
+    "weights data": _weights_data,
+}
+
+
 @proves("layers")
-@pytest.mark.parametrize("edit", [_input_in_place, _input_data, _weights_in_place, _weights_data])
-def test_edits_while_running(
-    family_case: FamilyCase, edit: Callable[[list[nn.Linear], nn.Module, torch.Tensor], None]
-) -> None:
+@pytest.mark.parametrize("edit", EDITS)
+def test_edits_while_running(family_case: FamilyCase, edit: str) -> None:
     """What changes after the first part was called, the input or the others' weights, the others compute with."""
     reference, model = family_case.new_pair()
     for name, call in _calls(family_case).items():
@@ -109,7 +137,7 @@ def test_edits_while_running(
                 parts = [part for part in _parts_within(owner, names) if part is not None]
                 before = [part.weight.data for part in parts]
                 values = [weight.clone() for weight in before]
-                handle = register_module_forward_hook(_after_first(parts, edit))
+                handle = register_module_forward_hook(_after_first(parts, EDITS[edit]))
                 try:
                     outputs.append(run_layer(owner, call))
                 finally:
@@ -121,9 +149,7 @@ def test_edits_while_running(
             assert_close(*outputs)
 
 
-def _after_first(
-    parts: list[nn.Linear], edit: Callable[[list[nn.Linear], nn.Module, torch.Tensor], None]
-) -> Callable[..., None]:
+def _after_first(parts: list[nn.Linear], edit: Edit) -> Callable[..., None]:
     """A hook that edits once, when the first of `parts` has been called."""
     done = []
 

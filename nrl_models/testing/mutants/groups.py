@@ -1,0 +1,231 @@
+"""Bugs in groups of projections: whose rows, whose gradient, of which weights and which input, in which copy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from nrl_models.common.projections import CombinedProjections, LinearGroup, group, groups_of, matmul, memory
+from nrl_models.testing.case import FamilyCase
+from nrl_models.testing.mutants.mutant import Mutant
+from nrl_models.testing.mutants.planting import InCode
+
+LAYERS = ("test_attention_equivalence", "test_mlp_equivalence", "test_layer_equivalence", "test_logits_equivalence")
+TRAINING = ("test_gradient_equivalence", "test_training_loss_decreases")
+COPIES = ("test_copies_keep_one_storage",)
+
+QUERY, KEY, VALUE = ("q_proj", "query", "q"), ("k_proj", "key", "k"), ("v_proj", "value", "v")
+GATE, UP = ("gate_proj", "w1"), ("up_proj", "w3")
+"""What linears are called that do one thing."""
+
+Outputs = tuple[torch.Tensor, ...]
+
+forward, joined_linear, jointly, separately = (
+    LinearGroup.forward,
+    group.joined_linear,
+    matmul._jointly,
+    matmul._separately,
+)
+
+
+def groups_in(case: FamilyCase) -> Iterator[LinearGroup]:
+    """The model's groups."""
+    return (found for _, _, found in groups_of(case.model()))
+
+
+def combines(case: FamilyCase) -> bool:
+    """Whether anything is combined."""
+    return any(True for _ in groups_in(case))
+
+
+def _pair_of(group: LinearGroup, first: tuple[str, ...], second: tuple[str, ...]) -> tuple[int, int] | None:
+    """The numbers of two parts of equal size, by what they are called."""
+    names = list(group.parts)
+    pair = [next((at for at, name in enumerate(names) if name in wanted), None) for wanted in (first, second)]
+    if None in pair or len({group.parts[names[at]].out_features for at in pair}) > 1:
+        return None
+    return pair[0], pair[1]
+
+
+def _exchanged(name: str, stands_for: str, first: tuple[str, ...], second: tuple[str, ...]) -> Mutant:
+    def wrong(self: LinearGroup, outputs: Outputs) -> Outputs:
+        parts = list(outputs)
+        if pair := _pair_of(self, first, second):
+            left, right = pair
+            parts[left], parts[right] = parts[right], parts[left]
+        return tuple(parts)
+
+    def where(case: FamilyCase) -> bool:
+        return any(_pair_of(found, first, second) for found in groups_in(case))
+
+    return Mutant(name, stands_for, _outputs_as(wrong, where), LAYERS)
+
+
+def _outputs_as(
+    wrong: Callable[[LinearGroup, Outputs], Outputs], where: Callable[[FamilyCase], bool] = combines
+) -> InCode:
+    """A group's outputs are changed."""
+    return InCode(where, lambda case: [(LinearGroup, "forward", lambda self, input: wrong(self, forward(self, input)))])
+
+
+def _one_row_further(self: LinearGroup, outputs: Outputs) -> Outputs:
+    rolled = torch.cat(outputs, -1).roll(-1, -1)
+    return outputs[0], *rolled.split([output.shape[-1] for output in outputs], -1)[1:]
+
+
+def _last_part_detached(self: LinearGroup, outputs: Outputs) -> Outputs:
+    *others, last = outputs
+    return *others, last.detach()
+
+
+def _without_last_bias(input: torch.Tensor, weights: Any, bias: torch.Tensor | None, *parts: Any) -> Outputs:
+    if bias is None:
+        return joined_linear(input, weights, bias, *parts)
+    kept = torch.arange(len(bias), device=bias.device) < len(bias) - len(parts[0][-1])
+    return joined_linear(input, weights, bias * kept, *parts)
+
+
+def _remembered(self: Any, number: int, input: torch.Tensor) -> torch.Tensor:
+    kept = self.group.__dict__.setdefault("_remembered", {})
+    if kept.get("input") is not input:
+        kept["input"], kept["outputs"] = input, self.group(input)
+    return kept["outputs"][number]
+
+
+def _otherwise_in_backward(self: LinearGroup, input: torch.Tensor) -> Outputs:
+    return forward(self, input.roll(1, -2) if torch._C._current_graph_task_id() != -1 else input)
+
+
+def _is_checkpointed(case: FamilyCase) -> bool:
+    model = case.model()
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    return model.supports_gradient_checkpointing and any(True for layer in layers for _ in groups_of(layer))
+
+
+def _alike(case: FamilyCase) -> bool:
+    """Whether some group has two parts of one shape."""
+    sizes = [[part.out_features for part in found.parts.values()] for found in groups_in(case)]
+    return any(len(set(group)) < len(group) for group in sizes)
+
+
+def _gradients_exchanged(ctx: Any, *given: Any) -> Any:
+    input_gradient, weights, biases = jointly(ctx, *given)
+    order = list(range(len(weights)))
+    for left in order:
+        right = next((at for at in order if at > left and ctx.lengths[at] == ctx.lengths[left]), None)
+        if right is not None:
+            order[left], order[right] = order[right], order[left]
+            break
+    return input_gradient, [weights[at] for at in order], biases
+
+
+def _zeros_for_the_unused(ctx: Any, input: torch.Tensor, weights: Any, gradients: Any) -> Any:
+    input_gradient, found, biases = separately(ctx, input, weights, gradients)
+    size = input.shape[-1] if input is not None else 0
+    zeros = [gradients[0].new_zeros(length, size) if ctx.wants_weights else None for length in ctx.lengths]
+    return input_gradient, [own if own is not None else zero for own, zero in zip(found, zeros, strict=True)], biases
+
+
+def _not_joined_again(self: LinearGroup, state: dict[str, Any]) -> None:
+    state = dict(state)
+    parts = state.pop("parts")
+    nn.Module.__setstate__(self, state)
+    self._set_parts(parts)
+
+
+MUTANTS = (
+    _exchanged("gate and up exchanged", "a checkpoint's w1 and w3, or an engine's order of the two", GATE, UP),
+    _exchanged("keys and values exchanged", "a packed QKV that is cut in another order", KEY, VALUE),
+    _exchanged("queries and keys exchanged", "a packed QKV that is cut in another order", QUERY, KEY),
+    Mutant(
+        "parts read one row too far",
+        "an offset off by one where a joined matmul is cut",
+        _outputs_as(_one_row_further),
+        LAYERS,
+    ),
+    Mutant(
+        "bias of a part dropped",
+        "a joined matmul that forgets that one of its linears has a bias",
+        InCode(
+            lambda case: any(found.bias is not None for found in groups_in(case)),
+            lambda case: [(group, "joined_linear", _without_last_bias)],
+        ),
+        LAYERS,
+    ),
+    Mutant(
+        "parts multiplied apart",
+        "a group that never runs: right, and no faster than none",
+        InCode(combines, lambda case: [(group._Run, "take", lambda self, number, input: None)]),
+        LAYERS,
+    ),
+    Mutant(
+        "outputs remembered past the forward",
+        "a memo that is told by its input alone, and never cleared",
+        InCode(combines, lambda case: [(group._Run, "take", _remembered)]),
+        ("test_called_twice",),
+    ),
+    Mutant(
+        "versions ignored",
+        "an input, or a weight, that is changed in place between two calls",
+        InCode(combines, lambda case: [(group, "_version", lambda tensor: 0)]),
+        ("test_edits_while_running",),
+    ),
+    Mutant(
+        "a weight elsewhere in memory ignored",
+        "`weight.data = ...`, or another parameter: what was the neighbour computes on",
+        InCode(combines, lambda case: [(LinearGroup, "_are_neighbours", lambda self: self.is_joined)]),
+        ("test_replaced_weights",),
+    ),
+    Mutant(
+        "a part gets no gradient",
+        "a detach, or a write in place, between the matmul and one of its users",
+        _outputs_as(_last_part_detached),
+        TRAINING,
+    ),
+    Mutant(
+        "gradients of two parts exchanged",
+        "the rows of one gradient handed out in another order",
+        InCode(_alike, lambda case: [(matmul, "_jointly", _gradients_exchanged)]),
+        TRAINING,
+    ),
+    Mutant(
+        "zeros for a part that was not used",
+        "a gradient that is zero where there is none: weight decay and momentum move what did not learn",
+        InCode(combines, lambda case: [(matmul, "_separately", _zeros_for_the_unused)]),
+        ("test_unused_parts_get_no_gradient",),
+    ),
+    Mutant(
+        "recomputed on another input",
+        "state that is not there any more when activations are computed again",
+        InCode(_is_checkpointed, lambda case: [(LinearGroup, "forward", _otherwise_in_backward)]),
+        ("test_activation_checkpointing",),
+    ),
+    Mutant(
+        "copies run the original's group",
+        "a reference to the original that a copy keeps",
+        InCode(combines, lambda case: [(LinearGroup, "__deepcopy__", lambda self, memo: self)]),
+        COPIES,
+    ),
+    Mutant(
+        "copies are not joined again",
+        "a copy, or an unpickled model, that is slower for ever",
+        InCode(
+            combines,
+            lambda case: [
+                (LinearGroup, "__setstate__", _not_joined_again),
+                (CombinedProjections, "__setstate__", nn.Module.__setstate__),
+            ],
+        ),
+        COPIES,
+    ),
+    Mutant(
+        "neighbours share a storage",
+        "slices of one storage, which accelerate, safetensors and transformers take for tied weights and drop",
+        InCode(combines, lambda case: [(memory, "own_storage", lambda tensor: tensor)]),
+        COPIES,
+    ),
+)
