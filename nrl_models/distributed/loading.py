@@ -18,7 +18,6 @@ from transformers import PreTrainedModel
 
 from nrl_models.common.blocks import Block, through
 from nrl_models.common.checkpoint_files import StoredTensor
-from nrl_models.common.combined import CombinedLinear, ProjectionPart
 from nrl_models.common.loading import Fit, fit_checkpoint, install, move_buffers, run_readers, share_copies
 from nrl_models.common.pretrained import Prepared
 from nrl_models.common.views import HFTensor, Piece, apply_steps
@@ -27,7 +26,6 @@ from nrl_models.distributed.parallelize import divide_data, divide_model
 from nrl_models.distributed.plan import ParallelPlan, Plan, plan_for
 from nrl_models.distributed.sharding import Sharding
 from nrl_models.distributed.shards import over_shard, own_block
-from nrl_models.errors import Problem, ShardingError
 
 
 def load_sharded(
@@ -59,7 +57,6 @@ def load_sharded(
         share = (mesh.get_coordinate() or [0])[-1], mesh.size(mesh.ndim - 1)
         fit = fit_checkpoint(model, files, dtype=prepared.dtype, strict=strict, share=share)
         model._weight_conversions = fit.names.used_conversions()
-        _check_missing(model, fit)
         _retype(model, fit)
         sharding.finish(model)
         divide_data(model, sharding)
@@ -82,22 +79,6 @@ def load_sharded(
     agree(mesh, "load the checkpoint", {}, error)
     fit.warn(prepared.model, prepared.files)
     return prepared, fit.narrowed(prepared.files)
-
-
-def _check_missing(model: PreTrainedModel, fit: Fit) -> None:
-    """Refuse to initialise what only the whole model can.
-
-    Raises:
-        ShardingError: a combined weight is missing.
-    """
-    problems = [
-        Problem("missing", name, "is not there, and combined weights are not initialised in shards")
-        for name in fit.found.missing
-        if isinstance(model.get_submodule(name.rpartition(".")[0]), CombinedLinear | ProjectionPart)
-    ]
-    if problems:
-        advice = ["load with combine=False; or load the whole model, and call nrl_models.distributed.parallelize"]
-        raise ShardingError("cannot initialise what the checkpoint lacks", problems, advice)
 
 
 def _retype(model: nn.Module, fit: Fit) -> None:

@@ -11,13 +11,11 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers import PreTrainedModel
 
-from nrl_models.common.combined import CombinedLinear, CombinedProjections
 from nrl_models.distributed.mesh import agree, describe, rank_in, size_of
 from nrl_models.distributed.plan import (
     ParallelPlan,
     Plan,
     experts_over,
-    group_styles,
     is_vocabulary,
     plan_for,
     rules_by_module,
@@ -92,21 +90,10 @@ def _facts(model: PreTrainedModel) -> dict[str, object]:
 
 
 def divide_model(model: PreTrainedModel, mesh: DeviceMesh, plan: ParallelPlan) -> Sharding:
-    """Apply `tp` and `ep`: parameters become DTensors, modules exchange activations. Nothing is communicated.
-
-    Without either dimension only the layout of combined weights and biases changes: parts hold their biases, and
-    where `fsdp` is to divide the input features of a combined weight, these come first in it.
-    """
-    for owner in [one for one in model.modules() if isinstance(one, CombinedProjections)]:
-        for name in [name for name in owner.combined if isinstance(owner._modules.get(name), CombinedLinear)]:
-            owner.separate_biases(name)
+    """Apply `tp` and `ep`: parameters become DTensors, modules exchange activations. Nothing is communicated."""
     names = [name for name in ("ep", "tp") if name in mesh.mesh_dim_names]  # type: ignore[operator]
     if names:
         _ModelDivision(model, mesh, mesh[tuple(names)], plan).apply()
-    if "fsdp" in mesh.mesh_dim_names:  # type: ignore[operator]
-        for module in model.modules():
-            if isinstance(module, CombinedLinear):
-                module.transpose()
     return Sharding(mesh, plan)
 
 
@@ -130,7 +117,6 @@ class _ModelDivision:
         self.done: dict[int, nn.Parameter] = {}  # by the identity of what they replace: tied ones stay one
 
     def apply(self) -> None:
-        self._separate_mixed_groups()
         if self.tensor and not vocabulary_is_divided(self.model, self.mesh):
             for name in [name for name, module in self.model.named_modules() if is_vocabulary(self.model, module)]:
                 self.tensor.pop(name, None)
@@ -143,39 +129,9 @@ class _ModelDivision:
                 module.summed_over = self.summed_over
                 module.is_unit = type(module).__name__ in self.units
 
-    def _separate_mixed_groups(self) -> None:
-        """Parts of one matmul are divided alike: a group of which some are and some are not becomes linears again."""
-        for name, combined in list(self.model.named_modules()):
-            if not isinstance(combined, CombinedLinear):
-                continue
-            owner_name, _, combined_name = name.rpartition(".")
-            owner = self.model.get_submodule(owner_name)
-            kinds: dict[object, list[str]] = {}
-            for part, word in group_styles(name, combined, self.tensor).items():
-                style = TENSOR_STYLES[word]
-                kind = word if style.dim(2) is not None else "whole"
-                kinds.setdefault(kind, []).append(part)
-            if len(kinds) == 1 and set(kinds) <= {"colwise", "whole"}:
-                continue
-            assert isinstance(owner, CombinedProjections)
-            owner.separate_projections(combined_name)
-            alike = next(
-                (parts for kind, parts in kinds.items() if kind in ("colwise", "whole") and len(parts) > 1), ()
-            )
-            if alike:
-                owner._combine(combined_name, {part: combined._parts[part] for part in alike})  # type: ignore[misc]
-                owner.separate_biases(combined_name)
-
     def _divide_module(self, name: str, module: nn.Module) -> None:
-        if isinstance(module, CombinedLinear):
-            words = set(group_styles(name, module, self.tensor).values())
-            style = TENSOR_STYLES["colwise" if "colwise" in words else "replicate"]
-            if style.compute is not None:
-                module.shards = size_of(self.mesh, "tp")
-        else:
-            style = TENSOR_STYLES[self.tensor.get(name, "replicate")]
+        style = TENSOR_STYLES[self.tensor.get(name, "replicate")]
         expert = EXPERT_STYLES[self.expert.get(name, "replicate")]
-        is_part = hasattr(module, "_part_name")
         for attribute, parameter in list(module._parameters.items()):
             if parameter is None:
                 continue
@@ -187,8 +143,6 @@ class _ModelDivision:
             elif expert.sums_gradient and self.experts_over:
                 self.summed_over[id(module), attribute] = self.experts_over
             self._divide_parameter(module, attribute, by_tensor, by_expert)
-        if is_part and style.compute is not LatentKeys:
-            return  # the combined linear computes
         self._exchange(module, style, expert)
 
     def _divide_parameter(self, module: nn.Module, attribute: str, tensor: Style, expert: Style) -> None:
@@ -207,16 +161,11 @@ class _ModelDivision:
             placements.append(Replicate() if dim is None else Shard(dim))
             if dim is None:
                 continue
-            lengths = _blocks(module, attribute, local.shape[dim], style)
             if style.blocks > 1:
                 packed = dict(getattr(module, "packed_over", {}))
                 module.packed_over = packed | {attribute: (dim, style.blocks, ranks)}
-            starts = [sum(lengths[:index]) for index in range(len(lengths))]
-            shares = [
-                local.narrow(dim, start + rank * (length // ranks), length // ranks)
-                for start, length in zip(starts, lengths, strict=True)
-            ]
-            local = torch.cat(shares, dim)
+            # The dimension holds as many blocks one after the other, of each of which every rank has a share.
+            local = torch.cat([block.chunk(ranks, dim)[rank] for block in local.chunk(style.blocks, dim)], dim)
         divided = nn.Parameter(
             DTensor.from_local(
                 local.clone() if local.untyped_storage().nbytes() > local.nbytes else local,
@@ -271,13 +220,6 @@ class _ModelDivision:
             units = [one for one in self.model.modules() if type(one).__name__ in self.units]
             self._in_units = [list(unit.modules()) for unit in units]
         return self._in_units
-
-
-def _blocks(module: nn.Module, attribute: str, size: int, style: Style) -> list[int]:
-    """The lengths of what a divided dimension holds one after the other, each of which every rank has a share of."""
-    if isinstance(module, CombinedLinear):
-        return [length for _, length in module.rows.values()]
-    return [size // style.blocks] * style.blocks
 
 
 def divide_data(model: PreTrainedModel, sharding: Sharding) -> None:

@@ -1,8 +1,7 @@
 """What is divided, and how: a plan for a model, from what transformers and the family declare.
 
 transformers names, for each architecture, the linears that tensor parallelism divides and the stacks that
-expert parallelism divides. A combined projection is made of such linears: each part follows its own rule, and a
-group whose parts follow different rules is not combined. What is divided by data parallelism needs no names.
+expert parallelism divides. What is divided by data parallelism needs no names.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
-from nrl_models.common.combined import CombinedLinear
 from nrl_models.distributed.mesh import describe, mesh_problems, size_of
 from nrl_models.distributed.styles import (
     EXPERT_STYLES,
@@ -184,12 +182,6 @@ def experts_over(model: nn.Module, mesh: DeviceMesh, plan: ParallelPlan) -> str 
     fits = all(name not in tensor and parameters[name].shape[0] % ranks == 0 for name in divided)
     fits &= not any(_without_rule(model, name, rules) for name in _stacks(rules))
     return "tp" if ranks > 1 and fits else None
-
-
-def group_styles(combined_name: str, combined: CombinedLinear, rules: Mapping[str, str]) -> dict[str, str]:
-    """For each part of a combined projection the word that a plan has for it."""
-    owner = combined_name.rpartition(".")[0]
-    return {part: rules.get(f"{owner}.{part}" if owner else part, "replicate") for part in combined.rows}
 
 
 def _pattern(name: str) -> re.Pattern[str]:

@@ -11,9 +11,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
-from nrl_models.common.combined import ProjectionPart
 from nrl_models.common.state_dict_adapter import Layout, StateDictAdapter
-from nrl_models.common.views import HFTensor, View
+from nrl_models.common.views import HFTensor
 from nrl_models.distributed.gathering import DEFAULT_BUCKET, gathered
 from nrl_models.distributed.saving import save_pretrained
 from nrl_models.distributed.shards import fill_shards
@@ -50,17 +49,12 @@ class Sharding:
 
     def hf_views(self, model: nn.Module, layout: Layout) -> dict[str, torch.Tensor]:
         """Live Hugging Face tensors as DTensors, see `StateDictAdapter.hf_views`."""
-        in_memory: dict[View, torch.Tensor] = {}
-        for name, tensor in self.adapter.transformers.items():
-            owner, _, attribute = name.rpartition(".")
-            view = tensor.view
-            # A parameter, or a part of one, as its module shows it. What is packed over ranks has no placement.
-            if view is not None and (not view.steps or isinstance(model.get_submodule(owner), ProjectionPart)):
-                in_memory[view] = getattr(model.get_submodule(owner), attribute).detach()
+        own = self.own_tensors(model)
+        # Of a region of a parameter no placement tells which ranks have it; nor of one that is packed over ranks.
         return {
-            name: in_memory[tensor.view]
+            name: own[tensor.view.parameter]
             for name, tensor in self.adapter.layout(layout).items()
-            if tensor.view in in_memory and tensor.parameters[0] not in self.adapter.tied
+            if tensor.view is not None and not tensor.view.steps and tensor.view.parameter not in self.adapter.tied
         }
 
     def iter_export(
