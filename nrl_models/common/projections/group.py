@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from functools import partial
 from threading import get_ident
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -60,9 +60,7 @@ class LinearGroup(nn.Module):
         self._linears = tuple(weakref.ref(linear) for linear in linears.values())
         self._types: tuple[type[nn.Module], ...] = (nn.Linear,) * len(linears)
         self._answers = tuple(partial(self._answer, number) for number in range(len(linears)))
-        self._buffers: dict[str, weakref.ref[Buffer]] = {}
-        self._places: dict[str, tuple[tuple[int, torch.Size], ...]] = {}
-        self._dtype: torch.dtype | None = None
+        self._layout: _Layout | None = None
         self._run: _Run | None = None
         self._uncalled: tuple[str, ...] = ()
 
@@ -83,10 +81,12 @@ class LinearGroup(nn.Module):
         return None if next(iter(self.parts.values())).bias is None else self._rows("bias")
 
     def _rows(self, kind: str) -> torch.Tensor:
-        buffer = self._buffer(kind) if self._are_neighbours() else None
-        if buffer is not None:
-            return buffer.rows
-        return torch.cat([getattr(part, kind).detach() for part in self.parts.values()])
+        weights = self._weights()
+        if weights is None:
+            return torch.cat([getattr(part, kind).detach() for part in self.parts.values()])
+        rows = weights.weight_rows if kind == "weight" else weights.bias_rows
+        assert rows is not None
+        return rows
 
     # Memory
 
@@ -99,28 +99,39 @@ class LinearGroup(nn.Module):
         Returns:
             Whether it is worth trying again later, because somebody else looks at a parameter's memory.
         """
-        self._buffers, self._places, self._uncalled = {}, {}, ()
+        self._layout, self._uncalled = None, ()
         if self.obstacle():
             return False
+        buffers = {}
         for kind, parameters in self._parameters_by_kind().items():
-            buffer = Buffer.of(parameters)
+            tensors: list[torch.Tensor] = [self.memory_of(parameter) for parameter in parameters]  # type: ignore[misc]
+            buffer = Buffer.of(tensors)
             if buffer is None:
-                if not all(is_its_own(parameter) for parameter in parameters):
-                    self._buffers, self._places = {}, {}
+                if not all(is_its_own(tensor) for tensor in tensors):
                     return True
-                rows = torch.cat([parameter.detach() for parameter in parameters])
-                buffer = Buffer(rows, [len(parameter) for parameter in parameters])
+                buffer = Buffer(torch.cat([tensor.detach() for tensor in tensors]), [len(tensor) for tensor in tensors])
                 for parameter, neighbour in zip(parameters, buffer.neighbours(), strict=True):
-                    parameter.data = neighbour
-            self._buffers[kind] = weakref.ref(buffer)
-            self._places[kind] = tuple((parameter.data_ptr(), parameter.shape) for parameter in parameters)
-            self._dtype = buffer.rows.dtype
+                    self.lay(parameter, neighbour)
+            buffers[kind] = buffer
+        self._layout = _Layout(buffers["weight"], buffers.get("bias"))
         return False
 
     @property
     def is_joined(self) -> bool:
         """Whether `join` has laid the parts' weights side by side; they may have been moved since."""
-        return bool(self._places)
+        return self._layout is not None
+
+    def memory_of(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """A parameter as a plain tensor over its memory in this process; None if it has none that can be exchanged."""
+        return parameter if type(parameter) is nn.Parameter else None
+
+    def lay(self, parameter: torch.Tensor, neighbour: torch.Tensor) -> None:
+        """Let a parameter have `neighbour`, of the same values, for its memory."""
+        parameter.data = neighbour
+
+    def accept_classes(self) -> None:
+        """Take the parts' classes, as they are now, for linears: whoever changed them knows what they compute."""
+        self._types = tuple(type(linear()) for linear in self._linears)
 
     def obstacle(self) -> str:
         """Why the parts' parameters cannot be neighbours in memory; empty if they can."""
@@ -134,7 +145,7 @@ class LinearGroup(nn.Module):
                 parameter = part._parameters.get(kind)
                 if kind == "weight" and parameter is None:
                     return f"{name} has no weight of its own"
-                if parameter is not None and (why := _unfit(parameter)):
+                if parameter is not None and (why := _unfit(parameter, self.memory_of(parameter))):
                     return f"the {kind} of {name} {why}"
         for what, values in {
             "input size": {name: part._parameters["weight"].shape[1] for name, part in parts.items()},
@@ -177,73 +188,68 @@ class LinearGroup(nn.Module):
         kinds = {kind: [part._parameters.get(kind) for part in self.parts.values()] for kind in KINDS}
         return {kind: found for kind, found in kinds.items() if None not in found}  # type: ignore[misc]
 
-    def _buffer(self, kind: str) -> Buffer | None:
-        buffer = self._buffers.get(kind)
-        return None if buffer is None else buffer()
-
     def _are_neighbours(self) -> bool:
-        """Whether every parameter is where `join` laid it, in whatever object it is held."""
-        if not self._places or any(buffer() is None for buffer in self._buffers.values()):
+        """Whether every parameter's memory is where `join` laid it."""
+        if self._layout is None:
             return False
-        has_bias = "bias" in self._places
+        kinds = self._parameters_by_kind().values()
+        buffers = [Buffer.of([self.memory_of(parameter) for parameter in parameters]) for parameters in kinds]  # type: ignore[misc]
+        return all(buffer is not None for buffer in buffers)
+
+    def _weights(self) -> _Weights | None:
+        """The parts' weights and the memory that they are, if every one is where `join` laid it; else None.
+
+        Objects may be others: under tensor parallelism a plain tensor over this rank's memory stands for the parameter.
+        """
+        layout = self._layout
+        if layout is None or (weight_rows := layout.rows("weight")) is None:
+            return None
+        bias_rows = layout.rows("bias")
+        if layout.bias_places and bias_rows is None:
+            return None
+        weights: list[torch.Tensor] = []
+        biases: list[torch.Tensor] = []
+        dtype = weight_rows.dtype
         for number, reference in enumerate(self._linears):
             part = reference()
-            if part is None or not self._is_in_place(part, "weight", number):
-                return False
-            if not (self._is_in_place(part, "bias", number) if has_bias else part._parameters.get("bias") is None):
-                return False
-        return True
-
-    def _is_in_place(self, part: nn.Module, kind: str, number: int) -> bool:
-        tensor = part._parameters.get(kind)
-        # Under tensor parallelism a plain tensor over this rank's memory stands for the parameter during the forward.
-        if type(tensor) is not nn.Parameter and type(tensor) is not torch.Tensor:
-            return False
-        pointer, shape = self._places[kind][number]
-        return (
-            tensor.data_ptr() == pointer
-            and tensor.shape == shape
-            and tensor.dtype is self._dtype
-            and tensor.is_contiguous()
-        )
+            if part is None:
+                return None
+            parameters = part._parameters
+            weight, bias = parameters.get("weight"), parameters.get("bias")
+            if weight is None or not _is_at(weight, layout.weight_places[number], dtype):
+                return None
+            weights.append(weight)
+            if not layout.bias_places:
+                if bias is not None:
+                    return None
+            elif bias is None or not _is_at(bias, layout.bias_places[number], dtype):
+                return None
+            else:
+                biases.append(bias)
+        return _Weights(weights, biases, weight_rows, bias_rows, layout.lengths)
 
     # Computing
 
     def forward(self, input: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """`input`: `(..., I)`. Returns the parts' outputs, each `(..., O)`, in their order: in one matmul if it can."""
-        parts = list(self.parts.values())
+        run = self._run
+        weights = self._weights() if run is None or run.thread != get_ident() else run.weights
         inputs = self.inputs_of_parts(input)
-        weights = [part._parameters["weight"] for part in parts]
-        biases = [part._parameters.get("bias") for part in parts]
-        if all(each is inputs[0] for each in inputs) and self._learn_alike() and self._are_neighbours():
-            weight_rows, bias_rows = self._buffer("weight"), self._buffer("bias")
-            assert weight_rows is not None
-            return joined_linear(
-                inputs[0],
-                weight_rows.rows,
-                None if bias_rows is None else bias_rows.rows,
-                weights,  # type: ignore[arg-type]
-                [] if bias_rows is None else biases,  # type: ignore[arg-type]
-            )
-        return tuple(F.linear(each, weight, bias) for each, weight, bias in zip(inputs, weights, biases, strict=True))
+        if weights is not None and weights.learn_alike() and all(each is inputs[0] for each in inputs):
+            return joined_linear(inputs[0], *weights)
+        parts = [part._parameters for part in self.parts.values()]
+        return tuple(
+            F.linear(each, own["weight"], own.get("bias"))  # type: ignore[arg-type]
+            for each, own in zip(inputs, parts, strict=True)
+        )
 
     def inputs_of_parts(self, input: torch.Tensor) -> list[torch.Tensor]:
         """What each part reads of the group's input: the same tensor, unless a subclass knows better."""
         return [input] * len(self._names)
 
-    def _learn_alike(self) -> bool:
-        """Whether all weights need a gradient at present, or none; and all biases, or none."""
-        if not torch.is_grad_enabled():
-            return True
-        for kind in self._places:
-            learning = [part._parameters[kind].requires_grad for part in self.parts.values()]  # type: ignore[union-attr]
-            if any(learning) and not all(learning):
-                return False
-        return True
-
     def begin(self) -> bool:
         """Answer the parts' calls from now on, until `end`, if that is what separate calls would give."""
-        if not self.always_answers and (not self._places or self._uncalled):
+        if self._uncalled or (self._layout is None and not self.always_answers):
             return False
         parts = []
         for reference, expected in zip(self._linears, self._types, strict=True):
@@ -261,13 +267,17 @@ class LinearGroup(nn.Module):
             ):
                 return False
             parts.append(part)
-        if not (self.always_answers or (self._learn_alike() and self._are_neighbours())):
+        weights = self._weights()
+        if weights is None or not weights.learn_alike():
+            if not self.always_answers:
+                return False
+            weights = None
+        if torch._C._get_tracing_state() is not None or forward_ad._current_level >= 0:
             return False
-        if torch._C._are_functorch_transforms_active() or torch._C._get_tracing_state() is not None:
+        modes = _modes(parts[0]._parameters["weight"].device.type)  # type: ignore[union-attr]
+        if modes[-1]:  # a transform of torch.func is on
             return False
-        if forward_ad._current_level >= 0:
-            return False
-        self.__dict__["_run"] = _Run(self, parts)
+        self.__dict__["_run"] = _Run(self, parts, weights, modes)
         for part, answer in zip(parts, self._answers, strict=True):
             part.__dict__["forward"] = answer
         return True
@@ -283,7 +293,7 @@ class LinearGroup(nn.Module):
         for reference in self._linears:
             if (part := reference()) is not None:
                 part.__dict__.pop("forward", None)
-        if complete and run is not None and run.outputs is not None:
+        if complete and run is not None:
             left = tuple(name for name, output in zip(self._names, run.outputs, strict=True) if output is not None)
             self.__dict__["_uncalled"] = left
 
@@ -302,7 +312,7 @@ class LinearGroup(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but what is only true of this object's memory."""
-        made_here = {"_linears", "_answers", "_buffers", "_places", "_run", "_uncalled", "_names", "_dtype"}
+        made_here = {"_linears", "_answers", "_layout", "_run", "_uncalled", "_names"}
         state = {name: value for name, value in self.__dict__.items() if name not in made_here}
         return {**state, "parts": self.parts}
 
@@ -320,52 +330,109 @@ class LinearGroup(nn.Module):
         return ", ".join(f"{name}={part.out_features}" for name, part in self.parts.items())
 
 
+class _Layout:
+    """Where the parts' parameters were laid. It does not keep the memory alive: they do.
+
+    Args:
+        weights: the buffer of the weights.
+        biases: that of the biases, if the parts have some.
+    """
+
+    __slots__ = ("bias_places", "biases", "lengths", "weight_places", "weights")
+
+    def __init__(self, weights: Buffer, biases: Buffer | None) -> None:
+        self.weights, self.biases = weakref.ref(weights), None if biases is None else weakref.ref(biases)
+        self.lengths = weights.lengths
+        self.weight_places = weights.places()
+        self.bias_places = () if biases is None else biases.places()
+
+    def rows(self, kind: str) -> torch.Tensor | None:
+        """The memory of a kind of parameter; None if there is none, or no more."""
+        reference = self.weights if kind == "weight" else self.biases
+        buffer = None if reference is None else reference()
+        return None if buffer is None else buffer.rows
+
+
+class _Weights(NamedTuple):
+    """What `joined_linear` takes beside an input."""
+
+    weights: list[torch.Tensor]
+    biases: list[torch.Tensor]
+    weight_rows: torch.Tensor
+    bias_rows: torch.Tensor | None
+    lengths: Sequence[int]
+
+    def learn_alike(self) -> bool:
+        """Whether all weights need a gradient at present, or none; and all biases, or none."""
+        if not torch.is_grad_enabled():
+            return True
+        for tensors in (self.weights, self.biases):
+            learning = [tensor.requires_grad for tensor in tensors]
+            if any(learning) and not all(learning):
+                return False
+        return True
+
+
 class _Run:
     """One forward of a group's owner, in one thread.
 
     Attributes:
-        outputs: of the last joined matmul, those that are not taken yet; None before there is one.
+        outputs: of the last joined matmul, those that are not taken yet.
     """
 
-    __slots__ = ("group", "input", "modes", "outputs", "parts", "place", "seen", "thread", "version")
+    __slots__ = ("group", "input", "modes", "outputs", "parts", "place", "seen", "thread", "version", "weights")
 
-    def __init__(self, group: LinearGroup, parts: Sequence[nn.Linear]) -> None:
-        self.group, self.parts = group, parts
+    def __init__(
+        self, group: LinearGroup, parts: Sequence[nn.Linear], weights: _Weights | None, modes: tuple[Any, ...]
+    ) -> None:
+        self.group, self.parts, self.weights, self.modes = group, parts, weights, modes
         self.thread = get_ident()
-        self.modes = _modes(parts[0]._parameters["weight"].device.type)  # type: ignore[union-attr]
-        self.outputs: list[torch.Tensor | None] | None = None
+        self.seen = [_identity(part) for part in parts]
+        self.outputs: list[torch.Tensor | None] = []
         self.input: torch.Tensor | None = None
 
     def take(self, number: int, input: torch.Tensor) -> torch.Tensor | None:
         """A part's output for `input`; None if the part has to compute it itself."""
-        if type(input) is not torch.Tensor or get_ident() != self.thread or _modes(input.device.type) != self.modes:
-            return None
-        if self.outputs is None or not any(output is not None for output in self.outputs):
-            if not (self.group.always_answers or (self.group._are_neighbours() and self.group._learn_alike())):
-                return None
-            self.input, self.version, self.place = input, _version(input), input.data_ptr()
-            self.seen = [_identity(part) for part in self.parts]
-            self.outputs = list(self.group(input))
-        elif (
-            input is not self.input
-            or _version(input) != self.version
-            or input.data_ptr() != self.place
+        if (
+            type(input) is not torch.Tensor
+            or get_ident() != self.thread
+            or _modes(input.device.type) != self.modes
             or _identity(self.parts[number]) != self.seen[number]
         ):
             return None
+        if any(output is not None for output in self.outputs):
+            if input is not self.input or _version(input) != self.version or input.data_ptr() != self.place:
+                return None
+        else:
+            if any(_identity(part) != seen for part, seen in zip(self.parts, self.seen, strict=True)):
+                return None
+            self.input, self.version, self.place = input, _version(input), input.data_ptr()
+            self.outputs = list(self.group(input))
         output, self.outputs[number] = self.outputs[number], None
         return output
 
 
-def _unfit(parameter: torch.Tensor) -> str:
-    """Why a parameter cannot be a neighbour of others; empty if it can."""
-    if type(parameter) is not nn.Parameter:
+def _is_at(tensor: torch.Tensor, place: tuple[int, torch.Size], dtype: torch.dtype) -> bool:
+    """Whether a plain tensor, or a parameter, is the contiguous memory at `place`, a pointer and a shape."""
+    kind = type(tensor)
+    return (
+        (kind is nn.Parameter or kind is torch.Tensor)
+        and tensor.data_ptr() == place[0]
+        and tensor.shape == place[1]
+        and tensor.dtype is dtype
+        and tensor.is_contiguous()
+    )
+
+
+def _unfit(parameter: torch.Tensor, memory: torch.Tensor | None) -> str:
+    """Why a parameter, of this memory, cannot be a neighbour of others; empty if it can."""
+    if memory is None:
         return f"is a {type(parameter).__name__}"
-    if parameter.device.type == "meta":
+    if memory.device.type == "meta":
         return "has no values (it is on meta)"
-    if parameter.is_inference():
+    if memory.is_inference():
         return "was made in inference mode"
-    if parameter.layout is not torch.strided or not parameter.is_contiguous() or parameter.numel() == 0:
+    if memory.layout is not torch.strided or not memory.is_contiguous() or memory.numel() == 0:
         return "is not contiguous, or empty"
     return ""
 
@@ -391,6 +458,6 @@ def _modes(device: str) -> tuple[Any, ...]:
         torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None,
         torch._C._len_torch_function_stack(),
         torch._C._len_torch_dispatch_stack(),
-        torch._C._are_functorch_transforms_active(),
         torch._C._autograd._top_saved_tensors_default_hooks(True),
+        torch._C._are_functorch_transforms_active(),
     )

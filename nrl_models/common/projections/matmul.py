@@ -11,10 +11,11 @@ from torch.nn import functional as F
 
 def joined_linear(
     input: torch.Tensor,
-    weight_rows: torch.Tensor,
-    bias_rows: torch.Tensor | None,
     weights: Sequence[torch.Tensor],
     biases: Sequence[torch.Tensor],
+    weight_rows: torch.Tensor,
+    bias_rows: torch.Tensor | None,
+    lengths: Sequence[int],
 ) -> tuple[torch.Tensor, ...]:
     """What `F.linear(input, weight, bias)` gives for each of several weights that are neighbours in memory.
 
@@ -22,16 +23,16 @@ def joined_linear(
 
     Args:
         input: `(..., I)`.
-        weight_rows: `(C, I)`, the memory that the weights are.
-        bias_rows: `(C,)`, the memory that the biases are, or None.
         weights: each `(O, I)`; they get the gradients. All of them require a gradient, or none, while gradients are
             enabled.
         biases: each `(O,)`, likewise; empty without biases.
+        weight_rows: `(C, I)`, the memory that the weights are.
+        bias_rows: `(C,)`, the memory that the biases are, or None.
+        lengths: the `O` of each weight.
 
     Returns:
         For each weight `(..., O)`: slices of one product, which may be changed in place.
     """
-    lengths = [len(weight) for weight in weights]
     if torch.is_grad_enabled() and (
         input.requires_grad or weights[0].requires_grad or (biases and biases[0].requires_grad)
     ):
@@ -60,7 +61,7 @@ class _JoinedLinear(torch.autograd.Function):
         input: torch.Tensor,
         weight_rows: torch.Tensor,
         bias_rows: torch.Tensor | None,
-        lengths: list[int],
+        lengths: Sequence[int],
         cast: torch.dtype | None,
         *parameters: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:

@@ -36,6 +36,10 @@ class Buffer:
             result.append(neighbour)
         return result
 
+    def places(self) -> tuple[tuple[int, torch.Size], ...]:
+        """Where each tensor is: the address of its first element, and its shape."""
+        return tuple((rows.data_ptr(), rows.shape) for rows in self.rows.split(self.lengths))
+
     @staticmethod
     def of(tensors: Sequence[torch.Tensor]) -> Buffer | None:
         """The buffer whose rows are exactly `tensors`, in this order; None if there is none."""

@@ -82,11 +82,21 @@ def _last_part_detached(self: LinearGroup, outputs: Outputs) -> Outputs:
     return *others, last.detach()
 
 
-def _without_last_bias(input: torch.Tensor, weights: Any, bias: torch.Tensor | None, *parts: Any) -> Outputs:
-    if bias is None:
-        return joined_linear(input, weights, bias, *parts)
-    kept = torch.arange(len(bias), device=bias.device) < len(bias) - len(parts[0][-1])
-    return joined_linear(input, weights, bias * kept, *parts)
+def _without_last_bias(*given: Any) -> Outputs:
+    *others, bias, lengths = given
+    if bias is not None:
+        bias = bias * (torch.arange(len(bias), device=bias.device) < len(bias) - lengths[-1])
+    return joined_linear(*others, bias, lengths)
+
+
+def _rows_as_they_were(self: LinearGroup) -> Any:
+    """The weights of the parts with the memory they were laid in, wherever they are now."""
+    layout, parts = self._layout, list(self.parts.values())
+    if layout is None or layout.rows("weight") is None:
+        return None
+    biases = [part.bias for part in parts] if layout.bias_places else []
+    weights = [part.weight for part in parts]
+    return group._Weights(weights, biases, layout.rows("weight"), layout.rows("bias"), layout.lengths)
 
 
 def _remembered(self: Any, number: int, input: torch.Tensor) -> torch.Tensor:
@@ -177,7 +187,7 @@ MUTANTS = (
     Mutant(
         "a weight elsewhere in memory ignored",
         "`weight.data = ...`, or another parameter: what was the neighbour computes on",
-        InCode(combines, lambda case: [(LinearGroup, "_are_neighbours", lambda self: self.is_joined)]),
+        InCode(combines, lambda case: [(LinearGroup, "_weights", _rows_as_they_were)]),
         ("test_replaced_weights",),
     ),
     Mutant(
