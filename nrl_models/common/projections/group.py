@@ -8,8 +8,9 @@ What may hinder it is looked at in three places:
 
 - `obstacle`: what keeps weights from being neighbours in memory. Looked at when weights are laid side by side, and by
   `report`.
-- `begin`: what cannot change during the owner's forward without being seen later: types, hooks, where weights lie.
-- `_Run.take`: what can: the input and its version, a weight and its version, modes that code around one call may set.
+- `begin`: what cannot change during the owner's forward: types and hooks.
+- `_Run.take`: what can: where weights lie, the input and its version, a weight and its version, and modes that code
+  around one call may set.
 """
 
 from __future__ import annotations
@@ -233,15 +234,22 @@ class LinearGroup(nn.Module):
     def forward(self, input: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """`input`: `(..., I)`. Returns the parts' outputs, each `(..., O)`, in their order: in one matmul if it can."""
         run = self._run
-        weights = self._weights() if run is None or run.thread != get_ident() else run.weights
+        weights = run.weights if run is not None and run.weights is not None else self.joinable_weights()
+        if not self.always_answers and weights is not None:
+            return joined_linear(input, *weights)
         inputs = self.inputs_of_parts(input)
-        if weights is not None and weights.learn_alike() and all(each is inputs[0] for each in inputs):
+        if weights is not None and all(each is inputs[0] for each in inputs):
             return joined_linear(inputs[0], *weights)
         parts = [part._parameters for part in self.parts.values()]
         return tuple(
             F.linear(each, own["weight"], own.get("bias"))  # type: ignore[arg-type]
             for each, own in zip(inputs, parts, strict=True)
         )
+
+    def joinable_weights(self) -> _Weights | None:
+        """The parts' weights, if one matmul computes what the parts would; else None."""
+        weights = self._weights()
+        return weights if weights is not None and weights.learn_alike() else None
 
     def inputs_of_parts(self, input: torch.Tensor) -> list[torch.Tensor]:
         """What each part reads of the group's input: the same tensor, unless a subclass knows better."""
@@ -267,17 +275,12 @@ class LinearGroup(nn.Module):
             ):
                 return False
             parts.append(part)
-        weights = self._weights()
-        if weights is None or not weights.learn_alike():
-            if not self.always_answers:
-                return False
-            weights = None
         if torch._C._get_tracing_state() is not None or forward_ad._current_level >= 0:
             return False
-        modes = _modes(parts[0]._parameters["weight"].device.type)  # type: ignore[union-attr]
-        if modes[-1]:  # a transform of torch.func is on
+        run = _Run(self, parts)
+        if run.modes[-1]:  # a transform of torch.func is on
             return False
-        self.__dict__["_run"] = _Run(self, parts, weights, modes)
+        self.__dict__["_run"] = run
         for part, answer in zip(parts, self._answers, strict=True):
             part.__dict__["forward"] = answer
         return True
@@ -293,9 +296,10 @@ class LinearGroup(nn.Module):
         for reference in self._linears:
             if (part := reference()) is not None:
                 part.__dict__.pop("forward", None)
-        if complete and run is not None:
-            left = tuple(name for name, output in zip(self._names, run.outputs, strict=True) if output is not None)
-            self.__dict__["_uncalled"] = left
+        if complete and run is not None and run.left:
+            self.__dict__["_uncalled"] = tuple(
+                name for name, output in zip(self._names, run.outputs, strict=True) if output is not None
+            )
 
     def _answer(self, number: int, input: torch.Tensor) -> torch.Tensor:
         """A part's output while the group runs: its slice of the joined matmul, or what it computes itself."""
@@ -380,36 +384,59 @@ class _Run:
         outputs: of the last joined matmul, those that are not taken yet.
     """
 
-    __slots__ = ("group", "input", "modes", "outputs", "parts", "place", "seen", "thread", "version", "weights")
+    __slots__ = (
+        "device",
+        "group",
+        "input",
+        "left",
+        "modes",
+        "outputs",
+        "parts",
+        "place",
+        "seen",
+        "thread",
+        "version",
+        "weights",
+    )
 
-    def __init__(
-        self, group: LinearGroup, parts: Sequence[nn.Linear], weights: _Weights | None, modes: tuple[Any, ...]
-    ) -> None:
-        self.group, self.parts, self.weights, self.modes = group, parts, weights, modes
+    def __init__(self, group: LinearGroup, parts: Sequence[nn.Linear]) -> None:
+        self.group, self.parts = group, parts
         self.thread = get_ident()
-        self.seen = [_identity(part) for part in parts]
-        self.outputs: list[torch.Tensor | None] = []
-        self.input: torch.Tensor | None = None
+        self.device = parts[0]._parameters["weight"].device.type  # type: ignore[union-attr]
+        self.modes = _modes(self.device)
+        self.left = 0
+        self.weights: _Weights | None = None  # only while the group is called, so that they are looked at once
 
     def take(self, number: int, input: torch.Tensor) -> torch.Tensor | None:
         """A part's output for `input`; None if the part has to compute it itself."""
-        if (
-            type(input) is not torch.Tensor
-            or get_ident() != self.thread
-            or _modes(input.device.type) != self.modes
-            or _identity(self.parts[number]) != self.seen[number]
-        ):
+        if type(input) is not torch.Tensor or get_ident() != self.thread or _modes(self.device) != self.modes:
             return None
-        if any(output is not None for output in self.outputs):
-            if input is not self.input or _version(input) != self.version or input.data_ptr() != self.place:
-                return None
-        else:
-            if any(_identity(part) != seen for part, seen in zip(self.parts, self.seen, strict=True)):
-                return None
-            self.input, self.version, self.place = input, _version(input), input.data_ptr()
-            self.outputs = list(self.group(input))
-        output, self.outputs[number] = self.outputs[number], None
+        if not self.left:
+            return self._start(number, input)
+        output = self.outputs[number]
+        if output is None or input is not self.input or _version(input) != self.version:
+            return None
+        if input.data_ptr() != self.place or _identity(self.parts[number]) != self.seen[number]:
+            return None
+        self.outputs[number] = None
+        self.left -= 1
         return output
+
+    def _start(self, number: int, input: torch.Tensor) -> torch.Tensor | None:
+        """Compute all parts, if it can be done in one matmul; the others' outputs are there to be taken."""
+        group = self.group
+        weights = group.joinable_weights()
+        if weights is None and not group.always_answers:
+            return None
+        self.input, self.version, self.place = input, _version(input), input.data_ptr()
+        self.seen = [_identity(part) for part in self.parts]
+        self.weights = weights
+        outputs = group(input)
+        self.weights = None
+        self.outputs: list[torch.Tensor | None] = list(outputs)
+        self.outputs[number] = None
+        self.left = len(outputs) - 1
+        return outputs[number]
 
 
 def _is_at(tensor: torch.Tensor, place: tuple[int, torch.Size], dtype: torch.dtype) -> bool:
@@ -444,7 +471,8 @@ def _version(tensor: torch.Tensor) -> int | None:
 
 def _identity(part: nn.Linear) -> tuple[Any, ...]:
     """What tells a part's weights from others, and from themselves at another time."""
-    weight, bias = part._parameters["weight"], part._parameters.get("bias")
+    parameters = part._parameters
+    weight, bias = parameters["weight"], parameters.get("bias")
     assert weight is not None
     seen = (id(weight), weight.data_ptr(), _version(weight), weight.requires_grad)
     return seen if bias is None else (*seen, id(bias), bias.data_ptr(), _version(bias), bias.requires_grad)
