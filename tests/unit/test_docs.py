@@ -75,10 +75,10 @@ def test_the_guides_code_for_a_refit(llama_checkpoint: Path, llama: PreTrainedMo
     weights: dict[str, torch.Tensor] = {}
     engine = SimpleNamespace(update=weights.__setitem__)
     own = {name: torch.ones_like(one) for name, one in model.named_parameters()}
-    tensor = model.model.layers[0].self_attn.qkv_proj.weight
+    weight = model.model.layers[0].self_attn.q_proj.weight
     exec(
         block_with("docs/loading.md", "iter_export"),
-        {"model": model, "engine": engine, "gradients": own, "tensor": tensor},
+        {"model": model, "engine": engine, "gradients": own, "weight": weight},
     )
     assert weights.keys() == llama.state_dict().keys()
 
