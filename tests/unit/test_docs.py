@@ -91,3 +91,19 @@ def test_the_guides_code_for_freezing() -> None:
     frozen = [name for name, one in model.named_parameters() if id(one) not in given]
     assert frozen
     assert all("vision_tower" in name or "projector" in name for name in frozen)
+
+
+def test_the_guides_code_for_what_runs_as_one_matmul(
+    llama_checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(llama_checkpoint)
+    projection = model.model.layers[0].self_attn.k_proj
+    projection.weight = torch.nn.Parameter(projection.weight.detach().clone())
+    found: dict[str, Any] = {"model": model}
+    exec(block_with("docs/training.md", "join(model)"), found)
+    first, second, *_ = capsys.readouterr().out.splitlines()
+    assert first.startswith(
+        "model.layers.0.self_attn.qkv_proj ('q_proj', 'k_proj', 'v_proj') weights are not side by side"
+    )
+    assert second == "model.layers.0.mlp.gate_up_proj ('gate_proj', 'up_proj') True"
+    assert all(group.joined for group in found["report"](model))
