@@ -1,4 +1,4 @@
-"""Train a combined model with accelerate and FSDP2: sharded by accelerate, or by nrl_models beforehand.
+"""Train with accelerate and FSDP2: sharded by accelerate, or by nrl_models beforehand.
 
     accelerate launch --num_processes 2 --use_fsdp --fsdp_version 2 \
         --fsdp_auto_wrap_policy TRANSFORMER_BASED_WRAP --fsdp_transformer_layer_cls_to_wrap LlamaDecoderLayer \
@@ -7,9 +7,8 @@
     accelerate launch --num_processes 2 --use_fsdp --fsdp_version 2 --fsdp_auto_wrap_policy NO_WRAP \
         examples/accelerate_fsdp2.py CHECKPOINT OUT --beforehand
 
-With `--beforehand` each rank reads only its slices of the checkpoint, combined weights are sharded along their input
-features so that their parts stay views, and accelerate takes the model as it is. Without, accelerate shards what it is
-given.
+With `--beforehand` each rank reads only its slices of the checkpoint, and accelerate takes the model as it is. Without,
+every rank loads the model and accelerate shards it. Parameters, names and files are transformers' either way.
 """
 
 from __future__ import annotations

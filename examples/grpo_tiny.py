@@ -41,7 +41,7 @@ def main(
     bound: Annotated[float, typer.Option(help="On token_mult_prob_error, at every step.")] = 1.0001,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write what every step gave here.")] = None,
 ) -> None:
-    """Train; exit with 1 if the reward did not rise or the log-probabilities parted."""
+    """Train; exit with 1 if the reward did not rise or the log-probabilities diverged."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     maker = Prompts.of_checkpoint(checkpoint, read_config(checkpoint).vocab_size)

@@ -45,9 +45,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--lora", action="store_true")
     parser.add_argument("--qlora", action="store_true")
     options = parser.parse_args(arguments)
-    if options.qlora:  # quantised linears do not combine
+    if options.qlora:
         quantised = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
-        model = AutoModelForCausalLM.from_pretrained(options.checkpoint, quantization_config=quantised, combine=False)
+        model = AutoModelForCausalLM.from_pretrained(options.checkpoint, quantization_config=quantised)
     else:
         model = AutoModelForCausalLM.from_pretrained(options.checkpoint, dtype=torch.float32)
     trainer = trainer_for(

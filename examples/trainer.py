@@ -15,7 +15,6 @@ import torch
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 from nrl_models import AutoModelForCausalLM
-from nrl_models.common.optimizer_state import keep_in_transformers_layout
 
 
 def trainer_for(model: PreTrainedModel, out: str, **options: Any) -> Trainer:
@@ -25,10 +24,7 @@ def trainer_for(model: PreTrainedModel, out: str, **options: Any) -> Trainer:
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, model.config.get_text_config().vocab_size, (32, 64), generator=generator).tolist()
     rows = [{"input_ids": row, "labels": row} for row in tokens]
-    trainer = Trainer(model, arguments, train_dataset=rows)
-    if not trainer.is_fsdp_enabled:  # accelerate keeps the states of sharded models under names
-        keep_in_transformers_layout(trainer.create_optimizer(), model)  # so that optimizer.pt goes on in either library
-    return trainer
+    return Trainer(model, arguments, train_dataset=rows)
 
 
 def train(model: PreTrainedModel, out: str, *, steps: int, resume: bool = False, **options: Any) -> list[float]:

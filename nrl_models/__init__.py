@@ -1,4 +1,4 @@
-"""Takes a Hugging Face model to RL post-training and proves that it stayed the same model."""
+"""Prepares Hugging Face models for RL post-training and verifies that nothing changed."""
 
 from __future__ import annotations
 

@@ -76,10 +76,10 @@ class _AutoModel:
             device_map: how to spread the model over several devices of this process, the CPU and the disk, as
                 transformers takes it: "auto", or a device for each module.
             offload_folder: where what a device map puts on "disk" goes.
-            quantization_config: how transformers is to quantise the linears while it loads them (QLoRA); needs
-                `combine=False`, because quantisers replace linears they must own.
-            combine: whether projections of one input become one matmul: True, False, or "auto", which
-                follows the measurements in docs/benchmarks.md. No effect on any file.
+            quantization_config: how transformers is to quantise the linears while it loads them (QLoRA).
+            combine: whether projections of one input run as one matmul: True, False, or "auto", which
+                follows the measurements in docs/benchmarks.md. It chooses speed only: parameters, their names and
+                every file are the same. `nrl_models.common.projections.report` says what came together.
             backend: attention and expert implementations, and `combine` unless that is given.
             mesh: the ranks to shard the model over; every rank calls this, and reads only the slices it holds. Its
                 dimensions are named `fsdp`, `ep`, `tp` (any of them, in this order); see

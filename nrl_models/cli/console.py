@@ -18,7 +18,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    help="Takes a Hugging Face model to RL post-training and proves that it stayed the same model.",
+    help="Prepares Hugging Face models for RL post-training and verifies that nothing changed.",
 )
 
 CheckpointPath = Annotated[Path, typer.Argument(help="A checkpoint folder.", show_default=False)]

@@ -20,7 +20,7 @@ class BackendConfig:
             leaves its default.
         experts: transformers' `experts_implementation` ("eager", "grouped_mm", "batched_mm"); None
             leaves its default.
-        combine: whether to combine projections, see `should_combine`.
+        combine: whether projections of one input run as one matmul, see `should_combine`.
     """
 
     attn: str | None = None
@@ -36,8 +36,8 @@ class BackendConfig:
 def should_combine(combine: Combine, device: torch.device | None) -> bool:
     """Whether to combine projections on `device` (None is the CPU).
 
-    "auto" follows docs/benchmarks.md: one matmul of three does not pay on a CPU, where it is bound by
-    memory and arithmetic, not by launches; on an accelerator projections combine.
+    It chooses speed only. "auto" follows docs/benchmarks.md: one matmul in place of three does not pay on a CPU, where
+    it is bound by memory and arithmetic, not by launches; on an accelerator projections combine.
 
     Raises:
         ValueError: `combine` is neither a bool nor "auto".

@@ -2,7 +2,7 @@
 
 Dequantisation is the one thing about a checkpoint's tensors that is no view. Here it is a reader that comes before
 everything else: keys, shapes and dtypes are those of the plain checkpoint, and values are computed when a tensor is
-read. So matching, combining, stacking of experts and sharding know nothing of it.
+read. So matching, stacking of experts and sharding know nothing of it.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ class FamilyModel:
 
     Args:
         config: the configuration.
-        combine: whether to combine projections.
+        combine: whether to form groups of projections, which run as one matmul.
 
     Attributes:
         rewrites: for each Hugging Face layer class what becomes of it: a subclass to use in its place, or
@@ -61,7 +61,7 @@ class FamilyModel:
         ignored_config_keys: keys that published configurations have and that change nothing here, whatever their value.
         config_values: for each key that is honoured at some values only, whether the configuration class declares it
             or not, those values; others are refused.
-        combine: whether this model's projections are combined.
+        combine: whether groups of projections were formed.
     """
 
     rewrites: ClassVar[Mapping[type[nn.Module], type[nn.Module]]] = {}
@@ -110,7 +110,7 @@ class FamilyModel:
 
     @classmethod
     def reference_class(cls) -> type[PreTrainedModel]:
-        """The uncombined class this one must equal: the Hugging Face class it extends."""
+        """The Hugging Face class this one extends, and must equal."""
         return next(
             base for base in cls.__mro__ if issubclass(base, PreTrainedModel) and not issubclass(base, FamilyModel)
         )

@@ -1,8 +1,9 @@
 """Concatenation by the page table: byte ranges of files, one after the other in memory, without copying.
 
-A combined weight is made of tensors that lie apart in a checkpoint. On Linux their pages can be mapped
-side by side, so that the weight exists without having been read, as an uncombined one does; only the
-page that two tensors share is copied. Mappings are private: writing changes memory, never the file.
+Tensors that belong side by side in memory (the weights of a group of projections, the experts of a stack) may lie apart
+in a checkpoint. On Linux their pages can be mapped side by side, so that they exist without having been read, as a
+tensor alone does; only a page that two tensors share is copied. Mappings are private: writing
+changes memory, never the file.
 """
 
 from __future__ import annotations

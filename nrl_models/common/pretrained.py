@@ -312,7 +312,7 @@ def _override(config: PreTrainedConfig, overrides: Mapping[str, Any]) -> None:
     """
     if other := [name for name in overrides if name in _OTHER_SHARDING]:
         raise UnknownArgumentError(
-            f"{', '.join(other)}: transformers' own sharded loading is wrong for combined projections. Pass "
+            f"{', '.join(other)}: transformers' own sharded loading is not what loads here. Pass "
             "mesh=init_device_mesh(device, sizes, mesh_dim_names=('fsdp', 'tp')) and plan='auto' (docs/scaling.md)"
         )
     unknown = [name for name in overrides if name not in IMPLEMENTATIONS and not _is_value(config, name)]

@@ -122,7 +122,7 @@ def separate_storages(state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Te
     """The same tensors, each seen as a storage of its own over the same memory: nothing is copied.
 
     transformers and safetensors take tensors that share a storage for tied ones and copy or drop
-    them; views of a combined weight are neither. Non-contiguous views are copied, as writing would.
+    them; experts of one stack are not tied. Non-contiguous views are copied, as writing would.
     """
     return {name: _own_storage(tensor) for name, tensor in state_dict.items()}
 

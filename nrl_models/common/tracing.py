@@ -20,8 +20,7 @@ Groups = dict[str, list[tuple[str, ...]]]
 class Readers:
     """Linears of one module that read the same inputs, the very same tensors, in the same order.
 
-    A view of a tensor is another tensor, though it holds the same numbers: a combined projection knows its input by
-    identity.
+    A view of a tensor is another tensor, though it holds the same numbers: a group knows its input by identity.
 
     Args:
         owner: name of the module they are in.
@@ -51,7 +50,7 @@ def trace_groups(model: nn.Module, run: Callable[[], Any]) -> Groups:
     """Run `model` with hooks and group the linears of each module that can be combined: see `trace_linears`.
 
     Args:
-        model: an uncombined model.
+        model: a Hugging Face model, or one with `combine=False`.
         run: calls `model` on some input.
 
     Returns:
@@ -71,7 +70,7 @@ def trace_linears(model: nn.Module, run: Callable[[], Any]) -> Trace:
     tensors each time. Those of a container (`ModuleList`, `ModuleDict`, `Sequential`) belong to it.
 
     Args:
-        model: an uncombined model.
+        model: a Hugging Face model, or one with `combine=False`.
         run: calls `model` on some input.
     """
     recorder = _Recorder(model)

@@ -168,7 +168,7 @@ class HFTensor:
     """A Hugging Face tensor and where the model holds it.
 
     Nearly always one piece that is the whole tensor. Several when the hub packs what the model
-    keeps apart, e.g. a packed `qkv` read by a model whose projections are not combined.
+    keeps apart, e.g. a packed `qkv` read by a model that has `q_proj`, `k_proj` and `v_proj`.
 
     Args:
         name: the tensor's name.
@@ -391,7 +391,7 @@ def _cat(tensors: Sequence[TracedTensor], dim: int = 0) -> TracedTensor:
 def _merge_neighbours(pieces: list[Piece], dim: int, total: int) -> tuple[Piece, ...]:
     """Join pieces that are neighbours both in the tensor and in the parameter.
 
-    This is what makes a tensor that the hub packs and our model combines one view again.
+    So a tensor that the hub packs is one view where the model's parameter has its pieces in the same order.
     """
     merged: list[Piece] = []
     for piece in pieces:

@@ -47,7 +47,7 @@ class Setting:
         compute: in which `fsdp` gathers parameters, and the model computes.
         checkpointing: whether layers' activations are recomputed in the backward.
         states: how many tensors of a parameter's size the optimiser keeps (AdamW: 2).
-        combine: whether projections are combined.
+        combine: whether projections of one input run as one matmul.
     """
 
     mesh: Mapping[str, int]

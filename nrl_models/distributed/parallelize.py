@@ -258,8 +258,8 @@ def _keeps_its_weights(unit: nn.Module, owners: Mapping[int, set[int]]) -> bool:
 def _data_dim(parameter: nn.Parameter, ranks: int) -> int:
     """The dimension of a parameter that `fsdp` divides.
 
-    The first, which is what FSDP gathers without a copy: rows; or input features, of combined weights, so that the rows
-    of each part stay whole. But stacks of experts along their features, and what `tp` or `ep` divides along another.
+    The first, which is what FSDP gathers without a copy: rows. But stacks of experts along their features, and what
+    `tp` or `ep` divides along its rows along another.
     """
     taken = (
         {one.dim for one in parameter.placements if isinstance(one, Shard)} if isinstance(parameter, DTensor) else ()

@@ -44,7 +44,7 @@ class FamilyCase:
 
     @cached_property
     def reference_class(self) -> type[PreTrainedModel]:
-        """The uncombined class."""
+        """The Hugging Face class."""
         return self.model_class.reference_class()
 
     @property

@@ -411,25 +411,6 @@ def test_the_example_on_torch_alone_in_bf16(two: World, checkpoint: Path, tmp_pa
     assert {one.dtype for one in stored(tmp_path / "out" / "model").values()} == {torch.float32}
 
 
-def test_the_example_of_an_optimiser_on_matrices_trains_alike_combined_uncombined_and_sharded(checkpoint: Path) -> None:
-    import muon
-
-    losses = []
-    for combine in (True, False):
-        model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, combine=combine).train()
-        losses.append(muon.train(model, muon.optimizers(model), 4))
-    assert losses[1] == pytest.approx(losses[0], abs=1e-4)
-    assert losses[0][-1] < losses[0][0] - 0.1
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
-    command += [muon.__file__, str(checkpoint), "--steps", "4"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, timeout=240, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-4000:]
-    for line in done.stdout.splitlines():
-        assert [float(loss) for loss in line.split()] == pytest.approx(losses[0], abs=1e-3)
-    assert len(done.stdout.splitlines()) == 2
-
-
 # accelerate's device maps
 
 

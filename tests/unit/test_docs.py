@@ -75,10 +75,10 @@ def test_the_guides_code_for_a_refit(llama_checkpoint: Path, llama: PreTrainedMo
     weights: dict[str, torch.Tensor] = {}
     engine = SimpleNamespace(update=weights.__setitem__)
     own = {name: torch.ones_like(one) for name, one in model.named_parameters()}
-    tensor = model.model.layers[0].self_attn.qkv_proj.weight
+    weight = model.model.layers[0].self_attn.q_proj.weight
     exec(
         block_with("docs/loading.md", "iter_export"),
-        {"model": model, "engine": engine, "gradients": own, "tensor": tensor},
+        {"model": model, "engine": engine, "gradients": own, "weight": weight},
     )
     assert weights.keys() == llama.state_dict().keys()
 
@@ -91,3 +91,19 @@ def test_the_guides_code_for_freezing() -> None:
     frozen = [name for name, one in model.named_parameters() if id(one) not in given]
     assert frozen
     assert all("vision_tower" in name or "projector" in name for name in frozen)
+
+
+def test_the_guides_code_for_what_runs_as_one_matmul(
+    llama_checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(llama_checkpoint)
+    projection = model.model.layers[0].self_attn.k_proj
+    projection.weight = torch.nn.Parameter(projection.weight.detach().clone())
+    found: dict[str, Any] = {"model": model}
+    exec(block_with("docs/training.md", "join(model)"), found)
+    first, second, *_ = capsys.readouterr().out.splitlines()
+    assert first.startswith(
+        "model.layers.0.self_attn.qkv_proj ('q_proj', 'k_proj', 'v_proj') weights are not side by side"
+    )
+    assert second == "model.layers.0.mlp.gate_up_proj ('gate_proj', 'up_proj') True"
+    assert all(group.joined for group in found["report"](model))
