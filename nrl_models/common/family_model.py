@@ -15,6 +15,7 @@ from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 from nrl_models.common import pretrained
 from nrl_models.common.flags import ModelFlag
 from nrl_models.common.hf_names import to_checkpoint
+from nrl_models.common.kept_adapters import adapter_of
 from nrl_models.common.mrope import FreshPositions, PackedTextPositions
 from nrl_models.common.packing import keep_documents_apart
 from nrl_models.common.projections import CombinedProjections
@@ -154,7 +155,7 @@ class FamilyModel:
         Of a sharded model it is the one made when it was sharded.
         """
         sharding = getattr(self, "sharding", None)
-        return sharding.adapter if sharding is not None else StateDictAdapter(self)  # type: ignore[arg-type]
+        return sharding.adapter if sharding is not None else adapter_of(self)  # type: ignore[arg-type]
 
     def save_pretrained(
         self,

@@ -9,6 +9,7 @@ from accelerate.utils import has_offloaded_params
 from accelerate.utils.modeling import get_state_dict_offloaded_model
 from transformers import PreTrainedModel
 
+from nrl_models.common.kept_adapters import adapter_of
 from nrl_models.common.layouts import convert_layout
 from nrl_models.common.saving import separate_storages
 from nrl_models.common.state_dict_adapter import StateDictAdapter
@@ -31,7 +32,7 @@ def to_checkpoint(
         CheckpointError: what the configuration says of tied weights is not so, or tensors have no values.
         StateDictError: `state_dict` is not this model's.
     """
-    adapter = StateDictAdapter(model)
+    adapter = adapter_of(model)
     if state_dict is None:
         state_dict = _values(model)
         _check_ties(model, adapter, state_dict)

@@ -194,7 +194,7 @@ class StateDictAdapter:
         """
         if (sharding := getattr(model, "sharding", None)) is not None:
             return sharding.hf_views(model, layout)
-        own = {name: tensor.detach() for name, tensor in model.state_dict(keep_vars=True).items()}
+        own = self._own_tensors(model)
         return {name: tensor.read(own) for name, tensor in self._exported(layout).items() if self._is_zero_copy(tensor)}
 
     def export_plan(self, *, layout: Layout = "hub") -> list[tuple[str, tuple[int, ...], torch.dtype]]:
@@ -219,7 +219,7 @@ class StateDictAdapter:
         if (sharding := getattr(model, "sharding", None)) is not None:
             yield from sharding.iter_export(model, self._exported(layout), max_bytes)
             return
-        own = {name: tensor.detach() for name, tensor in model.state_dict(keep_vars=True).items()}
+        own = self._own_tensors(model)
         exported = self._exported(layout)
         if max_bytes is None:
             for name, tensor in exported.items():
@@ -237,6 +237,24 @@ class StateDictAdapter:
         yield from _packed(bucket)
 
     # Inside
+
+    def _own_tensors(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        """The model's own tensors, detached.
+
+        Raises:
+            StateDictError: they are not those this adapter was made for.
+        """
+        own = {name: tensor.detach() for name, tensor in model.state_dict(keep_vars=True).items()}
+        problems = [Problem("missing", name, "is no more in the model") for name in self.own if name not in own]
+        problems += [
+            Problem("shape", name, f"has shape {tuple(own[name].shape)}, and had {spec.shape}")
+            for name, spec in self.own.items()
+            if name in own and tuple(own[name].shape) != spec.shape
+        ]
+        if problems:
+            advice = ["take model.state_dict_adapter again: it is made anew when the structure has changed"]
+            raise StateDictError("the model is not the one this adapter was made for", problems, advice)
+        return own
 
     def _is_zero_copy(self, tensor: HFTensor) -> bool:
         return (

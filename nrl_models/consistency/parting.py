@@ -2,8 +2,8 @@
 
 An engine's modules are not transformers': names have other prefixes, projections are combined, norms add the residual,
 layers return two tensors of which the sum is the hidden state. So modules are matched by the end of their names,
-combined projections by holding the engine against our combined model, and a tensor is taken for right if the engine
-has it in any of these forms. A module that seems wrong although what encloses it, or a later layer, is right only has
+packed projections with our model's groups, which have the names that engines give them, and a tensor is taken for right
+if the engine has it in any of these forms. A module that seems wrong although what encloses it, or a later layer, is right only has
 another form, and does not count.
 """
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
@@ -15,9 +15,11 @@ import torch
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 from nrl_models.auto import auto_class_for
-from nrl_models.common import FamilyModel, StateDictAdapter
+from nrl_models.common import FamilyModel
 from nrl_models.common.checkpoint_files import resolve_folder
+from nrl_models.common.kept_adapters import adapter_of
 from nrl_models.common.pretrained import read_config
+from nrl_models.common.projections import groups_of
 from nrl_models.common.recording import record_calls
 from nrl_models.common.soft_cap import reference_attention
 from nrl_models.engines.base import (
@@ -225,7 +227,7 @@ class HFEngine(Engine):
     def refit(self, tensors: Iterable[tuple[str, torch.Tensor]], *, bucket_bytes: int | None = None) -> RefitReport:
         """See `Engine.refit`."""
         started = time.perf_counter()
-        adapter = StateDictAdapter(self.model)
+        adapter = adapter_of(self.model)
         own = {name: tensor.detach() for name, tensor in self.model.state_dict(keep_vars=True).items()}
         written: set[str] = set()
         digests: dict[str, str] = {}
@@ -278,9 +280,26 @@ class HFEngine(Engine):
             for name, call in calls.items()
             if name
         }
+        result = self._with_groups(result)
         head = output_embedding(self.model)
         name = next(name for name, module in self.model.named_modules() if module is head)
         result[LOGITS] = ModuleCall(type(self.model).__name__, result[name].inputs, (logits,))
+        return result
+
+    def _with_groups(self, calls: Mapping[str, ModuleCall]) -> dict[str, ModuleCall]:
+        """The calls, and after its last part's each group of projections as the one linear that engines have for it."""
+        names = {id(module): name for name, module in self.model.named_modules()}
+        groups = {
+            f"{owner}.{name}": [names.get(id(part), "") for part in group.parts.values()]
+            for owner, name, group in groups_of(self.model)
+        }
+        result: dict[str, ModuleCall] = {}
+        for name, call in calls.items():
+            result[name] = call
+            for group, parts in groups.items():
+                if name in parts and all(part in result for part in parts):
+                    outputs = torch.cat([result[part].outputs[0] for part in parts], -1)
+                    result[group] = ModuleCall("LinearGroup", result[parts[0]].inputs, (outputs,))
         return result
 
 

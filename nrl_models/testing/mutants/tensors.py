@@ -38,7 +38,12 @@ def _in_hub(change: Callable[[dict[str, HFTensor]], dict[str, HFTensor]]) -> Cal
     def convert_layout(*args: Any, **kwargs: Any) -> dict[str, HFTensor]:
         return change(original(*args, **kwargs))
 
-    return lambda case: [(layouts, "convert_layout", convert_layout), (hf_names, "convert_layout", convert_layout)]
+    return lambda case: [
+        (layouts, "convert_layout", convert_layout),
+        (hf_names, "convert_layout", convert_layout),
+        (family_model, "adapter_of", StateDictAdapter),  # what is kept was made without the bug
+        (hf_names, "adapter_of", StateDictAdapter),
+    ]
 
 
 def _stored_one_by_one(case: FamilyCase) -> bool:
