@@ -201,8 +201,6 @@ def measure(models: dict[str, Any], runs: int, tokens: Any, base: str) -> dict[s
 
 def build(makers: dict[str, Callable[[], Any]], device: Any) -> dict[str, Any]:
     """Every model, with the weights of the first."""
-    from nrl_models.common import StateDictAdapter
-
     models: dict[str, Any] = {}
     weights: dict[str, Any] = {}
     for name, make in makers.items():
@@ -210,12 +208,9 @@ def build(makers: dict[str, Callable[[], Any]], device: Any) -> dict[str, Any]:
 
         torch.manual_seed(0)
         model = make().to(device).train()
-        adapter = StateDictAdapter(model)
         if not weights:
-            weights = {
-                key: one.clone() for key, one in adapter.to_hf(model.state_dict(), layout="transformers").items()
-            }
-        model.load_state_dict(adapter.from_hf(weights))
+            weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        model.load_state_dict(weights)
         models[name] = model
     return models
 

@@ -239,7 +239,7 @@ def warn_unregistered(architecture: str) -> None:
     if architecture not in _warned:
         _warned.add(architecture)
         warnings.warn(
-            f"{architecture} is not registered: it loads as transformers' own class, uncombined, with the identity "
+            f"{architecture} is not registered: it loads as transformers' own class, with the identity "
             "adapter. Parity, consistency and export work; to combine its projections, add a family (CONTRIBUTING.md).",
             stacklevel=_frames_of_this_package() + 1,
         )

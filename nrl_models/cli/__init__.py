@@ -51,7 +51,7 @@ def inspect(path: CheckpointPath, json_file: JsonFile = None) -> None:
         found = look(path)
     table = Table(title=escape(str(path)), title_justify="left", show_header=False)
     table.add_row("architecture", found.architecture)
-    table.add_row("family", found.family or "none: loads as transformers' own class, uncombined")
+    table.add_row("family", found.family or "none: loads as transformers' own class")
     table.add_row("kind", ", ".join(found.kinds))
     table.add_row("sizes", ", ".join(f"{key}={value:,}" for key, value in found.sizes.items()))
     table.add_row("tied embeddings", "yes" if found.tied else "no")

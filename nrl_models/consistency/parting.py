@@ -1,10 +1,10 @@
 """Where an engine parts from a reference: the first module whose input is right and whose output is not.
 
-An engine's modules are not transformers': names have other prefixes, projections are combined, norms add the residual,
+An engine's modules are not transformers': names have other prefixes, projections are packed, norms add the residual,
 layers return two tensors of which the sum is the hidden state. So modules are matched by the end of their names,
-packed projections with our model's groups, which have the names that engines give them, and a tensor is taken for right
-if the engine has it in any of these forms. A module that seems wrong although what encloses it, or a later layer, is right only has
-another form, and does not count.
+packed projections with our model's groups, which have the names that engines give them, and a tensor is taken for
+right if the engine has it in any of these forms. A module that seems wrong although what encloses it, or a later layer,
+is right only has another form, and does not count.
 """
 
 from __future__ import annotations

@@ -47,7 +47,6 @@ class Setting:
         compute: in which `fsdp` gathers parameters, and the model computes.
         checkpointing: whether layers' activations are recomputed in the backward.
         states: how many tensors of a parameter's size the optimiser keeps (AdamW: 2).
-        combine: whether projections of one input run as one matmul.
     """
 
     mesh: Mapping[str, int]
@@ -57,7 +56,6 @@ class Setting:
     compute: torch.dtype = torch.bfloat16
     checkpointing: bool = True
     states: int = 2
-    combine: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +169,7 @@ def _fake_mesh(sizes: Mapping[str, int]) -> Iterator[DeviceMesh]:
 def _sharded(config: PreTrainedConfig, dtype: torch.dtype, setting: Setting, mesh: DeviceMesh) -> PreTrainedModel:
     """The model on meta, its linears and experts divided."""
     auto = auto_class_of(config)
-    model = auto.from_config(config, device="meta", dtype=dtype, combine=setting.combine).train()
+    model = auto.from_config(config, device="meta", dtype=dtype).train()
     plan = plan_for(model, mesh)
     divide_model(model, mesh, plan).finish(model)
     return model

@@ -42,7 +42,7 @@ def convert(source: str | Path, target: str | Path, *, dtype: str = "auto", max_
         raise CheckpointError(
             "cannot convert in place", [Problem("file", str(target), detail)], ["give another folder"]
         )
-    # Nothing is computed, so there is nothing to combine: tensors go from file to file.
+    # Nothing is computed, so nothing has to be side by side in memory: tensors go from file to file.
     model = auto_class_for(folder).from_pretrained(folder, dtype=dtype, combine=False)
     model.save_pretrained(target, max_shard_size=max_shard_size)
     _copy_others(folder, target, {"config.json"} | ({"generation_config.json"} if model.can_generate() else set()))

@@ -177,7 +177,7 @@ def _index(
             "",
             *sharded.summary(),
             *mutants_summary(mutants),
-            "An architecture that is not here loads as transformers' own class, uncombined, with the identity adapter "
+            "An architecture that is not here loads as transformers' own class, with the identity adapter "
             "and one warning; parity and export work for it all the same.",
             "",
             "By kind, below; `nrl-models coverage --kind moe --feature TP --feature 'packed sequences'` prints those "

@@ -97,7 +97,7 @@ def detect(
     """Build a tiny model of `model_class`, run it on text, on images if it takes any, and backwards, and look.
 
     Args:
-        model_class: an uncombined Hugging Face class.
+        model_class: a Hugging Face class.
         source: a configuration to make small; the class's default if None.
         overrides: values for the tiny configuration, as a family's `tiny`.
 

@@ -58,7 +58,7 @@ class FamilyPlan:
     Args:
         name: of its package: the configuration's `model_type`.
         architectures: what it serves, the one that was asked for first.
-        model_class: the uncombined class of that one.
+        model_class: the Hugging Face class of that one.
         config: the configuration it was made from.
         kinds: some of `dense`, `moe`, `vlm`, `hybrid`.
         nearest: the family whose configurations share most keys with this one's, and the share; None if none does.
