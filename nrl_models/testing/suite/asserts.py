@@ -14,10 +14,13 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 dtypes = pytest.mark.parametrize("dtype", TOLERANCE, ids=lambda dtype: str(dtype).removeprefix("torch."))
 
 
-def assert_close(actual: Any, expected: Any, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> None:
-    """Equal to the dtype's tolerance, absolute and relative, times `scale`."""
+def assert_close(
+    actual: Any, expected: Any, dtype: torch.dtype = torch.float32, scale: float = 1.0, message: str = ""
+) -> None:
+    """Equal to the dtype's tolerance, absolute and relative, times `scale`; `message` says what, where it is not."""
     tolerance = TOLERANCE[dtype] * scale
-    torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
+    say = (lambda found: f"{message}: {found}") if message else None
+    torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance, msg=say)
 
 
 def all_tensors(folder: Path) -> dict[str, torch.Tensor]:
