@@ -24,7 +24,12 @@ from nrl_models.errors import UnknownArgumentError
 
 
 def save_pretrained(
-    model: PreTrainedModel, folder: str | Path, *, max_shard_size: int | str = "5GB", **options: Any
+    model: PreTrainedModel,
+    folder: str | Path,
+    *,
+    max_shard_size: int | str = "5GB",
+    save_original_format: bool = True,
+    **options: Any,
 ) -> None:
     """Write what `save_pretrained` of the unsharded model would write, tensor for tensor.
 
@@ -35,6 +40,7 @@ def save_pretrained(
         model: a sharded model.
         folder: the folder, as the first rank sees it; made if need be.
         max_shard_size: no file is larger, unless a single tensor is.
+        save_original_format: see `FamilyModel.save_pretrained`.
         options: none. What else transformers' `save_pretrained` takes needs the whole model.
 
     Raises:
@@ -48,7 +54,7 @@ def save_pretrained(
     mesh = model.sharding.mesh
     adapter = model.sharding.adapter
     own = model.sharding.own_tensors(model)
-    table = checkpoint_layout(model, adapter)
+    table = checkpoint_layout(model, adapter, original_format=save_original_format)
     meta = {
         name: torch.empty(one.shape, dtype=own[one.parameters[0]].dtype, device="meta") for name, one in table.items()
     }
@@ -71,7 +77,7 @@ def save_pretrained(
     write_together(folder, mesh, write)
 
 
-_IMPLIED = ("is_main_process", "safe_serialization", "save_original_format")
+_IMPLIED = ("is_main_process", "safe_serialization")
 """Keywords that trainers pass, and that change nothing here."""
 
 
