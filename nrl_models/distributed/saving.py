@@ -16,10 +16,10 @@ from transformers import PreTrainedModel
 
 from nrl_models.common.checkpoint_files import INDEX_NAME
 from nrl_models.common.hf_names import checkpoint_layout
-from nrl_models.common.saving import staged
+from nrl_models.common.saving import separate_storages, staged
 from nrl_models.common.views import HFTensor
 from nrl_models.distributed.gathering import DEFAULT_BUCKET, gathered
-from nrl_models.distributed.mesh import agree, is_first, reporting_the_dead
+from nrl_models.distributed.mesh import agree, gather_over, is_first, reporting_the_dead
 from nrl_models.errors import UnknownArgumentError
 
 
@@ -58,14 +58,20 @@ def save_pretrained(
     meta = {
         name: torch.empty(one.shape, dtype=own[one.parameters[0]].dtype, device="meta") for name, one in table.items()
     }
+    unused = getattr(model, "_unused_tensors", {})  # the first rank's, who writes them
+    with reporting_the_dead(f"save into {folder}"):
+        (shapes, *_) = gather_over(mesh, {name: (tuple(one.shape), one.dtype) for name, one in unused.items()})
+    meta |= {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in shapes.items()}
     split = split_torch_state_dict_into_shards(
         meta, filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_size
     )
 
     def write(stage: Path | None, attempt: Attempt) -> None:
         for file, names in split.filename_to_tensors.items():
-            tensors = _gathered_file({name: table[name] for name in names}, own, mesh, keep=stage is not None)
+            found = {name: table[name] for name in names if name in table}
+            tensors = _gathered_file(found, own, mesh, keep=stage is not None)
             if stage is not None:
+                tensors |= separate_storages({name: unused[name] for name in names if name not in table})
                 attempt(save_file, tensors, stage / file, metadata={"format": "pt"})
         if stage is not None:
             attempt(_write_configuration, model, own, stage)
