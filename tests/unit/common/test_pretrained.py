@@ -318,6 +318,9 @@ def test_what_transformers_does_not_find_of_a_quantised_checkpoint(
     assert asked["model_class"] is LlamaForCausalLM
     assert (asked["dtype"], asked["device_map"], asked["combine"]) == (torch.bfloat16, torch.device("cpu"), False)
     assert AutoModelForCausalLM.from_pretrained(awq, combine=False, strict=False)
+    # Where a quantised model goes, transformers has to know while it loads.
+    AutoModelForCausalLM.from_pretrained(awq, combine=False, strict=False, device_map="auto", max_memory={"cpu": "1GB"})
+    assert (asked["device_map"], asked["max_memory"]) == ("auto", {"cpu": "1GB"})
 
 
 @pytest.mark.skipif(

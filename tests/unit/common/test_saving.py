@@ -478,10 +478,7 @@ def test_both_formats_are_transformers_own(
     """Of a mixture the hub's format has one tensor an expert, and the one in memory has stacks."""
     for name, model_class in (("ours", MixtralForCausalLM), ("theirs", HFMixtral)):
         torch.manual_seed(0)
-        if loaded:
-            model = model_class.from_pretrained(mixtral_checkpoint)
-        else:
-            model = model_class._from_config(mixtral_config)
+        model = model_class.from_pretrained(mixtral_checkpoint) if loaded else model_class._from_config(mixtral_config)
         model.save_pretrained(tmp_path / name, save_original_format=original, max_shard_size=size)
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
     assert_same(stored(ours), stored(theirs))
