@@ -116,7 +116,6 @@ class VLLMEngine(Engine):
         if max_length is not None:
             keywords["max_model_len"] = max_length
         keywords |= options
-        random_state = torch.random.get_rng_state()  # vLLM seeds the process it runs in
         try:
             llm = vllm.LLM(
                 str(path),
@@ -129,8 +128,6 @@ class VLLMEngine(Engine):
         except Exception as error:  # whatever vLLM and the model's code raise
             _free()
             raise EngineError(f"vLLM does not start on {path}: {_first_lines(error)}") from error
-        finally:
-            torch.random.set_rng_state(random_state)
         return cls(llm, path)
 
     def capabilities(self) -> Capabilities:
@@ -179,9 +176,8 @@ class VLLMEngine(Engine):
             )
             for index in range(len(prompts))
         ]
-        with torch.random.fork_rng(devices=[]):  # which are this process's own, if vLLM runs in it
-            self._call("nrl_seed", seed)
-            outputs = self._run(prompts, requests)
+        self._call("nrl_seed", seed)
+        outputs = self._run(prompts, requests)
         samples = []
         for prompt, output in zip(prompts, outputs, strict=True):
             best = output.outputs[0]
