@@ -229,8 +229,8 @@ class VLLMEngine(Engine):
                     self._call("nrl_refit_load", bucket if self._in_process else _message(bucket), digests)
                 except Exception as error:
                     raise EngineError(
-                        f"vLLM refuses a weight: {_first_lines(error)}. Some layers have new weights now and some their "
-                        "old ones: refit it again, with all of them"
+                        f"vLLM refuses a weight: {_first_lines(error)}. Some layers have new weights now, others old "
+                        "ones: refit it again, with all of them"
                     ) from error
             found = self._call("nrl_refit_finish")
         except BaseException:  # of whoever gives the tensors, too
