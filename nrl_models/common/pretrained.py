@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -153,8 +153,15 @@ def from_pretrained(
     else:
         from nrl_models.distributed.loading import load_sharded  # built upon this module; only sharding asks for it
 
-        prepared, narrowed = load_sharded(prepare, mesh, "auto" if plan is None else plan, strict=strict)
-        prepared.files.close()
+        with ExitStack() as opened:
+
+            def prepare_to_close() -> Prepared:
+                found = prepare()
+                if found.files is not None:
+                    opened.callback(found.files.close)
+                return found
+
+            prepared, narrowed = load_sharded(prepare_to_close, mesh, "auto" if plan is None else plan, strict=strict)
     model, resolved, folder = prepared.model, prepared.dtype, prepared.folder
     if narrowed and dtype == "auto":
         logger.warning(
