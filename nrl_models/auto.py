@@ -49,6 +49,8 @@ class _AutoModel:
         device: str | int | torch.device | None = None,
         device_map: DeviceMap | None = None,
         offload_folder: str | Path | None = None,
+        offload_buffers: bool = False,
+        max_memory: Mapping[int | str, int | str] | None = None,
         quantization_config: Any = None,
         combine: Combine = True,
         backend: BackendConfig | None = None,
@@ -72,10 +74,12 @@ class _AutoModel:
             config: a configuration to use in place of the checkpoint's.
             dtype: of the parameters, fp32 masters included; "auto" is the configuration's, else the
                 checkpoint's. What transformers keeps in fp32 stays fp32.
-            device: where to put the model; None is the CPU, or with a mesh this rank's device.
+            device: where to put the model; None is that of a `torch.device(...)` around the call, else the CPU, or
+                with a mesh this rank's device.
             device_map: how to spread the model over several devices of this process, the CPU and the disk, as
-                transformers takes it: "auto", or a device for each module.
-            offload_folder: where what a device map puts on "disk" goes.
+                transformers takes it: "auto", one device, or a device for each module.
+            offload_folder, offload_buffers, max_memory: where what a device map puts on "disk" goes, whether buffers
+                go with it, and how much each device may hold.
             quantization_config: how transformers is to quantise the linears while it loads them (QLoRA).
             combine: whether projections of one input run as one matmul: True, False, or "auto", which
                 follows the measurements in docs/benchmarks.md. It chooses speed only: parameters, their names and
@@ -104,6 +108,7 @@ class _AutoModel:
             RemoteCodeError: a checkpoint that needs its own code.
             ShardingError: mesh or plan do not fit the model, or ranks disagree or failed; on every rank.
             UnknownArgumentError: a keyword that is neither of the above nor in the configuration.
+            DeviceError: weights are to go to meta.
         """
         registry.register_custom_configs()
         model = pretrained.from_pretrained(
@@ -114,6 +119,8 @@ class _AutoModel:
             device=device,
             device_map=device_map,
             offload_folder=offload_folder,
+            offload_buffers=offload_buffers,
+            max_memory=max_memory,
             quantization_config=quantization_config,
             combine=combine,
             backend=backend,
@@ -147,7 +154,7 @@ class _AutoModel:
         Args:
             config: the configuration; not changed.
             dtype: of the parameters; None is the configuration's.
-            device: where to build it; `"meta"` gives shapes without weights.
+            device: where to build it; None is as for `from_pretrained`, and `"meta"` gives shapes without weights.
             combine, backend, trust_remote_code, ignore_config_keys: as in `from_pretrained`.
 
         Raises:

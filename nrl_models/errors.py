@@ -84,6 +84,10 @@ class ShardingError(StateDictError):
     """A mesh, a plan or a rank does not fit: raised on every rank, before memory is spent."""
 
 
+class DeviceError(NRLModelsError, RuntimeError):
+    """Weights are to be loaded to meta, where none can be."""
+
+
 class HeadError(NRLModelsError, ValueError):
     """A model ends with something else than an output embedding with a scale or a soft cap."""
 

@@ -16,7 +16,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from safetensors import SafetensorError, safe_open
 
-from nrl_models.common.page_maps import Run, joined, map_runs
+from nrl_models.common.page_maps import Run, joined, map_file, map_runs
 from nrl_models.errors import CheckpointError, Problem
 
 CONFIG_NAME = "config.json"
@@ -98,7 +98,7 @@ class CheckpointFiles:
             self._read_header(file, expected, problems)
         if problems:
             raise CheckpointError(f"cannot load {self.folder}", problems, _advice(problems, self.folder))
-        self._maps: dict[str, mmap.mmap] = {}
+        self._maps: dict[str, tuple[mmap.mmap, int]] = {}
         self._handles: dict[str, BinaryIO] = {}
         self._opening = threading.Lock()
 
@@ -113,9 +113,10 @@ class CheckpointFiles:
             return torch.empty(tensor.shape, dtype=tensor.dtype)
         with self._opening:  # several threads read, and a file is to be mapped once
             if tensor.file not in self._maps:
-                self._maps[tensor.file] = mmap.mmap(self._descriptor(tensor.file), 0, access=mmap.ACCESS_COPY)
-        pages = self._maps[tensor.file]
-        return torch.frombuffer(pages, dtype=tensor.dtype, count=tensor.numel, offset=tensor.start).view(tensor.shape)
+                self._maps[tensor.file] = map_file(self._descriptor(tensor.file))
+        pages, first = self._maps[tensor.file]
+        flat = torch.frombuffer(pages, dtype=tensor.dtype, count=tensor.numel, offset=first + tensor.start)
+        return flat.view(tensor.shape)
 
     def read_joined(self, tensors: Sequence[StoredTensor], shape: tuple[int, ...]) -> torch.Tensor | None:
         """One tensor of `shape` whose elements are those of `tensors` in turn, over the files' pages.
@@ -137,6 +138,7 @@ class CheckpointFiles:
         for handle in self._handles.values():
             handle.close()
         self._handles.clear()
+        self._maps.clear()
 
     def _descriptor(self, file: str) -> int:
         if file not in self._handles:

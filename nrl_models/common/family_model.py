@@ -163,6 +163,7 @@ class FamilyModel:
         *,
         state_dict: Mapping[str, torch.Tensor] | None = None,
         max_shard_size: int | str = "5GB",
+        save_original_format: bool = True,
         **options: Any,
     ) -> None:
         """Write what transformers' `save_pretrained` writes for the same model, tensor for tensor.
@@ -174,6 +175,8 @@ class FamilyModel:
             save_directory: the folder; made if need be.
             state_dict: own tensors to write in place of the model's (a gathered copy, say).
             max_shard_size: no file is larger, unless a single tensor is.
+            save_original_format: True writes the names and shapes of the checkpoint the model came from, or the hub's;
+                False those that transformers' class has in memory (stacked experts, ...).
             options: what else transformers' `save_pretrained` takes (`push_to_hub`, `is_main_process`, ...).
 
         Raises:
@@ -186,9 +189,11 @@ class FamilyModel:
             )
             return
         if self.sharding is not None and state_dict is None:
-            self.sharding.save_pretrained(self, save_directory, max_shard_size, **options)
+            self.sharding.save_pretrained(
+                self, save_directory, max_shard_size, save_original_format=save_original_format, **options
+            )
             return
-        tensors = to_checkpoint(self, state_dict)  # type: ignore[arg-type]
+        tensors = to_checkpoint(self, state_dict, original_format=save_original_format)  # type: ignore[arg-type]
         if options.get("push_to_hub"):
             options.setdefault("repo_id", Path(save_directory).name)
         with staged(save_directory) as stage:

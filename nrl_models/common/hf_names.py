@@ -18,15 +18,16 @@ from nrl_models.errors import CheckpointError, Problem
 
 
 def to_checkpoint(
-    model: PreTrainedModel, state_dict: Mapping[str, torch.Tensor] | None = None
+    model: PreTrainedModel, state_dict: Mapping[str, torch.Tensor] | None = None, *, original_format: bool = True
 ) -> dict[str, torch.Tensor]:
-    """The tensors transformers would save for `model`, by the names of the checkpoint it came from.
+    """The tensors transformers would save for `model`, see `checkpoint_layout`.
 
     With them those the checkpoint held and the model keeps unused (`FamilyModel.keeps_unused`).
 
     Args:
         model: the model.
         state_dict: own tensors to use in place of the model's; all or some.
+        original_format: see `checkpoint_layout`.
 
     Raises:
         CheckpointError: what the configuration says of tied weights is not so, or tensors have no values.
@@ -37,20 +38,29 @@ def to_checkpoint(
         state_dict = _values(model)
         _check_ties(model, adapter, state_dict)
     adapter.to_hf(state_dict)  # checks names and shapes
-    table = checkpoint_layout(model, adapter)
+    table = checkpoint_layout(model, adapter, original_format=original_format)
     available = {name: tensor for name, tensor in table.items() if all(one in state_dict for one in tensor.parameters)}
     unused = getattr(model, "_unused_tensors", {})
     return separate_storages({name: tensor.read(state_dict) for name, tensor in available.items()} | unused)
 
 
-def checkpoint_layout(model: PreTrainedModel, adapter: StateDictAdapter) -> dict[str, HFTensor]:
-    """The tensors transformers would save for `model`, by the names of the checkpoint it came from.
+def checkpoint_layout(
+    model: PreTrainedModel, adapter: StateDictAdapter, *, original_format: bool = True
+) -> dict[str, HFTensor]:
+    """The tensors transformers would save for `model`, by name.
 
     transformers saves a model in the layout it was loaded from, whatever the hub's is; a new model in the hub's.
+
+    Args:
+        model: the model.
+        adapter: its adapter.
+        original_format: False for the layout that transformers' class has in memory (`save_original_format`).
     """
     left_out = set(model._keys_to_ignore_on_save or ()) | adapter.tied.keys()
     loaded_with = getattr(model, "_weight_conversions", None)
-    if loaded_with is None:
+    if not original_format:
+        table = adapter.transformers
+    elif loaded_with is None:
         table = adapter.hub
     else:
         in_memory = {name: tensor for name, tensor in adapter.transformers.items() if name not in adapter.tied}

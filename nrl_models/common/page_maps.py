@@ -74,6 +74,16 @@ def map_runs(runs: Sequence[Run]) -> tuple[mmap.mmap, int] | None:
     return memory, shift
 
 
+def map_file(descriptor: int) -> tuple[mmap.mmap, int]:
+    """Memory that holds a whole file, and where in it the file begins.
+
+    `mmap.mmap` of a file keeps a descriptor of its own for as long as there is a tensor over it; this keeps none, but
+    on other systems than Linux.
+    """
+    whole = map_runs([Run(descriptor, 0, os.fstat(descriptor).st_size)])
+    return whole or (mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY), 0)
+
+
 def _reserve(nbytes: int) -> mmap.mmap:
     """Memory that takes nothing before it is written."""
     return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

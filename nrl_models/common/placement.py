@@ -1,43 +1,120 @@
-"""`device_map`: one model over several devices of one process, the CPU and the disk, by accelerate."""
+"""Where a model goes: `device_map`, by accelerate, and what `torch.device(...)` around a call means."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
 from accelerate import dispatch_model, infer_auto_device_map
 from accelerate.utils import get_balanced_memory
 from transformers import PreTrainedModel
+from transformers.integrations.accelerate import check_and_set_device_map
+from transformers.modeling_utils import get_torch_context_manager_or_global_device
 
-DeviceMap = Literal["auto", "balanced", "sequential"] | Mapping[str, int | str | torch.device]
-"""As transformers takes it: how to spread a model, or the device of each module by name."""
+from nrl_models.errors import DeviceError
+
+Device = int | str | torch.device
+DeviceMap = Literal["auto", "balanced", "balanced_low_0", "sequential"] | Device | Mapping[str, Device]
+"""As transformers takes it: how to spread a model, the one device for all of it, or that of each module by name."""
+
+Arguments = ParamSpec("Arguments")
+Loaded = TypeVar("Loaded")
 
 
 def dispatch(
-    model: PreTrainedModel, device_map: DeviceMap, offload_folder: str | Path | None = None
+    model: PreTrainedModel,
+    device_map: DeviceMap,
+    offload_folder: str | Path | None = None,
+    *,
+    max_memory: Mapping[int | str, int | str] | None = None,
+    offload_buffers: bool = False,
 ) -> PreTrainedModel:
-    """Put the modules of a model that is on the CPU on several devices, in place.
+    """Put the modules of a model that is on the CPU on several devices, in place, as transformers does.
+
+    Only a model that is in several places gets accelerate's hooks.
 
     Args:
         model: the model.
         device_map: see `DeviceMap`; "disk" and "cpu" are devices too.
         offload_folder: where what is on "disk" goes.
+        max_memory: of each device, for maps that are to be found.
+        offload_buffers: whether buffers go where their modules' parameters are.
 
     Raises:
         ValueError: a map that leaves modules out, or puts some on disk without a folder.
     """
-    if isinstance(device_map, str):
+    found = check_and_set_device_map(device_map)
+    if isinstance(found, str):
         whole = sorted(
             {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
         )
-        memory = None
-        if device_map != "sequential":
-            memory = get_balanced_memory(model, no_split_module_classes=whole, low_zero=False)
-        device_map = infer_auto_device_map(model, max_memory=memory, no_split_module_classes=whole)
-    model = dispatch_model(
-        model, dict(device_map), offload_dir=None if offload_folder is None else str(offload_folder), force_hooks=True
+        if found != "sequential":
+            lowest_first = found == "balanced_low_0"
+            max_memory = get_balanced_memory(
+                model, max_memory=max_memory, no_split_module_classes=whole, low_zero=lowest_first
+            )
+        found = infer_auto_device_map(model, max_memory=max_memory, no_split_module_classes=whole)
+    places = set(found.values())
+    if len(places) == 1 and places != {"disk"}:
+        return model.to(*places)
+    return dispatch_model(
+        model,
+        dict(found),
+        offload_dir=None if offload_folder is None else str(offload_folder),
+        offload_buffers=offload_buffers,
+        # What layers hand on and write into (caches) stays the same object.
+        skip_keys=model._skip_keys_device_placement,
     )
-    model.hf_device_map = dict(device_map)
-    return model
+
+
+def device_in_context() -> torch.device | None:
+    """The device of the `torch.device(...)` or `torch.set_default_device` around a call; None if there is neither."""
+    return get_torch_context_manager_or_global_device()
+
+
+def minding_context(load: Callable[Arguments, Loaded]) -> Callable[Arguments, Loaded]:
+    """Have a function that loads a model mind `torch.device(...)` around it, as transformers does.
+
+    That device is where the model goes, if its keywords (`device`, `device_map`, `mesh`) do not say where. What the
+    function makes on its way is on the CPU.
+
+    Raises:
+        DeviceError: of the function that is returned: the model is to go to meta, where no weights can be.
+    """
+
+    @functools.wraps(load)
+    def loads(*args: Any, **options: Any) -> Loaded:
+        around = device_in_context()
+        if around is None:
+            return load(*args, **options)
+        if options.get("device") is None and options.get("device_map") is None:
+            try:
+                check_and_set_device_map(None)
+            except RuntimeError as error:
+                raise DeviceError(str(error)) from error
+            if options.get("mesh") is None:
+                options["device"] = around
+        with torch.device("cpu"):
+            return load(*args, **options)
+
+    return loads
+
+
+def refuse_meta(*places: object) -> None:
+    """Refuse to load weights to where none can be.
+
+    Args:
+        places: devices, and device maps.
+
+    Raises:
+        DeviceError: meta is among them.
+    """
+    devices = [device for place in places for device in (place.values() if isinstance(place, Mapping) else [place])]
+    if any(isinstance(device, str | torch.device) and str(device).startswith("meta") for device in devices):
+        raise DeviceError(
+            "from_pretrained loads weights, and meta has no place for them: for a model without weights call "
+            "from_config(config, device='meta')"
+        )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -27,7 +27,7 @@ from nrl_models.common.config_types import with_declared_types
 from nrl_models.common.dequantised import METHODS, DequantisedFiles, settings_of
 from nrl_models.common.loading import load_weights
 from nrl_models.common.matching import is_wide_float
-from nrl_models.common.placement import DeviceMap, dispatch
+from nrl_models.common.placement import DeviceMap, device_in_context, dispatch, minding_context, refuse_meta
 from nrl_models.common.projections import join
 from nrl_models.errors import (
     CheckpointError,
@@ -46,6 +46,8 @@ KEYWORDS = (
     "device",
     "device_map",
     "offload_folder",
+    "offload_buffers",
+    "max_memory",
     "quantization_config",
     "combine",
     "backend",
@@ -68,6 +70,7 @@ ClassFor = Callable[[PreTrainedConfig, Path | None], type[PreTrainedModel]]
 """Chooses the model class for a configuration, and the folder it came from if it came from one."""
 
 
+@minding_context
 def from_pretrained(
     class_for: ClassFor,
     path_or_id: str | Path,
@@ -77,6 +80,8 @@ def from_pretrained(
     device: str | int | torch.device | None = None,
     device_map: DeviceMap | None = None,
     offload_folder: str | Path | None = None,
+    offload_buffers: bool = False,
+    max_memory: Mapping[int | str, int | str] | None = None,
     quantization_config: Any = None,
     combine: Combine = True,
     backend: BackendConfig | None = None,
@@ -120,7 +125,11 @@ def from_pretrained(
                 raise CheckpointError(f"cannot load {path_or_id}", [problem], ["load it without mesh"])
             if quantization_config is not None:
                 options["quantization_config"] = quantization_config
-            quantised = _load_quantised(model_class, folder, read, dtype, torch_device, strict, options)
+            place = {"device_map": torch_device}
+            if device_map is not None:
+                place = {"device_map": device_map, "offload_folder": offload_folder, "max_memory": max_memory}
+                place["offload_buffers"] = offload_buffers
+            quantised = _load_quantised(model_class, folder, read, dtype, place, strict, options)
             return Prepared(quantised, folder, None, quantised.dtype, torch_device)
         if is_read_plain:
             del read.quantization_config  # the model is not quantised, and what it saves is not
@@ -144,8 +153,15 @@ def from_pretrained(
     else:
         from nrl_models.distributed.loading import load_sharded  # built upon this module; only sharding asks for it
 
-        prepared, narrowed = load_sharded(prepare, mesh, "auto" if plan is None else plan, strict=strict)
-        prepared.files.close()
+        with ExitStack() as opened:
+
+            def prepare_to_close() -> Prepared:
+                found = prepare()
+                if found.files is not None:
+                    opened.callback(found.files.close)
+                return found
+
+            prepared, narrowed = load_sharded(prepare_to_close, mesh, "auto" if plan is None else plan, strict=strict)
     model, resolved, folder = prepared.model, prepared.dtype, prepared.folder
     if narrowed and dtype == "auto":
         logger.warning(
@@ -155,15 +171,19 @@ def from_pretrained(
     if model.can_generate() and (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
     model.eval()
-    return model if device_map is None else dispatch(model, device_map, offload_folder)
+    if device_map is None:
+        return model
+    return dispatch(model, device_map, offload_folder, max_memory=max_memory, offload_buffers=offload_buffers)
 
 
 def _check_destination(device: Any, device_map: Any, mesh: DeviceMesh | None, plan: Any) -> None:
-    """Refuse to put one model in two places.
+    """Refuse to put one model in two places, or in none.
 
     Raises:
         UnknownArgumentError: keywords that exclude one another.
+        DeviceError: weights are to go to meta.
     """
+    refuse_meta(device, device_map)
     given = [name for name, one in (("device", device), ("device_map", device_map), ("mesh", mesh)) if one is not None]
     if len(given) > 1 and given != ["device", "mesh"]:
         raise UnknownArgumentError(f"{' and '.join(given)}: expected one of them, as each says where the model goes")
@@ -202,15 +222,13 @@ def _load_quantised(
     folder: Path,
     config: PreTrainedConfig,
     dtype: str | torch.dtype,
-    device: torch.device,
+    place: dict[str, Any],
     strict: bool,
     options: dict[str, Any],
 ) -> PreTrainedModel:
     """A quantised checkpoint, by transformers: its quantisers replace the linears they own, and groups let them be."""
     load = PreTrainedModel.from_pretrained.__func__  # a family's class has another of that name
-    model, info = load(
-        model_class, folder, config=config, dtype=dtype, device_map=device, output_loading_info=True, **options
-    )
+    model, info = load(model_class, folder, config=config, dtype=dtype, output_loading_info=True, **place, **options)
     kinds = {"missing_keys": "missing", "unexpected_keys": "unexpected", "mismatched_keys": "shape"}
     problems = [
         Problem(kind, str(key), "reported by transformers, which loads quantised checkpoints")
@@ -246,7 +264,7 @@ def from_config(
     model_class = class_for(config, None)
     config = config_for(model_class, config)
     check_config(model_class, config, ignore_config_keys)
-    torch_device = torch.device("cpu" if device is None else device)
+    torch_device = torch.device(device_in_context() or "cpu" if device is None else device)
     options = _construction(model_class, combine, backend, torch_device)
     if dtype is not None:
         options["dtype"] = dtype

@@ -18,7 +18,15 @@ from transformers import PreTrainedModel
 
 from nrl_models.common.blocks import Block, through
 from nrl_models.common.checkpoint_files import StoredTensor
-from nrl_models.common.loading import Fit, fit_checkpoint, install, move_buffers, run_readers, share_copies
+from nrl_models.common.loading import (
+    Fit,
+    fit_checkpoint,
+    install,
+    keep_unused,
+    move_buffers,
+    run_readers,
+    share_copies,
+)
 from nrl_models.common.pretrained import Prepared
 from nrl_models.common.views import HFTensor, Piece, apply_steps
 from nrl_models.distributed.mesh import agree, check_mesh, gather_over
@@ -74,6 +82,7 @@ def load_sharded(
     assert fit is not None
     try:
         _fill(prepared, fit)
+        keep_unused(prepared.model, fit, prepared.files)
     except Exception as caught:
         error = caught
     agree(mesh, "load the checkpoint", {}, error)

@@ -86,8 +86,9 @@ def plan_for(model: PreTrainedModel, mesh: DeviceMesh, plan: Plan | ParallelPlan
             chosen = _overridden(model, chosen, plan)
     else:
         raise ShardingError("no such plan", [Problem("plan", repr(plan), "is neither 'auto' nor rules by name")])
-    problems += _unknown_styles(chosen)
-    if not problems:
+    unknown = _unknown_styles(chosen)
+    problems += unknown
+    if not unknown:  # of which nobody can say what they would divide
         problems += [*_tensor_problems(model, mesh, chosen), *_expert_problems(model, mesh, chosen)]
     if problems:
         summary = f"{_class_name(model)} cannot be sharded over {describe(mesh)}"
@@ -264,12 +265,11 @@ def _tensor_problems(model: PreTrainedModel, mesh: DeviceMesh, plan: ParallelPla
         module = modules[name]
         if is_vocabulary(model, module):
             continue
-        problems += _unsuited(name, module, word)
         if not isinstance(module, nn.Linear):
+            problems += _unsuited(name, module, word)
             continue
-        if style.dim(2) == 0:
-            problems += _uneven_heads(model, name, module, modules, ranks)
-        problems += _uneven(name, module.weight, style, ranks) if not problems else []
+        heads = _uneven_heads(model, name, module, modules, ranks) if style.dim(2) == 0 else []
+        problems += heads or _uneven(name, module.weight, style, ranks)  # whichever says more
     lora = [name for name, module in modules.items() if hasattr(module, "lora_A")]
     if lora:
         problems.append(

@@ -16,15 +16,20 @@ from transformers import PreTrainedModel
 
 from nrl_models.common.checkpoint_files import INDEX_NAME
 from nrl_models.common.hf_names import checkpoint_layout
-from nrl_models.common.saving import staged
+from nrl_models.common.saving import separate_storages, staged
 from nrl_models.common.views import HFTensor
 from nrl_models.distributed.gathering import DEFAULT_BUCKET, gathered
-from nrl_models.distributed.mesh import agree, is_first, reporting_the_dead
+from nrl_models.distributed.mesh import agree, gather_over, is_first, reporting_the_dead
 from nrl_models.errors import UnknownArgumentError
 
 
 def save_pretrained(
-    model: PreTrainedModel, folder: str | Path, *, max_shard_size: int | str = "5GB", **options: Any
+    model: PreTrainedModel,
+    folder: str | Path,
+    *,
+    max_shard_size: int | str = "5GB",
+    save_original_format: bool = True,
+    **options: Any,
 ) -> None:
     """Write what `save_pretrained` of the unsharded model would write, tensor for tensor.
 
@@ -35,6 +40,7 @@ def save_pretrained(
         model: a sharded model.
         folder: the folder, as the first rank sees it; made if need be.
         max_shard_size: no file is larger, unless a single tensor is.
+        save_original_format: see `FamilyModel.save_pretrained`.
         options: none. What else transformers' `save_pretrained` takes needs the whole model.
 
     Raises:
@@ -48,18 +54,24 @@ def save_pretrained(
     mesh = model.sharding.mesh
     adapter = model.sharding.adapter
     own = model.sharding.own_tensors(model)
-    table = checkpoint_layout(model, adapter)
+    table = checkpoint_layout(model, adapter, original_format=save_original_format)
     meta = {
         name: torch.empty(one.shape, dtype=own[one.parameters[0]].dtype, device="meta") for name, one in table.items()
     }
+    unused = getattr(model, "_unused_tensors", {})  # the first rank's, who writes them
+    with reporting_the_dead(f"save into {folder}"):
+        (shapes, *_) = gather_over(mesh, {name: (tuple(one.shape), one.dtype) for name, one in unused.items()})
+    meta |= {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in shapes.items()}
     split = split_torch_state_dict_into_shards(
         meta, filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_size
     )
 
     def write(stage: Path | None, attempt: Attempt) -> None:
         for file, names in split.filename_to_tensors.items():
-            tensors = _gathered_file({name: table[name] for name in names}, own, mesh, keep=stage is not None)
+            found = {name: table[name] for name in names if name in table}
+            tensors = _gathered_file(found, own, mesh, keep=stage is not None)
             if stage is not None:
+                tensors |= separate_storages({name: unused[name] for name in names if name not in table})
                 attempt(save_file, tensors, stage / file, metadata={"format": "pt"})
         if stage is not None:
             attempt(_write_configuration, model, own, stage)
@@ -71,7 +83,7 @@ def save_pretrained(
     write_together(folder, mesh, write)
 
 
-_IMPLIED = ("is_main_process", "safe_serialization", "save_original_format")
+_IMPLIED = ("is_main_process", "safe_serialization")
 """Keywords that trainers pass, and that change nothing here."""
 
 

@@ -10,6 +10,7 @@ from typing import Any, Self
 
 import torch
 
+from nrl_models.common.random_states import random_states_kept
 from nrl_models.errors import EngineError
 from nrl_models.logprobs.sampling import Sampling
 
@@ -108,14 +109,29 @@ class ModuleCall:
     outputs: tuple[torch.Tensor, ...]
 
 
+_RANDOM = ("start", "_generate", "score", "refit", "module_calls", "close")
+"""Methods in which an engine may seed or draw random numbers."""
+
+
 class Engine:
     """Base of all engines. They are context managers: leaving closes them.
+
+    Whatever an engine does in the methods named here, the random states of those who call it are as they were.
 
     Attributes:
         name: what reports call it.
     """
 
     name: str
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for name in _RANDOM:
+            method = cls.__dict__.get(name)
+            if isinstance(method, classmethod):
+                setattr(cls, name, classmethod(random_states_kept()(method.__func__)))
+            elif method is not None:
+                setattr(cls, name, random_states_kept()(method))
 
     def capabilities(self) -> Capabilities:
         """What this engine, started as it is, can do."""

@@ -139,7 +139,7 @@ class HFEngine(Engine):
         results: dict[int, Sample] = {}
         end = self.model.generation_config.eos_token_id
         ends = set(end) if isinstance(end, list) else {end} - {None}
-        with torch.random.fork_rng(), self._plain_generation():
+        with self._plain_generation():
             torch.manual_seed(seed)
             for indices in _by_length(prompts):
                 recorder = _Recorder(sampling)

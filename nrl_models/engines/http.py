@@ -172,7 +172,8 @@ class HTTPEngine(Engine):
             with urllib.request.urlopen(request, timeout=self.timeout) as response:
                 answer = response.read()
         except urllib.error.HTTPError as error:
-            text = error.read().decode(errors="replace")[:400]
+            with error:  # it holds the connection
+                text = error.read().decode(errors="replace")[:400]
             raise EngineError(f"{self.address}{path} answered {error.code} {error.reason}: {text}") from error
         except TimeoutError as error:
             raise EngineError(self._too_slow()) from error

@@ -12,7 +12,7 @@ import math
 import os
 import time
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -116,7 +116,6 @@ class VLLMEngine(Engine):
         if max_length is not None:
             keywords["max_model_len"] = max_length
         keywords |= options
-        random_state = torch.random.get_rng_state()  # vLLM seeds the process it runs in
         try:
             llm = vllm.LLM(
                 str(path),
@@ -129,8 +128,6 @@ class VLLMEngine(Engine):
         except Exception as error:  # whatever vLLM and the model's code raise
             _free()
             raise EngineError(f"vLLM does not start on {path}: {_first_lines(error)}") from error
-        finally:
-            torch.random.set_rng_state(random_state)
         return cls(llm, path)
 
     def capabilities(self) -> Capabilities:
@@ -179,9 +176,8 @@ class VLLMEngine(Engine):
             )
             for index in range(len(prompts))
         ]
-        with torch.random.fork_rng(devices=[]):  # which are this process's own, if vLLM runs in it
-            self._call("nrl_seed", seed)
-            outputs = self._run(prompts, requests)
+        self._call("nrl_seed", seed)
+        outputs = self._run(prompts, requests)
         samples = []
         for prompt, output in zip(prompts, outputs, strict=True):
             best = output.outputs[0]
@@ -224,16 +220,25 @@ class VLLMEngine(Engine):
             bucket_bytes = 2**28
         started = time.perf_counter()
         sizes, count = [], 0
-        self._call("nrl_refit_start")
-        for bucket in buckets(tensors, bucket_bytes):
-            sizes.append(sum(tensor.nbytes for _, tensor in bucket))
-            count += len(bucket)
-            try:
-                self._call("nrl_refit_load", bucket if self._in_process else _message(bucket), digests)
-            except Exception as error:
-                raise EngineError(f"vLLM refuses a weight: {_first_lines(error)}") from error
-        found = self._call("nrl_refit_finish")
-        self.llm.reset_prefix_cache()  # it was computed with the old weights
+        try:
+            self._call("nrl_refit_start")
+            for bucket in buckets(tensors, bucket_bytes):
+                sizes.append(sum(tensor.nbytes for _, tensor in bucket))
+                count += len(bucket)
+                try:
+                    self._call("nrl_refit_load", bucket if self._in_process else _message(bucket), digests)
+                except Exception as error:
+                    raise EngineError(
+                        f"vLLM refuses a weight: {_first_lines(error)}. Some layers have new weights now, others old "
+                        "ones: refit it again, with all of them"
+                    ) from error
+            found = self._call("nrl_refit_finish")
+        except BaseException:  # of whoever gives the tensors, too
+            with suppress(Exception):  # an engine that has died
+                self._call("nrl_refit_abandon")
+            raise
+        finally:
+            self.llm.reset_prefix_cache()  # it was computed with the old weights
         return RefitReport(
             tensors=count,
             nbytes=sum(sizes),

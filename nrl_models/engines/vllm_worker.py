@@ -105,7 +105,6 @@ class ConsistencyWorker:
 
     def nrl_refit_finish(self) -> dict[str, Any]:
         """Have all weights taken effect; say what was written and what not."""
-        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
         from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
         model = self.nrl_model()
@@ -116,16 +115,7 @@ class ConsistencyWorker:
             info = get_layerwise_info(module)
             if info.can_load() and info.load_numel_total and not info.load_numel and module not in self._nrl_tied:
                 missed |= {f"{name}.{own}" for own, _ in module.named_parameters(recurse=False)}
-        with self._nrl_loading():
-            finalize_layerwise_reload(model, self.vllm_config.model_config)
-            # vLLM prepares again (packs for its kernels) the modules that were given a weight. A tied output embedding
-            # that is a module of its own is given none, and would go on with what was packed from the old one.
-            for module in self._nrl_tied:
-                if (method := getattr(module, "quant_method", None)) is not None:
-                    method.process_weights_after_loading(module)
-        for method, kernel in self._nrl_kernels:
-            if method.moe_kernel is None:  # of experts that were not sent
-                method.moe_kernel = kernel
+        self._nrl_end_reload()
         for reset in ("reset_lora_state", "reset_encoder_cache", "reset_mm_cache"):
             if hasattr(self.model_runner, reset):
                 getattr(self.model_runner, reset)()
@@ -134,6 +124,33 @@ class ConsistencyWorker:
             "unwritten": self._nrl_left(self._nrl_parameters, missed),
             "stale_buffers": self._nrl_left(self._nrl_buffers),
         }
+
+    def nrl_refit_abandon(self) -> None:
+        """End a refit that failed: layers that were given all of theirs have it, the others what they had before."""
+        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+        for module in self.nrl_model().modules():
+            info = get_layerwise_info(module)
+            if info.can_load():
+                # vLLM puts the old weights back into a layer that was given none.
+                info.loaded_weights.clear()
+                info.load_numel = 0
+        self._nrl_end_reload()
+
+    def _nrl_end_reload(self) -> None:
+        """Have vLLM finish its layerwise reload, and what it does not prepare again."""
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        with self._nrl_loading():
+            finalize_layerwise_reload(self.nrl_model(), self.vllm_config.model_config)
+            # vLLM prepares again (packs for its kernels) the modules that were given a weight. A tied output embedding
+            # that is a module of its own is given none, and would go on with what was packed from the old one.
+            for module in self._nrl_tied:
+                if (method := getattr(module, "quant_method", None)) is not None:
+                    method.process_weights_after_loading(module)
+        for method, kernel in self._nrl_kernels:
+            if method.moe_kernel is None:  # of experts that were not sent
+                method.moe_kernel = kernel
 
     def _nrl_left(self, expected: Iterable[tuple[str, ...]], missed: Collection[str] = ()) -> list[str]:
         """The first names of tensors that were not written under any of their names."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from nrl_models.errors import HeadError
+from nrl_models.errors import HeadError, UnknownArgumentError
 
 PROBE = (0.0, 2.0**-10, -(2.0**-10), 0.5, -0.5, 1.0, -1.0, 3.0, -7.0, 20.0, -45.0, 100.0, 2.0**20, -(2.0**20))
 """Stand-ins for logits: small ones show the slope, huge ones a cap."""
@@ -81,6 +81,30 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
+NOT_TAKEN = {
+    "use_cache": "whole sequences are computed, and no cache comes back: leave it out, or pass False",
+    "past_key_values": "whole sequences are computed, from their first token on: leave it out",
+    "labels": "log-probabilities are computed, and no loss: leave them out",
+    "logits_to_keep": "`score` says which tokens are scored: leave it out",
+}
+"""Keywords of a model's forward that have no meaning here, and why."""
+
+
+def forward_inputs(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Keywords of a model's forward, without those that ask for nothing (`use_cache=False`, `labels=None`).
+
+    Raises:
+        UnknownArgumentError: one of `NOT_TAKEN` that asks for something.
+    """
+    asking = {name: value for name, value in inputs.items() if name in NOT_TAKEN and value is not None}
+    for name, value in asking.items():
+        if isinstance(value, int) and value == 0:  # False, or to keep all logits
+            continue
+        shown = f"{name}={value}" if isinstance(value, int) else name
+        raise UnknownArgumentError(f"{shown}: {NOT_TAKEN[name]}")
+    return {name: value for name, value in inputs.items() if name not in NOT_TAKEN}
+
+
 def hidden_states_and_head(model: nn.Module, input_ids: torch.Tensor, **inputs: Any) -> tuple[torch.Tensor, OutputHead]:
     """Run `model` up to its output embedding.
 
@@ -96,7 +120,9 @@ def hidden_states_and_head(model: nn.Module, input_ids: torch.Tensor, **inputs: 
     Raises:
         HeadError: the model has no output embedding, does not call it once on every token, or does with the result
             what no scale or soft cap does.
+        UnknownArgumentError: `inputs` that have no meaning here.
     """
+    inputs = forward_inputs(inputs)
     module = output_embedding(model)
     given: list[torch.Tensor] = []
 

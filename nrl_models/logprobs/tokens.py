@@ -11,7 +11,7 @@ from torch import nn
 
 from nrl_models.common.packing import word_positions
 from nrl_models.logprobs.chunked import Reference, TokenStatistics, chunked_statistics, statistics_of
-from nrl_models.logprobs.head import hidden_states_and_head
+from nrl_models.logprobs.head import forward_inputs, hidden_states_and_head
 from nrl_models.logprobs.sampling import Sampling
 
 
@@ -75,11 +75,12 @@ def token_logprobs(
     Raises:
         HeadError: the model ends with something that is neither a scale nor a soft cap (and `chunk_size` is not None).
         ValueError: shapes that differ, a vocabulary that differs from the reference's, a sampling value out of range.
+        UnknownArgumentError: keywords that have no meaning here (`use_cache=True`, `labels`, ...), see `NOT_TAKEN`.
     """
     sampling = Sampling(temperature, top_k, top_p)
     _require_shape(input_ids.shape, attention_mask=attention_mask, position_ids=position_ids, score=score)
     positions = scored_positions(input_ids, attention_mask, position_ids, score)
-    inputs = model_inputs | _masks(model, attention_mask, position_ids)
+    inputs = forward_inputs(model_inputs) | _masks(model, attention_mask, position_ids)
     rows, columns = positions.nonzero(as_tuple=True)
     tokens = input_ids[rows, columns]
     before = (rows, columns - 1)  # the hidden state that predicts a token is the one before it

@@ -15,6 +15,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from nrl_models.common.projections.combined import is_at
+from nrl_models.common.random_states import random_states_kept
 from nrl_models.common.state_dict_adapter import StateDictAdapter
 from nrl_models.common.tracing import Trace, trace_linears
 from nrl_models.errors import in_words
@@ -112,7 +113,7 @@ def detect(
         if tiny.config is None:
             raise tiny.failure or ValueError("no configuration")
         step = "build"
-        with torch.random.fork_rng(devices=[]):
+        with random_states_kept():
             torch.manual_seed(0)
             model = model_class._from_config(copy.deepcopy(tiny.config)).eval()
             randomise(model)  # zeros would keep a gated image, say, from the logits

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -202,7 +203,8 @@ def misfits(model_class: type[PreTrainedModel], config: PreTrainedConfig, folder
         files = CheckpointFiles(folder)
         with torch.device("meta"):
             model = model_class._from_config(config)
-        fit_checkpoint(model, files, dtype=torch.float32)
+        with closing(files):
+            fit_checkpoint(model, files, dtype=torch.float32)
     except StateDictError as error:
         return [str(problem) for problem in error.problems]
     except Exception as error:

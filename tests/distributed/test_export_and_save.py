@@ -6,7 +6,9 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 from jobs import export_and_save, setting
+from safetensors.torch import load_file, save_file
 from test_loading import CASES, LAYOUTS, refused, world_for
 from world import World
 
@@ -52,6 +54,33 @@ def test_what_was_loaded_saves_in_the_layout_it_came_in(two: World, tmp_path: Pa
     two.run(partial(export_and_save.loads_and_saves, tp=2), str(tmp_path / "hub"), str(tmp_path / "again"))
     first, again = files_in(tmp_path / "hub"), files_in(tmp_path / "again")
     assert first["model.safetensors"] == again["model.safetensors"]
+
+
+def test_both_formats_are_those_of_one_process(two: World, tmp_path: Path) -> None:
+    setting.case_of("MixtralForCausalLM").reference().save_pretrained(tmp_path / "hub")
+    two.run(partial(export_and_save.saves_as_one_process, fsdp=2), str(tmp_path / "hub"), str(tmp_path))
+    for original in (True, False):
+        expected = files_in(tmp_path / f"whole-{original}")
+        assert files_in(tmp_path / f"loaded-{original}") == expected
+        assert files_in(tmp_path / f"sharded-{original}") == expected
+
+
+def test_what_a_model_keeps_unused_is_saved_by_a_sharded_one(two: World, tmp_path: Path) -> None:
+    """Published Gemma 3n and 4 have keys and values of layers that take earlier ones'."""
+    published = tmp_path / "published"
+    case = setting.case_of("Gemma3nForCausalLM")
+    case.reference(torch.bfloat16).save_pretrained(published)
+    tensors = load_file(published / "model.safetensors")
+    queries = [name for name in tensors if name.endswith("self_attn.q_proj.weight")]
+    keys = {name.replace("q_proj", "k_proj") for name in queries} - tensors.keys()
+    assert len(keys) == case.config.num_kv_shared_layers > 0
+    tensors |= {key: torch.randn(64, 256).half() for key in keys}
+    save_file(tensors, published / "model.safetensors", metadata={"format": "pt"})
+    two.run(partial(export_and_save.saves_as_one_process, fsdp=2), str(published), str(tmp_path))
+    expected = files_in(tmp_path / "whole-True")
+    assert all(key in expected["model.safetensors.index.json"].decode() for key in keys)
+    assert files_in(tmp_path / "loaded-True") == expected
+    assert files_in(tmp_path / "sharded-True") == expected
 
 
 def test_a_save_that_fails_on_the_writer_fails_on_all_and_leaves_the_old_one(two: World, tmp_path: Path) -> None:

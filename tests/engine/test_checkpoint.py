@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 import math
+import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from inside import changed, model_of
+from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
+from nrl_models import AutoModelForCausalLM
 from nrl_models.cli import app
 from nrl_models.consistency.cells import Settings
 from nrl_models.consistency.prompts import Prompts
@@ -54,8 +58,6 @@ def test_every_cell_agrees(
     bound: float,
     matrix: tuple[Settings, ...],
 ) -> None:
-    from nrl_models import AutoModelForCausalLM
-
     trainer = HFEngine(AutoModelForCausalLM.from_pretrained(demo, dtype=dtype), "trainer")
     engine = vllm(demo, dtype=dtype, max_length=1_001)
     for number, settings in enumerate(matrix):
@@ -97,6 +99,55 @@ def test_an_engine_in_a_process_of_its_own_is_refitted_too(demo: Path, vllm: Vll
         assert not report.unwritten
         expected = torch.tensor(demo_trainer.score(tokens, Sampling()))[:, 1:]
         assert (torch.tensor(engine.score(tokens, Sampling()))[:, 1:] - expected).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("fault", ["a shape", "the trainer"])
+def test_a_refit_that_fails_half_way_leaves_an_engine_that_runs(
+    vllm: Vllm, make_checkpoint: Callable[..., Path], fault: str
+) -> None:
+    vllm.stop()
+    checkpoint = make_checkpoint(LlamaConfig, LlamaForCausalLM)
+    trainer = HFEngine(AutoModelForCausalLM.from_pretrained(checkpoint), "trainer")
+    model = trainer.model
+    tokens = [list(range(50, 90)), list(range(300, 340))]
+    weights = dict(model.state_dict_adapter.iter_export(model))
+
+    def half() -> Iterator[tuple[str, torch.Tensor]]:
+        for number, (name, tensor) in enumerate(weights.items()):
+            # In the middle of a layer, and of what vLLM makes of its projections.
+            if name.endswith("layers.1.self_attn.v_proj.weight"):
+                if fault == "the trainer":
+                    raise OSError("the trainer's disk")
+                yield name, tensor[:-1]
+            yield name, tensor * (1 + number % 2)
+
+    expected = torch.tensor(trainer.score(tokens, Sampling()))[:, 1:]
+    with VLLMEngine.start(checkpoint, dtype=torch.float32, max_length=64) as engine:
+        error, words = (OSError, "disk") if fault == "the trainer" else (EngineError, "refit it again")
+        with pytest.raises(error, match=words):
+            engine.refit(half(), bucket_bytes=2**16)
+        parameters = dict(model_of(engine).named_parameters())
+        assert not any(parameter.is_meta for parameter in parameters.values())
+        assert torch.tensor(engine.score(tokens, Sampling()))[:, 1:].isfinite().all()
+        report = engine.refit(weights.items(), bucket_bytes=2**16)
+        assert not report.unwritten
+        assert (torch.tensor(engine.score(tokens, Sampling()))[:, 1:] - expected).abs().max() < 1e-4
+
+
+def test_vllm_moves_no_random_states(vllm: Vllm, make_checkpoint: Callable[..., Path]) -> None:
+    vllm.stop()
+    checkpoint = make_checkpoint(LlamaConfig, LlamaForCausalLM)
+
+    def states() -> list[str]:
+        return [str(random.getstate()), str(numpy.random.get_state()), str(torch.get_rng_state().tolist())]
+
+    before = states()
+    with VLLMEngine.start(checkpoint, dtype=torch.float32, max_length=64, seed=5) as engine:
+        assert states() == before
+        engine.generate([[50, 51, 52]], Sampling(), max_new_tokens=4)
+        engine.score([[50, 51, 52]], Sampling())
+        assert states() == before
+    assert states() == before
 
 
 def test_seeds_decide_what_is_sampled_from_prompts_that_take_several_steps(

@@ -148,9 +148,9 @@ def _can_tie(case: FamilyCase) -> bool:
 def _written_twice(case: FamilyCase) -> list[Patch]:
     original = family_model.to_checkpoint
 
-    def to_checkpoint(model: PreTrainedModel, *args: Any) -> dict[str, torch.Tensor]:
+    def to_checkpoint(model: PreTrainedModel, *args: Any, **options: Any) -> dict[str, torch.Tensor]:
         own = model.state_dict()
-        return {name: own[name].clone() for name in model.all_tied_weights_keys} | original(model, *args)
+        return {name: own[name].clone() for name in model.all_tied_weights_keys} | original(model, *args, **options)
 
     return [(family_model, "to_checkpoint", to_checkpoint)]
 
@@ -161,7 +161,7 @@ def _is_converted(case: FamilyCase) -> bool:
 
 
 def _own_names(case: FamilyCase) -> list[Patch]:
-    return [(family_model, "to_checkpoint", lambda model, given=None: dict(given or model.state_dict()))]
+    return [(family_model, "to_checkpoint", lambda model, given=None, **_: dict(given or model.state_dict()))]
 
 
 def _keeps_fp32(case: FamilyCase) -> bool:

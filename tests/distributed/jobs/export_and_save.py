@@ -71,6 +71,22 @@ def loads_and_saves(folder: str, again: str, **sizes: int) -> None:
     AutoModelForCausalLM.from_pretrained(folder, mesh=mesh_of(**sizes)).save_pretrained(again)
 
 
+def saves_as_one_process(folder: str, out: str, **sizes: int) -> None:
+    """Load in shards, and load whole and shard; save each in both formats, and what one process makes of it."""
+    whole = AutoModelForCausalLM.from_pretrained(folder)
+    models = {
+        "loaded": AutoModelForCausalLM.from_pretrained(folder, mesh=mesh_of(**sizes)),
+        "sharded": parallelize(AutoModelForCausalLM.from_pretrained(folder), mesh_of(**sizes)),
+    }
+    for original in (True, False):
+        options = {"max_shard_size": "700KB", "save_original_format": original}
+        for name, model in models.items():
+            model.save_pretrained(f"{out}/{name}-{original}", **options)
+        if dist.get_rank() == 0:
+            whole.save_pretrained(f"{out}/whole-{original}", **options)
+        dist.barrier()
+
+
 def saves(folder: str, fails: bool, **sizes: int) -> None:
     """Save; if asked to, fail where files are written."""
     model = parallelize(copy.deepcopy(case_of("LlamaForCausalLM").model()), mesh_of(**sizes))

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +36,9 @@ from nrl_models import (
     UnknownArgumentError,
 )
 from nrl_models.common import pretrained
+from nrl_models.common.checkpoint_files import CheckpointFiles
 from nrl_models.common.pretrained import read_config
+from nrl_models.errors import ShardingError
 from nrl_models.families.gemma3.model import Gemma3ForCausalLM
 from nrl_models.families.llama.model import LlamaForCausalLM
 from nrl_models.families.mistral.model import MistralForCausalLM
@@ -318,6 +323,9 @@ def test_what_transformers_does_not_find_of_a_quantised_checkpoint(
     assert asked["model_class"] is LlamaForCausalLM
     assert (asked["dtype"], asked["device_map"], asked["combine"]) == (torch.bfloat16, torch.device("cpu"), False)
     assert AutoModelForCausalLM.from_pretrained(awq, combine=False, strict=False)
+    # Where a quantised model goes, transformers has to know while it loads.
+    AutoModelForCausalLM.from_pretrained(awq, combine=False, strict=False, device_map="auto", max_memory={"cpu": "1GB"})
+    assert (asked["device_map"], asked["max_memory"]) == ("auto", {"cpu": "1GB"})
 
 
 @pytest.mark.skipif(
@@ -354,6 +362,60 @@ def test_a_sequence_classifier_of_a_base_model_trains(llama_checkpoint: Path, in
     loss = model(input_ids).logits.square().mean()
     loss.backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def open_files(folder: Path) -> list[str]:
+    """What this process has open of a folder: a path once for each descriptor."""
+    links = []
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):  # the one that lists them
+            links.append(os.readlink(descriptor))
+    return [link for link in links if link.startswith(str(folder.resolve()))]
+
+
+on_linux = pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")
+
+
+@on_linux
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])  # mapped, and copied
+@pytest.mark.parametrize("name", ["folder", "shards", "quantised"])
+def test_no_file_of_a_loaded_model_stays_open(name: str, dtype: torch.dtype, request: pytest.FixtureRequest) -> None:
+    folder = request.getfixturevalue(name)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    assert open_files(folder) == []
+    assert model.model.embed_tokens.weight.isfinite().all()  # its pages are there
+
+
+@on_linux
+def test_no_file_stays_open_where_loading_fails(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def fails(model: PreTrainedModel, files: CheckpointFiles, **_: Any) -> None:
+        files.read(next(iter(files.tensors.values())))
+        seen.extend(open_files(folder))
+        raise OSError("gone")
+
+    monkeypatch.setattr(pretrained, "load_weights", fails)
+    with pytest.raises(OSError, match="gone") as caught:
+        AutoModelForCausalLM.from_pretrained(folder)
+    assert seen
+    assert open_files(folder) == []
+    assert caught.value  # whose traceback holds what was read
+
+
+@on_linux
+def test_no_file_stays_open_where_sharded_loading_fails(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(prepare: Any, *_: object, **__: object) -> None:
+        prepared = prepare()
+        prepared.files.read(next(iter(prepared.files.tensors.values())))
+        assert open_files(folder)
+        raise ShardingError("another rank failed", [])
+
+    monkeypatch.setattr("nrl_models.distributed.loading.load_sharded", fails)
+    with pytest.raises(ShardingError) as caught:
+        AutoModelForCausalLM.from_pretrained(folder, mesh=object(), device="cpu")
+    assert open_files(folder) == []
+    assert caught.value
 
 
 def test_a_checkpoint_is_loaded_the_same_twice(llama_checkpoint: Path) -> None:

@@ -13,12 +13,14 @@ import pytest
 import torch
 from checkpoints import INDEX, WEIGHTS, assert_same, edit_config, hf_tensors, problems, stored, weight_map
 from safetensors.torch import load_file
-from transformers import LlamaConfig, PreTrainedModel
+from transformers import LlamaConfig, MixtralConfig, PreTrainedModel
 from transformers import LlamaForCausalLM as HFLlama
+from transformers import MixtralForCausalLM as HFMixtral
 
 from nrl_models import AutoModelForCausalLM, CheckpointError, StateDictError
 from nrl_models.common.saving import separate_storages, staged
 from nrl_models.families.llama.model import LlamaForCausalLM
+from nrl_models.families.mixtral.model import MixtralForCausalLM
 
 SIZES = {"single": "5GB", "three shards": "160KB", "more shards": "90KB"}
 """`max_shard_size` for the small models here."""
@@ -465,3 +467,28 @@ def test_config_values_are_saved_as_they_are_now(tmp_path: Path) -> None:
     again = LlamaForCausalLM.from_pretrained(tmp_path)
     again.save_pretrained(tmp_path)
     assert LlamaForCausalLM.from_pretrained(tmp_path).config.rms_norm_eps == 0.5
+
+
+@pytest.mark.parametrize("original", [True, False])
+@pytest.mark.parametrize("size", ["5GB", "1MB"])
+@pytest.mark.parametrize("loaded", [True, False], ids=["loaded", "new"])
+def test_both_formats_are_transformers_own(
+    mixtral_checkpoint: Path, mixtral_config: MixtralConfig, loaded: bool, size: str, original: bool, tmp_path: Path
+) -> None:
+    """Of a mixture the hub's format has one tensor an expert, and the one in memory has stacks."""
+    for name, model_class in (("ours", MixtralForCausalLM), ("theirs", HFMixtral)):
+        torch.manual_seed(0)
+        model = model_class.from_pretrained(mixtral_checkpoint) if loaded else model_class._from_config(mixtral_config)
+        model.save_pretrained(tmp_path / name, save_original_format=original, max_shard_size=size)
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    assert_same(stored(ours), stored(theirs))
+    # transformers' experts are views of one stack, which huggingface_hub puts into one file, as if they were tied.
+    if size == "5GB" or not original:
+        assert files_of(ours) == files_of(theirs)
+        assert all((ours / file.name).read_bytes() == file.read_bytes() for file in theirs.glob("model*"))
+    assert any("experts.gate_up_proj" in name for name in stored(ours)) is not original
+
+
+def test_the_format_in_memory_loads_again(mixtral_checkpoint: Path, mixtral: PreTrainedModel, tmp_path: Path) -> None:
+    MixtralForCausalLM.from_pretrained(mixtral_checkpoint).save_pretrained(tmp_path, save_original_format=False)
+    assert_same(hf_tensors(AutoModelForCausalLM.from_pretrained(tmp_path)), mixtral.state_dict())

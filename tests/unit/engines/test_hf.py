@@ -1,13 +1,16 @@
 from __future__ import annotations
 
 import math
+import random
 from pathlib import Path
+from typing import Any
 
+import numpy
 import pytest
 import torch
 from transformers import GenerationConfig
 
-from nrl_models.engines import start_engine, tensor_digest
+from nrl_models.engines import ModuleCall, RefitReport, Sample, start_engine, tensor_digest
 from nrl_models.engines.hf import HFEngine
 from nrl_models.errors import EngineError
 from nrl_models.logprobs import Sampling
@@ -39,14 +42,67 @@ def test_greedy_takes_the_likeliest_token_whatever_the_checkpoint_says(
     assert tuple(logits.argmax(-1)[len(prompts[0]) - 1 : -1].tolist()) == sample.tokens
 
 
-def test_seeds_decide_and_leave_other_random_numbers_alone(engine: HFEngine, prompts: list[list[int]]) -> None:
-    torch.manual_seed(5)
-    expected = torch.rand(3)
-    torch.manual_seed(5)
+def test_seeds_decide(engine: HFEngine, prompts: list[list[int]]) -> None:
     first = engine.generate(prompts, Sampling(), max_new_tokens=12, seed=1)
-    assert torch.equal(torch.rand(3), expected)
     assert engine.generate(prompts, Sampling(), max_new_tokens=12, seed=1) == first
     assert engine.generate(prompts, Sampling(), max_new_tokens=12, seed=2) != first
+
+
+class Restless(HFEngine):
+    """Draws and seeds wherever it is asked for something, as engines may."""
+
+    @classmethod
+    def start(cls, *args: Any, **options: Any) -> HFEngine:
+        disturb()
+        return super().start(*args, **options)
+
+    def _generate(self, *args: Any, **options: Any) -> list[Sample]:
+        disturb()
+        return super()._generate(*args, **options)
+
+    def score(self, *args: Any, **options: Any) -> list[list[float]]:
+        disturb()
+        return super().score(*args, **options)
+
+    def refit(self, *args: Any, **options: Any) -> RefitReport:
+        disturb()
+        return super().refit(*args, **options)
+
+    def module_calls(self, *args: Any, **options: Any) -> dict[str, ModuleCall]:
+        disturb()
+        return super().module_calls(*args, **options)
+
+    def close(self) -> None:
+        disturb()
+
+
+def disturb() -> None:
+    for seed in (random.seed, numpy.random.seed, torch.manual_seed):
+        seed(random.getrandbits(16))
+
+
+@pytest.mark.parametrize("engine_class", [HFEngine, Restless])
+def test_an_engine_moves_no_random_states(
+    engine_class: type[HFEngine], checkpoint: Path, trainer: HFEngine, prompts: list[list[int]]
+) -> None:
+    def states() -> list[str]:
+        return [str(random.getstate()), str(numpy.random.get_state()), str(torch.get_rng_state().tolist())]
+
+    before = states()
+    with engine_class.start(checkpoint, dtype=torch.float32, load_format="dummy") as engine:
+        assert states() == before, "start"
+        engine.generate(prompts, Sampling(), max_new_tokens=3, seed=1)
+        assert states() == before, "generate"
+        engine.score(prompts, Sampling())
+        assert states() == before, "score"
+        engine.refit(trainer.model.state_dict_adapter.iter_export(trainer.model))
+        assert states() == before, "refit"
+        engine.module_calls(prompts[0])
+        assert states() == before, "module_calls"
+        with pytest.raises(EngineError):
+            engine.refit([("nothing", torch.ones(1))])
+        assert states() == before, "a refit that fails"
+    assert states() == before, "close"
 
 
 def test_the_end_of_text_ends_a_sequence_unless_ignored(engine: HFEngine, prompts: list[list[int]]) -> None:

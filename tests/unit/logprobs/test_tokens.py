@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import LlamaConfig, PreTrainedModel
+from transformers import DynamicCache, LlamaConfig, PreTrainedModel
 
 from nrl_models import AutoModelForCausalLM
+from nrl_models.errors import UnknownArgumentError
 from nrl_models.logprobs import token_logprobs
 from nrl_models.testing.case import randomise
 from nrl_models.testing.tiny import tiny_config
@@ -150,6 +151,38 @@ def test_lora(model: PreTrainedModel, documents: list[torch.Tensor]) -> None:
 def test_shapes_must_agree(model: PreTrainedModel, name: str) -> None:
     with pytest.raises(ValueError, match=name):
         token_logprobs(model, torch.zeros(2, 8, dtype=torch.long), **{name: torch.ones(2, 9, dtype=torch.long)})
+
+
+@pytest.mark.parametrize("chunk_size", ["auto", None])
+@pytest.mark.parametrize("given", [{"use_cache": False}, {"use_cache": None}, {"logits_to_keep": 0}], ids=str)
+def test_keywords_that_change_nothing_are_taken(
+    model: PreTrainedModel, documents: list[torch.Tensor], given: dict[str, object], chunk_size: str | None
+) -> None:
+    expected = token_logprobs(model, documents[0][None], chunk_size=chunk_size)
+    found = token_logprobs(model, documents[0][None], chunk_size=chunk_size, reference=model, **given)
+    assert torch.equal(found.logprobs, expected.logprobs)
+
+
+@pytest.mark.parametrize("chunk_size", ["auto", None])
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"use_cache": True}, "use_cache=True.*no cache"),
+        ({"past_key_values": DynamicCache()}, "past_key_values.*whole sequences"),
+        ({"labels": torch.zeros(1, 7, dtype=torch.long)}, "labels.*no loss"),
+        ({"logits_to_keep": 3}, "logits_to_keep=3.*score"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_keywords_that_make_no_sense_are_refused(
+    model: PreTrainedModel,
+    documents: list[torch.Tensor],
+    given: dict[str, object],
+    why: str,
+    chunk_size: str | None,
+) -> None:
+    with pytest.raises(UnknownArgumentError, match=why):
+        token_logprobs(model, documents[0][None], chunk_size=chunk_size, **given)
 
 
 def test_nothing_to_score(model: PreTrainedModel) -> None:

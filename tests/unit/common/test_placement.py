@@ -1,0 +1,162 @@
+"""Where a model goes: device maps, as transformers dispatches them, and the devices that surround a call."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate.hooks import AlignDevicesHook
+from checkpoints import assert_same_model
+from torch import nn
+from transformers import LlamaConfig, PreTrainedModel
+
+from nrl_models import AutoModelForCausalLM
+from nrl_models.common import pretrained
+from nrl_models.errors import DeviceError, NRLModelsError
+from nrl_models.families.gemma3n.model import Gemma3nForCausalLM
+from nrl_models.families.llama.model import LlamaForCausalLM
+from nrl_models.testing.case import FamilyCase
+
+# Device maps
+
+
+def hooks_of(model: nn.Module) -> dict[str, dict[str, Any]]:
+    """What accelerate hangs on each module that transformers has, too."""
+    told = ("execution_device", "offload", "io_same_device", "offload_buffers", "skip_keys", "place_submodules")
+    hooks = {name: getattr(module, "_hf_hook", None) for name, module in model.named_modules()}
+    return {
+        name: {key: getattr(hook, key) for key in told}
+        for name, hook in hooks.items()
+        if isinstance(hook, AlignDevicesHook)
+    }
+
+
+@pytest.fixture(scope="module")
+def gemma3n(tmp_path_factory: pytest.TempPathFactory) -> tuple[FamilyCase, Path, dict[str, str]]:
+    """A model whose layers hand keys and values to later ones in a dict; where it is, and a map with layers on disk."""
+    case = FamilyCase(Gemma3nForCausalLM)
+    folder = tmp_path_factory.mktemp("gemma3n")
+    model = case.reference()
+    model.save_pretrained(folder)
+    devices = {f"model.{name}": "cpu" for name, _ in model.model.named_children() if name != "layers"}
+    devices |= {f"model.layers.{index}": ("disk", "cpu")[index % 2] for index in range(len(model.model.layers))}
+    return case, folder, devices | {"lm_head": "cpu"}
+
+
+@pytest.mark.parametrize("offload_buffers", [False, True])
+def test_a_device_map_is_dispatched_as_transformers_does(
+    gemma3n: tuple[FamilyCase, Path, dict[str, str]], offload_buffers: bool, tmp_path: Path
+) -> None:
+    case, folder, devices = gemma3n
+    dispatched = [
+        of.from_pretrained(
+            folder, device_map=devices, offload_folder=tmp_path / of.__module__, offload_buffers=offload_buffers
+        )
+        for of in (case.model_class, case.reference_class)
+    ]
+    ours, theirs = map(hooks_of, dispatched)
+    common = {name: hook for name, hook in ours.items() if name in theirs}
+    assert len(common) > len(devices)
+    assert common == {name: theirs[name] for name in common}
+    with torch.no_grad():
+        expected = case.model_class.from_pretrained(folder)(**case.inputs()).logits
+        for model in dispatched:
+            torch.testing.assert_close(model(**case.inputs()).logits, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("device_map", ["cpu", torch.device("cpu"), {"": "cpu"}, "auto", "balanced_low_0"], ids=str)
+def test_one_device_needs_no_hooks(llama_checkpoint: Path, llama: PreTrainedModel, device_map: Any) -> None:
+    model = AutoModelForCausalLM.from_pretrained(llama_checkpoint, device_map=device_map, max_memory={"cpu": "1GB"})
+    assert not hooks_of(model)
+    assert_same_model(model, llama)
+
+
+def test_max_memory_sends_the_rest_to_disk(llama_checkpoint: Path, tmp_path: Path, input_ids: torch.Tensor) -> None:
+    size = sum(parameter.nbytes for parameter in LlamaForCausalLM.from_pretrained(llama_checkpoint).parameters())
+    model = AutoModelForCausalLM.from_pretrained(
+        llama_checkpoint, device_map="sequential", max_memory={"cpu": int(size * 0.8)}, offload_folder=tmp_path
+    )
+    assert set(model.hf_device_map.values()) == {"cpu", "disk"}
+    with torch.no_grad():
+        expected = LlamaForCausalLM.from_pretrained(llama_checkpoint)(input_ids).logits
+        torch.testing.assert_close(model(input_ids).logits, expected, atol=1e-5, rtol=1e-5)
+
+
+# Devices that surround a call
+
+
+class default_device(AbstractContextManager[None]):  # noqa: N801
+    """`torch.set_default_device`, undone."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+
+    def __enter__(self) -> None:
+        torch.set_default_device(self.device)
+
+    def __exit__(self, *_: object) -> None:
+        torch.set_default_device(None)
+
+
+surrounded = pytest.mark.parametrize("surrounding", [torch.device, default_device])
+
+
+@surrounded
+@pytest.mark.parametrize("model_class", [AutoModelForCausalLM, LlamaForCausalLM])
+def test_meta_around_a_load_is_refused_before_anything_is_read(
+    llama_checkpoint: Path, surrounding: Any, model_class: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def reads(*_: object, **__: object) -> None:
+        raise AssertionError("read")
+
+    monkeypatch.setattr(pretrained, "resolve_folder", reads)
+    # The error is transformers' own type, too, and holds its words.
+    words = "You are using `from_pretrained` with a meta device context manager"
+    with surrounding("meta"), pytest.raises(RuntimeError, match=words) as caught:
+        model_class.from_pretrained(llama_checkpoint)
+    assert isinstance(caught.value, DeviceError)
+    assert isinstance(caught.value, NRLModelsError)
+
+
+@pytest.mark.parametrize("place", [{"device": "meta"}, {"device_map": "meta"}, {"device_map": {"": "meta"}}], ids=str)
+def test_loading_to_meta_is_refused(llama_checkpoint: Path, place: dict[str, Any]) -> None:
+    with pytest.raises(DeviceError, match="from_config"):
+        AutoModelForCausalLM.from_pretrained(llama_checkpoint, **place)
+
+
+@surrounded
+@pytest.mark.parametrize("place", [{"device": "cpu"}, {"device_map": "cpu"}], ids=str)
+def test_meta_around_a_load_that_says_where_to(
+    llama_checkpoint: Path, llama: PreTrainedModel, surrounding: Any, place: dict[str, Any]
+) -> None:
+    with surrounding("meta"):
+        model = AutoModelForCausalLM.from_pretrained(llama_checkpoint, **place)
+        assert torch.empty(1).is_meta  # it is still the default
+    assert_same_model(model, llama)
+
+
+@surrounded
+def test_meta_around_a_new_model_gives_shapes(llama_config: LlamaConfig, surrounding: Any) -> None:
+    with surrounding("meta"):
+        model = AutoModelForCausalLM.from_config(llama_config)
+    assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+
+
+def test_a_device_around_a_load_is_where_the_model_goes(
+    llama_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seen without such a device: what loads the weights is told of it."""
+    told: list[torch.device] = []
+
+    def load(model: PreTrainedModel, files: object, *, device: torch.device, **_: object) -> list[str]:
+        told.append(device)
+        return []
+
+    monkeypatch.setattr(pretrained, "load_weights", load)
+    monkeypatch.setattr("nrl_models.common.placement.device_in_context", lambda: torch.device("cuda:1"))
+    AutoModelForCausalLM.from_pretrained(llama_checkpoint)
+    AutoModelForCausalLM.from_pretrained(llama_checkpoint, device="cpu")
+    assert told == [torch.device("cuda:1"), torch.device("cpu")]

@@ -1,0 +1,96 @@
+"""Random states come through what others seed and draw."""
+
+from __future__ import annotations
+
+import random
+
+import numpy
+import pytest
+import torch
+
+from nrl_models.common.random_states import random_states_kept
+
+
+def drawn() -> tuple[float, float, float]:
+    """A number of each generator."""
+    return random.random(), float(numpy.random.rand()), torch.rand(()).item()
+
+
+def disturb() -> None:
+    """What vLLM does where it starts."""
+    for seed in (random.seed, numpy.random.seed, torch.manual_seed):
+        seed(0)
+    drawn()
+
+
+@pytest.fixture(params=[1, 0])
+def expected(request: pytest.FixtureRequest) -> tuple[float, float, float]:
+    """What comes next; 0 is the seed of `disturb`, too."""
+
+    def begin() -> None:
+        for seed in (random.seed, numpy.random.seed, torch.manual_seed):
+            seed(request.param)
+        drawn()
+
+    begin()
+    following = drawn()
+    begin()
+    return following
+
+
+def test_all_states_are_kept(expected: tuple[float, float, float]) -> None:
+    with random_states_kept():
+        disturb()
+    assert drawn() == expected
+
+
+def test_states_are_kept_where_something_fails(expected: tuple[float, float, float]) -> None:
+    @random_states_kept()
+    def fails() -> None:
+        disturb()
+        raise OSError("gone")
+
+    with pytest.raises(OSError, match="gone"):
+        fails()
+    assert drawn() == expected
+
+
+class FakeCuda:
+    """What torch would be asked of CUDA."""
+
+    def __init__(self, initialised: bool) -> None:
+        self.initialised, self.state, self.seeds = initialised, ["state"], []
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: self.initialised)
+        monkeypatch.setattr(torch.cuda, "get_rng_state_all", self.get)
+        monkeypatch.setattr(torch.cuda, "set_rng_state_all", lambda state: setattr(self, "state", state))
+        monkeypatch.setattr(torch.cuda, "manual_seed_all", self.seeds.append)
+
+    def get(self) -> list[str]:
+        assert self.initialised, "initialises CUDA"
+        return self.state
+
+
+def test_cuda_that_is_there_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = FakeCuda(initialised=True)
+    cuda.install(monkeypatch)
+    with random_states_kept():
+        cuda.state = ["moved"]
+    assert cuda.state == ["state"]
+
+
+@pytest.mark.parametrize("initialised_inside", [False, True])
+def test_cuda_that_is_not_initialised_yet(monkeypatch: pytest.MonkeyPatch, initialised_inside: bool) -> None:
+    torch.manual_seed(9)
+    cuda = FakeCuda(initialised=False)
+    cuda.install(monkeypatch)
+    with random_states_kept():
+        torch.manual_seed(3)
+        cuda.initialised = initialised_inside
+    assert cuda.seeds[-1] == 9
+    cuda.seeds.clear()
+    cuda.initialised = False
+    with random_states_kept():
+        torch.rand(3)
+    assert not cuda.seeds  # nobody seeded anything: nothing is asked of CUDA

@@ -1,0 +1,63 @@
+"""Everything that a mesh does not divide is said at once. The ranks are not there; nothing is divided."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, PreTrainedModel
+
+from nrl_models import AutoModelForCausalLM
+from nrl_models.distributed.estimate import _fake_mesh
+from nrl_models.distributed.plan import Plan, plan_for
+from nrl_models.errors import ShardingError
+from nrl_models.testing.tiny import tiny_config
+
+ATTENTION, MLP = "model.layers.*.self_attn", "model.layers.*.mlp"
+
+
+def llama(**sizes: int) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_config(tiny_config(LlamaConfig, sizes), device="meta")
+
+
+def problems(model: PreTrainedModel, mesh: Mapping[str, int], plan: Plan = "auto") -> dict[str, str]:
+    with _fake_mesh(mesh) as ranks, pytest.raises(ShardingError) as caught:
+        plan_for(model, ranks, plan)
+    return {problem.subject: problem.detail for problem in caught.value.problems}
+
+
+def test_every_uneven_linear_is_named_once_for_all_layers() -> None:
+    sizes = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 16}
+    found = problems(llama(**sizes, intermediate_size=130), {"tp": 4})
+    assert found.keys() == {
+        *(f"{ATTENTION}.{name} (2 times)" for name in ("q_proj", "k_proj", "v_proj")),
+        *(f"{MLP}.{name} (2 times)" for name in ("gate_proj", "up_proj", "down_proj")),
+    }
+    assert "6 heads of 16 (num_attention_heads)" in found[f"{ATTENTION}.q_proj (2 times)"]
+    assert found[f"{MLP}.down_proj (2 times)"] == "has 130 in dimension 1 which tp=4 does not divide"
+
+
+def test_a_module_that_does_not_suit_its_rule_hides_no_other() -> None:
+    plan = {"model.norm": "colwise"}
+    found = problems(llama(intermediate_size=130), {"tp": 4}, plan)
+    assert "model.norm" in found
+    assert f"{MLP}.up_proj (2 times)" in found
+
+
+def test_a_rule_that_names_nothing_hides_no_uneven_linear() -> None:
+    found = problems(llama(intermediate_size=130), {"tp": 4}, {"model.nowhere": "colwise"})
+    assert found["model.nowhere"] == "names no module or parameter of the model"
+    assert f"{MLP}.gate_proj (2 times)" in found
+
+
+def test_an_unknown_word_hides_no_rule_that_names_nothing() -> None:
+    found: dict[str, Any] = problems(llama(), {"tp": 2}, {"model.nowhere": "colwise", "model.norm": "sideways"})
+    assert found.keys() == {"model.nowhere", "model.norm"}
+
+
+def test_a_model_that_the_ranks_divide_has_no_problem() -> None:
+    with _fake_mesh({"tp": 4}) as ranks:
+        assert plan_for(llama(), ranks).tensor
+    assert not torch.distributed.is_initialized()
