@@ -26,7 +26,7 @@ def jointly(x: torch.Tensor, weights: Parameters, biases: Parameters) -> tuple[t
     """All products in one."""
     rows, bias_rows = Buffer.of(weights), Buffer.of(biases) if biases else None
     assert rows is not None
-    return joined_linear(x, rows.rows, None if bias_rows is None else bias_rows.rows, weights, biases)
+    return joined_linear(x, weights, biases, rows.rows, None if bias_rows is None else bias_rows.rows, LENGTHS)
 
 
 def separately(x: torch.Tensor, weights: Parameters, biases: Parameters) -> tuple[torch.Tensor, ...]:

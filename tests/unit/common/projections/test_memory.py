@@ -8,12 +8,15 @@ import io
 import pickle
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_model
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from toy_attention import (
     HIDDEN,
     KV,
@@ -229,6 +232,18 @@ def test_a_state_dict_assigned_to_two_models_stays_shared(plain: Attention, x: t
             assert_same(models[2], model, x)
             assert matmuls(model) == 4
             assert "somebody else" not in report(model)[0].reason
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, FakeTensorMode])
+def test_weights_are_joined_whatever_is_on_when_it_runs_first(
+    plain: Attention, combined: CombinedAttention, x: torch.Tensor, mode: Callable[[], AbstractContextManager[Any]]
+) -> None:
+    """Generating first, or estimating, must not keep the model from being trained afterwards."""
+    combined.load_state_dict({name: tensor.clone() for name, tensor in plain.state_dict().items()}, assign=True)
+    with mode(**{"allow_non_fake_inputs": True} if mode is FakeTensorMode else {}) as fake:
+        combined(fake.from_tensor(x) if mode is FakeTensorMode else x)
+    assert_same(plain, combined, x)
+    assert matmuls(combined) == 2
 
 
 @pytest.mark.parametrize("assign", [False, True])
