@@ -260,6 +260,15 @@ def _input_edited(self: Any, x: torch.Tensor) -> torch.Tensor:
     return torch.cat([q, k, self.v_proj(x)], dim=-1)
 
 
+class Tagged(torch.Tensor):
+    """A tensor of another type."""
+
+
+def _subclassed(self: Any, x: torch.Tensor) -> torch.Tensor:
+    x = x.as_subclass(Tagged)
+    return torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], dim=-1).as_subclass(torch.Tensor)
+
+
 def _around(context: Callable[[], AbstractContextManager[Any]], number: int = 1) -> Forward:
     """Something set around one part's call."""
 
@@ -300,6 +309,7 @@ FORWARDS: dict[str, Forward] = {
     "in a loop": _loop,
     "recursive": _recursive,
     "input edited between": _input_edited,
+    "input of a type of its own": _subclassed,
     "a part without gradients": _around(torch.no_grad),
     "the first part without gradients": _around(torch.no_grad, 0),
     "a part under autocast": _around(partial(torch.autocast, "cpu")),
