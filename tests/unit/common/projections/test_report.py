@@ -84,6 +84,13 @@ def _transposed(module: Attention) -> None:
     weight.data = weight.data.t().contiguous().t()
 
 
+def _no_parameter(module: Attention) -> None:
+    for part in (module.q_proj, module.v_proj):
+        values = part.weight.detach() * 2
+        del part.weight
+        part.weight = values
+
+
 def _typed(module: Attention) -> None:
     module.k_proj.weight = Traced(module.k_proj.weight.detach().clone())
 
@@ -98,6 +105,7 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "parametrised": (lambda module: parametrize.register_parametrization(module.k_proj, "weight", Halved()), "k_proj"),
     "pruned": (lambda module: prune.l1_unstructured(module.q_proj, "weight", 0.5), "q_proj has no weight of its own"),
     "weight norm": (lambda module: nn.utils.parametrizations.weight_norm(module.v_proj), "v_proj is a Param"),
+    "no parameter": (_no_parameter, "q_proj has no weight of its own"),
     "parameter of a type": (_typed, "the weight of k_proj is a Traced"),
     "shared": (_share, "parts share a parameter"),
     "bias removed": (_one_bias, "disagree in having a bias: q_proj True, k_proj True, v_proj False"),
