@@ -11,7 +11,6 @@ import torch
 from checkpoints import WEIGHTS, assert_same, edit_config, hf_tensors, new_model, stored
 from safetensors.torch import save_file
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from transformers import DeepseekV3Config, Gemma3Config, LlamaConfig, PreTrainedModel
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.core_model_loading import PrefixChange, revert_weight_conversion
@@ -19,7 +18,6 @@ from transformers.models.llama import modeling_llama
 
 from nrl_models import StateDictAdapter
 from nrl_models.auto import auto_class_of
-from nrl_models.common.combined import CombinedLinear
 from nrl_models.common.layouts import (
     TensorSpec,
     convert_layout,
@@ -53,7 +51,7 @@ def test_own_tensors_are_the_parameters_and_saved_buffers() -> None:
     }
 
 
-def test_what_is_not_combined_is_itself() -> None:
+def test_every_tensor_is_itself() -> None:
     views = dict(transformers_views(WithBuffers()))
     assert {name: (view.parameter, view.steps) for name, view in views.items()} == {
         name: (name, ()) for name in own_tensors(WithBuffers())
@@ -67,29 +65,10 @@ def test_names_and_order_are_those_of_transformers_state_dict(config: Any) -> No
     model = auto_class_of(config).from_config(config, device="meta")
     with torch.device("meta"):
         reference = model.reference_class()(config)
-    assert any(isinstance(module, CombinedLinear) for module in model.modules())
     own = own_tensors(model)
     placed = {name: view.place_in(own[view.parameter].shape).shape for name, view in transformers_views(model)}
     assert placed == {name: tuple(tensor.shape) for name, tensor in reference.state_dict().items()}
     assert list(placed) == list(reference.state_dict())
-
-
-def test_a_part_is_rows_of_its_owners_combined_tensor(llama: PreTrainedModel) -> None:
-    model = auto_class_of(llama.config).from_config(llama.config, device="meta")
-    views = dict(transformers_views(model))
-    assert str(views["model.layers.1.self_attn.k_proj.bias"]) == (
-        "model.layers.1.self_attn.qkv_proj.bias.narrow(0, 256, 128)"
-    )
-    # Also of an attention alone, and where something is wrapped around the layer, its linear, or both.
-    alone = dict(transformers_views(model.model.layers[1].self_attn))
-    assert str(alone["k_proj.bias"]) == "qkv_proj.bias.narrow(0, 256, 128)"
-    attention = model.model.layers[1].self_attn
-    attention.k_proj = nn.Sequential(nn.Sequential(attention.k_proj))
-    model.model.layers[1] = checkpoint_wrapper(model.model.layers[1])
-    wrapped = "model.layers.1._checkpoint_wrapped_module.self_attn"
-    views = dict(transformers_views(model))
-    assert str(views[f"{wrapped}.k_proj.0.0.bias"]) == f"{wrapped}.qkv_proj.bias.narrow(0, 256, 128)"
-    assert str(views[f"{wrapped}.v_proj.bias"]) == f"{wrapped}.qkv_proj.bias.narrow(0, 384, 128)"
 
 
 def test_tied_names_are_the_configurations(llama_config: LlamaConfig) -> None:

@@ -24,7 +24,6 @@ from transformers import (
     LlamaConfig,
     MixtralConfig,
     PreTrainedModel,
-    Qwen2Config,
     Qwen3MoeConfig,
 )
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
@@ -41,10 +40,8 @@ from nrl_models.testing.tiny import tiny_config
 Tensors = dict[str, torch.Tensor]
 
 ATTENTION = "model.layers.0.self_attn"
-QKV = f"{ATTENTION}.qkv_proj.weight"
 PARTS = [f"{ATTENTION}.{part}_proj.weight" for part in "qkv"]
-ROWS = {PARTS[0]: slice(0, 256), PARTS[1]: slice(256, 384), PARTS[2]: slice(384, 512)}
-GATE_UP = "model.layers.1.mlp.gate_up_proj.weight"
+EXPERTS_GATE_UP = "model.layers.0.mlp.experts.gate_up_proj"
 
 LAYOUTS = ("hub", "transformers")
 layouts = pytest.mark.parametrize("layout", LAYOUTS)
@@ -59,7 +56,7 @@ def ours(reference: PreTrainedModel, **options: Any) -> PreTrainedModel:
 
 @pytest.fixture(scope="module")
 def model(llama: PreTrainedModel) -> PreTrainedModel:
-    """`llama`, combined: grouped-query attention, biases everywhere. Not to be changed."""
+    """`llama` of ours: grouped-query attention, biases everywhere. Not to be changed."""
     return ours(llama)
 
 
@@ -70,7 +67,7 @@ def adapter(model: PreTrainedModel) -> StateDictAdapter:
 
 @pytest.fixture(scope="module")
 def moe(mixtral: PreTrainedModel) -> PreTrainedModel:
-    """`mixtral`, combined. Not to be changed."""
+    """`mixtral` of ours. Not to be changed."""
     return ours(mixtral)
 
 
@@ -191,8 +188,7 @@ def test_a_model_on_meta_has_the_same_adapter(adapter: StateDictAdapter, model: 
     assert vars(StateDictAdapter(on_meta)) == vars(adapter)
 
 
-def test_an_uncombined_model_has_transformers_own_tensors(llama: PreTrainedModel, tensors: Tensors) -> None:
-    adapter = ours(llama, combine=False).state_dict_adapter
+def test_a_models_own_tensors_are_transformers(adapter: StateDictAdapter, tensors: Tensors) -> None:
     assert list(adapter.own) == list(adapter.transformers) == list(tensors)
     assert all(adapter.from_hf(tensors)[name] is tensor for name, tensor in tensors.items())
 
@@ -224,13 +220,13 @@ def test_copies_of_an_adapter(adapter: StateDictAdapter, model: PreTrainedModel)
 
 def test_an_adapter_is_made_anew_from_the_model_as_it_is(llama_config: LlamaConfig) -> None:
     model = AutoModelForCausalLM.from_config(llama_config)
-    assert model.to(torch.bfloat16).state_dict_adapter.own[QKV].dtype == torch.bfloat16
+    assert model.to(torch.bfloat16).state_dict_adapter.own[PARTS[0]].dtype == torch.bfloat16
 
 
 def test_a_layout_that_nobody_knows(adapter: StateDictAdapter, model: PreTrainedModel) -> None:
     calls: list[Callable[[Any], Any]] = [
         lambda layout: adapter.to_hf({}, layout=layout),
-        lambda layout: adapter.convert_single_tensor_to_hf(QKV, model.state_dict()[QKV], layout=layout),
+        lambda layout: adapter.convert_single_tensor_to_hf(PARTS[0], model.state_dict()[PARTS[0]], layout=layout),
         lambda layout: adapter.hf_views(model, layout=layout),
         lambda layout: adapter.export_plan(layout=layout),
         lambda layout: list(adapter.iter_export(model, layout=layout)),
@@ -241,32 +237,6 @@ def test_a_layout_that_nobody_knows(adapter: StateDictAdapter, model: PreTrained
 
 
 # Whole state dicts
-
-
-def test_combined_tensors_are_their_parts_one_after_the_other(
-    adapter: StateDictAdapter, model: PreTrainedModel, tensors: Tensors
-) -> None:
-    own = adapter.from_hf(tensors)
-    assert list(own) == list(model.state_dict())
-    for kind in ("weight", "bias"):
-        expected = torch.cat([tensors[f"{ATTENTION}.{part}_proj.{kind}"] for part in "qkv"])
-        assert torch.equal(own[f"{ATTENTION}.qkv_proj.{kind}"], expected)
-        expected = torch.cat([tensors[f"model.layers.1.mlp.{part}_proj.{kind}"] for part in ("gate", "up")])
-        assert torch.equal(own[f"model.layers.1.mlp.gate_up_proj.{kind}"], expected)
-
-
-@pytest.mark.parametrize("heads", [(8, 4), (8, 1), (14, 2)], ids=str)
-def test_grouped_queries_are_cut_between_the_heads(heads: tuple[int, int]) -> None:
-    # Automodel interleaved rows by group: "silently incorrect results, especially under GQA". (14, 2) is Qwen2.5's.
-    config = tiny_config(Qwen2Config, {"hidden_size": 32 * heads[0], "num_attention_heads": heads[0]})
-    config.num_key_value_heads, config.num_hidden_layers = heads[1], 1
-    reference = new_model(config)
-    adapter = StateDictAdapter(config)
-    own = adapter.from_hf(reference.state_dict())
-    for kind in ("weight", "bias"):
-        expected = torch.cat([reference.state_dict()[f"{ATTENTION}.{part}_proj.{kind}"] for part in "qkv"])
-        assert torch.equal(own[f"{ATTENTION}.qkv_proj.{kind}"], expected)
-    assert_same(adapter.to_hf(own), reference.state_dict())
 
 
 @layouts
@@ -312,14 +282,6 @@ def test_hugging_face_tensors_are_views_of_the_own(
             assert storages(one.to_hf(own, layout=layout)) <= storages(own)
 
 
-def test_what_needs_no_combining_is_passed_on_and_the_rest_copied(adapter: StateDictAdapter, tensors: Tensors) -> None:
-    own = adapter.from_hf(tensors)
-    assert all(own[name] is tensors[name] for name in own if name in tensors)
-    combined = {name: tensor for name, tensor in own.items() if name not in tensors}
-    assert {name.rpartition(".")[0].rpartition(".")[2] for name in combined} == {"qkv_proj", "gate_up_proj"}
-    assert not storages(combined) & storages(tensors)
-
-
 def test_an_excluded_name_is_searched_for(adapter: StateDictAdapter, model: PreTrainedModel) -> None:
     everything = adapter.to_hf(model.state_dict())
     left = adapter.to_hf(model.state_dict(), exclude_key_regex=r"k_proj|^lm_head")
@@ -331,17 +293,14 @@ def test_an_excluded_name_is_searched_for(adapter: StateDictAdapter, model: PreT
 
 
 def test_some_own_tensors_give_what_they_hold(adapter: StateDictAdapter, model: PreTrainedModel) -> None:
-    given = {name: model.state_dict()[name] for name in (QKV, "lm_head.weight")}
-    assert list(adapter.to_hf(given)) == [*PARTS, "lm_head.weight"]
+    given = {name: model.state_dict()[name] for name in (PARTS[1], "lm_head.weight")}
+    assert list(adapter.to_hf(given)) == list(given)
     assert adapter.to_hf({}) == {}
 
 
 def test_not_strictly_what_is_not_given_is_left_out(adapter: StateDictAdapter, tensors: Tensors) -> None:
     given = {name: tensors[name] for name in (*PARTS, "model.norm.weight")}
-    own = adapter.from_hf(given, strict=False)
-    assert_same(
-        own, {QKV: torch.cat([tensors[name] for name in PARTS]), "model.norm.weight": tensors["model.norm.weight"]}
-    )
+    assert_same(adapter.from_hf(given, strict=False), given)
     assert adapter.from_hf({}, strict=False) == {}
 
 
@@ -358,12 +317,17 @@ def test_tied_tensors_are_one() -> None:
     assert not tied.from_hf({"model.norm.weight": torch.ones(256)}, strict=False).keys() & {"lm_head.weight", embedding}
 
 
-def test_parts_of_several_precisions_take_the_widest(adapter: StateDictAdapter, tensors: Tensors) -> None:
-    for order in (PARTS, PARTS[::-1]):
-        given = {name: tensors[name].to(torch.float32 if name == PARTS[1] else torch.bfloat16) for name in order}
-        own = adapter.from_hf(given, strict=False)[QKV]
+def test_experts_of_several_precisions_take_the_widest(moe: PreTrainedModel) -> None:
+    adapter = moe.state_dict_adapter
+    experts = dict(adapter.convert_single_tensor_to_hf(EXPERTS_GATE_UP, moe.get_parameter(EXPERTS_GATE_UP).detach()))
+    for wide in (0, -1):
+        given = {name: tensor.bfloat16() for name, tensor in experts.items()}
+        name = list(given)[wide]
+        given[name] = experts[name]
+        (own,) = adapter.from_hf(given, strict=False).values()
         assert own.dtype == torch.float32
-        assert torch.equal(own, torch.cat([given[name].float() for name in PARTS]))
+        back = dict(adapter.convert_single_tensor_to_hf(EXPERTS_GATE_UP, own))
+        assert_same(back, {name: tensor.float() for name, tensor in given.items()})
 
 
 def test_tensors_on_meta(adapter: StateDictAdapter, tensors: Tensors) -> None:
@@ -444,38 +408,20 @@ def refused(adapter: StateDictAdapter, tensors: Tensors, **options: Any) -> set[
 
 def test_everything_that_is_wrong_is_listed_at_once(adapter: StateDictAdapter, tensors: Tensors) -> None:
     up = "model.layers.0.mlp.up_proj.weight"
-    del tensors[PARTS[1]], tensors["model.norm.weight"]
-    del tensors["model.layers.1.mlp.gate_proj.bias"], tensors["model.layers.1.mlp.up_proj.bias"]
+    key = "model.layers.1.self_attn.k_proj.weight"
+    missing = {PARTS[1], "model.norm.weight", "model.layers.1.mlp.up_proj.bias"}
+    for name in missing:
+        del tensors[name]
     tensors[up] = tensors[up][:, :-1]
-    tensors["model.layers.1.self_attn.k_proj.weight"] = tensors["model.layers.1.self_attn.k_proj.weight"].to(torch.int8)
-    tensors["model.layers.2.mlp.up_proj.weight"] = torch.ones(1)
-    tensors["model.layers.1.mlp.gate_up_proj.weight"] = torch.ones(768, 256)
-    second = ", ".join(name.replace("layers.0", "layers.1") for name in PARTS)
+    tensors[key] = tensors[key].to(torch.int8)
+    unexpected = {"model.layers.2.mlp.up_proj.weight", f"{ATTENTION}.qkv_proj.weight"}
+    tensors |= {name: torch.ones(1) for name in unexpected}
     assert refused(adapter, tensors) == {
-        ("partial", f"{PARTS[0]}, {PARTS[2]}"),
-        ("missing", "model.norm.weight"),
-        ("missing", "model.layers.1.mlp.gate_proj.bias, model.layers.1.mlp.up_proj.bias"),
         ("shape", up),
-        ("dtype", second),
-        ("unexpected", "model.layers.2.mlp.up_proj.weight"),
-        ("unexpected", "model.layers.1.mlp.gate_up_proj.weight"),
+        ("dtype", key),
+        *(("missing", name) for name in missing),
+        *(("unexpected", name) for name in unexpected),
     }
-
-
-def test_a_combined_name_is_refused_with_the_names_to_use(adapter: StateDictAdapter, tensors: Tensors) -> None:
-    beside = tensors | {QKV: torch.ones(512, 256)}
-    in_place = {name: tensor for name, tensor in beside.items() if name not in PARTS}
-    assert refused(adapter, beside) == {("unexpected", QKV)}
-    assert refused(adapter, in_place) == {("unexpected", QKV), ("missing", ", ".join(PARTS))}
-    with pytest.raises(StateDictError, match=f"memory only; Hugging Face names are {', '.join(PARTS)}"):
-        adapter.from_hf({QKV: beside[QKV]}, strict=False)
-
-
-def test_what_is_given_in_part_is_refused_even_when_not_strict(adapter: StateDictAdapter, tensors: Tensors) -> None:
-    given = {name: tensors[name] for name in PARTS[1:]}
-    assert refused(adapter, given, strict=False) == {("partial", ", ".join(PARTS[1:]))}
-    with pytest.raises(StateDictError, match=f"fill only a part of {QKV}; {PARTS[0]} is not there"):
-        adapter.from_hf(given, strict=False)
 
 
 def test_an_unknown_name_is_refused_even_when_not_strict(adapter: StateDictAdapter) -> None:
@@ -490,11 +436,12 @@ def test_an_expert_that_is_missing_is_named(moe: PreTrainedModel) -> None:
     ]
     for name in gone:
         del tensors[name]
-    with pytest.raises(StateDictError) as caught:
-        moe.state_dict_adapter.from_hf(tensors)
-    (problem,) = caught.value.problems
-    assert problem.kind == "partial"
-    assert set(re.findall(r"\S+experts\.\d\.w\d\.weight", problem.detail)) == set(gone)
+    for strict in (True, False):
+        with pytest.raises(StateDictError) as caught:
+            moe.state_dict_adapter.from_hf(tensors, strict=strict)
+        (problem,) = caught.value.problems
+        assert problem.kind == "partial"
+        assert set(re.findall(r"\S+experts\.\d\.w\d\.weight", problem.detail)) == set(gone)
 
 
 def test_layouts_may_be_mixed_but_nothing_given_in_both(moe: PreTrainedModel) -> None:
@@ -511,18 +458,12 @@ def test_layouts_may_be_mixed_but_nothing_given_in_both(moe: PreTrainedModel) ->
 
 def test_own_tensors_of_another_model_are_refused(adapter: StateDictAdapter, model: PreTrainedModel) -> None:
     own = dict(model.state_dict())
-    own |= {
-        PARTS[0]: torch.ones(256, 256),
-        "other": torch.ones(1),
-        GATE_UP: own[GATE_UP][1:],
-        "model.norm.weight": torch.ones(()),
-    }
+    own |= {"other": torch.ones(1), PARTS[0]: own[PARTS[0]][1:], "model.norm.weight": torch.ones(())}
     with pytest.raises(StateDictError, match="state dict is not this model's") as caught:
         adapter.to_hf(own)
     assert problems(caught.value) == {
-        ("unexpected", PARTS[0]),
         ("unexpected", "other"),
-        ("shape", GATE_UP),
+        ("shape", PARTS[0]),
         ("shape", "model.norm.weight"),
     }
 
@@ -530,17 +471,18 @@ def test_own_tensors_of_another_model_are_refused(adapter: StateDictAdapter, mod
 # One tensor
 
 
-def test_one_tensor_is_cut_into_its_parts(adapter: StateDictAdapter, model: PreTrainedModel) -> None:
+def test_one_tensor_is_cut_into_the_hubs(moe: PreTrainedModel) -> None:
     # NeMo RL's refit and LoRA sync call this; without it they fall back to the Hugging Face model.
-    tensor = torch.randn(512, 256, dtype=torch.float64)
-    converted = adapter.convert_single_tensor_to_hf(QKV, tensor)
-    assert [name for name, _ in converted] == PARTS
-    for name, part in converted:
-        assert torch.equal(part, tensor[ROWS[name]])
-        assert part.data_ptr() == tensor[ROWS[name]].data_ptr()
-    bias = torch.randn(512)
-    for name, part in adapter.convert_single_tensor_to_hf(f"{ATTENTION}.qkv_proj.bias", bias):
-        assert torch.equal(part, bias[ROWS[name.replace("bias", "weight")]])
+    tensor = torch.randn(moe.get_parameter(EXPERTS_GATE_UP).shape, dtype=torch.float64)
+    width = tensor.shape[1] // 2
+    converted = moe.state_dict_adapter.convert_single_tensor_to_hf(EXPERTS_GATE_UP, tensor)
+    expected = {
+        f"model.layers.0.block_sparse_moe.experts.{expert}.{name}.weight": tensor[expert, rows]
+        for expert in range(4)
+        for name, rows in (("w1", slice(0, width)), ("w3", slice(width, None)))
+    }
+    assert_same(dict(converted), expected)
+    assert all(part.data_ptr() == expected[name].data_ptr() for name, part in converted)
 
 
 @layouts
@@ -554,7 +496,7 @@ def test_one_by_one_is_all_at_once(name: str, layout: Any) -> None:
 
 
 def test_one_tensor_that_is_not_the_models_is_refused(adapter: StateDictAdapter) -> None:
-    for name, kind in (("other", "unexpected"), (PARTS[0], "unexpected"), (QKV, "shape")):
+    for name, kind in (("other", "unexpected"), (PARTS[1], "shape")):
         with pytest.raises(StateDictError) as caught:
             adapter.convert_single_tensor_to_hf(name, torch.ones(256, 256))
         assert problems(caught.value) == {(kind, name)}
@@ -563,9 +505,8 @@ def test_one_tensor_that_is_not_the_models_is_refused(adapter: StateDictAdapter)
 # Layouts that are no plain views
 
 
-@pytest.mark.parametrize("combine", [True, False])
-def test_what_the_hub_packs_is_packed(combine: bool) -> None:
-    model = packed_model(combine=combine)
+def test_what_the_hub_packs_is_packed() -> None:
+    model = packed_model()
     adapter, own = model.state_dict_adapter, model.state_dict()
     exported, stacked = adapter.to_hf(own), adapter.to_hf(own, layout="transformers")
     packed = exported[f"{ATTENTION}.packed.weight"]
@@ -575,14 +516,11 @@ def test_what_the_hub_packs_is_packed(combine: bool) -> None:
     assert_same(adapter.from_hf(stacked), own)
     assert_same(dict(adapter.iter_export(model)), exported)
     assert_same(dict(adapter.iter_export(model, 300_000)), exported)
-    # Combined, the packed tensor is the combined one; else it is joined from three, and no view of any.
-    assert (packed.untyped_storage().data_ptr() in storages(own)) is combine
-    assert (f"{ATTENTION}.packed.weight" in adapter.hf_views(model)) is combine
-    assert (adapter.from_hf(exported).get(QKV) is packed) is combine
+    assert f"{ATTENTION}.packed.weight" not in adapter.hf_views(model)  # it is made of three, and no view of any
 
 
 def test_one_of_several_tensors_that_the_hub_packs_cannot_be_exported_alone() -> None:
-    model = packed_model(combine=False)
+    model = packed_model()
     adapter, own = model.state_dict_adapter, model.state_dict()
     with pytest.raises(ValueError, match=r"packed\.weight is made of .*q_proj.*k_proj.*v_proj.*convert them together"):
         adapter.convert_single_tensor_to_hf(PARTS[1], own[PARTS[1]])
@@ -591,9 +529,6 @@ def test_one_of_several_tensors_that_the_hub_packs_cannot_be_exported_alone() ->
     ] == [PARTS[1]]
     some = {name: own[name] for name in PARTS[:2]}
     assert adapter.to_hf(some) == {}
-    (((name, view),),) = [adapter.parts_of(PARTS[1])]
-    assert name == f"{ATTENTION}.packed.weight"
-    assert view.of(own[PARTS[1]]).shape == own[PARTS[1]].shape
 
 
 def test_permuted_rows_are_copied_out_and_written_back() -> None:
@@ -783,55 +718,6 @@ def test_a_tied_duplicate_is_exported_once() -> None:
         assert "model.embed_tokens.weight" in names
         assert "lm_head.weight" not in names
     assert "lm_head.weight" in adapter.to_hf(model.state_dict())  # as in transformers' state dict
-
-
-# Logical matrices
-
-
-@pytest.mark.parametrize("name", CONFIGS)
-def test_parts_are_the_whole_tensor_each_element_once(name: str) -> None:
-    adapter = StateDictAdapter(CONFIGS[name]())
-    for own, spec in adapter.own.items():
-        count = torch.zeros(spec.shape, dtype=torch.int32)
-        parts = adapter.parts_of(own)
-        assert len({part for part, _ in parts}) == len(parts)
-        for part, view in parts:
-            assert view.parameter == own
-            assert tuple(view.of(count).shape) == adapter.hub[part].shape
-            view.of(count).add_(1)
-        assert count.eq(1).all(), own
-
-
-def test_an_optimiser_can_work_on_the_logical_matrices(adapter: StateDictAdapter, model: PreTrainedModel) -> None:
-    # Muon orthogonalises a matrix's update. That of q, k and v together is not that of each.
-    gradient = torch.randn(512, 256, dtype=torch.float64)
-    update = torch.zeros_like(gradient)
-    for _, view in adapter.parts_of(QKV):
-        u, _, vh = torch.linalg.svd(view.of(gradient), full_matrices=False)
-        view.of(update).copy_(u @ vh)
-    for name, part in adapter.convert_single_tensor_to_hf(QKV, update):
-        square = part @ part.T
-        torch.testing.assert_close(square, torch.eye(len(part), dtype=torch.float64), atol=1e-9, rtol=0)
-        assert name in PARTS
-
-
-def test_parts_of_experts_are_matrices(moe: PreTrainedModel) -> None:
-    parts = moe.state_dict_adapter.parts_of("model.layers.0.mlp.experts.gate_up_proj")
-    assert len(parts) == 8
-    whole = torch.empty(moe.state_dict()["model.layers.0.mlp.experts.gate_up_proj"].shape)
-    assert {tuple(view.of(whole).shape) for _, view in parts} == {(384, 256)}
-
-
-def test_parts_of_what_is_no_tensor(adapter: StateDictAdapter) -> None:
-    for name in ("other", PARTS[0]):
-        with pytest.raises(KeyError, match=f"{name} is no tensor of this model"):
-            adapter.parts_of(name)
-
-
-def test_tables_name_every_tensor_of_transformers(adapter: StateDictAdapter, llama: PreTrainedModel) -> None:
-    assert list(adapter.transformers) == list(llama.state_dict())
-    assert adapter.parts[QKV] == PARTS
-    assert sorted(name for names in adapter.parts.values() for name in names) == sorted(llama.state_dict())
 
 
 @pytest.mark.usefixtures("sandbox")

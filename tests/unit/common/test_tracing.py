@@ -12,6 +12,7 @@ from torch import nn
 from transformers import DeepseekV3Config, PreTrainedModel
 
 from nrl_models import AutoModelForCausalLM
+from nrl_models.common import projections
 from nrl_models.common.tracing import trace_groups
 from nrl_models.families.deepseek_v3.model import DeepseekV3ForCausalLM
 from nrl_models.testing.tiny import tiny_config
@@ -89,13 +90,14 @@ def test_only_plain_linears_count() -> None:
     assert trace_groups(layer, lambda: layer(torch.randn(2, SIZE))) == {"": [("a", "c")]}
 
 
-def test_a_combined_model_has_no_groups_left(llama: PreTrainedModel, input_ids: torch.Tensor) -> None:
+def test_a_model_has_the_groups_that_its_family_declares(llama: PreTrainedModel, input_ids: torch.Tensor) -> None:
     model = AutoModelForCausalLM.from_config(llama.config)
-    assert trace_groups(model, lambda: model(input_ids)) == {}
     found = trace_groups(llama, lambda: llama(input_ids))
     assert found["model.layers.1.self_attn"] == [("q_proj", "k_proj", "v_proj")]
     assert found["model.layers.0.mlp"] == [("gate_proj", "up_proj")]
     assert len(found) == 4
+    assert trace_groups(model, lambda: model(input_ids)) == found
+    assert {owner: [tuple(group.parts)] for owner, _, group in projections.groups_of(model)} == found
 
 
 def test_latent_attention(input_ids: torch.Tensor) -> None:

@@ -1,0 +1,578 @@
+"""Which groups form, and that nobody can tell a group from the linears it computes."""
+
+from __future__ import annotations
+
+import copy
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.func import functional_call, grad, jvp, vmap
+from torch.nn import functional as F
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils.checkpoint import checkpoint
+from toy_attention import (
+    HIDDEN,
+    PARTS,
+    Attention,
+    CombinedAttention,
+    assert_same,
+    combined_from,
+    inputs,
+    matmuls,
+    outcome,
+)
+
+from nrl_models.common import CombinedGateUp, CombinedProjections, CombinedQKV, combine, combine_groups
+from nrl_models.common.projections import LinearGroup, combined_name, groups_of, report
+
+Forward = Callable[[Any, torch.Tensor], torch.Tensor]
+
+
+def pair(forward: Forward) -> tuple[Attention, Any]:
+    """An attention with another `forward`, plain and combined."""
+    torch.manual_seed(0)
+    cls = type("Other", (Attention,), {"forward": forward})
+    plain = cls()
+    return plain, combined_from(plain, type("CombinedOther", (CombinedQKV, cls), {}))
+
+
+# What it is
+
+
+def test_everyone_sees_the_plain_module(plain: Attention, combined: CombinedAttention) -> None:
+    for look in (
+        lambda module: [(name, type(child)) for name, child in module.named_modules() if name],
+        lambda module: [(name, type(one), one.requires_grad) for name, one in module.named_parameters()],
+        lambda module: list(module.state_dict()),
+        lambda module: [name for name, _ in module.named_children()],
+        lambda module: [hasattr(getattr(module, name), "forward") for name in PARTS],
+    ):
+        assert look(combined) == look(plain)
+    assert type(combined.q_proj) is nn.Linear
+    torch.testing.assert_close(dict(combined.state_dict()), dict(plain.state_dict()))
+
+
+def test_a_group_is_found_by_its_name(combined: CombinedAttention) -> None:
+    assert isinstance(combined.qkv_proj, LinearGroup)
+    assert list(groups_of(combined)) == [("", "qkv_proj", combined.qkv_proj)]
+    assert combined.qkv_proj.parts == {name: getattr(combined, name) for name in PARTS}
+    assert repr(combined.qkv_proj) == "LinearGroup(q_proj=12, k_proj=4, v_proj=4)"
+    assert not list(combined.qkv_proj.parameters())
+
+
+# Which groups form
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("layers.0.attention", ["qkv_proj"]),
+        ("layers.0.crossattention", ["k_v_proj"]),  # whose queries read something else
+        ("layers.0.crossattention.self", ["k_v_proj"]),
+        ("layers.0.other", []),
+    ],
+)
+def test_a_group_with_a_place_is_formed_there_only(
+    plain: Attention, x: torch.Tensor, name: str, expected: list[str]
+) -> None:
+    groups = combine_groups("q_proj k_proj v_proj @ 0.attention", "k_proj v_proj @ crossattention")
+    module = copy.deepcopy(plain)
+    module.__class__ = type("Both", (groups, Attention), {})
+    module.combine_projections(name)
+    assert [group for _, group, _ in groups_of(module)] == expected
+    assert_same(plain, module, x, torch.randn_like(x))
+
+
+class Grouped(CombinedProjections, Attention):
+    combined = {"qkv_proj": ("q_proj", "k_proj", "v_proj", "extra_proj")}
+
+
+@pytest.mark.parametrize("absent", [{"v_proj": None}, {}], ids=["none", "missing"])
+def test_a_linear_that_a_layer_lacks_is_left_out(plain: Attention, absent: dict[str, None]) -> None:
+    del plain.v_proj
+    plain.__dict__.update(absent)
+    plain.__class__ = Grouped
+    plain.combine_projections()
+    assert list(plain.qkv_proj.parts) == ["q_proj", "k_proj"]
+    assert report(plain)[0].joined
+
+
+def test_one_linear_alone_is_no_group(plain: Attention) -> None:
+    plain.k_proj = plain.v_proj = None
+    plain.__class__ = Grouped
+    plain.combine_projections()
+    assert not list(groups_of(plain))
+    assert not hasattr(plain, "qkv_proj")
+
+
+def test_combining_twice_changes_nothing(plain: Attention, combined: CombinedAttention, x: torch.Tensor) -> None:
+    group, place = combined.qkv_proj, combined.q_proj.weight.data_ptr()
+    combined.combine_projections()
+    assert combined.qkv_proj is group
+    assert len(combined._groups) == 1
+    assert combined.q_proj.weight.data_ptr() == place
+    assert_same(plain, combined, x)
+
+
+@pytest.mark.parametrize("unlike", ["q_proj", "v_proj"])
+@pytest.mark.parametrize("bias", [True, False])
+def test_those_that_are_alike_in_having_a_bias_form_a_group(x: torch.Tensor, unlike: str, bias: bool) -> None:
+    torch.manual_seed(0)
+    plain = Attention(bias)
+    setattr(plain, unlike, nn.Linear(HIDDEN, getattr(plain, unlike).out_features, bias=not bias))
+    combined = combined_from(plain)
+    assert set(combined.qkv_proj.parts) == set(PARTS) - {unlike}
+    assert matmuls(combined) == 3
+    assert_same(plain, combined, x)
+
+
+def test_groups_whose_calls_alternate(x: torch.Tensor) -> None:
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c, self.d = (nn.Linear(HIDDEN, n) for n in (4, 5, 6, 7))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            other = x * 2
+            return torch.cat([self.a(x), self.c(other), self.b(x), self.d(other)], dim=-1)
+
+    torch.manual_seed(0)
+    plain = Layer()
+    combined = combined_from(plain, type("Combined", (combine(ab=("a", "b"), cd=("c", "d")), Layer), {}))
+    assert_same(plain, combined, x)
+    assert [group.joined for group in report(combined)] == [True, True]
+
+
+def test_gated_mlp(x: torch.Tensor) -> None:
+    class MLP(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate_proj, self.up_proj = nn.Linear(HIDDEN, 24), nn.Linear(HIDDEN, 24)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return F.silu(self.gate_proj(x)) * self.up_proj(x)
+
+    torch.manual_seed(0)
+    plain = MLP()
+    combined = combined_from(plain, type("Combined", (CombinedGateUp, MLP), {}))
+    assert list(combined.gate_up_proj.parts) == ["gate_proj", "up_proj"]
+    assert_same(plain, combined, x)
+
+
+@pytest.mark.parametrize(
+    ("parts", "name"),
+    [
+        (PARTS, "qkv_proj"),
+        (("gate_proj", "up_proj"), "gate_up_proj"),
+        (("q_a_proj", "kv_a_proj"), "q_a_kv_a_proj"),
+        (("wi_0", "wi_1"), "wi_0_wi_1"),
+    ],
+)
+def test_a_group_that_no_family_names_gets_a_name(parts: tuple[str, ...], name: str) -> None:
+    assert combined_name(parts) == name
+    assert combine_groups(" ".join(parts)).combined == {name: parts}
+    assert combine_groups(f"mine: {' '.join(parts)}").combined == {"mine": parts}
+
+
+# What it computes
+
+
+def test_one_matmul_for_a_group(plain: Attention, combined: CombinedAttention, x: torch.Tensor) -> None:
+    assert (matmuls(plain), matmuls(combined)) == (4, 2)
+    assert_same(plain, combined, x)
+
+
+def test_gradients_are_handed_out_without_a_copy(combined: CombinedAttention, x: torch.Tensor) -> None:
+    outcome(combined, x)
+    for kind in ("weight", "bias"):
+        gradients = [getattr(getattr(combined, name), kind).grad for name in PARTS]
+        assert len({gradient.untyped_storage().data_ptr() for gradient in gradients}) == 1
+
+
+def test_parts_with_another_input_compute_on_it(plain: Attention, combined: CombinedAttention, x: torch.Tensor) -> None:
+    for memory in (torch.randn_like(x), x.clone()):  # equal values in another tensor are another input, too
+        assert_same(plain, combined, x, memory)
+
+
+def test_a_part_called_outside_its_owners_forward_computes_itself(combined: CombinedAttention, x: torch.Tensor) -> None:
+    for name in PARTS:
+        assert matmuls(getattr(combined, name)) == 1
+        assert torch.equal(getattr(combined, name)(x), F.linear(x, *getattr(combined, name).parameters()))
+
+
+def test_a_group_called_by_hand(plain: Attention, combined: CombinedAttention, x: torch.Tensor) -> None:
+    expected = tuple(getattr(plain, name)(x) for name in PARTS)
+    torch.testing.assert_close(combined.qkv_proj(x), expected)
+    combined.k_proj.weight.data = combined.k_proj.weight.data.clone()
+    torch.testing.assert_close(combined.qkv_proj(x), expected)
+
+
+def _twice(self: Any, x: torch.Tensor) -> torch.Tensor:
+    first = self.q_proj(x)
+    return torch.cat([first, self.q_proj(x), self.k_proj(x), self.v_proj(x), self.q_proj(x)], dim=-1)
+
+
+def _one_alone(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return self.q_proj(x)
+
+
+def _unused(self: Any, x: torch.Tensor) -> torch.Tensor:
+    q, k, _ = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+    return torch.cat([q, k], dim=-1)
+
+
+def _in_place(self: Any, x: torch.Tensor) -> torch.Tensor:  # as OLMo does
+    q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+    return self.o_proj(torch.cat([q.clamp_(-0.2, 0.2), k, v.mul_(2)], dim=-1))
+
+
+def _by_keyword(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return torch.cat([self.q_proj(input=x), self.k_proj(x), self.v_proj(input=x)], dim=-1)
+
+
+def _loop(self: Any, x: torch.Tensor) -> torch.Tensor:
+    """A layer that runs twice, and once on what it gave."""
+    for _ in range(2):
+        x = self.o_proj(torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], dim=-1))
+    return x
+
+
+def _recursive(self: Any, x: torch.Tensor, depth: int = 2) -> torch.Tensor:
+    """Within its own forward, between the calls of its parts."""
+    q = self.q_proj(x)
+    x = x if depth == 0 else x + self(x, depth - 1)
+    return self.o_proj(torch.cat([q, self.k_proj(x), self.v_proj(x)], dim=-1))
+
+
+def _input_edited(self: Any, x: torch.Tensor) -> torch.Tensor:
+    x = x * 1
+    q, k = self.q_proj(x).detach(), self.k_proj(x).detach()
+    with torch.no_grad():
+        x.mul_(0.5)
+    return torch.cat([q, k, self.v_proj(x)], dim=-1)
+
+
+class Tagged(torch.Tensor):
+    """A tensor of another type."""
+
+
+def _subclassed(self: Any, x: torch.Tensor) -> torch.Tensor:
+    x = x.as_subclass(Tagged)
+    return torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], dim=-1).as_subclass(torch.Tensor)
+
+
+def _around(context: Callable[[], AbstractContextManager[Any]], number: int = 1) -> Forward:
+    """Something set around one part's call."""
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        outputs = []
+        for i, name in enumerate(PARTS):
+            if i == number:
+                with context():
+                    outputs.append(getattr(self, name)(x).float())
+            else:
+                outputs.append(getattr(self, name)(x))
+        return torch.cat(outputs, dim=-1)
+
+    return forward
+
+
+def _checkpointed(number: int, reentrant: bool) -> Forward:
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        outputs = [
+            checkpoint(getattr(self, name), x, use_reentrant=reentrant) if i == number else getattr(self, name)(x)
+            for i, name in enumerate(PARTS)
+        ]
+        return self.o_proj(torch.cat(outputs, dim=-1))
+
+    return forward
+
+
+def _halving() -> saved_tensors_hooks:
+    return saved_tensors_hooks(lambda tensor: tensor / 2, lambda tensor: tensor)
+
+
+FORWARDS: dict[str, Forward] = {
+    "called twice": _twice,
+    "one alone": _one_alone,
+    "an output unused": _unused,
+    "outputs changed in place": _in_place,
+    "input by keyword": _by_keyword,
+    "in a loop": _loop,
+    "recursive": _recursive,
+    "input edited between": _input_edited,
+    "input of a type of its own": _subclassed,
+    "a part without gradients": _around(torch.no_grad),
+    "the first part without gradients": _around(torch.no_grad, 0),
+    "a part under autocast": _around(partial(torch.autocast, "cpu")),
+    "the first part under autocast": _around(partial(torch.autocast, "cpu"), 0),
+    "a part's saved tensors offloaded": _around(save_on_cpu),
+    "a part's saved tensors halved": _around(_halving),
+    "the first part's saved tensors halved": _around(_halving, 0),
+    "a part checkpointed": _checkpointed(1, False),
+    "the first part checkpointed": _checkpointed(0, False),
+    "a part checkpointed, reentrant": _checkpointed(1, True),
+    "the first part checkpointed, reentrant": _checkpointed(0, True),
+}
+
+
+@pytest.mark.parametrize("forward", FORWARDS)
+def test_however_the_owner_calls_its_parts(x: torch.Tensor, forward: str) -> None:
+    plain, combined = pair(FORWARDS[forward])
+    for _ in range(2):  # nothing is remembered of the first time
+        assert_same(plain, combined, x)
+        with torch.no_grad():
+            for parameter in (*plain.parameters(), *combined.parameters()):
+                parameter.mul_(1.5)
+        assert combined.qkv_proj._run is None
+        assert not any("forward" in getattr(combined, name).__dict__ for name in PARTS)
+
+
+def test_first_called_in_inference_mode(plain: Attention, combined: CombinedAttention, x: torch.Tensor) -> None:
+    with torch.inference_mode():
+        output = combined(x)
+        torch.testing.assert_close(output, plain(x))
+    assert output.is_inference()
+    assert_same(plain, combined, x)
+    assert matmuls(combined) == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast(plain: Attention, combined: CombinedAttention, x: torch.Tensor, dtype: torch.dtype) -> None:
+    found = []
+    for module in (combined, plain):
+        with torch.autocast("cpu", dtype):
+            found.append(outcome(module, x))
+    assert combined.q_proj.weight.grad.dtype == torch.float32
+    torch.testing.assert_close(*found, rtol=0.03, atol=0.03)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed_owner(
+    plain: Attention, combined: CombinedAttention, x: torch.Tensor, reentrant: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+    forward = LinearGroup.forward
+    monkeypatch.setattr(LinearGroup, "forward", lambda group, input: calls.append(group) or forward(group, input))
+
+    class Inside(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            def twice(x: torch.Tensor) -> torch.Tensor:
+                return checkpoint(self.inner, x, use_reentrant=reentrant)
+
+            return checkpoint(twice, x, use_reentrant=reentrant)
+
+    assert_same(plain, Inside(combined).inner, x)
+    found = [outcome(Inside(module), x) for module in (combined, plain)]
+    torch.testing.assert_close(*found)
+    assert len(calls) >= 3  # joined when it is computed again, too
+    assert report(combined)[0].joined
+
+
+def test_a_weight_changed_before_the_backward_pass_is_noticed(
+    plain: Attention, combined: CombinedAttention, x: torch.Tensor
+) -> None:
+    for module in (plain, combined):
+        output = module(x.clone().requires_grad_())
+        with torch.no_grad():
+            module.k_proj.weight.mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            output.sum().backward()
+
+
+# What others hang on it
+
+
+def test_global_hooks_see_every_linear(plain: Attention, combined: CombinedAttention, x: torch.Tensor) -> None:
+    for register, edit in (
+        (register_module_forward_pre_hook, lambda module, args: (args[0] * 2,)),
+        (register_module_forward_hook, lambda module, args, output: output * 2),
+    ):
+        seen: list[str] = []
+
+        def hook(module: nn.Module, *given: Any, edit: Any = edit, seen: list[str] = seen) -> Any:
+            if type(module) is not nn.Linear:
+                return None
+            seen.append(str(module))
+            return edit(module, *given)
+
+        handle = register(hook)
+        try:
+            assert_same(plain, combined, x)
+        finally:
+            handle.remove()
+        assert seen[:4] == seen[4:]
+        assert len(seen) == 8
+
+
+def test_hooks_on_the_group_itself(plain: Attention, combined: CombinedAttention, x: torch.Tensor) -> None:
+    seen = []
+    combined.qkv_proj.register_forward_hook(lambda group, args, outputs: seen.append((args[0], len(outputs))))
+    combined(x)
+    assert len(seen) == 1
+    assert seen[0][0] is x
+    assert seen[0][1] == 3
+
+
+def test_nothing_stays_after_an_error(plain: Attention, combined: CombinedAttention, x: torch.Tensor) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("on purpose")
+
+    for module in (combined.qkv_proj, combined.o_proj, combined.v_proj):
+        handle = module.register_forward_pre_hook(fail)
+        with pytest.raises(RuntimeError, match="on purpose"):
+            combined(x)
+        handle.remove()
+        assert combined.qkv_proj._run is None
+        assert not any("forward" in getattr(combined, name).__dict__ for name in PARTS)
+        assert matmuls(combined) == 2
+        assert_same(plain, combined, x)
+
+
+def test_outputs_are_let_go_with_the_last_part(combined: CombinedAttention, x: torch.Tensor) -> None:
+    held = []
+    combined.o_proj.register_forward_pre_hook(lambda *_: held.extend(combined.qkv_proj._run.outputs))
+    combined(x)
+    assert held == [None] * 3
+
+
+# Transformations
+
+
+def test_compiled_without_a_break(plain: Attention, combined: CombinedAttention, x: torch.Tensor) -> None:
+    compiled = torch.compile(combined, fullgraph=True, backend="eager")
+    x = x.clone().requires_grad_()
+    output = compiled(x)
+    torch.testing.assert_close(output, plain(x))
+    assert_same(plain, combined, x)  # what is not compiled goes on as it was
+    assert matmuls(combined) == 2
+
+
+def test_exported(plain: Attention, combined: CombinedAttention, x: torch.Tensor) -> None:
+    exported = torch.export.export(combined, (x,), strict=False)
+    assert set(exported.state_dict) == set(plain.state_dict())
+    torch.testing.assert_close(exported.module()(x), plain(x))
+
+
+def test_called_with_other_weights(plain: Attention, combined: CombinedAttention, x: torch.Tensor) -> None:
+    for changed in (set(PARTS), {"k_proj"}):
+        weights = {name: parameter.detach() * 2 for name, parameter in plain.named_parameters() if name[:6] in changed}
+        results = [functional_call(module, weights, (x,)) for module in (combined, plain)]
+        torch.testing.assert_close(*results)
+    assert_same(plain, combined, x)
+
+
+def _loss(module: nn.Module, weights: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    return functional_call(module, weights, (x,)).square().sum()
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        lambda module, x: vmap(module)(x),
+        lambda module, x: jvp(module, (x,), (torch.ones_like(x),)),
+        lambda module, x: grad(lambda x: module(x).sum())(x),
+        lambda module, x: vmap(grad(partial(_loss, module)), (None, 0))(dict(module.named_parameters()), x),
+        lambda module, x: torch.autograd.functional.hessian(lambda x: module(x).square().sum(), x[0, :1]),
+        lambda module, x: _forward_mode(module, x),
+    ],
+    ids=["vmap", "jvp", "grad", "gradients of each sample", "hessian", "forward mode"],
+)
+def test_functional_transforms(
+    plain: Attention, combined: CombinedAttention, x: torch.Tensor, transform: Callable[[nn.Module, torch.Tensor], Any]
+) -> None:
+    torch.testing.assert_close(transform(combined, x), transform(plain, x))
+
+
+def _forward_mode(module: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
+        return tuple(torch.autograd.forward_ad.unpack_dual(module(dual)))
+
+
+def test_traced(plain: Attention, combined: CombinedAttention, x: torch.Tensor) -> None:
+    with torch.no_grad():
+        traced = torch.jit.trace(combined, x, check_trace=False)
+        torch.testing.assert_close(traced(x * 2), plain(x * 2))
+
+
+# Threads
+
+
+@pytest.fixture
+def eager_switching() -> Iterator[None]:
+    """Threads take turns after next to every instruction."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(interval)
+
+
+@pytest.mark.usefixtures("eager_switching")
+@pytest.mark.parametrize("shared_input", [False, True])
+def test_threads_may_run_one_module(plain: Attention, combined: CombinedAttention, shared_input: bool) -> None:
+    """With and without gradients at once, over one input or several."""
+    rows = [inputs(4) * (1 if shared_input else number) for number in range(1, 9)]
+    given = [rows[0]] * 8 if shared_input else rows
+    expected = [torch.autograd.grad(plain(x).sum(), list(plain.parameters())) for x in given]
+    outputs = [plain(x).detach() for x in given]
+    start, errors = threading.Barrier(len(given)), []
+
+    def run(index: int) -> None:
+        try:
+            start.wait()
+            for _ in range(40):
+                with torch.set_grad_enabled(index % 2 == 0):
+                    output = combined(given[index])
+                torch.testing.assert_close(output.detach(), outputs[index])
+                if index % 2 == 0:
+                    gradients = torch.autograd.grad(output.sum(), list(combined.parameters()))
+                    torch.testing.assert_close(gradients, expected[index])
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(given))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    assert combined.qkv_proj._run is None
+    assert not any("forward" in getattr(combined, name).__dict__ for name in PARTS)
+    assert matmuls(combined) == 2
+
+
+def test_another_threads_forward_may_begin_and_end_within_one(
+    plain: Attention, combined: CombinedAttention, x: torch.Tensor
+) -> None:
+    other, got = torch.randn_like(x), []
+
+    def run_the_other(module: nn.Module, *_: Any) -> None:
+        if threading.current_thread() is threading.main_thread() and type(module) is nn.Linear:
+            thread = threading.Thread(target=lambda: got.append(combined(other)))
+            thread.start()
+            thread.join()
+
+    for register in (register_module_forward_pre_hook, register_module_forward_hook):
+        handle = register(run_the_other)
+        try:
+            output = combined(x)
+        finally:
+            handle.remove()
+        torch.testing.assert_close(output, plain(x))
+    assert len(got) == 8
+    for output in got:
+        torch.testing.assert_close(output, plain(other))
+    assert_same(plain, combined, x)

@@ -1,0 +1,280 @@
+"""Neighbours in memory: made where weights are made or moved, and left alone where somebody else looks at them."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_model
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from toy_attention import (
+    HIDDEN,
+    KV,
+    PARTS,
+    Attention,
+    CombinedAttention,
+    assert_same,
+    combined_from,
+    matmuls,
+)
+
+from nrl_models.common.projections import Buffer, join, own_storage, report
+from nrl_models.common.projections.memory import is_its_own
+
+
+def parameters(module: nn.Module, kind: str) -> list[nn.Parameter]:
+    return [getattr(getattr(module, name), kind) for name in PARTS]
+
+
+# Buffers
+
+
+@pytest.mark.parametrize("kind", ["weight", "bias"])
+def test_parameters_are_rows_of_one_buffer_each_with_a_storage_of_its_own(
+    plain: Attention, combined: CombinedAttention, kind: str
+) -> None:
+    neighbours = parameters(combined, kind)
+    buffer = Buffer.of(neighbours)
+    assert buffer is not None
+    assert torch.equal(buffer.rows, torch.cat(parameters(plain, kind)))
+    place = buffer.rows.data_ptr()
+    for parameter in neighbours:
+        assert type(parameter) is nn.Parameter
+        assert (parameter.data_ptr(), parameter.untyped_storage().nbytes()) == (place, parameter.nbytes)
+        assert parameter.storage_offset() == 0
+        place += parameter.nbytes
+
+
+def test_nobody_takes_neighbours_for_tied_weights(combined: CombinedAttention, tmp_path: Path) -> None:
+    """safetensors drops all but one of the tensors of a storage."""
+    save_model(combined, str(tmp_path / "model.safetensors"))
+    saved = load_file(tmp_path / "model.safetensors")
+    assert saved.keys() == combined.state_dict().keys()
+    torch.testing.assert_close(saved, dict(combined.state_dict()))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.int8, torch.float8_e4m3fn, torch.bool])
+def test_any_dtype_gets_a_storage_of_its_own(dtype: torch.dtype) -> None:
+    whole = torch.arange(24).reshape(6, 4).to(dtype)
+    first, second = Buffer(whole, [2, 4]).neighbours()
+    assert (first.dtype, second.dtype) == (dtype, dtype)
+    assert torch.equal(torch.cat([first.view(torch.uint8), second.view(torch.uint8)]), whole.view(torch.uint8))
+    second.view(torch.uint8).fill_(1)
+    assert whole[2:].view(torch.uint8).eq(1).all()
+
+
+def test_tensors_without_memory_are_given_back() -> None:
+    for tensor in (torch.empty(0, 3), torch.empty(2, 3, device="meta")):
+        assert own_storage(tensor) is tensor
+
+
+def test_a_buffer_is_of_exactly_its_tensors_in_their_order() -> None:
+    tensors = Buffer(torch.randn(9, 4), [3, 3, 3]).neighbours()
+    buffer = Buffer.of(tensors)
+    assert buffer is not None
+    assert Buffer.of([tensor.view(3, 4) for tensor in tensors]) is buffer
+    first, second, third = tensors
+    for others in (
+        [second, first, third],
+        [first, third, second],
+        [first, second],
+        [first, second, third.clone()],
+        [first, second.view(torch.int32), third],
+        [first, second.view(4, 3), third],
+        [first[:2], second, third],
+        [first, second.as_strided((3, 4), (1, 3)), third],
+        [torch.randn(3, 4), second, third],
+    ):
+        assert Buffer.of(others) is None
+
+
+def test_memory_lives_as_long_as_any_neighbour(combined: CombinedAttention, x: torch.Tensor) -> None:
+    buffer = weakref.ref(Buffer.of(parameters(combined, "weight")))
+    expected = combined.v_proj.weight.detach().clone()
+    del combined.q_proj
+    combined.k_proj = nn.Linear(HIDDEN, KV)
+    gc.collect()
+    assert buffer() is not None
+    assert torch.equal(combined.v_proj.weight, expected)
+    combined.v_proj.weight = nn.Parameter(expected)
+    gc.collect()
+    assert buffer() is None
+
+
+def test_whose_memory_it_is() -> None:
+    tensor = torch.randn(3, 4)
+    assert is_its_own(tensor)
+    parameter = nn.Parameter(torch.randn(3, 4))
+    assert is_its_own(parameter)
+    assert not is_its_own(tensor[1:])
+    assert not is_its_own(torch.randn(3, 4).share_memory_())
+    view = tensor.detach()
+    assert not is_its_own(tensor)
+    del view
+    assert is_its_own(tensor)
+
+
+def test_a_groups_weight_is_the_memory_itself_while_it_is_joined(plain: Attention, combined: CombinedAttention) -> None:
+    for kind in ("weight", "bias"):
+        rows = getattr(combined.qkv_proj, kind)
+        assert rows.data_ptr() == getattr(combined.q_proj, kind).data_ptr()
+        assert torch.equal(rows, torch.cat(parameters(plain, kind)))
+        assert not rows.requires_grad
+    combined.k_proj.weight.data = combined.k_proj.weight.data * 2
+    rows = combined.qkv_proj.weight
+    assert rows.data_ptr() != combined.q_proj.weight.data_ptr()
+    assert torch.equal(rows, torch.cat(parameters(combined, "weight")))
+    assert combined_from(Attention(bias=False)).qkv_proj.bias is None
+
+
+# What moves weights
+
+
+@pytest.mark.parametrize(
+    "move",
+    [
+        lambda module: module.half(),
+        lambda module: module.double(),
+        lambda module: module.to(torch.bfloat16),
+        lambda module: nn.ModuleList([module]).double()[0],
+        lambda module: copy.deepcopy(module),
+        lambda module: pickle.loads(pickle.dumps(module)),
+        lambda module: saved_and_loaded(module),
+        lambda module: copy.deepcopy([module.q_proj, module])[1],
+    ],
+    ids=["half", "double", "bfloat16", "parent", "deepcopy", "pickle", "save", "pair"],
+)
+def test_weights_that_were_moved_are_neighbours(
+    plain: Attention, combined: CombinedAttention, x: torch.Tensor, move: Callable[[nn.Module], nn.Module]
+) -> None:
+    kept, objects = combined.state_dict(keep_vars=True), [getattr(combined, name) for name in PARTS]
+    before = {name: tensor.detach().clone() for name, tensor in kept.items()}
+    plain, moved = move(plain), move(combined)
+    if moved is not combined:  # a copy has memory of its own
+        with torch.no_grad():
+            for parameter in moved.parameters():
+                parameter.mul_(2)
+        torch.testing.assert_close({name: tensor.detach() for name, tensor in kept.items()}, before)
+    else:
+        assert [getattr(combined, name) for name in PARTS] == objects
+    moved.load_state_dict(plain.state_dict())
+    assert matmuls(moved) == 2
+    assert report(moved)[0].joined
+    assert_same(plain, moved, x.to(moved.o_proj.weight.dtype))
+
+
+def saved_and_loaded(module: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def test_a_group_made_on_meta_runs_once_it_has_values(plain: Attention, x: torch.Tensor) -> None:
+    with torch.device("meta"):
+        combined = CombinedAttention()
+    assert not report(combined)[0].joined
+    combined.to_empty(device="cpu").load_state_dict(plain.state_dict())
+    assert matmuls(combined) == 2
+    assert_same(plain, combined, x)
+
+
+def test_a_part_copied_alone_is_a_linear_of_its_own(combined: CombinedAttention, x: torch.Tensor) -> None:
+    alone, expected = copy.deepcopy(combined.k_proj), combined(x)
+    assert type(alone) is nn.Linear
+    assert "forward" not in alone.__dict__
+    with torch.no_grad():
+        alone.weight.zero_()
+        alone.bias.fill_(7)
+    assert alone(x).eq(7).all()
+    assert torch.equal(combined(x), expected)
+
+
+# State dicts
+
+
+def test_an_assigned_state_dict_is_joined_when_nobody_else_holds_it(
+    plain: Attention, combined: CombinedAttention, x: torch.Tensor
+) -> None:
+    given = {name: tensor * 2 for name, tensor in plain.state_dict().items()}
+    plain.load_state_dict(given)
+    combined.load_state_dict(given, assign=True)
+    assert matmuls(combined) == 4
+    assert_same(plain, combined, x)
+    # Who wrote the state dict sees what becomes of the model, as with transformers' class.
+    assert all(combined.get_parameter(name).data_ptr() == tensor.data_ptr() for name, tensor in given.items())
+    del given
+    assert matmuls(combined) == 2
+    assert_same(plain, combined, x)
+
+
+def test_a_state_dict_assigned_to_two_models_stays_shared(plain: Attention, x: torch.Tensor) -> None:
+    models = CombinedAttention(), CombinedAttention(), Attention()
+    given = plain.state_dict()
+    for model in models:
+        model.load_state_dict(given, assign=True)
+    del given, plain, model
+    for _ in range(2):
+        with torch.no_grad():
+            models[0].k_proj.weight.mul_(2)
+            models[2].v_proj.bias.add_(1)
+        for model in models[:2]:
+            assert_same(models[2], model, x)
+            assert matmuls(model) == 4
+            assert "somebody else" not in report(model)[0].reason
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, FakeTensorMode])
+def test_weights_are_joined_whatever_is_on_when_it_runs_first(
+    plain: Attention, combined: CombinedAttention, x: torch.Tensor, mode: Callable[[], AbstractContextManager[Any]]
+) -> None:
+    """Generating first, or estimating, must not keep the model from being trained afterwards."""
+    combined.load_state_dict({name: tensor.clone() for name, tensor in plain.state_dict().items()}, assign=True)
+    with mode(**{"allow_non_fake_inputs": True} if mode is FakeTensorMode else {}) as fake:
+        combined(fake.from_tensor(x) if mode is FakeTensorMode else x)
+    assert_same(plain, combined, x)
+    assert matmuls(combined) == 2
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_a_models_own_state_dict_stays_live(combined: CombinedAttention, x: torch.Tensor, assign: bool) -> None:
+    held = combined.state_dict()
+    combined.load_state_dict(held, assign=assign)
+    combined(x)
+    with torch.no_grad():
+        held["k_proj.weight"].zero_()
+        combined.v_proj.weight.fill_(3)
+    assert not combined.k_proj.weight.any()
+    assert held["v_proj.weight"].eq(3).all()
+
+
+def test_shared_memory_is_not_moved(plain: Attention, combined: CombinedAttention, x: torch.Tensor) -> None:
+    combined.share_memory()
+    for _ in range(2):
+        assert_same(plain, combined, x)
+        join(combined)
+        assert all(parameter.is_shared() for parameter in combined.parameters())
+
+
+def test_parameters_stay_the_same_objects(plain: Attention) -> None:
+    before = dict(plain.named_parameters())
+    optimizer = torch.optim.SGD(plain.parameters(), lr=1.0)
+    plain.__class__ = CombinedAttention
+    plain.combine_projections()
+    after = dict(plain.double().named_parameters())
+    assert list(after) == list(before)
+    assert all(after[name] is before[name] for name in before)
+    plain.q_proj.weight.grad = torch.ones_like(plain.q_proj.weight)
+    expected = plain.q_proj.weight.detach() - 1
+    optimizer.step()
+    assert torch.equal(plain.qkv_proj.weight[:12], expected)

@@ -1,0 +1,258 @@
+"""Why a group does not run as one matmul: each reason is told, and the module computes what the plain class does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrize, prune
+from toy_attention import HIDDEN, KV, PARTS, Attention, CombinedAttention, assert_same, combined_from, matmuls
+
+from nrl_models.common import CombinedQKV
+from nrl_models.common.projections import GroupReport, groups_of, join, neighbouring_parameters, report
+
+NAME, MOVED = "qkv_proj", "weights are not side by side in memory"
+
+
+class Scaled(nn.Linear):
+    """A linear that is not plain."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Twice what is expected."""
+        return 2 * super().forward(input)
+
+
+class Halved(nn.Module):
+    """A parametrisation."""
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        """Half the weight."""
+        return weight / 2
+
+
+class Traced(nn.Parameter):
+    """A parameter of another type."""
+
+
+def _replace(**linears: Callable[[], nn.Module]) -> Callable[[Attention], None]:
+    def change(module: Attention) -> None:
+        torch.manual_seed(3)
+        for name, make in linears.items():
+            setattr(module, name, make())
+
+    return change
+
+
+def _share(module: Attention) -> None:
+    module.v_proj.weight = module.k_proj.weight
+
+
+def _subclass(module: Attention) -> None:
+    module.k_proj.__class__ = Scaled
+
+
+def _replaced_forward(module: Attention) -> None:
+    module.v_proj.forward = lambda input: 2 * nn.Linear.forward(module.v_proj, input)
+
+
+def _compiled(module: Attention) -> None:
+    module.q_proj.compile(backend="eager")
+
+
+def _data(module: Attention) -> None:
+    module.k_proj.weight.data = module.k_proj.weight.data * 2
+
+
+def _parameter(module: Attention) -> None:
+    module.k_proj.weight = nn.Parameter(module.k_proj.weight.detach() * 2)
+
+
+def _one_bias(module: Attention) -> None:
+    module.v_proj.register_parameter("bias", None)
+
+
+def _each_cast(module: Attention) -> None:
+    module.apply(lambda child: child.double() if isinstance(child, nn.Linear) else child).float()
+    module.k_proj.double().float()
+
+
+def _transposed(module: Attention) -> None:
+    weight = module.k_proj.weight
+    weight.data = weight.data.t().contiguous().t()
+
+
+def _no_parameter(module: Attention) -> None:
+    for part in (module.q_proj, module.v_proj):
+        values = part.weight.detach() * 2
+        del part.weight
+        part.weight = values
+
+
+def _typed(module: Attention) -> None:
+    module.k_proj.weight = Traced(module.k_proj.weight.detach().clone())
+
+
+CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "subclass": (_subclass, "k_proj is a Scaled"),
+    "replaced": (_replace(k_proj=lambda: nn.Linear(HIDDEN, KV)), "k_proj was replaced"),
+    "two replaced": (
+        _replace(k_proj=lambda: nn.Linear(HIDDEN, KV), v_proj=lambda: Scaled(HIDDEN, KV)),
+        "k_proj, v_proj was replaced",
+    ),
+    "parametrised": (lambda module: parametrize.register_parametrization(module.k_proj, "weight", Halved()), "k_proj"),
+    "pruned": (lambda module: prune.l1_unstructured(module.q_proj, "weight", 0.5), "q_proj has no weight of its own"),
+    "weight norm": (lambda module: nn.utils.parametrizations.weight_norm(module.v_proj), "v_proj is a Param"),
+    "no parameter": (_no_parameter, "q_proj has no weight of its own"),
+    "parameter of a type": (_typed, "the weight of k_proj is a Traced"),
+    "shared": (_share, "parts share a parameter"),
+    "bias removed": (_one_bias, "disagree in having a bias: q_proj True, k_proj True, v_proj False"),
+    "transposed": (_transposed, "the weight of k_proj is not contiguous"),
+    "forward": (_replaced_forward, "the forward of v_proj was replaced"),
+    "compiled": (_compiled, "the forward of q_proj was replaced"),
+    "hook": (lambda module: module.q_proj.register_forward_hook(lambda *_: None), "q_proj has forward hooks"),
+    "hook that edits": (
+        lambda module: module.k_proj.register_forward_hook(lambda module, args, output: output * 2),
+        "k_proj has forward hooks",
+    ),
+    "pre-hook": (
+        lambda module: module.v_proj.register_forward_pre_hook(lambda module, args: (args[0] * 2,)),
+        "v_proj has forward pre hooks",
+    ),
+    "backward hook": (
+        lambda module: module.q_proj.register_full_backward_hook(lambda module, given, _: (given[0] * 2,)),
+        "q_proj has backward hooks",
+    ),
+    "backward pre-hook": (
+        lambda module: module.k_proj.register_full_backward_pre_hook(lambda module, given: (given[0] * 2,)),
+        "k_proj has backward pre hooks",
+    ),
+    "one frozen": (
+        lambda module: module.q_proj.requires_grad_(False),
+        "of some parts only the weight is trained: k_proj, v_proj",
+    ),
+    "one bias frozen": (
+        lambda module: module.k_proj.bias.requires_grad_(False),
+        "of some parts only the bias is trained: q_proj, v_proj",
+    ),
+    "data": (_data, MOVED),
+    "parameter": (_parameter, MOVED),
+    "each cast": (_each_cast, MOVED),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_that_separates_parts(plain: Attention, x: torch.Tensor, change: str) -> None:
+    edit, reason = CHANGES[change]
+    combined = combined_from(plain)
+    assert report(combined) == [GroupReport(NAME, PARTS, True, "")]
+    for module in (plain, combined):
+        edit(module)
+    (found,) = report(combined)
+    assert found.name == NAME
+    assert not found.joined
+    assert reason in found.reason
+    assert_same(plain, combined, x)
+    # Who is trained does not matter where nobody is: matmuls are counted without gradients.
+    assert matmuls(combined) == (2 if "trained" in reason else matmuls(plain))
+    join(combined)
+    assert report(combined)[0].joined == (reason == MOVED)
+    assert_same(plain, combined, x)
+
+
+@pytest.mark.parametrize(
+    ("linear", "reason"),
+    [
+        (lambda: nn.Linear(HIDDEN, KV, dtype=torch.bfloat16), "parts disagree in dtype: q_proj torch.float32, k_proj"),
+        (lambda: nn.Linear(HIDDEN + 1, KV), "parts disagree in input size: q_proj 16, k_proj 16, v_proj 17"),
+        (lambda: nn.Linear(HIDDEN, KV, device="meta"), "the weight of v_proj has no values (it is on meta)"),
+        (lambda: nn.Linear(HIDDEN, 0), "the weight of v_proj is not contiguous, or empty"),
+        (
+            lambda: nn.Linear(HIDDEN, KV).requires_grad_(False),
+            "of some parts only the weight is trained: q_proj, k_proj",
+        ),
+        (lambda: Scaled(HIDDEN, KV), "v_proj is a Scaled"),
+        (lambda: nn.LazyLinear(KV), "v_proj is a LazyLinear"),
+    ],
+    ids=["dtype", "input size", "meta", "empty", "frozen", "subclass", "lazy"],
+)
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+def test_linears_that_do_not_go_together(
+    plain: Attention, x: torch.Tensor, linear: Callable[[], nn.Module], reason: str
+) -> None:
+    """What works with the plain class works; what fails there fails with the same words."""
+    torch.manual_seed(3)
+    plain.v_proj = linear()
+    combined = combined_from(plain)
+    (found,) = report(combined)
+    assert not found.joined
+    assert reason in found.reason
+    results = []
+    for module in (plain, combined):
+        torch.manual_seed(3)
+        try:
+            results.append(module(x))
+        except Exception as error:
+            results.append((type(error), str(error)))
+    if isinstance(results[0], tuple):
+        assert results[1] == results[0]
+    else:
+        torch.testing.assert_close(*results)
+
+
+def test_weights_and_biases_of_two_dtypes_stay_apart(plain: Attention) -> None:
+    for name in PARTS:
+        getattr(plain, name).bias.data = getattr(plain, name).bias.data.double()
+    assert report(combined_from(plain))[0].reason == "weights and biases differ in dtype"
+
+
+def test_parameters_made_in_inference_mode_stay_apart(plain: Attention, x: torch.Tensor) -> None:
+    with torch.inference_mode():
+        combined = CombinedAttention()
+        combined.load_state_dict(plain.state_dict())
+    assert report(combined)[0].reason == "the weight of q_proj was made in inference mode"
+    with torch.no_grad():
+        torch.testing.assert_close(combined(x), plain(x))
+
+
+def test_a_part_its_owner_never_calls_stops_the_group(plain: Attention, x: torch.Tensor) -> None:
+    """What nobody asks for is computed once and not again."""
+
+    class WithoutValues(Attention):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.o_proj(torch.cat([self.q_proj(x), self.k_proj(x), self.k_proj(x)], dim=-1))
+
+    class CombinedWithoutValues(CombinedQKV, WithoutValues):
+        pass
+
+    plain.__class__ = WithoutValues
+    combined = combined_from(plain, CombinedWithoutValues)
+    assert_same(plain, combined, x)
+    assert report(combined)[0].reason == "v_proj did not take its slice when the others did"
+    assert matmuls(combined) == matmuls(plain) == 4
+    assert_same(plain, combined, x)
+
+
+def test_each_group_of_a_model_is_reported_under_its_name(plain: Attention) -> None:
+    layers = nn.ModuleDict({"first": combined_from(plain), "other": plain, "last": combined_from(plain)})
+    layers["last"].v_proj.requires_grad_(False)
+    assert [(group.name, group.joined) for group in report(layers)] == [
+        ("first.qkv_proj", True),
+        ("last.qkv_proj", False),
+    ]
+    assert [(owner, name) for owner, name, _ in groups_of(layers)] == [("first", NAME), ("last", NAME)]
+
+
+def test_names_of_parameters_that_are_to_be_neighbours(plain: Attention) -> None:
+    layers = nn.ModuleDict(
+        {"a": combined_from(plain), "b": combined_from(Attention(bias=False)), "c": combined_from(plain)}
+    )
+    _subclass(layers["c"])  # this one is no more
+    layers["b"].to("meta")  # these get values
+    names = [
+        tuple(f"{owner}.{part}.{kind}" for part in PARTS)
+        for owner, kind in (("a", "weight"), ("a", "bias"), ("b", "weight"))
+    ]
+    assert neighbouring_parameters(layers) == names
