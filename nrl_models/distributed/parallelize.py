@@ -11,6 +11,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers import PreTrainedModel
 
+from nrl_models.common.projections import groups_of
 from nrl_models.distributed.mesh import agree, describe, rank_in, size_of
 from nrl_models.distributed.plan import (
     ParallelPlan,
@@ -25,6 +26,7 @@ from nrl_models.distributed.sharding import Sharding
 from nrl_models.distributed.styles import (
     EXPERT_STYLES,
     TENSOR_STYLES,
+    DividedGroup,
     ExpertsOfThisRank,
     LatentKeys,
     OnLocalTensors,
@@ -128,6 +130,8 @@ class _ModelDivision:
                 become(module, OnLocalTensors)
                 module.summed_over = self.summed_over
                 module.is_unit = type(module).__name__ in self.units
+        for _, _, group in groups_of(self.model):
+            DividedGroup.take_over(group, self.mesh["tp"] if self.tensor else None, self.inner)
 
     def _divide_module(self, name: str, module: nn.Module) -> None:
         style = TENSOR_STYLES[self.tensor.get(name, "replicate")]
