@@ -60,9 +60,9 @@ def equals_one_process(
     return _differences(case_of(architecture, config), checkpointing, sizes)
 
 
-def llama_equals_one_process(config: dict[str, Any], combine: bool = True, **sizes: int) -> dict[str, float]:
+def llama_equals_one_process(config: dict[str, Any], **sizes: int) -> dict[str, float]:
     """The same for a Llama with other values in its configuration."""
-    return _differences(llama_case(config, combine), False, sizes)
+    return _differences(llama_case(config), False, sizes)
 
 
 def _differences(case: FamilyCase, checkpointing: bool, sizes: dict[str, int]) -> dict[str, float]:

@@ -97,7 +97,7 @@ def qlora(architecture: str, folder: str) -> tuple[str, str]:
         return "limited", f"transformers' own class does not train so either: {type(error).__name__}: {error}"
     if not reference:
         return "limited", "has no linear that bitsandbytes quantises"
-    quantised, losses = _train_quantised(case.model_class, case, folder, combine=False)
+    quantised, losses = _train_quantised(case.model_class, case, folder)
     if quantised != reference:
         return "disagrees", f"other linears are quantised: {_some(sorted(set(quantised) ^ set(reference)))}"
     if wanted[-1] == wanted[0]:
