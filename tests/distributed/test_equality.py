@@ -123,6 +123,19 @@ def test_key_value_heads_that_ranks_do_not_divide_are_right_under_fsdp(four: Wor
     assert found["gradients"] <= 1e-5
 
 
+@pytest.mark.parametrize("sizes", [{"fsdp": 4}, {"fsdp": 2, "ep": 2}], ids=["fsdp", "fsdp-ep"])
+def test_experts_that_ranks_do_not_divide_are_right_under_fsdp(four: World, sizes: dict[str, int]) -> None:
+    job = partial(equality.equals_one_process, config={"num_local_experts": 6}, **sizes)
+    assert_equal(four.run(job, "MixtralForCausalLM"))
+
+
+def test_rows_that_ranks_do_not_divide_are_right_under_both(four: World) -> None:
+    odd = {"intermediate_size": 258, "vocab_size": 514}  # 129 and 257 rows a rank of tp, which fsdp does not divide
+    for found in four.run(partial(equality.llama_equals_one_process, fsdp=2, tp=2), odd):
+        assert found["loss"] <= 1e-6
+        assert found["gradients"] <= 1e-5
+
+
 def test_key_value_heads_that_ranks_do_not_divide_are_refused_under_tp(four: World) -> None:
     with pytest.raises(RanksFailedError) as caught:
         four.run(partial(equality.llama_equals_one_process, tp=4), {"num_key_value_heads": 2})

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
@@ -96,9 +95,9 @@ def parts_are_dtensors(config: dict[str, Any], **sizes: int) -> list[tuple[str, 
         if type(linear) is not nn.Linear or name == "lm_head":
             continue
         by_rows = not name.endswith(("o_proj", "down_proj"))
-        placed = {"fsdp": Shard(0 if not by_rows or "tp" not in sizes else 1), "tp": Shard(0 if by_rows else 1)}
         weight, bias = model.get_submodule(name).weight, model.get_submodule(name).bias
-        assert weight.placements == tuple(placed[dim] for dim in sizes), name
+        placed = {dim: placement.dim for dim, placement in zip(sizes, weight.placements, strict=True)}
+        assert placed == {dim: 0 if dim == "fsdp" or by_rows else 1 for dim in sizes}, name
         assert torch.equal(weight.full_tensor(), linear.weight)
         assert torch.equal(bias.full_tensor(), linear.bias)
     return [(group.name, group.joined, group.reason) for group in report(model)]
