@@ -1,8 +1,8 @@
 """Checkpoints for resuming: parameters and optimiser state under Hugging Face names, at any layout.
 
 torch's distributed checkpoint (DCP) does the work: every rank writes its blocks, and loads those it needs at whatever
-layout it then has. Names and shapes are Hugging Face's, so nothing in a checkpoint depends on how projections were
-combined or over which ranks the model was sharded.
+layout it then has. Names and shapes are Hugging Face's, so nothing in a checkpoint depends on over which ranks the
+model was sharded.
 
 A folder has `model/` (safetensors, DCP's Hugging Face storage), `optimizer/` (DCP's own files), `training.json`
 (parameter groups, progress, sizes of files), and the model's configuration. It is moved into place when every rank is
@@ -181,7 +181,7 @@ def load_checkpoint(folder: str | Path, model: PreTrainedModel, optimizer: Optim
         _check_tensors(folder, reader.read_metadata(), {name: one.shape for name, one in exported.items()})
         if optimizer is not None:
             saved_states = FileSystemReader(folder / OPTIMIZER).read_metadata()
-            _check_optimizer(folder, model, optimizer, training, saved_states)
+            _check_optimizer(folder, model, optimizer, training)
     except Exception as caught:
         error = caught
     agree(mesh, f"load {folder}", {"training": training, "adapter": list(adapter.own)}, error)
@@ -260,7 +260,7 @@ def _shards(
     return result
 
 
-# Optimiser state. Each parameter's state is seen as states of the Hugging Face tensors in it.
+# Optimiser state
 
 
 def _parameters(model: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]:
@@ -277,12 +277,9 @@ def _parameters(model: nn.Module, optimizer: Optimizer) -> dict[str, nn.Paramete
     return {names[id(parameter)]: parameter for parameter in given}
 
 
-def _in_memory(model: PreTrainedModel, parameter: str) -> list[HFTensor]:
-    return model.sharding.adapter.tensors_in(parameter, "transformers")
-
-
 def _optimizer_tensors(model: PreTrainedModel, optimizer: Optimizer, *, is_source: bool) -> dict[str, torch.Tensor]:
-    """`{hf name}.{state}` for every state that has a parameter's shape."""
+    """`{parameter}.{state}` for every state that has the parameter's shape."""
+    tensors = model.sharding.adapter.transformers
     result: dict[str, torch.Tensor] = {}
     problems = []
     for name, parameter in _parameters(model, optimizer).items():
@@ -294,11 +291,10 @@ def _optimizer_tensors(model: PreTrainedModel, optimizer: Optimizer, *, is_sourc
                 detail = f"is {shape}, neither a scalar nor of the parameter's shape {tuple(parameter.shape)}"
                 problems.append(Problem("shape", f"{name}: {key}", detail))
                 continue
-            for tensor in _in_memory(model, name):
-                if blocks := blocks_of(tensor, {name: value.detach()}):
-                    result[f"{tensor.name}.{key}"] = ShardOfTensor.of(tensor.shape, blocks, is_source=is_source)
+            if blocks := blocks_of(tensors[name], {name: value.detach()}):
+                result[f"{name}.{key}"] = ShardOfTensor.of(parameter.shape, blocks, is_source=is_source)
     if problems:
-        raise CheckpointError("the optimiser's state cannot be saved under Hugging Face names", problems)
+        raise CheckpointError("the optimiser's state cannot be saved", problems)
     return result
 
 
@@ -309,13 +305,13 @@ def _is_scalar(value: Any) -> bool:
 
 
 def _scalars(model: PreTrainedModel, optimizer: Optimizer) -> dict[str, dict[str, float]]:
-    """For each Hugging Face tensor the scalar states of the parameter that holds it."""
+    """The scalar states of each parameter."""
     result = {}
     for name, parameter in _parameters(model, optimizer).items():
         state = optimizer.state.get(parameter, {})
         scalars = {key: float(_whole(value)) for key, value in state.items() if _is_scalar(value)}
         if state:
-            result |= {tensor.name: scalars for tensor in _in_memory(model, name)}
+            result[name] = scalars
     return result
 
 
@@ -324,14 +320,12 @@ def _whole(value: Any) -> Any:
 
 
 def _groups(model: PreTrainedModel, optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Parameter groups: their options, and the Hugging Face tensors in them."""
+    """Parameter groups: their options, and the names of the parameters in them."""
     names = {id(parameter): name for name, parameter in _parameters(model, optimizer).items()}
     return [
         {
             "options": {key: _json(value) for key, value in group.items() if key != "params"},
-            "tensors": sorted(
-                one.name for parameter in group["params"] for one in _in_memory(model, names[id(parameter)])
-            ),
+            "tensors": sorted(names[id(parameter)] for parameter in group["params"]),
         }
         for group in optimizer.param_groups
     ]
@@ -356,11 +350,10 @@ def _make_states(model: PreTrainedModel, optimizer: Optimizer, training: Mapping
         kinds.setdefault(name, {})[kind] = metadata.properties.dtype  # type: ignore[union-attr]
     optimizer.state.clear()
     for name, parameter in _parameters(model, optimizer).items():
-        first = _in_memory(model, name)[0].name
-        scalars = training["scalars"].get(first, {})
+        scalars = training["scalars"].get(name, {})
         data = parameter.detach()
         state: dict[str, Any] = {key: torch.tensor(value, dtype=torch.float32) for key, value in scalars.items()}
-        for kind, dtype in kinds.get(first, {}).items():
+        for kind, dtype in kinds.get(name, {}).items():
             if isinstance(data, DTensor):
                 state[kind] = over_shard(data, torch.zeros_like(data.to_local(), dtype=dtype))
             else:
@@ -421,9 +414,7 @@ def _check_tensors(folder: Path, saved: Metadata, expected: Mapping[str, tuple[i
         raise CheckpointError(f"{folder} is a checkpoint of another model", problems)
 
 
-def _check_optimizer(
-    folder: Path, model: PreTrainedModel, optimizer: Optimizer, training: Mapping[str, Any], saved: Metadata
-) -> None:
+def _check_optimizer(folder: Path, model: PreTrainedModel, optimizer: Optimizer, training: Mapping[str, Any]) -> None:
     groups = [set(group["tensors"]) for group in _groups(model, optimizer)]
     stored = [set(group["tensors"]) for group in training["groups"]]
     problems = []
@@ -436,14 +427,3 @@ def _check_optimizer(
         problems += [Problem("unexpected", name, f"{where} there, and not here") for name in sorted(theirs - ours)]
     if problems:
         raise CheckpointError(f"{folder} is a checkpoint of another optimiser", problems)
-    kinds: dict[str, set[str]] = {}
-    for key in saved.state_dict_metadata:
-        name, _, kind = key.rpartition(".")
-        kinds.setdefault(name, set()).add(kind)
-    for name in _parameters(model, optimizer):
-        parts = [one.name for one in _in_memory(model, name)]
-        if len({frozenset(kinds.get(part, ())) for part in parts}) > 1:
-            detail = f"have different kinds of state there, and are one parameter here ({name})"
-            problems.append(Problem("partial", ", ".join(parts), detail))
-    if problems:
-        raise CheckpointError(f"{folder} does not fit how projections are combined", problems)

@@ -8,7 +8,7 @@ can go on, and that they see the same, the slices.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
@@ -28,6 +28,7 @@ from nrl_models.common.loading import (
     share_copies,
 )
 from nrl_models.common.pretrained import Prepared
+from nrl_models.common.projections import Buffer, join, neighbouring_parameters
 from nrl_models.common.views import HFTensor, Piece, apply_steps
 from nrl_models.distributed.mesh import agree, check_mesh, gather_over
 from nrl_models.distributed.parallelize import divide_data, divide_model
@@ -111,6 +112,7 @@ def _fill(prepared: Prepared, fit: Fit) -> None:
     model, files, device = prepared.model, prepared.files, prepared.device
     sharding: Sharding = model.sharding
     own = sharding.own_tensors(model)
+    laid = _neighbouring_shards(model, fit, own, device)
     shards: dict[str, torch.Tensor] = {}
     jobs: list[tuple[StoredTensor, list[tuple[Piece, Block]]]] = []
     wanted: dict[str, list[tuple[Piece, Block]]] = {}
@@ -120,7 +122,7 @@ def _fill(prepared: Prepared, fit: Fit) -> None:
         meta = own_block(whole)
         # Where FSDP offloads, its shards are on the CPU.
         place = torch.device("cpu") if sharding.plan.offload and isinstance(whole, DTensor) else device
-        shard = torch.empty(meta.shape, dtype=fit.dtypes[name], device=place)
+        shard = laid[name] if name in laid else torch.empty(meta.shape, dtype=fit.dtypes[name], device=place)
         shards[name] = over_shard(whole, shard) if isinstance(whole, DTensor) else shard
         for key, target in sources:
             targets[key] = target
@@ -151,9 +153,28 @@ def _fill(prepared: Prepared, fit: Fit) -> None:
         tied = model.get_submodule(kept_owner)._parameters[kept_attribute]
         model.get_submodule(owner)._parameters[attribute] = tied
     move_buffers(model, device)
+    join(model)
     unwritten = [name for name, tensor in model.state_dict(keep_vars=True).items() if tensor.device.type == "meta"]
     if unwritten:  # cannot happen: matching has accounted for every tensor
         raise AssertionError(f"not written: {', '.join(unwritten)}")
+
+
+def _neighbouring_shards(
+    model: PreTrainedModel, fit: Fit, own: Mapping[str, torch.Tensor], device: torch.device
+) -> dict[str, torch.Tensor]:
+    """Memory for this rank's shards of parameters that are to be neighbours, by name. `fsdp` keeps its own."""
+    result: dict[str, torch.Tensor] = {}
+    if "fsdp" in model.sharding.mesh.mesh_dim_names:
+        return result
+    for names in neighbouring_parameters(model):
+        if any(name not in fit.found.sources for name in names):
+            continue
+        shapes = [own_block(own[name]).shape for name in names]
+        if len({(*shape[1:], fit.dtypes[name]) for name, shape in zip(names, shapes, strict=True)}) == 1:
+            lengths = [shape[0] for shape in shapes]
+            rows = torch.empty(sum(lengths), *shapes[0][1:], dtype=fit.dtypes[names[0]], device=device)
+            result.update(zip(names, Buffer(rows, lengths).neighbours(), strict=True))
+    return result
 
 
 def _initialise_missing(model: PreTrainedModel, fit: Fit, device: torch.device) -> None:

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers import PreTrainedModel
 
+from nrl_models.common.projections import groups_of
 from nrl_models.distributed.mesh import agree, describe, rank_in, size_of
 from nrl_models.distributed.plan import (
     ParallelPlan,
@@ -25,6 +26,7 @@ from nrl_models.distributed.sharding import Sharding
 from nrl_models.distributed.styles import (
     EXPERT_STYLES,
     TENSOR_STYLES,
+    DividedGroup,
     ExpertsOfThisRank,
     LatentKeys,
     OnLocalTensors,
@@ -128,6 +130,8 @@ class _ModelDivision:
                 become(module, OnLocalTensors)
                 module.summed_over = self.summed_over
                 module.is_unit = type(module).__name__ in self.units
+        for _, _, group in groups_of(self.model):
+            DividedGroup.take_over(group, self.mesh["tp"] if self.tensor else None, self.inner)
 
     def _divide_module(self, name: str, module: nn.Module) -> None:
         style = TENSOR_STYLES[self.tensor.get(name, "replicate")]
@@ -228,13 +232,12 @@ def divide_data(model: PreTrainedModel, sharding: Sharding) -> None:
     if "fsdp" not in (mesh.mesh_dim_names or ()):
         return
     ranks = size_of(mesh, "fsdp")
-    dims = {id(parameter): _data_dim(parameter, ranks) for parameter in model.parameters()}
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if plan.offload else OffloadPolicy()
     options = {
         "mesh": mesh["fsdp"],
         "mp_policy": MixedPrecisionPolicy(param_dtype=plan.param_dtype, reduce_dtype=plan.reduce_dtype),
-        "shard_placement_fn": lambda parameter: Shard(dims[id(parameter)]),
         "offload_policy": offload,
+        "shard_placement_fn": lambda parameter: _placement(parameter, ranks),
     }
     units = [one for one in model.modules() if type(one).__name__ in (plan.units or ()) and one is not model]
     owners: dict[int, set[int]] = {}
@@ -255,16 +258,16 @@ def _keeps_its_weights(unit: nn.Module, owners: Mapping[int, set[int]]) -> bool:
     return bool(ids) and all(owners[one] <= inside for one in ids)
 
 
-def _data_dim(parameter: nn.Parameter, ranks: int) -> int:
-    """The dimension of a parameter that `fsdp` divides.
+def _placement(parameter: nn.Parameter, ranks: int) -> Shard | None:
+    """The dimension of a parameter that `fsdp` divides; None leaves it to torch: the first, unevenly if need be.
 
-    The first, which is what FSDP gathers without a copy: rows. But stacks of experts along their features, and what
-    `tp` or `ep` divides along its rows along another.
+    But a stack of experts is divided along their features where ranks do not divide the number of experts: of fewer
+    experts than ranks some ranks would have nothing, and the others more than their share.
     """
-    taken = (
-        {one.dim for one in parameter.placements if isinstance(one, Shard)} if isinstance(parameter, DTensor) else ()
-    )
-    others = [
-        dim for dim in reversed(range(1, parameter.ndim)) if dim not in taken and parameter.shape[dim] % ranks == 0
-    ]
-    return others[0] if (0 in taken or parameter.ndim > 2) and others else 0
+    taken, local = set(), parameter
+    if isinstance(parameter, DTensor):
+        taken, local = {one.dim for one in parameter.placements if isinstance(one, Shard)}, parameter.to_local()
+    if parameter.ndim < 3 or len(local) % ranks == 0:
+        return None
+    even = [dim for dim in reversed(range(1, parameter.ndim)) if dim not in taken and local.shape[dim] % ranks == 0]
+    return Shard(even[0]) if even else None

@@ -46,6 +46,7 @@ class Sharding:
         """Take note of the model's tensors. Before `fsdp`, which changes the names of classes."""
         self.adapter = StateDictAdapter(model)
         model.sharding = self
+        model.register_load_state_dict_pre_hook(_fill_shards)
 
     def hf_views(self, model: nn.Module, layout: Layout) -> dict[str, torch.Tensor]:
         """Live Hugging Face tensors as DTensors, see `StateDictAdapter.hf_views`."""
@@ -69,10 +70,11 @@ class Sharding:
         """Write a plain Hugging Face checkpoint, see `FamilyModel.save_pretrained`."""
         save_pretrained(model, folder, max_shard_size=max_shard_size, **options)
 
-    def local_state_dict(self, model: nn.Module, state_dict: dict[str, torch.Tensor], prefix: str = "") -> list[str]:
-        """Replace whole tensors under Hugging Face names by shards of the model's own, see `fill_from_hf_names`."""
-        return fill_shards(self, model, state_dict, prefix)
-
     def own_tensors(self, model: nn.Module) -> dict[str, torch.Tensor]:
         """The model's own tensors, detached: DTensors, and buffers as they are."""
         return {name: tensor.detach() for name, tensor in model.state_dict(keep_vars=True).items()}
+
+
+def _fill_shards(model: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Before a model loads a state dict: take this rank's shards of the whole tensors in it."""
+    fill_shards(model.sharding, model, state_dict, prefix)

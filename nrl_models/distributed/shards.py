@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -11,7 +11,6 @@ from torch.distributed.tensor import DTensor
 
 from nrl_models.common.blocks import Block, through
 from nrl_models.common.views import HFTensor
-from nrl_models.errors import Problem, StateDictError
 
 if TYPE_CHECKING:
     from nrl_models.distributed.sharding import Sharding
@@ -71,68 +70,24 @@ def over_shard(whole: DTensor, local: torch.Tensor) -> DTensor:
     )
 
 
-def fill_shards(sharding: Sharding, model: nn.Module, state_dict: dict[str, torch.Tensor], prefix: str) -> list[str]:
-    """Replace, in `state_dict`, tensors under Hugging Face names by shards of the model's own.
+def fill_shards(sharding: Sharding, model: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
+    """Replace, in `state_dict`, whole tensors by DTensors with this rank's shards of them. Nothing is communicated.
 
-    Nothing is communicated, unless a given tensor is itself a DTensor. What is given in part keeps the model's
-    values for the rest.
+    What does not fit stays as it is: torch says so when it loads.
 
     Args:
         sharding: the model's.
         model: the model that will load `state_dict`.
-        state_dict: changed in place: whole tensors by Hugging Face name. Other names stay.
+        state_dict: changed in place.
         prefix: what stands before every name of this model.
-
-    Returns:
-        The Hugging Face names of tensors that share a parameter with given ones, and are not given.
-
-    Raises:
-        StateDictError: shapes that do not fit, or a tensor given both combined and in parts.
     """
     own = sharding.own_tensors(model)
-    adapter = sharding.adapter
-    # A DTensor under an own name is loaded by torch. Whole tensors are Hugging Face's, whatever name they share.
-    given = {
-        key.removeprefix(prefix): key
-        for key, value in state_dict.items()
-        if key.startswith(prefix)
-        and not (isinstance(value, DTensor) and key.removeprefix(prefix) in own)
-        and not (key.removeprefix(prefix) in own and not isinstance(own[key.removeprefix(prefix)], DTensor))
-    }
-    table = adapter.hub | adapter.transformers
-    targets = {key: table[name] for name, key in given.items() if name in table}
-    problems = [
-        Problem("unexpected", key, "is a combined tensor, whose rows depend on how the model is sharded")
-        for name, key in given.items()
-        if name in own and name not in table
-    ]
-    problems += [
-        Problem("shape", key, f"has shape {tuple(state_dict[key].shape)}, the model expects {target.shape}")
-        for key, target in targets.items()
-        if tuple(state_dict[key].shape) != target.shape
-    ]
-    problems += [
-        Problem("duplicated", key, f"is a part of {prefix + name}, which is given too")
-        for key, target in targets.items()
-        for name in target.parameters
-        if prefix + name in state_dict and prefix + name != key
-    ]
-    if problems:
-        advice = ["give whole tensors under Hugging Face names (state_dict_adapter.iter_export), or DTensors"]
-        raise StateDictError(f"state dict does not fit {type(model).__name__.removeprefix('FSDP')}", problems, advice)
-    filled: dict[str, torch.Tensor] = {}
-    for key, target in targets.items():
-        value = state_dict.pop(key)
-        value = value.full_tensor() if isinstance(value, DTensor) else value
-        for name in target.parameters:
-            if name not in filled:
-                whole = own[name]
-                copy = whole.to_local().clone() if isinstance(whole, DTensor) else whole.clone()
-                filled[name] = over_shard(whole, copy) if isinstance(whole, DTensor) else copy
-        for block in blocks_of(target, filled):
-            block.take_from(value)
-    state_dict |= {prefix + name: tensor for name, tensor in filled.items()}
-    names = {target.name for target in targets.values()}
-    layout = "transformers" if names <= adapter.transformers.keys() else "hub"
-    inside = {target.name for name in filled for target in adapter.tensors_in(name, layout)}
-    return [prefix + name for name in sorted(inside - names)]
+    for name, target in sharding.adapter.transformers.items():
+        value, whole = state_dict.get(prefix + name), own[name]
+        if not isinstance(whole, DTensor) or not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
+            continue
+        if value.shape == whole.shape:
+            shard = over_shard(whole, torch.empty_like(whole.to_local(), dtype=value.dtype))
+            for block in blocks_of(target, {name: shard}):
+                block.take_from(value)
+            state_dict[prefix + name] = shard

@@ -18,13 +18,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, wraps
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn import functional as F
+
+from nrl_models.common.projections import LinearGroup
 
 
 def entering(tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
@@ -63,20 +65,36 @@ class _Parallel(nn.Module):
     ep_mesh: DeviceMesh
 
 
-class Colwise(_Parallel):
-    """A linear with its share of the output features."""
+class LinearOfWholeInput(_Parallel):
+    """A linear that reads an input which every rank has whole: what a group of projections may have for a part.
+
+    Attributes:
+        is_divided: whether ranks compute different features, so that each has a share of the input's gradient.
+    """
+
+    is_divided: ClassVar[bool] = False
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """`input` `(..., I)`, the same on every rank. Returns `(..., O / ranks)`."""
-        return super().forward(entering(input, self.tp_mesh))
+        """`input` `(..., I)`, the same on every rank. Returns what `exchange` says."""
+        return self.exchange(super().forward(entering(input, self.tp_mesh) if self.is_divided else input))
+
+    def exchange(self, output: torch.Tensor) -> torch.Tensor:
+        """What this module returns of the linear's `output`."""
+        return output
+
+
+class Colwise(LinearOfWholeInput):
+    """A linear with its share of the output features: returns `(..., O / ranks)`."""
+
+    is_divided = True
 
 
 class ColwiseGathered(Colwise):
-    """A linear with its share of the output features, which are then gathered."""
+    """A linear with its share of the output features, which are then gathered: returns `(..., O)`."""
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """`input` `(..., I)`, the same on every rank. Returns `(..., O)`, the same too."""
-        return _gathered(super().forward(input), self.tp_mesh)
+    def exchange(self, output: torch.Tensor) -> torch.Tensor:
+        """`output`: `(..., O / ranks)`. Returns all ranks' features."""
+        return _gathered(output, self.tp_mesh)
 
 
 class Rowwise(_Parallel):
@@ -125,7 +143,7 @@ class SummedOutput(_Parallel):
         return leaving(super().forward(*args, **kwargs), self.tp_mesh)
 
 
-class LatentKeys(_Parallel):
+class LatentKeys(LinearOfWholeInput):
     """The projection to the keys' latents of multi-head latent attention, which every rank has whole.
 
     Its rotary part goes to each rank's heads directly, so that its gradient there is a share; the rest passes
@@ -137,9 +155,8 @@ class LatentKeys(_Parallel):
 
     rotary_features: int
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """`input` `(..., I)`, the same on every rank. Returns `(..., O)`, the same too."""
-        output = super().forward(input)
+    def exchange(self, output: torch.Tensor) -> torch.Tensor:
+        """`output`: `(..., O)`, the same on every rank. Returns the same values."""
         latent, rotary = output.split([output.shape[-1] - self.rotary_features, self.rotary_features], dim=-1)
         return torch.cat([latent, entering(rotary, self.tp_mesh)], dim=-1)
 
@@ -337,5 +354,81 @@ def _mixed(cls: type[nn.Module], mixins: tuple[type[nn.Module], ...]) -> type[nn
         return super(mixed, self).forward(*args, **kwargs)
 
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    mixed = type(cls.__name__, (*mixins, cls), names | {"forward": forward, "mixed_into": cls})
+    mixed = type(cls.__name__, (*mixins, cls), names | {"forward": forward, "mixed_into": cls, "mixins": mixins})
     return mixed
+
+
+class DividedGroup(LinearGroup):
+    """A group of projections whose parts are DTensors, computed on local tensors.
+
+    The input enters the divided region once for all parts that are divided, so that its gradient is summed once.
+    This rank's shares of the weights are neighbours in memory, unless `fsdp` has them.
+
+    Attributes:
+        tp_mesh: the ranks that divide parts; None if none is divided.
+        held_over: the mesh of the parts' DTensors. `fsdp` divides them over another, and keeps their memory itself.
+        always_answers: whether a part is divided.
+    """
+
+    tp_mesh: DeviceMesh | None
+    held_over: DeviceMesh
+
+    @staticmethod
+    def take_over(group: LinearGroup, tp_mesh: DeviceMesh | None, held_over: DeviceMesh) -> None:
+        """Let a group be one of these, if its parts are linears that read a whole input; else its parts stay alone."""
+        parts = group.parts.values()
+        if not all(_is_linear_of_whole_input(type(part)) for part in parts):
+            return
+        group.__class__ = DividedGroup
+        group.tp_mesh, group.held_over = tp_mesh, held_over
+        group.always_answers = any(getattr(part, "is_divided", False) for part in parts)
+        group.accept_classes()
+        group.join()
+
+    def forward(self, input: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """`input`: `(..., I)`, the same on every rank. Returns what each part returns."""
+        return tuple(
+            part.exchange(output) if isinstance(part, LinearOfWholeInput) else output
+            for part, output in zip(self.parts.values(), super().forward(input), strict=True)
+        )
+
+    def inputs_of_parts(self, input: torch.Tensor) -> list[torch.Tensor]:
+        """The input, entered once for all parts that are divided."""
+        if not self.always_answers:
+            return super().inputs_of_parts(input)
+        assert self.tp_mesh is not None
+        entered = entering(input, self.tp_mesh)
+        return [entered if getattr(part, "is_divided", False) else input for part in self.parts.values()]
+
+    def begin(self) -> bool:
+        """Answer the parts' calls, if a module around them has exchanged parameters for local tensors."""
+        parameters = [parameter for part in self.parts.values() for parameter in part._parameters.values()]
+        return not any(isinstance(parameter, DTensor) for parameter in parameters) and super().begin()
+
+    def join(self) -> bool:
+        """Lay this rank's shares of the weights side by side, see `LinearGroup.join`."""
+        if any(type(part._parameters["weight"]) is torch.Tensor for part in self.parts.values()):
+            return True  # exchanged at present
+        return super().join()
+
+    def memory_of(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """This rank's share of a DTensor."""
+        if isinstance(parameter, DTensor):
+            return parameter._local_tensor if parameter.device_mesh == self.held_over else None
+        return super().memory_of(parameter)
+
+    def lay(self, parameter: torch.Tensor, neighbour: torch.Tensor) -> None:
+        """Let a DTensor have `neighbour` for this rank's share."""
+        if isinstance(parameter, DTensor):
+            parameter._local_tensor = neighbour
+        else:
+            super().lay(parameter, neighbour)
+
+
+def _is_linear_of_whole_input(cls: type[nn.Module]) -> bool:
+    """Whether a class is `nn.Linear` with nothing mixed in but what a group knows how to do."""
+    while "mixed_into" in vars(cls):
+        if not all(issubclass(mixin, LinearOfWholeInput | OnLocalTensors) for mixin in cls.mixins):
+            return False
+        cls = cls.mixed_into
+    return cls is nn.Linear

@@ -28,7 +28,7 @@ _MEANING = (
     'FSDP2, TP and EP stand for loading over two processes with `plan="auto"`: exported weights bit for bit those of '
     "the checkpoint, loss and gradients of a step those of one process. `refused` is refused before anything is read, "
     "for the reason on the family's page; EP is for models with experts. QLoRA stands for training adapters on a "
-    "checkpoint in 4 bits against transformers' own class."
+    "checkpoint in 4 bits, against transformers' own class."
 )
 
 MOST = 400

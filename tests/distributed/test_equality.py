@@ -104,13 +104,16 @@ def test_the_foundation_is_refused_nothing_but_experts_it_lacks(two: World, four
     two.run(partial(equality.accepts, ep=2), ["MixtralForCausalLM", "GptOssForCausalLM", "DeepseekV3ForCausalLM"])
 
 
-# What went wrong elsewhere: see the research notes on combined projections.
-
-
 @pytest.mark.parametrize("sizes", [{"tp": 2}, {"fsdp": 2}, {"fsdp": 2, "tp": 2}], ids=["tp", "fsdp", "fsdp-tp"])
-def test_parts_are_shards_of_their_hugging_face_tensors(two: World, four: World, sizes: dict[str, int]) -> None:
+def test_each_projection_is_sharded_by_its_own_rule(two: World, four: World, sizes: dict[str, int]) -> None:
     world = four if len(sizes) == 2 else two
-    world.run(partial(equality.parts_are_dtensors, **sizes), {"attention_bias": True})
+    for groups in world.run(partial(equality.parts_are_dtensors, **sizes), {"attention_bias": True, "mlp_bias": True}):
+        assert len(groups) == 4
+        for _, joined, reason in groups:
+            assert joined == ("fsdp" not in sizes)
+            assert (
+                reason == ("" if joined else "the weight of q_proj is a DTensor") or "gate_proj is a DTensor" in reason
+            )
 
 
 @pytest.mark.parametrize("heads", [1, 2])
@@ -118,6 +121,19 @@ def test_key_value_heads_that_ranks_do_not_divide_are_right_under_fsdp(four: Wor
     (found, *_) = four.run(partial(equality.llama_equals_one_process, fsdp=4), {"num_key_value_heads": heads})
     assert found["loss"] <= 1e-6
     assert found["gradients"] <= 1e-5
+
+
+@pytest.mark.parametrize("sizes", [{"fsdp": 4}, {"fsdp": 2, "ep": 2}], ids=["fsdp", "fsdp-ep"])
+def test_experts_that_ranks_do_not_divide_are_right_under_fsdp(four: World, sizes: dict[str, int]) -> None:
+    job = partial(equality.equals_one_process, config={"num_local_experts": 6}, **sizes)
+    assert_equal(four.run(job, "MixtralForCausalLM"))
+
+
+def test_rows_that_ranks_do_not_divide_are_right_under_both(four: World) -> None:
+    odd = {"intermediate_size": 258, "vocab_size": 514}  # 129 and 257 rows a rank of tp, which fsdp does not divide
+    for found in four.run(partial(equality.llama_equals_one_process, fsdp=2, tp=2), odd):
+        assert found["loss"] <= 1e-6
+        assert found["gradients"] <= 1e-5
 
 
 def test_key_value_heads_that_ranks_do_not_divide_are_refused_under_tp(four: World) -> None:
@@ -147,10 +163,9 @@ def test_a_vocabulary_that_ranks_do_not_divide_stays_whole(two: World) -> None:
         assert found["gradients"] <= 1e-5
 
 
-@pytest.mark.parametrize("combine", [True, False], ids=["combined", "separate"])
-def test_features_that_ranks_do_not_divide_are_right_under_fsdp(four: World, combine: bool) -> None:
+def test_features_that_ranks_do_not_divide_are_right_under_fsdp(four: World) -> None:
     odd = {"hidden_size": 258, "num_attention_heads": 6, "num_key_value_heads": 3, "attention_bias": True}
-    (found, *_) = four.run(partial(equality.llama_equals_one_process, fsdp=4), odd, combine)
+    (found, *_) = four.run(partial(equality.llama_equals_one_process, fsdp=4), odd)
     assert found["loss"] <= 1e-6
     assert found["gradients"] <= 1e-5
 
@@ -174,6 +189,46 @@ def test_generation_is_the_same(two: World) -> None:
         two.run(partial(equality.generates_as_one_process, **sizes), "Gemma3ForCausalLM")
 
 
-def test_other_shardings_of_combined_rows_are_named_when_a_part_is_asked_for(two: World) -> None:
-    """As accelerate shards: right in the forward, but no part is a view of a rank's rows."""
-    two.run(equality.plain_fully_shard)
+# What torch shards by itself, and what data parallelism does
+
+
+@pytest.mark.parametrize("architecture", ["Qwen2ForCausalLM", "Gemma3ForCausalLM"])
+def test_torchs_own_fully_shard_gives_what_transformers_gives(two: World, architecture: str) -> None:
+    """Loss, gradients, and names in the full state dicts of the model and of its optimiser."""
+    two.run(equality.plain_fully_shard, architecture)
+
+
+def test_data_parallel_gradients_are_those_of_one_process(two: World) -> None:
+    two.run(equality.data_parallel, "Qwen2ForCausalLM")
+
+
+# What tensor parallelism exchanges and computes
+
+
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen2ForCausalLM"])
+def test_a_groups_input_enters_once_and_is_multiplied_once(two: World, architecture: str) -> None:
+    for groups in two.run(partial(equality.collectives, tp=2), architecture):
+        assert len(groups) == 2
+        for group in groups:
+            assert group["forward"] == {"matmuls": 1, "all_reduce": 0}
+            assert group["backward"] == {"matmuls": 2, "all_reduce": 1}  # of the input's gradient and all weights'
+
+
+def test_a_groups_input_enters_once_where_fsdp_has_the_weights(four: World) -> None:
+    """Each part computes itself then, and the input's gradient is still summed once."""
+    for groups in four.run(partial(equality.collectives, fsdp=2, tp=2), "LlamaForCausalLM"):
+        for group, parts in zip(groups, (3, 2), strict=True):
+            assert group["forward"] == {"matmuls": parts, "all_reduce": 0}
+            assert group["backward"]["matmuls"] == 2 * parts
+            assert group["backward"]["all_reduce"] == 1
+
+
+def test_a_step_exchanges_what_megatron_does(two: World) -> None:
+    for forward, backward in two.run(partial(equality.whole_step_collectives, tp=2), "LlamaForCausalLM"):
+        # Each layer's attention and MLP are left once and entered once; words are left, and the head is entered.
+        assert forward == {"all_reduce": 2 * 2 + 1, "all_gather_into_tensor": 1}  # the logits
+        assert backward == {"all_reduce": 2 * 2 + 1}
+
+
+def test_an_update_of_a_part_is_seen_by_the_joined_matmul(two: World) -> None:
+    two.run(partial(equality.rows_are_the_parts_own, tp=2))

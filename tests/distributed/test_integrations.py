@@ -1,4 +1,4 @@
-"""The packages people train with, run for real on combined models: what they compute is what they compute without."""
+"""The packages people train with, run for real: what they compute is what they compute with transformers' models."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from world import World
 
 from nrl_models import AutoModelForCausalLM
-from nrl_models.common import CombinedLinear, ProjectionPart
+from nrl_models.common.projections import report
 
 SCRIPTS = Path(__file__).parent / "scripts"
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -145,17 +145,13 @@ def test_lora_under_tensor_parallelism_is_refused(two: World, checkpoint: Path, 
         assert "LoRA adapters, which tp does not divide" in text
 
 
-def test_qlora_with_bitsandbytes_goes_through_uncombined_linears(checkpoint: Path, tmp_path: Path) -> None:
+def test_qlora_with_bitsandbytes(checkpoint: Path, tmp_path: Path) -> None:
     bitsandbytes = pytest.importorskip("bitsandbytes")
     peft = pytest.importorskip("peft")
     from transformers import BitsAndBytesConfig
 
-    from nrl_models.errors import CheckpointError
-
     config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
-    with pytest.raises(CheckpointError, match="pass combine=False"):
-        AutoModelForCausalLM.from_pretrained(checkpoint, quantization_config=config)
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, quantization_config=config, combine=False)
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, quantization_config=config)
     assert isinstance(model.model.layers[0].self_attn.q_proj, bitsandbytes.nn.Linear4bit)
     model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
     optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=1e-2)
@@ -346,14 +342,6 @@ def test_a_sharded_run_goes_on_from_its_checkpoint(ran: dict[str, Ran], run: str
     assert again.of("loss") == pytest.approx(ran[run].of("loss"), abs=1e-6)
 
 
-def test_optimizer_states_in_transformers_layout_are_refused_of_a_sharded_model(two: World) -> None:
-    from test_loading import refused
-
-    for kind, text in refused(two, partial(integrations.keeps_states_in_transformers_layout, fsdp=2)):
-        assert kind == "ValueError"
-        assert "save_checkpoint keeps them under Hugging Face names" in text
-
-
 @pytest.mark.parametrize("sharded_by", ["accelerate", "us"])
 @pytest.mark.parametrize("kind", ["sft", "grpo"])
 def test_trl_on_a_sharded_model_trains_as_on_transformers_own(
@@ -378,14 +366,6 @@ def test_layers_compiled_one_by_one_compute_the_same(two: World, sizes: dict[str
         assert found["loss"] <= 1e-5
         assert found["gradients"] <= 1e-5
         assert found["graphs"] > 0
-
-
-@pytest.mark.parametrize("sizes", [{}, {"fsdp": 2}], ids=["one process", "fsdp"])
-def test_a_muon_style_optimiser_sees_the_logical_matrices(two: World, sizes: dict[str, int]) -> None:
-    """Orthogonalising q, k and v apart, as on the uncombined model; their concatenation would give another update."""
-    for difference, combined in two.run(partial(integrations.muon_on_parts, **sizes)):
-        assert difference <= 1e-5
-        assert combined > 1e-3
 
 
 def test_the_example_on_torch_alone_goes_on_over_another_mesh(
@@ -423,18 +403,17 @@ def test_device_map_auto(checkpoint: Path) -> None:
         torch.testing.assert_close(model(tokens).logits.cpu(), expected(tokens).logits, atol=1e-5, rtol=1e-5)
 
 
-def test_device_map_with_combined_weights_on_disk(checkpoint: Path, tmp_path: Path) -> None:
+def test_device_map_with_weights_on_disk(checkpoint: Path, tmp_path: Path) -> None:
     expected = AutoModelForCausalLM.from_pretrained(checkpoint)
     names = {"model.embed_tokens": "cpu", "model.layers.0": "disk", "model.layers.1": "cpu", "model.norm": "cpu"}
     names |= {"lm_head": "cpu", "model.rotary_emb": "cpu"}
     model = AutoModelForCausalLM.from_pretrained(checkpoint, device_map=names, offload_folder=tmp_path)
-    assert model.model.layers[0].self_attn.qkv_proj.weight.device.type == "meta"
-    assert any("qkv_proj" in path.name for path in tmp_path.iterdir())
+    assert model.model.layers[0].self_attn.q_proj.weight.device.type == "meta"
+    assert any("q_proj" in path.name for path in tmp_path.iterdir())
     tokens = torch.tensor([[20, 30, 40, 50]])
     with torch.no_grad():
         assert torch.equal(model(tokens).logits, expected(tokens).logits)
-    assert sum(isinstance(one, CombinedLinear) for one in model.modules()) == 4
-    assert sum(isinstance(one, ProjectionPart) for one in model.modules()) == 10
+    assert [group.joined for group in report(model)] == [False, False, True, True]
 
 
 def test_one_model_goes_to_one_place(checkpoint: Path) -> None:

@@ -134,6 +134,10 @@ class LinearGroup(nn.Module):
         """Take the parts' classes, as they are now, for linears: whoever changed them knows what they compute."""
         self._types = tuple(type(linear()) for linear in self._linears)
 
+    def has_its_linears(self) -> bool:
+        """Whether every part is there, and of the class it had."""
+        return all(type(linear()) is expected for linear, expected in zip(self._linears, self._types, strict=True))
+
     def obstacle(self) -> str:
         """Why the parts' parameters cannot be neighbours in memory; empty if they can."""
         parts = self.parts

@@ -58,7 +58,7 @@ def neighbouring_parameters(model: nn.Module) -> list[tuple[str, ...]]:
     result = []
     for _, _, group in groups_of(model):
         parts = group.parts.values()
-        if any(type(part) is not nn.Linear or id(part) not in names for part in parts):
+        if not group.has_its_linears() or any(id(part) not in names for part in parts):
             continue
         result.append(tuple(f"{names[id(part)]}.weight" for part in parts))
         if all(part.bias is not None for part in parts):

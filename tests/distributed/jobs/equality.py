@@ -5,22 +5,24 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
-from jobs.setting import assert_same, batches, case_of, llama_case, mesh_of, train
-from nrl_models.common import ProjectionPart
+from jobs.setting import LENGTH, batches, case_of, llama_case, mesh_of, train
+from nrl_models.common.projections import report
 from nrl_models.distributed import ParallelPlan, parallelize, plan_for
 from nrl_models.distributed.mesh import rank_in, size_of
+from nrl_models.distributed.styles import _local_tensors
 from nrl_models.testing.case import FamilyCase
 
 
 def expected(case: FamilyCase, count: int) -> tuple[float, dict[str, torch.Tensor]]:
-    """Loss and gradients of one process over all batches, by Hugging Face name."""
+    """Loss and gradients of one process over all batches, by hub name."""
     model = copy.deepcopy(case.model()).train()
     losses = []
     for seed, batch in enumerate(batches(case, count)):
@@ -45,7 +47,7 @@ def step(model: PreTrainedModel, case: FamilyCase) -> float:
 
 
 def whole_gradients(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """The gradients of a sharded model, whole, by Hugging Face name."""
+    """The gradients of a sharded model, whole, by hub name."""
     own = {name: one.grad.full_tensor() for name, one in model.named_parameters() if one.grad is not None}
     return model.state_dict_adapter.to_hf(own)
 
@@ -57,9 +59,9 @@ def equals_one_process(
     return _differences(case_of(architecture, config), checkpointing, sizes)
 
 
-def llama_equals_one_process(config: dict[str, Any], combine: bool = True, **sizes: int) -> dict[str, float]:
+def llama_equals_one_process(config: dict[str, Any], **sizes: int) -> dict[str, float]:
     """The same for a Llama with other values in its configuration."""
-    return _differences(llama_case(config, combine), False, sizes)
+    return _differences(llama_case(config), False, sizes)
 
 
 def _differences(case: FamilyCase, checkpointing: bool, sizes: dict[str, int]) -> dict[str, float]:
@@ -83,41 +85,82 @@ def accepts(architectures: list[str], **sizes: int) -> None:
         plan_for(case_of(architecture).model(), mesh)
 
 
-def parts_are_dtensors(config: dict[str, Any], **sizes: int) -> None:
-    """Each part's weight and bias: a DTensor of its Hugging Face tensor over a view of this rank's shard."""
+def parts_are_dtensors(config: dict[str, Any], **sizes: int) -> list[tuple[str, bool, str]]:
+    """Each projection's weight and bias is a DTensor of its own, placed by its own rule; how groups then compute."""
     case = llama_case(config)
     whole, mesh = case.model(), mesh_of(**sizes)
     model = parallelize(copy.deepcopy(whole), mesh)
-    placed = {"fsdp": Shard(1), "tp": Shard(0)}
-    for name, part in [(name, one) for name, one in model.named_modules() if isinstance(one, ProjectionPart)]:
-        weight, bias = part.weight, part.bias
-        # Held so that what fsdp divides is the first dimension, which FSDP gathers without a further copy.
-        held = {"fsdp": Shard(0), "tp": Shard(1 if "fsdp" in sizes else 0)}
-        assert part.combined.weight.placements == tuple(held[dim] for dim in sizes)
-        assert weight.placements == tuple(placed[dim] for dim in sizes)
-        assert (
-            weight.to_local().untyped_storage().data_ptr()
-            == part.combined.weight.to_local().untyped_storage().data_ptr()
-        )
-        assert torch.equal(weight.full_tensor(), whole.get_submodule(name).weight)
-        if bias is not None:
-            assert torch.equal(bias.full_tensor(), whole.get_submodule(name).bias)
-        with torch.no_grad():
-            weight.mul_(2)
-        assert torch.equal(part.combined.weight.full_tensor().sum(), 2 * part.combined.weight.full_tensor().sum() / 2)
-        assert torch.equal(part.weight.full_tensor(), 2 * whole.get_submodule(name).weight)
-        assert "bias=" in repr(part)
-    combined = "model.layers.0.self_attn.qkv_proj.weight"
-    single = dict(
-        model.state_dict_adapter.convert_single_tensor_to_hf(combined, model.get_parameter(combined).full_tensor())
-    )
-    for part, tensor in single.items():
-        assert torch.equal(tensor, 2 * whole.get_submodule(part.rpartition(".")[0]).weight)
-    assert len(single) == 3
-    rows, columns = whole.get_parameter(combined).shape
-    trained = {"lora_A": torch.randn(2, columns), "lora_B": torch.randn(rows, 2)}
-    lora = {f"{combined.removesuffix('.weight')}.{side}.weight": tensor for side, tensor in trained.items()}
-    assert_same(model.state_dict_adapter.lora_to_hf(lora), whole.state_dict_adapter.lora_to_hf(lora))
+    assert list(model.state_dict()) == list(case.reference().state_dict())
+    for name, linear in whole.named_modules():
+        if type(linear) is not nn.Linear or name == "lm_head":
+            continue
+        by_rows = not name.endswith(("o_proj", "down_proj"))
+        weight, bias = model.get_submodule(name).weight, model.get_submodule(name).bias
+        placed = {dim: placement.dim for dim, placement in zip(sizes, weight.placements, strict=True)}
+        assert placed == {dim: 0 if dim == "fsdp" or by_rows else 1 for dim in sizes}, name
+        assert torch.equal(weight.full_tensor(), linear.weight)
+        assert torch.equal(bias.full_tensor(), linear.bias)
+    return [(group.name, group.joined, group.reason) for group in report(model)]
+
+
+def rows_are_the_parts_own(**sizes: int) -> None:
+    """A step of an optimiser changes what the joined matmul reads."""
+    case, mesh = case_of("Qwen2ForCausalLM"), mesh_of(**sizes)
+    model = parallelize(copy.deepcopy(case.model()).train(), mesh)
+    attention = model.model.layers[0].self_attn
+    with torch.no_grad():
+        attention.k_proj.weight.mul_(2)
+    shares = [one.weight.to_local() for one in (attention.q_proj, attention.k_proj, attention.v_proj)]
+    assert torch.equal(attention.qkv_proj.weight, torch.cat(shares))
+    assert attention.qkv_proj.weight.data_ptr() == shares[0].data_ptr()
+
+
+def collectives(architecture: str, **sizes: int) -> list[dict[str, int]]:
+    """What one attention's and one MLP's group computes and exchanges, in the forward and in the backward."""
+    case, mesh = case_of(architecture), mesh_of(**sizes)
+    model = parallelize(copy.deepcopy(case.model()).train(), mesh)
+    layer = model.model.layers[0]
+    if isinstance(layer, FSDPModule):
+        layer.unshard()
+    found = []
+    for owner, name in ((layer.self_attn, "qkv_proj"), (layer.mlp, "gate_up_proj")):
+        group = owner.__dict__[name]
+        input = torch.randn(2, LENGTH, model.config.hidden_size, requires_grad=True)
+        with _local_tensors(layer), Counts() as forward:
+            assert group.begin()
+            outputs = [part(input) for part in group.parts.values()]
+            group.end(complete=True)
+        with Counts() as backward:
+            torch.autograd.backward(outputs, [torch.ones_like(one) for one in outputs])
+        found.append({"forward": forward.seen, "backward": backward.seen})
+    return found
+
+
+class Counts(TorchDispatchMode):
+    """Counts matrix products and collectives. torch's `CommDebugMode` hooks every module: parts would be alone then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = {"matmuls": 0, "all_reduce": 0}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen["matmuls"] += func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm)
+        namespace, _, name = func._schema.name.partition("::")
+        if "c10d" in namespace and not ("wait" in name or "wrap" in name):
+            self.seen[name] = self.seen.get(name, 0) + 1
+        return func(*args, **(kwargs or {}))
+
+
+def whole_step_collectives(architecture: str, **sizes: int) -> list[dict[str, int]]:
+    """Collectives in the forward and in the backward of a training step."""
+    case, mesh = case_of(architecture), mesh_of(**sizes)
+    model = parallelize(copy.deepcopy(case.model()).train(), mesh)
+    (batch,) = batches(case, 1)
+    with Counts() as forward:
+        loss = model(**batch, use_cache=False).loss
+    with Counts() as backward:
+        loss.backward()
+    return [{name: count for name, count in one.seen.items() if name != "matmuls"} for one in (forward, backward)]
 
 
 def trains_as_one_process(config: dict[str, Any], **sizes: int) -> float:
@@ -140,9 +183,9 @@ def mixed_precision() -> dict[str, str]:
     parallelize(model, mesh, ParallelPlan(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
     seen = []
     attention = model.model.layers[0].self_attn
-    attention.register_forward_hook(lambda *_: seen.append(str(attention.qkv_proj.weight.dtype)))
+    attention.register_forward_hook(lambda *_: seen.append(str(attention.q_proj.weight.dtype)))
     step(model, case)
-    parameter = attention.qkv_proj.weight
+    parameter = attention.q_proj.weight
     return {"kept": str(parameter.dtype), "gradients": str(parameter.grad.dtype), "computed": seen[0]}
 
 
@@ -156,25 +199,51 @@ def generates_as_one_process(architecture: str, **sizes: int) -> None:
     assert torch.equal(model.generate(**inputs, **options), expected)
 
 
-def plain_fully_shard() -> None:
-    """Sharded along rows by somebody else: equal losses; parts say what they cannot do; whole state dicts convert."""
-    case = case_of("Qwen2ForCausalLM")
+def plain_fully_shard(architecture: str) -> None:
+    """Sharded by torch alone: transformers' loss, gradients and names, and of the optimiser's states the names."""
+    case = case_of(architecture)
+    found = {}
+    for kind, source in (("ours", case.model()), ("theirs", case.reference())):
+        model = copy.deepcopy(source).train()
+        for layer in model.model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        torch.manual_seed(0)
+        loss = model(**batches(case, 2)[dist.get_rank()], use_cache=False).loss
+        loss.backward()
+        gradients = {name: one.grad.full_tensor() for name, one in model.named_parameters() if one.grad is not None}
+        optimizer.step()
+        options = StateDictOptions(full_state_dict=True)
+        found[kind] = float(loss), gradients, get_state_dict(model, optimizer, options=options)
+        if kind == "ours":
+            groups = report(model)
+            assert groups
+            assert not any(group.joined for group in groups)
+            assert all("is a DTensor" in group.reason for group in groups)
+    (loss, gradients, (weights, states)), (their_loss, their_gradients, (their_weights, their_states)) = found.values()
+    assert abs(loss - their_loss) <= 1e-6
+    assert sorted(gradients) == sorted(their_gradients)
+    assert max(float((gradients[name] - one).abs().max()) for name, one in their_gradients.items()) <= 1e-6
+    assert list(weights) == list(their_weights)
+    assert states["state"].keys() == their_states["state"].keys()
+    assert states["param_groups"][0]["params"] == their_states["param_groups"][0]["params"]
+    for name, kinds in their_states["state"].items():
+        for kind, value in kinds.items():
+            torch.testing.assert_close(states["state"][name][kind], value, atol=1e-6, rtol=1e-4)
+
+
+def data_parallel(architecture: str) -> None:
+    """Under DDP: loss and gradients of one process, under transformers' names; groups stay joined."""
+    case = case_of(architecture)
     loss, gradients = expected(case, 2)
     model = copy.deepcopy(case.model()).train()
-    for layer in model.model.layers:
-        fully_shard(layer)
-    fully_shard(model)
-    batch = batches(case, 2)[dist.get_rank()]
-    own = model(**batch, use_cache=False).loss
+    model = nn.parallel.DistributedDataParallel(model)
+    own = model(**batches(case, 2)[dist.get_rank()], use_cache=False).loss
     own.backward()
     dist.all_reduce(total := own.detach().clone())
     assert abs(float(total) / 2 - loss) <= 1e-6
-    part = model.model.layers[0].self_attn.k_proj
-    with pytest.raises(RuntimeError, match=r"nrl_models\.distributed\.parallelize"):
-        _ = part.weight
-    assert "bias=True" in repr(model)
-    adapter = case.model().state_dict_adapter
-    found = adapter.to_hf(
-        {name: one.grad.full_tensor() for name, one in model.named_parameters() if one.grad is not None}
-    )
+    found = {name.removeprefix("module."): one.grad for name, one in model.named_parameters()}
+    assert sorted(found) == sorted(gradients)
     assert max(float((found[name] - gradients[name]).abs().max()) for name in gradients) <= 1e-5
+    assert all(group.joined for group in report(model))

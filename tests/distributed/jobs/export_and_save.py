@@ -37,6 +37,7 @@ def exports_and_saves(architecture: str, folder: str, **sizes: int) -> None:
         assert_same(
             model.state_dict_adapter.to_hf(gathered, layout=layout), adapter.to_hf(whole.state_dict(), layout=layout)
         )
+    assert list(gathered) == list(whole.state_dict())
     model.save_pretrained(folder, max_shard_size="700KB")
     if dist.get_rank() == 0:
         whole.save_pretrained(folder + "-whole", max_shard_size="700KB")
@@ -44,8 +45,9 @@ def exports_and_saves(architecture: str, folder: str, **sizes: int) -> None:
     with torch.no_grad():
         for tensor in model.state_dict().values():
             tensor.zero_()
-    loaded = model.load_state_dict(adapter.to_hf(whole.state_dict()))
+    loaded = model.load_state_dict(whole.state_dict())  # whole tensors; every rank takes its shards
     assert not loaded.missing_keys
+    assert not loaded.unexpected_keys
     assert_same(dict(model.state_dict_adapter.iter_export(model)), dict(adapter.iter_export(whole)))
 
 

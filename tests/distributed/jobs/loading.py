@@ -10,11 +10,12 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig
 
 from jobs.memory import Peak
 from jobs.setting import assert_same, case_of, mesh_of
 from nrl_models import AutoModelForCausalLM, AutoModelForSequenceClassification
+from nrl_models.common.projections import report
 from nrl_models.distributed import loading, parallelize
 from nrl_models.errors import NRLModelsError
 
@@ -30,7 +31,12 @@ def loads(folder: str, architecture: str, **sizes: int) -> dict[str, Any]:
         expected = dict(whole.state_dict_adapter.iter_export(whole, layout=layout))
         assert_same(dict(model.state_dict_adapter.iter_export(model, layout=layout)), expected)
     assert_same(dict(model.named_buffers()), dict(whole.named_buffers()))
-    assert {name: one.dtype for name, one in model.named_parameters()} == dtypes_of(whole, model)
+    assert {name: one.dtype for name, one in model.named_parameters()} == {
+        name: one.dtype for name, one in whole.named_parameters()
+    }
+    assert list(model.state_dict()) == list(whole.state_dict())
+    groups = report(model)
+    assert ["fsdp" not in sizes] * len(groups) == [group.joined for group in groups], groups
     head, words = model.get_output_embeddings(), model.get_input_embeddings()
     if head is not None:
         tied = whole.get_output_embeddings().weight is whole.get_input_embeddings().weight
@@ -40,16 +46,6 @@ def loads(folder: str, architecture: str, **sizes: int) -> dict[str, Any]:
         difference = (model(**inputs).logits - whole(**inputs).logits).abs().max().item()
     nbytes = sum(tensor.nbytes for tensor in whole.state_dict_adapter.to_hf(whole.state_dict()).values())
     return {"logits": difference, "read": model.sharding.loaded_bytes / nbytes}
-
-
-def dtypes_of(whole: PreTrainedModel, model: PreTrainedModel) -> dict[str, torch.dtype]:
-    """The dtypes that a sharded model's parameters should have."""
-    hf = {
-        name: tensor.dtype
-        for name, tensor in whole.state_dict_adapter.to_hf(whole.state_dict(), layout="transformers").items()
-    }
-    parts = model.state_dict_adapter.parts
-    return {name: hf[parts[name][0]] for name, _ in model.named_parameters()}
 
 
 def loads_over(folder: str, sizes: tuple[int, ...], names: tuple[str, ...] | None) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -32,14 +31,13 @@ def batches(case: FamilyCase, count: int) -> list[dict[str, Any]]:
     return [case.inputs(batch=2, length=LENGTH, seed=seed, labels=True) for seed in range(count)]
 
 
-def llama_case(config: dict[str, Any], combine: bool = True) -> FamilyCase:
-    """A tiny Llama with other values in its configuration, combined or not."""
+def llama_case(config: dict[str, Any]) -> FamilyCase:
+    """A tiny Llama with other values in its configuration."""
 
     class Llama(registry.model_class("LlamaForCausalLM")):  # type: ignore[misc]
         tiny = config
 
     Llama.__name__ = Llama.__qualname__ = "LlamaForCausalLM"
-    Llama.from_config = partial(Llama.from_config, combine=combine)  # type: ignore[method-assign]
     return FamilyCase(Llama, torch.device("cpu"))
 
 
