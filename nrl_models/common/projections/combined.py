@@ -65,7 +65,7 @@ class CombinedProjections(nn.Module):
             return super().forward(*args, **kwargs)
         if self._join_when_run:
             self.join_projections()
-        running = [group for group in self._groups if group.begin()]
+        running = [(group, run) for group in self._groups if (run := group.begin()) is not None]
         if not running:
             return super().forward(*args, **kwargs)
         complete = False
@@ -74,8 +74,8 @@ class CombinedProjections(nn.Module):
             complete = True
             return result
         finally:
-            for group in running:
-                group.end(complete=complete)
+            for group, run in running:
+                group.end(run, complete=complete)
 
     def join_projections(self) -> None:
         """Lay the weights of every group side by side in memory, where they are not and can be."""

@@ -25,6 +25,7 @@ import torch
 from torch import nn
 from torch.autograd import forward_ad
 from torch.nn import functional as F
+from torch.utils._python_dispatch import _disable_current_modes
 
 from nrl_models.common.projections.matmul import joined_linear
 from nrl_models.common.projections.memory import Buffer, is_its_own
@@ -98,11 +99,19 @@ class LinearGroup(nn.Module):
         are. Memory that somebody else looks at, too, is left alone: a state dict that was assigned, and is still held.
 
         Returns:
-            Whether it is worth trying again later, because somebody else looks at a parameter's memory.
+            Whether it is worth trying again later: somebody else looks at a parameter's memory, or a transform of
+            `torch.func` is on.
         """
         self._layout, self._uncalled = None, ()
         if self.obstacle():
             return False
+        if torch._C._are_functorch_transforms_active():
+            return True
+        # Whatever is on around this (inference mode, fake tensors, something that counts operations) is not for it.
+        with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunction(), _disable_current_modes():
+            return self._lay_side_by_side()
+
+    def _lay_side_by_side(self) -> bool:
         buffers = {}
         for kind, parameters in self._parameters_by_kind().items():
             tensors: list[torch.Tensor] = [self.memory_of(parameter) for parameter in parameters]  # type: ignore[misc]
@@ -238,7 +247,9 @@ class LinearGroup(nn.Module):
     def forward(self, input: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """`input`: `(..., I)`. Returns the parts' outputs, each `(..., O)`, in their order: in one matmul if it can."""
         run = self._run
-        weights = run.weights if run is not None and run.weights is not None else self.joinable_weights()
+        weights = None if run is None or run.thread != get_ident() else run.weights
+        if weights is None:
+            weights = self.joinable_weights()
         if not self.always_answers and weights is not None:
             return joined_linear(input, *weights)
         inputs = self.inputs_of_parts(input)
@@ -259,15 +270,18 @@ class LinearGroup(nn.Module):
         """What each part reads of the group's input: the same tensor, unless a subclass knows better."""
         return [input] * len(self._names)
 
-    def begin(self) -> bool:
-        """Answer the parts' calls from now on, until `end`, if that is what separate calls would give."""
+    def begin(self) -> _Run | None:
+        """Answer the parts' calls from now on, until `end`, if that can be what separate calls would give; else None.
+
+        While another thread's forward of the owner is answered, this thread's parts compute themselves.
+        """
         if self._uncalled or (self._layout is None and not self.always_answers):
-            return False
+            return None
         parts = []
         for reference, expected in zip(self._linears, self._types, strict=True):
             part = reference()
             if part is None or type(part) is not expected:
-                return False
+                return None
             state = part.__dict__
             if (
                 "forward" in state
@@ -277,30 +291,34 @@ class LinearGroup(nn.Module):
                 or state["_backward_pre_hooks"]
                 or state.get("_compiled_call_impl") is not None
             ):
-                return False
+                return None
             parts.append(part)
         if torch._C._get_tracing_state() is not None or forward_ad._current_level >= 0:
-            return False
-        run = _Run(self, parts)
+            return None
+        weight = parts[0]._parameters.get("weight")
+        if weight is None or weight.device.type == "meta":
+            return None
+        run = _Run(self, parts, weight.device.type)
         if run.modes[-1]:  # a transform of torch.func is on
-            return False
+            return None
         self.__dict__["_run"] = run
         for part, answer in zip(parts, self._answers, strict=True):
             part.__dict__["forward"] = answer
-        return True
+        return run
 
-    def end(self, *, complete: bool) -> None:
+    def end(self, run: _Run, *, complete: bool) -> None:
         """Let the parts answer their calls themselves again.
 
         Args:
+            run: what `begin` returned.
             complete: whether the owner's forward came to its end. If it did and never called some of the parts, the
                 group stays out of the way from then on: it would compute what nobody asks for.
         """
-        run, self.__dict__["_run"] = self._run, None
-        for reference in self._linears:
-            if (part := reference()) is not None:
+        if self._run is run:  # not another thread's, which began at the same time
+            self.__dict__["_run"] = None
+            for part in run.parts:
                 part.__dict__.pop("forward", None)
-        if complete and run is not None and run.left:
+        if complete and run.left:
             self.__dict__["_uncalled"] = tuple(
                 name for name, output in zip(self._names, run.outputs, strict=True) if output is not None
             )
@@ -403,10 +421,9 @@ class _Run:
         "weights",
     )
 
-    def __init__(self, group: LinearGroup, parts: Sequence[nn.Linear]) -> None:
-        self.group, self.parts = group, parts
+    def __init__(self, group: LinearGroup, parts: Sequence[nn.Linear], device: str) -> None:
+        self.group, self.parts, self.device = group, parts, device
         self.thread = get_ident()
-        self.device = parts[0]._parameters["weight"].device.type  # type: ignore[union-attr]
         self.modes = _modes(self.device)
         self.left = 0
         self.weights: _Weights | None = None  # only while the group is called, so that they are looked at once
@@ -420,7 +437,7 @@ class _Run:
         output = self.outputs[number]
         if output is None or input is not self.input or _version(input) != self.version:
             return None
-        if input.data_ptr() != self.place or _identity(self.parts[number]) != self.seen[number]:
+        if input.data_ptr() != self.place or not _is_identical(self.parts[number], self.seen[number]):
             return None
         self.outputs[number] = None
         self.left -= 1
@@ -478,18 +495,35 @@ def _identity(part: nn.Linear) -> tuple[Any, ...]:
     parameters = part._parameters
     weight, bias = parameters["weight"], parameters.get("bias")
     assert weight is not None
-    seen = (id(weight), weight.data_ptr(), _version(weight), weight.requires_grad)
-    return seen if bias is None else (*seen, id(bias), bias.data_ptr(), _version(bias), bias.requires_grad)
+    if bias is None:
+        return weight, weight.data_ptr(), _version(weight), weight.requires_grad
+    return weight, weight.data_ptr(), _version(weight), weight.requires_grad, bias, bias.data_ptr(), _version(bias)
+
+
+def _is_identical(part: nn.Linear, seen: tuple[Any, ...]) -> bool:
+    """Whether a part's weights are what `_identity` saw. Tensors are compared as objects."""
+    now = _identity(part)
+    if len(now) != len(seen) or now[0] is not seen[0] or now[1:4] != seen[1:4]:
+        return False
+    return len(now) == 4 or (now[4] is seen[4] and now[5:] == seen[5:])
+
+
+# Bound here, because they are called several times for each group at each call.
+_is_grad_enabled, _is_inference = torch.is_grad_enabled, torch.is_inference_mode_enabled
+_is_autocast, _autocast_dtype = torch.is_autocast_enabled, torch.get_autocast_dtype
+_function_modes, _dispatch_modes = torch._C._len_torch_function_stack, torch._C._len_torch_dispatch_stack
+_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+_transforms = torch._C._are_functorch_transforms_active
 
 
 def _modes(device: str) -> tuple[Any, ...]:
     """Whatever is set around a call and changes what it computes or what is kept for the backward pass."""
     return (
-        torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
-        torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None,
-        torch._C._len_torch_function_stack(),
-        torch._C._len_torch_dispatch_stack(),
-        torch._C._autograd._top_saved_tensors_default_hooks(True),
-        torch._C._are_functorch_transforms_active(),
+        _is_grad_enabled(),
+        _is_inference(),
+        _autocast_dtype(device) if _is_autocast(device) else None,
+        _function_modes(),
+        _dispatch_modes(),
+        _saved_tensors_hooks(True),
+        _transforms(),
     )
