@@ -34,7 +34,8 @@ from nrl_models import (
     register_architecture,
 )
 from nrl_models.auto import auto_class_for, auto_class_of
-from nrl_models.common import BackendConfig, CombinedLinear, FamilyModel
+from nrl_models.common import BackendConfig, FamilyModel
+from nrl_models.common.projections import report
 from nrl_models.families.llama import model as llama_family
 from nrl_models.testing.tiny import tiny_config
 
@@ -46,7 +47,7 @@ AUTO = {
 
 
 def combined_in(model: torch.nn.Module) -> int:
-    return sum(isinstance(module, CombinedLinear) for module in model.modules())
+    return len(report(model))
 
 
 # Families

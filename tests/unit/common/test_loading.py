@@ -41,6 +41,7 @@ from nrl_models import (
 from nrl_models.common import FamilyModel, loading
 from nrl_models.common.checkpoint_files import CheckpointFiles
 from nrl_models.common.loading import load_weights
+from nrl_models.common.projections import neighbouring_parameters, report
 from nrl_models.families.llama.model import LlamaForCausalLM
 from nrl_models.testing.tiny import tiny_config
 
@@ -169,9 +170,11 @@ def test_nothing_is_copied_that_lies_in_the_file_as_in_memory(tmp_path: Path) ->
     new_model(tiny_config(LlamaConfig)).save_pretrained(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
     size = {name: parameter.nbytes for name, parameter in model.named_parameters()}
-    # The whole file is mapped; combined weights are made of pages of their own, but for those that two parts share.
-    combined = sum(nbytes for name, nbytes in size.items() if "_up_proj" in name or "qkv_proj" in name)
-    assert mapped_bytes(tmp_path) > sum(size.values()) + 0.9 * combined
+    # The whole file is mapped; groups are made of pages of their own, but for those that two parts share.
+    grouped = sum(size[name] for names in neighbouring_parameters(model) for name in names)
+    assert grouped > 0.3 * sum(size.values())
+    assert mapped_bytes(tmp_path) > sum(size.values()) + 0.9 * grouped
+    assert all(group.joined for group in report(model))
     del model
     gc.collect()
     assert mapped_bytes(tmp_path) == 0
@@ -215,41 +218,16 @@ def copy(source: str, key: str) -> Callable[[Tensors], object]:
     return lambda tensors: tensors.update({key: tensors[source].clone()})
 
 
-def combine(tensors: Tensors, keep: bool = False) -> None:
-    parts = [tensors[f"{name}.weight"] if keep else tensors.pop(f"{name}.weight") for name in (Q, K, V)]
-    tensors[f"{ATTENTION}.qkv_proj.weight"] = torch.cat(parts)
-
-
-def combine_without_prefix(tensors: Tensors) -> None:
-    combine(tensors)
-    tensors[f"{ATTENTION}.qkv_proj.weight".removeprefix("model.")] = tensors.pop(f"{ATTENTION}.qkv_proj.weight")
-
-
 MISFITS: dict[str, tuple[Callable[[Tensors], object], set[tuple[str, str]], str]] = {
     "missing": (
         pop("model.norm.weight"),
         {("missing", "model.norm.weight")},
         "model.norm.weight: is not there",
     ),
-    "missing group": (
-        pop(f"{Q}.weight", f"{K}.weight", f"{V}.weight"),
-        {("missing", f"{Q}.weight, {K}.weight, {V}.weight")},
+    "missing attention": (
+        pop(f"{Q}.weight", f"{K}.weight", f"{V}.bias"),
+        {("missing", f"{Q}.weight"), ("missing", f"{K}.weight"), ("missing", f"{V}.bias")},
         "is not there",
-    ),
-    "missing biases": (
-        pop(f"{Q}.bias", f"{K}.bias", f"{V}.bias"),
-        {("missing", f"{Q}.bias, {K}.bias, {V}.bias")},
-        "is not there",
-    ),
-    "partial": (
-        pop(f"{K}.weight"),
-        {("partial", f"{Q}.weight, {V}.weight")},
-        f"({WEIGHTS}): fill only a part of {ATTENTION}.qkv_proj.weight; {K}.weight is not there",
-    ),
-    "partial bias": (
-        pop(f"{Q}.bias", f"{V}.bias"),
-        {("partial", f"{K}.bias")},
-        f"{Q}.bias, {V}.bias is not there",
     ),
     "extra": (
         put("model.layers.0.extra.weight", 3),
@@ -286,42 +264,12 @@ MISFITS: dict[str, tuple[Callable[[Tensors], object], set[tuple[str, str]], str]
         {("duplicated", "model.norm.weight, norm.weight")},
         "fill model.norm.weight more than once",
     ),
-    "part with and without prefix": (
-        copy(f"{K}.weight", f"{K}.weight".removeprefix("model.")),
-        {("duplicated", f"layers.0.self_attn.k_proj.weight, {K}.weight, {Q}.weight, {V}.weight")},
-        f"fill {ATTENTION}.qkv_proj.weight more than once",
-    ),
-    "one part twice in place of another": (
-        lambda tensors: tensors.update(
-            {f"{K}.weight".removeprefix("model."): tensors[f"{K}.weight"], f"{K}.weight": tensors.pop(f"{V}.weight")}
-        ),
-        {("duplicated", f"layers.0.self_attn.k_proj.weight, {K}.weight, {Q}.weight")},
-        f"fill {ATTENTION}.qkv_proj.weight more than once",
-    ),
-    "combined beside its parts": (
-        lambda tensors: combine(tensors, keep=True),
+    "a group's name": (
+        put(f"{ATTENTION}.qkv_proj.weight", 512, 256),
         {("unexpected", f"{ATTENTION}.qkv_proj.weight")},
-        f"is a combined tensor, which exists in memory only; Hugging Face names are {Q}.weight, {K}.weight, {V}.weight",
-    ),
-    "combined in place of its parts": (
-        combine,
-        {("unexpected", f"{ATTENTION}.qkv_proj.weight"), ("missing", f"{Q}.weight, {K}.weight, {V}.weight")},
-        "state_dict_adapter.to_hf",
-    ),
-    "combined without prefix": (
-        combine_without_prefix,
-        {
-            ("unexpected", "layers.0.self_attn.qkv_proj.weight"),
-            ("missing", f"{Q}.weight, {K}.weight, {V}.weight"),
-        },
-        "is a combined tensor",
+        "the model has no such tensor",
     ),
     "integers": (
-        lambda tensors: tensors.update({f"{K}.weight": tensors[f"{K}.weight"].to(torch.int8)}),
-        {("dtype", f"{Q}.weight, {V}.weight, {K}.weight"), ("dtype", f"{K}.weight")},
-        "cannot be one tensor: they are torch.float32, torch.int8",
-    ),
-    "integers throughout": (
         lambda tensors: tensors.update({key: tensor.to(torch.int8) for key, tensor in tensors.items() if "lm" in key}),
         {("dtype", "lm_head.weight")},
         "is stored quantised, as torch.int8; the model's is torch.float32",
@@ -338,7 +286,6 @@ MISFITS: dict[str, tuple[Callable[[Tensors], object], set[tuple[str, str]], str]
         {
             ("unexpected", f"{K}.weight_scale_inv"),
             ("dtype", f"{K}.weight"),
-            ("dtype", f"{Q}.weight, {V}.weight, {K}.weight"),
         },
         "is stored quantised, as torch.float8_e4m3fn",
     ),
@@ -360,7 +307,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused(
 
 def test_everything_that_does_not_fit_is_listed_at_once(folder: Path) -> None:
     def spoil(tensors: Tensors) -> None:
-        for key in ("missing", "partial", "extra", "shape of a part", "with and without prefix"):
+        for key in ("missing", "extra", "shape of a part", "with and without prefix"):
             MISFITS[key][0](tensors) if key != "missing" else tensors.pop("lm_head.weight")
         tensors["model.layers.1.self_attn.k_proj.weight"] = torch.zeros(2, 2)
         tensors[f"{K}.weight"] = torch.zeros(256, 256)
@@ -674,13 +621,9 @@ def test_only_what_is_missing_is_initialised(folder: Path, llama: PreTrainedMode
 @pytest.mark.parametrize(
     "name",
     [
-        "partial",
         "shape",
         "shape of a part",
         "with and without prefix",
-        "combined beside its parts",
-        "combined in place of its parts",
-        "combined without prefix",
         "fp8",
     ],
 )

@@ -294,15 +294,6 @@ def awq(quantised: Path) -> Path:
     return quantised
 
 
-@pytest.mark.parametrize("load", [AutoModelForCausalLM.from_pretrained, LlamaForCausalLM.from_pretrained])
-def test_what_transformers_quantises_does_not_combine(awq: Path, load: Any) -> None:
-    with pytest.raises(CheckpointError) as caught:
-        load(awq)
-    assert problems(caught.value) == {("dtype", "quantization_config")}
-    assert "quantised with awq" in str(caught.value)
-    assert "pass combine=False" in str(caught.value)
-
-
 def test_what_transformers_does_not_find_of_a_quantised_checkpoint(
     awq: Path, monkeypatch: pytest.MonkeyPatch, llama_config: LlamaConfig
 ) -> None:
@@ -318,13 +309,13 @@ def test_what_transformers_does_not_find_of_a_quantised_checkpoint(
 
     monkeypatch.setattr(pretrained.PreTrainedModel, "from_pretrained", classmethod(load))
     with pytest.raises(CheckpointError) as caught:
-        AutoModelForCausalLM.from_pretrained(awq, combine=False, dtype=torch.bfloat16)
+        AutoModelForCausalLM.from_pretrained(awq, dtype=torch.bfloat16)
     assert {kind for kind, _ in problems(caught.value)} == {"missing", "shape"}
     assert asked["model_class"] is LlamaForCausalLM
-    assert (asked["dtype"], asked["device_map"], asked["combine"]) == (torch.bfloat16, torch.device("cpu"), False)
-    assert AutoModelForCausalLM.from_pretrained(awq, combine=False, strict=False)
+    assert (asked["dtype"], asked["device_map"], asked["combine"]) == (torch.bfloat16, torch.device("cpu"), True)
+    assert AutoModelForCausalLM.from_pretrained(awq, strict=False)
     # Where a quantised model goes, transformers has to know while it loads.
-    AutoModelForCausalLM.from_pretrained(awq, combine=False, strict=False, device_map="auto", max_memory={"cpu": "1GB"})
+    AutoModelForCausalLM.from_pretrained(awq, strict=False, device_map="auto", max_memory={"cpu": "1GB"})
     assert (asked["device_map"], asked["max_memory"]) == ("auto", {"cpu": "1GB"})
 
 
@@ -349,7 +340,7 @@ def test_fp8_loads_as_transformers_dequantises_it(
 def test_integers_without_a_quantisation_are_refused(folder: Path) -> None:
     edit_weights(folder, lambda tensors: tensors.update({"lm_head.weight": tensors["lm_head.weight"].to(torch.int8)}))
     with pytest.raises(CheckpointError) as caught:
-        AutoModelForCausalLM.from_pretrained(folder, combine=False)
+        AutoModelForCausalLM.from_pretrained(folder)
     assert problems(caught.value) == {("dtype", "lm_head.weight")}
     assert (folder / WEIGHTS).exists()
 

@@ -98,7 +98,7 @@ def test_an_offloaded_model_saves_tied_weights_once(place: Place, tmp_path: Path
 
 def test_a_model_without_values_is_not_saved(llama_config: LlamaConfig, tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_config(llama_config, device="meta")
-    with pytest.raises(CheckpointError, match=r"missing: model\.layers\.1\.mlp\.gate_up_proj\.weight: is on meta"):
+    with pytest.raises(CheckpointError, match=r"missing: model\.layers\.1\.mlp\.up_proj\.weight: is on meta"):
         model.save_pretrained(tmp_path / "saved")
     assert not (tmp_path / "saved").exists()
 

@@ -17,14 +17,14 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from nrl_models import AutoModelForCausalLM
-from nrl_models.common import CombinedLinear, ProjectionPart
+from nrl_models.common.projections import report
 from nrl_models.errors import CheckpointError
 
 TARGETS = ["q_proj", "v_proj", "up_proj"]
 
 # Each is trained on one model and loaded into the other. Some rewrite the base weights at the start (PiSSA, OLoRA) or
 # read them at each step (DoRA); IA3 changes a linear's input, so that it reads another tensor than its neighbours.
-# `modules_to_save` trains a copy of a whole module, be it a part of a combined one.
+# `modules_to_save` trains a copy of a whole module, be it one of a group.
 ADAPTERS: dict[str, Callable[[], Any]] = {
     "LoRA": lambda: LoraConfig(r=4, target_modules=TARGETS, task_type="CAUSAL_LM"),
     "rsLoRA, all linears": lambda: LoraConfig(r=4, target_modules="all-linear", use_rslora=True),
@@ -35,6 +35,10 @@ ADAPTERS: dict[str, Callable[[], Any]] = {
     "IA3": lambda: IA3Config(target_modules=["k_proj", "v_proj", "up_proj"], feedforward_modules=["up_proj"]),
     "with a new head": lambda: LoraConfig(r=4, target_modules=TARGETS, modules_to_save=["lm_head"]),
     "with a whole part": lambda: LoraConfig(r=4, target_modules=["v_proj"], modules_to_save=["q_proj"]),
+    "with a whole layer": lambda: LoraConfig(r=4, target_modules=["v_proj"], modules_to_save=["mlp"]),
+    "with biases": lambda: LoraConfig(r=4, target_modules=TARGETS, bias="all"),
+    "with their biases": lambda: LoraConfig(r=4, target_modules=TARGETS, bias="lora_only"),
+    "of a weight": lambda: LoraConfig(r=4, target_modules=["q_proj"], target_parameters=["self_attn.k_proj.weight"]),
 }
 
 Load = Callable[[Path], PreTrainedModel]
@@ -180,9 +184,21 @@ def test_all_linear_finds_each_linear_of_the_hugging_face_model_once(llama_check
     ]
 
 
-def test_a_combined_name_is_no_target(llama_checkpoint: Path) -> None:
-    with pytest.raises(ValueError, match=r"CombinedLinear.* is not supported"):
+def test_a_groups_name_is_no_target(llama_checkpoint: Path) -> None:
+    with pytest.raises(ValueError, match="not found in the base model"):
         get_peft_model(ours(llama_checkpoint), LoraConfig(target_modules=["qkv_proj"]))
+
+
+def test_groups_that_peft_wraps_run_apart_and_merged_ones_together_again(
+    adapter: Path, llama_checkpoint: Path, input_ids: torch.Tensor
+) -> None:
+    """A linear inside an adapter is called with other neighbours' calls between: each adapter computes itself."""
+    model = PeftModel.from_pretrained(ours(llama_checkpoint), adapter)
+    expected = logits(model, input_ids)
+    merged = model.merge_and_unload()
+    assert all(group.joined for group in report(merged))
+    assert_close(logits(merged, input_ids), expected)
+    assert all(group.joined for group in report(merged))
 
 
 def test_adapter_gradients_equal(adapter: Path, llama_checkpoint: Path, input_ids: torch.Tensor) -> None:
@@ -327,60 +343,6 @@ def test_a_wrapped_model_loads_the_state_dict_of_the_wrapped_hugging_face_model(
     assert not loaded.missing_keys
     assert not loaded.unexpected_keys
     assert_close(logits(model, input_ids), logits(reference, input_ids))
-
-
-def test_adapters_of_combined_names_translate_in_a_wrapped_model_too(adapter: Path, llama_checkpoint: Path) -> None:
-    plain = ours(llama_checkpoint)
-    wrapped = PeftModel.from_pretrained(ours(llama_checkpoint), adapter).get_base_model()
-    tensors = stored(adapter)
-    combined = plain.state_dict_adapter.lora_from_hf(tensors)
-    assert combined.keys() != tensors.keys()
-    assert_same(wrapped.state_dict_adapter.lora_from_hf(tensors), combined)
-    assert_same(wrapped.state_dict_adapter.lora_to_hf(combined), plain.state_dict_adapter.lora_to_hf(combined))
-
-
-# Parts on their own
-
-
-def test_a_copied_part_is_a_linear_of_its_own(llama_checkpoint: Path, input_ids: torch.Tensor) -> None:
-    model = get_peft_model(ours(llama_checkpoint), ADAPTERS["with a whole part"]())
-    wrapper = model.get_base_model().model.layers[0].self_attn.q_proj
-    assert type(wrapper.original_module) is ProjectionPart
-    whole = wrapper.modules_to_save["default"]
-    assert type(whole) is nn.Linear
-    assert {name: tuple(one.shape) for name, one in whole.named_parameters()} == {"weight": (256, 256), "bias": (256,)}
-    assert all(one.requires_grad for one in whole.parameters())
-
-
-@pytest.mark.parametrize("bias", ["all", "lora_only"])
-@pytest.mark.parametrize("wrap", ["get_peft_model", "add_adapter"])
-def test_training_biases_that_are_combined_is_refused(bias: str, wrap: str, llama_checkpoint: Path) -> None:
-    model, config = ours(llama_checkpoint), LoraConfig(target_modules=TARGETS, bias=bias)
-    with pytest.raises((TypeError, ValueError), match="combine=False"):
-        get_peft_model(model, config) if wrap == "get_peft_model" else model.add_adapter(config)
-
-
-@pytest.mark.parametrize("bias", ["all", "lora_only"])
-def test_uncombined_biases_train_and_travel(
-    bias: str, llama_checkpoint: Path, input_ids: torch.Tensor, tmp_path: Path
-) -> None:
-    config = LoraConfig(r=4, target_modules=TARGETS, bias=bias)
-    model = trained(
-        get_peft_model(AutoModelForCausalLM.from_pretrained(llama_checkpoint, combine=False), config), input_ids
-    )
-    model.save_pretrained(tmp_path)
-    loaded = PeftModel.from_pretrained(theirs(llama_checkpoint), tmp_path)
-    assert_close(logits(loaded, input_ids), logits(model, input_ids))
-
-
-def test_biases_that_are_not_combined_may_train(tmp_path: Path, input_ids: torch.Tensor) -> None:
-    config = transformers.LlamaConfig(
-        vocab_size=512, hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=2
-    )
-    new_model(config).save_pretrained(tmp_path)
-    model = get_peft_model(ours(tmp_path), LoraConfig(target_modules=TARGETS, bias="all"))
-    assert any(isinstance(module, CombinedLinear) for module in model.modules())
-    assert model.get_base_model().peft_config["default"].bias == "all"
 
 
 # transformers' own integration

@@ -17,8 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 from nrl_models import AutoModelForCausalLM
-from nrl_models.common import CombinedLinear
-from nrl_models.common.optimizer_state import keep_in_transformers_layout
+from nrl_models.common.projections import report
 
 Load = Callable[[Path], nn.Module]
 
@@ -31,7 +30,7 @@ def theirs(folder: Path) -> PreTrainedModel:
 
 def ours(folder: Path) -> PreTrainedModel:
     model = AutoModelForCausalLM.from_pretrained(folder)
-    assert any(isinstance(module, CombinedLinear) for module in model.modules())
+    assert all(group.joined for group in report(model))
     return model
 
 
@@ -74,7 +73,6 @@ def run(
     out: Path,
     resume: Path | None = None,
     *,
-    translate: bool = False,
     evaluate: bool = False,
     **options: Any,
 ) -> Run:
@@ -99,8 +97,6 @@ def run(
         eval_dataset=data[16:] if evaluate else None,
     )
     trainer.remove_callback(transformers.PrinterCallback)
-    if translate:
-        keep_in_transformers_layout(trainer.create_optimizer(), trainer.model)
     trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
     return Run(trainer, out)
 
@@ -220,45 +216,16 @@ def test_the_best_model_is_loaded_at_the_end(llama_checkpoint: Path, tmp_path: P
     assert not torch.equal(expected["lm_head.weight"], stored(runs[1].checkpoint(STEPS))["lm_head.weight"])
 
 
-# Between combined and separate weights
+# Between the libraries
 
 
 @pytest.mark.parametrize(("load", "source"), [(ours, "their_run"), (theirs, "our_run"), (uncombined, "our_run")])
-def test_without_translation_an_optimizer_of_the_other_layout_is_refused(
+def test_a_run_goes_on_from_the_others_checkpoint(
     load: Load, source: str, request: pytest.FixtureRequest, llama_checkpoint: Path, tmp_path: Path
 ) -> None:
-    """Loudly, by torch: the groups' sizes differ wherever something is combined."""
-    with pytest.raises(ValueError, match="doesn't match the size of optimizer's group"):
-        run(load(llama_checkpoint), tmp_path, request.getfixturevalue(source).checkpoint())
-
-
-def test_uncombined_runs_resume_from_transformers_and_back(
-    their_run: Run, llama_checkpoint: Path, tmp_path: Path
-) -> None:
-    resumed = run(uncombined(llama_checkpoint), tmp_path, their_run.checkpoint())
-    assert_same_run(resumed, their_run)
-    assert_close(resumed.optimizer_state(), their_run.optimizer_state())
-
-
-def test_translated_runs_resume_from_transformers(their_run: Run, llama_checkpoint: Path, tmp_path: Path) -> None:
-    resumed = run(ours(llama_checkpoint), tmp_path, their_run.checkpoint(), translate=True)
-    assert_same_run(resumed, their_run)
-    assert_close(resumed.optimizer_state(), their_run.optimizer_state())
-
-
-def test_transformers_resumes_from_translated_runs(
-    our_run: Run, their_run: Run, llama_checkpoint: Path, tmp_path: Path
-) -> None:
-    first = run(ours(llama_checkpoint), tmp_path / "first", translate=True)
-    assert_same_run(first, our_run)
-    assert_close(first.optimizer_state(), their_run.optimizer_state())
-    resumed = run(theirs(llama_checkpoint), tmp_path / "second", first.checkpoint())
-    assert_same_run(resumed, their_run)
-    assert_close(resumed.optimizer_state(), their_run.optimizer_state())
-
-
-def test_translated_runs_resume_from_what_was_not_translated(
-    our_run: Run, llama_checkpoint: Path, tmp_path: Path
-) -> None:
-    resumed = run(ours(llama_checkpoint), tmp_path, our_run.checkpoint(), translate=True)
-    assert_same_run(resumed, our_run)
+    """Weights and optimizer state are the same file for transformers' class, ours, and ours without groups."""
+    first: Run = request.getfixturevalue(source)
+    resumed = run(load(llama_checkpoint), tmp_path, first.checkpoint())
+    assert_same_run(resumed, first)
+    assert_close(resumed.optimizer_state(), first.optimizer_state())
+    assert_near(stored(resumed.checkpoint(STEPS)), stored(first.checkpoint(STEPS)))

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.nn import functional as F
 from transformers.models.llama import modeling_llama as hf
 from transformers.models.qwen2 import modeling_qwen2 as biased
 
-from nrl_models.common import CombinedGateUp, CombinedLinear, CombinedProjections, CombinedQKV, FamilyModel
+from nrl_models.common import CombinedGateUp, CombinedProjections, CombinedQKV, FamilyModel
+from nrl_models.common.projections import LinearGroup
 
 
 class LlamaAttention(CombinedQKV, hf.LlamaAttention):
@@ -108,9 +108,10 @@ class UndeclaredForCausalLM(Nova, hf.LlamaForCausalLM):
     rewrites = {hf.LlamaAttention: LlamaAttention}
 
 
-class Unbiased(CombinedLinear):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.weight)
+class Unbiased(LinearGroup):
+    def forward(self, input: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        outputs = super().forward(input)
+        return tuple(output - part.bias for output, part in zip(outputs, self.parts.values(), strict=True))
 
 
 class UnbiasedAttention(CombinedQKV, biased.Qwen2Attention):
