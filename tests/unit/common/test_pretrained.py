@@ -23,7 +23,7 @@ from checkpoints import (
     problems,
 )
 from packaging.version import Version
-from transformers import Gemma3Config, LlamaConfig, PreTrainedModel, Qwen2Config
+from transformers import BitsAndBytesConfig, Gemma3Config, LlamaConfig, PreTrainedModel, Qwen2Config
 from transformers import LlamaForCausalLM as HFLlama
 from transformers import __version__ as transformers_version
 
@@ -38,6 +38,7 @@ from nrl_models import (
 from nrl_models.common import pretrained
 from nrl_models.common.checkpoint_files import CheckpointFiles
 from nrl_models.common.pretrained import read_config
+from nrl_models.common.projections import report
 from nrl_models.errors import ShardingError
 from nrl_models.families.gemma3.model import Gemma3ForCausalLM
 from nrl_models.families.llama.model import LlamaForCausalLM
@@ -335,6 +336,25 @@ def test_fp8_loads_as_transformers_dequantises_it(
     model.save_pretrained(tmp_path / "saved")
     assert "quantization_config" not in json.loads((tmp_path / "saved" / "config.json").read_text())
     assert_same_model(AutoModelForCausalLM.from_pretrained(tmp_path / "saved"), expected)
+
+
+def test_what_bitsandbytes_quantises_computes_itself_and_the_rest_is_joined(
+    llama_checkpoint: Path, input_ids: torch.Tensor
+) -> None:
+    pytest.importorskip("bitsandbytes")
+    skipped = ["lm_head", "gate_proj", "up_proj"]
+    config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", llm_int8_skip_modules=skipped)
+    models = [
+        load(llama_checkpoint, quantization_config=config, dtype=torch.float32)
+        for load in (HFLlama.from_pretrained, AutoModelForCausalLM.from_pretrained)
+    ]
+    with torch.no_grad():
+        torch.testing.assert_close(*(model(input_ids).logits for model in models))
+    for group in report(models[1]):
+        assert group.joined == group.name.endswith("gate_up_proj")
+        assert group.joined or "q_proj, k_proj, v_proj was replaced" in group.reason
+    attention = models[1].model.layers[0].self_attn
+    assert [type(getattr(attention, name)).__name__ for name in ("q_proj", "k_proj", "v_proj")] == ["Linear4bit"] * 3
 
 
 def test_integers_without_a_quantisation_are_refused(folder: Path) -> None:

@@ -14,6 +14,7 @@ from checkpoints import assert_same, new_model, stored
 from transformers import LlamaConfig, PreTrainedModel
 
 from nrl_models import AutoModelForCausalLM
+from nrl_models.common.projections import join, report
 from nrl_models.errors import CheckpointError
 from nrl_models.testing.tiny import tiny_config
 
@@ -138,6 +139,27 @@ def test_a_prepared_model_trains_the_same(precision: str, llama_checkpoint: Path
     expected, actual = losses
     assert actual == pytest.approx(expected, rel=1e-4 if precision == "no" else 1e-2)
     assert actual[-1] < actual[0] - 0.1
+
+
+@pytest.mark.usefixtures("_fresh_state")
+def test_a_model_that_accelerate_saves_is_transformers(llama_checkpoint: Path, tmp_path: Path) -> None:
+    """Every tensor is there: none is taken for tied to its neighbour. transformers loads the file, and so do we."""
+    model = AutoModelForCausalLM.from_pretrained(llama_checkpoint)
+    accelerate.Accelerator(cpu=True).save_model(model, str(tmp_path))
+    assert_same(stored(tmp_path), stored(llama_checkpoint))
+
+
+def test_a_checkpoint_that_accelerate_loads_fills_every_parameter(
+    llama_checkpoint: Path, llama: PreTrainedModel, input_ids: torch.Tensor
+) -> None:
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(llama.config).eval()
+    accelerate.load_checkpoint_in_model(model, llama_checkpoint)
+    assert_same(model.state_dict(), llama.state_dict())
+    assert_close(logits(model, input_ids), logits(llama, input_ids))
+    join(model)
+    assert all(group.joined for group in report(model))
+    assert_close(logits(model, input_ids), logits(llama, input_ids))
 
 
 @pytest.mark.usefixtures("_fresh_state")
