@@ -472,6 +472,8 @@ def test_called_with_other_weights(plain: Attention, combined: CombinedAttention
         results = [functional_call(module, weights, (x,)) for module in (combined, plain)]
         torch.testing.assert_close(*results)
     assert_same(plain, combined, x)
+    on_meta = {name: parameter.detach().to("meta") for name, parameter in plain.named_parameters()}
+    assert functional_call(combined, on_meta, (x.to("meta"),)).shape == x.shape
 
 
 def _loss(module: nn.Module, weights: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
