@@ -487,7 +487,7 @@ def _modes(device: str) -> tuple[Any, ...]:
     return (
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
-        torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None,
+        torch.get_autocast_dtype(device) if device != "meta" and torch.is_autocast_enabled(device) else None,
         torch._C._len_torch_function_stack(),
         torch._C._len_torch_dispatch_stack(),
         torch._C._autograd._top_saved_tensors_default_hooks(True),
