@@ -1,6 +1,7 @@
 """What sweeps over architectures have in common: outcomes are kept as they come, and a run goes on where one stopped.
 
-A sweep's file holds `{"versions": {...}, "outcomes": {architecture: {...}}}`.
+A sweep's file holds `{"versions": {...}, "outcomes": {architecture: {...}}}`; while all are tried again, also under
+`"again"` those that have been.
 """
 
 from __future__ import annotations
@@ -57,25 +58,33 @@ class Sweep:
         return self.go_on(options.names, again=options.again)
 
     def go_on(self, names: list[str], *, again: bool = False) -> int:
-        """Try architectures, those without an outcome if none are named; 1 if one came out worse than before."""
+        """Try architectures; 1 if one came out worse than before.
+
+        Args:
+            names: those to try. If none are named, those without an outcome.
+            again: if none are named, try all; but those that a run of this kind tried before it was cut.
+        """
         before = published(self.results)
         kept = before["outcomes"] if before["versions"] == self.versions else {}
+        again = again and not names
+        done = kept.keys() if not again else before.get("again", []) if kept else []
         found: dict[str, Outcome] = {}
-        for name, outcome in self.run(names or [one for one in self.everything if again or one not in kept]):
+        worse = False
+        for name, outcome in self.run(names or [one for one in self.everything if one not in done]):
             found[name] = outcome
-            self.publish(kept | found)
-        worse = {
-            name: words
-            for name, outcome in found.items()
-            if name in before["outcomes"] and (words := self.worsened(before["outcomes"][name], outcome))
-        }
-        for name, words in worse.items():
-            print(f"{name}: {words}", file=sys.stderr)
+            self.publish(kept | found, [*done, *found] if again else [])
+            if name in before["outcomes"] and (words := self.worsened(before["outcomes"][name], outcome)):
+                print(f"{name}: {words}", file=sys.stderr, flush=True)
+                worse = True
+        if again:
+            self.publish(kept | found, [])
         return 1 if worse else 0
 
-    def publish(self, outcomes: dict[str, Outcome]) -> None:
-        """Write outcomes, by architecture, and the page."""
+    def publish(self, outcomes: dict[str, Outcome], again: list[str]) -> None:
+        """Write outcomes, by architecture, and the page; and which have been tried again, while others are to be."""
         known = {name: outcomes[name] for name in self.everything if name in outcomes}
-        content = {"versions": self.versions, "outcomes": known}
+        content: dict[str, Any] = {"versions": self.versions, "outcomes": known}
+        if again:
+            content["again"] = again
         write_whole(self.results, json.dumps(content, indent=1) + "\n")
         self.write_page(content)

@@ -44,6 +44,17 @@ def test_it_goes_on_where_it_was_cut(tmp_path: Path) -> None:
     assert list(published(file)["outcomes"]) == ["a", "b", "c"]
 
 
+def test_a_second_run_of_all_goes_on_where_it_was_cut(tmp_path: Path) -> None:
+    file = tmp_path / "out.json"
+    Swept(file, {"a": "1", "b": "1", "c": "1"}).sweep.go_on([])
+    with pytest.raises(KeyboardInterrupt):
+        Swept(file, {"a": "0", "b": "crash", "c": "0"}).sweep.go_on([], again=True)
+    second = Swept(file, {"a": "0", "b": "0", "c": "0"})
+    assert second.sweep.go_on([], again=True) == 0
+    assert second.ran == ["b", "c"]
+    assert published(file) == {"versions": {"torch": "1"}, "outcomes": {name: {"status": "0"} for name in "abc"}}
+
+
 def test_what_came_out_worse_fails_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "out.json"
     Swept(file, {"a": "1", "b": "1", "c": "1"}).sweep.go_on([])

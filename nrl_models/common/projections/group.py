@@ -296,7 +296,7 @@ class LinearGroup(nn.Module):
         if torch._C._get_tracing_state() is not None or forward_ad._current_level >= 0:
             return None
         weight = parts[0]._parameters.get("weight")
-        if weight is None or weight.device.type == "meta":
+        if weight is None:
             return None
         run = _Run(self, parts, weight.device.type)
         if run.modes[-1]:  # a transform of torch.func is on
@@ -521,7 +521,7 @@ def _modes(device: str) -> tuple[Any, ...]:
     return (
         _is_grad_enabled(),
         _is_inference(),
-        _autocast_dtype(device) if _is_autocast(device) else None,
+        _autocast_dtype(device) if device != "meta" and _is_autocast(device) else None,
         _function_modes(),
         _dispatch_modes(),
         _saved_tensors_hooks(True),
