@@ -17,6 +17,8 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
+from nrl_models import registry
+
 SIZES = {
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -69,17 +71,8 @@ def theirs(which: str) -> PreTrainedModel:
 def ours(which: str) -> PreTrainedModel:
     """Our model of the same weights."""
     transformers_class, config = CONFIGS[which]
-    our_class = our_classes()[transformers_class.__name__]
+    our_class = registry.model_class(transformers_class.__name__)
     return filled(our_class(type(config)(**config.to_dict(), attn_implementation="eager")), which)
-
-
-def our_classes() -> dict[str, type[PreTrainedModel]]:
-    """Our classes, by architecture."""
-    from nrl_models.families.llama import LlamaForCausalLM
-    from nrl_models.families.mixtral import MixtralForCausalLM
-    from nrl_models.families.qwen2 import Qwen2ForCausalLM
-
-    return {made.__name__: made for made in (LlamaForCausalLM, MixtralForCausalLM, Qwen2ForCausalLM)}
 
 
 BUILDERS = {"transformers": theirs, "ours": ours}

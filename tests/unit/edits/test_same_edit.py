@@ -11,9 +11,10 @@ import numpy
 import pytest
 import torch
 
-from edits.models import BUILDERS, CONFIGS
+from edits.models import BUILDERS, CONFIGS, ours
 from edits.outcome import Outcome, differences
 from edits.table import EDITS, Edit, Subject, step
+from nrl_models.common.projections import report
 
 for file in sorted(Path(__file__).parent.glob("*.py")):
     if not file.stem.startswith(("test_", "__")):
@@ -105,3 +106,6 @@ def test_untouched(which: str, tmp_path: Path) -> None:
     untouched = Edit("nothing", "", step, which=which)
     expected, actual = (outcome_of(untouched, library, tmp_path / library) for library in BUILDERS)
     assert not list(differences(actual, expected))
+    groups = report(ours(which))
+    assert groups
+    assert not [f"{group.name}: {group.reason}" for group in groups if not group.joined]
