@@ -30,7 +30,7 @@ def states(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Outc
 
 def run(subject: Subject, optimizer: torch.optim.Optimizer, steps: int = 3, model: nn.Module | None = None) -> Outcome:
     """Weights and states after some steps."""
-    model = model or subject.model
+    model = subject.model if model is None else model
     for _ in range(steps):
         optimizer.zero_grad()
         loss_of(subject, model).backward()

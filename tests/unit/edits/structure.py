@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 
 import torch
 from torch import nn
@@ -60,6 +61,13 @@ def owners_are_of_transformers_classes(subject: Subject) -> Outcome:
 
     classes = (hf.LlamaForCausalLM, hf.LlamaAttention, hf.LlamaMLP, hf.LlamaDecoderLayer)
     return [sum(isinstance(module, each) for module in subject.model.modules()) for each in classes]
+
+
+@edit()
+def signatures(subject: Subject) -> Outcome:
+    """What trainers and tracers ask a forward for."""
+    modules = (subject.model, subject.attention, subject.mlp, subject.q)
+    return [list(inspect.signature(module.forward).parameters) for module in modules]
 
 
 @edit()

@@ -167,12 +167,13 @@ def values(model: nn.Module) -> dict[str, torch.Tensor]:
 def forward(subject: Subject, model: nn.Module | None = None) -> torch.Tensor:
     """The logits, without a graph."""
     with torch.no_grad():
-        return (model or subject.model)(input_ids=subject.input_ids, use_cache=False).logits
+        model = subject.model if model is None else model
+        return model(input_ids=subject.input_ids, use_cache=False).logits
 
 
 def step(subject: Subject, model: nn.Module | None = None) -> dict[str, Outcome]:
     """Logits and gradients of a forward and a backward pass; gradients that are there accumulate."""
-    model = model or subject.model
+    model = subject.model if model is None else model
     output = model(input_ids=subject.input_ids, labels=subject.input_ids, use_cache=False)
     if output.loss.requires_grad:
         output.loss.backward()

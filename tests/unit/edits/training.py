@@ -13,7 +13,7 @@ from edits.table import Subject, add, edit, forward, gradients, step, values
 
 def loss_of(subject: Subject, model: nn.Module | None = None) -> torch.Tensor:
     """The loss of the subject's tokens."""
-    model = model or subject.model
+    model = subject.model if model is None else model
     return model(input_ids=subject.input_ids, labels=subject.input_ids, use_cache=False).loss
 
 
