@@ -30,15 +30,30 @@ def compiled(module: Callable, backend: str = "eager", **options) -> Callable:
     return torch.compile(module, backend=backend, fullgraph=True, **options)
 
 
+def trained(call: Callable, module: nn.Module, x: torch.Tensor) -> Outcome:
+    """Output and gradients of one pass."""
+    output = call(x)
+    output.square().sum().backward()
+    return {"output": output.detach(), "gradients": gradients(module)}
+
+
+# The whole model takes ten seconds to compile: one row does it, the others take an owner.
+@edit()
+def the_model_is_compiled(subject: Subject) -> Outcome:
+    model = Logits(subject.model)
+    return {**trained(compiled(model), model, subject.input_ids), "not compiled": forward(subject)}
+
+
+@edit()
+def attention_is_compiled(subject: Subject) -> Outcome:
+    subject.attention.compile(backend="eager", fullgraph=True)
+    return {"compiled": step(subject)}
+
+
 for backend in ("eager", "aot_eager"):
 
-    def whole(subject: Subject, backend: str = backend) -> Outcome:
-        logits = compiled(Logits(subject.model), backend)(subject.input_ids)
-        logits.square().mean().backward()
-        return {"logits": logits.detach(), "gradients": gradients(subject.model)}
-
     def owner(subject: Subject, backend: str = backend) -> Outcome:
-        subject.model.model.layers[0].mlp.compile(backend=backend, fullgraph=True)
+        subject.mlp.compile(backend=backend, fullgraph=True)
         return {"compiled": step(subject)}
 
     def part(subject: Subject, backend: str = backend) -> Outcome:
@@ -46,7 +61,7 @@ for backend in ("eager", "aot_eager"):
         return {"compiled": step(subject)}
 
     def edited(subject: Subject, backend: str = backend) -> Outcome:
-        """Weights change, a hook is put on, between calls of one compiled model."""
+        """Weights change, a hook is put on, between calls of one compiled module."""
         model = compiled(subject.mlp, backend)
         x = subject.hidden_states()
         outputs = [model(x).detach()]
@@ -59,41 +74,37 @@ for backend in ("eager", "aot_eager"):
         outputs.append(subject.mlp(x).detach())
         return {"outputs": outputs}
 
-    for name, apply in {"the model": whole, "an owner": owner, "a part": part, "an edited owner": edited}.items():
+    def frozen(subject: Subject, backend: str = backend) -> Outcome:
+        subject.up.requires_grad_(False)
+        return trained(compiled(subject.mlp, backend), subject.mlp, subject.hidden_states())
+
+    compilations = {"an owner": owner, "a part": part, "an edited owner": edited, "an owner with a frozen part": frozen}
+    for name, apply in compilations.items():
         add(f"{name} is compiled with {backend}", apply)
 
 
 @edit()
-def a_function_around_a_part_is_compiled(subject: Subject) -> Outcome:
-    x = subject.hidden_states()
-    output = compiled(lambda x: subject.q(x).relu() + subject.k(x).sum())(x)
-    output.sum().backward()
-    return {"output": output.detach(), "gradients": gradients(subject.attention)}
+def a_function_around_parts_is_compiled(subject: Subject) -> Outcome:
+    call = compiled(lambda x: subject.q(x).relu() + subject.k(x).sum())
+    return trained(call, subject.attention, subject.hidden_states())
 
 
 @edit()
 def compiled_and_not_compiled_calls_take_turns(subject: Subject) -> Outcome:
-    model = compiled(Logits(subject.model))
+    model = compiled(subject.mlp)
+    x, other = subject.hidden_states(), subject.hidden_states(3)
     outputs = []
     for factor in (1.0, 2.0):
         with torch.no_grad():
-            subject.k.weight.mul_(factor)
-            outputs += [model(subject.input_ids), forward(subject), model(subject.input_ids.flip(1))]
+            subject.up.weight.mul_(factor)
+            outputs += [model(x), subject.mlp(x), model(other)]
     return {"outputs": outputs, "names": list(model.state_dict())}
 
 
 @edit()
 def compiled_with_a_hook_on_a_part(subject: Subject) -> Outcome:
-    subject.v.register_forward_hook(lambda module, args, output: output * 2)
-    return {"logits": compiled(Logits(subject.model))(subject.input_ids).detach()}
-
-
-@edit()
-def compiled_with_a_frozen_part(subject: Subject) -> Outcome:
-    subject.k.requires_grad_(False)
-    logits = compiled(Logits(subject.model), "aot_eager")(subject.input_ids)
-    logits.square().mean().backward()
-    return {"logits": logits.detach(), "gradients": gradients(subject.model)}
+    subject.up.register_forward_hook(lambda module, args, output: output * 2)
+    return trained(compiled(subject.mlp), subject.mlp, subject.hidden_states())
 
 
 @edit()
@@ -110,12 +121,13 @@ def a_graph_break_in_the_activation(subject: Subject) -> Outcome:
 
     subject.mlp.act_fn = Breaking()
     torch.compiler.reset()
-    model = torch.compile(subject.model, backend="eager")
-    return {**step(subject, model), "seen": bool(seen)}
+    model = torch.compile(subject.mlp, backend="eager")
+    return {**trained(model, subject.mlp, subject.hidden_states()), "seen": bool(seen)}
 
 
 @edit()
 def exported(subject: Subject) -> Outcome:
+    """The whole model."""
     program = torch.export.export(Logits(subject.model), (subject.input_ids,), strict=False)
     return {
         "logits": program.module()(subject.input_ids).detach(),
@@ -213,11 +225,3 @@ def onnx(subject: Subject) -> Outcome:
     model = program.model_proto
     (output,) = ReferenceEvaluator(model).run(None, {model.graph.input[0].name: subject.hidden_states().numpy()})
     return {"output": torch.tensor(output), "weights": sorted(each.name for each in model.graph.initializer)}
-
-
-@edit(needs=("onnx", "onnxscript"))
-def onnx_of_the_model(subject: Subject) -> Outcome:
-    program = torch.onnx.export(Logits(subject.model), (subject.input_ids,), dynamo=True, verbose=False)
-    graph = program.model_proto.graph
-    products = sum(node.op_type in ("MatMul", "Gemm") for node in graph.node)
-    return {"products": products, "weights": sorted(each.name for each in graph.initializer)}
