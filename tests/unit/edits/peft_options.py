@@ -121,7 +121,9 @@ def corda(subject: Subject) -> Outcome:
     from peft.tuners.lora.corda import preprocess_corda
 
     config = lora(init_lora_weights="corda", corda_config=CordaConfig(corda_method="kpm"))
-    preprocess_corda(subject.model, config, run_model=lambda: forward(subject))
+    # Of one sequence: it takes the first dimension off.
+    run_model = lambda: subject.model(subject.input_ids[:1])  # noqa: E731
+    preprocess_corda(subject.model, config, run_model=run_model)
     model = get_peft_model(subject.model, config)
     return {"logits": forward(subject, model), "merged": forward(subject, model.merge_and_unload())}
 

@@ -153,23 +153,18 @@ def unload(subject: Subject, of_config: Callable[[], peft.PeftConfig]) -> Outcom
 
 
 for name, of_config in {**TUNERS, **PROMPTS}.items():
-    which = "qwen2" if name == "BEFT" else "llama"
-    needs = NEEDS.get(name, ())
+    options: dict[str, Any] = {
+        "which": "qwen2" if name == "BEFT" else "llama",
+        "needs": NEEDS.get(name, ()),
+        # RandLoRA multiplies long products of random matrices: rounding grows.
+        "tolerance": 2e-4 if name == "RandLoRA" else TOLERANCE,
+    }
 
-    # RandLoRA multiplies long products of random matrices: rounding grows.
-    tolerance = 2e-4 if name == "RandLoRA" else TOLERANCE
-
-    def bound(apply, of_config=of_config):
+    def bound(apply: Callable[..., Outcome], of_config: Callable = of_config) -> Callable[[Subject], Outcome]:
         return lambda subject: apply(subject, of_config)
 
-    add(
-        f"{name}: trained, saved, loaded over the other",
-        bound(train_and_reload),
-        which=which,
-        needs=needs,
-        tolerance=tolerance,
-    )
+    add(f"{name}: trained, saved, loaded over the other", bound(train_and_reload), **options)
     if name in TUNERS:
-        add(f"{name}: unloaded", bound(unload), which=which, needs=needs, tolerance=tolerance)
-        raises = NotImplementedError if name == "Lily" else None  # which depends on the input
-        add(f"{name}: merged", bound(merge), which=which, needs=needs, raises=raises, tolerance=tolerance)
+        add(f"{name}: unloaded", bound(unload), **options)
+        raises = NotImplementedError if name == "Lily" else None  # whose adapters depend on one another
+        add(f"{name}: merged", bound(merge), raises=raises, **options)
