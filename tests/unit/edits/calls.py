@@ -11,6 +11,7 @@ from unittest import mock
 
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 from transformers.models.llama import modeling_llama as hf
 
 from edits.outcome import Outcome
@@ -155,6 +156,51 @@ def frozen_between(mlp: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return mlp.down_proj(gate * mlp.up_proj(x))
 
 
+class Doubled(nn.Module):
+    """A parametrisation: twice the weight."""
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight * 2
+
+
+def parametrised_between(mlp: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """The second part is parametrised between the parts, and only for this call."""
+    gate = mlp.gate_proj(x)
+    parametrize.register_parametrization(mlp.up_proj, "weight", Doubled())
+    up = mlp.up_proj(x)
+    parametrize.remove_parametrizations(mlp.up_proj, "weight", leave_parametrized=False)
+    return mlp.down_proj(gate * up)
+
+
+def replaced_between(mlp: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """The second part is replaced between the parts, and only for this call."""
+    gate, old = mlp.gate_proj(x), mlp.up_proj
+    mlp.up_proj = nn.Sequential(old, nn.Tanh())
+    up, mlp.up_proj = mlp.up_proj(x), old
+    return mlp.down_proj(gate * up)
+
+
+def hooked_between(mlp: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """The second part has a hook from between the parts on, and only for this call."""
+    gate = mlp.gate_proj(x)
+    with mlp.up_proj.register_forward_hook(lambda module, args, output: output * 2):
+        return mlp.down_proj(gate * mlp.up_proj(x))
+
+
+def hooked_backward_between(mlp: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """The second part has a backward hook from between the parts on."""
+    gate = mlp.gate_proj(x)
+    mlp.up_proj.register_full_backward_hook(lambda module, of_input, of_output: (of_input[0] * 2,))
+    return mlp.down_proj(gate * mlp.up_proj(x))
+
+
+def swapped_between(mlp: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """The second part gets another Parameter between the parts."""
+    gate = mlp.gate_proj(x)
+    mlp.up_proj.weight = nn.Parameter(mlp.up_proj.weight.detach() * 2)
+    return mlp.down_proj(gate * mlp.up_proj(x))
+
+
 def in_place_output(mlp: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """The first part's output is edited in place before the second part is called."""
     gate = mlp.gate_proj(x)
@@ -170,6 +216,11 @@ add("the input gets other data between parts of a graph", replaced_mlp(replaced_
 add("a weight gets other data between parts", replaced_mlp(replaced_weight_between))
 add("a weight is scaled in place between parts", replaced_mlp(edited_weight_between))
 add("a weight is frozen between parts", replaced_mlp(frozen_between))
+add("a part is parametrised between parts", replaced_mlp(parametrised_between))
+add("a part is replaced between parts", replaced_mlp(replaced_between))
+add("a part gets a hook between parts", replaced_mlp(hooked_between))
+add("a part gets a backward hook between parts", replaced_mlp(hooked_backward_between))
+add("a part gets another weight between parts", replaced_mlp(swapped_between))
 add("outputs are edited in place", replaced_mlp(in_place_output))
 add(
     "outputs are edited in place without a graph",

@@ -10,9 +10,11 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
+from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 
 from edits.models import BUILDERS, CONFIGS, ours
 from edits.outcome import Outcome, differences
+from edits.peft_tuners import PROMPTS, TUNERS
 from edits.table import EDITS, Edit, Subject, step
 from nrl_models.common.projections import report
 
@@ -98,6 +100,22 @@ def test_differences_are_found() -> None:
         {**one, "d": 1},
     ):
         assert list(differences(other, one)), other
+
+
+# What PEFT has besides, and why it is not in the table.
+OTHER_TUNERS = {
+    "CARTRIDGE": "a cache that is made elsewhere; it touches no weight",
+    "CPT": "prompt tuning over given tokens; it touches no weight",
+    "MULTITASK_PROMPT_TUNING": "prompt tuning with task ids; it touches no weight",
+    "POLY": "takes task ids in forward",
+    "SHADOW": "a second model beside the first",
+    "XLORA": "mixes LoRA adapters that are there",
+}
+
+
+def test_every_tuner_of_peft() -> None:
+    made = {of_config().peft_type.value for of_config in (*TUNERS.values(), *PROMPTS.values())}
+    assert {tuner.value for tuner in PEFT_TYPE_TO_CONFIG_MAPPING} == made | set(OTHER_TUNERS)
 
 
 @pytest.mark.parametrize("which", CONFIGS)
