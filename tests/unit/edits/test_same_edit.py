@@ -1,0 +1,129 @@
+"""Each edit of the table is made to transformers' model and to ours; outcomes must be equal."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from importlib import import_module, util
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+
+from edits.models import BUILDERS, CONFIGS, ours
+from edits.outcome import Outcome, differences
+from edits.peft_tuners import PROMPTS, TUNERS
+from edits.table import EDITS, Edit, Subject, step
+from nrl_models.common.projections import report
+
+for file in sorted(Path(__file__).parent.glob("*.py")):
+    if not file.stem.startswith(("test_", "__")):
+        import_module(f"edits.{file.stem}")
+
+# Edits that ours refuses and transformers' model does not: the error, and why.
+DOCUMENTED: dict[str, tuple[type[Exception], str]] = {}
+
+
+def outcome_of(edit: Edit, library: str, folder: Path) -> Outcome | Exception:
+    """What the edit leads to on a new model of that library, be it an error."""
+    folder.mkdir()
+    torch.manual_seed(0)
+    numpy.random.seed(0)
+    random.seed(0)
+    try:
+        return edit.apply(Subject(library, edit.which, edit.dtype, folder))
+    except Exception as error:  # whatever it raises is the outcome
+        return error
+
+
+def skip_unless_installed(edit: Edit) -> None:
+    if missing := [name for name in edit.needs if util.find_spec(name) is None]:
+        pytest.skip(f"needs {', '.join(missing)}: install the extra `integrations`")
+
+
+@pytest.mark.parametrize("edit", EDITS, ids=lambda edit: edit.id)
+def test_same_edit(edit: Edit, tmp_path: Path) -> None:
+    skip_unless_installed(edit)
+    expected = outcome_of(edit, "transformers", tmp_path / "transformers")
+    assert_effective(edit, expected, tmp_path)
+    actual = outcome_of(edit, "ours", tmp_path / "ours")
+    if edit.id in DOCUMENTED:
+        error, reason = DOCUMENTED[edit.id]
+        assert type(actual) is error, f"ours is documented to raise {error.__name__} ({reason}), and gave {actual!r}"
+        return
+    if isinstance(expected, Exception):
+        assert type(actual) is type(expected), f"transformers' model raises {expected!r}; ours gives {actual!r:.500}"
+        return
+    if isinstance(actual, Exception):
+        raise actual
+    assert not (found := list(differences(actual, expected, edit.tolerance))), "\n".join(
+        [f"{edit.id}: {len(found)} differences of ours from transformers' model", *found[:12]]
+    )
+
+
+def assert_effective(edit: Edit, outcome: Outcome | Exception, tmp_path: Path) -> None:
+    """The edit did something to transformers' model: a row that does nothing would pass whatever ours did."""
+    if edit.raises is not None:
+        assert type(outcome) is edit.raises, f"transformers' model should raise {edit.raises.__name__}: {outcome!r}"
+        return
+    if isinstance(outcome, Exception):
+        raise outcome
+    untouched = Edit("nothing", "", step, which=edit.which, dtype=edit.dtype)
+    plain = outcome_of(untouched, "transformers", tmp_path / "untouched")
+    assert list(differences(outcome, plain)), "the outcome is that of an unedited model"
+    if isinstance(outcome, dict) and "seen" in outcome:
+        assert outcome["seen"], "nothing shows that the edit took place"
+
+
+def test_table() -> None:
+    assert len(EDITS) >= 150
+    assert len(DOCUMENTED) <= 4
+    assert set(DOCUMENTED) <= {edit.id for edit in EDITS}
+    assert not [name for name, count in Counter(edit.id for edit in EDITS).items() if count > 1]
+
+
+def test_differences_are_found() -> None:
+    """The comparison sees what it must: a value, a flag, a key, an order, a missing gradient, NaN."""
+    one = {"a": torch.ones(2), "b": None, "c": ["x", 1.0]}
+    assert not list(differences({**one, "a": torch.ones(2) + 1e-6}, one))
+    for other in (
+        {**one, "a": torch.ones(2) + 1e-3},
+        {**one, "a": torch.ones(2, dtype=torch.float64)},
+        {**one, "a": torch.ones(2, requires_grad=True)},
+        {**one, "a": torch.full((2,), torch.nan)},
+        {**one, "b": torch.zeros(2)},
+        {**one, "c": ["x"]},
+        {**one, "c": ["x", 1.1]},
+        {"b": None, **one},
+        {**one, "d": 1},
+    ):
+        assert list(differences(other, one)), other
+
+
+# What PEFT has besides, and why it is not in the table.
+OTHER_TUNERS = {
+    "CARTRIDGE": "a cache that is made elsewhere; it touches no weight",
+    "CPT": "prompt tuning over given tokens; it touches no weight",
+    "MULTITASK_PROMPT_TUNING": "prompt tuning with task ids; it touches no weight",
+    "POLY": "takes task ids in forward",
+    "SHADOW": "a second model beside the first",
+    "XLORA": "mixes LoRA adapters that are there",
+}
+
+
+def test_every_tuner_of_peft() -> None:
+    made = {of_config().peft_type.value for of_config in (*TUNERS.values(), *PROMPTS.values())}
+    assert {tuner.value for tuner in PEFT_TYPE_TO_CONFIG_MAPPING} == made | set(OTHER_TUNERS)
+
+
+@pytest.mark.parametrize("which", CONFIGS)
+def test_untouched(which: str, tmp_path: Path) -> None:
+    """Without an edit the two are the same model, and ours is one whose groups run as one matmul."""
+    untouched = Edit("nothing", "", step, which=which)
+    expected, actual = (outcome_of(untouched, library, tmp_path / library) for library in BUILDERS)
+    assert not list(differences(actual, expected))
+    groups = report(ours(which))
+    assert groups
+    assert not [f"{group.name}: {group.reason}" for group in groups if not group.joined]

@@ -1,0 +1,416 @@
+"""Freezing, gradients that are read, set, clipped and accumulated, derivatives of derivatives."""
+
+from __future__ import annotations
+
+from fnmatch import fnmatch
+
+import torch
+from torch import nn
+
+from edits.outcome import Outcome
+from edits.table import Subject, add, edit, forward, gradients, step, values
+
+
+def loss_of(subject: Subject, model: nn.Module | None = None) -> torch.Tensor:
+    """The loss of the subject's tokens."""
+    model = subject.model if model is None else model
+    return model(input_ids=subject.input_ids, labels=subject.input_ids, use_cache=False).loss
+
+
+def sgd(model: nn.Module, lr: float = 0.5) -> None:
+    """One step of plain gradient descent."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.sub_(parameter.grad, alpha=lr)
+
+
+def trained(subject: Subject, steps: int = 2) -> Outcome:
+    """Weights and flags after some steps."""
+    for _ in range(steps):
+        subject.model.zero_grad()
+        loss_of(subject).backward()
+        sgd(subject.model)
+    return {
+        "values": values(subject.model),
+        "trains": [name for name, parameter in subject.model.named_parameters() if parameter.requires_grad],
+        "gradients": gradients(subject.model),
+    }
+
+
+# Who trains, by name
+
+TRAINABLE = {
+    "only q_proj": "*q_proj.weight",
+    "only k_proj": "*k_proj.weight",
+    "only v_proj": "*v_proj.weight",
+    "only up_proj": "*up_proj.weight",
+    "only q_proj and v_proj": "*.[qv]_proj.weight",
+    "only attention": "*self_attn*",
+    "only the last layer": "model.layers.1.*",
+    "only norms": "*norm*",
+    "all but k_proj": "!*k_proj.weight",
+    "all but gate_proj": "!*gate_proj.weight",
+    "only the head": "lm_head.weight",
+}
+
+for name, pattern in TRAINABLE.items():
+
+    def apply(subject: Subject, pattern: str = pattern) -> Outcome:
+        for parameter_name, parameter in subject.model.named_parameters():
+            parameter.requires_grad_(fnmatch(parameter_name, pattern.lstrip("!")) != pattern.startswith("!"))
+        return trained(subject)
+
+    add(f"{name} trains", apply)
+
+
+@edit()
+def a_part_is_frozen_by_its_module(subject: Subject) -> Outcome:
+    for parameter in subject.q.parameters():
+        parameter.requires_grad = False
+    return trained(subject)
+
+
+@edit()
+def parts_are_frozen_by_name_of_module(subject: Subject) -> Outcome:
+    for name, module in subject.model.named_modules():
+        if name.endswith(("k_proj", "gate_proj")):
+            module.requires_grad_(False)
+    return trained(subject)
+
+
+@edit()
+def a_part_is_frozen_between_two_steps(subject: Subject) -> Outcome:
+    first = trained(subject, 1)["values"]
+    subject.v.requires_grad_(False)
+    second = trained(subject, 1)
+    subject.v.requires_grad_(True)
+    return {"first": first, "second": second, "third": trained(subject, 1)}
+
+
+@edit()
+def the_model_is_frozen_and_its_input_trains(subject: Subject) -> Outcome:
+    subject.model.requires_grad_(False)
+    x = subject.hidden_states().requires_grad_()
+    subject.model(inputs_embeds=x, use_cache=False).logits.square().mean().backward()
+    return {"x": x.grad, "gradients": gradients(subject.model)}
+
+
+@edit()
+def a_new_linear_trains_beside_a_frozen_part(subject: Subject) -> Outcome:
+    """An adapter written by hand."""
+    subject.model.requires_grad_(False)
+    down, up = nn.Linear(64, 4, bias=False), nn.Linear(4, 32, bias=False)
+
+    class Adapted(nn.Module):
+        def __init__(self, base: nn.Linear) -> None:
+            super().__init__()
+            self.base, self.down, self.up = base, down, up
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.base(x) + self.up(self.down(x))
+
+    subject.attention.v_proj = Adapted(subject.v)
+    return trained(subject)
+
+
+# Gradients at hand
+
+
+@edit()
+def a_gradient_is_set(subject: Subject) -> Outcome:
+    loss_of(subject).backward()
+    subject.q.weight.grad = torch.ones_like(subject.q.weight)
+    sgd(subject.model)
+    return values(subject.model)
+
+
+@edit()
+def one_gradient_is_scaled_in_place(subject: Subject) -> Outcome:
+    loss_of(subject).backward()
+    subject.k.weight.grad.mul_(3)
+    subject.up.weight.grad.zero_()
+    return gradients(subject.model)
+
+
+@edit()
+def gradients_are_removed_one_by_one(subject: Subject) -> Outcome:
+    loss_of(subject).backward()
+    subject.k.weight.grad = None
+    loss_of(subject).backward()
+    return gradients(subject.model)
+
+
+for set_to_none in (True, False):
+
+    def apply(subject: Subject, set_to_none: bool = set_to_none) -> Outcome:
+        loss_of(subject).backward()
+        subject.model.zero_grad(set_to_none=set_to_none)
+        empty = {name: None if value is None else value.clone() for name, value in gradients(subject.model).items()}
+        return {"empty": empty, **step(subject)}
+
+    add(f"gradients are {'removed' if set_to_none else 'set to zero'} between two steps", apply)
+
+
+@edit()
+def gradients_accumulate(subject: Subject) -> Outcome:
+    kept = None
+    for tokens in (subject.input_ids[:1], subject.input_ids[1:], subject.input_ids.flip(1)):
+        subject.model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+        kept = kept or {name: gradient.clone() for name, gradient in gradients(subject.model).items()}
+    return {"first": kept, "sum": gradients(subject.model)}
+
+
+@edit()
+def gradients_accumulate_into_a_buffer_of_their_own(subject: Subject) -> Outcome:
+    """As Megatron and DeepSpeed keep gradients: one flat buffer, of which each parameter has a view."""
+    parameters = list(subject.model.parameters())
+    flat = torch.zeros(sum(parameter.numel() for parameter in parameters))
+    for parameter, view in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
+        parameter.grad = view.view_as(parameter)
+    for _ in range(2):
+        loss_of(subject).backward()
+    return {
+        "flat": flat,
+        "is in place": all(p.grad.untyped_storage().data_ptr() == flat.data_ptr() for p in parameters),
+    }
+
+
+@edit()
+def gradients_of_one_part_are_clipped(subject: Subject) -> Outcome:
+    loss_of(subject).backward()
+    norm = nn.utils.clip_grad_norm_(subject.q.parameters(), 1e-3)
+    return {"norm": norm, "gradients": gradients(subject.model)}
+
+
+@edit()
+def every_gradient_is_clipped_by_itself(subject: Subject) -> Outcome:
+    loss_of(subject).backward()
+    norms = [nn.utils.clip_grad_norm_([parameter], 1e-2) for parameter in subject.model.parameters()]
+    return {"norms": norms, "gradients": gradients(subject.model)}
+
+
+@edit()
+def gradients_are_clipped_together(subject: Subject) -> Outcome:
+    loss_of(subject).backward()
+    norm = nn.utils.clip_grad_norm_(subject.model.parameters(), 0.1)
+    return {"norm": norm, "gradients": gradients(subject.model)}
+
+
+@edit()
+def gradients_are_clipped_by_value(subject: Subject) -> Outcome:
+    loss_of(subject).backward()
+    nn.utils.clip_grad_value_(subject.k.parameters(), 1e-4)
+    return gradients(subject.model)
+
+
+@edit()
+def gradients_get_noise_by_name(subject: Subject) -> Outcome:
+    loss_of(subject).backward()
+    generator = torch.Generator().manual_seed(4)
+    for name, parameter in subject.model.named_parameters():
+        if "_proj" in name:
+            parameter.grad.add_(torch.randn(parameter.shape, generator=generator), alpha=1e-2)
+    return gradients(subject.model)
+
+
+@edit()
+def gradients_are_kept_from_step_to_step(subject: Subject) -> Outcome:
+    """Whoever keeps a gradient finds it unchanged after the next backward pass."""
+    loss_of(subject).backward()
+    kept = gradients(subject.model)
+    subject.model.zero_grad(set_to_none=True)
+    with torch.no_grad():
+        subject.q.weight.mul_(2)
+    loss_of(subject).backward()
+    return {"kept": kept, "next": gradients(subject.model)}
+
+
+# Derivatives without .grad
+
+
+@edit()
+def a_derivative_with_respect_to_one_weight(subject: Subject) -> Outcome:
+    (gradient,) = torch.autograd.grad(loss_of(subject), subject.q.weight)
+    return {"gradient": gradient, "others": gradients(subject.model)}
+
+
+@edit()
+def derivatives_with_respect_to_weights_and_activations(subject: Subject) -> Outcome:
+    seen = []
+    subject.mlp.down_proj.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    loss = loss_of(subject)
+    return {"gradients": torch.autograd.grad(loss, [subject.up.weight, seen[0], subject.v.weight])}
+
+
+@edit()
+def one_part_with_respect_to_another_parts_weight(subject: Subject) -> Outcome:
+    """There is no derivative, as the one does not depend on the other."""
+    outputs = {}
+    for part in ("q_proj", "k_proj", "v_proj"):
+        add_output = lambda module, args, output, part=part: outputs.update({part: output})  # noqa: E731
+        subject.part(part).register_forward_hook(add_output)
+    subject.attention.o_proj.register_forward_pre_hook(lambda *args: None)
+    loss_of(subject)
+    weights = {part: subject.part(part).weight for part in outputs}
+    return {
+        f"{output} by {weight}": torch.autograd.grad(
+            outputs[output].sum(), weights[weight], retain_graph=True, allow_unused=True
+        )
+        for output in outputs
+        for weight in weights
+    }
+
+
+@edit(raises=RuntimeError)
+def one_part_with_respect_to_another_parts_weight_unasked(subject: Subject) -> Outcome:
+    x = subject.hidden_states()
+    outputs = []
+    original = type(subject.mlp).forward
+
+    class Catch(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            outputs.append(x)
+            return x
+
+    subject.mlp.act_fn = Catch()
+    original(subject.mlp, x)
+    return torch.autograd.grad(outputs[0].sum(), subject.up.weight)
+
+
+@edit()
+def the_activation_of_one_part_without_hooks(subject: Subject) -> Outcome:
+    """The gate's output is caught where it is used: its derivatives are its own weight's and the input's alone."""
+    x = subject.hidden_states().requires_grad_()
+    outputs = []
+    activation = subject.mlp.act_fn
+
+    class Catch(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            outputs.append(x)
+            return activation(x)
+
+    subject.mlp.act_fn = Catch()
+    subject.mlp(x)
+    wanted = [x, subject.gate.weight, subject.up.weight]
+    return {"gradients": torch.autograd.grad(outputs[0].square().sum(), wanted, allow_unused=True)}
+
+
+@edit()
+def backward_from_one_part_alone(subject: Subject) -> Outcome:
+    """What nothing depends on has no gradient, in place of one that is zero."""
+    outputs = []
+    activation = subject.mlp.act_fn
+
+    class Catch(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            outputs.append(x)
+            return activation(x)
+
+    subject.mlp.act_fn = Catch()
+    loss_of(subject)
+    outputs[0].square().sum().backward()
+    return gradients(subject.model)
+
+
+@edit()
+def the_graph_is_kept_for_a_second_backward_pass(subject: Subject) -> Outcome:
+    loss = loss_of(subject)
+    loss.backward(retain_graph=True)
+    first = {name: gradient.clone() for name, gradient in gradients(subject.model).items()}
+    loss.backward()
+    return {"first": first, "twice": gradients(subject.model)}
+
+
+@edit(raises=RuntimeError)
+def a_second_backward_pass_over_a_freed_graph(subject: Subject) -> Outcome:
+    loss = loss_of(subject)
+    loss.backward()
+    loss.backward()
+
+
+@edit()
+def a_penalty_on_gradients(subject: Subject) -> Outcome:
+    """Double backward through all weights."""
+    weights = list(subject.model.parameters())
+    first = torch.autograd.grad(loss_of(subject), weights, create_graph=True)
+    sum(gradient.square().sum() for gradient in first).backward()
+    return {"first": [gradient.detach() for gradient in first], "second": gradients(subject.model)}
+
+
+@edit(which="qwen2")
+def a_penalty_on_gradients_with_biases(subject: Subject) -> Outcome:
+    weights = [subject.q.weight, subject.k.bias, subject.v.weight, subject.up.weight]
+    first = torch.autograd.grad(loss_of(subject), weights, create_graph=True)
+    sum(gradient.square().sum() for gradient in first).backward()
+    return gradients(subject.model)
+
+
+@edit()
+def a_penalty_on_the_gradient_of_the_input(subject: Subject) -> Outcome:
+    x = subject.hidden_states().requires_grad_()
+    logits = subject.model(inputs_embeds=x, use_cache=False).logits
+    (gradient,) = torch.autograd.grad(logits.square().mean(), x, create_graph=True)
+    gradient.square().sum().backward()
+    return {"x": x.grad, "gradients": gradients(subject.model)}
+
+
+@edit()
+def the_hessian_times_a_vector(subject: Subject) -> Outcome:
+    weights = [subject.q.weight, subject.up.weight]
+    first = torch.autograd.grad(loss_of(subject), weights, create_graph=True)
+    product = sum((gradient * torch.ones_like(gradient)).sum() for gradient in first)
+    return {"product": torch.autograd.grad(product, weights)}
+
+
+@edit()
+def forward_mode_over_a_dual_input(subject: Subject) -> Outcome:
+    x = subject.hidden_states()
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
+        output = subject.mlp(dual)
+        primal, tangent = torch.autograd.forward_ad.unpack_dual(output)
+        return {"primal": primal.detach(), "tangent": tangent.detach()}
+
+
+@edit()
+def gradcheck_of_the_owner(subject: Subject) -> Outcome:
+    mlp = subject.mlp.double()
+    x = subject.hidden_states()[:1, :2].double().requires_grad_()
+    return {"seen": torch.autograd.gradcheck(mlp, (x,), check_batched_grad=True)}
+
+
+@edit()
+def two_graphs_at_once(subject: Subject) -> Outcome:
+    """Two forward passes, then their backward passes in the other order."""
+    first, second = loss_of(subject), subject.model(subject.input_ids.flip(0), labels=subject.input_ids).loss
+    second.backward()
+    kept = {name: gradient.clone() for name, gradient in gradients(subject.model).items()}
+    first.backward()
+    return {"second": kept, "both": gradients(subject.model)}
+
+
+@edit()
+def a_reward_from_the_same_model_without_its_gradient(subject: Subject) -> Outcome:
+    """A policy and its frozen reference are one model; the reference's pass lies between forward and backward."""
+    policy = subject.model(subject.input_ids, use_cache=False).logits.log_softmax(-1)
+    with torch.no_grad():
+        reference = subject.model(subject.input_ids.flip(1), use_cache=False).logits.log_softmax(-1)
+    (policy.exp() * (policy - reference)).sum().backward()
+    return {"gradients": gradients(subject.model), "logits": forward(subject)}
+
+
+@edit()
+def sharpness_aware_steps(subject: Subject) -> Outcome:
+    """SAM: weights are moved along the gradient, a second gradient is taken, and weights are put back."""
+    loss_of(subject).backward()
+    moves = {parameter: parameter.grad * 0.1 for parameter in subject.model.parameters()}
+    with torch.no_grad():
+        for parameter, move in moves.items():
+            parameter.add_(move)
+    subject.model.zero_grad()
+    loss_of(subject).backward()
+    with torch.no_grad():
+        for parameter, move in moves.items():
+            parameter.sub_(move)
+    return {"values": values(subject.model), "gradients": gradients(subject.model)}
