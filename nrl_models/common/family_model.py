@@ -225,7 +225,10 @@ def rewritten(original: type[nn.Module], by: type[nn.Module], module: str, *, wi
         raise TypeError(
             f"{by.__name__} rewrites {original.__name__}, so it has to be a subclass of it, or of one of {mixins}"
         )
-    made = type(original.__name__, (by, original), {"__module__": module, "__doc__": original.__doc__})
+    attributes = {"__module__": module, "__doc__": original.__doc__}
+    if issubclass(by, CombinedProjections):
+        attributes["forward"] = by.forward_like(original.forward)
+    made = type(original.__name__, (by, original), attributes)
     if within:
         made.__qualname__ = f"{within}.{original.__name__}"
     else:

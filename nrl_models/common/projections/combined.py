@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import wraps
 from typing import Any, ClassVar
 
 import torch
@@ -76,6 +77,16 @@ class CombinedProjections(nn.Module):
         finally:
             for group, run in running:
                 group.end(run, complete=complete)
+
+    @classmethod
+    def forward_like(cls, upstream: Callable[..., Any]) -> Callable[..., Any]:
+        """This class's forward for a class that has it in place of `upstream`, whose signature others may ask for."""
+
+        @wraps(upstream)
+        def forward(self: CombinedProjections, *args: Any, **kwargs: Any) -> Any:
+            return cls.forward(self, *args, **kwargs)
+
+        return forward
 
     def join_projections(self) -> None:
         """Lay the weights of every group side by side in memory, where they are not and can be."""

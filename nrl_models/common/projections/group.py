@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
-from functools import partial
 from threading import get_ident
 from typing import Any, NamedTuple
 
@@ -25,12 +24,17 @@ import torch
 from torch import nn
 from torch.autograd import forward_ad
 from torch.nn import functional as F
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _disable_current_modes
 
 from nrl_models.common.projections.matmul import joined_linear
 from nrl_models.common.projections.memory import Buffer, is_its_own
 
 KINDS = ("weight", "bias")
+
+_LINEAR, _LINEAR_FORWARD = F.linear, nn.Linear.forward
+"""What parts compute; where somebody patched them for everyone, parts are left to themselves."""
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -61,7 +65,10 @@ class LinearGroup(nn.Module):
         # Weakly, so that a linear that was replaced (by a quantised one, say) takes its weights with it.
         self._linears = tuple(weakref.ref(linear) for linear in linears.values())
         self._types: tuple[type[nn.Module], ...] = (nn.Linear,) * len(linears)
-        self._answers = tuple(partial(self._answer, number) for number in range(len(linears)))
+        self._answers = tuple(_Answer(self, number) for number in range(len(linears)))
+        for linear in linears.values():
+            if isinstance(linear.__dict__.get("forward"), _OwnForward):  # copied while the original's group answered
+                del linear.__dict__["forward"]
         self._layout: _Layout | None = None
         self._run: _Run | None = None
         self._uncalled: tuple[str, ...] = ()
@@ -277,6 +284,8 @@ class LinearGroup(nn.Module):
         """
         if self._uncalled or (self._layout is None and not self.always_answers):
             return None
+        if F.linear is not _LINEAR or nn.Linear.forward is not _LINEAR_FORWARD or _is_overridden():
+            return None
         parts = []
         for reference, expected in zip(self._linears, self._types, strict=True):
             part = reference()
@@ -317,22 +326,12 @@ class LinearGroup(nn.Module):
         if self._run is run:  # not another thread's, which began at the same time
             self.__dict__["_run"] = None
             for part in run.parts:
-                part.__dict__.pop("forward", None)
+                if isinstance(part.__dict__.get("forward"), _Answer):  # not what somebody put there meanwhile
+                    del part.__dict__["forward"]
         if complete and run.left:
             self.__dict__["_uncalled"] = tuple(
                 name for name, output in zip(self._names, run.outputs, strict=True) if output is not None
             )
-
-    def _answer(self, number: int, input: torch.Tensor) -> torch.Tensor:
-        """A part's output while the group runs: its slice of the joined matmul, or what it computes itself."""
-        run = self._run
-        if run is not None and not torch.compiler.is_compiling():
-            output = run.take(number, input)
-            if output is not None:
-                return output
-        part = self._linears[number]()
-        assert part is not None
-        return type(part).forward(part, input)
 
     # Copies
 
@@ -354,6 +353,50 @@ class LinearGroup(nn.Module):
     def extra_repr(self) -> str:
         """What `print(group)` shows."""
         return ", ".join(f"{name}={part.out_features}" for name, part in self.parts.items())
+
+
+class _Answer:
+    """What a part has for a forward while its group answers its calls."""
+
+    __slots__ = ("group", "number")
+
+    def __init__(self, group: LinearGroup, number: int) -> None:
+        self.group, self.number = group, number
+
+    def __call__(self, input: torch.Tensor) -> torch.Tensor:
+        """The part's slice of the joined matmul, or what it computes itself."""
+        run = self.group._run
+        if run is not None and not torch.compiler.is_compiling():
+            output = run.take(self.number, input)
+            if output is not None:
+                return output
+        return _OwnForward(self.part)(input)
+
+    @property
+    def part(self) -> nn.Linear:
+        """The part."""
+        part = self.group._linears[self.number]()
+        assert part is not None
+        return part
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _OwnForward:
+        return _OwnForward(memo.get(id(self.part), self.part))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _OwnForward, (self.part,)
+
+
+class _OwnForward:
+    """The forward of a part's class: what a copy of a part gets that was made while the part's group answered."""
+
+    __slots__ = ("part",)
+
+    def __init__(self, part: nn.Linear) -> None:
+        self.part = part
+
+    def __call__(self, input: torch.Tensor) -> torch.Tensor:
+        """`input` `(..., I)`. Returns `(..., O)`."""
+        return type(self.part).forward(self.part, input)
 
 
 class _Layout:
@@ -452,7 +495,8 @@ class _Run:
         self.input, self.version, self.place = input, _version(input), input.data_ptr()
         self.seen = [_identity(part) for part in self.parts]
         self.weights = weights
-        outputs = group(input)
+        hooked = group._forward_pre_hooks or group._forward_hooks or group._backward_hooks or group._backward_pre_hooks
+        outputs = group(input) if hooked else group.forward(input)  # hooks for all modules are not to see it
         self.weights = None
         self.outputs: list[torch.Tensor | None] = list(outputs)
         self.outputs[number] = None
@@ -493,8 +537,9 @@ def _version(tensor: torch.Tensor) -> int | None:
 def _identity(part: nn.Linear) -> tuple[Any, ...]:
     """What tells a part's weights from others, and from themselves at another time."""
     parameters = part._parameters
-    weight, bias = parameters["weight"], parameters.get("bias")
-    assert weight is not None
+    weight, bias = parameters.get("weight"), parameters.get("bias")
+    if weight is None:
+        return (None, 0, None, False)
     if bias is None:
         return weight, weight.data_ptr(), _version(weight), weight.requires_grad
     return weight, weight.data_ptr(), _version(weight), weight.requires_grad, bias, bias.data_ptr(), _version(bias)
@@ -506,6 +551,14 @@ def _is_identical(part: nn.Linear, seen: tuple[Any, ...]) -> bool:
     if len(now) != len(seen) or now[0] is not seen[0] or now[1:4] != seen[1:4]:
         return False
     return len(now) == 4 or (now[4] is seen[4] and now[5:] == seen[5:])
+
+
+def _is_overridden() -> bool:
+    """Whether a mode sees calls of torch's functions that may do something else in their place.
+
+    That of `torch.device` and `torch.set_default_device` says only where new tensors are made.
+    """
+    return _function_modes() > 0 and any(type(mode) is not DeviceContext for mode in _get_current_function_mode_stack())
 
 
 # Bound here, because they are called several times for each group at each call.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -40,19 +41,20 @@ def joined_linear(
         cast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         if torch.float64 in (input.dtype, weight_rows.dtype):  # autocast leaves these alone
             cast = None
-        if cast is not None:
-            input = input.to(cast)
-        return _JoinedLinear.apply(input, weight_rows, bias_rows, lengths, cast, *weights, *biases)
+        # Flat, and through a view of its own, as torch's linear saves it.
+        *leading, features = input.shape
+        flat = (input if cast is None else input.to(cast)).reshape(prod(leading), features)
+        outputs = _JoinedLinear.apply(flat, weight_rows, bias_rows, lengths, cast, *weights, *biases)
+        return tuple(output.view(*leading, length) for output, length in zip(outputs, lengths, strict=True))
     # `unsafe_split` is `split` whose slices may be changed in place (OLMo clamps its queries so).
     return torch.unsafe_split_with_sizes(F.linear(input, weight_rows, bias_rows), lengths, -1)
 
 
 class _JoinedLinear(torch.autograd.Function):
-    """`joined_linear` with gradients.
+    """`joined_linear` of a flat input `(N, I)`, with gradients.
 
-    It saves what the separate linears would save, so that a weight that is changed before the backward pass is found
-    as torch finds it, and whatever packs saved tensors (checkpointing, offloading) sees the same. A part whose output
-    nobody used gets no gradient, in place of one that is zero.
+    A weight that is changed in place before the backward pass is an error, as in torch, if its part's output was used.
+    A part whose output nobody used gets no gradient, in place of one that is zero.
     """
 
     @staticmethod
@@ -65,28 +67,36 @@ class _JoinedLinear(torch.autograd.Function):
         cast: torch.dtype | None,
         *parameters: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
-        weights = parameters[: len(lengths)]
         ctx.set_materialize_grads(False)
-        ctx.lengths, ctx.has_bias, ctx.dtype = lengths, bias_rows is not None, weights[0].dtype
+        ctx.lengths, ctx.is_cast = lengths, cast is not None
+        # Parameters are part of the graph, and kept for it: for second derivatives, and to see whether they changed.
+        ctx.weights = parameters[: len(lengths)]
+        ctx.versions = [None if weight.is_inference() else weight._version for weight in ctx.weights]
+        ctx.dtype = ctx.weights[0].dtype
         ctx.wants_input, ctx.wants_weights = ctx.needs_input_grad[0], ctx.needs_input_grad[5]
+        ctx.has_bias = bias_rows is not None
         ctx.wants_biases = ctx.has_bias and ctx.needs_input_grad[-1]
         if cast is not None:
             weight_rows = weight_rows.to(cast)
             bias_rows = None if bias_rows is None else bias_rows.to(cast)
-            ctx.cast_weights = weights  # for a second derivative only: what is saved is the cast copy, as in torch
-            ctx.versions = [weight._version for weight in weights]
-        saved = weights if cast is None else (weight_rows,)
-        ctx.is_cast, ctx.rows = cast is not None, weight_rows if cast is None and ctx.wants_input else None
-        ctx.save_for_backward(input if ctx.wants_weights else None, *(saved if ctx.wants_input else ()))
-        return torch.unsafe_split_with_sizes(F.linear(input, weight_rows, bias_rows), lengths, -1)
+        ctx.save_for_backward(input if ctx.wants_weights else None, weight_rows if ctx.wants_input else None)
+        return torch.unsafe_split_with_sizes(F.linear(input, weight_rows, bias_rows), list(lengths), -1)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
-        input, *weights = ctx.saved_tensors
-        if torch.is_grad_enabled() or any(gradient is None for gradient in gradients):
-            found = _separately(ctx, input, _separate_weights(ctx, weights), gradients)
+        input, rows = ctx.saved_tensors
+        differentiates = torch.is_grad_enabled()
+        if ctx.wants_input and (differentiates or not ctx.is_cast):  # else a copy was computed with, and is saved
+            _check_versions(ctx, [gradient is not None for gradient in gradients])
+        if differentiates or any(gradient is None for gradient in gradients):
+            weights = [None] * len(ctx.lengths)
+            if ctx.wants_input and differentiates:
+                weights = [weight.to(rows.dtype) for weight in ctx.weights]
+            elif ctx.wants_input:
+                weights = rows.split(list(ctx.lengths))
+            found = _separately(ctx, input, weights, gradients)
         else:
-            found = _jointly(ctx, input, weights, torch.cat(gradients, -1))  # type: ignore[arg-type]
+            found = _jointly(ctx, input, rows, torch.cat(gradients, -1))  # type: ignore[arg-type]
         input_gradient, weight_gradients, bias_gradients = found
         return (input_gradient, None, None, None, None, *weight_gradients, *bias_gradients)
 
@@ -95,65 +105,63 @@ Gradients = tuple[torch.Tensor | None, Sequence[torch.Tensor | None], Sequence[t
 """Of the input, of each weight, of each bias."""
 
 
-def _jointly(ctx: Any, input: torch.Tensor | None, weights: list[torch.Tensor], gradient: torch.Tensor) -> Gradients:
-    """All gradients of one product from that of its output `(..., C)`; each part's is its rows, without a copy."""
-    input_gradient = None
-    weight_gradients: Sequence[torch.Tensor | None] = [None] * len(ctx.lengths)
-    bias_gradients: Sequence[torch.Tensor | None] = [None] * len(ctx.lengths) if ctx.has_bias else []
-    flat = gradient.reshape(-1, gradient.shape[-1])
-    if ctx.wants_input:
-        input_gradient = gradient @ (weights[0] if ctx.is_cast else _rows_of(weights, ctx.rows))
+def _jointly(ctx: Any, input: torch.Tensor | None, rows: torch.Tensor | None, gradient: torch.Tensor) -> Gradients:
+    """All gradients of one product from that of its output `(N, C)`; each part's is its rows, without a copy."""
+    lengths = list(ctx.lengths)
+    input_gradient = gradient @ rows if rows is not None else None
+    weight_gradients: Sequence[torch.Tensor | None] = [None] * len(lengths)
+    bias_gradients: Sequence[torch.Tensor | None] = [None] * len(lengths) if ctx.has_bias else []
     if ctx.wants_weights:
         assert input is not None
-        rows = (flat.t() @ input.reshape(-1, input.shape[-1])).to(ctx.dtype)
-        weight_gradients = torch.unsafe_split_with_sizes(rows, ctx.lengths, 0)
+        weight_gradients = _cut((gradient.t() @ input).to(ctx.dtype), lengths)
     if ctx.wants_biases:
-        bias_gradients = torch.unsafe_split_with_sizes(flat.sum(0).to(ctx.dtype), ctx.lengths, 0)
+        bias_gradients = _cut(gradient.sum(0).to(ctx.dtype), lengths)
     return input_gradient, weight_gradients, bias_gradients
 
 
+def _cut(gradient: torch.Tensor, lengths: list[int]) -> Sequence[torch.Tensor]:
+    """Each part's rows, without a copy, and no views of one another to torch."""
+    try:
+        return torch.unsafe_split_with_sizes(gradient, lengths, 0)
+    except RuntimeError:  # one that stands for many (`is_grads_batched=True`) has no rule for it
+        return gradient.split(lengths)
+
+
 def _separately(
-    ctx: Any, input: torch.Tensor | None, weights: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]
+    ctx: Any,
+    input: torch.Tensor | None,
+    weights: Sequence[torch.Tensor | None],
+    gradients: Sequence[torch.Tensor | None],
 ) -> Gradients:
     """The gradients part by part: of the parts that were used, and so that they can be differentiated again."""
     count = len(ctx.lengths)
     input_gradient = None
     weight_gradients: list[torch.Tensor | None] = [None] * count
     bias_gradients: list[torch.Tensor | None] = [None] * count if ctx.has_bias else []
-    for number, gradient in enumerate(gradients):
+    for number, (weight, gradient) in enumerate(zip(weights, gradients, strict=True)):
         if gradient is None:
             continue
-        flat = gradient.reshape(-1, gradient.shape[-1])
-        if ctx.wants_input:
-            share = gradient @ weights[number]
+        if weight is not None:
+            share = gradient @ weight
             input_gradient = share if input_gradient is None else input_gradient + share
         if ctx.wants_weights:
             assert input is not None
-            weight_gradients[number] = (flat.t() @ input.reshape(-1, input.shape[-1])).to(ctx.dtype)
+            weight_gradients[number] = (gradient.t() @ input).to(ctx.dtype)
         if ctx.wants_biases:
-            bias_gradients[number] = flat.sum(0).to(ctx.dtype)
+            bias_gradients[number] = gradient.sum(0).to(ctx.dtype)
     return input_gradient, weight_gradients, bias_gradients
 
 
-def _separate_weights(ctx: Any, weights: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Each part's weight, from what was saved."""
-    if not ctx.is_cast or not ctx.wants_input:
-        return weights
-    if not torch.is_grad_enabled():
-        return weights[0].split(ctx.lengths)
-    if any(weight._version != version for weight, version in zip(ctx.cast_weights, ctx.versions, strict=True)):
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace operation: a weight "
-            "of a group of projections changed between the forward pass and a backward pass with create_graph=True"
-        )
-    return [weight.to(weights[0].dtype) for weight in ctx.cast_weights]
+def _check_versions(ctx: Any, used: Sequence[bool]) -> None:
+    """Refuse to compute a gradient with a weight that changed since.
 
-
-def _rows_of(weights: list[torch.Tensor], rows: torch.Tensor) -> torch.Tensor:
-    """The memory that `weights` are, or a copy where what was saved came back elsewhere (offloading, `.data =`)."""
-    pointer = rows.data_ptr()
-    for weight in weights:
-        if weight.data_ptr() != pointer or weight.dtype != rows.dtype or not weight.is_contiguous():
-            return torch.cat(weights)
-        pointer += weight.nbytes
-    return rows
+    Raises:
+        RuntimeError: as torch raises it.
+    """
+    for weight, version, is_used in zip(ctx.weights, ctx.versions, used, strict=True):
+        if is_used and version is not None and weight._version != version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: a "
+                f"weight of shape {tuple(weight.shape)}, of a group of projections, is at version {weight._version}; "
+                f"expected version {version} instead."
+            )

@@ -136,7 +136,8 @@ def _gradients_exchanged(ctx: Any, *given: Any) -> Any:
 def _zeros_for_the_unused(ctx: Any, input: torch.Tensor, weights: Any, gradients: Any) -> Any:
     input_gradient, found, biases = separately(ctx, input, weights, gradients)
     size = input.shape[-1] if input is not None else 0
-    zeros = [gradients[0].new_zeros(length, size) if ctx.wants_weights else None for length in ctx.lengths]
+    given = next(gradient for gradient in gradients if gradient is not None)
+    zeros = [given.new_zeros(length, size) if ctx.wants_weights else None for length in ctx.lengths]
     return input_gradient, [own if own is not None else zero for own, zero in zip(found, zeros, strict=True)], biases
 
 
