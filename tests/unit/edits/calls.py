@@ -398,6 +398,20 @@ def the_owner_runs_over_chunks(subject: Subject) -> Outcome:
 
 
 @edit()
+def a_parts_forward_is_replaced_while_its_owner_runs(subject: Subject) -> Outcome:
+    """By the activation, which comes between the parts; it stays replaced."""
+    activation = subject.mlp.act_fn
+
+    class Replacing(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            subject.up.forward = lambda x: nn.functional.linear(x, subject.up.weight) * 2
+            return activation(x)
+
+    subject.mlp.act_fn = Replacing()
+    return {"first": forward(subject), "alone": subject.up(subject.hidden_states()).detach(), "step": step(subject)}
+
+
+@edit()
 def greedy_generation(subject: Subject) -> Outcome:
     kept = subject.model.generate(subject.input_ids, max_new_tokens=6, do_sample=False)
     again = subject.model.generate(subject.input_ids, max_new_tokens=6, do_sample=False, use_cache=False)
