@@ -114,13 +114,6 @@ add(
 )
 
 
-def chunked(mlp: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """The MLP over three tokens at a time, as long sequences are run."""
-    return torch.cat(
-        [mlp.down_proj(mlp.gate_proj(tokens) * mlp.up_proj(tokens)) for tokens in x.split(3, dim=1)], dim=1
-    )
-
-
 def scaled_between(mlp: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """The input is scaled in place between the parts."""
     gate = mlp.gate_proj(x)
@@ -208,7 +201,6 @@ def in_place_output(mlp: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return mlp.down_proj(mlp.up_proj(x).add_(gate))
 
 
-add("the MLP runs over chunks", lambda subject: {**replaced_mlp(chunked)(subject), "seen": True})
 add("the input is scaled in place between parts", replaced_mlp(scaled_between, graph=False))
 add("the input is scaled in place between parts of a graph", replaced_mlp(scaled_between), raises=RuntimeError)
 add("the input gets other data between parts", replaced_mlp(replaced_data_between, graph=False))
@@ -389,6 +381,34 @@ def embeddings_in_place_of_tokens(subject: Subject) -> Outcome:
     logits = subject.model(inputs_embeds=x, use_cache=False).logits
     logits.square().mean().backward()
     return {"logits": logits.detach(), "x": x.grad, "gradients": gradients(subject.model)}
+
+
+@edit()
+def the_owner_runs_over_chunks(subject: Subject) -> Outcome:
+    """Three tokens at a time, as long sequences are run."""
+    seen = []
+
+    def chunked(mlp: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        outputs = [mlp.down_proj(mlp.gate_proj(tokens) * mlp.up_proj(tokens)) for tokens in x.split(3, dim=1)]
+        seen.append([output.shape[1] for output in outputs])
+        return torch.cat(outputs, dim=1)
+
+    with mlp_forward(chunked):
+        return {**step(subject), "seen": seen}
+
+
+@edit()
+def a_parts_forward_is_replaced_while_its_owner_runs(subject: Subject) -> Outcome:
+    """By the activation, which comes between the parts; it stays replaced."""
+    activation = subject.mlp.act_fn
+
+    class Replacing(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            subject.up.forward = lambda x: nn.functional.linear(x, subject.up.weight) * 2
+            return activation(x)
+
+    subject.mlp.act_fn = Replacing()
+    return {"first": forward(subject), "alone": subject.up(subject.hidden_states()).detach(), "step": step(subject)}
 
 
 @edit()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import peft
@@ -20,17 +21,17 @@ PARTS = ["q_proj", "v_proj", "up_proj"]
 ALL = ["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"]
 
 
-def config(kind: str, **options: Any) -> Callable[[], peft.PeftConfig]:
+def config(kind: str, **options: Any) -> partial[peft.PeftConfig]:
     """A configuration of that class, by default for `PARTS`; made when it is asked for, as tuners keep state in it."""
     made = getattr(peft, f"{kind}Config", None)
     if made is None:  # not exported at the top by this version
         made = getattr(__import__(f"peft.tuners.{kind.lower()}", fromlist=["config"]), f"{kind}Config")
     if "target_modules" in inspect.signature(made).parameters:
         options = {"target_modules": PARTS, **options}
-    return lambda: made(task_type="CAUSAL_LM", **options)
+    return partial(made, task_type="CAUSAL_LM", **options)
 
 
-TUNERS: Mapping[str, Callable[[], peft.PeftConfig]] = {
+TUNERS: Mapping[str, partial[peft.PeftConfig]] = {
     "LoRA": config("Lora", r=4),
     "LoRA of all parts": config("Lora", r=4, target_modules=ALL),
     "AdaLoRA": config("AdaLora", init_r=4, target_r=2, total_step=20, tinit=1, tfinal=2),
@@ -70,7 +71,7 @@ TUNERS: Mapping[str, Callable[[], peft.PeftConfig]] = {
 
 NEEDS = {"AdaMSS": ("sklearn",), "FRoD": ("scipy",), "WaveFT": ("scipy",)}
 
-PROMPTS: Mapping[str, Callable[[], peft.PeftConfig]] = {
+PROMPTS: Mapping[str, partial[peft.PeftConfig]] = {
     "prompt tuning": config("PromptTuning", num_virtual_tokens=3),
     "prefix tuning": config("PrefixTuning", num_virtual_tokens=3),
     "p-tuning": config("PromptEncoder", num_virtual_tokens=3, encoder_hidden_size=16),
