@@ -17,6 +17,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.func import functional_call, grad, jvp, vmap
 from torch.nn import functional as F
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 from toy_attention import (
     HIDDEN,
@@ -260,6 +261,36 @@ def _input_edited(self: Any, x: torch.Tensor) -> torch.Tensor:
     return torch.cat([q, k, self.v_proj(x)], dim=-1)
 
 
+def _frozen_between(kind: str) -> Forward:
+    """One part's weight or bias takes no part in this pass, and in others it does."""
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        q = self.q_proj(x)
+        parameter = getattr(self.k_proj, kind).requires_grad_(False)
+        k = self.k_proj(x)
+        parameter.requires_grad_(True)
+        return self.o_proj(torch.cat([q, k, self.v_proj(x)], dim=-1))
+
+    return forward
+
+
+def _edited_between(self: Any, x: torch.Tensor) -> torch.Tensor:
+    """A weight that is changed before its part is called: nothing was computed with what it was."""
+    q = self.q_proj(x)
+    with torch.no_grad():
+        self.k_proj.weight.mul_(1.5)
+    return self.o_proj(torch.cat([q, self.k_proj(x), self.v_proj(x)], dim=-1))
+
+
+def _parametrised_between(self: Any, x: torch.Tensor) -> torch.Tensor:
+    """As PEFT's `target_parameters` does while the adapter's linear is called."""
+    q = self.q_proj(x)
+    parametrize.register_parametrization(self.k_proj, "weight", nn.Tanh())
+    k = self.k_proj(x)
+    parametrize.remove_parametrizations(self.k_proj, "weight", leave_parametrized=False)
+    return self.o_proj(torch.cat([q, k, self.v_proj(x)], dim=-1))
+
+
 class Tagged(torch.Tensor):
     """A tensor of another type."""
 
@@ -310,6 +341,10 @@ FORWARDS: dict[str, Forward] = {
     "recursive": _recursive,
     "input edited between": _input_edited,
     "input of a type of its own": _subclassed,
+    "a weight frozen between": _frozen_between("weight"),
+    "a bias frozen between": _frozen_between("bias"),
+    "a weight edited between": _edited_between,
+    "a weight parametrised between": _parametrised_between,
     "a part without gradients": _around(torch.no_grad),
     "the first part without gradients": _around(torch.no_grad, 0),
     "a part under autocast": _around(partial(torch.autocast, "cpu")),

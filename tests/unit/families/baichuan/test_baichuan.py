@@ -10,6 +10,7 @@ from checkpoints import edit_config, stored
 from torch.nn import functional as F
 
 from nrl_models import AutoModelForCausalLM
+from nrl_models.common.projections import report
 from nrl_models.families.baichuan import modeling as hf
 from nrl_models.families.baichuan.configuration import BaichuanConfig
 from nrl_models.families.baichuan.model import BaichuanForCausalLM
@@ -95,12 +96,12 @@ def test_the_hub_packs_queries_keys_and_values(tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert type(model) is BaichuanForCausalLM
     assert torch.equal(model.model.layers[1].self_attn.qkv_proj.weight, packed)
-    # What is packed on the hub is one combined tensor: refit hands it on without a copy.
-    views = model.state_dict_adapter.hf_views(model)
-    view = views["model.layers.1.self_attn.W_pack.weight"]
-    assert view.data_ptr() == model.model.layers[1].self_attn.qkv_proj.weight.data_ptr()
-    uncombined = AutoModelForCausalLM.from_pretrained(tmp_path, combine=False)
-    assert torch.equal(uncombined.model.layers[1].self_attn.k_proj.weight, attention.k_proj.weight)
+    assert all(group.joined for group in report(model))
+    # What is packed on the hub are three parameters, and no view of any: refit is given a copy.
+    assert "model.layers.1.self_attn.W_pack.weight" not in model.state_dict_adapter.hf_views(model)
+    exported = dict(model.state_dict_adapter.iter_export(model))
+    assert exported.keys() == tensors.keys()
+    assert torch.equal(exported["model.layers.1.self_attn.W_pack.weight"], packed)
 
 
 def test_a_published_config_json_loads(tmp_path: Path) -> None:
