@@ -400,10 +400,10 @@ class DividedGroup(LinearGroup):
         entered = entering(input, self.tp_mesh)
         return [entered if getattr(part, "is_divided", False) else input for part in self.parts.values()]
 
-    def begin(self) -> bool:
+    def begin(self) -> Any:
         """Answer the parts' calls, if a module around them has exchanged parameters for local tensors."""
         parameters = [parameter for part in self.parts.values() for parameter in part._parameters.values()]
-        return not any(isinstance(parameter, DTensor) for parameter in parameters) and super().begin()
+        return None if any(isinstance(parameter, DTensor) for parameter in parameters) else super().begin()
 
     def join(self) -> bool:
         """Lay this rank's shares of the weights side by side, see `LinearGroup.join`."""

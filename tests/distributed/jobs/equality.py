@@ -137,9 +137,9 @@ def collectives(architecture: str, **sizes: int) -> list[dict[str, int]]:
         group = owner.__dict__[name]
         input = torch.randn(2, LENGTH, model.config.hidden_size, requires_grad=True)
         with _local_tensors(layer), Counts() as forward:
-            assert group.begin()
+            run = group.begin()
             outputs = [part(input) for part in group.parts.values()]
-            group.end(complete=True)
+            group.end(run, complete=True)
         with Counts() as backward:
             torch.autograd.backward(outputs, [torch.ones_like(one) for one in outputs])
         found.append({"forward": forward.seen, "backward": backward.seen})
