@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn import functional as F
 
-from nrl_models.common.projections import LinearGroup
+from nrl_models.common.projections import Buffer, LinearGroup
 
 
 def entering(tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
@@ -400,16 +400,23 @@ class DividedGroup(LinearGroup):
         entered = entering(input, self.tp_mesh)
         return [entered if getattr(part, "is_divided", False) else input for part in self.parts.values()]
 
-    def begin(self) -> bool:
+    def begin(self) -> Any:
         """Answer the parts' calls, if a module around them has exchanged parameters for local tensors."""
         parameters = [parameter for part in self.parts.values() for parameter in part._parameters.values()]
-        return not any(isinstance(parameter, DTensor) for parameter in parameters) and super().begin()
+        return None if any(isinstance(parameter, DTensor) for parameter in parameters) else super().begin()
 
     def join(self) -> bool:
         """Lay this rank's shares of the weights side by side, see `LinearGroup.join`."""
         if any(type(part._parameters["weight"]) is torch.Tensor for part in self.parts.values()):
             return True  # exchanged at present
         return super().join()
+
+    def _rows(self, kind: str) -> torch.Tensor:
+        """This rank's shares."""
+        held = [part._parameters[kind].detach() for part in self.parts.values()]  # type: ignore[union-attr]
+        shares = [one.to_local() if isinstance(one, DTensor) else one for one in held]
+        buffer = Buffer.of(shares)
+        return torch.cat(shares) if buffer is None else buffer.rows
 
     def memory_of(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """This rank's share of a DTensor."""

@@ -74,6 +74,7 @@ def test_four_ranks_that_share_the_experts_equal_one(four: World, architecture: 
     check(four, architecture, **({"fsdp": 2, "ep": 2} if other == "fsdp" else {"ep": 2, "tp": 2}))
 
 
+# Latent attention whose queries are divided, and read what the keys' latents, which are whole, read too.
 # Layers that attend to earlier ones' keys; experts beside dense layers that transformers' expert plan divides too; and
 # a norm among the experts, of which each rank sees its share.
 @pytest.mark.parametrize(
@@ -81,6 +82,7 @@ def test_four_ranks_that_share_the_experts_equal_one(four: World, architecture: 
     [
         *[("Gemma4ForCausalLM", E2B, dimension) for dimension in ("fsdp", "tp")],
         *[("Gemma4ForCausalLM", A4B, dimension) for dimension in ("fsdp", "tp", "ep")],
+        ("DeepseekV3ForCausalLM", {"q_lora_rank": None}, "tp"),
         *[("MuseSparkForConditionalGeneration", {}, dimension) for dimension in ("tp", "ep")],
     ],
 )
@@ -230,5 +232,5 @@ def test_a_step_exchanges_what_megatron_does(two: World) -> None:
         assert backward == {"all_reduce": 2 * 2 + 1}
 
 
-def test_an_update_of_a_part_is_seen_by_the_joined_matmul(two: World) -> None:
+def test_an_update_of_a_part_is_seen_by_the_joined_matmul_and_not_by_that_of_a_copy(two: World) -> None:
     two.run(partial(equality.rows_are_the_parts_own, tp=2))

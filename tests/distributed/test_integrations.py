@@ -413,7 +413,9 @@ def test_device_map_with_weights_on_disk(checkpoint: Path, tmp_path: Path) -> No
     tokens = torch.tensor([[20, 30, 40, 50]])
     with torch.no_grad():
         assert torch.equal(model(tokens).logits, expected(tokens).logits)
-    assert [group.joined for group in report(model)] == [False, False, True, True]
+    first, *_, last = report(model)  # accelerate hooks every module, so that each linear computes itself
+    assert "is on meta" in first.reason
+    assert "forward" in last.reason
 
 
 def test_one_model_goes_to_one_place(checkpoint: Path) -> None:

@@ -113,6 +113,16 @@ def rows_are_the_parts_own(**sizes: int) -> None:
     shares = [one.weight.to_local() for one in (attention.q_proj, attention.k_proj, attention.v_proj)]
     assert torch.equal(attention.qkv_proj.weight, torch.cat(shares))
     assert attention.qkv_proj.weight.data_ptr() == shares[0].data_ptr()
+    copied = copy.deepcopy(model)
+    assert all(group.joined for group in report(copied))
+    (batch,) = batches(case, 1)
+    with torch.no_grad():
+        before = model(**batch, use_cache=False).logits
+        copied.model.layers[0].self_attn.k_proj.weight.mul_(2)
+        assert torch.equal(model(**batch, use_cache=False).logits, before)
+        assert not torch.equal(copied(**batch, use_cache=False).logits, before)
+        attention.k_proj.weight.mul_(2)
+        torch.testing.assert_close(copied(**batch, use_cache=False).logits, model(**batch, use_cache=False).logits)
 
 
 def collectives(architecture: str, **sizes: int) -> list[dict[str, int]]:
@@ -127,9 +137,9 @@ def collectives(architecture: str, **sizes: int) -> list[dict[str, int]]:
         group = owner.__dict__[name]
         input = torch.randn(2, LENGTH, model.config.hidden_size, requires_grad=True)
         with _local_tensors(layer), Counts() as forward:
-            assert group.begin()
+            run = group.begin()
             outputs = [part(input) for part in group.parts.values()]
-            group.end(complete=True)
+            group.end(run, complete=True)
         with Counts() as backward:
             torch.autograd.backward(outputs, [torch.ones_like(one) for one in outputs])
         found.append({"forward": forward.seen, "backward": backward.seen})

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from transformers import LlamaConfig
 
 from jobs.memory import Peak
-from jobs.setting import assert_same, case_of, full, mesh_of
+from jobs.setting import assert_same, case_of, full, local, mesh_of
 from nrl_models import AutoModelForCausalLM
 from nrl_models.distributed import checkpoint as dcp_checkpoint
-from nrl_models.distributed import gathering, parallelize, save_checkpoint, saving
+from nrl_models.distributed import gathering, parallelize, save_checkpoint, saving, share_of
 
 
 def exports_and_saves(architecture: str, folder: str, **sizes: int) -> None:
@@ -38,6 +38,8 @@ def exports_and_saves(architecture: str, folder: str, **sizes: int) -> None:
             model.state_dict_adapter.to_hf(gathered, layout=layout), adapter.to_hf(whole.state_dict(), layout=layout)
         )
     assert list(gathered) == list(whole.state_dict())
+    for name, parameter in model.named_parameters():
+        assert torch.equal(share_of(parameter, gathered[name]), local(parameter)), name
     model.save_pretrained(folder, max_shard_size="700KB")
     if dist.get_rank() == 0:
         whole.save_pretrained(folder + "-whole", max_shard_size="700KB")
