@@ -19,10 +19,15 @@ if kind == "dense":
     config = transformers.LlamaConfig(hidden_size=2048, intermediate_size=8192, num_hidden_layers=9,
         num_attention_heads=32, num_key_value_heads=8, head_dim=64, vocab_size=32000)
     model = transformers.LlamaForCausalLM(config)
-else:
+elif kind == "Mixtral":
     config = transformers.MixtralConfig(hidden_size=1024, intermediate_size=512, num_local_experts=64,
         num_hidden_layers=6, num_attention_heads=16, num_key_value_heads=4, head_dim=64, vocab_size=32000)
     model = transformers.MixtralForCausalLM(config)
+else:
+    config = transformers.Qwen3MoeConfig(hidden_size=1024, intermediate_size=2048, moe_intermediate_size=768,
+        num_experts=32, num_experts_per_tok=8, num_hidden_layers=8, num_attention_heads=16, num_key_value_heads=4,
+        head_dim=64, vocab_size=32000)
+    model = transformers.Qwen3MoeForCausalLM(config)
 model.save_pretrained(path, max_shard_size="500MB")
 print(json.dumps({"bytes": sum(p.nbytes for p in model.parameters())}))
 """

@@ -8,7 +8,7 @@ retyped, and no family writes one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange, revert_weight_conversion
 
+from nrl_models.common.layer_patterns import convert_by_layer, ignore_indices
 from nrl_models.common.views import HFTensor, TracedTensor, View
 
 
@@ -116,8 +117,27 @@ def convert_layout(
     """
     if conversions is None:
         return dict(tensors)
+
+    def dtype_of(name: str) -> torch.dtype:
+        return specs[name].dtype
+
+    def convert(table: Mapping[str, HFTensor]) -> dict[str, HFTensor]:
+        return _traced(model, table, dtype_of, conversions)
+
+    if ignore_indices(conversions):
+        return convert_by_layer(tensors, dtype_of, convert)
+    return convert(tensors)
+
+
+def _traced(
+    model: PreTrainedModel,
+    tensors: Mapping[str, HFTensor],
+    dtype_of: Callable[[str], torch.dtype],
+    conversions: list[Any],
+) -> dict[str, HFTensor]:
+    """What transformers' code makes of `tensors`, run on shapes."""
     traced = {
-        name: TracedTensor.of_pieces(tensor.shape, specs[tensor.parameters[0]].dtype, tensor.pieces)
+        name: TracedTensor.of_pieces(tensor.shape, dtype_of(tensor.parameters[0]), tensor.pieces)
         for name, tensor in tensors.items()
     }
     # `revert_weight_conversion` asks its model for these and nothing else.

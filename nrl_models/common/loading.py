@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -20,11 +20,12 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key
+from transformers.core_model_loading import WeightConverter, dot_natural_key
 from transformers.utils import logging
 
 from nrl_models.common.checkpoint_files import CheckpointFiles, StoredTensor
 from nrl_models.common.dtypes import kept_dtypes
+from nrl_models.common.layer_patterns import Names, Pattern, Renamer, ignore_indices
 from nrl_models.common.matching import Given, Match, is_wide_float, match
 from nrl_models.common.projections import Buffer, join, neighbouring_parameters
 from nrl_models.common.state_dict_adapter import StateDictAdapter
@@ -192,11 +193,16 @@ class CheckpointNames:
 
     def __init__(self, model: PreTrainedModel, adapter: StateDictAdapter, keys: Iterable[str]) -> None:
         self._conversions: list[Any] = get_model_conversion_mapping(model)
+        self._converters = [one for one in self._conversions if isinstance(one, WeightConverter)]
+        self._shares = ignore_indices(self._converters)
         self._prefix = f"{model.base_model_prefix}." if model.base_model_prefix else ""
+        self._names = Names()
+        self._marked: set[Pattern] = set()
         # A key and the hub's name for the same tensor become the same name when both are renamed.
         self._table: dict[str, HFTensor] = dict(adapter.transformers)
-        self._table |= _renamed(adapter.hub, get_model_conversion_mapping(model))
-        self._found = {key: self._resolve(key, name) for key, name in _new_names(keys, self._conversions)}
+        self._table |= _renamed(adapter.hub, Renamer(get_model_conversion_mapping(model), self._names))
+        renamed = Renamer(self._conversions, self._names).rename(keys)
+        self._found = {key: self._resolve(key, name) for key, name in renamed.items()}
 
     def find(self, key: str) -> HFTensor | None:
         """The tensor a key of the checkpoint stands for, or None."""
@@ -218,23 +224,22 @@ class CheckpointNames:
         return key.removeprefix(self._prefix), self._prefix + key, key
 
     def _mark_used(self, key: str) -> None:
-        for conversion in self._conversions:
-            if isinstance(conversion, WeightConverter) and conversion.rename_source_key(key)[1] is not None:
+        pattern = self._names.apart(key)[0]
+        if self._shares and pattern in self._marked:
+            return
+        self._marked.add(pattern)
+        for converter in self._converters:
+            if converter.rename_source_key(key)[1] is not None:
                 return
 
 
-def _new_names(keys: Iterable[str], conversions: list[Any]) -> Iterator[tuple[str, str]]:
-    """Each key and what transformers' renamings make of it, in transformers' order, on which some depend."""
-    renamings = [conversion for conversion in conversions if isinstance(conversion, WeightRenaming)]
-    for key in sorted(keys, key=dot_natural_key):
-        name = key
-        for renaming in renamings:
-            name, _ = renaming.rename_source_key(name)
-        yield key, name
-
-
-def _renamed(table: Mapping[str, HFTensor], conversions: list[Any]) -> dict[str, HFTensor]:
-    return {name: table[key] for key, name in _new_names(table, conversions)}
+def _renamed(table: Mapping[str, HFTensor], renamer: Renamer) -> dict[str, HFTensor]:
+    """A table by the names its tensors are renamed to; of several that become one the last in transformers' order."""
+    renamed = renamer.rename(table)
+    result = {name: table[key] for key, name in renamed.items()}
+    if len(result) < len(renamed):
+        result = {renamed[key]: table[key] for key in sorted(renamed, key=dot_natural_key)}
+    return result
 
 
 def _former_buffers(model: nn.Module) -> list[str]:
