@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import mmap
 import threading
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -68,7 +70,7 @@ class StoredTensor:
     @property
     def numel(self) -> int:
         """How many elements it has."""
-        return torch.Size(self.shape).numel()
+        return math.prod(self.shape)
 
 
 class CheckpointFiles:
@@ -167,15 +169,20 @@ class CheckpointFiles:
             detail = f"is not an index with a weight_map: {type(error).__name__}: {error}"
             problems.append(Problem("index", INDEX_NAME, detail))
             return {}
-        files: dict[str, set[str] | None] = {}
+        keys_in: dict[str, set[str]] = defaultdict(set)
         for key, file in entries:
-            path = PurePosixPath(str(file))
-            if path.is_absolute() or ".." in path.parts or "\\" in str(file):
-                problems.append(Problem("index", key, f"points to {file!r}, outside the checkpoint folder", INDEX_NAME))
+            keys_in[str(file)].add(key)
+        files: dict[str, set[str] | None] = {}
+        for file, keys in keys_in.items():
+            path = PurePosixPath(file)
+            if path.is_absolute() or ".." in path.parts or "\\" in file:
+                detail = f"points to {file!r}, outside the checkpoint folder"
+                problems += [Problem("index", key, detail, INDEX_NAME) for key in sorted(keys)]
             elif path.suffix != ".safetensors":
-                problems.append(Problem("format", key, f"points to {file!r}, which is not safetensors", INDEX_NAME))
+                detail = f"points to {file!r}, which is not safetensors"
+                problems += [Problem("format", key, detail, INDEX_NAME) for key in sorted(keys)]
             else:
-                files.setdefault(str(file), set()).add(key)  # type: ignore[union-attr]
+                files[file] = keys
         return files
 
     def _read_header(self, file: str, expected: set[str] | None, problems: list[Problem]) -> None:

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange, revert_weight_conversion
 
+from nrl_models.common.conversions import conversions_of
 from nrl_models.common.layer_patterns import convert_by_layer, ignore_indices
 from nrl_models.common.views import HFTensor, TracedTensor, View
 
@@ -80,7 +80,7 @@ def hub_conversions(model: PreTrainedModel) -> list[Any] | None:
     used = {_prefix_change(conversion) for conversion in getattr(model, "_weight_conversions", None) or ()}
     conversions = [
         conversion
-        for conversion in get_model_conversion_mapping(model, add_legacy=False)
+        for conversion in conversions_of(model, add_legacy=False)
         if not isinstance(conversion, PrefixChange) or _prefix_change(conversion) in used
     ]
     return conversions or None

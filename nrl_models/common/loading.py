@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, dot_natural_key
 from transformers.utils import logging
 
 from nrl_models.common.checkpoint_files import CheckpointFiles, StoredTensor
+from nrl_models.common.conversions import conversions_of
 from nrl_models.common.dtypes import kept_dtypes
 from nrl_models.common.layer_patterns import Names, Pattern, Renamer, ignore_indices
 from nrl_models.common.matching import Given, Match, is_wide_float, match
@@ -40,6 +40,9 @@ PROGRESS_AFTER_SECONDS = 2.0
 
 READERS = max(4, min(8, os.cpu_count() or 1))
 """Threads that read. Reading waits for memory more than it computes, so few cores still feed several."""
+
+BATCHES = 32
+"""Into how many batches, at the least, each thread's share is divided, so that none is left with much at the end."""
 
 
 def load_weights(
@@ -192,7 +195,7 @@ class CheckpointNames:
     """
 
     def __init__(self, model: PreTrainedModel, adapter: StateDictAdapter, keys: Iterable[str]) -> None:
-        self._conversions: list[Any] = get_model_conversion_mapping(model)
+        self._conversions: list[Any] = conversions_of(model)
         self._converters = [one for one in self._conversions if isinstance(one, WeightConverter)]
         self._shares = ignore_indices(self._converters)
         self._prefix = f"{model.base_model_prefix}." if model.base_model_prefix else ""
@@ -200,7 +203,7 @@ class CheckpointNames:
         self._marked: set[Pattern] = set()
         # A key and the hub's name for the same tensor become the same name when both are renamed.
         self._table: dict[str, HFTensor] = dict(adapter.transformers)
-        self._table |= _renamed(adapter.hub, Renamer(get_model_conversion_mapping(model), self._names))
+        self._table |= _renamed(adapter.hub, Renamer(conversions_of(model), self._names))
         renamed = Renamer(self._conversions, self._names).rename(keys)
         self._found = {key: self._resolve(key, name) for key, name in renamed.items()}
 
@@ -347,11 +350,25 @@ def _read(model: PreTrainedModel, fit: Fit, files: CheckpointFiles, device: torc
 
 
 def run_readers(read: Callable[[Any], None], jobs: Sequence[Any]) -> None:
-    """Do `read` for every job, several at a time, with a progress bar if it takes long."""
-    with ThreadPoolExecutor(max_workers=READERS) as pool:
-        done = pool.map(read, jobs)
-        for _ in logging.tqdm(done, total=len(jobs), desc="Loading weights", delay=PROGRESS_AFTER_SECONDS):
-            pass
+    """Do `read` for every job, several at a time, with a progress bar if it takes long.
+
+    Very many jobs are handed to the threads in batches, each of which costs as much to hand over as a small tensor does
+    to read.
+    """
+    size = max(1, len(jobs) // (READERS * BATCHES))
+    batches = [jobs[start : start + size] for start in range(0, len(jobs), size)]
+
+    def read_all(batch: Sequence[Any]) -> int:
+        for job in batch:
+            read(job)
+        return len(batch)
+
+    with (
+        ThreadPoolExecutor(max_workers=READERS) as pool,
+        logging.tqdm(total=len(jobs), desc="Loading weights", delay=PROGRESS_AFTER_SECONDS) as progress,
+    ):
+        for count in pool.map(read_all, batches):
+            progress.update(count)
 
 
 def _fit_together(names: Sequence[str], fit: Fit) -> bool:
