@@ -18,6 +18,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from safetensors import SafetensorError, safe_open
 
+from nrl_models.common.garbage import no_collections
 from nrl_models.common.page_maps import Run, joined, map_file, map_runs
 from nrl_models.errors import CheckpointError, Problem
 
@@ -91,6 +92,7 @@ class CheckpointFiles:
 
     dequantised: frozenset[str] = frozenset()
 
+    @no_collections()
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         self.tensors: dict[str, StoredTensor] = {}

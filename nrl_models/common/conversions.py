@@ -27,6 +27,27 @@ def conversions_of(model: PreTrainedModel, *, add_legacy: bool = True) -> list[A
     return conversion_mapping.get_model_conversion_mapping(model, add_legacy=add_legacy)
 
 
+def are_alike(some: list[Any] | None, others: list[Any] | None) -> bool:
+    """Whether two lists of conversions do the same, one after the other. None or no conversions are like nothing."""
+    if not some or not others or len(some) != len(others):
+        return False
+    return all(_described(one) == _described(other) for one, other in zip(some, others, strict=True))
+
+
+def _described(conversion: Any) -> tuple[Any, ...]:
+    """A conversion's type and all that it was made of; not what it has seen."""
+    operations = [(type(one), vars(one)) for one in getattr(conversion, "operations", ())]
+    return (
+        type(conversion),
+        conversion._original_source_patterns,
+        conversion._original_target_patterns,
+        conversion.scope_prefix,
+        conversion.base_model_prefix,
+        getattr(conversion, "offset", None),
+        operations,
+    )
+
+
 def _make_table() -> None:
     """Have transformers make its table, if it has not been made and is kept where it was in every version so far."""
     if getattr(conversion_mapping, "_checkpoint_conversion_mapping_cache", ()) is not None:

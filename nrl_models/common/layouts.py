@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import PrefixChange, revert_weight_conversion
 
 from nrl_models.common.conversions import conversions_of
+from nrl_models.common.garbage import no_collections
 from nrl_models.common.layer_patterns import convert_by_layer, ignore_indices
 from nrl_models.common.views import HFTensor, TracedTensor, View
 
@@ -97,6 +98,7 @@ def _prefix_change(conversion: Any) -> tuple[Any, ...] | None:
     )
 
 
+@no_collections()
 def convert_layout(
     model: PreTrainedModel,
     tensors: Mapping[str, HFTensor],

@@ -25,6 +25,7 @@ from transformers.utils import logging
 from nrl_models.common.checkpoint_files import CheckpointFiles, StoredTensor
 from nrl_models.common.conversions import conversions_of
 from nrl_models.common.dtypes import kept_dtypes
+from nrl_models.common.garbage import no_collections
 from nrl_models.common.layer_patterns import Names, Pattern, Renamer, ignore_indices
 from nrl_models.common.matching import Given, Match, is_wide_float, match
 from nrl_models.common.projections import Buffer, join, neighbouring_parameters
@@ -118,6 +119,7 @@ class Fit:
             )
 
 
+@no_collections()
 def fit_checkpoint(
     model: PreTrainedModel,
     files: CheckpointFiles,
