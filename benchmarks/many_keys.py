@@ -1,9 +1,9 @@
 """A checkpoint of 45,395 tensors in 163 files, named as DeepSeek-V3's: what handling names costs.
 
 The configuration is that of the published model (61 layers, 256 experts, MLA) with small widths, so that next to no
-time goes into values. Each measurement is CPU seconds in a new process, imports aside, in turn with transformers' of the
-same work; the null ratio is the median ratio of transformers' measurements to its own of the next round, which would be
-1 on a machine without noise. `plan` is that of the published widths.
+time goes into values. Each measurement is CPU seconds in a new process, imports aside, in turn with transformers' of
+the same work; the null ratio is the median ratio of transformers' measurements to its own of the next round, which
+would be 1 on a machine without noise. `plan` is that of the published widths.
 """
 
 from __future__ import annotations
