@@ -1,6 +1,6 @@
 """Loading a checkpoint, against transformers' own `from_pretrained` and against a bare read and copy.
 
-Each measurement is a new process with warm file caches; imports do not count. Peak memory is
+Each measurement is the first load in a new process, with warm file caches; imports do not count. Peak memory is
 anonymous memory (what is not backed by the files) above what the process had before.
 """
 
@@ -19,10 +19,15 @@ if kind == "dense":
     config = transformers.LlamaConfig(hidden_size=2048, intermediate_size=8192, num_hidden_layers=9,
         num_attention_heads=32, num_key_value_heads=8, head_dim=64, vocab_size=32000)
     model = transformers.LlamaForCausalLM(config)
-else:
+elif kind == "Mixtral":
     config = transformers.MixtralConfig(hidden_size=1024, intermediate_size=512, num_local_experts=64,
         num_hidden_layers=6, num_attention_heads=16, num_key_value_heads=4, head_dim=64, vocab_size=32000)
     model = transformers.MixtralForCausalLM(config)
+else:
+    config = transformers.Qwen3MoeConfig(hidden_size=1024, intermediate_size=2048, moe_intermediate_size=768,
+        num_experts=32, num_experts_per_tok=8, num_hidden_layers=8, num_attention_heads=16, num_key_value_heads=4,
+        head_dim=64, vocab_size=32000)
+    model = transformers.Qwen3MoeForCausalLM(config)
 model.save_pretrained(path, max_shard_size="500MB")
 print(json.dumps({"bytes": sum(p.nbytes for p in model.parameters())}))
 """
@@ -33,11 +38,13 @@ which, path = sys.argv[1:]
 import torch, transformers, accelerate
 transformers.utils.logging.disable_progress_bar()
 if which == "nrl_models":
-    import nrl_models.families.llama.model, nrl_models.families.mixtral.model
-    from nrl_models import AutoModelForCausalLM
+    from nrl_models import AutoModelForCausalLM, registry
+    for name in ("Llama", "Mixtral", "Qwen3Moe"):
+        registry.model_class(f"{name}ForCausalLM")
 else:
-    import transformers.models.llama.modeling_llama, transformers.models.mixtral.modeling_mixtral
     from transformers import AutoModelForCausalLM
+    import transformers.models.llama.modeling_llama, transformers.models.mixtral.modeling_mixtral
+    import transformers.models.qwen3_moe.modeling_qwen3_moe
 
 def anonymous():
     for line in open("/proc/self/status"):
@@ -82,7 +89,7 @@ def main() -> None:
     options = arguments(__doc__ or "", runs=7)
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
-        for kind in ("dense", "moe"):
+        for kind in ("dense", "Mixtral", "Qwen3-MoE"):
             path = str(Path(folder) / kind)
             size = child(MAKE, kind, path)["bytes"]
             measured: dict[str, list[Row]] = {"nrl_models": [], "transformers": [], "copy": []}

@@ -77,7 +77,7 @@ def main() -> None:
     options = arguments(__doc__ or "", runs=3)
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
-        for kind in ("dense", "moe"):
+        for kind in ("dense", "Mixtral"):
             path = str(Path(folder) / kind)
             size = child(MAKE, kind, path)["bytes"]
             for layout in ("tp", "fsdp"):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import mmap
 import threading
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,6 +18,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from safetensors import SafetensorError, safe_open
 
+from nrl_models.common.garbage import no_collections
 from nrl_models.common.page_maps import Run, joined, map_file, map_runs
 from nrl_models.errors import CheckpointError, Problem
 
@@ -68,7 +71,7 @@ class StoredTensor:
     @property
     def numel(self) -> int:
         """How many elements it has."""
-        return torch.Size(self.shape).numel()
+        return math.prod(self.shape)
 
 
 class CheckpointFiles:
@@ -89,6 +92,7 @@ class CheckpointFiles:
 
     dequantised: frozenset[str] = frozenset()
 
+    @no_collections()
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         self.tensors: dict[str, StoredTensor] = {}
@@ -167,15 +171,20 @@ class CheckpointFiles:
             detail = f"is not an index with a weight_map: {type(error).__name__}: {error}"
             problems.append(Problem("index", INDEX_NAME, detail))
             return {}
-        files: dict[str, set[str] | None] = {}
+        keys_in: dict[str, set[str]] = defaultdict(set)
         for key, file in entries:
-            path = PurePosixPath(str(file))
-            if path.is_absolute() or ".." in path.parts or "\\" in str(file):
-                problems.append(Problem("index", key, f"points to {file!r}, outside the checkpoint folder", INDEX_NAME))
+            keys_in[str(file)].add(key)
+        files: dict[str, set[str] | None] = {}
+        for file, keys in keys_in.items():
+            path = PurePosixPath(file)
+            if path.is_absolute() or ".." in path.parts or "\\" in file:
+                detail = f"points to {file!r}, outside the checkpoint folder"
+                problems += [Problem("index", key, detail, INDEX_NAME) for key in sorted(keys)]
             elif path.suffix != ".safetensors":
-                problems.append(Problem("format", key, f"points to {file!r}, which is not safetensors", INDEX_NAME))
+                detail = f"points to {file!r}, which is not safetensors"
+                problems += [Problem("format", key, detail, INDEX_NAME) for key in sorted(keys)]
             else:
-                files.setdefault(str(file), set()).add(key)  # type: ignore[union-attr]
+                files[file] = keys
         return files
 
     def _read_header(self, file: str, expected: set[str] | None, problems: list[Problem]) -> None:

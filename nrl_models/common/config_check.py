@@ -14,8 +14,8 @@ from nrl_models.common.config_keys import (
     NEAR,
     declared_keys,
     generation_keys,
+    is_read,
     keys_in_class,
-    keys_in_model,
     parts_of,
     value_at,
     walk,
@@ -107,7 +107,7 @@ class _Check:
         )
 
     def _is_read(self, key: str) -> bool:
-        return key in keys_in_model(self.model_class, self.config)
+        return is_read(key, self.model_class, self.config)
 
     def _says_what_a_part_says(self, part: PreTrainedConfig, key: str, value: Any) -> bool:
         """Whether a key of a part stands in the whole as well, as in configurations of before there were parts."""

@@ -9,14 +9,17 @@ from accelerate.utils import has_offloaded_params
 from accelerate.utils.modeling import get_state_dict_offloaded_model
 from transformers import PreTrainedModel
 
+from nrl_models.common.conversions import are_alike
+from nrl_models.common.garbage import no_collections
 from nrl_models.common.kept_adapters import adapter_of
-from nrl_models.common.layouts import convert_layout
+from nrl_models.common.layouts import convert_layout, hub_conversions
 from nrl_models.common.saving import separate_storages
 from nrl_models.common.state_dict_adapter import StateDictAdapter
 from nrl_models.common.views import HFTensor
 from nrl_models.errors import CheckpointError, Problem
 
 
+@no_collections()
 def to_checkpoint(
     model: PreTrainedModel, state_dict: Mapping[str, torch.Tensor] | None = None, *, original_format: bool = True
 ) -> dict[str, torch.Tensor]:
@@ -37,7 +40,7 @@ def to_checkpoint(
     if state_dict is None:
         state_dict = _values(model)
         _check_ties(model, adapter, state_dict)
-    adapter.to_hf(state_dict)  # checks names and shapes
+    adapter.check_own(state_dict)
     table = checkpoint_layout(model, adapter, original_format=original_format)
     available = {name: tensor for name, tensor in table.items() if all(one in state_dict for one in tensor.parameters)}
     unused = getattr(model, "_unused_tensors", {})
@@ -60,7 +63,7 @@ def checkpoint_layout(
     loaded_with = getattr(model, "_weight_conversions", None)
     if not original_format:
         table = adapter.transformers
-    elif loaded_with is None:
+    elif loaded_with is None or (not adapter.tied and are_alike(loaded_with, hub_conversions(model))):
         table = adapter.hub
     else:
         in_memory = {name: tensor for name, tensor in adapter.transformers.items() if name not in adapter.tied}

@@ -8,7 +8,7 @@ retyped, and no family writes one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -16,9 +16,11 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange, revert_weight_conversion
 
+from nrl_models.common.conversions import conversions_of
+from nrl_models.common.garbage import no_collections
+from nrl_models.common.layer_patterns import convert_by_layer, ignore_indices
 from nrl_models.common.views import HFTensor, TracedTensor, View
 
 
@@ -79,7 +81,7 @@ def hub_conversions(model: PreTrainedModel) -> list[Any] | None:
     used = {_prefix_change(conversion) for conversion in getattr(model, "_weight_conversions", None) or ()}
     conversions = [
         conversion
-        for conversion in get_model_conversion_mapping(model, add_legacy=False)
+        for conversion in conversions_of(model, add_legacy=False)
         if not isinstance(conversion, PrefixChange) or _prefix_change(conversion) in used
     ]
     return conversions or None
@@ -96,6 +98,7 @@ def _prefix_change(conversion: Any) -> tuple[Any, ...] | None:
     )
 
 
+@no_collections()
 def convert_layout(
     model: PreTrainedModel,
     tensors: Mapping[str, HFTensor],
@@ -116,8 +119,27 @@ def convert_layout(
     """
     if conversions is None:
         return dict(tensors)
+
+    def dtype_of(name: str) -> torch.dtype:
+        return specs[name].dtype
+
+    def convert(table: Mapping[str, HFTensor]) -> dict[str, HFTensor]:
+        return _traced(model, table, dtype_of, conversions)
+
+    if ignore_indices(conversions):
+        return convert_by_layer(tensors, dtype_of, convert)
+    return convert(tensors)
+
+
+def _traced(
+    model: PreTrainedModel,
+    tensors: Mapping[str, HFTensor],
+    dtype_of: Callable[[str], torch.dtype],
+    conversions: list[Any],
+) -> dict[str, HFTensor]:
+    """What transformers' code makes of `tensors`, run on shapes."""
     traced = {
-        name: TracedTensor.of_pieces(tensor.shape, specs[tensor.parameters[0]].dtype, tensor.pieces)
+        name: TracedTensor.of_pieces(tensor.shape, dtype_of(tensor.parameters[0]), tensor.pieces)
         for name, tensor in tensors.items()
     }
     # `revert_weight_conversion` asks its model for these and nothing else.

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -19,12 +19,14 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key
+from transformers.core_model_loading import WeightConverter, dot_natural_key
 from transformers.utils import logging
 
 from nrl_models.common.checkpoint_files import CheckpointFiles, StoredTensor
+from nrl_models.common.conversions import conversions_of
 from nrl_models.common.dtypes import kept_dtypes
+from nrl_models.common.garbage import no_collections
+from nrl_models.common.layer_patterns import Names, Pattern, Renamer, ignore_indices
 from nrl_models.common.matching import Given, Match, is_wide_float, match
 from nrl_models.common.projections import Buffer, join, neighbouring_parameters
 from nrl_models.common.state_dict_adapter import StateDictAdapter
@@ -39,6 +41,9 @@ PROGRESS_AFTER_SECONDS = 2.0
 
 READERS = max(4, min(8, os.cpu_count() or 1))
 """Threads that read. Reading waits for memory more than it computes, so few cores still feed several."""
+
+BATCHES = 32
+"""Into how many batches, at the least, each thread's share is divided, so that none is left with much at the end."""
 
 
 def load_weights(
@@ -114,6 +119,7 @@ class Fit:
             )
 
 
+@no_collections()
 def fit_checkpoint(
     model: PreTrainedModel,
     files: CheckpointFiles,
@@ -191,12 +197,17 @@ class CheckpointNames:
     """
 
     def __init__(self, model: PreTrainedModel, adapter: StateDictAdapter, keys: Iterable[str]) -> None:
-        self._conversions: list[Any] = get_model_conversion_mapping(model)
+        self._conversions: list[Any] = conversions_of(model)
+        self._converters = [one for one in self._conversions if isinstance(one, WeightConverter)]
+        self._shares = ignore_indices(self._converters)
         self._prefix = f"{model.base_model_prefix}." if model.base_model_prefix else ""
+        self._names = Names()
+        self._marked: set[Pattern] = set()
         # A key and the hub's name for the same tensor become the same name when both are renamed.
         self._table: dict[str, HFTensor] = dict(adapter.transformers)
-        self._table |= _renamed(adapter.hub, get_model_conversion_mapping(model))
-        self._found = {key: self._resolve(key, name) for key, name in _new_names(keys, self._conversions)}
+        self._table |= _renamed(adapter.hub, Renamer(conversions_of(model), self._names))
+        renamed = Renamer(self._conversions, self._names).rename(keys)
+        self._found = {key: self._resolve(key, name) for key, name in renamed.items()}
 
     def find(self, key: str) -> HFTensor | None:
         """The tensor a key of the checkpoint stands for, or None."""
@@ -218,23 +229,22 @@ class CheckpointNames:
         return key.removeprefix(self._prefix), self._prefix + key, key
 
     def _mark_used(self, key: str) -> None:
-        for conversion in self._conversions:
-            if isinstance(conversion, WeightConverter) and conversion.rename_source_key(key)[1] is not None:
+        pattern = self._names.apart(key)[0]
+        if self._shares and pattern in self._marked:
+            return
+        self._marked.add(pattern)
+        for converter in self._converters:
+            if converter.rename_source_key(key)[1] is not None:
                 return
 
 
-def _new_names(keys: Iterable[str], conversions: list[Any]) -> Iterator[tuple[str, str]]:
-    """Each key and what transformers' renamings make of it, in transformers' order, on which some depend."""
-    renamings = [conversion for conversion in conversions if isinstance(conversion, WeightRenaming)]
-    for key in sorted(keys, key=dot_natural_key):
-        name = key
-        for renaming in renamings:
-            name, _ = renaming.rename_source_key(name)
-        yield key, name
-
-
-def _renamed(table: Mapping[str, HFTensor], conversions: list[Any]) -> dict[str, HFTensor]:
-    return {name: table[key] for key, name in _new_names(table, conversions)}
+def _renamed(table: Mapping[str, HFTensor], renamer: Renamer) -> dict[str, HFTensor]:
+    """A table by the names its tensors are renamed to; of several that become one the last in transformers' order."""
+    renamed = renamer.rename(table)
+    result = {name: table[key] for key, name in renamed.items()}
+    if len(result) < len(renamed):
+        result = {renamed[key]: table[key] for key in sorted(renamed, key=dot_natural_key)}
+    return result
 
 
 def _former_buffers(model: nn.Module) -> list[str]:
@@ -342,11 +352,25 @@ def _read(model: PreTrainedModel, fit: Fit, files: CheckpointFiles, device: torc
 
 
 def run_readers(read: Callable[[Any], None], jobs: Sequence[Any]) -> None:
-    """Do `read` for every job, several at a time, with a progress bar if it takes long."""
-    with ThreadPoolExecutor(max_workers=READERS) as pool:
-        done = pool.map(read, jobs)
-        for _ in logging.tqdm(done, total=len(jobs), desc="Loading weights", delay=PROGRESS_AFTER_SECONDS):
-            pass
+    """Do `read` for every job, several at a time, with a progress bar if it takes long.
+
+    Very many jobs are handed to the threads in batches, each of which costs as much to hand over as a small tensor does
+    to read.
+    """
+    size = max(1, len(jobs) // (READERS * BATCHES))
+    batches = [jobs[start : start + size] for start in range(0, len(jobs), size)]
+
+    def read_all(batch: Sequence[Any]) -> int:
+        for job in batch:
+            read(job)
+        return len(batch)
+
+    with (
+        ThreadPoolExecutor(max_workers=READERS) as pool,
+        logging.tqdm(total=len(jobs), desc="Loading weights", delay=PROGRESS_AFTER_SECONDS) as progress,
+    ):
+        for count in pool.map(read_all, batches):
+            progress.update(count)
 
 
 def _fit_together(names: Sequence[str], fit: Fit) -> bool:

@@ -119,9 +119,11 @@ def _coverage(
 def _overlap(name: str, spec: TensorSpec, sources: list[tuple[str, HFTensor]]) -> bool:
     """Whether two sources fill the same elements: of regions that are runs in memory any, of others the same one."""
     views = [piece.view for _, target in sources for piece in target.pieces if piece.view.parameter == name]
-    if len(set(views)) < len(views):
+    if len(views) == 1:
+        return False
+    if len({view.steps for view in views}) < len(views):
         return True
-    places = [view.place_in(spec.shape) for view in views] if len(views) > 1 else []
+    places = [view.place_in(spec.shape) for view in views]
     runs = sorted((place.offset, place.offset + _numel(place.shape)) for place in places if place.is_block)
     return any(end > start for (_, end), (start, _) in pairwise(runs))
 

@@ -12,9 +12,11 @@ import os
 import re
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -124,12 +126,29 @@ def separate_storages(state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Te
     transformers and safetensors take tensors that share a storage for tied ones and copy or drop
     them; experts of one stack are not tied. Non-contiguous views are copied, as writing would.
     """
-    return {name: _own_storage(tensor) for name, tensor in state_dict.items()}
+    starts = Counter(tensor.untyped_storage().data_ptr() for tensor in state_dict.values())
+    memory: dict[int, Any] = {}
+    result = {}
+    for name, tensor in state_dict.items():
+        storage = tensor.untyped_storage()
+        start = storage.data_ptr()
+        if tensor.numel() == 0 or tensor.device.type == "meta":
+            result[name] = tensor
+        elif not tensor.is_contiguous() or tensor.device.type != "cpu":
+            result[name] = _own_storage(tensor)
+        elif starts[start] == 1 and storage.nbytes() == tensor.nbytes:
+            result[name] = tensor.detach()
+        else:
+            if start not in memory:
+                memory[start] = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
+            flat = torch.frombuffer(
+                memory[start], dtype=tensor.dtype, count=tensor.numel(), offset=tensor.data_ptr() - start
+            )
+            result[name] = flat.view(tensor.shape)
+    return result
 
 
 def _own_storage(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.numel() == 0 or tensor.device.type == "meta":
-        return tensor
     flat = tensor.detach().contiguous().reshape(-1)
     # As bytes, because not every dtype can be exchanged.
     return torch.from_dlpack(flat.view(torch.uint8)).view(tensor.dtype).view(tensor.shape)

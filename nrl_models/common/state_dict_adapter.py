@@ -18,6 +18,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from nrl_models.common import layouts
+from nrl_models.common.garbage import no_collections
 from nrl_models.common.layouts import TensorSpec
 from nrl_models.common.matching import Given, match
 from nrl_models.common.views import HFTensor, Piece, Place
@@ -44,6 +45,7 @@ class StateDictAdapter:
         tied: for each own tensor that is tied to another, the name of the one that is saved.
     """
 
+    @no_collections()
     def __init__(self, source: PreTrainedModel | PreTrainedConfig) -> None:
         model = _on_meta(source) if isinstance(source, PreTrainedConfig) else source
         self.own: dict[str, TensorSpec] = layouts.own_tensors(model)
@@ -141,6 +143,22 @@ class StateDictAdapter:
         Raises:
             StateDictError: names that are not the model's, or shapes that are not the parameter's.
         """
+        self.check_own(state_dict)
+        excluded = re.compile(exclude_key_regex) if exclude_key_regex else None
+        result = {}
+        for name, tensor in self.layout(layout).items():
+            if excluded is not None and excluded.search(name):
+                continue
+            if all(parameter in state_dict for parameter in tensor.parameters):
+                result[name] = tensor.read(state_dict)
+        return result
+
+    def check_own(self, state_dict: Mapping[str, torch.Tensor]) -> None:
+        """See that tensors are the model's own, all or some.
+
+        Raises:
+            StateDictError: names that are not the model's, or shapes that are not the parameter's.
+        """
         problems = [
             Problem("unexpected", name, "is no tensor of this model") for name in state_dict if name not in self.own
         ]
@@ -151,14 +169,6 @@ class StateDictAdapter:
         ]
         if problems:
             raise StateDictError("state dict is not this model's", problems)
-        excluded = re.compile(exclude_key_regex) if exclude_key_regex else None
-        result = {}
-        for name, tensor in self.layout(layout).items():
-            if excluded is not None and excluded.search(name):
-                continue
-            if all(parameter in state_dict for parameter in tensor.parameters):
-                result[name] = tensor.read(state_dict)
-        return result
 
     def convert_single_tensor_to_hf(
         self, name: str, tensor: torch.Tensor, *, layout: Layout = "hub"

@@ -36,8 +36,9 @@ class Place:
     offset: int = 0
 
     @staticmethod
+    @lru_cache(maxsize=1024)
     def whole(shape: Sequence[int]) -> Place:
-        """All of a contiguous tensor of `shape`."""
+        """All of a contiguous tensor of `shape`, a tuple or `torch.Size`."""
         strides, step = [], 1
         for size in reversed(shape):
             strides.append(step)
@@ -131,13 +132,18 @@ class View:
 
     def place_in(self, shape: Sequence[int]) -> Place:
         """Where the region lies in a contiguous parameter of `shape`."""
-        place = Place.whole(shape)
-        for method, args in self.steps:
-            place = place.after(method, args)
-        return place
+        return _place(tuple(shape), self.steps)
 
     def __str__(self) -> str:
         return self.parameter + "".join(f".{method}{args}" for method, args in self.steps)
+
+
+@lru_cache(maxsize=2**16)
+def _place(shape: tuple[int, ...], steps: tuple[Step, ...]) -> Place:
+    """Where `steps` lead in a contiguous tensor of `shape`: layers have the same steps, and models many layers."""
+    if not steps:
+        return Place.whole(shape)
+    return _place(shape, steps[:-1]).after(*steps[-1])
 
 
 def apply_steps(tensor: torch.Tensor, steps: Iterable[Step]) -> torch.Tensor:
@@ -223,20 +229,24 @@ class TracedTensor(torch.Tensor):
     """
 
     pieces: tuple[Piece, ...]
+    # Asking a tensor subclass for its shape or dtype goes through `__torch_function__`; these do not.
+    sizes: tuple[int, ...]
+    element: torch.dtype
 
     @staticmethod
     def of_pieces(shape: Sequence[int], dtype: torch.dtype, pieces: tuple[Piece, ...]) -> TracedTensor:
         """A tensor of `shape` that lives in `pieces`."""
-        traced = torch.Tensor._make_subclass(TracedTensor, _on_meta(tuple(shape), dtype))
-        traced.pieces = pieces
+        sizes = tuple(shape)
+        traced = torch.Tensor._make_subclass(TracedTensor, _on_meta(sizes, dtype))
+        traced.pieces, traced.sizes, traced.element = pieces, sizes, dtype
         return traced
 
     def step(self, method: str, *args: int) -> TracedTensor:
         """The traced result of one view step."""
         if len(self.pieces) != 1 or self.pieces[0].region:
             raise NotAViewError(f"`{method}` on a tensor joined from several parameters is no view of any of them")
-        shape = Place.whole(self.shape).after(method, args).shape
-        return TracedTensor.of_pieces(shape, self.dtype, (Piece(self.pieces[0].view.then(method, *args)),))
+        shape = _place(self.sizes, ((method, args),)).shape
+        return TracedTensor.of_pieces(shape, self.element, (Piece(self.pieces[0].view.then(method, *args)),))
 
     @classmethod
     def __torch_function__(
@@ -264,7 +274,7 @@ def _on_meta(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 
 def _dim(tensor: torch.Tensor, dim: int) -> int:
-    return dim if dim >= 0 else dim + tensor.ndim
+    return dim if dim >= 0 else dim + len(tensor.sizes)
 
 
 def _identity(tensor: TracedTensor, *_: Any, **__: Any) -> TracedTensor:
@@ -273,7 +283,7 @@ def _identity(tensor: TracedTensor, *_: Any, **__: Any) -> TracedTensor:
 
 def _narrow(tensor: TracedTensor, dim: int, start: int, length: int) -> TracedTensor:
     dim = _dim(tensor, dim)
-    return tensor if length == tensor.shape[dim] else tensor.step("narrow", dim, start, length)
+    return tensor if length == tensor.sizes[dim] else tensor.step("narrow", dim, start, length)
 
 
 def _pieces_of(tensor: TracedTensor, sizes: Iterable[int], dim: int) -> tuple[TracedTensor, ...]:
@@ -285,7 +295,7 @@ def _pieces_of(tensor: TracedTensor, sizes: Iterable[int], dim: int) -> tuple[Tr
 
 
 def _chunk(input: TracedTensor, chunks: int, dim: int = 0) -> tuple[TracedTensor, ...]:
-    size = -(-input.shape[dim] // chunks)
+    size = -(-input.sizes[dim] // chunks)
     return _split(input, size, dim)
 
 
@@ -297,37 +307,37 @@ def _split(
 ) -> tuple[TracedTensor, ...]:
     sections = split_size_or_sections if split_size_or_sections is not None else split_size
     if isinstance(sections, int):
-        total = tensor.shape[dim]
+        total = tensor.sizes[dim]
         sections = [min(sections, total - start) for start in range(0, total, sections)]
     return _pieces_of(tensor, sections, dim)
 
 
 def _select(input: TracedTensor, dim: int, index: int) -> TracedTensor:
     dim = _dim(input, dim)
-    size = input.shape[dim]
+    size = input.sizes[dim]
     if not -size <= index < size:
         raise IndexError(f"index {index} is out of range for dimension {dim} of size {size}")
     return input.step("select", dim, index % size)
 
 
 def _unbind(input: TracedTensor, dim: int = 0) -> tuple[TracedTensor, ...]:
-    return tuple(_select(input, dim, index) for index in range(input.shape[dim]))
+    return tuple(_select(input, dim, index) for index in range(input.sizes[dim]))
 
 
 def _squeeze(input: TracedTensor, dim: int | None = None) -> TracedTensor:
     if dim is None:
-        for one in reversed(range(input.ndim)):
+        for one in reversed(range(len(input.sizes))):
             input = _squeeze(input, one)
         return input
     dim = _dim(input, dim)
-    if input.shape[dim] != 1:
+    if input.sizes[dim] != 1:
         return input
-    shape = (*input.shape[:dim], *input.shape[dim + 1 :])
+    shape = (*input.sizes[:dim], *input.sizes[dim + 1 :])
     view = input.pieces[0].view
     method, args = view.steps[-1] if len(input.pieces) == 1 and view.steps else ("", ())
     if method == "narrow" and args[0] == dim:  # one row, and then without that dimension: a select
         selected = View(view.parameter, view.steps[:-1]).then("select", dim, args[1])
-        return TracedTensor.of_pieces(shape, input.dtype, (Piece(selected),))
+        return TracedTensor.of_pieces(shape, input.element, (Piece(selected),))
     return _reshape(input, *shape)
 
 
@@ -356,7 +366,7 @@ def _reshape(input: TracedTensor, *shape: Any) -> TracedTensor:
     for size in wanted:
         known *= size if size != -1 else 1
     wanted = tuple(input.numel() // known if size == -1 else size for size in wanted)
-    return input if wanted == tuple(input.shape) else input.step("reshape", *wanted)
+    return input if wanted == input.sizes else input.step("reshape", *wanted)
 
 
 def _getitem(tensor: TracedTensor, index: Any) -> TracedTensor:
@@ -367,7 +377,7 @@ def _getitem(tensor: TracedTensor, index: Any) -> TracedTensor:
         if isinstance(item, int):
             tensor = _select(tensor, dim, item)
         elif isinstance(item, slice) and item.step in (None, 1):
-            start, stop, _ = item.indices(tensor.shape[dim])
+            start, stop, _ = item.indices(tensor.sizes[dim])
             tensor, dim = _narrow(tensor, dim, start, stop - start), dim + 1
         else:
             raise NotAViewError(f"indexing with {item!r} is not a supported view")
@@ -377,11 +387,11 @@ def _getitem(tensor: TracedTensor, index: Any) -> TracedTensor:
 def _cat(tensors: Sequence[TracedTensor], dim: int = 0) -> TracedTensor:
     with torch._C.DisableTorchFunctionSubclass():
         meta = torch.cat(list(tensors), dim=dim)
-    dim = _dim(meta, dim)
+    dim = _dim(tensors[0], dim)
     pieces: list[Piece] = []
     start = 0
     for tensor in tensors:
-        length = tensor.shape[dim]
+        length = tensor.sizes[dim]
         for piece in tensor.pieces:
             pieces.append(Piece(piece.view, (("narrow", (dim, start, length)), *piece.region)))
         start += length

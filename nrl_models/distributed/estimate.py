@@ -106,8 +106,9 @@ def estimate(config: PreTrainedConfig, setting: Setting) -> Estimate:
         kept = _sharded(config, setting.dtype, setting, mesh)
         divide_data(kept, kept.sharding)
         local = _local_bytes(kept)
-        fsdp_traffic, gathered = _data_parallel(config, setting, mesh)
-        activations, traffic = _run(config, setting, mesh)
+        computing = _sharded(config, setting.compute, setting, mesh)
+        fsdp_traffic, gathered = _data_parallel(computing, mesh)
+        activations, traffic = _run(computing, setting, mesh)
         total = sum(parameter.numel() for parameter in kept.parameters())
     if "fsdp" in mesh.mesh_dim_names:  # type: ignore[operator]
         traffic = {"fsdp": fsdp_traffic} | traffic
@@ -167,11 +168,11 @@ def _fake_mesh(sizes: Mapping[str, int]) -> Iterator[DeviceMesh]:
 
 
 def _sharded(config: PreTrainedConfig, dtype: torch.dtype, setting: Setting, mesh: DeviceMesh) -> PreTrainedModel:
-    """The model on meta, its linears and experts divided."""
+    """The model on meta, its linears and experts divided; without the tables that loading and saving need."""
     auto = auto_class_of(config)
     model = auto.from_config(config, device="meta", dtype=dtype).train()
     plan = plan_for(model, mesh)
-    divide_model(model, mesh, plan).finish(model)
+    model.sharding = divide_model(model, mesh, plan)
     return model
 
 
@@ -183,12 +184,11 @@ def _local(parameter: torch.Tensor) -> torch.Tensor:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
-def _data_parallel(config: PreTrainedConfig, setting: Setting, mesh: DeviceMesh) -> tuple[int, int]:
+def _data_parallel(model: PreTrainedModel, mesh: DeviceMesh) -> tuple[int, int]:
     """Bytes that `fsdp` sends in a step, and bytes it has gathered at a time."""
     ranks = size_of(mesh, "fsdp")
     if ranks == 1:
         return 0, 0
-    model = _sharded(config, setting.compute, setting, mesh)
     units = [one for one in model.modules() if type(one).__name__ in model.sharding.plan.units]
     whole = _local_bytes(model)
     sizes = sorted((_local_bytes(unit) for unit in units), reverse=True)
@@ -229,9 +229,8 @@ _TIMES_SENT = {
 """How often a rank sends each byte in a ring, but for its own share."""
 
 
-def _run(config: PreTrainedConfig, setting: Setting, mesh: DeviceMesh) -> tuple[int, dict[str, int]]:
+def _run(model: PreTrainedModel, setting: Setting, mesh: DeviceMesh) -> tuple[int, dict[str, int]]:
     """Bytes of activations at their peak, and bytes sent by dimension, of one micro-batch."""
-    model = _sharded(config, setting.compute, setting, mesh)
     parameters = {_storage(_local(one)) for one in model.parameters()}
     units = {one for one in model.modules() if type(one).__name__ in model.sharding.plan.units}
     kept: dict[nn.Module | None, dict[int, int]] = {None: {}}

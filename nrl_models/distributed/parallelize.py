@@ -216,13 +216,13 @@ class _ModelDivision:
         if module is self.model or type(module).__name__ in self.units:
             return True
         if any(parameter is not None for parameter in module._parameters.values()):
-            return not any(module is inside for unit in self._units() for inside in unit)
+            return id(module) not in self._inside_units()
         return False
 
-    def _units(self) -> list[list[nn.Module]]:
+    def _inside_units(self) -> set[int]:
         if not hasattr(self, "_in_units"):
             units = [one for one in self.model.modules() if type(one).__name__ in self.units]
-            self._in_units = [list(unit.modules()) for unit in units]
+            self._in_units = {id(inside) for unit in units for inside in unit.modules()}
         return self._in_units
 
 

@@ -1,0 +1,45 @@
+"""Every architecture's hub layout, at full size: what two layers of each kind say of the others is so."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from nrl_models.common import layouts
+from nrl_models.common.conversions import conversions_of
+from nrl_models.common.layer_patterns import Names, Renamer
+from nrl_models.common.layouts import convert_layout, hub_conversions, own_tensors, transformers_views
+from nrl_models.common.views import HFTensor, Piece
+from nrl_models.testing.case import FamilyCase
+
+
+def _at_full_size(case: FamilyCase) -> PreTrainedModel:
+    """On meta; of the tiny configuration where the class cannot be built of its defaults."""
+    upstream: Any = case.reference_class
+    with torch.device("meta"):
+        try:
+            return upstream._from_config(upstream.config_class())
+        except Exception:
+            return upstream._from_config(copy.deepcopy(case.config))
+
+
+@pytest.mark.timeout(600)
+def test_the_hub_layout_is_what_converting_every_layer_gives(family_case: FamilyCase) -> None:
+    model = _at_full_size(family_case)
+    conversions = hub_conversions(model)
+    if conversions is None:
+        pytest.skip("transformers converts nothing")
+    own = own_tensors(model)
+    tensors = {name: HFTensor(name, own[name].shape, (Piece(view),)) for name, view in transformers_views(model)}
+    shared = convert_layout(model, tensors, own, conversions)
+    full = layouts._traced(model, tensors, lambda name: own[name].dtype, hub_conversions(model))
+    assert list(shared.items()) == list(full.items())
+
+    renamer = Renamer(conversions_of(model), Names())
+    by_itself = Renamer(conversions_of(model), Names())
+    by_itself._shares = False
+    assert renamer.rename(full) == by_itself.rename(full)

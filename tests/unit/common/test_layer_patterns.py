@@ -1,0 +1,258 @@
+"""What is said of every layer from two of a kind: what converting all of them gives, or nothing."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, PreTrainedModel
+from transformers.core_model_loading import (
+    Concatenate,
+    ConversionOps,
+    MergeModulelist,
+    PrefixChange,
+    WeightConverter,
+    WeightRenaming,
+)
+
+from nrl_models import registry
+from nrl_models.common import layer_patterns, layouts
+from nrl_models.common.conversions import Deferred, conversions_of
+from nrl_models.common.layer_patterns import Names, Renamer, convert_by_layer, ignore_indices
+from nrl_models.common.layouts import convert_layout, hub_conversions, own_tensors, transformers_views
+from nrl_models.common.views import HFTensor, Piece, View
+
+SHAPE = (6, 4)
+
+
+def table(*names: str, shapes: dict[str, tuple[int, ...]] | None = None) -> dict[str, HFTensor]:
+    """Tensors that are whole parameters of the same names."""
+    return {name: HFTensor(name, (shapes or {}).get(name, SHAPE), (Piece(View(name)),)) for name in names}
+
+
+def layers(count: int, *names: str) -> list[str]:
+    return [f"model.layers.{index}.{name}" for index in range(count) for name in names]
+
+
+def float32(name: str) -> torch.dtype:
+    return torch.float32
+
+
+class Recorded:
+    """A conversion of tables that says how many tensors it was given."""
+
+    def __init__(self, change: Callable[[dict[str, HFTensor]], dict[str, HFTensor]]) -> None:
+        self.change, self.given = change, []
+
+    def __call__(self, tensors: dict[str, HFTensor]) -> dict[str, HFTensor]:
+        self.given.append(len(tensors))
+        return self.change(tensors)
+
+
+def renamed(tensors: dict[str, HFTensor], new_name: Callable[[str], str]) -> dict[str, HFTensor]:
+    return {new_name(name): HFTensor(new_name(name), one.shape, one.pieces) for name, one in tensors.items()}
+
+
+def test_two_layers_of_a_kind_are_converted_and_the_others_are_like_them() -> None:
+    names = ["model.embed.weight", *layers(120, "q.weight", "k.weight"), "model.norm.weight"]
+    convert = Recorded(
+        lambda tensors: renamed(tensors, lambda name: name.replace("model.layers", "h").replace("q", "w1"))
+    )
+    result = convert_by_layer(table(*names), float32, convert)
+    assert convert.given == [2 + 2 * 6]  # 0 and 9, 10 and 99, 100 and 119
+    assert list(result.items()) == list(convert.change(table(*names)).items())
+
+
+def test_layers_of_another_kind_are_not_taken_for_alike() -> None:
+    names = layers(8, "q.weight", "k.weight")
+    shapes = {"model.layers.4.q.weight": (3, 4)}
+    dtypes = {"model.layers.5.k.weight": torch.float16}
+    convert = Recorded(lambda tensors: tensors)
+    result = convert_by_layer(table(*names, shapes=shapes), lambda name: dtypes.get(name, torch.float32), convert)
+    assert convert.given == [2 * (2 + 1 + 1)]
+    assert result == table(*names, shapes=shapes)
+
+
+def _every_second(tensors: dict[str, HFTensor]) -> dict[str, HFTensor]:
+    """A conversion that asks for the layer's number."""
+    return renamed(tensors, lambda name: name.replace("q", "w") if int(name.split(".")[2]) % 2 == 0 else name)
+
+
+def _shifted(tensors: dict[str, HFTensor]) -> dict[str, HFTensor]:
+    """Another: the first layer becomes the second."""
+    return renamed(tensors, lambda name: ".".join([*name.split(".")[:2], str(int(name.split(".")[2]) + 1), "q"]))
+
+
+def _joined(tensors: dict[str, HFTensor]) -> dict[str, HFTensor]:
+    """A conversion that makes one tensor of all layers'."""
+    pieces = tuple(Piece(tensor.pieces[0].view, (("select", (0, at)),)) for at, tensor in enumerate(tensors.values()))
+    return {"all": HFTensor("all", (len(tensors), *SHAPE), pieces)}
+
+
+def _one_name(tensors: dict[str, HFTensor]) -> dict[str, HFTensor]:
+    """A conversion with one name for the tensors of several layers: the last remains."""
+    return renamed(tensors, lambda name: "same")
+
+
+def _backwards(tensors: dict[str, HFTensor]) -> dict[str, HFTensor]:
+    """Every second tensor first: layers are no longer together."""
+    items = list(tensors.items())
+    return dict(items[::2] + items[1::2])
+
+
+@pytest.mark.parametrize("change", [_every_second, _shifted, _joined, _one_name, _backwards])
+def test_what_does_not_hold_for_two_layers_is_converted_one_by_one(change: Any) -> None:
+    tensors = table(*layers(10, "q.weight", "k.weight"))
+    convert = Recorded(change)
+    result = convert_by_layer(tensors, float32, convert)
+    assert convert.given == [4, 20]
+    assert list(result.items()) == list(change(tensors).items())
+
+
+class Theirs(ConversionOps):
+    """An operation of somebody else's, who may look at a layer's number."""
+
+    def convert(self, input_dict: dict[str, Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return input_dict
+
+
+def test_which_conversions_ignore_numbers() -> None:
+    merged = [MergeModulelist(dim=0), Concatenate(dim=1)]
+    assert ignore_indices(
+        [
+            WeightConverter([r"\.experts.*.w1.weight", r"\.experts.*.w3.weight"], r"\.experts.gate_up_proj", merged),
+            WeightRenaming(r"norm1\.", "norm2."),
+            WeightRenaming(r"layers\.(\d+)\.mixer", r"layers.\1.attention"),
+            PrefixChange(prefix_to_remove="language_model"),
+        ]
+    )
+    assert not ignore_indices([WeightRenaming(r"layers\.0\.", "first.")])
+    assert not ignore_indices([WeightRenaming("proj.2", "out_proj")])
+    assert not ignore_indices([WeightRenaming("layers.[12].", "early.")])
+    assert not ignore_indices([WeightRenaming("first.", "layers.0.")])
+    assert not ignore_indices([WeightConverter("a", "b", [Theirs()])])
+    scoped = WeightRenaming("a", "b")
+    scoped.scope_prefix = "towers.1"
+    assert not ignore_indices([scoped])
+
+
+NAMES = [
+    *("model.embed.weight", "11.weight", "model.layers.3", "layers.1.layers.1.mixer.weight", "model.x2.y{0}.weight"),
+    *(
+        f"model.layers.{layer}.{name}"
+        for layer in (0, 1, 7, 10, 11, 60)
+        for name in ("mixer.q", "mixer.q.3.w1", "norm1")
+    ),
+    *(f"model.layers.{layer}.experts.{expert}.w1" for layer in (1, 11) for expert in (0, 1, 10, 11, 111)),
+]
+
+RENAMINGS = {
+    "plain": [WeightRenaming(r"\.mixer\.", ".attention."), WeightRenaming("norm1", "norm")],
+    "with a group": [WeightRenaming(r"model\.layers\.(\d+)\.", r"h.\1.")],
+    "a chain": [WeightRenaming("mixer", "w1"), WeightRenaming(r"w1\.q", "q_proj")],
+    "dropped numbers": [WeightRenaming(r"experts\.\d+\.", "expert.")],
+    "the text stands earlier, too": [WeightRenaming(r"(?<=layers\.)\d+\.mixer", "x"), WeightRenaming(r"\d+\.w1$", "y")],
+    "of one layer": [WeightRenaming(r"layers\.1\.", "first.")],
+    "prefixes": [PrefixChange(prefix_to_add="text", model_prefix="model")],
+}
+
+
+@pytest.mark.parametrize("renamings", RENAMINGS.values(), ids=RENAMINGS)
+def test_names_are_renamed_as_each_by_itself(renamings: list[Any]) -> None:
+    def by_itself(name: str) -> str:
+        for renaming in renamings:
+            name, _ = renaming.rename_source_key(name)
+        return name
+
+    assert Renamer(renamings, Names()).rename(NAMES) == {name: by_itself(name) for name in NAMES}
+
+
+def test_a_pattern_is_renamed_once_and_conversions_know_that_they_were_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    used, unused = WeightRenaming("mixer", "attention"), WeightRenaming("decoder", "model")
+    renamer = Renamer([used, unused], Names())
+    asked: list[str] = []
+    renamed_by_itself = renamer._one
+    monkeypatch.setattr(renamer, "_one", lambda name: asked.append(name) or renamed_by_itself(name))
+    names = [f"layers.{layer}.experts.{expert}.mixer" for layer in range(10) for expert in range(100)]
+    assert renamer.rename(names)["layers.7.experts.42.mixer"] == "layers.7.experts.42.attention"
+    assert len(asked) == 2 * 3  # numbers of one digit and of two, three examples of each
+    assert used.was_used()
+    assert not unused.was_used()
+
+
+def _upstream(architecture: str) -> PreTrainedModel:
+    """The model of a class's own configuration, at its size but for very many layers, on meta."""
+    reference: Any = registry.model_class(architecture)
+    upstream = reference.reference_class()
+    with torch.device("meta"):
+        return upstream._from_config(upstream.config_class())
+
+
+def _in_memory(model: PreTrainedModel) -> dict[str, HFTensor]:
+    own = own_tensors(model)
+    return {name: HFTensor(name, own[name].shape, (Piece(view),)) for name, view in transformers_views(model)}
+
+
+def _both(model: PreTrainedModel) -> tuple[dict[str, HFTensor], dict[str, HFTensor]]:
+    """The hub's layout, from two layers of each kind and from all of them."""
+    own, tensors = own_tensors(model), _in_memory(model)
+    shared = convert_layout(model, tensors, own, hub_conversions(model))
+    return shared, layouts._traced(model, tensors, lambda name: own[name].dtype, hub_conversions(model))
+
+
+# The largest of each kind of conversion; all architectures are in tests/full.
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        "Qwen3MoeForCausalLM",
+        "MixtralForCausalLM",
+        "JambaForCausalLM",
+        "Qwen2_5_VLForConditionalGeneration",
+    ],
+)
+def test_the_layout_of_a_published_model_is_the_same_from_two_layers(architecture: str) -> None:
+    shared, full = _both(_upstream(architecture))
+    assert list(shared.items()) == list(full.items())
+
+
+def small_deepseek() -> PreTrainedModel:
+    config = DeepseekV3Config(
+        hidden_size=8, moe_intermediate_size=2, n_routed_experts=4, n_group=1, topk_group=1, num_hidden_layers=12
+    )
+    with torch.device("meta"):
+        return DeepseekV3ForCausalLM._from_config(config)
+
+
+def test_a_wrong_generalisation_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    shared, full = _both(small_deepseek())
+    assert list(shared.items()) == list(full.items())
+    filled = layer_patterns._filled
+
+    def wrong(template: Any, layer: Any) -> HFTensor:
+        of_another = filled(template, (layer[0], "5"))
+        return (
+            replace(filled(template, layer), pieces=of_another.pieces) if layer[1] == "6" else filled(template, layer)
+        )
+
+    monkeypatch.setattr(layer_patterns, "_filled", wrong)
+    shared, full = _both(small_deepseek())
+    assert list(shared.items()) != list(full.items())
+
+
+def test_conversions_are_compiled_when_they_are_used() -> None:
+    deferred = Deferred(r"(?P<g0>a(\d+))")
+    assert copy.deepcopy([deferred])[0] is deferred
+    assert deferred.search("xa12").group("g0") == "a12"
+    assert deferred.groupindex == {"g0": 1}
+    assert pickle.loads(pickle.dumps(deferred)) == re.compile(r"(?P<g0>a(\d+))")
+    with pytest.raises(re.error):
+        Deferred("(").search("x")
+    compiled = conversions_of(small_deepseek())
+    assert compiled
+    assert all(one.compiled_sources.search("no such name") is None for one in compiled)
