@@ -540,9 +540,8 @@ def _identity(part: nn.Linear) -> tuple[Any, ...]:
     weight, bias = parameters.get("weight"), parameters.get("bias")
     if weight is None:
         return (None, 0, None, False)
-    if bias is None:
-        return weight, weight.data_ptr(), _version(weight), weight.requires_grad
-    return weight, weight.data_ptr(), _version(weight), weight.requires_grad, bias, bias.data_ptr(), _version(bias)
+    seen = weight, weight.data_ptr(), _version(weight), weight.requires_grad
+    return seen if bias is None else (*seen, bias, bias.data_ptr(), _version(bias), bias.requires_grad)
 
 
 def _is_identical(part: nn.Linear, seen: tuple[Any, ...]) -> bool:

@@ -24,7 +24,13 @@ for file in sorted(Path(__file__).parent.glob("*.py")):
         import_module(f"edits.{file.stem}")
 
 # Edits that ours refuses and transformers' model does not: the error, and why.
-DOCUMENTED: dict[str, tuple[type[Exception], str]] = {}
+DOCUMENTED: dict[str, tuple[type[Exception], str]] = {
+    "modes: mutation of saved tensors is allowed": (
+        RuntimeError,
+        "torch's mode clones a tensor before it is changed by the storage that was saved; a group saves the memory of "
+        "all its weights, of which each weight is a storage of its own, so the change is refused as without the mode",
+    ),
+}
 
 
 def outcome_of(edit: Edit, library: str, folder: Path) -> Outcome | Exception:
