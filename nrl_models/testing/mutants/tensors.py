@@ -157,7 +157,7 @@ def _written_twice(case: FamilyCase) -> list[Patch]:
 
 def _is_converted(case: FamilyCase) -> bool:
     adapter = case.model().state_dict_adapter
-    return adapter.hub.keys() != adapter.transformers.keys() - adapter.tied.keys()
+    return bool(adapter.hub.keys() - adapter.transformers.keys())
 
 
 def _own_names(case: FamilyCase) -> list[Patch]:
