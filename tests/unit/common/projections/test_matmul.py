@@ -178,7 +178,7 @@ def test_a_weight_changed_before_a_second_derivative_under_autocast_is_noticed()
 
 @pytest.mark.parametrize("trained", ["all", "input", "weights"])
 def test_saves_as_much_for_the_backward_pass_as_separate_products(trained: str) -> None:
-    """The weights as one tensor; and it does not matter where saved tensors come back: offloading brings other memory."""
+    """The weights as one tensor; and it does not matter where saved tensors come back: offloading moves them."""
     found, seen = [], []
     for products in (jointly, separately):
         given = parameters()
