@@ -390,6 +390,19 @@ def test_first_called_in_inference_mode(plain: Attention, combined: CombinedAtte
     assert matmuls(combined) == 2
 
 
+def test_an_input_edited_in_inference_mode() -> None:
+    """Where torch counts no changes of a tensor."""
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        q = self.q_proj(x)
+        x.mul_(0.5)
+        return self.o_proj(torch.cat([q, self.k_proj(x), self.v_proj(x)], dim=-1))
+
+    plain, combined = pair(forward)
+    with torch.inference_mode():
+        torch.testing.assert_close(combined(inputs()), plain(inputs()))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast(plain: Attention, combined: CombinedAttention, x: torch.Tensor, dtype: torch.dtype) -> None:
     found = []
