@@ -261,6 +261,15 @@ def _input_edited(self: Any, x: torch.Tensor) -> torch.Tensor:
     return torch.cat([q, k, self.v_proj(x)], dim=-1)
 
 
+def _input_replaced(self: Any, x: torch.Tensor) -> torch.Tensor:
+    x = x.detach().clone()
+    with torch.no_grad():
+        q = self.q_proj(x)
+        x.data = x.data * 0.5
+        k, v = self.k_proj(x), self.v_proj(x)
+    return self.o_proj(torch.cat([q, k, v], dim=-1))
+
+
 def _frozen_between(kind: str) -> Forward:
     """One part's weight or bias takes no part in this pass, and in others it does."""
 
@@ -340,6 +349,7 @@ FORWARDS: dict[str, Forward] = {
     "in a loop": _loop,
     "recursive": _recursive,
     "input edited between": _input_edited,
+    "input's memory replaced between": _input_replaced,
     "input of a type of its own": _subclassed,
     "a weight frozen between": _frozen_between("weight"),
     "a bias frozen between": _frozen_between("bias"),
@@ -378,6 +388,19 @@ def test_first_called_in_inference_mode(plain: Attention, combined: CombinedAtte
     assert output.is_inference()
     assert_same(plain, combined, x)
     assert matmuls(combined) == 2
+
+
+def test_an_input_edited_in_inference_mode() -> None:
+    """Where torch counts no changes of a tensor."""
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        q = self.q_proj(x)
+        x.mul_(0.5)
+        return self.o_proj(torch.cat([q, self.k_proj(x), self.v_proj(x)], dim=-1))
+
+    plain, combined = pair(forward)
+    with torch.inference_mode():
+        torch.testing.assert_close(combined(inputs()), plain(inputs()))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
