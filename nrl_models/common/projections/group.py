@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
-from threading import get_ident
+from threading import Lock, get_ident
 from typing import Any, NamedTuple
 
 import torch
@@ -71,6 +71,7 @@ class LinearGroup(nn.Module):
                 del linear.__dict__["forward"]
         self._layout: _Layout | None = None
         self._run: _Run | None = None
+        self._busy = Lock()  # held while a run is on
         self._uncalled: tuple[str, ...] = ()
 
     @property
@@ -310,6 +311,8 @@ class LinearGroup(nn.Module):
         run = _Run(self, parts, weight.device.type)
         if run.modes[-1]:  # a transform of torch.func is on
             return None
+        if not self._busy.acquire(blocking=False):  # another thread began since the parts were looked at
+            return None
         self.__dict__["_run"] = run
         for part, answer in zip(parts, self._answers, strict=True):
             part.__dict__["forward"] = answer
@@ -323,21 +326,21 @@ class LinearGroup(nn.Module):
             complete: whether the owner's forward came to its end. If it did and never called some of the parts, the
                 group stays out of the way from then on: it would compute what nobody asks for.
         """
-        if self._run is run:  # not another thread's, which began at the same time
-            self.__dict__["_run"] = None
-            for part in run.parts:
-                if isinstance(part.__dict__.get("forward"), _Answer):  # not what somebody put there meanwhile
-                    del part.__dict__["forward"]
+        self.__dict__["_run"] = None
+        for part in run.parts:
+            if isinstance(part.__dict__.get("forward"), _Answer):  # not what somebody put there meanwhile
+                del part.__dict__["forward"]
         if complete and run.left:
             self.__dict__["_uncalled"] = tuple(
                 name for name, output in zip(self._names, run.outputs, strict=True) if output is not None
             )
+        self._busy.release()
 
     # Copies
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but what is only true of this object's memory."""
-        made_here = {"_linears", "_answers", "_layout", "_run", "_uncalled", "_names"}
+        made_here = {"_linears", "_answers", "_layout", "_run", "_busy", "_uncalled", "_names"}
         state = {name: value for name, value in self.__dict__.items() if name not in made_here}
         return {**state, "parts": self.parts}
 
@@ -474,6 +477,8 @@ class _Run:
     def take(self, number: int, input: torch.Tensor) -> torch.Tensor | None:
         """A part's output for `input`; None if the part has to compute it itself."""
         if type(input) is not torch.Tensor or get_ident() != self.thread or _modes(self.device) != self.modes:
+            return None
+        if input.is_inference():  # whether it is changed in place before the next part is called cannot be seen
             return None
         if not self.left:
             return self._start(number, input)

@@ -55,10 +55,15 @@ def test_called_twice(family_case: FamilyCase) -> None:
         for module in (layer, original):
             args, kwargs = call.args, call.kwargs
             gradients = []
+            module.requires_grad_(True)  # some classes freeze theirs
             weights = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
             for _ in range(2):
-                loss = sum(tensor.float().pow(2).sum() for tensor in tensors_in(module(*args, **kwargs)))
-                gradients.append(torch.autograd.grad(loss, list(module.parameters()), allow_unused=True))
+                outputs = list(tensors_in(module(*args, **kwargs)))
+                loss = sum(tensor.float().pow(2).sum() for tensor in outputs)
+                learned = list(module.parameters()) if loss.requires_grad else []  # an indexer computes without
+                gradients.append(
+                    [loss.detach(), *(torch.autograd.grad(loss, learned, allow_unused=True) if learned else ())]
+                )
                 with torch.no_grad():
                     for parameter in module.parameters():
                         parameter.mul_(1.25)
@@ -77,7 +82,7 @@ def test_unused_parts_get_no_gradient(family_case: FamilyCase) -> None:
     """A part whose output nobody uses has no gradient, as if it had not been called, and not one of zeros."""
     _, model = family_case.new_pair()
     for owner, _, group in _groups_by_kind(model):
-        first, *others = group.parts.values()
+        first, *others = (part.requires_grad_(True) for part in group.parts.values())
         output, *_ = group(torch.randn(3, first.in_features, generator=torch.Generator().manual_seed(SEED)))
         output.sum().backward()
         assert first.weight.grad is not None, owner
@@ -128,7 +133,7 @@ def test_edits_while_running(family_case: FamilyCase) -> None:
     reference, model = family_case.new_pair()
     for name, call in _calls(family_case).items():
         layer, original = model.get_submodule(name), reference.get_submodule(name)
-        for names in [tuple(group.parts) for _, _, group in groups_of(layer)]:
+        for names in _own_groups(layer):
             for what, edit in EDITS.items():
                 outputs = [_run_edited(owner, names, edit, call) for owner in (layer, original)]
                 assert_close(*outputs, message=f"{name}: {what}")
@@ -169,7 +174,7 @@ def test_replaced_weights(family_case: FamilyCase) -> None:
         outputs = []
         for owner in (model.get_submodule(name), reference.get_submodule(name)):
             layer = model.get_submodule(name)
-            for names in [tuple(group.parts) for _, _, group in groups_of(layer)]:
+            for names in _own_groups(layer):
                 first, *_, last = _parts_within(owner, names)
                 first.weight.data = first.weight.data * 1.5
                 last.weight = nn.Parameter(last.weight.detach() * 0.5)
@@ -180,6 +185,11 @@ def test_replaced_weights(family_case: FamilyCase) -> None:
 
 def _owner_of(group: str) -> str:
     return group.rpartition(".")[0]
+
+
+def _own_groups(layer: nn.Module) -> list[tuple[str, ...]]:
+    """Names of the parts of each group of a layer, without those of modules in it."""
+    return [tuple(group.parts) for owner, _, group in groups_of(layer) if not owner]
 
 
 def _parts_within(layer: nn.Module, names: tuple[str, ...]) -> list[nn.Linear]:
