@@ -75,6 +75,11 @@ class LinearGroup(nn.Module):
         self._uncalled: tuple[str, ...] = ()
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """The names of all parts, in the order of their rows, whether they are still there or not."""
+        return self._names
+
+    @property
     def parts(self) -> dict[str, nn.Linear]:
         """The linears by name, in the order of their rows; those that are no more are left out."""
         pairs = zip(self._names, (linear() for linear in self._linears), strict=True)
@@ -159,7 +164,7 @@ class LinearGroup(nn.Module):
         """Why the parts' parameters cannot be neighbours in memory; empty if they can."""
         parts = self.parts
         if lost := [name for name in self._names if name not in parts]:
-            return f"{', '.join(lost)} was replaced"
+            return f"replaced: {', '.join(lost)}"
         for (name, part), expected in zip(parts.items(), self._types, strict=True):
             if type(part) is not expected:
                 return f"{name} is a {type(part).__name__}"
@@ -202,7 +207,7 @@ class LinearGroup(nn.Module):
             if learning and len(learning) < len(parts):
                 return f"of some parts only the {kind} is trained: {', '.join(learning)}"
         if self._uncalled:
-            return f"{', '.join(self._uncalled)} did not take its slice when the others did"
+            return f"computed by themselves, or not at all, when others took their slices: {', '.join(self._uncalled)}"
         return ""
 
     def _parameters_by_kind(self) -> dict[str, list[nn.Parameter]]:

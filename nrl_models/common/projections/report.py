@@ -34,7 +34,7 @@ def report(model: nn.Module) -> list[GroupReport]:
             module.join_projections()
     for owner, name, group in groups_of(model):
         reason = group.why_separate()
-        found.append(GroupReport(f"{owner}.{name}" if owner else name, tuple(group.parts), not reason, reason))
+        found.append(GroupReport(f"{owner}.{name}" if owner else name, group.names, not reason, reason))
     return found
 
 

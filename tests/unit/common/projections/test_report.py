@@ -97,10 +97,10 @@ def _typed(module: Attention) -> None:
 
 CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "subclass": (_subclass, "k_proj is a Scaled"),
-    "replaced": (_replace(k_proj=lambda: nn.Linear(HIDDEN, KV)), "k_proj was replaced"),
+    "replaced": (_replace(k_proj=lambda: nn.Linear(HIDDEN, KV)), "replaced: k_proj"),
     "two replaced": (
         _replace(k_proj=lambda: nn.Linear(HIDDEN, KV), v_proj=lambda: Scaled(HIDDEN, KV)),
-        "k_proj, v_proj was replaced",
+        "replaced: k_proj, v_proj",
     ),
     "parametrised": (lambda module: parametrize.register_parametrization(module.k_proj, "weight", Halved()), "k_proj"),
     "pruned": (lambda module: prune.l1_unstructured(module.q_proj, "weight", 0.5), "q_proj has no weight of its own"),
@@ -230,7 +230,7 @@ def test_a_part_its_owner_never_calls_stops_the_group(plain: Attention, x: torch
     plain.__class__ = WithoutValues
     combined = combined_from(plain, CombinedWithoutValues)
     assert_same(plain, combined, x)
-    assert report(combined)[0].reason == "v_proj did not take its slice when the others did"
+    assert report(combined)[0].reason == "computed by themselves, or not at all, when others took their slices: v_proj"
     assert matmuls(combined) == matmuls(plain) == 4
     assert_same(plain, combined, x)
 
