@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import nn
 from torch.nn.modules.module import (
     register_module_buffer_registration_hook,
@@ -27,7 +28,9 @@ _registrations = 0
 
 def _note(module: nn.Module, name: str, value: Any) -> None:
     global _registrations
-    _registrations += 1
+    # A forward may register modules (transformers slices lists of layers): compiled, it is not to know of this.
+    if not torch.compiler.is_compiling():
+        _registrations += 1
 
 
 for _register in (

@@ -11,8 +11,7 @@ import torch
 from accelerate import dispatch_model, infer_auto_device_map
 from accelerate.utils import get_balanced_memory
 from transformers import PreTrainedModel
-from transformers.integrations.accelerate import check_and_set_device_map
-from transformers.modeling_utils import get_torch_context_manager_or_global_device
+from transformers.modeling_utils import check_and_set_device_map, get_torch_context_manager_or_global_device
 
 from nrl_models.errors import DeviceError
 

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import assert_same, edit_weights, stored
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel, conversion_mapping
 
 from nrl_models import AutoModelForCausalLM, AutoModelForImageTextToText, registry
-from nrl_models.common import layouts, loading
 from nrl_models.common.pretrained import read_config
 from nrl_models.common.switches import quirks_off
 from nrl_models.errors import CheckpointError, UnknownArchitectureError, UnknownArgumentError
@@ -98,14 +97,14 @@ def with_tower(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def without_renaming(monkeypatch: pytest.MonkeyPatch) -> None:
+def without_renaming(monkeypatch: pytest.MonkeyPatch, with_tower: Path) -> None:
     """transformers as it was when it had lost the renaming."""
-    original = layouts.get_model_conversion_mapping
+    original = conversion_mapping.get_model_conversion_mapping
 
     def lost(*args: Any, **options: Any) -> list[Any]:
         return [one for one in original(*args, **options) if "^visual" not in one.source_patterns]
 
-    for module in (loading, layouts, probes):
+    for module in (conversion_mapping, probes):
         monkeypatch.setattr(module, "get_model_conversion_mapping", lost)
 
 
