@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import nn
 
+from nrl_models.common.projections import LinearGroup
 from nrl_models.consistency.parting import TOLERANCE, Parting, departure, factor_of, match_names
 from nrl_models.engines.base import LOGITS, ModuleCall
 from nrl_models.logprobs.head import output_embedding
@@ -56,6 +57,8 @@ def _output_of(model: nn.Module, name: str, call: ModuleCall) -> torch.Tensor | 
         return None
     try:
         output = module(call.inputs[0])
+        if isinstance(module, LinearGroup):
+            output = torch.cat(output, -1)
     except Exception:  # a module that takes other arguments too
         return None
     return output if isinstance(output, torch.Tensor) else None

@@ -287,19 +287,20 @@ class HFEngine(Engine):
         return result
 
     def _with_groups(self, calls: Mapping[str, ModuleCall]) -> dict[str, ModuleCall]:
-        """The calls, and after its last part's each group of projections as the one linear that engines have for it."""
+        """The calls, and after its first part each group of projections as the one linear that engines have for it."""
         names = {id(module): name for name, module in self.model.named_modules()}
-        groups = {
-            f"{owner}.{name}": [names.get(id(part), "") for part in group.parts.values()]
-            for owner, name, group in groups_of(self.model)
-        }
+        groups: dict[str, tuple[str, list[str]]] = {}
+        for owner, name, group in groups_of(self.model):
+            parts = [names.get(id(part), "") for part in group.parts.values()]
+            if parts and all(part in calls for part in parts):
+                groups[min(parts, key=list(calls).index)] = f"{owner}.{name}", parts
         result: dict[str, ModuleCall] = {}
         for name, call in calls.items():
             result[name] = call
-            for group, parts in groups.items():
-                if name in parts and all(part in result for part in parts):
-                    outputs = torch.cat([result[part].outputs[0] for part in parts], -1)
-                    result[group] = ModuleCall("LinearGroup", result[parts[0]].inputs, (outputs,))
+            if name in groups:
+                group_name, parts = groups[name]
+                outputs = torch.cat([calls[part].outputs[0] for part in parts], -1)
+                result[group_name] = ModuleCall("LinearGroup", call.inputs, (outputs,))
         return result
 
 

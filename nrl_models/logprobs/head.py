@@ -120,9 +120,7 @@ def hidden_states_and_head(model: nn.Module, input_ids: torch.Tensor, **inputs: 
     Raises:
         HeadError: the model has no output embedding, does not call it once on every token, or does with the result
             what no scale or soft cap does.
-        UnknownArgumentError: `inputs` that have no meaning here.
     """
-    inputs = forward_inputs(inputs)
     module = output_embedding(model)
     given: list[torch.Tensor] = []
 
