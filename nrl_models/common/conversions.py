@@ -17,7 +17,7 @@ _making = threading.Lock()
 
 
 def conversions_of(model: PreTrainedModel, *, add_legacy: bool = True) -> list[Any]:
-    """transformers' conversions between the hub's layout and `model`'s, made anew, in the order of loading.
+    """transformers' conversions between the hub's layout and `model`'s: new objects, in the order of loading.
 
     Args:
         model: on any device.

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from nrl_models.common.checkpoint_files import INDEX_NAME, WEIGHTS_NAME
+from nrl_models.common.projections.memory import own_storage
 
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 _DETOUR = re.compile(r".*\.saving-\w+-" + _SHARD.pattern)
@@ -135,7 +136,7 @@ def separate_storages(state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Te
         if tensor.numel() == 0 or tensor.device.type == "meta":
             result[name] = tensor
         elif not tensor.is_contiguous() or tensor.device.type != "cpu":
-            result[name] = _own_storage(tensor)
+            result[name] = own_storage(tensor)
         elif starts[start] == 1 and storage.nbytes() == tensor.nbytes:
             result[name] = tensor.detach()
         else:
@@ -146,9 +147,3 @@ def separate_storages(state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Te
             )
             result[name] = flat.view(tensor.shape)
     return result
-
-
-def _own_storage(tensor: torch.Tensor) -> torch.Tensor:
-    flat = tensor.detach().contiguous().reshape(-1)
-    # As bytes, because not every dtype can be exchanged.
-    return torch.from_dlpack(flat.view(torch.uint8)).view(tensor.dtype).view(tensor.shape)

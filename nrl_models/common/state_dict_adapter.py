@@ -262,7 +262,7 @@ class StateDictAdapter:
             if name in own and tuple(own[name].shape) != spec.shape
         ]
         if problems:
-            advice = ["take model.state_dict_adapter again: it is made anew when the structure has changed"]
+            advice = ["take model.state_dict_adapter again: it is made again when the structure has changed"]
             raise StateDictError("the model is not the one this adapter was made for", problems, advice)
         return own
 

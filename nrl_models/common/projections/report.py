@@ -42,7 +42,7 @@ def join(model: nn.Module) -> None:
     """Lay the weights of every group of `model` side by side in memory, where they are not and can be.
 
     Loading, `.to(...)`, copies and unpickling do so by themselves. It is for what they cannot see: weights that were
-    replaced one by one, say. `report` says what came of it.
+    replaced one by one, say. `report` shows the outcome.
     """
     for module in model.modules():
         if isinstance(module, CombinedProjections):
