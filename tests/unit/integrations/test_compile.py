@@ -17,6 +17,7 @@ from nrl_models import AutoModelForCausalLM
 @pytest.fixture(autouse=True)
 def _fresh_compiler() -> Iterator[None]:
     _dynamo.reset()
+    _dynamo.utils.counters.clear()  # `reset` leaves the graph breaks that earlier tests counted
     yield
     _dynamo.reset()
 
