@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn import functional as F
 
 from nrl_models.common.projections import Buffer, LinearGroup
+from nrl_models.common.projections.layout import JoinedWeights
 
 
 def entering(tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
@@ -385,11 +386,11 @@ class DividedGroup(LinearGroup):
         group.accept_classes()
         group.join()
 
-    def forward(self, input: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def outputs_with(self, input: torch.Tensor, weights: JoinedWeights | None) -> tuple[torch.Tensor, ...]:
         """`input`: `(..., I)`, the same on every rank. Returns what each part returns."""
         return tuple(
             part.exchange(output) if isinstance(part, LinearOfWholeInput) else output
-            for part, output in zip(self.parts.values(), super().forward(input), strict=True)
+            for part, output in zip(self.parts.values(), super().outputs_with(input, weights), strict=True)
         )
 
     def inputs_of_parts(self, input: torch.Tensor) -> list[torch.Tensor]:

@@ -9,7 +9,7 @@ What may hinder it is looked at in three places:
 - `obstacle`: what keeps weights from being neighbours in memory. Looked at when weights are laid side by side, and by
   `report`.
 - `begin`: what cannot change during the owner's forward: types and hooks.
-- `_Run.take`: what can: where weights lie, the input and its version, a weight and its version, and modes that code
+- `Run.take`: what can: where weights lie, the input and its version, a weight and its version, and modes that code
   around one call may set.
 """
 
@@ -17,19 +17,18 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
-from threading import Lock, get_ident
-from typing import Any, NamedTuple
+from threading import Lock
+from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd import forward_ad
 from torch.nn import functional as F
-from torch.overrides import _get_current_function_mode_stack
-from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _disable_current_modes
 
+from nrl_models.common.projections.layout import JoinedWeights, Layout
 from nrl_models.common.projections.matmul import joined_linear
 from nrl_models.common.projections.memory import Buffer, is_its_own
+from nrl_models.common.projections.run import Answer, OwnForward, Run
 
 KINDS = ("weight", "bias")
 
@@ -65,12 +64,12 @@ class LinearGroup(nn.Module):
         # Weakly, so that a linear that was replaced (by a quantised one, say) takes its weights with it.
         self._linears = tuple(weakref.ref(linear) for linear in linears.values())
         self._types: tuple[type[nn.Module], ...] = (nn.Linear,) * len(linears)
-        self._answers = tuple(_Answer(self, number) for number in range(len(linears)))
+        self._answers = tuple(Answer(self, number) for number in range(len(linears)))
         for linear in linears.values():
-            if isinstance(linear.__dict__.get("forward"), _OwnForward):  # copied while the original's group answered
+            if isinstance(linear.__dict__.get("forward"), OwnForward):  # copied while the original's group answered
                 del linear.__dict__["forward"]
-        self._layout: _Layout | None = None
-        self._run: _Run | None = None
+        self._layout: Layout | None = None
+        self._run: Run | None = None
         self._busy = Lock()  # held while a run is on
         self._uncalled: tuple[str, ...] = ()
 
@@ -96,7 +95,7 @@ class LinearGroup(nn.Module):
         return None if next(iter(self.parts.values())).bias is None else self._rows("bias")
 
     def _rows(self, kind: str) -> torch.Tensor:
-        weights = self._weights()
+        weights = None if self._layout is None else self._layout.weights_of(linear() for linear in self._linears)
         if weights is None:
             return torch.cat([getattr(part, kind).detach() for part in self.parts.values()])
         rows = weights.weight_rows if kind == "weight" else weights.bias_rows
@@ -136,7 +135,7 @@ class LinearGroup(nn.Module):
                 for parameter, neighbour in zip(parameters, buffer.neighbours(), strict=True):
                     self.lay(parameter, neighbour)
             buffers[kind] = buffer
-        self._layout = _Layout(buffers["weight"], buffers.get("bias"))
+        self._layout = Layout(buffers["weight"], buffers.get("bias"))
         return False
 
     @property
@@ -223,47 +222,20 @@ class LinearGroup(nn.Module):
         buffers = [Buffer.of([self.memory_of(parameter) for parameter in parameters]) for parameters in kinds]  # type: ignore[misc]
         return all(buffer is not None for buffer in buffers)
 
-    def _weights(self) -> _Weights | None:
-        """The parts' weights and the memory that they are, if every one is where `join` laid it; else None.
-
-        Objects may be others: under tensor parallelism a plain tensor over this rank's memory stands for the parameter.
-        """
-        layout = self._layout
-        if layout is None or (weight_rows := layout.rows("weight")) is None:
-            return None
-        bias_rows = layout.rows("bias")
-        if layout.bias_places and bias_rows is None:
-            return None
-        weights: list[torch.Tensor] = []
-        biases: list[torch.Tensor] = []
-        dtype = weight_rows.dtype
-        for number, reference in enumerate(self._linears):
-            part = reference()
-            if part is None:
-                return None
-            parameters = part._parameters
-            weight, bias = parameters.get("weight"), parameters.get("bias")
-            if weight is None or not _is_at(weight, layout.weight_places[number], dtype):
-                return None
-            weights.append(weight)
-            if not layout.bias_places:
-                if bias is not None:
-                    return None
-            elif bias is None or not _is_at(bias, layout.bias_places[number], dtype):
-                return None
-            else:
-                biases.append(bias)
-        return _Weights(weights, biases, weight_rows, bias_rows, layout.lengths)
-
     # Computing
 
     def forward(self, input: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """`input`: `(..., I)`. Returns the parts' outputs, each `(..., O)`, in their order: in one matmul if it can."""
-        run = self._run
-        weights = None if run is None or run.thread != get_ident() else run.weights
-        if weights is None:
-            weights = self.joinable_weights()
-        if not self.always_answers and weights is not None:
+        return self.outputs_with(input, self.joinable_weights([linear() for linear in self._linears]))
+
+    def joinable_weights(self, parts: Sequence[nn.Module | None]) -> JoinedWeights | None:
+        """The weights of `parts`, the group's, if one matmul computes what the parts would; else None."""
+        weights = None if self._layout is None else self._layout.weights_of(parts)
+        return weights if weights is not None and weights.learn_alike() else None
+
+    def outputs_with(self, input: torch.Tensor, weights: JoinedWeights | None) -> tuple[torch.Tensor, ...]:
+        """What `forward` returns, the `joinable_weights` being known."""
+        if weights is not None and not self.always_answers:
             return joined_linear(input, *weights)
         inputs = self.inputs_of_parts(input)
         if weights is not None and all(each is inputs[0] for each in inputs):
@@ -274,23 +246,18 @@ class LinearGroup(nn.Module):
             for each, own in zip(inputs, parts, strict=True)
         )
 
-    def joinable_weights(self) -> _Weights | None:
-        """The parts' weights, if one matmul computes what the parts would; else None."""
-        weights = self._weights()
-        return weights if weights is not None and weights.learn_alike() else None
-
     def inputs_of_parts(self, input: torch.Tensor) -> list[torch.Tensor]:
         """What each part reads of the group's input: the same tensor, unless a subclass knows better."""
         return [input] * len(self._names)
 
-    def begin(self) -> _Run | None:
+    def begin(self) -> Run | None:
         """Answer the parts' calls from now on, until `end`, if that can be what separate calls would give; else None.
 
         While another thread's forward of the owner is answered, this thread's parts compute themselves.
         """
         if self._uncalled or (self._layout is None and not self.always_answers):
             return None
-        if F.linear is not _LINEAR or nn.Linear.forward is not _LINEAR_FORWARD or _is_overridden():
+        if F.linear is not _LINEAR or nn.Linear.forward is not _LINEAR_FORWARD:
             return None
         parts = []
         for reference, expected in zip(self._linears, self._types, strict=True):
@@ -308,22 +275,14 @@ class LinearGroup(nn.Module):
             ):
                 return None
             parts.append(part)
-        if torch._C._get_tracing_state() is not None or forward_ad._current_level >= 0:
-            return None
-        weight = parts[0]._parameters.get("weight")
-        if weight is None:
-            return None
-        run = _Run(self, parts, weight.device.type)
-        if run.modes[-1]:  # a transform of torch.func is on
-            return None
         if not self._busy.acquire(blocking=False):  # another thread began since the parts were looked at
             return None
-        self.__dict__["_run"] = run
+        self.__dict__["_run"] = run = Run(self, parts)
         for part, answer in zip(parts, self._answers, strict=True):
             part.__dict__["forward"] = answer
         return run
 
-    def end(self, run: _Run, *, complete: bool) -> None:
+    def end(self, run: Run, *, complete: bool) -> None:
         """Let the parts answer their calls themselves again.
 
         Args:
@@ -333,7 +292,7 @@ class LinearGroup(nn.Module):
         """
         self.__dict__["_run"] = None
         for part in run.parts:
-            if isinstance(part.__dict__.get("forward"), _Answer):  # not what somebody put there meanwhile
+            if isinstance(part.__dict__.get("forward"), Answer):  # not what somebody put there meanwhile
                 del part.__dict__["forward"]
         if complete and run.left:
             self.__dict__["_uncalled"] = tuple(
@@ -363,169 +322,6 @@ class LinearGroup(nn.Module):
         return ", ".join(f"{name}={part.out_features}" for name, part in self.parts.items())
 
 
-class _Answer:
-    """What a part has for a forward while its group answers its calls."""
-
-    __slots__ = ("group", "number")
-
-    def __init__(self, group: LinearGroup, number: int) -> None:
-        self.group, self.number = group, number
-
-    def __call__(self, input: torch.Tensor) -> torch.Tensor:
-        """The part's slice of the joined matmul, or what it computes itself."""
-        run = self.group._run
-        if run is not None and not torch.compiler.is_compiling():
-            output = run.take(self.number, input)
-            if output is not None:
-                return output
-        return _OwnForward(self.part)(input)
-
-    @property
-    def part(self) -> nn.Linear:
-        """The part."""
-        part = self.group._linears[self.number]()
-        assert part is not None
-        return part
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _OwnForward:
-        return _OwnForward(memo.get(id(self.part), self.part))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _OwnForward, (self.part,)
-
-
-class _OwnForward:
-    """The forward of a part's class: what a copy of a part gets that was made while the part's group answered."""
-
-    __slots__ = ("part",)
-
-    def __init__(self, part: nn.Linear) -> None:
-        self.part = part
-
-    def __call__(self, input: torch.Tensor) -> torch.Tensor:
-        """`input` `(..., I)`. Returns `(..., O)`."""
-        return type(self.part).forward(self.part, input)
-
-
-class _Layout:
-    """Where the parts' parameters were laid. It does not keep the memory alive: they do.
-
-    Args:
-        weights: the buffer of the weights.
-        biases: that of the biases, if the parts have some.
-    """
-
-    __slots__ = ("bias_places", "biases", "lengths", "weight_places", "weights")
-
-    def __init__(self, weights: Buffer, biases: Buffer | None) -> None:
-        self.weights, self.biases = weakref.ref(weights), None if biases is None else weakref.ref(biases)
-        self.lengths = weights.lengths
-        self.weight_places = weights.places()
-        self.bias_places = () if biases is None else biases.places()
-
-    def rows(self, kind: str) -> torch.Tensor | None:
-        """The memory of a kind of parameter; None if there is none, or no more."""
-        reference = self.weights if kind == "weight" else self.biases
-        buffer = None if reference is None else reference()
-        return None if buffer is None else buffer.rows
-
-
-class _Weights(NamedTuple):
-    """What `joined_linear` takes beside an input."""
-
-    weights: list[torch.Tensor]
-    biases: list[torch.Tensor]
-    weight_rows: torch.Tensor
-    bias_rows: torch.Tensor | None
-    lengths: Sequence[int]
-
-    def learn_alike(self) -> bool:
-        """Whether all weights need a gradient at present, or none; and all biases, or none."""
-        if not torch.is_grad_enabled():
-            return True
-        for tensors in (self.weights, self.biases):
-            learning = [tensor.requires_grad for tensor in tensors]
-            if any(learning) and not all(learning):
-                return False
-        return True
-
-
-class _Run:
-    """One forward of a group's owner, in one thread.
-
-    Attributes:
-        outputs: of the last joined matmul, those that are not taken yet.
-    """
-
-    __slots__ = (
-        "device",
-        "group",
-        "input",
-        "left",
-        "modes",
-        "outputs",
-        "parts",
-        "place",
-        "seen",
-        "thread",
-        "version",
-        "weights",
-    )
-
-    def __init__(self, group: LinearGroup, parts: Sequence[nn.Linear], device: str) -> None:
-        self.group, self.parts, self.device = group, parts, device
-        self.thread = get_ident()
-        self.modes = _modes(self.device)
-        self.left = 0
-        self.weights: _Weights | None = None  # only while the group is called, so that they are looked at once
-
-    def take(self, number: int, input: torch.Tensor) -> torch.Tensor | None:
-        """A part's output for `input`; None if the part has to compute it itself."""
-        if type(input) is not torch.Tensor or get_ident() != self.thread or _modes(self.device) != self.modes:
-            return None
-        if input.is_inference():  # whether it is changed in place before the next part is called cannot be seen
-            return None
-        if not self.left:
-            return self._start(number, input)
-        output = self.outputs[number]
-        if output is None or input is not self.input or _version(input) != self.version:
-            return None
-        if input.data_ptr() != self.place or not _is_identical(self.parts[number], self.seen[number]):
-            return None
-        self.outputs[number] = None
-        self.left -= 1
-        return output
-
-    def _start(self, number: int, input: torch.Tensor) -> torch.Tensor | None:
-        """Compute all parts, if it can be done in one matmul; the others' outputs are there to be taken."""
-        group = self.group
-        weights = group.joinable_weights()
-        if weights is None and not group.always_answers:
-            return None
-        self.input, self.version, self.place = input, _version(input), input.data_ptr()
-        self.seen = [_identity(part) for part in self.parts]
-        self.weights = weights
-        hooked = group._forward_pre_hooks or group._forward_hooks or group._backward_hooks or group._backward_pre_hooks
-        outputs = group(input) if hooked else group.forward(input)  # hooks for all modules are not to see it
-        self.weights = None
-        self.outputs: list[torch.Tensor | None] = list(outputs)
-        self.outputs[number] = None
-        self.left = len(outputs) - 1
-        return outputs[number]
-
-
-def _is_at(tensor: torch.Tensor, place: tuple[int, torch.Size], dtype: torch.dtype) -> bool:
-    """Whether a plain tensor, or a parameter, is the contiguous memory at `place`, a pointer and a shape."""
-    kind = type(tensor)
-    return (
-        (kind is nn.Parameter or kind is torch.Tensor)
-        and tensor.data_ptr() == place[0]
-        and tensor.shape == place[1]
-        and tensor.dtype is dtype
-        and tensor.is_contiguous()
-    )
-
-
 def _unfit(parameter: torch.Tensor, memory: torch.Tensor | None) -> str:
     """Why a parameter, of this memory, cannot be a neighbour of others; empty if it can."""
     if memory is None:
@@ -537,55 +333,3 @@ def _unfit(parameter: torch.Tensor, memory: torch.Tensor | None) -> str:
     if memory.layout is not torch.strided or not memory.is_contiguous() or memory.numel() == 0:
         return "is not contiguous, or empty"
     return ""
-
-
-def _version(tensor: torch.Tensor) -> int | None:
-    """How often a tensor was changed in place; None where torch does not count."""
-    return None if tensor.is_inference() else tensor._version
-
-
-def _identity(part: nn.Linear) -> tuple[Any, ...]:
-    """What tells a part's weights from others, and from themselves at another time."""
-    parameters = part._parameters
-    weight, bias = parameters.get("weight"), parameters.get("bias")
-    if weight is None:
-        return (None, 0, None, False)
-    seen = weight, weight.data_ptr(), _version(weight), weight.requires_grad
-    return seen if bias is None else (*seen, bias, bias.data_ptr(), _version(bias), bias.requires_grad)
-
-
-def _is_identical(part: nn.Linear, seen: tuple[Any, ...]) -> bool:
-    """Whether a part's weights are what `_identity` saw. Tensors are compared as objects."""
-    now = _identity(part)
-    if len(now) != len(seen) or now[0] is not seen[0] or now[1:4] != seen[1:4]:
-        return False
-    return len(now) == 4 or (now[4] is seen[4] and now[5:] == seen[5:])
-
-
-def _is_overridden() -> bool:
-    """Whether a mode sees calls of torch's functions that may do something else in their place.
-
-    That of `torch.device` and `torch.set_default_device` says only where new tensors are made.
-    """
-    return _function_modes() > 0 and any(type(mode) is not DeviceContext for mode in _get_current_function_mode_stack())
-
-
-# Bound here, because they are called several times for each group at each call.
-_is_grad_enabled, _is_inference = torch.is_grad_enabled, torch.is_inference_mode_enabled
-_is_autocast, _autocast_dtype = torch.is_autocast_enabled, torch.get_autocast_dtype
-_function_modes, _dispatch_modes = torch._C._len_torch_function_stack, torch._C._len_torch_dispatch_stack
-_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
-_transforms = torch._C._are_functorch_transforms_active
-
-
-def _modes(device: str) -> tuple[Any, ...]:
-    """Whatever is set around a call and changes what it computes or what is kept for the backward pass."""
-    return (
-        _is_grad_enabled(),
-        _is_inference(),
-        _autocast_dtype(device) if device != "meta" and _is_autocast(device) else None,
-        _function_modes(),
-        _dispatch_modes(),
-        _saved_tensors_hooks(True),
-        _transforms(),
-    )

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from nrl_models.common.projections.memory import version_of
+
 
 def joined_linear(
     input: torch.Tensor,
@@ -71,7 +73,7 @@ class _JoinedLinear(torch.autograd.Function):
         ctx.lengths, ctx.is_cast = lengths, cast is not None
         # Parameters are part of the graph, and kept for it: for second derivatives, and to see whether they changed.
         ctx.weights = parameters[: len(lengths)]
-        ctx.versions = [None if weight.is_inference() else weight._version for weight in ctx.weights]
+        ctx.versions = [version_of(weight) for weight in ctx.weights]
         ctx.dtype = ctx.weights[0].dtype
         ctx.wants_input, ctx.wants_weights = ctx.needs_input_grad[0], ctx.needs_input_grad[5]
         ctx.has_bias = bias_rows is not None

@@ -68,3 +68,8 @@ def is_its_own(tensor: torch.Tensor) -> bool:
     if storage.nbytes() != tensor.nbytes or (tensor.device.type == "cpu" and storage.is_shared()):
         return False
     return torch._C._storage_Use_Count(storage._cdata) <= 2  # the tensor's reference, and `storage` itself
+
+
+def version_of(tensor: torch.Tensor) -> int | None:
+    """How often a tensor was changed in place; None where torch does not count: it was made in inference mode."""
+    return None if tensor.is_inference() else tensor._version

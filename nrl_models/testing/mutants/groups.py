@@ -9,7 +9,8 @@ import torch
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from nrl_models.common.projections import CombinedProjections, LinearGroup, group, groups_of, matmul, memory
+from nrl_models.common.projections import CombinedProjections, LinearGroup, group, groups_of, layout, matmul, memory
+from nrl_models.common.projections.run import Run
 from nrl_models.testing.case import FamilyCase
 from nrl_models.testing.mutants.mutant import Mutant
 from nrl_models.testing.mutants.planting import InCode
@@ -24,8 +25,9 @@ GATE, UP = ("gate_proj", "w1"), ("up_proj", "w3")
 
 Outputs = tuple[torch.Tensor, ...]
 
-forward, joined_linear, jointly, separately = (
-    LinearGroup.forward,
+outputs_with, take, joined_linear, jointly, separately = (
+    LinearGroup.outputs_with,
+    Run.take,
     group.joined_linear,
     matmul._jointly,
     matmul._separately,
@@ -69,7 +71,11 @@ def _outputs_as(
     wrong: Callable[[LinearGroup, Outputs], Outputs], where: Callable[[FamilyCase], bool] = combines
 ) -> InCode:
     """A group's outputs are changed."""
-    return InCode(where, lambda case: [(LinearGroup, "forward", lambda self, input: wrong(self, forward(self, input)))])
+
+    def outputs(self: LinearGroup, *given: Any) -> Outputs:
+        return wrong(self, outputs_with(self, *given))
+
+    return InCode(where, lambda case: [(LinearGroup, "outputs_with", outputs)])
 
 
 def _one_row_further(self: LinearGroup, outputs: Outputs) -> Outputs:
@@ -89,14 +95,9 @@ def _without_last_bias(*given: Any) -> Outputs:
     return joined_linear(*others, bias, lengths)
 
 
-def _rows_as_they_were(self: LinearGroup) -> Any:
-    """The weights of the parts with the memory they were laid in, wherever they are now."""
-    layout, parts = self._layout, list(self.parts.values())
-    if layout is None or layout.rows("weight") is None:
-        return None
-    biases = [part.bias for part in parts] if layout.bias_places else []
-    weights = [part.weight for part in parts]
-    return group._Weights(weights, biases, layout.rows("weight"), layout.rows("bias"), layout.lengths)
+def _is_laid(tensor: torch.Tensor, *place: Any) -> bool:
+    """Wherever it is now."""
+    return True
 
 
 def _remembered(self: Any, number: int, input: torch.Tensor) -> torch.Tensor:
@@ -106,8 +107,14 @@ def _remembered(self: Any, number: int, input: torch.Tensor) -> torch.Tensor:
     return kept["outputs"][number]
 
 
-def _otherwise_in_backward(self: LinearGroup, input: torch.Tensor) -> Outputs:
-    return forward(self, input.roll(1, -2) if torch._C._current_graph_task_id() != -1 else input)
+def _versions_ignored(self: Run, number: int, input: torch.Tensor) -> torch.Tensor | None:
+    if self.left and input is self.input:
+        self.look_at(input)  # what was computed from an earlier version passes for computed from this one
+    return take(self, number, input)
+
+
+def _otherwise_in_backward(self: LinearGroup, input: torch.Tensor, weights: Any) -> Outputs:
+    return outputs_with(self, input.roll(1, -2) if torch._C._current_graph_task_id() != -1 else input, weights)
 
 
 def _is_checkpointed(case: FamilyCase) -> bool:
@@ -170,25 +177,25 @@ MUTANTS = (
     Mutant(
         "parts multiplied apart",
         "a group that never runs: right, and no faster than none",
-        InCode(combines, lambda case: [(group._Run, "take", lambda self, number, input: None)]),
+        InCode(combines, lambda case: [(Run, "take", lambda self, number, input: None)]),
         LAYERS,
     ),
     Mutant(
         "outputs remembered past the forward",
         "a memo that is told by its input alone, and never cleared",
-        InCode(combines, lambda case: [(group._Run, "take", _remembered)]),
+        InCode(combines, lambda case: [(Run, "take", _remembered)]),
         ("test_called_twice",),
     ),
     Mutant(
         "versions ignored",
         "an input, or a weight, that is changed in place between two calls",
-        InCode(combines, lambda case: [(group, "_version", lambda tensor: 0)]),
+        InCode(combines, lambda case: [(Run, "take", _versions_ignored)]),
         ("test_edits_while_running",),
     ),
     Mutant(
         "a weight elsewhere in memory ignored",
         "`weight.data = ...`, or another parameter: what was the neighbour computes on",
-        InCode(combines, lambda case: [(LinearGroup, "_weights", _rows_as_they_were)]),
+        InCode(combines, lambda case: [(layout, "_is_at", _is_laid)]),
         ("test_replaced_weights",),
     ),
     Mutant(
@@ -212,7 +219,7 @@ MUTANTS = (
     Mutant(
         "recomputed on another input",
         "state that is not there any more when activations are computed again",
-        InCode(_is_checkpointed, lambda case: [(LinearGroup, "forward", _otherwise_in_backward)]),
+        InCode(_is_checkpointed, lambda case: [(LinearGroup, "outputs_with", _otherwise_in_backward)]),
         ("test_activation_checkpointing",),
     ),
     Mutant(

@@ -1,0 +1,85 @@
+"""Where the parameters of a group's parts were laid, and whether they are there still."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from nrl_models.common.projections.memory import Buffer
+
+
+class JoinedWeights(NamedTuple):
+    """What `joined_linear` takes besides an input; shapes and names are its."""
+
+    weights: list[torch.Tensor]
+    biases: list[torch.Tensor]
+    weight_rows: torch.Tensor
+    bias_rows: torch.Tensor | None
+    lengths: tuple[int, ...]
+
+    def learn_alike(self) -> bool:
+        """Whether all weights need a gradient at present, or none; and all biases, or none."""
+        if not torch.is_grad_enabled():
+            return True
+        return all(len({tensor.requires_grad for tensor in tensors}) < 2 for tensors in (self.weights, self.biases))
+
+
+class Layout:
+    """Where the parts' parameters were laid. It does not keep the memory alive: they do.
+
+    Args:
+        weights: the buffer of the weights.
+        biases: that of the biases, if the parts have some.
+    """
+
+    __slots__ = ("bias_places", "biases", "lengths", "weight_places", "weights")
+
+    def __init__(self, weights: Buffer, biases: Buffer | None) -> None:
+        self.weights, self.biases = weakref.ref(weights), None if biases is None else weakref.ref(biases)
+        self.lengths = weights.lengths
+        self.weight_places = weights.places()
+        self.bias_places = (None,) * len(self.lengths) if biases is None else biases.places()
+
+    def weights_of(self, parts: Iterable[nn.Module | None]) -> JoinedWeights | None:
+        """The parameters of `parts` and the memory that they are, if every one is where it was laid; else None.
+
+        Objects may be others: under tensor parallelism a plain tensor over this rank's memory stands for the parameter.
+        """
+        weight_buffer = self.weights()
+        bias_buffer = None if self.biases is None else self.biases()
+        if weight_buffer is None or (self.biases is not None and bias_buffer is None):
+            return None
+        weights: list[torch.Tensor] = []
+        biases: list[torch.Tensor] = []
+        dtype = weight_buffer.rows.dtype
+        for part, weight_place, bias_place in zip(parts, self.weight_places, self.bias_places, strict=True):
+            if part is None:
+                return None
+            parameters = part._parameters
+            weight, bias = parameters.get("weight"), parameters.get("bias")
+            if weight is None or not _is_at(weight, weight_place, dtype):
+                return None
+            weights.append(weight)
+            if bias is not None and bias_place is not None and _is_at(bias, bias_place, dtype):
+                biases.append(bias)
+            elif bias is not None or bias_place is not None:
+                return None
+        return JoinedWeights(
+            weights, biases, weight_buffer.rows, None if bias_buffer is None else bias_buffer.rows, self.lengths
+        )
+
+
+def _is_at(tensor: torch.Tensor, place: tuple[int, torch.Size], dtype: torch.dtype) -> bool:
+    """Whether a plain tensor, or a parameter, is the contiguous memory at `place`, a pointer and a shape."""
+    kind = type(tensor)
+    return (
+        (kind is nn.Parameter or kind is torch.Tensor)
+        and tensor.data_ptr() == place[0]
+        and tensor.shape == place[1]
+        and tensor.dtype is dtype
+        and tensor.is_contiguous()
+    )

@@ -1,0 +1,186 @@
+"""One forward of a group's owner: its parts' calls are answered from one matmul.
+
+What may change while the owner's forward runs is looked at here, at each call: the thread, the modes that are on, the
+input and its version, where weights lie and their versions. All of it happens for each group and token of decoding, so
+it is written to be cheap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from threading import get_ident
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.autograd import forward_ad
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+
+from nrl_models.common.projections.memory import version_of
+
+if TYPE_CHECKING:
+    from nrl_models.common.projections.group import LinearGroup
+
+
+class Run:
+    """One forward of a group's owner, in one thread.
+
+    Args:
+        group: the group.
+        parts: its linears.
+
+    Attributes:
+        outputs: of the last joined matmul, those that are not taken yet; None for the others.
+        left: how many are not taken yet.
+        thread: where the forward runs.
+    """
+
+    __slots__ = ("group", "input", "left", "modes", "outputs", "parts", "place", "seen", "thread", "version")
+
+    def __init__(self, group: LinearGroup, parts: Sequence[nn.Linear]) -> None:
+        self.group, self.parts = group, parts
+        self.thread = get_ident()
+        self.modes = _modes(parts)
+        self.left = 0
+
+    def take(self, number: int, input: torch.Tensor) -> torch.Tensor | None:
+        """A part's output `(..., O)` for `input` `(..., I)`; None if the part has to compute it itself."""
+        # Whether a tensor of inference mode is changed in place before the next part is called cannot be seen.
+        if type(input) is not torch.Tensor or input.is_inference() or get_ident() != self.thread:
+            return None
+        if _modes(self.parts) != self.modes:
+            return None
+        if not self.left:
+            return self._start(number, input)
+        output = self.outputs[number]
+        if output is None or input is not self.input or input._version != self.version:
+            return None
+        if input.data_ptr() != self.place or not _is_identical(self.parts[number], self.seen[number]):
+            return None
+        self.outputs[number] = None
+        self.left -= 1
+        return output
+
+    def _start(self, number: int, input: torch.Tensor) -> torch.Tensor | None:
+        """Compute all parts, if that is what separate calls would give; the others' outputs are there to be taken."""
+        if _is_transformed():
+            return None
+        group = self.group
+        weights = group.joinable_weights(self.parts)
+        if weights is None and not group.always_answers:
+            return None
+        self.look_at(input)
+        hooked = group._forward_pre_hooks or group._forward_hooks or group._backward_hooks or group._backward_pre_hooks
+        # Hooks for all modules are not to see the group.
+        outputs = group(input) if hooked else group.outputs_with(input, weights)
+        self.outputs: list[torch.Tensor | None] = list(outputs)
+        self.outputs[number] = None
+        self.left = len(outputs) - 1
+        return outputs[number]
+
+    def look_at(self, input: torch.Tensor) -> None:
+        """Remember what the outputs are computed from: the input and the parts' weights, as they are now."""
+        self.input, self.version, self.place = input, input._version, input.data_ptr()
+        self.seen = [_identity(part) for part in self.parts]
+
+
+class Answer:
+    """What a part has for a forward while its group answers its calls."""
+
+    __slots__ = ("group", "number")
+
+    def __init__(self, group: LinearGroup, number: int) -> None:
+        self.group, self.number = group, number
+
+    def __call__(self, input: torch.Tensor) -> torch.Tensor:
+        """The part's slice of the joined matmul, or what it computes itself."""
+        run = self.group._run
+        if run is not None and not torch.compiler.is_compiling():
+            output = run.take(self.number, input)
+            if output is not None:
+                return output
+        return OwnForward(self.part)(input)
+
+    @property
+    def part(self) -> nn.Linear:
+        """The part."""
+        part = self.group._linears[self.number]()
+        assert part is not None
+        return part
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OwnForward:
+        return OwnForward(memo.get(id(self.part), self.part))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return OwnForward, (self.part,)
+
+
+class OwnForward:
+    """The forward of a part's class: what a copy of a part gets that was made while the part's group answered."""
+
+    __slots__ = ("part",)
+
+    def __init__(self, part: nn.Linear) -> None:
+        self.part = part
+
+    def __call__(self, input: torch.Tensor) -> torch.Tensor:
+        """`input` `(..., I)`. Returns `(..., O)`."""
+        return type(self.part).forward(self.part, input)
+
+
+def _identity(part: nn.Linear) -> tuple[Any, ...]:
+    """What tells a part's weights from others, and from themselves at another time."""
+    parameters = part._parameters
+    weight, bias = parameters.get("weight"), parameters.get("bias")
+    if weight is None:
+        return (None, 0, None, False)
+    seen = weight, weight.data_ptr(), version_of(weight), weight.requires_grad
+    return seen if bias is None else (*seen, bias, bias.data_ptr(), version_of(bias), bias.requires_grad)
+
+
+def _is_identical(part: nn.Linear, seen: tuple[Any, ...]) -> bool:
+    """Whether a part's weights are what `_identity` saw. Tensors are compared as objects."""
+    now = _identity(part)
+    if len(now) != len(seen) or now[0] is not seen[0] or now[1:4] != seen[1:4]:
+        return False
+    return len(now) == 4 or (now[4] is seen[4] and now[5:] == seen[5:])
+
+
+# Bound here, because they are called several times for each group at each call.
+_is_grad_enabled, _is_inference = torch.is_grad_enabled, torch.is_inference_mode_enabled
+_is_any_autocast = torch._C._is_any_autocast_enabled
+_function_modes, _dispatch_modes = torch._C._len_torch_function_stack, torch._C._len_torch_dispatch_stack
+_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+_transforms, _tracing_state = torch._C._are_functorch_transforms_active, torch._C._get_tracing_state
+
+
+def _is_transformed() -> bool:
+    """Whether calls of torch's functions are traced, transformed, or may do something else: each part is to be seen.
+
+    The mode of `torch.device` and `torch.set_default_device` says only where new tensors are made.
+    """
+    if _transforms() or _tracing_state() is not None or forward_ad._current_level >= 0:
+        return True
+    return _function_modes() > 0 and any(type(mode) is not DeviceContext for mode in _get_current_function_mode_stack())
+
+
+def _modes(parts: Sequence[nn.Linear]) -> tuple[Any, ...]:
+    """Whatever is set around a call and changes what it computes or what is kept for the backward pass."""
+    learns = _is_grad_enabled()
+    return (
+        learns,
+        _is_inference(),
+        _autocast_dtype(parts) if _is_any_autocast() else None,
+        _function_modes(),
+        _dispatch_modes(),
+        _saved_tensors_hooks(True) if learns else None,
+        _transforms(),
+    )
+
+
+def _autocast_dtype(parts: Sequence[nn.Linear]) -> torch.dtype | None:
+    """What autocast casts to where the parts are; None where it is off."""
+    weight = parts[0]._parameters.get("weight")
+    device = "meta" if weight is None else weight.device.type
+    return torch.get_autocast_dtype(device) if device != "meta" and torch.is_autocast_enabled(device) else None
