@@ -56,7 +56,7 @@ class Run:
         output = self.outputs[number]
         if output is None or input is not self.input or input._version != self.version:
             return None
-        if input.data_ptr() != self.place or not _is_identical(self.parts[number], self.seen[number]):
+        if input.data_ptr() != self.place or not _is_unchanged(self.parts[number], self.seen[number]):
             return None
         self.outputs[number] = None
         self.left -= 1
@@ -82,7 +82,7 @@ class Run:
     def look_at(self, input: torch.Tensor) -> None:
         """Remember what the outputs are computed from: the input and the parts' weights, as they are now."""
         self.input, self.version, self.place = input, input._version, input.data_ptr()
-        self.seen = [_identity(part) for part in self.parts]
+        self.seen = [_seen(part) for part in self.parts]
 
 
 class Answer:
@@ -129,22 +129,35 @@ class OwnForward:
         return type(self.part).forward(self.part, input)
 
 
-def _identity(part: nn.Linear) -> tuple[Any, ...]:
-    """What tells a part's weights from others, and from themselves at another time."""
-    parameters = part._parameters
-    weight, bias = parameters.get("weight"), parameters.get("bias")
-    if weight is None:
-        return (None, 0, None, False)
-    seen = weight, weight.data_ptr(), version_of(weight), weight.requires_grad
-    return seen if bias is None else (*seen, bias, bias.data_ptr(), version_of(bias), bias.requires_grad)
+_Seen = list[tuple[torch.Tensor, int, int | None, bool] | None]
+"""Of a part's parameters, what tells each from others and from itself at another time."""
 
 
-def _is_identical(part: nn.Linear, seen: tuple[Any, ...]) -> bool:
-    """Whether a part's weights are what `_identity` saw. Tensors are compared as objects."""
-    now = _identity(part)
-    if len(now) != len(seen) or now[0] is not seen[0] or now[1:4] != seen[1:4]:
+def _seen(part: nn.Linear) -> _Seen:
+    """A part's parameters as they are now."""
+    return [
+        None if parameter is None else (parameter, parameter.data_ptr(), version_of(parameter), parameter.requires_grad)
+        for parameter in part._parameters.values()
+    ]
+
+
+def _is_unchanged(part: nn.Linear, seen: _Seen) -> bool:
+    """Whether a part's parameters are what `_seen` saw. Tensors are compared as objects."""
+    parameters = part._parameters.values()
+    if len(parameters) != len(seen):
         return False
-    return len(now) == 4 or (now[4] is seen[4] and now[5:] == seen[5:])
+    for now, then in zip(parameters, seen, strict=True):
+        if then is None:
+            if now is not None:
+                return False
+        elif (
+            now is not then[0]
+            or now.data_ptr() != then[1]
+            or now.requires_grad is not then[3]
+            or version_of(now) != then[2]
+        ):
+            return False
+    return True
 
 
 # Bound here, because they are called several times for each group at each call.
