@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass, field
 from itertools import product
 from typing import Any
@@ -91,12 +90,8 @@ class Settings:
 
     def cells(self) -> list[Cell]:
         """The matrix, short sequences first."""
-        return [
-            Cell(length, data, mode, batch)
-            for length, data, mode, batch in product(
-                sorted(set(self.lengths)), _ordered(self.data), _ordered(self.modes), sorted(set(self.batches))
-            )
-        ]
+        data, modes = dict.fromkeys(self.data), dict.fromkeys(self.modes)
+        return [Cell(*one) for one in product(sorted(set(self.lengths)), data, modes, sorted(set(self.batches)))]
 
     def sampling_of(self, cell: Cell) -> Sampling:
         """How a cell samples."""
@@ -109,7 +104,3 @@ class Settings:
     def to_json(self) -> dict[str, Any]:
         """By name."""
         return asdict(self)
-
-
-def _ordered(values: Collection[str]) -> Iterator[str]:
-    return iter(dict.fromkeys(values))

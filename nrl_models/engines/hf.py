@@ -27,13 +27,14 @@ from nrl_models.engines.base import (
     Capabilities,
     Engine,
     ModuleCall,
+    NamedTensor,
     RefitReport,
     Sample,
     Tokens,
     buckets,
+    digested,
     require_lengths,
 )
-from nrl_models.engines.digests import tensor_digest
 from nrl_models.errors import EngineError
 from nrl_models.logprobs.head import output_embedding
 from nrl_models.logprobs.sampling import Sampling, smallest_kept
@@ -224,15 +225,14 @@ class HFEngine(Engine):
         return [results[index] for index in range(len(sequences))]
 
     @torch.no_grad()
-    def refit(self, tensors: Iterable[tuple[str, torch.Tensor]], *, bucket_bytes: int | None = None) -> RefitReport:
+    def refit(self, tensors: Iterable[NamedTensor], *, bucket_bytes: int | None = None) -> RefitReport:
         """See `Engine.refit`."""
         started = time.perf_counter()
         adapter = adapter_of(self.model)
         own = {name: tensor.detach() for name, tensor in self.model.state_dict(keep_vars=True).items()}
-        written: set[str] = set()
         digests: dict[str, str] = {}
         sizes: list[int] = []
-        for bucket in buckets(tensors, bucket_bytes):
+        for bucket in buckets(digested(tensors, digests), bucket_bytes):
             sizes.append(sum(tensor.nbytes for _, tensor in bucket))
             for name, tensor in bucket:
                 target = adapter.hub.get(name)
@@ -243,14 +243,12 @@ class HFEngine(Engine):
                     )
                 for parameter in target.parameters:
                     target.write_into(parameter, own[parameter], tensor)
-                written.add(name)
-                digests[name] = tensor_digest(tensor)
         missing = [
             name
             for name, target in adapter.hub.items()
-            if name not in written and not any(parameter in adapter.tied for parameter in target.parameters)
+            if name not in digests and not any(parameter in adapter.tied for parameter in target.parameters)
         ]
-        buffers = {name for name, _ in self.model.named_buffers()}
+        buffers = dict(self.model.named_buffers())
         stale = [name for name in missing if adapter.hub[name].parameters[0] in buffers]
         return RefitReport(
             tensors=len(digests),

@@ -28,6 +28,7 @@ from nrl_models.engines.base import (
     Capabilities,
     Engine,
     ModuleCall,
+    NamedTensor,
     RefitReport,
     Sample,
     Tokens,
@@ -207,7 +208,7 @@ class VLLMEngine(Engine):
         return scores
 
     def refit(
-        self, tensors: Iterable[tuple[str, torch.Tensor]], *, bucket_bytes: int | None = None, digests: bool = True
+        self, tensors: Iterable[NamedTensor], *, bucket_bytes: int | None = None, digests: bool = True
     ) -> RefitReport:
         """See `Engine.refit`. In this process tensors are read where they are; else each bucket is a message.
 
@@ -383,7 +384,7 @@ def _of_one_sequence(call: ModuleCall) -> ModuleCall:
     )
 
 
-def _message(bucket: list[tuple[str, torch.Tensor]]) -> bytes:
+def _message(bucket: list[NamedTensor]) -> bytes:
     """Tensors as bytes, for another process."""
     return safetensors.torch.save({name: tensor.contiguous() for name, tensor in bucket})
 

@@ -109,14 +109,14 @@ COHERE_WINDOW = (
 LIMITS: dict[str, tuple[str, str, str]] = {
     "ApertusForCausalLM": (
         DISAGREES,
-        r"It parts in .*act_fn \(XIELU\)",
+        r"It diverges in .*act_fn \(XIELU\)",
         "vLLM keeps this activation's two parameters in bf16, whatever the model's dtype",
     ),
     "Cohere2ForCausalLM": (DISAGREES, *COHERE_WINDOW),
     "Cohere2MoeForCausalLM": (DISAGREES, *COHERE_WINDOW),
     "Ernie4_5_MoeForCausalLM": (
         DISAGREES,
-        r"It parts in model.layers.1.mlp.experts",
+        r"It diverges in model.layers.1.mlp.experts",
         "vLLM's router on a CPU leaves out what corrects the scores of a softmax",
     ),
     "Gemma3nForCausalLM": (
