@@ -189,9 +189,7 @@ class Judge:
         if not culprits:
             return None, ""
         first = culprits[0]
-        detail = (
-            f"its weights differ: {', '.join(first.weights)}" if first.weights else "same weights, other computation"
-        )
+        detail = first.cause
         if first.weights and (held := _holds(model, reference, first.weights[0])):
             detail += f"; {first.weights[0]} holds {held}"
         if len(culprits) > 1:
