@@ -109,7 +109,7 @@ def write_html(report: ConsistencyReport, file: Path, tokenizer: Any | None = No
     rows += [([*shown(cell), *[""] * len(report.columns)], "", reason) for cell, reason in report.skipped.items()]
     sections = []
     for result in report.results:
-        worst = max(result.repeats, key=lambda repeat: last_if_nan(repeat.against_decode.token_mult_prob_error))
+        worst = max(result.repeats, key=lambda repeat: last_if_nan(repeat.metrics["decode"].token_mult_prob_error))
         sections.append((result, _plots(result, str(report.engine.get("engine"))), _sequences(worst, tokenizer)))
     page = Environment(autoescape=True, trim_blocks=True).from_string(PAGE)
     file.parent.mkdir(parents=True, exist_ok=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -45,34 +46,26 @@ class Measurement:
     strict_trainer: torch.Tensor | None = None
     strict_engine: torch.Tensor | None = None
 
-    @property
-    def against_decode(self) -> ConsistencyMetrics:
-        """Trainer against what the engine sampled with: the number of the guide."""
-        return consistency_metrics(self.trainer, self.decode)
-
-    @property
-    def against_prefill(self) -> ConsistencyMetrics | None:
-        """Trainer against the engine's prefill."""
-        return _metrics(self.trainer, self.prefill)
-
-    @property
-    def within_engine(self) -> ConsistencyMetrics | None:
-        """The engine's prefill against its own decoding."""
-        return _metrics(self.prefill, self.decode)
-
-    @property
-    def noise(self) -> ConsistencyMetrics:
-        """The trainer against itself, rounding otherwise."""
-        return consistency_metrics(self.rounded, self.trainer[: len(self.rounded)])
-
-    @property
-    def strict(self) -> ConsistencyMetrics | None:
-        """Trainer against engine on what the trainer sampled."""
-        return _metrics(self.strict_trainer, self.strict_engine)
+    @cached_property
+    def metrics(self) -> dict[str, ConsistencyMetrics]:
+        """What is held against what, by a name of `COMPARISONS`; without those of which a side is missing."""
+        sides = (
+            (self.trainer, self.decode),
+            (self.trainer, self.prefill),
+            (self.prefill, self.decode),
+            (self.rounded, self.trainer[: len(self.rounded)]),
+            (self.strict_trainer, self.strict_engine),
+        )
+        return {
+            name: consistency_metrics(first, second)
+            for name, (first, second) in zip(COMPARISONS, sides, strict=True)
+            if first is not None and second is not None
+        }
 
 
-def _metrics(first: torch.Tensor | None, second: torch.Tensor | None) -> ConsistencyMetrics | None:
-    return None if first is None or second is None else consistency_metrics(first, second)
+COMPARISONS = ("decode", "prefill", "within_engine", "noise", "strict")
+"""Trainer against what the engine sampled with (the number of the guide) and against its prefill; the engine's prefill
+against its own decoding; the trainer against itself, rounding otherwise; trainer and engine on the trainer's samples."""
 
 
 def order_by_error(trainer: torch.Tensor, *engine: torch.Tensor) -> list[int]:

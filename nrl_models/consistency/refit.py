@@ -175,7 +175,7 @@ class RefitChecker:
         result = CellResult(self.cell, (found,), self.settings.threshold)
         if not result.passed or problems:
             result = replace(result, verdict=self._judge(found))
-        step = RefitStep(name, report, problems, result, before.against_decode.token_mult_prob_error)
+        step = RefitStep(name, report, problems, result, before.metrics["decode"].token_mult_prob_error)
         self.steps.append(step)
         self._previous = {key: tensor.detach().clone() for key, tensor in adapter.iter_export(model)}
         self._sent = sent

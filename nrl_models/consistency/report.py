@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from nrl_models.consistency.cells import Cell, Settings
-from nrl_models.consistency.measure import Measurement
+from nrl_models.consistency.measure import COMPARISONS, Measurement
 from nrl_models.consistency.verdict import Verdict
 from nrl_models.logprobs.metrics import ConsistencyMetrics, finite_or_none
 from nrl_models.parity.report import VERDICTS
@@ -41,9 +41,8 @@ class CellResult:
     def comparisons(self) -> dict[str, list[ConsistencyMetrics]]:
         """Trainer against the engine, for each way the engine tells: `decode`, `prefill`, `strict`."""
         found = {
-            "decode": [one.against_decode for one in self.repeats],
-            "prefill": [metrics for one in self.repeats if (metrics := one.against_prefill) is not None],
-            "strict": [metrics for one in self.repeats if (metrics := one.strict) is not None],
+            name: [repeat.metrics[name] for repeat in self.repeats if name in repeat.metrics]
+            for name in ("decode", "prefill", "strict")
         }
         return {name: metrics for name, metrics in found.items() if metrics}
 
@@ -55,7 +54,7 @@ class CellResult:
     @property
     def noise(self) -> float:
         """The noise floor: the same number for the trainer against itself, rounding otherwise."""
-        return max(one.noise.token_mult_prob_error for one in self.repeats)
+        return max(repeat.metrics["noise"].token_mult_prob_error for repeat in self.repeats)
 
     @property
     def problems(self) -> list[str]:
@@ -103,17 +102,8 @@ class CellResult:
             "problems": self.problems,
             "explanation": None if self.verdict is None else self.verdict.to_json(),
             "repeats": [
-                {
-                    name: None if metrics is None else metrics.to_json()
-                    for name, metrics in (
-                        ("decode", one.against_decode),
-                        ("prefill", one.against_prefill),
-                        ("within_engine", one.within_engine),
-                        ("noise", one.noise),
-                        ("strict", one.strict),
-                    )
-                }
-                for one in self.repeats
+                dict.fromkeys(COMPARISONS) | {name: metrics.to_json() for name, metrics in repeat.metrics.items()}
+                for repeat in self.repeats
             ],
         }
 

@@ -175,8 +175,8 @@ def _verdict(judge: Judge, result: CellResult, store: Store) -> Verdict:
 def _badness(found: Measurement) -> float:
     return max(
         (metrics.nan + metrics.engine_infinite) * 1e6 + (metrics.token_mult_prob_error if metrics.tokens else 1e6)
-        for metrics in (found.against_decode, found.against_prefill)
-        if metrics is not None
+        for name, metrics in found.metrics.items()
+        if name in ("decode", "prefill")
     )
 
 

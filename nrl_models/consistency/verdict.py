@@ -241,8 +241,8 @@ class Judge:
 
 def _case(found: Measurement, threshold: float, count: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The sequences to look at, with every party's log-probabilities: the worst of what fails."""
-    others = [metrics for metrics in (found.against_decode, found.against_prefill) if metrics is not None]
-    if found.strict is not None and all(metrics.token_mult_prob_error <= threshold for metrics in others):
+    others = [metrics for name, metrics in found.metrics.items() if name in ("decode", "prefill")]
+    if "strict" in found.metrics and all(metrics.token_mult_prob_error <= threshold for metrics in others):
         tokens, parties = found.strict_tokens, {TRAINER: found.strict_trainer, PREFILL: found.strict_engine}
     else:
         tokens, parties = found.tokens, {TRAINER: found.trainer, DECODE: found.decode}

@@ -273,10 +273,6 @@ class VLLMEngine(Engine):
             result[LOGITS] = _of_one_sequence(calls["logits_processor"])
         return result
 
-    def buffers(self) -> dict[str, torch.Tensor]:
-        """Copies of the buffers of the model inside, by its own names."""
-        return self._call("nrl_buffers")
-
     def close(self) -> None:
         """Shut vLLM down and free its memory."""
         llm, self.llm = self.llm, None

@@ -185,10 +185,6 @@ class ConsistencyWorker:
             for name, call in self._nrl_calls.items()
         }
 
-    def nrl_buffers(self) -> dict[str, torch.Tensor]:
-        """Copies of the model's buffers, on the CPU."""
-        return {name: buffer.detach().cpu().clone() for name, buffer in self.nrl_model().named_buffers()}
-
 
 def _names(tensors: Iterable[NamedTensor]) -> list[tuple[str, ...]]:
     """All names of each tensor: a model may hold a layer in two places, and its loader speaks of one of them."""

@@ -77,10 +77,28 @@ def check_parity(
 
 
 def load_reference(
-    model: PreTrainedModel, path: str | Path, dtype: torch.dtype | str, device: str | torch.device
+    model: PreTrainedModel,
+    path: str | Path,
+    dtype: torch.dtype | str,
+    device: str | torch.device,
+    *,
+    weights: bool = True,
 ) -> PreTrainedModel:
-    """The same checkpoint as transformers loads it: the class that `model`'s class must equal."""
+    """The same checkpoint as transformers loads it: the class that `model`'s class must equal.
+
+    Args:
+        model: of the checkpoint; it may be on meta.
+        path: the checkpoint's folder.
+        dtype: of the parameters; `auto` is the checkpoint's.
+        device: where to put it.
+        weights: whether to load them; else they are random.
+    """
     reference_class = type(model).reference_class() if isinstance(model, FamilyModel) else type(model)
-    config = type(model.config).from_pretrained(path)
     attention = reference_attention(reference_class)
-    return reference_class.from_pretrained(path, config=config, dtype=dtype, **attention).to(device).eval()
+    if weights:
+        config = type(model.config).from_pretrained(path)
+        reference = reference_class.from_pretrained(path, config=config, dtype=dtype, **attention)
+    else:
+        own = model.config.dtype if dtype == "auto" else dtype
+        reference = reference_class._from_config(model.config, dtype=own, **attention)
+    return reference.to(device).eval()
