@@ -64,8 +64,8 @@ class Measurement:
 
 
 COMPARISONS = ("decode", "prefill", "within_engine", "noise", "strict")
-"""Trainer against what the engine sampled with (the number of the guide) and against its prefill; the engine's prefill
-against its own decoding; the trainer against itself, rounding otherwise; trainer and engine on the trainer's samples."""
+"""Trainer against what the engine sampled with (the guide's number) and against its prefill; the engine's prefill
+against its own decoding; the trainer against itself, rounding otherwise; the two on what the trainer sampled."""
 
 
 def order_by_error(trainer: torch.Tensor, *engine: torch.Tensor) -> list[int]:

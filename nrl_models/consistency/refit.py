@@ -100,11 +100,8 @@ def check_refit(
     prompts = Prompts.of_checkpoint(resolve_folder(path), trainer.capabilities().vocabulary or 0)
     cell = settings.cells()[0]
     note("starting the engine on random weights")
-    options = dict(engine_options or {})
-    longest = options.pop("max_length", cell.length + 1)
-    with start_engine(
-        engine, path, dtype=dtype, max_length=longest, load_format="dummy", seed=settings.seed + 1, **options
-    ) as started:
+    options = {"max_length": cell.length + 1, **(engine_options or {})}
+    with start_engine(engine, path, dtype=dtype, load_format="dummy", seed=settings.seed + 1, **options) as started:
         if not started.capabilities().refit:
             raise EngineError(f"{engine} takes no new weights here, so there is nothing to check")
         checker = RefitChecker(str(path), started, trainer, prompts, settings, cell, device=device)

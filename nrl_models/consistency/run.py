@@ -86,18 +86,9 @@ def check_consistency(
     model = auto_class_for(path).from_pretrained(path, dtype=trainer_dtype or dtype or "auto", device=device)
     trainer = HFEngine(model, "trainer")
     prompts = Prompts.of_checkpoint(folder, trainer.capabilities().vocabulary or 0, text_file)
-    options = dict(engine_options or {})
-    started = start_engine(
-        engine,
-        path,
-        dtype=dtype,
-        # vLLM has to sample one more token to score.
-        max_length=options.pop("max_length", max(settings.lengths) + 1 if engine == "vllm" else None),
-        load_format=load_format,
-        seed=settings.seed,
-        **options,
-    )
-    with started:
+    # vLLM has to sample one more token to score.
+    options = {"max_length": max(settings.lengths) + 1 if engine == "vllm" else None, **(engine_options or {})}
+    with start_engine(engine, path, dtype=dtype, load_format=load_format, seed=settings.seed, **options) as started:
         if load_format == "dummy":
             started.refit(model.state_dict_adapter.iter_export(model))
         return run_matrix(

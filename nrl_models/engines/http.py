@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 
+from nrl_models.common.checkpoint_files import resolve_folder
+from nrl_models.common.pretrained import read_config
 from nrl_models.engines.base import Capabilities, Engine, Sample, Tokens, require_lengths
 from nrl_models.errors import EngineError
 from nrl_models.logprobs.sampling import Sampling
@@ -86,8 +88,6 @@ class HTTPEngine(Engine):
 
         `dtype`, `load_format` and `seed` were chosen where it was started.
         """
-        from nrl_models.common.pretrained import read_config, resolve_folder
-
         vocabulary = getattr(read_config(resolve_folder(path)).get_text_config(), "vocab_size", None)
         unknown = options.keys() - {"model", "api_key", "timeout"}
         if unknown:

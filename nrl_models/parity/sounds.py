@@ -7,6 +7,7 @@ Like images (`nrl_models/parity/images.py`): what a model wants is read off the 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from itertools import product
 from typing import Any
 
 import torch
@@ -83,17 +84,16 @@ def _forms(
 ) -> Iterator[Inputs]:
     """Random sounds in each form that the method may want, with what else it knows."""
     masks = [mask for mask in MASKS if mask in known]
-    for part in parts(config).values():
-        if part is config.get_text_config():
-            continue
-        for shape, frames in _layouts(part, batch):
-            # Some negate a mask, which only truth values take, others count with it.
-            for dtype in (torch.bool, torch.long) if masks else (torch.bool,):
-                sound = {name: torch.randn(shape, generator=generator)}
-                sound |= {mask: torch.ones(batch, frames, dtype=dtype) for mask in masks}
-                if SAMPLES in known:
-                    sound[SAMPLES] = torch.full((batch,), frames * getattr(part, "hop_length", 1))
-                yield sound
+    # Some negate a mask, which only truth values take, others count with it.
+    dtypes = (torch.bool, torch.long) if masks else (torch.bool,)
+    towers = [part for part in parts(config).values() if part is not config.get_text_config()]
+    layouts = [(part, *layout) for part in towers for layout in _layouts(part, batch)]
+    for (part, shape, frames), dtype in product(layouts, dtypes):
+        sound = {name: torch.randn(shape, generator=generator)}
+        sound |= {mask: torch.ones(batch, frames, dtype=dtype) for mask in masks}
+        if SAMPLES in known:
+            sound[SAMPLES] = torch.full((batch,), frames * getattr(part, "hop_length", 1))
+        yield sound
 
 
 def _layouts(part: PreTrainedConfig, batch: int) -> Iterator[tuple[tuple[int, ...], int]]:
