@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import product
-from typing import Any
 
 from nrl_models.errors import ConsistencyError
 from nrl_models.logprobs.sampling import Sampling
@@ -100,7 +99,3 @@ class Settings:
     def generated(self, cell: Cell) -> int:
         """How many tokens of a cell's sequences are generated; the others are its prompt."""
         return min(self.new_tokens, cell.length // 2)
-
-    def to_json(self) -> dict[str, Any]:
-        """By name."""
-        return asdict(self)

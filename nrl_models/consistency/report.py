@@ -155,7 +155,7 @@ class ConsistencyReport:
             "checkpoint": self.path,
             "engine": self.engine,
             "trainer": self.trainer,
-            "settings": self.settings.to_json(),
+            "settings": asdict(self.settings),
             "cells": [result.to_json() for result in self.results],
             "skipped": [{"cell": str(cell), "reason": reason} for cell, reason in self.skipped.items()],
             "error": self.error or None,

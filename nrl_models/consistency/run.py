@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +80,7 @@ def check_consistency(
         "dtype": str(dtype),
         "trainer_dtype": str(trainer_dtype or dtype),
         "text": None if text_file is None else str(text_file.resolve()),
-        **{key: value for key, value in settings.to_json().items() if key not in _MAY_CHANGE},
+        **{key: value for key, value in asdict(settings).items() if key not in _MAY_CHANGE},
     }
     store = Store(out, decides, fresh=fresh)
     model = auto_class_for(path).from_pretrained(path, dtype=trainer_dtype or dtype or "auto", device=device)
