@@ -305,7 +305,7 @@ class VLLMEngine(Engine):
 
 
 def _needs_tokenizer(path: str | Path) -> bool:
-    """Whether vLLM does not start on a model without its tokenizer: its processors of images and sound ask it."""
+    """Whether vLLM does not start on a model without its tokenizer: its processors of images and audio ask it."""
     if is_off("engine-tokenizer"):
         return False
     config = read_config(resolve_folder(path))

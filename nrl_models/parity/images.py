@@ -244,7 +244,7 @@ def parameters_of(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
 
 
 def feature_method(model: PreTrainedModel, name: str) -> Callable[..., Any] | None:
-    """The model's method of this name that computes features of images or sounds; None if it has none."""
+    """The model's method of this name that computes features of images or audio; None if it has none."""
     # The head's method hands its arguments on and may not name them all.
     return next((getattr(one, name) for one in (model.base_model, model) if hasattr(one, name)), None)
 
@@ -295,7 +295,7 @@ def _without_method(model: PreTrainedModel, inputs: Inputs) -> Inputs:
 
 
 def token_count(features: Any, images: int) -> int:
-    """How many tokens each of `images` images (or sounds) is, from what was returned as features of all of them."""
+    """How many tokens each of `images` images (or audio clips) is, from what was returned as features of them all."""
     deep = getattr(features, "deepstack_features", None)
     if hasattr(features, "pooler_output"):
         last = getattr(features, "last_hidden_state", None)

@@ -259,7 +259,7 @@ def hold(architecture: str, start: Start, folder: Path, overrides: dict[str, Any
 
 
 def tokenizer(checkpoint: Path, vocabulary: int) -> None:
-    """Save one of as many words: engines ask for it where a model takes images or sound, though none are given."""
+    """Save one of as many words: engines ask for it where a model takes images or audio, though none are given."""
     words = Tokenizer(models.WordLevel({f"<{token}>": token for token in range(vocabulary)}, unk_token="<0>"))
     PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<0>").save_pretrained(checkpoint)
 
