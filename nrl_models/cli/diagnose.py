@@ -69,7 +69,7 @@ def max_model_len(
     json_file: JsonFile = None,
 ) -> None:
     """1: the engine keeps to the longest sequence it was told."""
-    from nrl_models.diagnostics.max_model_len import PROMPT_TOKENS, diagnose_max_model_len
+    from nrl_models.diagnostics.engines import PROMPT_TOKENS, diagnose_max_model_len
 
     with errors_for_people():
         prompt = _made(_prompts(path), PROMPT_TOKENS, 1)[0]
@@ -94,7 +94,7 @@ def decode_vs_prefill(
     json_file: JsonFile = None,
 ) -> None:
     """2: decoding gives the log-probabilities of one prefill."""
-    from nrl_models.diagnostics.decode_vs_prefill import diagnose_decode_vs_prefill
+    from nrl_models.diagnostics.engines import diagnose_decode_vs_prefill
 
     with errors_for_people():
         made = _made(_prompts(path), length, prompts, seed)
@@ -144,7 +144,7 @@ def precision(
     json_file: JsonFile = None,
 ) -> None:
     """4: compiled modes give eager's log-probabilities. Informative: failures are common, and exit with 0."""
-    from nrl_models.diagnostics.precision import diagnose_precision
+    from nrl_models.diagnostics.engines import diagnose_precision
 
     def start(mode: dict[str, Any]) -> Any:
         return _engine(path, engine, dtype, engine_option, **mode)
@@ -166,7 +166,7 @@ def prefix_caching(
     json_file: JsonFile = None,
 ) -> None:
     """5: no NaN once an answer is part of the next prompt."""
-    from nrl_models.diagnostics.prefix_caching import diagnose_prefix_caching
+    from nrl_models.diagnostics.engines import diagnose_prefix_caching
 
     with errors_for_people():
         made = _prompts(path)

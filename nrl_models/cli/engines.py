@@ -21,7 +21,7 @@ from nrl_models.cli.console import (
 if TYPE_CHECKING:
     import torch
 
-    from nrl_models.consistency.run import Progress
+    from nrl_models.consistency.report import ConsistencyReport
 
 EngineName = Annotated[str, typer.Option("--engine", help="vllm, hf-generate, or the address of a server.")]
 EngineOptions = Annotated[
@@ -271,17 +271,17 @@ def _live_table() -> Any:
         if sys.stdout.isatty():
             with Live(console=Console(), refresh_per_second=4, vertical_overflow="visible") as live:
 
-                def show(state: Progress) -> None:
-                    live.update(state.report.table(state.running))
+                def show(report: ConsistencyReport) -> None:
+                    live.update(report.table())
 
                 yield show
             return
         done: list[int] = [0]
 
-        def tell(state: Progress) -> None:
-            results = state.report.results
+        def tell(report: ConsistencyReport) -> None:
+            results = report.results
             for result in results[done[0] :]:
-                total = len(results) + len(state.running)
+                total = len(results) + len(report.running)
                 error = max(result.errors)
                 Console(stderr=True, soft_wrap=True).print(
                     f"{len(results)}/{total} {result.cell}: {'pass' if result.passed else 'FAIL'}, "

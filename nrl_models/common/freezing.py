@@ -20,7 +20,7 @@ from nrl_models.errors import UnknownArgumentError
 
 COMPONENTS: dict[str, str] = {
     "freeze_vision_tower": "what encodes images and videos, its merger included where that is a part of it",
-    "freeze_audio_tower": "what encodes sound",
+    "freeze_audio_tower": "what encodes audio",
     "freeze_projector": "what is in none of the others: mostly what stands between towers and decoder",
     "freeze_language_model": "the decoder, with its embeddings and routers",
     "freeze_embeddings": "the decoder's embeddings",

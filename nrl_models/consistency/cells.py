@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import product
-from typing import Any
 
 from nrl_models.errors import ConsistencyError
 from nrl_models.logprobs.sampling import Sampling
@@ -91,12 +89,8 @@ class Settings:
 
     def cells(self) -> list[Cell]:
         """The matrix, short sequences first."""
-        return [
-            Cell(length, data, mode, batch)
-            for length, data, mode, batch in product(
-                sorted(set(self.lengths)), _ordered(self.data), _ordered(self.modes), sorted(set(self.batches))
-            )
-        ]
+        data, modes = dict.fromkeys(self.data), dict.fromkeys(self.modes)
+        return [Cell(*one) for one in product(sorted(set(self.lengths)), data, modes, sorted(set(self.batches)))]
 
     def sampling_of(self, cell: Cell) -> Sampling:
         """How a cell samples."""
@@ -105,11 +99,3 @@ class Settings:
     def generated(self, cell: Cell) -> int:
         """How many tokens of a cell's sequences are generated; the others are its prompt."""
         return min(self.new_tokens, cell.length // 2)
-
-    def to_json(self) -> dict[str, Any]:
-        """By name."""
-        return asdict(self)
-
-
-def _ordered(values: Collection[str]) -> Iterator[str]:
-    return iter(dict.fromkeys(values))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,47 +29,11 @@ FAR = 10.0
 BLOCKS = (1, 16, 32, 64, 128)
 """Sizes of the blocks in which engines cache keys and values."""
 
+Guess = tuple[str, torch.Tensor]
+"""What a party may have done instead, to follow "as if", and what it would give: `(sequences, generated)`."""
+
 LARGE = 3e9
 """Parameters from which on no models of other configurations are built."""
-
-
-@dataclass(frozen=True, slots=True)
-class Guess:
-    """Something a party may have done instead.
-
-    Args:
-        kind: a word for it: `sampling`, `alignment`, `head`, `weights`, `configuration`.
-        text: what it is, to follow "as if".
-        logprobs: `(sequences, generated)`: what it would give.
-        key: the configuration's key, for kind `configuration` or `head`.
-    """
-
-    kind: str
-    text: str
-    logprobs: torch.Tensor
-    key: str = ""
-
-
-def explain(
-    party: torch.Tensor,
-    expected: torch.Tensor,
-    guesses: Iterator[Guess],
-    floor: float,
-) -> Guess | None:
-    """The first guess that gives a party's numbers, or None.
-
-    Args:
-        party: `(sequences, generated)`: its log-probabilities.
-        expected: what they should be.
-        guesses: in the order in which to try them.
-        floor: mean absolute difference, in nats, that rounding leaves.
-    """
-    off = distance(party, expected)
-    for guess in guesses:
-        left = distance(party, guess.logprobs)
-        if left <= max(EXPLAINED * off, floor) and left < 0.5 * off:
-            return guess
-    return None
 
 
 def distance(first: torch.Tensor, second: torch.Tensor) -> float:
@@ -95,7 +59,22 @@ class Guesses:
         with torch.no_grad():
             self.hidden, self.head = hidden_states_and_head(model, tokens.to(model.device))
 
-    def __call__(self) -> Iterator[Guess]:
+    def explain(self, party: torch.Tensor, expected: torch.Tensor, floor: float) -> str:
+        """The first guess that gives a party's numbers, to follow "as if"; empty if none does.
+
+        Args:
+            party: `(sequences, generated)`: its log-probabilities.
+            expected: what they should be.
+            floor: mean absolute difference, in nats, that rounding leaves.
+        """
+        off = distance(party, expected)
+        for text, logprobs in self:
+            left = distance(party, logprobs)
+            if left <= max(EXPLAINED * off, floor) and left < 0.5 * off:
+                return text
+        return ""
+
+    def __iter__(self) -> Iterator[Guess]:
         """The guesses, cheap ones first."""
         yield from self.about_sampling()
         yield from self.about_alignment()
@@ -116,16 +95,16 @@ class Guesses:
         ):
             if variant not in tried:
                 tried.add(variant)
-                yield Guess("sampling", text, self._logprobs(self.hidden, self.head, variant))
+                yield text, self._logprobs(self.hidden, self.head, variant)
 
     def about_alignment(self) -> Iterator[Guess]:
         """Each token given the number of the one before or behind it."""
         count = self.generated
         extended = self._logprobs(self.hidden, self.head, self.sampling, count + 1)
         unknown = torch.full_like(extended[:, :1], math.nan)
-        yield Guess("alignment", "each token had the log-probability of the one before it", extended[:, :count])
+        yield "each token had the log-probability of the one before it", extended[:, :count]
         behind = torch.cat([extended[:, 2:], unknown], 1)
-        yield Guess("alignment", "each token had the log-probability of the one behind it", behind)
+        yield "each token had the log-probability of the one behind it", behind
 
     def about_the_head(self) -> Iterator[Guess]:
         """The scale or the soft cap behind the output embedding left out."""
@@ -135,14 +114,14 @@ class Guesses:
             ("the scale of the logits was applied twice", replace(self.head, scale=self.head.scale**2)),
         ):
             if (head.scale, head.cap) != (self.head.scale, self.head.cap):
-                yield Guess("head", text, self._logprobs(self.hidden, head, self.sampling))
+                yield text, self._logprobs(self.hidden, head, self.sampling)
 
     def about_weights(self) -> Iterator[Guess]:
         """The weights of before the last change."""
         before = self.references.with_previous_weights(torch.float32)
         if before is None:
             return
-        yield Guess("weights", "the weights were those of before the last refit", self._of_model(before))
+        yield "the weights were those of before the last refit", self._of_model(before)
         prompt = self.tokens.shape[1] - self.generated
         # A cache keeps whole blocks, and never the last token of a prompt.
         for cached in sorted({(prompt - 1) // block * block for block in BLOCKS} - {0}, reverse=True):
@@ -151,12 +130,12 @@ class Guesses:
                 values = self._with_cache_of(before, cached)
             except Exception:  # a model that keeps something else in its cache
                 return
-            yield Guess("weights", text, values)
+            yield text, values
 
     def about_configuration(self) -> Iterator[Guess]:
         """A key of the configuration not read."""
         original = self.references.model(torch.float32)
-        if sum(parameter.numel() for parameter in original.parameters()) > LARGE:
+        if original.num_parameters() > LARGE:
             return
         for key, value in alternatives(original.config.get_text_config()):
             try:
@@ -164,7 +143,7 @@ class Guesses:
             except Exception:  # not every combination of values makes a model
                 continue
             was = getattr(original.config.get_text_config(), key)
-            yield Guess("configuration", f"`{key}` were {value} and not {was}", values, key)
+            yield f"`{key}` were {value} and not {was}", values
 
     @torch.no_grad()
     def _with_cache_of(self, before: PreTrainedModel, cached: int) -> torch.Tensor:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
 from nrl_models.consistency.cells import Cell, Settings
 from nrl_models.consistency.prompts import Prompts
 from nrl_models.consistency.store import Store
-from nrl_models.engines.base import Engine, Sample, padded
+from nrl_models.engines.base import Engine, padded
 from nrl_models.engines.hf import HFEngine
 from nrl_models.logprobs.metrics import ConsistencyMetrics, consistency_metrics
 from nrl_models.parity.noise import rounded_otherwise
@@ -19,7 +21,7 @@ NOISE_SEQUENCES = 2
 """On how many sequences of a batch the noise floor is measured."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Measurement:
     """One repeat of a cell: the same tokens, scored by everybody. All arrays have a row for each sequence.
 
@@ -37,39 +39,39 @@ class Measurement:
     tokens: torch.Tensor
     prompt_length: int
     decode: torch.Tensor
-    prefill: torch.Tensor | None
+    prefill: torch.Tensor | None = None
     trainer: torch.Tensor
     rounded: torch.Tensor
     strict_tokens: torch.Tensor | None = None
     strict_trainer: torch.Tensor | None = None
     strict_engine: torch.Tensor | None = None
 
-    @property
-    def against_decode(self) -> ConsistencyMetrics:
-        """Trainer against what the engine sampled with: the number of the guide."""
-        return consistency_metrics(self.trainer, self.decode)
+    @cached_property
+    def metrics(self) -> dict[str, ConsistencyMetrics]:
+        """What is held against what, by a name of `COMPARISONS`; without those of which a side is missing."""
+        sides = (
+            (self.trainer, self.decode),
+            (self.trainer, self.prefill),
+            (self.prefill, self.decode),
+            (self.rounded, self.trainer[: len(self.rounded)]),
+            (self.strict_trainer, self.strict_engine),
+        )
+        return {
+            name: consistency_metrics(first, second)
+            for name, (first, second) in zip(COMPARISONS, sides, strict=True)
+            if first is not None and second is not None
+        }
 
-    @property
-    def against_prefill(self) -> ConsistencyMetrics | None:
-        """Trainer against the engine's prefill."""
-        return None if self.prefill is None else consistency_metrics(self.trainer, self.prefill)
 
-    @property
-    def within_engine(self) -> ConsistencyMetrics | None:
-        """The engine's prefill against its own decoding."""
-        return None if self.prefill is None else consistency_metrics(self.prefill, self.decode)
+COMPARISONS = ("decode", "prefill", "within_engine", "noise", "strict")
+"""Trainer against what the engine sampled with (the guide's number) and against its prefill; the engine's prefill
+against its own decoding; the trainer against itself, rounding otherwise; the two on what the trainer sampled."""
 
-    @property
-    def noise(self) -> ConsistencyMetrics:
-        """The trainer against itself, rounding otherwise."""
-        return consistency_metrics(self.rounded, self.trainer[: len(self.rounded)])
 
-    @property
-    def strict(self) -> ConsistencyMetrics | None:
-        """Trainer against engine on what the trainer sampled."""
-        if self.strict_trainer is None or self.strict_engine is None:
-            return None
-        return consistency_metrics(self.strict_trainer, self.strict_engine)
+def order_by_error(trainer: torch.Tensor, *engine: torch.Tensor) -> list[int]:
+    """The sequences' rows, those of the largest disagreement with any of the engine's log-probabilities first."""
+    difference = torch.stack([(trainer - one).abs().nan_to_num(nan=math.inf) for one in engine]).amax(0)
+    return difference.mean(1).argsort(descending=True).tolist()
 
 
 Arrays = dict[str, torch.Tensor]
@@ -105,99 +107,53 @@ class Meter:
             ConsistencyError: no prompts can be made.
         """
         seed = self.settings.seed + 1_000_003 * repeat
-        steps: dict[str, Callable[[Cell, int, Arrays], Arrays]] = {
-            "decode": self._generate,
-            "prefill": self._score_by_engine,
-            "trainer": self._score_by_trainer,
-            "rounded": self._score_by_trainer_rounding_otherwise,
+        steps: dict[str, tuple[str, Callable[[], Arrays]]] = {
+            "decode": ("generating", lambda: self._sample(self.engine, cell, seed)),
+            "prefill": ("engine scores", lambda: {"prefill": self._scores(self.engine, arrays["tokens"], cell)}),
+            "trainer": ("trainer scores", lambda: {"trainer": self._scores(self.trainer, arrays["tokens"], cell)}),
+            "rounded": ("noise floor", lambda: {"rounded": self._rounded(arrays["tokens"], cell)}),
         }
         if self.settings.strict:
-            steps["strict_engine"] = self._sample_from_trainer
+            steps["strict_engine"] = ("trainer samples", lambda: self._strict(cell, seed))
         arrays = self.store.load(cell, repeat) if self.store else {}
-        for result, step in steps.items():
+        for result, (words, step) in steps.items():
             if result not in arrays:
-                note(_WORDS[result])
-                arrays |= step(cell, seed, arrays)
+                note(words)
+                arrays |= step()
                 if self.store:
                     self.store.save(cell, repeat, arrays)
-        return measurement(arrays, cell.length - self.settings.generated(cell))
+        present = {name: array for name, array in arrays.items() if len(array)}
+        return Measurement(prompt_length=self._prompt_length(cell), **present)
 
-    def _prompts(self, cell: Cell, seed: int) -> list[list[int]]:
-        return self.prompts.make(cell, cell.length - self.settings.generated(cell), seed)
+    def _prompt_length(self, cell: Cell) -> int:
+        return cell.length - self.settings.generated(cell)
 
-    def _generate(self, cell: Cell, seed: int, arrays: Arrays) -> Arrays:
-        generated = self.settings.generated(cell)
-        samples = self.engine.generate(
-            self._prompts(cell, seed), self.settings.sampling_of(cell), max_new_tokens=generated, seed=seed
-        )
-        return _arrays(samples, generated)
+    def _sample(self, engine: Engine, cell: Cell, seed: int, offset: int = 0) -> Arrays:
+        """What an engine makes of the prompts of `seed`; its own random numbers are those of `seed + offset`."""
+        prompts = self.prompts.make(cell, self._prompt_length(cell), seed)
+        generated, sampling = self.settings.generated(cell), self.settings.sampling_of(cell)
+        samples = engine.generate(prompts, sampling, max_new_tokens=generated, seed=seed + offset)
+        return {
+            "tokens": torch.tensor([sample.sequence for sample in samples]),
+            "decode": padded([sample.logprobs for sample in samples], generated),
+        }
 
-    def _score_by_engine(self, cell: Cell, seed: int, arrays: Arrays) -> Arrays:
-        return {"prefill": self._scores(self.engine, arrays["tokens"], cell)}
-
-    def _score_by_trainer(self, cell: Cell, seed: int, arrays: Arrays) -> Arrays:
-        return {"trainer": self._scores(self.trainer, arrays["tokens"], cell)}
-
-    def _score_by_trainer_rounding_otherwise(self, cell: Cell, seed: int, arrays: Arrays) -> Arrays:
-        some = arrays["tokens"][:NOISE_SEQUENCES].tolist()
-        generated = self.settings.generated(cell)
+    def _rounded(self, tokens: torch.Tensor, cell: Cell) -> torch.Tensor:
         with rounded_otherwise(self.trainer.model):
-            scores = self.trainer.score(some, self.settings.sampling_of(cell), last=generated, full_logits=True)
-        return {"rounded": padded([row[-generated:] for row in scores], generated)}
+            return self._scores(self.trainer, tokens[:NOISE_SEQUENCES], cell, full_logits=True)
 
-    def _sample_from_trainer(self, cell: Cell, seed: int, arrays: Arrays) -> Arrays:
-        generated = self.settings.generated(cell)
-        samples = self.trainer.generate(
-            self._prompts(cell, seed), self.settings.sampling_of(cell), max_new_tokens=generated, seed=seed + 1
-        )
-        tokens = _arrays(samples, generated)["tokens"]
+    def _strict(self, cell: Cell, seed: int) -> Arrays:
+        tokens = self._sample(self.trainer, cell, seed, offset=1)["tokens"]
         return {
             "strict_tokens": tokens,
             "strict_trainer": self._scores(self.trainer, tokens, cell),
             "strict_engine": self._scores(self.engine, tokens, cell),
         }
 
-    def _scores(self, engine: Engine, tokens: torch.Tensor, cell: Cell) -> torch.Tensor:
+    def _scores(self, engine: Engine, tokens: torch.Tensor, cell: Cell, **options: bool) -> torch.Tensor:
         generated, sampling = self.settings.generated(cell), self.settings.sampling_of(cell)
         known = engine.capabilities()
         if not known.score or not (known.processed_scores or sampling.is_identity):
             return torch.zeros(0, generated, dtype=torch.float64)  # it cannot tell
-        scores = engine.score(tokens.tolist(), sampling, last=generated)
+        scores = engine.score(tokens.tolist(), sampling, last=generated, **options)
         return padded([row[-generated:] for row in scores], generated)
-
-
-_WORDS = {
-    "decode": "generating",
-    "prefill": "engine scores",
-    "trainer": "trainer scores",
-    "rounded": "noise floor",
-    "strict_engine": "trainer samples",
-}
-"""What the table says while a step runs."""
-
-
-def _arrays(samples: list[Sample], generated: int) -> dict[str, torch.Tensor]:
-    return {
-        "tokens": torch.tensor([sample.sequence for sample in samples]),
-        "decode": padded([sample.logprobs for sample in samples], generated),
-    }
-
-
-def measurement(arrays: dict[str, torch.Tensor], prompt_length: int) -> Measurement:
-    """A measurement from what a store holds of it."""
-
-    def present(name: str) -> torch.Tensor | None:
-        array = arrays.get(name)
-        return None if array is None or not len(array) else array
-
-    return Measurement(
-        tokens=arrays["tokens"],
-        prompt_length=prompt_length,
-        decode=arrays["decode"],
-        prefill=present("prefill"),
-        trainer=arrays["trainer"],
-        rounded=arrays["rounded"],
-        strict_tokens=present("strict_tokens"),
-        strict_trainer=present("strict_trainer"),
-        strict_engine=present("strict_engine"),
-    )

@@ -68,9 +68,8 @@ class Prompts:
     def counting(self, count: int) -> list[int]:
         """A text that counts from 1 to `count`; token ids that count, without a tokenizer."""
         if self.tokenizer is None:
-            words = max(1, self.vocabulary - FIRST_WORD)
-            return [FIRST_WORD + place % words for place in range(count)]
-        return [*self._start(), *self._encode(" ".join(str(one + 1) for one in range(count)) + " ")]
+            return self._ids_that_count(0, count)
+        return [*self._start(), *self._encode(" ".join(map(str, range(1, count + 1))) + " ")]
 
     def text(self, tokens: Sequence[int]) -> str:
         """Token ids as text; as numbers, without a tokenizer."""
@@ -96,15 +95,16 @@ class Prompts:
     def _dummy(self, length: int, generator: random.Random) -> list[int]:
         first = generator.randrange(1, 1000)
         if self.tokenizer is None:
-            words = max(1, self.vocabulary - FIRST_WORD)
-            return [FIRST_WORD + (first + place) % words for place in range(length)] if words > 1 else [0] * length
-        start = self._start()
-        count = length
-        while True:
-            ids = [*start, *self._encode(" ".join(str(first + place) for place in range(count)))]
-            if len(ids) >= length:
-                return ids[:length]
+            return self._ids_that_count(first, length)
+        count, ids = length, []
+        while len(ids) < length:
+            ids = [*self._start(), *self._encode(" ".join(map(str, range(first, first + count))))]
             count *= 2
+        return ids[:length]
+
+    def _ids_that_count(self, first: int, count: int) -> list[int]:
+        words = self.vocabulary - FIRST_WORD
+        return [FIRST_WORD + place % words for place in range(first, first + count)] if words > 1 else [0] * count
 
     def _encode(self, text: str) -> list[int]:
         ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]

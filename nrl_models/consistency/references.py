@@ -42,7 +42,7 @@ class References:
         """transformers' model in `dtype`; with `combined`, ours, whose modules are named as engines name theirs."""
         key = (dtype, combined)
         if key not in self._kept:
-            if self._kept and sum(one.numel() for one in next(iter(self._kept.values())).parameters()) > 2e9:
+            if self._kept and next(iter(self._kept.values())).num_parameters() > 2e9:
                 self._kept.clear()  # one large model at a time
             self._kept[key] = self._load(dtype, combined, self.weights)
         return self._kept[key]
@@ -60,11 +60,10 @@ class References:
             setattr(text, key, value)
         with torch.device("meta"):
             changed = type(original)._from_config(config, dtype=torch.float32)
-        # Buffers (RoPE tables, scales) are what the other configuration makes of them.
-        fresh = type(original)._from_config(config, dtype=torch.float32) if _has_buffers(changed) else None
         changed.load_state_dict(original.state_dict(), strict=False, assign=True)
-        if fresh is not None:
-            for name, buffer in fresh.named_buffers():
+        if any(True for _ in changed.buffers()):
+            # Buffers (RoPE tables, scales) are what the other configuration makes of them.
+            for name, buffer in type(original)._from_config(config, dtype=torch.float32).named_buffers():
                 owner, _, attribute = name.rpartition(".")
                 changed.get_submodule(owner)._buffers[attribute] = buffer.to(self.device)
         changed.tie_weights()
@@ -80,7 +79,3 @@ class References:
         if weights is not None:
             HFEngine(model).refit(weights())
         return model.eval()
-
-
-def _has_buffers(model: torch.nn.Module) -> bool:
-    return next(model.named_buffers(), None) is not None

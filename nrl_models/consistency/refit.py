@@ -7,7 +7,7 @@ engine which already runs takes new ones, and forgets what it computed with the 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +21,17 @@ from nrl_models.common.checkpoint_files import resolve_folder
 from nrl_models.consistency.cells import Cell, Settings
 from nrl_models.consistency.measure import Measurement, Meter
 from nrl_models.consistency.prompts import Prompts
-from nrl_models.consistency.quirks import QuirkFinder, known_quirks
 from nrl_models.consistency.references import References
 from nrl_models.consistency.report import CellResult
 from nrl_models.consistency.verdict import Judge, Verdict
 from nrl_models.engines import Engine, start_engine
-from nrl_models.engines.base import RefitReport
-from nrl_models.engines.digests import tensor_digest
+from nrl_models.engines.base import NamedTensor, RefitReport, digested
 from nrl_models.engines.hf import HFEngine
 from nrl_models.errors import EngineError
 from nrl_models.logprobs.metrics import token_mult_prob_error
+from nrl_models.parity.report import VERDICTS
 
-Tensors = Iterable[tuple[str, torch.Tensor]]
+Tensors = Iterable[NamedTensor]
 
 LEARNING_RATE = 1e-2
 """Of the training step between two refits: large, so that stale weights show."""
@@ -65,84 +64,6 @@ class RefitStep:
         return not self.problems and self.result.passed
 
 
-@dataclass
-class RefitCheck:
-    """Refits of one engine.
-
-    Args:
-        path: the checkpoint.
-        engine, trainer: what they say of themselves.
-        threshold: bound on `token_mult_prob_error`.
-        steps: the refits, in order.
-    """
-
-    path: str
-    engine: dict[str, Any]
-    trainer: dict[str, Any]
-    threshold: float
-    steps: list[RefitStep] = field(default_factory=list)
-
-    @property
-    def passed(self) -> bool:
-        """Whether every refit did."""
-        return bool(self.steps) and all(step.passed for step in self.steps)
-
-    def to_json(self) -> dict[str, Any]:
-        """`{"verdict", "refits": [{"name", "token_mult_prob_error", ...}], ...}`."""
-        return {
-            "verdict": "pass" if self.passed else "fail",
-            "checkpoint": self.path,
-            "engine": self.engine,
-            "trainer": self.trainer,
-            "threshold": self.threshold,
-            "refits": [
-                {
-                    "name": step.name,
-                    "verdict": "pass" if step.passed else "fail",
-                    "token_mult_prob_error": step.result.to_json()["token_mult_prob_error"],
-                    "before": step.before,
-                    "problems": [*step.problems, *step.result.problems],
-                    "report": asdict(replace(step.report, digests={})) | {"digests": len(step.report.digests)},
-                    "comparison": step.result.to_json(),
-                }
-                for step in self.steps
-            ],
-        }
-
-    def table(self) -> Table:
-        """A row for each refit."""
-        table = Table(title=escape(f"{self.path}: refit of {self.engine.get('engine')}"), title_justify="left")
-        for name in (
-            "refit",
-            "tensors",
-            "MB",
-            "seconds",
-            "largest bucket, MB",
-            "before",
-            "decode",
-            "prefill",
-            "verdict",
-        ):
-            table.add_column(name, justify="left" if name in ("refit", "verdict") else "right")
-        for step in self.steps:
-            found = step.result.comparisons
-            shown = [f"{found[name][0].token_mult_prob_error:.7f}" if name in found else "-" for name in _SHOWN]
-            table.add_row(
-                escape(step.name),
-                f"{step.report.tensors:,}",
-                f"{step.report.nbytes / 1e6:.1f}",
-                f"{step.report.seconds:.2f}",
-                f"{step.report.largest_bucket / 1e6:.1f}",
-                f"{step.before:.4g}",
-                *shown,
-                "[green]pass[/green]" if step.passed else "[bold red]FAIL[/bold red]",
-            )
-        return table
-
-
-_SHOWN = ("decode", "prefill")
-
-
 def check_refit(
     path: str | Path,
     *,
@@ -153,9 +74,8 @@ def check_refit(
     settings: Settings | None = None,
     bucket_bytes: int | None = None,
     engine_options: dict[str, Any] | None = None,
-    quirks: QuirkFinder = known_quirks,
     note: Callable[[str], None] = lambda text: None,
-) -> RefitCheck:
+) -> RefitChecker:
     """Start an engine on random weights, refit it from a checkpoint, train a step, refit it again; compare each time.
 
     Args:
@@ -167,7 +87,6 @@ def check_refit(
         settings: how to compare: its first cell, its threshold.
         bucket_bytes: bytes sent at a time at most; everything at once by default, where that needs no copy.
         engine_options: what the engine itself takes.
-        quirks: finds known quirks for a verdict.
         note: told what is being done.
 
     Raises:
@@ -181,21 +100,18 @@ def check_refit(
     prompts = Prompts.of_checkpoint(resolve_folder(path), trainer.capabilities().vocabulary or 0)
     cell = settings.cells()[0]
     note("starting the engine on random weights")
-    options = dict(engine_options or {})
-    longest = options.pop("max_length", cell.length + 1)
-    with start_engine(
-        engine, path, dtype=dtype, max_length=longest, load_format="dummy", seed=settings.seed + 1, **options
-    ) as started:
+    options = {"max_length": cell.length + 1, **(engine_options or {})}
+    with start_engine(engine, path, dtype=dtype, load_format="dummy", seed=settings.seed + 1, **options) as started:
         if not started.capabilities().refit:
             raise EngineError(f"{engine} takes no new weights here, so there is nothing to check")
-        checker = RefitChecker(str(path), started, trainer, prompts, settings, cell, device=device, quirks=quirks)
+        checker = RefitChecker(str(path), started, trainer, prompts, settings, cell, device=device)
         note("first refit")
         checker.refit("from random weights", bucket_bytes=bucket_bytes)
         note("a training step")
         checker.train(prompts.make(cell, cell.length, settings.seed + 7))
         note("second refit")
         checker.refit("after a training step", bucket_bytes=bucket_bytes)
-    return checker.check
+    return checker
 
 
 class RefitChecker:
@@ -208,7 +124,9 @@ class RefitChecker:
         settings: how to compare.
         cell: what to compare on.
         device: where reference models run.
-        quirks: finds known quirks.
+
+    Attributes:
+        steps: the refits, in order.
     """
 
     def __init__(
@@ -221,11 +139,11 @@ class RefitChecker:
         cell: Cell,
         *,
         device: str = "cpu",
-        quirks: QuirkFinder = known_quirks,
     ) -> None:
         self.path, self.engine, self.trainer, self.prompts = path, engine, trainer, prompts
-        self.settings, self.cell, self.device, self.quirks = settings, cell, device, quirks
-        self.check = RefitCheck(path, engine.describe(), trainer.describe(), settings.threshold)
+        self.settings, self.cell, self.device = settings, cell, device
+        self.steps: list[RefitStep] = []
+        self._described = {"engine": engine.describe(), "trainer": trainer.describe()}
         self._previous: dict[str, torch.Tensor] | None = None
         self._sent: dict[str, str] = {}
 
@@ -236,7 +154,7 @@ class RefitChecker:
         bucket_bytes: int | None = None,
         change: Callable[[Tensors], Tensors] = lambda tensors: tensors,
     ) -> RefitStep:
-        """Refit, compare, and add the step to the check.
+        """Refit, compare, and keep the step.
 
         Args:
             name: what reports call it.
@@ -248,14 +166,14 @@ class RefitChecker:
         before = self._measure()
         sent: dict[str, str] = {}
         exported = adapter.iter_export(model, max_bytes=bucket_bytes)
-        report = self.engine.refit(change(_digested(exported, sent)), bucket_bytes=bucket_bytes)
+        report = self.engine.refit(change(digested(exported, sent)), bucket_bytes=bucket_bytes)
         problems = tuple(self._problems(report, sent, adapter.export_plan()))
         found = self._measure()
         result = CellResult(self.cell, (found,), self.settings.threshold)
         if not result.passed or problems:
             result = replace(result, verdict=self._judge(found))
-        step = RefitStep(name, report, problems, result, before.against_decode.token_mult_prob_error)
-        self.check.steps.append(step)
+        step = RefitStep(name, report, problems, result, before.metrics["decode"].token_mult_prob_error)
+        self.steps.append(step)
         self._previous = {key: tensor.detach().clone() for key, tensor in adapter.iter_export(model)}
         self._sent = sent
         return step
@@ -298,21 +216,19 @@ class RefitChecker:
             different = [f"{one} for {other}" for one, other in zip(sent, planned, strict=False) if one != other]
             yield f"what was sent is not what was planned: {len(sent)} tensors for {len(planned)}; {different[:3]}"
         arrived = report.digests
-        if arrived:
-            lost = [name for name in sent if name not in arrived]
-            changed = [name for name in sent if name in arrived and arrived[name] != sent[name]]
-            strange = [name for name in arrived if name not in sent]
-            for what, names in (
-                ("did not arrive", lost),
-                ("arrived changed", changed),
-                ("arrived but were not sent", strange),
-            ):
-                if names:
-                    yield f"{len(names)} tensors {what}: {_few(names)}"
-        if report.unwritten:
-            yield f"{len(report.unwritten)} parameters of the engine were not written: {_few(report.unwritten)}"
-        if report.stale_buffers:
-            yield f"{len(report.stale_buffers)} buffers of the engine were not written: {_few(report.stale_buffers)}"
+        sides = {
+            "tensors did not arrive": [name for name in sent if name not in arrived],
+            "tensors arrived changed": [name for name in sent if name in arrived and arrived[name] != sent[name]],
+            "tensors arrived but were not sent": [name for name in arrived if name not in sent],
+        }
+        unwritten = {
+            "parameters of the engine were not written": report.unwritten,
+            "buffers of the engine were not written": report.stale_buffers,
+        }
+        for what, names in ((sides if arrived else {}) | unwritten).items():
+            if names:
+                more = f", and {len(names) - 4} more" if len(names) > 4 else ""
+                yield f"{len(names)} {what}: {', '.join(names[:4])}{more}"
         if self._sent and self._sent == sent:
             yield "the same weights were sent as the last time: the training step changed nothing"
 
@@ -324,17 +240,56 @@ class RefitChecker:
             weights=lambda: model.state_dict_adapter.iter_export(model),
             previous=None if previous is None else lambda: previous.items(),
         )
-        judge = Judge(self.engine, self.trainer, references, self.settings, quirks=self.quirks, load_format="dummy")
+        judge = Judge(self.engine, self.trainer, references, self.settings, load_format="dummy")
         return judge.judge(self.cell, found)
 
+    @property
+    def passed(self) -> bool:
+        """Whether every refit did, and there was one."""
+        return bool(self.steps) and all(step.passed for step in self.steps)
 
-def _digested(tensors: Tensors, digests: dict[str, str]) -> Tensors:
-    """The same tensors; their digests are noted as they go by."""
-    for name, tensor in tensors:
-        digests[name] = tensor_digest(tensor)
-        yield name, tensor
+    def to_json(self) -> dict[str, Any]:
+        """`{"verdict", "refits": [{"name", "token_mult_prob_error", ...}], ...}`."""
+        return {
+            "verdict": "pass" if self.passed else "fail",
+            "checkpoint": self.path,
+            **self._described,
+            "threshold": self.settings.threshold,
+            "refits": [
+                {
+                    "name": step.name,
+                    "verdict": "pass" if step.passed else "fail",
+                    "token_mult_prob_error": step.result.to_json()["token_mult_prob_error"],
+                    "before": step.before,
+                    "problems": [*step.problems, *step.result.problems],
+                    "report": asdict(replace(step.report, digests={})) | {"digests": len(step.report.digests)},
+                    "comparison": step.result.to_json(),
+                }
+                for step in self.steps
+            ],
+        }
+
+    def table(self) -> Table:
+        """A row for each refit."""
+        title = escape(f"{self.path}: refit of {self._described['engine'].get('engine')}")
+        table = Table("refit", title=title, title_justify="left")
+        for name in ("tensors", "MB", "seconds", "largest bucket, MB", "before", "decode", "prefill"):
+            table.add_column(name, justify="right")
+        table.add_column("verdict")
+        for step in self.steps:
+            found, sides = step.result.comparisons, ("decode", "prefill")
+            table.add_row(
+                escape(step.name),
+                f"{step.report.tensors:,}",
+                f"{step.report.nbytes / 1e6:.1f}",
+                f"{step.report.seconds:.2f}",
+                f"{step.report.largest_bucket / 1e6:.1f}",
+                f"{step.before:.4g}",
+                *(f"{found[side][0].token_mult_prob_error:.7f}" if side in found else "-" for side in sides),
+                VERDICTS[step.passed],
+            )
+        return table
 
 
-def _few(names: Iterable[str], count: int = 4) -> str:
-    names = list(names)
-    return ", ".join(names[:count]) + (f", and {len(names) - count} more" if len(names) > count else "")
+SIDES = ("decode", "prefill")
+"""What of the engine the trainer is held against."""

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from rich.markup import escape
 from rich.table import Table
 
 from nrl_models.consistency.cells import Cell, Settings
-from nrl_models.consistency.measure import Measurement
+from nrl_models.consistency.measure import COMPARISONS, Measurement
 from nrl_models.consistency.verdict import Verdict
-from nrl_models.logprobs.metrics import ConsistencyMetrics
+from nrl_models.logprobs.metrics import ConsistencyMetrics, finite_or_none
+from nrl_models.parity.report import VERDICTS
 
 MAX_OUTSIDE = 0.01
 """Share of sampled tokens that the trainer's top-k and top-p may exclude: at the edge, roundings decide."""
@@ -40,9 +41,8 @@ class CellResult:
     def comparisons(self) -> dict[str, list[ConsistencyMetrics]]:
         """Trainer against the engine, for each way the engine tells: `decode`, `prefill`, `strict`."""
         found = {
-            "decode": [one.against_decode for one in self.repeats],
-            "prefill": [metrics for one in self.repeats if (metrics := one.against_prefill) is not None],
-            "strict": [metrics for one in self.repeats if (metrics := one.strict) is not None],
+            name: [repeat.metrics[name] for repeat in self.repeats if name in repeat.metrics]
+            for name in ("decode", "prefill", "strict")
         }
         return {name: metrics for name, metrics in found.items() if metrics}
 
@@ -54,14 +54,14 @@ class CellResult:
     @property
     def noise(self) -> float:
         """The noise floor: the same number for the trainer against itself, rounding otherwise."""
-        return max(one.noise.token_mult_prob_error for one in self.repeats)
+        return max(repeat.metrics["noise"].token_mult_prob_error for repeat in self.repeats)
 
     @property
     def problems(self) -> list[str]:
         """Why the cell does not pass; empty if it does."""
         problems = []
         for name, several in self.comparisons.items():
-            worst = max((one.token_mult_prob_error for one in several), key=_last_if_nan)
+            worst = max((one.token_mult_prob_error for one in several), key=last_if_nan)
             if not worst <= self.threshold:
                 problems.append(f"token_mult_prob_error {worst:.6g} against {name}, above {self.threshold:g}")
             for count, what in (
@@ -76,54 +76,41 @@ class CellResult:
         return problems
 
     @property
+    def explanation(self) -> list[str]:
+        """The problems, and the verdict on them."""
+        return [*self.problems, *([self.verdict.summary] if self.verdict else [])]
+
+    @property
     def passed(self) -> bool:
         """Whether nothing is wrong."""
         return not self.problems
 
     def to_json(self) -> dict[str, Any]:
         """The cell, its worst numbers, and every repeat's."""
-        worst = max(self.errors, key=_last_if_nan)
-        strict = self.comparisons.get("strict")
+        worst = max(self.errors, key=last_if_nan)
+        finite = all(map(math.isfinite, self.errors))
+        strict = [metrics.token_mult_prob_error for metrics in self.comparisons.get("strict", ())]
         return {
-            "length": self.cell.length,
-            "data": self.cell.data,
-            "mode": self.cell.mode,
-            "batch": self.cell.batch,
+            **asdict(self.cell),
             "verdict": "pass" if self.passed else "fail",
-            "token_mult_prob_error": worst if math.isfinite(worst) else None,
-            "token_mult_prob_error_mean": _or_none(statistics.fmean(self.errors)),
-            "token_mult_prob_error_deviation": statistics.pstdev(self.errors)
-            if all(map(math.isfinite, self.errors))
-            else None,
-            "token_mult_prob_error_strict": None
-            if strict is None
-            else _or_none((worst + max(one.token_mult_prob_error for one in strict)) / 2),
-            "noise_floor": _or_none(self.noise),
+            "token_mult_prob_error": finite_or_none(worst),
+            "token_mult_prob_error_mean": finite_or_none(statistics.fmean(self.errors)),
+            "token_mult_prob_error_deviation": statistics.pstdev(self.errors) if finite else None,
+            "token_mult_prob_error_strict": finite_or_none((worst + max(strict)) / 2) if strict else None,
+            "noise_floor": finite_or_none(self.noise),
             "threshold": self.threshold,
             "problems": self.problems,
             "explanation": None if self.verdict is None else self.verdict.to_json(),
             "repeats": [
-                {
-                    name: None if metrics is None else metrics.to_json()
-                    for name, metrics in (
-                        ("decode", one.against_decode),
-                        ("prefill", one.against_prefill),
-                        ("within_engine", one.within_engine),
-                        ("noise", one.noise),
-                        ("strict", one.strict),
-                    )
-                }
-                for one in self.repeats
+                dict.fromkeys(COMPARISONS) | {name: metrics.to_json() for name, metrics in repeat.metrics.items()}
+                for repeat in self.repeats
             ],
         }
 
 
-def _last_if_nan(value: float) -> float:
+def last_if_nan(value: float) -> float:
+    """A key to sort by that puts NaN last."""
     return math.inf if math.isnan(value) else value
-
-
-def _or_none(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 @dataclass
@@ -135,6 +122,7 @@ class ConsistencyReport:
         settings: what was to be checked.
         engine, trainer: what they say of themselves.
         results: what came of the cells so far, in order.
+        running: cells that are not done, and what is being done for them.
         skipped: cells that cannot be checked, and why.
         error: what ended the run early; empty if it came to its end.
     """
@@ -144,6 +132,7 @@ class ConsistencyReport:
     engine: dict[str, Any]
     trainer: dict[str, Any]
     results: list[CellResult] = field(default_factory=list)
+    running: dict[Cell, str] = field(default_factory=dict)
     skipped: dict[Cell, str] = field(default_factory=dict)
     error: str = ""
 
@@ -166,31 +155,21 @@ class ConsistencyReport:
             "checkpoint": self.path,
             "engine": self.engine,
             "trainer": self.trainer,
-            "settings": self.settings.to_json(),
+            "settings": asdict(self.settings),
             "cells": [result.to_json() for result in self.results],
             "skipped": [{"cell": str(cell), "reason": reason} for cell, reason in self.skipped.items()],
             "error": self.error or None,
         }
 
-    def table(self, running: dict[Cell, str] | None = None) -> Table:
-        """The guide's table.
-
-        Args:
-            running: cells that are not done, and what is being done for them.
-        """
+    def table(self) -> Table:
+        """The guide's table, with what is being done for the cells that are not done."""
         table = Table(title=escape(self.title), title_justify="left")
-        for name in ("length", "data", "mode", "batch"):
-            table.add_column(name, justify="right" if name in ("length", "batch") else "left")
-        for name in self.columns:
-            table.add_column(name, justify="right")
-        table.add_column("verdict")
+        for name in (*CELL, *self.columns, "verdict"):
+            table.add_column(name, justify="left" if name in ("data", "mode", "verdict") else "right")
         for result in self.results:
-            verdict = "[green]pass[/green]" if result.passed else "[bold red]FAIL[/bold red]"
-            table.add_row(*_cell(result.cell), *self.numbers(result), verdict)
-        for cell, step in (running or {}).items():
-            table.add_row(*_cell(cell), *[""] * len(self.columns), f"[dim]{step}[/dim]")
-        for cell, reason in self.skipped.items():
-            table.add_row(*_cell(cell), *[""] * len(self.columns), f"[dim]{escape(reason)}[/dim]")
+            table.add_row(*shown(result.cell), *self.numbers(result), VERDICTS[result.passed])
+        for cell, text in (self.running | self.skipped).items():
+            table.add_row(*shown(cell), *[""] * len(self.columns), f"[dim]{escape(text)}[/dim]")
         return table
 
     @property
@@ -202,55 +181,58 @@ class ConsistencyReport:
     @property
     def columns(self) -> tuple[str, ...]:
         """What is shown of each cell."""
-        strict = ("strict",) if self.settings.strict else ()
-        return ("decode", "prefill", *strict, "worst sequence", "max |diff|", "noise floor")
+        return (*self.comparisons, "worst sequence", "max |diff|", "noise floor")
+
+    @property
+    def comparisons(self) -> tuple[str, ...]:
+        """What the trainer is held against."""
+        return ("decode", "prefill", "strict") if self.settings.strict else ("decode", "prefill")
 
     def numbers(self, result: CellResult) -> list[str]:
         """A cell's numbers: `token_mult_prob_error` but for the largest difference, which is in nats."""
         found = result.comparisons
-        shown = []
-        for name in ("decode", "prefill", *(("strict",) if self.settings.strict else ())):
-            several = found.get(name)
-            shown.append("-" if several is None else _text(max(one.token_mult_prob_error for one in several)))
         decode = found["decode"]
-        shown.append(_text(max(one.worst_sequence for one in decode)))
-        shown.append(f"{max(one.max for one in decode):.1e}")
-        return [*shown, _text(result.noise)]
+        return [
+            *("-" if name not in found else _worst(found[name], "token_mult_prob_error") for name in self.comparisons),
+            _worst(decode, "worst_sequence"),
+            f"{max(metrics.max for metrics in decode):.1e}",
+            _text(result.noise),
+        ]
 
     def markdown(self) -> str:
         """The guide's table, and what is wrong."""
         lines = [f"# {self.title}", "", f"Verdict: **{self.verdict}**, threshold {self.settings.threshold:g}.", ""]
         lines += [f"The run ended early: {self.error}", ""] if self.error else []
-        header = [
-            "Sequence Length",
-            "Data Type",
-            "Generation Method",
-            "Batch Size",
-            *(f"trainer vs {self.engine.get('engine')}, {name}" for name in ("decode", "prefill")),
-            *(("strict",) if self.settings.strict else ()),
-            "worst sequence",
-            "max abs diff",
-            "noise floor",
-            "verdict",
-        ]
-        lines += ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
+        engine = f"trainer vs {self.engine.get('engine')}"
+        names = {"decode": f"{engine}, decode", "prefill": f"{engine}, prefill", "max |diff|": "max abs diff"}
+        cell = ("Sequence Length", "Data Type", "Generation Method", "Batch Size")
+        rows = [[*cell, *(names.get(name, name) for name in self.columns), "verdict"]]
+        rows.append(["---"] * len(rows[0]))
         for result in self.results:
-            row = [*_cell(result.cell), *self.numbers(result), "pass" if result.passed else "**FAIL**"]
-            lines.append("| " + " | ".join(row) + " |")
-        for cell, reason in self.skipped.items():
-            lines.append("| " + " | ".join([*_cell(cell), *["-"] * (len(header) - 5), reason]) + " |")
+            rows.append([*shown(result.cell), *self.numbers(result), "pass" if result.passed else "**FAIL**"])
+        rows += [[*shown(cell), *["-"] * len(self.columns), reason] for cell, reason in self.skipped.items()]
+        lines += [f"| {' | '.join(row)} |" for row in rows]
         for result in self.results:
             if not result.passed:
-                lines += ["", f"**{result.cell}**", ""]
-                lines += [f"- {problem}" for problem in result.problems]
-                lines += [f"- {result.verdict.summary}"] if result.verdict else []
-        engine = ", ".join(f"{key} {value}" for key, value in self.engine.items())
-        trainer = ", ".join(f"{key} {value}" for key, value in self.trainer.items())
-        return "\n".join([*lines, "", f"Engine: {engine}.", f"Trainer: {trainer}.", ""])
+                lines += ["", f"**{result.cell}**", "", *(f"- {line}" for line in result.explanation)]
+        return "\n".join([*lines, "", f"Engine: {in_a_line(self.engine)}.", f"Trainer: {in_a_line(self.trainer)}.", ""])
 
 
-def _cell(cell: Cell) -> Sequence[str]:
+CELL = ("length", "data", "mode", "batch")
+
+
+def shown(cell: Cell) -> tuple[str, str, str, str]:
+    """What tables show of a cell."""
     return f"{cell.length:,}", cell.data, cell.mode, str(cell.batch)
+
+
+def in_a_line(about: Mapping[str, Any]) -> str:
+    """What an engine says of itself."""
+    return ", ".join(f"{key} {value}" for key, value in about.items())
+
+
+def _worst(several: Sequence[ConsistencyMetrics], name: str) -> str:
+    return _text(max(getattr(metrics, name) for metrics in several))
 
 
 def _text(value: float) -> str:

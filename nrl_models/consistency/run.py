@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,8 @@ from nrl_models.auto import auto_class_for
 from nrl_models.common.checkpoint_files import resolve_folder
 from nrl_models.common.pretrained import read_config
 from nrl_models.consistency.cells import Cell, Settings
-from nrl_models.consistency.measure import Meter
+from nrl_models.consistency.measure import Measurement, Meter
 from nrl_models.consistency.prompts import Prompts
-from nrl_models.consistency.quirks import QuirkFinder, known_quirks
 from nrl_models.consistency.references import References
 from nrl_models.consistency.report import CellResult, ConsistencyReport
 from nrl_models.consistency.store import Store
@@ -27,19 +25,6 @@ from nrl_models.errors import ConsistencyError, EngineError
 
 MAX_VERDICTS = 3
 """For how many failing cells a verdict is worked out; it takes a few times as long as measuring."""
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """Where a run is.
-
-    Args:
-        report: what is known so far.
-        running: the cells that are not done, and what is being done for them.
-    """
-
-    report: ConsistencyReport
-    running: dict[Cell, str]
 
 
 def check_consistency(
@@ -56,8 +41,7 @@ def check_consistency(
     load_format: str = "auto",
     engine_options: dict[str, Any] | None = None,
     skip_too_long: bool = False,
-    quirks: QuirkFinder = known_quirks,
-    progress: Callable[[Progress], None] = lambda state: None,
+    progress: Callable[[ConsistencyReport], None] = lambda report: None,
 ) -> ConsistencyReport:
     """Check that a checkpoint's trainer and an engine give the same log-probabilities.
 
@@ -74,8 +58,7 @@ def check_consistency(
         load_format: `auto`, or `dummy` for an engine that starts on random weights and is refitted by the trainer.
         engine_options: what the engine itself takes.
         skip_too_long: whether to leave out lengths that the model does not take, and say so, in place of an error.
-        quirks: finds known quirks for a verdict.
-        progress: told of every step.
+        progress: told of every step, with the report as it is so far.
 
     Returns:
         The report. If the engine failed on the way, it says so and holds what was measured before.
@@ -97,23 +80,15 @@ def check_consistency(
         "dtype": str(dtype),
         "trainer_dtype": str(trainer_dtype or dtype),
         "text": None if text_file is None else str(text_file.resolve()),
-        **{key: value for key, value in settings.to_json().items() if key not in _MAY_CHANGE},
+        **{key: value for key, value in asdict(settings).items() if key not in _MAY_CHANGE},
     }
     store = Store(out, decides, fresh=fresh)
     model = auto_class_for(path).from_pretrained(path, dtype=trainer_dtype or dtype or "auto", device=device)
     trainer = HFEngine(model, "trainer")
     prompts = Prompts.of_checkpoint(folder, trainer.capabilities().vocabulary or 0, text_file)
-    options = dict(engine_options or {})
-    started = start_engine(
-        engine,
-        path,
-        dtype=dtype,
-        max_length=options.pop("max_length", _longest(settings, engine)),
-        load_format=load_format,
-        seed=settings.seed,
-        **options,
-    )
-    with started:
+    # vLLM has to sample one more token to score.
+    options = {"max_length": max(settings.lengths) + 1 if engine == "vllm" else None, **(engine_options or {})}
+    with start_engine(engine, path, dtype=dtype, load_format=load_format, seed=settings.seed, **options) as started:
         if load_format == "dummy":
             started.refit(model.state_dict_adapter.iter_export(model))
         return run_matrix(
@@ -126,7 +101,6 @@ def check_consistency(
             References(path, device=device),
             skipped=skipped,
             load_format=load_format,
-            quirks=quirks,
             progress=progress,
         )
 
@@ -146,71 +120,55 @@ def run_matrix(
     *,
     skipped: dict[Cell, str] | None = None,
     load_format: str = "auto",
-    quirks: QuirkFinder = known_quirks,
-    progress: Callable[[Progress], None] = lambda state: None,
+    progress: Callable[[ConsistencyReport], None] = lambda report: None,
 ) -> ConsistencyReport:
     """Measure every cell with an engine and a trainer that are there, and judge those that fail.
 
     What it takes and gives is as in `check_consistency`. An engine that fails ends the run; the report says so.
     """
-    report = ConsistencyReport(path, settings, engine.describe(), trainer.describe(), skipped={**(skipped or {})})
+    report = ConsistencyReport(path, settings, engine.describe(), trainer.describe(), skipped=skipped or {})
     meter = Meter(engine, trainer, prompts, settings, store)
-    judge = Judge(engine, trainer, references, settings, quirks=quirks, load_format=load_format)
-    cells = settings.cells()
-    running = dict.fromkeys(cells, "waiting")
-    verdicts = 0
-    with _kept_on_disk(report, store):
-        for cell in cells:
+    judge = Judge(engine, trainer, references, settings, load_format)
+    report.running = dict.fromkeys(settings.cells(), "waiting")
+    try:
+        for cell in settings.cells():
 
             def note(step: str, cell: Cell = cell) -> None:
-                running[cell] = step
-                progress(Progress(report, running))
+                report.running[cell] = step
+                progress(report)
 
-            try:
-                repeats = tuple(meter.measure(cell, repeat, note) for repeat in range(settings.repeats))
-                result = CellResult(cell, repeats, settings.threshold)
-                if not result.passed and verdicts < MAX_VERDICTS:
-                    verdicts += 1
-                    note("judging")
-                    result = replace(result, verdict=_verdict(judge, result, store))
-            except EngineError as error:
-                report.error = str(error)
-                break
-            del running[cell]
+            repeats = tuple(meter.measure(cell, repeat, note) for repeat in range(settings.repeats))
+            result = CellResult(cell, repeats, settings.threshold)
+            judged = sum(earlier.verdict is not None for earlier in report.results)
+            if not result.passed and judged < MAX_VERDICTS:
+                note("judging")
+                result = replace(result, verdict=_verdict(judge, result, store))
+            del report.running[cell]
             report.results.append(result)
-            progress(Progress(report, running))
+            progress(report)
+    except EngineError as error:
+        report.error = str(error)
+    finally:  # the report is kept, whatever ends the run
+        report.running.clear()
+        store.save_note("report", report.to_json())
     return report
 
 
 def _verdict(judge: Judge, result: CellResult, store: Store) -> Verdict:
     name = f"verdict-{result.cell.key}"
     if (kept := store.load_note(name)) is not None:
-        errors = {party: tuple(error) for party, error in kept.pop("errors").items()}
-        return Verdict(
-            **{key: tuple(value) if isinstance(value, list) else value for key, value in kept.items()}, errors=errors
-        )
-    worst = max(result.repeats, key=lambda one: _badness(one))
-    verdict = judge.judge(result.cell, worst)
+        return Verdict.from_json(kept)
+    verdict = judge.judge(result.cell, max(result.repeats, key=_badness))
     store.save_note(name, verdict.to_json())
     return verdict
 
 
-def _badness(found: Any) -> float:
-    several = [found.against_decode, found.against_prefill]
+def _badness(found: Measurement) -> float:
     return max(
-        (one.nan + one.engine_infinite) * 1e6 + (one.token_mult_prob_error if one.tokens else 1e6)
-        for one in several
-        if one is not None
+        (metrics.nan + metrics.engine_infinite) * 1e6 + (metrics.token_mult_prob_error if metrics.tokens else 1e6)
+        for name, metrics in found.metrics.items()
+        if name in ("decode", "prefill")
     )
-
-
-@contextmanager
-def _kept_on_disk(report: ConsistencyReport, store: Store) -> Iterator[None]:
-    """Write the report whatever ends the run."""
-    try:
-        yield
-    finally:
-        store.save_note("report", report.to_json())
 
 
 def _fitting(folder: Path, settings: Settings, skip: bool) -> tuple[Settings, dict[Cell, str]]:
@@ -228,11 +186,6 @@ def _fitting(folder: Path, settings: Settings, skip: bool) -> tuple[Settings, di
         )
     left_out = replace(settings, lengths=tuple(too_long)).cells()
     return replace(settings, lengths=fitting), dict.fromkeys(left_out, f"the model takes {limit:,} tokens")
-
-
-def _longest(settings: Settings, engine: str) -> int | None:
-    """How long sequences an engine has to take: one more where it has to sample to score."""
-    return max(settings.lengths) + 1 if engine == "vllm" else None
 
 
 def fingerprint(folder: Path) -> dict[str, Any]:

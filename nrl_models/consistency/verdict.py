@@ -2,32 +2,30 @@
 
 The same tokens are scored by everybody: the engine as it decoded, the engine in one prefill, the trainer, and
 transformers in fp32 and in fp64, which is as near to the truth as one can compute. Whoever is further from fp64 than
-the precision he computes in explains is the odd one out. What he does instead is guessed (see `explanations`); where in
-the model he parts is looked up, if his modules can be seen.
+the precision it computes in explains is the odd one out. What that party does instead is guessed (see `explanations`);
+where in the model it diverges is looked up, if its modules can be seen.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 
 from nrl_models.consistency.cells import Cell, Settings
-from nrl_models.consistency.explanations import Guesses, distance, explain
-from nrl_models.consistency.measure import Measurement
-from nrl_models.consistency.parting import Parting, first_parting
-from nrl_models.consistency.quirks import Observation, QuirkFinder, known_quirks
+from nrl_models.consistency.divergence import Divergence, first_divergence, relation
+from nrl_models.consistency.explanations import Guesses, distance
+from nrl_models.consistency.measure import Measurement, order_by_error
 from nrl_models.consistency.references import References
-from nrl_models.consistency.relations import relation
 from nrl_models.engines.base import Engine
 from nrl_models.engines.hf import HFEngine
 from nrl_models.errors import NRLModelsError
-from nrl_models.logprobs.metrics import consistency_metrics
+from nrl_models.logprobs.metrics import consistency_metrics, finite_or_none
 from nrl_models.logprobs.sampling import Sampling
 from nrl_models.parity.localise import localise
+from nrl_models.quirks import CATALOGUE, Subject
 
 TRAINER, DECODE, PREFILL = "trainer", "engine decode", "engine prefill"
 
@@ -49,10 +47,10 @@ class Verdict:
         odd: who is wrong.
         errors: for each party its `token_mult_prob_error` and largest difference against transformers in fp64.
         cause: what the odd one does instead, if that was found.
-        module: the first module where the odd one parts, if that was found.
-        detail: where it parts and what is known about that, in words.
-        quirks: known quirks that match.
-        summary: all of it in a sentence.
+        module: the first module where the odd one diverges, if that was found.
+        detail: where it diverges and what is known about that, in words.
+        load_format: how the engine was started: `auto` or `dummy`.
+        quirks: for each known quirk that matches, its name and what to do.
     """
 
     kind: str
@@ -61,15 +59,36 @@ class Verdict:
     cause: str = ""
     module: str = ""
     detail: str = ""
+    load_format: str = "auto"
     quirks: tuple[str, ...] = ()
-    summary: str = ""
+
+    @property
+    def summary(self) -> str:
+        """All of it in a few sentences."""
+        who = " and ".join(self.odd)
+        if self.kind == "precision":
+            sentences = [f"Nobody is wrong beyond the precision they compute in: {self.cause}"]
+        elif self.kind == "unstable":
+            sentences = ["The model itself is unstable: transformers in fp32 is as far from fp64 as this"]
+        elif self.kind == "not finite":
+            sentences = [f"Log-probabilities of {who} are not finite"]
+        else:
+            as_if = f": it computes as if {self.cause}" if self.cause else ""
+            sentences = [f"The odd one out is {who}{as_if}", self.detail]
+        sentences += [f"Known quirk: {quirk}" for quirk in self.quirks]
+        return " ".join(f"{sentence.removesuffix('.')}." for sentence in sentences if sentence)
 
     def to_json(self) -> dict[str, Any]:
         """By name, with numbers that JSON lacks as None."""
-        errors = {
-            name: [value if math.isfinite(value) else None for value in pair] for name, pair in self.errors.items()
-        }
-        return asdict(self) | {"errors": errors}
+        errors = {name: [finite_or_none(value) for value in pair] for name, pair in self.errors.items()}
+        return asdict(self) | {"errors": errors, "summary": self.summary}
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> Verdict:
+        """What `to_json` gave."""
+        errors = {party: tuple(error) for party, error in content["errors"].items()}
+        lists = {name: tuple(content[name]) for name in ("odd", "quirks")}
+        return cls(**{name: value for name, value in content.items() if name != "summary"} | lists | {"errors": errors})
 
 
 class Judge:
@@ -79,22 +98,14 @@ class Judge:
         engine, trainer: the parties.
         references: transformers' models of the same weights.
         settings: how was sampled.
-        quirks: finds known quirks.
         load_format: how the engine was started.
     """
 
     def __init__(
-        self,
-        engine: Engine,
-        trainer: HFEngine,
-        references: References,
-        settings: Settings,
-        *,
-        quirks: QuirkFinder = known_quirks,
-        load_format: str = "auto",
+        self, engine: Engine, trainer: HFEngine, references: References, settings: Settings, load_format: str = "auto"
     ) -> None:
         self.engine, self.trainer, self.references, self.settings = engine, trainer, references, settings
-        self.quirks, self.load_format = quirks, load_format
+        self.load_format = load_format
 
     def judge(self, cell: Cell, found: Measurement) -> Verdict:
         """The verdict on one measurement of a cell; of one that agrees, kind `precision`."""
@@ -127,12 +138,10 @@ class Judge:
                 odd.append(name)
         if not odd:
             return self._finish("precision", (), errors, self._about_precision(looks_like))
-        guess = explain(
-            parties[odd[0]], single, Guesses(self.references, tokens, generated, sampling)(), floors[odd[0]]
-        )
-        parting, detail = self._where(odd, tokens)
+        guesses = Guesses(self.references, tokens, generated, sampling)
+        cause = guesses.explain(parties[odd[0]], single, floors[odd[0]])
         kind = odd[0] if len(odd) == 1 else "engine" if TRAINER not in odd else "everybody"
-        return self._finish(kind, tuple(odd), errors, guess.text if guess else "", parting, detail)
+        return self._finish(kind, tuple(odd), errors, cause, *self._where(odd, tokens))
 
     def _reference(self, dtype: torch.dtype, tokens: torch.Tensor, generated: int, sampling: Sampling) -> torch.Tensor:
         engine = HFEngine(self.references.model(dtype), "reference", max_length=tokens.shape[1])
@@ -156,8 +165,8 @@ class Judge:
         says = f"in what looks like {looks_like}" if engine is None else f"in {_name(engine)}"
         return f"the engine computes {says} and the trainer in {_name(trainer)}"
 
-    def _where(self, odd: Sequence[str], tokens: torch.Tensor) -> tuple[Parting | None, str]:
-        """The first module where the odd one parts, and what can be said about it."""
+    def _where(self, odd: Sequence[str], tokens: torch.Tensor) -> tuple[Divergence | None, str]:
+        """The first module where the odd one diverges, and what can be said about it."""
         for length in dict.fromkeys((min(MODULE_TOKENS, tokens.shape[1]), tokens.shape[1])):
             some = tokens[:1, :length]
             try:
@@ -168,46 +177,46 @@ class Judge:
                 else:
                     found, detail = self._in_engine(some)
             except NRLModelsError as error:
-                return None, f"Where it parts cannot be seen: {error}"
+                return None, f"Where it diverges cannot be seen: {error}"
             if found is not None:
                 return found, detail
-        return None, "None of its modules parts"
+        return None, "None of its modules diverges"
 
-    def _in_trainer(self, tokens: torch.Tensor) -> tuple[Parting | None, str]:
+    def _in_trainer(self, tokens: torch.Tensor) -> tuple[Divergence | None, str]:
         dtype = self.trainer.model.dtype
         model, reference = self.trainer.model, self.references.model(dtype)
         culprits = localise(model, reference, {"input_ids": tokens.to(model.device)}, max_culprits=3)
         if not culprits:
             return None, ""
         first = culprits[0]
-        detail = (
-            f"its weights differ: {', '.join(first.weights)}" if first.weights else "same weights, other computation"
-        )
+        detail = first.cause
         if first.weights and (held := _holds(model, reference, first.weights[0])):
             detail += f"; {first.weights[0]} holds {held}"
         if len(culprits) > 1:
             detail += f"; then {', '.join(culprit.module for culprit in culprits[1:])}"
-        return Parting(first.module, first.class_name, first.max_diff, after="", relative=False), detail
+        return Divergence(first.module, first.class_name, first.max_diff, after="", relative=False), detail
 
-    def _in_engine(self, tokens: torch.Tensor) -> tuple[Parting | None, str]:
+    def _in_engine(self, tokens: torch.Tensor) -> tuple[Divergence | None, str]:
         ids = tokens[0].tolist()
         dtype = self.engine.capabilities().dtype or torch.float32
         calls = self.engine.module_calls(ids)
         expected = HFEngine(self.references.model(torch.float32, combined=True)).module_calls(ids)
-        parting = first_parting(calls, expected, dtype)
-        if parting is None:
+        divergence = first_divergence(calls, expected, dtype)
+        if divergence is None:
             return None, ""
         before = self.references.with_previous_weights(torch.float32, combined=True)
-        return parting, relation(parting, calls, expected, before, dtype)
+        return divergence, relation(divergence, calls, expected, before, dtype)
 
-    def _in_decode(self, tokens: torch.Tensor) -> tuple[Parting | None, str]:
+    def _in_decode(self, tokens: torch.Tensor) -> tuple[Divergence | None, str]:
         """Decoding against prefill, within the engine."""
         prompt = tokens[0].tolist()
         step = self.engine.generate([prompt[:-1]], Sampling(0.0), max_new_tokens=1)[0]
         stepwise = self.engine.module_calls(step.sequence, decode_last=True)
         at_once = self.engine.module_calls(step.sequence)
         dtype = self.engine.capabilities().dtype or torch.float32
-        return first_parting(stepwise, at_once, dtype), "decoding one token after a cached prompt, against one prefill"
+        return first_divergence(
+            stepwise, at_once, dtype
+        ), "decoding one token after a cached prompt, against one prefill"
 
     def _finish(
         self,
@@ -215,37 +224,31 @@ class Judge:
         odd: tuple[str, ...],
         errors: Mapping[str, tuple[float, float]],
         cause: str = "",
-        parting: Parting | None = None,
+        divergence: Divergence | None = None,
         detail: str = "",
     ) -> Verdict:
-        module = parting.module if parting else ""
-        where = f"It parts {parting}" + (f"; {detail}" if detail else "") if parting else detail
-        seen = Observation(
-            self.trainer.model, odd, kind, module, where, cause, self.engine.describe(), self.load_format
+        module = divergence.module if divergence else ""
+        where = f"It diverges {divergence}" + (f"; {detail}" if detail else "") if divergence else detail
+        verdict = Verdict(kind, odd, errors, cause, module, where, self.load_format)
+        subject = Subject(self.trainer.model)
+        quirks = tuple(
+            f"{quirk.name}: {quirk.symptom} {quirk.handling}"
+            for quirk in CATALOGUE
+            if quirk.explains is not None and quirk.explains(verdict) and quirk.applies(subject)
         )
-        quirks = tuple(self.quirks(seen))
-        return Verdict(kind, odd, errors, cause, module, where, quirks, _sentence(kind, odd, cause, where, quirks))
+        return replace(verdict, quirks=quirks)
 
 
 def _case(found: Measurement, threshold: float, count: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The sequences to look at, with every party's log-probabilities: the worst of what fails."""
-    if found.strict is not None and found.strict_tokens is not None:
-        others = [found.against_decode, found.against_prefill]
-        if all(one is None or one.token_mult_prob_error <= threshold for one in others):
-            parties = {TRAINER: found.strict_trainer, PREFILL: found.strict_engine}
-            rows = _worst_rows(found.strict_trainer, [found.strict_engine], count)
-            return found.strict_tokens[rows], {name: values[rows] for name, values in parties.items()}
-    parties = {TRAINER: found.trainer, DECODE: found.decode}
-    if found.prefill is not None:
-        parties[PREFILL] = found.prefill
-    rows = _worst_rows(found.trainer, [values for name, values in parties.items() if name != TRAINER], count)
-    return found.tokens[rows], {name: values[rows] for name, values in parties.items()}
-
-
-def _worst_rows(trainer: torch.Tensor, engine: Sequence[torch.Tensor], count: int) -> list[int]:
-    """The sequences with the largest disagreements, worst first."""
-    difference = torch.stack([(trainer - one).abs().nan_to_num(nan=math.inf) for one in engine]).amax(0)
-    return difference.mean(1).argsort(descending=True)[:count].tolist()
+    others = [metrics for name, metrics in found.metrics.items() if name in ("decode", "prefill")]
+    if "strict" in found.metrics and all(metrics.token_mult_prob_error <= threshold for metrics in others):
+        tokens, parties = found.strict_tokens, {TRAINER: found.strict_trainer, PREFILL: found.strict_engine}
+    else:
+        tokens, parties = found.tokens, {TRAINER: found.trainer, DECODE: found.decode}
+        parties |= {} if found.prefill is None else {PREFILL: found.prefill}
+    rows = order_by_error(*parties.values())[:count]
+    return tokens[rows], {name: values[rows] for name, values in parties.items()}
 
 
 def _error(party: torch.Tensor, exact: torch.Tensor) -> tuple[float, float]:
@@ -261,20 +264,6 @@ def _holds(model: Any, reference: Any, name: str) -> str:
         if other != name and tensor.shape == wrong.shape and torch.equal(tensor.to(wrong.device), wrong):
             return f"what belongs in {other}"
     return ""
-
-
-def _sentence(kind: str, odd: Sequence[str], cause: str, where: str, quirks: Sequence[str]) -> str:
-    who = " and ".join(odd)
-    if kind == "precision":
-        sentences = [f"Nobody is wrong beyond the precision he computes in: {cause}"]
-    elif kind == "unstable":
-        sentences = ["The model itself is unstable: transformers in fp32 is as far from fp64 as this"]
-    elif kind == "not finite":
-        sentences = [f"Log-probabilities of {who} are not finite"]
-    else:
-        sentences = [f"The odd one out is {who}" + (f": it computes as if {cause}" if cause else ""), where]
-    sentences += [f"Known quirk: {one}" for one in quirks]
-    return " ".join(one if one.endswith(".") else f"{one}." for one in sentences if one)
 
 
 def _name(dtype: torch.dtype | None) -> str:

@@ -6,11 +6,13 @@ constant, and make gradients explode in post-training once a prompt has such a t
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import safetensors.torch
 import torch
@@ -50,17 +52,21 @@ class EmbeddingSummary:
     key: str
     shape: tuple[int, int]
     dtype: torch.dtype
-    near_zero: tuple[int, ...]
-    identical: tuple[int, ...]
+    near_zero: list[int]
+    identical: list[int]
     mean_abs: float
     max_abs: float
     std_range: tuple[float, float]
     healthy_std: float
 
     @property
-    def untrained(self) -> tuple[int, ...]:
+    def untrained(self) -> list[int]:
         """Rows that are either."""
-        return tuple(sorted({*self.near_zero, *self.identical}))
+        return sorted({*self.near_zero, *self.identical})
+
+    def to_json(self) -> dict[str, Any]:
+        """By name."""
+        return asdict(self) | {"kind": self.kind.lower(), "dtype": str(self.dtype).removeprefix("torch.")}
 
 
 def diagnose_embeddings(
@@ -86,45 +92,26 @@ def diagnose_embeddings(
     """
     folder = resolve_folder(path)
     result = Diagnosis("embeddings", str(path))
-    files = CheckpointFiles(folder)
-    try:
+    with closing(CheckpointFiles(folder)) as files:
         found, tied = find_embeddings(folder, files)
         summaries = [
             summarise(kind, key, files.read(stored), near_zero=near_zero, identical=identical)
             for kind, (key, stored) in found.items()
         ]
-    finally:
-        files.close()
     result.lines += ["=" * 80, "EMBEDDING SUMMARIES", "=" * 80]
     for summary in summaries:
         result.lines += ["", *_lines(summary, tied, near_zero, identical)]
-    untrained = {summary.key: summary.untrained for summary in summaries}
     result.measured = {
         "tied": tied,
         "thresholds": {"near_zero": near_zero, "identical": identical},
-        "embeddings": [
-            {
-                "kind": one.kind.lower(),
-                "key": one.key,
-                "shape": list(one.shape),
-                "dtype": str(one.dtype).removeprefix("torch."),
-                "near_zero": list(one.near_zero),
-                "identical": list(one.identical),
-                "mean_abs": one.mean_abs,
-                "max_abs": one.max_abs,
-                "std_range": list(one.std_range),
-                "healthy_std": one.healthy_std,
-            }
-            for one in summaries
-        ],
+        "embeddings": [summary.to_json() for summary in summaries],
     }
     if reinitialise is not None:
-        count = sum(len(rows) for rows in untrained.values())
-        write_reinitialised(folder, reinitialise, summaries, seed)
-        result.lines += ["", f"Wrote {reinitialise} with {count} rows drawn anew."]
+        changed = write_reinitialised(folder, reinitialise, summaries, seed)
+        result.lines += ["", f"Wrote {reinitialise} with {changed} rows drawn anew."]
         result.measured["reinitialised"] = str(reinitialise)
     result.lines += ["", "=== Final Summary ===", f"Model: {path}", "Analysis complete."]
-    result.passed = not any(untrained.values())
+    result.passed = not any(summary.untrained for summary in summaries)
     return result
 
 
@@ -163,37 +150,29 @@ def find_embeddings(folder: Path, files: CheckpointFiles) -> tuple[dict[str, tup
 def summarise(
     kind: str, key: str, weight: torch.Tensor, *, near_zero: float = NEAR_ZERO, identical: float = IDENTICAL
 ) -> EmbeddingSummary:
-    """Look at every row of `weight`, `(vocabulary, hidden)`, in fp32."""
-    zero, constant, deviations = [], [], []
-    total, largest, healthy_sum, healthy_squares, healthy_count = 0.0, 0.0, 0.0, 0.0, 0
-    for start in range(0, len(weight), ROWS_AT_A_TIME):
-        rows = weight[start : start + ROWS_AT_A_TIME].float()
-        size = rows.abs()
-        spread = rows.std(dim=1, correction=0)
-        is_zero, is_constant = size.amax(1) < near_zero, spread < identical
-        zero += (is_zero.nonzero()[:, 0] + start).tolist()
-        constant += (is_constant.nonzero()[:, 0] + start).tolist()
-        deviations.append(spread)
-        total += size.double().sum().item()
-        largest = max(largest, size.max().item())
-        healthy = rows[~(is_zero | is_constant)].double()
-        healthy_sum += healthy.sum().item()
-        healthy_squares += healthy.square().sum().item()
-        healthy_count += healthy.numel()
-    spread = torch.cat(deviations)
-    mean = healthy_sum / max(healthy_count, 1)
-    variance = healthy_squares / max(healthy_count, 1) - mean**2
+    """Look at every row of `weight`, `(vocabulary, hidden)`, in fp32; sums are in fp64."""
+    found = []
+    for rows in weight.split(ROWS_AT_A_TIME):
+        rows = rows.float()
+        exact = rows.double()
+        largest, deviation = rows.abs().amax(1), rows.std(dim=1, correction=0)
+        found.append(torch.stack([largest, deviation, exact.abs().sum(1), exact.sum(1), exact.square().sum(1)]))
+    largest, deviation, absolute, total, squares = torch.cat(found, dim=1)
+    zero, constant = largest < near_zero, deviation < identical
+    healthy = ~(zero | constant)
+    count = max(int(healthy.sum()) * weight.shape[1], 1)
+    variance = squares[healthy].sum() / count - (total[healthy].sum() / count) ** 2
     return EmbeddingSummary(
-        kind,
-        key,
-        (weight.shape[0], weight.shape[1]),
-        weight.dtype,
-        tuple(zero),
-        tuple(constant),
-        total / max(weight.numel(), 1),
-        largest,
-        (spread.min().item(), spread.max().item()),
-        max(variance, 0.0) ** 0.5,
+        kind=kind,
+        key=key,
+        shape=(weight.shape[0], weight.shape[1]),
+        dtype=weight.dtype,
+        near_zero=zero.nonzero()[:, 0].tolist(),
+        identical=constant.nonzero()[:, 0].tolist(),
+        mean_abs=absolute.sum().item() / max(weight.numel(), 1),
+        max_abs=largest.max().item(),
+        std_range=(deviation.min().item(), deviation.max().item()),
+        healthy_std=max(variance.item(), 0.0) ** 0.5,
     )
 
 
@@ -223,17 +202,16 @@ def _lines(summary: EmbeddingSummary, tied: bool, near_zero: float, identical: f
 
 def ranges(indices: Sequence[int]) -> str:
     """Sorted indices as `0-1,3-999,1192`."""
-    parts: list[list[int]] = []
-    for index in indices:
-        if parts and parts[-1][1] == index - 1:
-            parts[-1][1] = index
-        else:
-            parts.append([index, index])
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
+    # Within a run an index and its place in the list grow alike.
+    runs = [[index for _, index in run] for _, run in groupby(enumerate(indices), lambda pair: pair[1] - pair[0])]
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
-def write_reinitialised(folder: Path, target: Path, summaries: Sequence[EmbeddingSummary], seed: int) -> None:
+def write_reinitialised(folder: Path, target: Path, summaries: Sequence[EmbeddingSummary], seed: int) -> int:
     """Write the checkpoint to `target` with untrained rows drawn anew; everything else is copied byte for byte.
+
+    Returns:
+        How many rows were drawn.
 
     Raises:
         CheckpointError: `target` is the checkpoint itself, or no row is healthy.
@@ -254,21 +232,18 @@ def write_reinitialised(folder: Path, target: Path, summaries: Sequence[Embeddin
     generator = torch.Generator().manual_seed(seed)
     with staged(target) as stage:
         for source in sorted(path for path in folder.iterdir() if path.is_file()):
-            if source.suffix != ".safetensors" or not (keys := changed.keys() & _keys_of(source)):
+            keys: list[str] = []
+            if source.suffix == ".safetensors":
+                with safe_open(source, "pt") as stored:
+                    keys, metadata = sorted(changed.keys() & set(stored.keys())), stored.metadata()
+            if not keys:
                 shutil.copy2(source, stage / source.name)
                 continue
-            with safe_open(source, "pt") as stored:
-                metadata = stored.metadata()
             tensors = safetensors.torch.load_file(source)
-            for key in sorted(keys):
+            for key in keys:
                 summary = changed[key]
                 rows = torch.tensor(summary.untrained)
                 new = torch.randn(len(rows), summary.shape[1], generator=generator) * summary.healthy_std
                 tensors[key][rows] = new.to(summary.dtype)
             safetensors.torch.save_file(tensors, stage / source.name, metadata=metadata)
-
-
-def _keys_of(file: Path) -> set[str]:
-    with file.open("rb") as opened:
-        size = int.from_bytes(opened.read(8), "little")
-        return set(json.loads(opened.read(size))) - {"__metadata__"}
+    return sum(len(summary.untrained) for summary in changed.values())

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
@@ -15,6 +16,7 @@ from nrl_models.errors import EngineError
 from nrl_models.logprobs.sampling import Sampling
 
 Tokens = Sequence[int]
+NamedTensor = tuple[str, torch.Tensor]
 
 LOGITS = "logits"
 """Under this name, `Engine.module_calls` gives what the model's end is given (the last hidden states) and returns."""
@@ -196,7 +198,7 @@ class Engine:
         """
         raise EngineError(f"{self.name} gives no log-probabilities of given tokens")
 
-    def refit(self, tensors: Iterable[tuple[str, torch.Tensor]], *, bucket_bytes: int | None = None) -> RefitReport:
+    def refit(self, tensors: Iterable[NamedTensor], *, bucket_bytes: int | None = None) -> RefitReport:
         """Give the engine new weights.
 
         Args:
@@ -264,11 +266,9 @@ def require_lengths(engine: Engine, sequences: Sequence[Tokens], more: int = 0) 
         )
 
 
-def buckets(
-    tensors: Iterable[tuple[str, torch.Tensor]], max_bytes: int | None
-) -> Iterable[list[tuple[str, torch.Tensor]]]:
+def buckets(tensors: Iterable[NamedTensor], max_bytes: int | None) -> Iterator[list[NamedTensor]]:
     """Group tensors so that none but a single larger one is in a group of more than `max_bytes`."""
-    bucket: list[tuple[str, torch.Tensor]] = []
+    bucket: list[NamedTensor] = []
     size = 0
     for name, tensor in tensors:
         if bucket and max_bytes is not None and size + tensor.nbytes > max_bytes:
@@ -287,3 +287,22 @@ def padded(rows: Sequence[Sequence[float]], width: int | None = None) -> torch.T
     for index, row in enumerate(rows):
         result[index, : len(row)] = torch.tensor(row, dtype=torch.float64)
     return result
+
+
+def tensor_digest(tensor: torch.Tensor) -> str:
+    """SHA-256 of a tensor's dtype, shape and bytes, in the order of its elements; 32 hexadecimal digits of it.
+
+    Where the tensor lives and how it is strided makes no difference.
+    """
+    value = tensor.detach().cpu().contiguous()
+    digest = hashlib.sha256(f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)} ".encode())
+    if value.numel():
+        digest.update(value.reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()[:32]
+
+
+def digested(tensors: Iterable[NamedTensor], digests: dict[str, str]) -> Iterator[NamedTensor]:
+    """The same tensors; their digests are noted in `digests`, by name, as they go by."""
+    for name, tensor in tensors:
+        digests[name] = tensor_digest(tensor)
+        yield name, tensor

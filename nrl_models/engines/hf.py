@@ -15,25 +15,24 @@ import torch
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 from nrl_models.auto import auto_class_for
-from nrl_models.common import FamilyModel
 from nrl_models.common.checkpoint_files import resolve_folder
 from nrl_models.common.kept_adapters import adapter_of
 from nrl_models.common.pretrained import read_config
 from nrl_models.common.projections import groups_of
 from nrl_models.common.recording import record_calls
-from nrl_models.common.soft_cap import reference_attention
 from nrl_models.engines.base import (
     LOGITS,
     Capabilities,
     Engine,
     ModuleCall,
+    NamedTensor,
     RefitReport,
     Sample,
     Tokens,
     buckets,
+    digested,
     require_lengths,
 )
-from nrl_models.engines.digests import tensor_digest
 from nrl_models.errors import EngineError
 from nrl_models.logprobs.head import output_embedding
 from nrl_models.logprobs.sampling import Sampling, smallest_kept
@@ -55,13 +54,8 @@ def reference_model(
         device: where to put it.
         weights: whether to load them; else they are random.
     """
-    config = read_config(resolve_folder(path))
-    ours = auto_class_for(path).from_config(config, device="meta")
-    if weights:
-        return load_reference(ours, path, dtype or "auto", device)
-    reference_class = type(ours).reference_class() if isinstance(ours, FamilyModel) else type(ours)
-    attention = reference_attention(reference_class)
-    return reference_class._from_config(ours.config, dtype=dtype or config.dtype, **attention).to(device).eval()
+    ours = auto_class_for(path).from_config(read_config(resolve_folder(path)), device="meta")
+    return load_reference(ours, path, dtype or "auto", device, weights=weights)
 
 
 class HFEngine(Engine):
@@ -138,38 +132,33 @@ class HFEngine(Engine):
         """Prompts of one length are one batch, so nothing is padded."""
         results: dict[int, Sample] = {}
         end = self.model.generation_config.eos_token_id
-        ends = set(end) if isinstance(end, list) else {end} - {None}
-        with self._plain_generation():
-            torch.manual_seed(seed)
-            for indices in _by_length(prompts):
-                recorder = _Recorder(sampling)
-                batch = torch.tensor([list(prompts[index]) for index in indices], device=self.model.device)
-                # The recorder does what is to be done to the logits; transformers' own ways stay out of it.
-                untouched = {} if sampling.greedy else {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
-                config = GenerationConfig(
-                    do_sample=not sampling.greedy,
-                    **untouched,
-                    max_new_tokens=max_new_tokens,
-                    eos_token_id=None if ignore_end else sorted(ends) or None,
-                    pad_token_id=0,
-                )
+        ends = set() if ignore_end or end is None else set(end) if isinstance(end, list) else {end}
+        # The recorder does what is to be done to the logits; transformers' own ways stay out of it.
+        untouched = {} if sampling.greedy else {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
+        config = GenerationConfig(
+            do_sample=not sampling.greedy,
+            **untouched,
+            max_new_tokens=max_new_tokens,
+            eos_token_id=sorted(ends) or None,
+            pad_token_id=0,
+        )
+        torch.manual_seed(seed)
+        for indices in _by_length(prompts):
+            recorder = _Recorder(sampling)
+            batch = torch.tensor([list(prompts[index]) for index in indices], device=self.model.device)
+            with self._plain_generation():
                 sequences = self.model.generate(
                     input_ids=batch,
                     attention_mask=torch.ones_like(batch),
                     generation_config=config,
                     logits_processor=LogitsProcessorList([recorder]),
                 )
-                logprobs = recorder.finish(sequences)
-                for row, index in enumerate(indices):
-                    tokens = sequences[row, batch.shape[1] :].tolist()
-                    stop = next((place for place, token in enumerate(tokens) if token in ends), None)
-                    size = len(tokens) if ignore_end or stop is None else stop + 1
-                    results[index] = Sample(
-                        tuple(prompts[index]),
-                        tuple(tokens[:size]),
-                        tuple(logprobs[row, :size].tolist()),
-                        "length" if ignore_end or stop is None else "stop",
-                    )
+            new, logprobs = sequences[:, batch.shape[1] :].tolist(), recorder.finish(sequences).tolist()
+            for row, index in enumerate(indices):
+                stop = next((place for place, token in enumerate(new[row]) if token in ends), None)
+                size = None if stop is None else stop + 1
+                tokens, reason = tuple(new[row][:size]), "length" if stop is None else "stop"
+                results[index] = Sample(tuple(prompts[index]), tokens, tuple(logprobs[row][:size]), reason)
         return [results[index] for index in range(len(prompts))]
 
     @contextmanager
@@ -224,15 +213,14 @@ class HFEngine(Engine):
         return [results[index] for index in range(len(sequences))]
 
     @torch.no_grad()
-    def refit(self, tensors: Iterable[tuple[str, torch.Tensor]], *, bucket_bytes: int | None = None) -> RefitReport:
+    def refit(self, tensors: Iterable[NamedTensor], *, bucket_bytes: int | None = None) -> RefitReport:
         """See `Engine.refit`."""
         started = time.perf_counter()
         adapter = adapter_of(self.model)
         own = {name: tensor.detach() for name, tensor in self.model.state_dict(keep_vars=True).items()}
-        written: set[str] = set()
         digests: dict[str, str] = {}
         sizes: list[int] = []
-        for bucket in buckets(tensors, bucket_bytes):
+        for bucket in buckets(digested(tensors, digests), bucket_bytes):
             sizes.append(sum(tensor.nbytes for _, tensor in bucket))
             for name, tensor in bucket:
                 target = adapter.hub.get(name)
@@ -243,14 +231,12 @@ class HFEngine(Engine):
                     )
                 for parameter in target.parameters:
                     target.write_into(parameter, own[parameter], tensor)
-                written.add(name)
-                digests[name] = tensor_digest(tensor)
         missing = [
             name
             for name, target in adapter.hub.items()
-            if name not in written and not any(parameter in adapter.tied for parameter in target.parameters)
+            if name not in digests and not any(parameter in adapter.tied for parameter in target.parameters)
         ]
-        buffers = {name for name, _ in self.model.named_buffers()}
+        buffers = dict(self.model.named_buffers())
         stale = [name for name in missing if adapter.hub[name].parameters[0] in buffers]
         return RefitReport(
             tensors=len(digests),

@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 
+from nrl_models.common.checkpoint_files import resolve_folder
+from nrl_models.common.pretrained import read_config
 from nrl_models.engines.base import Capabilities, Engine, Sample, Tokens, require_lengths
 from nrl_models.errors import EngineError
 from nrl_models.logprobs.sampling import Sampling
@@ -86,8 +88,6 @@ class HTTPEngine(Engine):
 
         `dtype`, `load_format` and `seed` were chosen where it was started.
         """
-        from nrl_models.common.pretrained import read_config, resolve_folder
-
         vocabulary = getattr(read_config(resolve_folder(path)).get_text_config(), "vocab_size", None)
         unknown = options.keys() - {"model", "api_key", "timeout"}
         if unknown:
@@ -126,7 +126,7 @@ class HTTPEngine(Engine):
         samples = []
         for prompt, choice in zip(prompts, self._complete(body, len(prompts)), strict=True):
             tokens = _token_ids(choice)
-            logprobs = _numbers((choice.get("logprobs") or {}).get("token_logprobs"))
+            logprobs = _token_logprobs(choice)
             if logprobs is None or len(logprobs) != len(tokens):
                 raise EngineError(
                     f"{self.address} gave {0 if logprobs is None else len(logprobs)} log-probabilities for "
@@ -149,7 +149,7 @@ class HTTPEngine(Engine):
         choices = self._complete(body | {"echo": True, "logprobs": 0}, len(sequences))
         results = []
         for choice, tokens in zip(choices, sequences, strict=True):
-            found = _numbers((choice.get("logprobs") or {}).get("token_logprobs"))
+            found = _token_logprobs(choice)
             if found is None or len(found) < len(tokens):
                 raise EngineError(
                     f"{self.address} gives no log-probabilities of given tokens: it supports neither `prompt_logprobs` "
@@ -206,8 +206,9 @@ def _token_ids(choice: dict[str, Any]) -> tuple[int, ...]:
     )
 
 
-def _numbers(values: Sequence[float | None] | None) -> tuple[float, ...] | None:
-    """Log-probabilities as a server lists them."""
+def _token_logprobs(choice: dict[str, Any]) -> tuple[float, ...] | None:
+    """Log-probabilities as a server lists them; None if it lists none."""
+    values = (choice.get("logprobs") or {}).get("token_logprobs")
     return None if values is None else tuple(map(_number, values))
 
 

@@ -28,6 +28,7 @@ from nrl_models.engines.base import (
     Capabilities,
     Engine,
     ModuleCall,
+    NamedTensor,
     RefitReport,
     Sample,
     Tokens,
@@ -207,7 +208,7 @@ class VLLMEngine(Engine):
         return scores
 
     def refit(
-        self, tensors: Iterable[tuple[str, torch.Tensor]], *, bucket_bytes: int | None = None, digests: bool = True
+        self, tensors: Iterable[NamedTensor], *, bucket_bytes: int | None = None, digests: bool = True
     ) -> RefitReport:
         """See `Engine.refit`. In this process tensors are read where they are; else each bucket is a message.
 
@@ -272,10 +273,6 @@ class VLLMEngine(Engine):
             result[LOGITS] = _of_one_sequence(calls["logits_processor"])
         return result
 
-    def buffers(self) -> dict[str, torch.Tensor]:
-        """Copies of the buffers of the model inside, by its own names."""
-        return self._call("nrl_buffers")
-
     def close(self) -> None:
         """Shut vLLM down and free its memory."""
         llm, self.llm = self.llm, None
@@ -308,7 +305,7 @@ class VLLMEngine(Engine):
 
 
 def _needs_tokenizer(path: str | Path) -> bool:
-    """Whether vLLM does not start on a model without its tokenizer: its processors of images and sound ask it."""
+    """Whether vLLM does not start on a model without its tokenizer: its processors of images and audio ask it."""
     if is_off("engine-tokenizer"):
         return False
     config = read_config(resolve_folder(path))
@@ -383,7 +380,7 @@ def _of_one_sequence(call: ModuleCall) -> ModuleCall:
     )
 
 
-def _message(bucket: list[tuple[str, torch.Tensor]]) -> bytes:
+def _message(bucket: list[NamedTensor]) -> bytes:
     """Tensors as bytes, for another process."""
     return safetensors.torch.save({name: tensor.contiguous() for name, tensor in bucket})
 

@@ -6,7 +6,7 @@ vLLM gives its workers these methods and calls them by `LLM.collective_rpc`. The
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from contextlib import ExitStack
 from typing import Any
 
@@ -15,8 +15,7 @@ import torch
 
 from nrl_models.common.recording import record_calls
 from nrl_models.common.switches import is_off
-from nrl_models.engines.base import ModuleCall
-from nrl_models.engines.digests import tensor_digest
+from nrl_models.engines.base import ModuleCall, NamedTensor, digested
 from nrl_models.logprobs.sampling import Sampling, smallest_kept
 
 
@@ -96,11 +95,11 @@ class ConsistencyWorker:
             if id(parameter) not in tied
         )
 
-    def nrl_refit_load(self, tensors: Iterable[tuple[str, torch.Tensor]] | bytes, digests: bool) -> None:
+    def nrl_refit_load(self, tensors: Iterable[NamedTensor] | bytes, digests: bool) -> None:
         """Take some weights, by hub name; bytes are a safetensors file, as another process sends it."""
         given = safetensors.torch.load(tensors).items() if isinstance(tensors, bytes) else tensors
         with self._nrl_loading():
-            loaded = self.nrl_model().load_weights(self._nrl_noted(given) if digests else iter(given))
+            loaded = self.nrl_model().load_weights(digested(given, self._nrl_digests) if digests else iter(given))
         self._nrl_loaded |= set(loaded or ())
 
     def nrl_refit_finish(self) -> dict[str, Any]:
@@ -168,11 +167,6 @@ class ConsistencyWorker:
         stack.enter_context(torch.no_grad())
         return stack
 
-    def _nrl_noted(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in tensors:
-            self._nrl_digests[name] = tensor_digest(tensor)
-            yield name, tensor
-
     # Modules
 
     def nrl_record_start(self) -> None:
@@ -191,12 +185,8 @@ class ConsistencyWorker:
             for name, call in self._nrl_calls.items()
         }
 
-    def nrl_buffers(self) -> dict[str, torch.Tensor]:
-        """Copies of the model's buffers, on the CPU."""
-        return {name: buffer.detach().cpu().clone() for name, buffer in self.nrl_model().named_buffers()}
 
-
-def _names(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, ...]]:
+def _names(tensors: Iterable[NamedTensor]) -> list[tuple[str, ...]]:
     """All names of each tensor: a model may hold a layer in two places, and its loader speaks of one of them."""
     names: dict[int, list[str]] = {}
     kept = []  # so that no id is given away twice

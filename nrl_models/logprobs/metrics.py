@@ -111,10 +111,11 @@ class ConsistencyMetrics:
 
     def to_json(self) -> dict[str, Any]:
         """By name, with numbers that JSON lacks as None."""
-        return {name: _finite(value) for name, value in asdict(self).items()}
+        return {name: finite_or_none(value) for name, value in asdict(self).items()}
 
 
-def _finite(value: Any) -> Any:
+def finite_or_none(value: Any) -> Any:
+    """A value as JSON takes it: None for a float that is NaN or infinite."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -19,17 +19,17 @@ from nrl_models.common.random_states import random_states_kept
 from nrl_models.common.state_dict_adapter import StateDictAdapter
 from nrl_models.common.tracing import Trace, trace_linears
 from nrl_models.errors import in_words
+from nrl_models.parity.audio import AUDIO, takes_audio
 from nrl_models.parity.images import PIXELS, Inputs, takes_images
 from nrl_models.parity.inputs import inputs_for
-from nrl_models.parity.sounds import SOUNDS, takes_sounds
 from nrl_models.quirks.bugs import offsets_stay
 from nrl_models.testing.case import randomise
 from nrl_models.testing.tiny import find_tiny
 
-AUDIO = {*SOUNDS, "audio_input_ids", "audio_input_features"}
-"""What arguments that hold sound are called."""
+AUDIO_ARGUMENTS = {*AUDIO, "audio_input_ids", "audio_input_features"}
+"""What arguments that hold audio are called."""
 
-MEDIA = {"images": PIXELS, "sounds": SOUNDS}
+MEDIA = {"images": PIXELS, "audio": AUDIO}
 """What a model may read beside text, and the arguments that hold it."""
 
 STEPS = ("configuration", "build", "text", "images", "backward")
@@ -43,7 +43,7 @@ class Detection:
     Args:
         architecture: its name.
         model_type: of its configuration.
-        modalities: what the tiny model ran on: `text` alone, and `images` and `sounds` (with text).
+        modalities: what the tiny model ran on: `text` alone, and `images` and `audio` (with text).
         parameters: how many the tiny model has.
         needs: what had to be added to the configuration for the class to build and run, in words.
         groups: for each layer class, as `module:Class`, the groups of its linears that read one input and can be
@@ -119,7 +119,7 @@ def detect(
             randomise(model)  # zeros would keep a gated image, say, from the logits
         found["parameters"] = sum(parameter.numel() for parameter in model.parameters())
         step = "text"
-        multimodal = takes_images(model) or takes_sounds(model)
+        multimodal = takes_images(model) or takes_audio(model)
         try:
             trace = _run(model, inputs_for(model, images=False))
             found["modalities"] = ("text",)
@@ -135,8 +135,8 @@ def detect(
             if media and not _media_matter(model, inputs):
                 raise ValueError(f"the logits do not depend on {' and '.join(media)}: their tokens are not known")
             found["modalities"] = (*found.get("modalities", ()), *media)
-        if AUDIO & set(inspect.signature(model.forward).parameters) and "sounds" not in found["modalities"]:
-            found["note"] = "; ".join([*filter(None, [found.get("note")]), "takes sound, which was not tried"])
+        if AUDIO_ARGUMENTS & set(inspect.signature(model.forward).parameters) and "audio" not in found["modalities"]:
+            found["note"] = "; ".join([*filter(None, [found.get("note")]), "takes audio, which was not tried"])
         found |= _by_class(model, trace)
         if found["modalities"] == ("text", "images"):
             found["keeps_offsets"] = _keeping_offsets(model, inputs)
@@ -162,12 +162,12 @@ def _run(model: PreTrainedModel, inputs: Inputs) -> Trace:
 
 @torch.no_grad()
 def _media_matter(model: PreTrainedModel, inputs: Inputs) -> bool:
-    """Whether each image and each sound, changed alone, changes the logits."""
+    """Whether each image and each clip of audio, changed alone, changes the logits."""
     logits = model(**inputs).logits
     return not any(
         torch.equal(logits, model(**inputs | {name: value + 1.0}).logits)
         for name, value in inputs.items()
-        if value.is_floating_point() and name in (*PIXELS, *SOUNDS)
+        if value.is_floating_point() and name in (*PIXELS, *AUDIO)
     )
 
 

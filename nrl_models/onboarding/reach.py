@@ -81,7 +81,7 @@ def write_reach(results_file: Path, page: Path, timings_file: Path | None = None
                 "# How far onboarding reaches",
                 "",
                 f"Every class of transformers {version('transformers')} that writes text: {sum(counts.values())}. Of"
-                " each a tiny model is built, run on text (with images and sounds), run backwards and traced, without "
+                " each a tiny model is built, run on text (with images and audio), run backwards and traced, without "
                 f"a line written for it. {combinable} have linears that read one input and can be combined; "
                 f"{counts['green']} of those ({counts['green'] / combinable:.0%}) are registered with all their "
                 "generated tests green.",

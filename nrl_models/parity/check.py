@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from nrl_models.auto import auto_class_for
 from nrl_models.common import FamilyModel
 from nrl_models.common.soft_cap import reference_attention
-from nrl_models.parity.inputs import Inputs, inputs_for
+from nrl_models.parity.inputs import inputs_for
 from nrl_models.parity.levels import compare_components, compare_end_to_end, compare_gradients, compare_weights
 from nrl_models.parity.localise import localise
 from nrl_models.parity.report import ParityReport, ParityRow
@@ -56,7 +56,7 @@ def check_parity(
     model = auto_class.from_pretrained(path, dtype=torch.float32, device=device, **load_options)
     reference = load_reference(model, path, torch.float32, device)
     report = ParityReport(f"{path}: {type(model).__name__} against transformers' {type(reference).__name__}")
-    inputs = sample(model, length=length, batch=batch, seed=seed)
+    inputs = inputs_for(model, length=length, batch=batch, seed=seed)
     if "1" in checks:
         report.add(compare_weights(model, reference))
     if "2" in checks:
@@ -64,9 +64,8 @@ def check_parity(
     if "3" in checks:
         report.add(compare_end_to_end(model, reference, inputs))
     if "gradients" in checks:
-        report.add(
-            compare_gradients(model, reference, sample(model, length=length, batch=batch, seed=seed, labels=True))
-        )
+        with_labels = inputs_for(model, length=length, batch=batch, seed=seed, labels=True)
+        report.add(compare_gradients(model, reference, with_labels))
     if not report.passed:
         culprits = localise(model, reference, inputs)
         report.add(ParityRow("first to depart", False, str(culprit), "no module departs") for culprit in culprits)
@@ -78,15 +77,28 @@ def check_parity(
 
 
 def load_reference(
-    model: PreTrainedModel, path: str | Path, dtype: torch.dtype | str, device: str | torch.device
+    model: PreTrainedModel,
+    path: str | Path,
+    dtype: torch.dtype | str,
+    device: str | torch.device,
+    *,
+    weights: bool = True,
 ) -> PreTrainedModel:
-    """The same checkpoint as transformers loads it: the class that `model`'s class must equal."""
+    """The same checkpoint as transformers loads it: the class that `model`'s class must equal.
+
+    Args:
+        model: of the checkpoint; it may be on meta.
+        path: the checkpoint's folder.
+        dtype: of the parameters; `auto` is the checkpoint's.
+        device: where to put it.
+        weights: whether to load them; else they are random.
+    """
     reference_class = type(model).reference_class() if isinstance(model, FamilyModel) else type(model)
-    config = type(model.config).from_pretrained(path)
     attention = reference_attention(reference_class)
-    return reference_class.from_pretrained(path, config=config, dtype=dtype, **attention).to(device).eval()
-
-
-def sample(model: PreTrainedModel, *, length: int, batch: int, seed: int, labels: bool = False) -> Inputs:
-    """Random inputs for `model`; long enough that images fit."""
-    return inputs_for(model, batch=batch, length=length, labels=labels, seed=seed)
+    if weights:
+        config = type(model.config).from_pretrained(path)
+        reference = reference_class.from_pretrained(path, config=config, dtype=dtype, **attention)
+    else:
+        own = model.config.dtype if dtype == "auto" else dtype
+        reference = reference_class._from_config(model.config, dtype=own, **attention)
+    return reference.to(device).eval()

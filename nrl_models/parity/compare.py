@@ -26,20 +26,18 @@ class TensorComparison(NamedTuple):
         return f"max_diff={self.max_diff:.6e}, mean_diff={self.mean_diff:.6e}, cosine_sim={self.cosine_similarity:.8f}"
 
 
-def compare_tensors(reference: torch.Tensor, actual: torch.Tensor, name: str = "") -> TensorComparison:
+def compare_tensors(reference: torch.Tensor, actual: torch.Tensor) -> TensorComparison:
     """Compare two tensors of one shape, in fp32 differences and a double-precision cosine.
 
     Args:
         reference: the tensor to equal.
         actual: the tensor under test, on any device, of any dtype.
-        name: what they are, for the error.
 
     Raises:
         ValueError: the shapes differ.
     """
     if reference.shape != actual.shape:
-        label = f"{name}: " if name else ""
-        raise ValueError(f"{label}shapes differ: reference {tuple(reference.shape)}, actual {tuple(actual.shape)}")
+        raise ValueError(f"shapes differ: reference {tuple(reference.shape)}, actual {tuple(actual.shape)}")
     if reference.numel() == 0:
         return TensorComparison(0.0, 0.0, 1.0)
     first = reference.detach().float().flatten()
@@ -90,22 +88,19 @@ class StateDictComparison(NamedTuple):
 
 
 def compare_state_dicts(
-    reference: Mapping[str, torch.Tensor], actual: Mapping[str, torch.Tensor], prefix: str = ""
+    reference: Mapping[str, torch.Tensor], actual: Mapping[str, torch.Tensor]
 ) -> StateDictComparison:
     """Compare two state dicts key by key, exactly.
 
     Args:
         reference: the state dict to equal.
         actual: the one under test.
-        prefix: put before every name in the result.
     """
     max_diffs = {}
     for name in sorted(reference.keys() & actual.keys()):
         first, second = reference[name], actual[name]
         if first.shape != second.shape or first.dtype != second.dtype:
-            max_diffs[prefix + name] = math.inf
+            max_diffs[name] = math.inf
         elif not torch.equal(first, second.to(first.device)):
-            max_diffs[prefix + name] = compare_tensors(first, second).max_diff
-    missing = {prefix + name for name in reference.keys() - actual.keys()}
-    extra = {prefix + name for name in actual.keys() - reference.keys()}
-    return StateDictComparison(missing, extra, max_diffs)
+            max_diffs[name] = compare_tensors(first, second).max_diff
+    return StateDictComparison(reference.keys() - actual.keys(), actual.keys() - reference.keys(), max_diffs)

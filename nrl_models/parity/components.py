@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from nrl_models.parity.inputs import Inputs
+from nrl_models.parity.noise import cast
 
 
 @dataclass(frozen=True)
@@ -27,45 +30,29 @@ class Call:
         token ids alone is called as it was.
         """
         given = (*self.args, *self.kwargs.values())
-        hidden = next((value for value in given if _is_float(value)), None)
+        hidden = next((value for value in given if torch.is_tensor(value) and value.is_floating_point()), None)
         if hidden is None:
             return self
-        new = _random_like(hidden, seed)
+        new = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(seed)).to(hidden)
         return Call(
             tuple(new if value is hidden else value for value in self.args),
             {name: new if value is hidden else value for name, value in self.kwargs.items()},
         )
 
 
-def _is_float(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_floating_point()
-
-
-def _random_like(value: torch.Tensor, seed: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(value.shape, generator=generator).to(value)
-
-
 def calls_of(model: nn.Module, classes: Collection[type[nn.Module]], inputs: Inputs) -> dict[str, Call]:
     """The first call of every module of exactly these `classes`, by module name, in one forward of `model`."""
     calls: dict[str, Call] = {}
-    handles = []
-    for name, module in model.named_modules():
-        if type(module) in classes:
 
-            def record(module: nn.Module, args: Any, kwargs: Any, name: str = name) -> None:
-                if name not in calls:  # as they are now: a cache among them will grow
-                    calls[name] = Call(*copy.deepcopy((args, dict(kwargs))))
+    def record(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if name not in calls:  # as they are now: a cache among them will grow
+            calls[name] = Call(*copy.deepcopy((args, dict(kwargs))))
 
-            handles.append(module.register_forward_pre_hook(record, with_kwargs=True))
-    dtype = next(model.parameters()).dtype
-    inputs = inputs | {name: value.to(dtype) for name, value in inputs.items() if value.is_floating_point()}
-    try:
-        with torch.no_grad():
-            model(**inputs, use_cache=False)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with ExitStack() as stack, torch.no_grad():
+        for name, module in model.named_modules():
+            if type(module) in classes:
+                stack.callback(module.register_forward_pre_hook(partial(record, name), with_kwargs=True).remove)
+        model(**cast(inputs, model), use_cache=False)
     return calls
 
 

@@ -11,6 +11,7 @@ import inspect
 import math
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
@@ -67,12 +68,11 @@ class Geometry:
         vision = _vision_part(config)
 
         def first(*names: str, default: int) -> int:
-            for part in (vision, config):
-                for name in names:
-                    value = getattr(part, name, None)
-                    value = value[0] if isinstance(value, (list, tuple)) and value else value
-                    if isinstance(value, int) and value:
-                        return value
+            for part, name in product((vision, config), names):
+                value = getattr(part, name, None)
+                value = value[0] if isinstance(value, (list, tuple)) and value else value
+                if isinstance(value, int) and value:
+                    return value
             return default
 
         patch = first("patch_size", "spatial_patch_size", default=14)
@@ -114,11 +114,8 @@ def _vision_part(config: PreTrainedConfig) -> PreTrainedConfig:
     """The part of `config` that describes images; the whole where there is none."""
     text = config.get_text_config()
     others = [part for part in parts(config).values() if part is not text]
-    for key in ("patch_size", "image_size", "resolution", "patch_embed_hidden_size"):
-        for part in others:
-            if hasattr(part, key):
-                return part
-    return config
+    keys = ("patch_size", "image_size", "resolution", "patch_embed_hidden_size")
+    return next((part for key, part in product(keys, others) if hasattr(part, key)), config)
 
 
 def _grid(g: Geometry, shape: Shape) -> torch.Tensor:
@@ -208,17 +205,14 @@ def image_inputs(model: PreTrainedModel, inputs: Inputs, generator: torch.Genera
             values[..., :2] = _positions(geometry, shape)
         for companions in _companions(known, geometry, shape):
             image = {pixels: values} | companions
+            result = inputs | {name: value for name, value in image.items() if name in forward}
             try:
                 if method is None:
-                    result = _without_method(model, inputs, {k: v for k, v in image.items() if k in forward})
-                else:
-                    count = token_count(run_on(model, method, image | _settings(model.config, known)), len(text))
-                    given = {name: value for name, value in image.items() if name in forward}
-                    result = inputs | given | {"input_ids": _with_tokens(model.config, text, count)}
+                    return _without_method(model, result)
+                count = token_count(run_on(model, method, image | _settings(model.config, known)), len(text))
+                return result | {"input_ids": _with_tokens(model.config, text, count)}
             except Exception as error:
                 failures[str(tuple(shape))] = in_words(error)
-                continue
-            return result
     tried = "; ".join(f"{pixels} of shape {shape}: {failure}" for shape, failure in failures.items())
     raise ImageInputsError(
         f"{type(model).__name__} takes images in a form that is not known here ({tried}). "
@@ -250,7 +244,7 @@ def parameters_of(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
 
 
 def feature_method(model: PreTrainedModel, name: str) -> Callable[..., Any] | None:
-    """The model's method of this name that computes features of images or sounds; None if it has none."""
+    """The model's method of this name that computes features of images or audio; None if it has none."""
     # The head's method hands its arguments on and may not name them all.
     return next((getattr(one, name) for one in (model.base_model, model) if hasattr(one, name)), None)
 
@@ -287,14 +281,12 @@ def run_on(model: PreTrainedModel, function: Callable[..., Any], arguments: Inpu
     )
 
 
-def _without_method(model: PreTrainedModel, inputs: Inputs, image: Inputs) -> Inputs:
+def _without_method(model: PreTrainedModel, inputs: Inputs) -> Inputs:
     """Inputs for a model that does not say how many tokens an image is: its configuration may, or it takes none."""
-    config = model.config
-    result = inputs | image
-    if "input_ids" in inputs:
-        keys = ("mm_tokens_per_image", "image_seq_length", "num_image_tokens", "num_query_tokens")
-        if image_token(config) is not None and (count := first_token(config, keys)):
-            result["input_ids"] = _with_tokens(config, inputs["input_ids"], count)
+    config, result = model.config, dict(inputs)
+    keys = ("mm_tokens_per_image", "image_seq_length", "num_image_tokens", "num_query_tokens")
+    if "input_ids" in inputs and image_token(config) is not None and (count := first_token(config, keys)):
+        result["input_ids"] = _with_tokens(config, inputs["input_ids"], count)
     if "image_embeds_position_mask" in parameters_of(model.forward):
         result["image_embeds_position_mask"] = torch.zeros_like(result["input_ids"])
         result["image_embeds_position_mask"][:, 3 : 3 + config.latent_query_num] = 1
@@ -303,7 +295,7 @@ def _without_method(model: PreTrainedModel, inputs: Inputs, image: Inputs) -> In
 
 
 def token_count(features: Any, images: int) -> int:
-    """How many tokens each of `images` images (or sounds) is, from what was returned as features of all of them."""
+    """How many tokens each of `images` images (or audio clips) is, from what was returned as features of them all."""
     deep = getattr(features, "deepstack_features", None)
     if hasattr(features, "pooler_output"):
         last = getattr(features, "last_hidden_state", None)

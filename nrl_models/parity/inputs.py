@@ -1,4 +1,4 @@
-"""Random inputs of the kind a model takes: text alone, or text with images and sounds."""
+"""Random inputs of the kind a model takes: text alone, or text with images and audio."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from nrl_models.common.configurations import all_values
+from nrl_models.parity.audio import audio_inputs, audio_token
 from nrl_models.parity.images import Inputs, accepts_images, image_inputs, image_token, takes_images
-from nrl_models.parity.sounds import sound_inputs, sound_token
 
 __all__ = ["FIRST_WORD", "Inputs", "count_words", "inputs_for", "takes_images", "written"]
 
@@ -33,7 +33,7 @@ def inputs_for(
         model: the model. One that takes images is run on one, to see in which form.
         batch: number of sequences.
         length: tokens in each, images included; more where an image alone is as long.
-        images: whether to put an image (and a sound) in each sequence of a model that accepts them; None puts one
+        images: whether to put an image (and audio) in each sequence of a model that accepts them; None puts one
             wherever the model has a tower for it.
         labels: whether to add labels for the loss.
         seed: of the random numbers.
@@ -49,12 +49,12 @@ def inputs_for(
     result: Inputs = {name: _words(config, (batch, length), generator) for name in sequences if name in forward}
     if has_encoder(config) and type(model).__name__.endswith("ForSequenceClassification"):
         result["input_ids"][:, -1] = config.eos_token_id  # whose state is what is classified
-    sounds = images is not False
+    audio = images is not False
     images = takes_images(model) if images is None else images and accepts_images(model)
     if images:
         result = image_inputs(model, result, generator)
-    if sounds:
-        result = sound_inputs(model, result, generator) or result
+    if audio:
+        result = audio_inputs(model, result, generator) or result
     if labels:
         result["labels"] = _labels(model, written(result), generator)
     token = image_token(config)
@@ -105,7 +105,7 @@ def _labels(model: PreTrainedModel, input_ids: torch.Tensor, generator: torch.Ge
     if name.endswith("ForTokenClassification"):
         return torch.randint(0, config.num_labels, tuple(input_ids.shape), generator=generator)
     labels = input_ids.clone()
-    for token in (image_token(config), sound_token(config)):
+    for token in (image_token(config), audio_token(config)):
         if token is not None:
             labels[labels == token] = -100
     return labels

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import nullcontext
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from nrl_models.common import StateDictAdapter
 from nrl_models.common.routing import RoutingRecord, can_replay, flip_rate, replay_routing
-from nrl_models.parity.compare import TensorComparison, compare_state_dicts, compare_tensors
+from nrl_models.parity.compare import StateDictComparison, compare_state_dicts, compare_tensors
 from nrl_models.parity.components import calls_of, run_layer
 from nrl_models.parity.inputs import Inputs
 from nrl_models.parity.noise import (
@@ -41,36 +39,26 @@ def compare_weights(model: PreTrainedModel, reference: PreTrainedModel) -> list[
         reference: the Hugging Face model, loaded by transformers.
     """
     adapter = model.state_dict_adapter
-    own = model.state_dict()
-    expected = reference.state_dict()
-    converted = adapter.to_hf(own, layout="transformers")
-    weights = compare_state_dicts(expected, converted)
-    roundtrip = compare_state_dicts(own, adapter.from_hf(adapter.to_hf(own)))
-    buffers = compare_state_dicts(dict(reference.named_buffers()), dict(model.named_buffers()))
-    count = f"{len(expected)} tensors"
+    own, expected = model.state_dict(), reference.state_dict()
+    weights = compare_state_dicts(expected, adapter.to_hf(own, layout="transformers"))
+    round_trip = compare_state_dicts(own, adapter.from_hf(adapter.to_hf(own)))
+    buffers = dict(model.named_buffers())
+    of_buffers = compare_state_dicts(dict(reference.named_buffers()), buffers)
+    kept = model.state_dict(keep_vars=True)
+    apart = [name for name, other in adapter.tied.items() if kept[name].data_ptr() != kept[other].data_ptr()]
+    tied = ", ".join(f"{name} = {other}" for name, other in adapter.tied.items()) or "nothing is tied"
     return [
-        ParityRow("level 1: weights", weights.equal, count if weights.equal else _first(weights), "equal exactly"),
-        ParityRow("level 1: round trip", roundtrip.equal, count if roundtrip.equal else _first(roundtrip), "exact"),
-        ParityRow(
-            "level 1: buffers",
-            buffers.equal,
-            f"{sum(1 for _ in model.buffers())} buffers" if buffers.equal else _first(buffers),
-            "equal exactly",
-        ),
-        _ties(model, adapter),
+        _level_1("weights", weights, f"{len(expected)} tensors", "equal exactly"),
+        _level_1("round trip", round_trip, f"{len(expected)} tensors", "exact"),
+        _level_1("buffers", of_buffers, f"{len(buffers)} buffers", "equal exactly"),
+        ParityRow("level 1: tied weights", not apart, f"apart: {apart}" if apart else tied, "one storage each"),
     ]
 
 
-def _first(comparison: object) -> str:
-    text = str(comparison)
-    return text if len(text) < 200 else text[:200] + " ..."
-
-
-def _ties(model: PreTrainedModel, adapter: StateDictAdapter) -> ParityRow:
-    own = model.state_dict(keep_vars=True)
-    apart = [name for name, kept in adapter.tied.items() if own[name].data_ptr() != own[kept].data_ptr()]
-    tied = ", ".join(f"{name} = {kept}" for name, kept in adapter.tied.items()) or "nothing is tied"
-    return ParityRow("level 1: tied weights", not apart, f"apart: {apart}" if apart else tied, "one storage each")
+def _level_1(what: str, found: StateDictComparison, if_equal: str, expected: str) -> ParityRow:
+    different = str(found)
+    different = different if len(different) < 200 else f"{different[:200]} ..."
+    return ParityRow(f"level 1: {what}", found.equal, if_equal if found.equal else different, expected)
 
 
 def compare_components(model: nn.Module, reference: nn.Module, inputs: Inputs, seed: int = 42) -> list[ParityRow]:
@@ -97,14 +85,16 @@ def compare_components(model: nn.Module, reference: nn.Module, inputs: Inputs, s
         if not expected:  # nothing that could differ is nothing that passed
             continue
         actual = run_layer(model.get_submodule(name), call)
-        worst = _worst([compare_tensors(first, second) for first, second in zip(expected, actual, strict=True)])
+        found = [compare_tensors(first, second) for first, second in zip(expected, actual, strict=True)]
+        max_diff = max(comparison.max_diff for comparison in found)
+        cosine = min(comparison.cosine_similarity for comparison in found)
         scale = max([1.0, *(tensor.abs().max().item() for tensor in expected if tensor.is_floating_point())])
         allowed = TOLERANCE[dtype] * scale
         rows.append(
             ParityRow(
                 f"level 2: {type(original).__name__}",
-                worst.max_diff <= allowed and worst.cosine_similarity > MIN_COSINE,
-                f"max_diff {worst.max_diff:.1e}",
+                max_diff <= allowed and cosine > MIN_COSINE,
+                f"max_diff {max_diff:.1e}",
                 f"at most {allowed:.1e}",
                 name,
             )
@@ -119,14 +109,6 @@ def _component_classes(reference: nn.Module) -> set[type[nn.Module]]:
         for module in reference.modules()
         if not type(module).__module__.startswith("torch.") and not isinstance(module, PreTrainedModel)
     }
-
-
-def _worst(comparisons: list[TensorComparison]) -> TensorComparison:
-    return TensorComparison(
-        max((one.max_diff for one in comparisons), default=0.0),
-        max((one.mean_diff for one in comparisons), default=0.0),
-        min((one.cosine_similarity for one in comparisons), default=1.0),
-    )
 
 
 def compare_end_to_end(model: nn.Module, reference: nn.Module, inputs: Inputs) -> list[ParityRow]:
@@ -210,11 +192,3 @@ def compare_gradients(model: PreTrainedModel, reference: PreTrainedModel, inputs
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def shared_modules(model: nn.Module, reference: nn.Module) -> Iterator[str]:
-    """Names of the modules both models have."""
-    own = dict(model.named_modules())
-    for name, module in reference.named_modules():
-        if name in own and (type(module) is not nn.Linear or isinstance(own[name], nn.Linear)):
-            yield name

@@ -1,4 +1,4 @@
-"""Where two models part: the first module whose output departs, confirmed by putting the reference's in its place."""
+"""Where two models diverge: the first module whose output departs, confirmed by substituting the reference's."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from transformers import PreTrainedModel
 from nrl_models.common.recording import RecordedCall, record_calls
 from nrl_models.parity.compare import compare_tensors
 from nrl_models.parity.inputs import Inputs
-from nrl_models.parity.levels import shared_modules
 from nrl_models.parity.noise import TOLERANCE, limit, logits_noise, logits_of
 
 
@@ -37,10 +36,14 @@ class Culprit:
     confirmed: bool
     weights: tuple[str, ...]
 
+    @property
+    def cause(self) -> str:
+        """Whether it is weights, in words."""
+        return f"its weights differ: {', '.join(self.weights)}" if self.weights else "same weights, other computation"
+
     def __str__(self) -> str:
-        cause = f"its weights differ: {', '.join(self.weights)}" if self.weights else "same weights, other computation"
         proof = "confirmed by substitution" if self.confirmed else "more follow"
-        return f"{self.module} ({self.class_name}): output off by {self.max_diff:.1e}; {cause}; {proof}"
+        return f"{self.module} ({self.class_name}): output off by {self.max_diff:.1e}; {self.cause}; {proof}"
 
 
 def localise(
@@ -58,16 +61,24 @@ def localise(
         inputs: what to call both with. Every module's output is kept: short sequences are enough.
         max_culprits: how many to look for.
     """
-    names = list(shared_modules(model, reference))
+    modules = dict(model.named_modules())
+    names = {
+        name
+        for name, module in reference.named_modules()
+        if name in modules and (type(module) is not nn.Linear or isinstance(modules[name], nn.Linear))
+    }
     expected = _record(reference, names, inputs)
     logits = logits_of(reference, inputs)
     dtype = next(reference.parameters()).dtype
     allowed = limit(logits_noise(reference, inputs), dtype)
-    weights = _differing_weights(model, reference)
+    converted = model.state_dict_adapter.to_hf(model.state_dict(), layout="transformers")
+    weights = [name for name, weight in reference.state_dict().items() if not torch.equal(weight, converted[name])]
     substituted: dict[str, Any] = {}
     culprits: list[Culprit] = []
     for _ in range(max_culprits):
-        found = _first_departure(model, names, inputs, expected, substituted, TOLERANCE[dtype])
+        with _substituting(model, substituted):
+            actual = _record(model, names - substituted.keys(), inputs)
+        found = _first_departure(expected, actual, TOLERANCE[dtype])
         if found is None:
             break
         name, difference = found
@@ -81,14 +92,9 @@ def localise(
     return culprits
 
 
-def _differing_weights(model: PreTrainedModel, reference: PreTrainedModel) -> list[str]:
-    converted = model.state_dict_adapter.to_hf(model.state_dict(), layout="transformers")
-    return [name for name, tensor in reference.state_dict().items() if not torch.equal(tensor, converted[name])]
-
-
-def _record(model: nn.Module, names: list[str], inputs: Inputs) -> dict[str, RecordedCall]:
+def _record(model: nn.Module, names: set[str], inputs: Inputs) -> dict[str, RecordedCall]:
     """Every module's last call in one forward, by name, in the order in which modules finish."""
-    with record_calls(model, set(names)) as calls:
+    with record_calls(model, names) as calls:
         logits_of(model, inputs)
     return calls
 
@@ -104,22 +110,14 @@ def _substituting(model: nn.Module, outputs: dict[str, Any]) -> Iterator[None]:
 
 
 def _first_departure(
-    model: nn.Module,
-    names: list[str],
-    inputs: Inputs,
-    expected: dict[str, RecordedCall],
-    substituted: dict[str, Any],
-    tolerance: float,
+    expected: dict[str, RecordedCall], actual: dict[str, RecordedCall], tolerance: float
 ) -> tuple[str, float] | None:
-    """The first module to finish whose inputs are the expected ones and whose output is not."""
-    with _substituting(model, substituted):
-        actual = _record(model, names, inputs)
+    """The first module to finish whose inputs are the expected ones and whose output is not, and by how much."""
     for name, call in expected.items():
-        if name in substituted or name not in actual:
-            continue
-        difference = _departure(call.outputs, actual[name].outputs, tolerance)
-        if difference and not _departure(call.inputs, actual[name].inputs, tolerance):
-            return name, difference
+        if name in actual:
+            difference = _departure(call.outputs, actual[name].outputs, tolerance)
+            if difference and not _departure(call.inputs, actual[name].inputs, tolerance):
+                return name, difference
     return None
 
 

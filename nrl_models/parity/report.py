@@ -9,6 +9,9 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
+VERDICTS = {True: "[green]pass[/green]", False: "[bold red]FAIL[/bold red]"}
+"""What tables show for whether a check passed."""
+
 
 @dataclass(frozen=True, slots=True)
 class ParityRow:
@@ -64,7 +67,7 @@ class ParityReport:
         for column in ("check", "verdict", "measured", "expected", "detail"):
             table.add_column(column, overflow="fold")
         for row in self.rows:
-            verdict = "[green]pass[/green]" if row.passed else "[bold red]FAIL[/bold red]"
             # What was measured may have brackets in it, which are no markup here.
-            table.add_row(escape(row.check), verdict, *map(escape, (row.measured, row.expected, row.detail)))
+            cells = map(escape, (row.measured, row.expected, row.detail))
+            table.add_row(escape(row.check), VERDICTS[row.passed], *cells)
         return table

@@ -61,7 +61,7 @@ def has_experts(subject: Subject) -> bool:
 
 
 def has_towers(subject: Subject) -> bool:
-    """It takes images, video or sound."""
+    """It takes images, video or audio."""
     return any(getattr(subject.config, name, None) is not None for name in ("vision_config", "audio_config"))
 
 

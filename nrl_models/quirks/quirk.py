@@ -68,7 +68,7 @@ class Quirk:
         fixed: the release from which it is gone upstream, as a requirement: `vllm>=0.9.2`.
         kept_for: who still needs the entry, if every version this package takes is beyond `fixed`.
         probe: says whether it is still there.
-        explains: whether it may be what a verdict observed (`nrl_models.consistency.quirks.Observation`).
+        explains: whether it may be what a verdict observed (`nrl_models.consistency.verdict.Verdict`).
         sources: where it is told of.
     """
 

@@ -109,14 +109,14 @@ COHERE_WINDOW = (
 LIMITS: dict[str, tuple[str, str, str]] = {
     "ApertusForCausalLM": (
         DISAGREES,
-        r"It parts in .*act_fn \(XIELU\)",
+        r"It diverges in .*act_fn \(XIELU\)",
         "vLLM keeps this activation's two parameters in bf16, whatever the model's dtype",
     ),
     "Cohere2ForCausalLM": (DISAGREES, *COHERE_WINDOW),
     "Cohere2MoeForCausalLM": (DISAGREES, *COHERE_WINDOW),
     "Ernie4_5_MoeForCausalLM": (
         DISAGREES,
-        r"It parts in model.layers.1.mlp.experts",
+        r"It diverges in model.layers.1.mlp.experts",
         "vLLM's router on a CPU leaves out what corrects the scores of a softmax",
     ),
     "Gemma3nForCausalLM": (
@@ -259,7 +259,7 @@ def hold(architecture: str, start: Start, folder: Path, overrides: dict[str, Any
 
 
 def tokenizer(checkpoint: Path, vocabulary: int) -> None:
-    """Save one of as many words: engines ask for it where a model takes images or sound, though none are given."""
+    """Save one of as many words: engines ask for it where a model takes images or audio, though none are given."""
     words = Tokenizer(models.WordLevel({f"<{token}>": token for token in range(vocabulary)}, unk_token="<0>"))
     PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<0>").save_pretrained(checkpoint)
 

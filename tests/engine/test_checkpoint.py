@@ -25,10 +25,12 @@ from nrl_models.consistency.prompts import Prompts
 from nrl_models.consistency.references import References
 from nrl_models.consistency.run import run_matrix
 from nrl_models.consistency.store import Store
-from nrl_models.diagnostics.decode_vs_prefill import diagnose_decode_vs_prefill
-from nrl_models.diagnostics.max_model_len import diagnose_max_model_len
-from nrl_models.diagnostics.precision import diagnose_precision
-from nrl_models.diagnostics.prefix_caching import diagnose_prefix_caching
+from nrl_models.diagnostics.engines import (
+    diagnose_decode_vs_prefill,
+    diagnose_max_model_len,
+    diagnose_precision,
+    diagnose_prefix_caching,
+)
 from nrl_models.engines.hf import HFEngine
 from nrl_models.engines.vllm import VLLMEngine
 from nrl_models.errors import EngineError

@@ -20,7 +20,8 @@ from typer.testing import CliRunner
 
 from nrl_models.cli import app
 from nrl_models.consistency.cells import Settings
-from nrl_models.consistency.run import Progress, check_consistency
+from nrl_models.consistency.report import ConsistencyReport
+from nrl_models.consistency.run import check_consistency
 from nrl_models.engines import start_engine
 from nrl_models.engines.hf import HFEngine
 from nrl_models.errors import EngineError
@@ -129,8 +130,8 @@ def test_the_server_that_takes_too_long_is_named(demo: Path, server: Server) -> 
 def test_the_server_that_dies_in_the_middle_leaves_what_was_measured(
     demo: Path, server: Server, tmp_path: Path
 ) -> None:
-    def kill(state: Progress) -> None:
-        if len(state.report.results) == 1:
+    def kill(report: ConsistencyReport) -> None:
+        if len(report.results) == 1:
             server.kill()
 
     settings = Settings(lengths=(64,), data=("dummy",), batches=(1, 2), modes=("greedy",), new_tokens=8)

@@ -23,7 +23,7 @@ Gemma3nForConditionalGeneration = Gemma3nFamily.head(
     hf.Gemma3nForConditionalGeneration,
     published=published.WITH_IMAGES,
     # The vision tower is timm's, of one architecture: only its factory's arguments make it small. The last words of
-    # the vocabulary stand for sounds, and the very last fills a sound up.
+    # the vocabulary stand for audio, and the very last fills a clip up.
     tiny={
         "vision_config": {
             "hidden_size": 2048,

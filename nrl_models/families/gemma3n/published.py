@@ -11,4 +11,4 @@ TEXT = {
 """Values, by configuration key, of published models; what the class has by default is left out."""
 
 WITH_IMAGES = {name: {"text_config": values} for name, values in TEXT.items()}
-"""The same, with the towers for images and sound that the configuration has by default."""
+"""The same, with the towers for images and audio that the configuration has by default."""

@@ -25,6 +25,6 @@ Gemma4ForConditionalGeneration = Gemma4Family.head(
         "mm_token_type_ids",
         {"image_token_id": 1, "video_token_id": 2, "audio_token_id": 3},
     ),
-    # Has a tower for sounds where there is a configuration of it, as E2B's and E4B's have.
+    # Has a tower for audio where there is a configuration of it, as E2B's and E4B's have.
     tiny={"audio_config": {}},
 )

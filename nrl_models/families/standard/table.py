@@ -741,7 +741,7 @@ STANDARD: dict[str, Standard] = {
                 "projection_hidden_size": 256,
                 "projection_bias": False,
                 **dict.fromkeys(("dropout", "layerdrop", "activation_dropout", "attention_dropout"), 0.0),
-                "initializer_range": 0.2,  # with less, a sound is lost among the biases
+                "initializer_range": 0.2,  # with less, audio is lost among the biases
             },
         },
         limits=lacks("packed sequences"),

@@ -22,7 +22,7 @@ from nrl_models.testing.suite.asserts import assert_close, dtypes
 def test_declaration_matches_trace(family_case: FamilyCase) -> None:
     """The groups a family combines are exactly the linears that read one input in the Hugging Face model.
 
-    Of a layer that was not called (a tower for videos, for sound) nothing is known, if others of its class were, or it
+    Of a layer that was not called (a tower for videos, for audio) nothing is known, if others of its class were, or it
     is another package's, whose own models show.
     """
     reference, model = family_case.reference(), family_case.model()

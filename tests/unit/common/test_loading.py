@@ -107,7 +107,7 @@ def test_tables_that_old_checkpoints_saved_are_ignored(folder: Path, llama: PreT
 
 
 class _WithTable(nn.Module):
-    """A table computed without naming its dtype, kept in fp32: as Gemma 3n's time scales of sound."""
+    """A table computed without naming its dtype, kept in fp32: as Gemma 3n's time scales of audio."""
 
     def __init__(self) -> None:
         super().__init__()

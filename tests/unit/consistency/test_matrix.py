@@ -125,6 +125,7 @@ def test_an_engine_that_gives_nan_fails_and_the_report_is_valid_json(run: Run, e
     assert (verdict.kind, verdict.odd) == ("not finite", ("engine prefill",))
     found = json.loads(json.dumps(report.to_json(), allow_nan=False))
     assert found["cells"][0]["repeats"][0]["prefill"]["nan"] == 16
+    assert json.loads(json.dumps(run().to_json())) == found  # also from what is on disk
 
 
 def test_tokens_the_engine_never_samples_are_found_by_strict_mode_alone(run: Run, engine: HFEngine) -> None:

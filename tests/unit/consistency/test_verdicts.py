@@ -1,4 +1,4 @@
-"""Faults planted where no engine is needed: who is wrong, what he does instead, and where."""
+"""Faults planted where no engine is needed: who is wrong, what is done instead, and where."""
 
 from __future__ import annotations
 

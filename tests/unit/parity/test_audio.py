@@ -1,4 +1,4 @@
-"""Random sounds reach models that hear, in whatever form they take them."""
+"""Random audio reaches models that take it, in whatever form they do."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from transformers import PreTrainedModel
 
 from nrl_models import registry
 from nrl_models.onboarding.detect import detect
+from nrl_models.parity.audio import audio_token
 from nrl_models.parity.inputs import inputs_for
-from nrl_models.parity.sounds import sound_token
 from nrl_models.testing.case import randomise
 from nrl_models.testing.tiny import tiny_config
 
-# One model for each form of a sound, what it comes with, and how many tokens it is.
+# One model for each form of audio, what it comes with, and how many tokens it is.
 FORMS = {
     "GlmAsrForConditionalGeneration": ({"input_features": (2, 128, 48), "input_features_mask": (2, 48)}, 6),
     "GraniteSpeechForConditionalGeneration": ({"input_features": (2, 48, 160)}, 12),
@@ -56,11 +56,11 @@ def shared(name: str) -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_a_sound_comes_in_the_models_form(name: str) -> None:
+def test_audio_comes_in_the_models_form(name: str) -> None:
     model, (arguments, tokens) = shared(name), FORMS[name]
     inputs = inputs_for(model)
     assert {key: tuple(inputs[key].shape) for key in arguments} == arguments
-    assert (inputs["input_ids"] == sound_token(model.config)).sum(dim=1).tolist() == [tokens, tokens]
+    assert (inputs["input_ids"] == audio_token(model.config)).sum(dim=1).tolist() == [tokens, tokens]
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -68,8 +68,8 @@ def test_a_sound_comes_in_the_models_form(name: str) -> None:
 def test_the_last_word_hears_it(name: str) -> None:
     model = shared(name)
     inputs = inputs_for(model)
-    sound = next(key for key in FORMS[name][0] if inputs[key].is_floating_point())
-    other = inputs | {sound: inputs[sound] + torch.randn_like(inputs[sound])}
+    audio = next(key for key in FORMS[name][0] if inputs[key].is_floating_point())
+    other = inputs | {audio: inputs[audio] + torch.randn_like(inputs[audio])}
     assert (model(**inputs).logits - model(**other).logits)[:, -1].abs().max() > 1e-4
 
 
@@ -77,23 +77,23 @@ def test_text_alone_has_none() -> None:
     model = shared("GlmAsrForConditionalGeneration")
     inputs = inputs_for(model, images=False)
     assert list(inputs) == ["input_ids"]
-    assert not (inputs["input_ids"] == sound_token(model.config)).any()
+    assert not (inputs["input_ids"] == audio_token(model.config)).any()
 
 
-def test_no_loss_is_taken_on_a_sounds_tokens() -> None:
+def test_no_loss_is_taken_on_audio_tokens() -> None:
     model = shared("GlmAsrForConditionalGeneration")
     inputs = inputs_for(model, labels=True)
-    assert torch.equal(inputs["labels"] == -100, inputs["input_ids"] == sound_token(model.config))
+    assert torch.equal(inputs["labels"] == -100, inputs["input_ids"] == audio_token(model.config))
 
 
 def test_a_form_that_is_not_known_is_said() -> None:
     found = detect(transformers.VoxtralForConditionalGeneration)  # whose sizes do not fit each other by default
     assert found.modalities == ("text",)
-    assert found.note == "takes sound, which was not tried"
+    assert found.note == "takes audio, which was not tried"
 
 
-def test_a_tower_for_sounds_is_traced() -> None:
+def test_a_tower_for_audio_is_traced() -> None:
     found = detect(transformers.GraniteSpeechForConditionalGeneration)
-    assert found.modalities == ("text", "sounds")
+    assert found.modalities == ("text", "audio")
     attention = "transformers.models.granite_speech.modeling_granite_speech:GraniteSpeechConformerAttention"
     assert found.groups[attention] == [("to_q", "to_kv")]
