@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -104,13 +105,10 @@ def plan_report(
                 "  no single change makes it fit: combine more ranks of fsdp with tp or ep, and shorter sequences"
             )
         verdict = "\n".join(lines)
-    ranks = 1
-    for size in setting.mesh.values():
-        ranks *= size
     name = (config.architectures or [type(config).__name__])[0]
     words = ", ".join(f"{dimension}={size}" for dimension, size in setting.mesh.items())
     model = f"{name} ({found.total_parameters / 1e9:.1f}B parameters)"
-    return PlanReport(model, words, ranks, limit, found.to_json(), verdict, fits)
+    return PlanReport(model, words, math.prod(setting.mesh.values()), limit, found.to_json(), verdict, fits)
 
 
 def _dtype(name: str) -> torch.dtype:
