@@ -29,6 +29,7 @@ from nrl_models.common.loading import (
 )
 from nrl_models.common.pretrained import Prepared
 from nrl_models.common.projections import Buffer, join, neighbouring_parameters
+from nrl_models.common.random_states import random_states_kept
 from nrl_models.common.views import HFTensor, Piece, apply_steps
 from nrl_models.distributed.mesh import agree, check_mesh, gather_over
 from nrl_models.distributed.parallelize import divide_data, divide_model
@@ -146,12 +147,8 @@ def _fill(prepared: Prepared, fit: Fit) -> None:
     for name, tensor in shards.items():
         install(model, name, tensor)
     _initialise_missing(model, fit, device)
-    share_copies(model, fit.found)
-    for name, kept in fit.adapter.tied.items():
-        owner, _, attribute = name.rpartition(".")
-        kept_owner, _, kept_attribute = kept.rpartition(".")
-        tied = model.get_submodule(kept_owner)._parameters[kept_attribute]
-        model.get_submodule(owner)._parameters[attribute] = tied
+    share_copies(model, fit.found.copies)
+    share_copies(model, fit.adapter.tied)
     move_buffers(model, device)
     join(model)
     unwritten = [name for name, tensor in model.state_dict(keep_vars=True).items() if tensor.device.type == "meta"]
@@ -192,7 +189,7 @@ def _initialise_missing(model: PreTrainedModel, fit: Fit, device: torch.device) 
             for attribute, parameter in module._parameters.items()
         }
         whole.__dict__["_is_hf_initialized"] = False
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
+        with random_states_kept(), torch.no_grad():
             torch.manual_seed(seed)
             model._init_weights(whole)
         for attribute in attributes:
