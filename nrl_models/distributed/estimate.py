@@ -45,7 +45,6 @@ class Setting:
         dtype: in which parameters, gradients and optimiser states are kept.
         compute: in which `fsdp` gathers parameters, and the model computes.
         checkpointing: whether layers' activations are recomputed in the backward.
-        states: how many tensors of a parameter's size the optimiser keeps (AdamW: 2).
     """
 
     mesh: Mapping[str, int]
@@ -54,7 +53,6 @@ class Setting:
     dtype: torch.dtype = torch.float32
     compute: torch.dtype = torch.bfloat16
     checkpointing: bool = True
-    states: int = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +60,7 @@ class Estimate:
     """Bytes on one rank, and bytes it sends in one step of one micro-batch.
 
     Attributes:
-        parameters, gradients, optimizer: kept.
+        parameters, gradients, optimizer: kept; the optimiser is AdamW, with two states of a parameter's size.
         gathered: parameters and gradients that `fsdp` has whole for a while: two units and the outermost one.
         activations: kept from forward to backward, and recomputed at a time.
         buffers: what is no parameter.
@@ -107,7 +105,7 @@ def estimate(config: PreTrainedConfig, setting: Setting) -> Estimate:
     if "fsdp" in mesh.mesh_dim_names:  # type: ignore[operator]
         traffic = {"fsdp": fsdp_traffic} | traffic
     buffers = sum(buffer.nbytes for buffer in kept.buffers())
-    return Estimate(local, local, setting.states * local, gathered, activations, buffers, traffic, total)
+    return Estimate(local, local, 2 * local, gathered, activations, buffers, traffic, total)
 
 
 def remedies(config: PreTrainedConfig, setting: Setting, memory: int) -> list[tuple[str, Estimate]]:

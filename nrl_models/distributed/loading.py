@@ -8,6 +8,7 @@ can go on, and that they see the same, the slices.
 from __future__ import annotations
 
 import copy
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 
 import torch
@@ -30,12 +31,12 @@ from nrl_models.common.loading import (
 from nrl_models.common.pretrained import Prepared
 from nrl_models.common.projections import Buffer, join, neighbouring_parameters
 from nrl_models.common.random_states import random_states_kept
-from nrl_models.common.views import HFTensor, Piece, apply_steps
+from nrl_models.common.views import Piece, apply_steps
 from nrl_models.distributed.mesh import agree, check_mesh, gather_over
 from nrl_models.distributed.parallelize import divide_data, divide_model
 from nrl_models.distributed.plan import ParallelPlan, Plan, plan_for
 from nrl_models.distributed.sharding import Sharding
-from nrl_models.distributed.shards import over_shard, own_block
+from nrl_models.distributed.shards import over_shard, own_block, share_of
 
 
 def load_sharded(
@@ -101,9 +102,7 @@ def _retype(model: nn.Module, fit: Fit) -> None:
             if parameter is None or name not in fit.dtypes or parameter.dtype == fit.dtypes[name]:
                 continue
             if id(parameter) not in done:
-                dtype = fit.dtypes[name]
-                data = parameter.detach()
-                cast = over_shard(data, data.to_local().to(dtype)) if isinstance(data, DTensor) else data.to(dtype)
+                cast = parameter.detach().to(fit.dtypes[name])
                 done[id(parameter)] = nn.Parameter(cast, requires_grad=parameter.requires_grad)
             module._parameters[attribute] = done[id(parameter)]
 
@@ -115,9 +114,7 @@ def _fill(prepared: Prepared, fit: Fit) -> None:
     own = sharding.own_tensors(model)
     laid = _neighbouring_shards(model, fit, own, device)
     shards: dict[str, torch.Tensor] = {}
-    jobs: list[tuple[StoredTensor, list[tuple[Piece, Block]]]] = []
-    wanted: dict[str, list[tuple[Piece, Block]]] = {}
-    targets: dict[str, HFTensor] = {}
+    wanted: dict[str, list[tuple[Piece, Block]]] = defaultdict(list)
     for name, sources in fit.found.sources.items():
         whole = own[name]
         meta = own_block(whole)
@@ -126,11 +123,10 @@ def _fill(prepared: Prepared, fit: Fit) -> None:
         shard = laid[name] if name in laid else torch.empty(meta.shape, dtype=fit.dtypes[name], device=place)
         shards[name] = over_shard(whole, shard) if isinstance(whole, DTensor) else shard
         for key, target in sources:
-            targets[key] = target
             for piece in target.pieces:
                 if piece.view.parameter == name:
                     blocks = through(piece.view.steps, whole.shape, Block(meta.offset, shard))
-                    wanted.setdefault(key, []).extend((piece, block) for block in blocks)
+                    wanted[key] += [(piece, block) for block in blocks]
     jobs = [(files.tensors[key], slices) for key, slices in wanted.items() if slices]
     sharding.loaded_bytes = sum(
         block.tensor.numel() * stored.dtype.itemsize for stored, slices in jobs for _, block in slices
@@ -178,9 +174,10 @@ def _initialise_missing(model: PreTrainedModel, fit: Fit, device: torch.device) 
     """Initialise missing parameters as transformers does, module by module, the same on every rank."""
     mesh = model.sharding.mesh
     (seed, *_) = gather_over(mesh, torch.initial_seed()) if fit.found.missing else (0,)
-    by_module: dict[str, list[str]] = {}
+    by_module: dict[str, list[str]] = defaultdict(list)
     for name in fit.found.missing:
-        by_module.setdefault(name.rpartition(".")[0], []).append(name.rpartition(".")[2])
+        owner, _, attribute = name.rpartition(".")
+        by_module[owner].append(attribute)
     for owner, attributes in by_module.items():
         module = model.get_submodule(owner)
         whole = copy.copy(module)  # the same module with whole tensors, which the initialisation may fill
@@ -193,12 +190,13 @@ def _initialise_missing(model: PreTrainedModel, fit: Fit, device: torch.device) 
             torch.manual_seed(seed)
             model._init_weights(whole)
         for attribute in attributes:
-            name = f"{owner}.{attribute}"
             placeholder = module._parameters.get(attribute)
             if placeholder is None:  # a buffer, which is real, and as it was built
                 continue
             value = whole._parameters[attribute].detach()
             if isinstance(placeholder, DTensor):
-                block = own_block(placeholder.detach())
-                value = over_shard(placeholder.detach(), block.of(value).to(device, copy=True).contiguous())
-            install(model, name, value.to(device) if not isinstance(value, DTensor) else value)
+                share = share_of(placeholder, value).to(device, copy=True).contiguous()
+                value = over_shard(placeholder.detach(), share)
+            else:
+                value = value.to(device)
+            install(model, f"{owner}.{attribute}", value)

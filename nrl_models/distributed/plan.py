@@ -354,22 +354,19 @@ def _without_rule(model: nn.Module, stack: str, rules: Mapping[str, str]) -> lis
 
 
 def _advice(model: PreTrainedModel, mesh: DeviceMesh, problems: list[Problem]) -> list[str]:
-    kinds = {problem.kind for problem in problems}
     advice = []
     config = model.config.get_text_config()
-    if "divide" in kinds:
+    if any(problem.kind == "divide" for problem in problems):
         heads = [getattr(config, key, None) for key in ("num_key_value_heads", "num_attention_heads")]
         sizes = [one for one in heads if isinstance(one, int)]
         fitting = [n for n in range(1, max(sizes, default=1) + 1) if all(one % n == 0 for one in sizes)]
         advice.append(f"take tp among {fitting} (heads are never split or copied), and put the other ranks into fsdp")
-    if any("no tensor-parallel plan" in problem.detail for problem in problems):
-        advice.append("use fsdp alone; or give rules as plan={name: style}, or in the family's `tensor_parallel`")
-    if any("LoRA" in problem.detail for problem in problems):
-        advice.append("use fsdp alone for LoRA")
-    if any("no experts" in problem.detail for problem in problems):
-        advice.append("leave out ep")
-    if any("names no module" in problem.detail for problem in problems):
-        advice.append(
-            "names are those of transformers' model, with * for layer numbers, e.g. model.layers.*.mlp.up_proj"
-        )
-    return advice
+    by_words = {
+        "no tensor-parallel plan": "use fsdp alone; or give rules as plan={name: style}, or in the family's "
+        "`tensor_parallel`",
+        "LoRA": "use fsdp alone for LoRA",
+        "no experts": "leave out ep",
+        "names no module": "names are those of transformers' model, with * for layer numbers, e.g. "
+        "model.layers.*.mlp.up_proj",
+    }
+    return advice + [one for words, one in by_words.items() if any(words in problem.detail for problem in problems)]
