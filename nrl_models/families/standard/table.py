@@ -97,7 +97,7 @@ def lacks(*features: str) -> dict[str, str]:
     return {feature: UPSTREAM_LACKS[feature.rpartition(": ")[2]] for feature in features}
 
 
-LAYOUTS = ("left padding", "right padding", "packed sequences", "cached decoding")
+LAYOUTS = LEFT, RIGHT, PACKED, CACHED = ("left padding", "right padding", "packed sequences", "cached decoding")
 """Every other way to give a model a sequence than whole and alone."""
 NEEDS_IMAGES = dict.fromkeys(LAYOUTS, "transformers' own model takes no text without an image")
 """The limits of a model that describes images: what is proven with text alone is not proven of it."""
@@ -118,7 +118,7 @@ STANDARD: dict[str, Standard] = {
         "Afmoe",
         CAUSAL,
         {"Attention": "q_proj k_proj v_proj gate_proj", "MLP": GATE_UP},
-        lacks("packed sequences"),
+        lacks(PACKED),
         config_values={"score_func": ("sigmoid",), "route_norm": (True,), "n_group": (1,), "topk_group": (1,)},
     ),
     "apertus": Standard(
@@ -144,7 +144,7 @@ STANDARD: dict[str, Standard] = {
         "AXK2",
         ALL_HEADS,
         {"Attention": LATENTS, "Indexer": "wk weights_proj", "MLP": GATE_UP},
-        lacks("cached decoding"),
+        lacks(CACHED),
         since="5.18",
     ),
     "aya_vision": Standard("AyaVision", CONDITIONAL),
@@ -156,40 +156,31 @@ STANDARD: dict[str, Standard] = {
             "MLP": GATE_UP,
             "Attention": "q_proj kv_a_proj_with_mqa g_proj",
         },
-        lacks("packed sequences"),
+        lacks(PACKED),
         since="5.23",
     ),
-    "bamba": Standard(
-        "Bamba", CAUSAL, {"MLP": GATE_UP, "Attention": QKV}, lacks("packed sequences", "cached decoding")
-    ),
+    "bamba": Standard("Bamba", CAUSAL, {"MLP": GATE_UP, "Attention": QKV}, lacks(PACKED, CACHED)),
     "bart": Standard(
         "Bart",
         CAUSAL,
         {"Attention": "q_proj k_proj v_proj @ self_attn, k_proj v_proj @ encoder_attn"},
-        lacks("left padding", "packed sequences"),
+        lacks(LEFT, PACKED),
     ),
     "beam": Standard("Beam", CAUSAL, {"Attention": "q_proj k_proj v_proj gate_proj", "MLP": GATE_UP}, since="5.23"),
     "bert": Standard(
         "Bert",
         ("LMHeadModel",),
         {"SelfAttention": "query key value", "CrossAttention": "key value"},
-        lacks("packed sequences", "cached decoding"),
+        lacks(PACKED, CACHED),
     ),
     "bert_generation": Standard(
-        "BertGeneration",
-        ("Decoder",),
-        {"SelfAttention": "query key value"},
-        lacks("packed sequences", "cached decoding"),
+        "BertGeneration", ("Decoder",), {"SelfAttention": "query key value"}, lacks(PACKED, CACHED)
     ),
-    "bigbird_pegasus": Standard(
-        "BigBirdPegasus", CAUSAL, {"DecoderAttention": QKV}, lacks("left padding", "packed sequences")
-    ),
-    "biogpt": Standard("BioGpt", ALL_HEADS, {"Attention": QKV}, lacks("packed sequences")),
+    "bigbird_pegasus": Standard("BigBirdPegasus", CAUSAL, {"DecoderAttention": QKV}, lacks(LEFT, PACKED)),
+    "biogpt": Standard("BioGpt", ALL_HEADS, {"Attention": QKV}, lacks(PACKED)),
     "bitnet": Standard("BitNet", CAUSAL, {"Attention": QKV, "MLP": GATE_UP}),
-    "blenderbot": Standard("Blenderbot", CAUSAL, {"Attention": QKV}, lacks("left padding", "packed sequences")),
-    "blenderbot_small": Standard(
-        "BlenderbotSmall", CAUSAL, {"Attention": QKV}, lacks("left padding", "packed sequences")
-    ),
+    "blenderbot": Standard("Blenderbot", CAUSAL, {"Attention": QKV}, lacks(LEFT, PACKED)),
+    "blenderbot_small": Standard("BlenderbotSmall", CAUSAL, {"Attention": QKV}, lacks(LEFT, PACKED)),
     "blip": Standard(
         "Blip",
         CONDITIONAL,
@@ -201,7 +192,7 @@ STANDARD: dict[str, Standard] = {
         "Blt",
         CAUSAL,
         {"SelfAttention": QKV, "MLP": GATE_UP, "CrossAttention": "k_proj v_proj"},
-        lacks("left padding", "packed sequences", "cached decoding"),
+        lacks(LEFT, PACKED, CACHED),
     ),
     "camembert": Standard("Camembert", CAUSAL, {"SelfAttention": "query key value"}, lacks(*LAYOUTS)),
     "chameleon": Standard("Chameleon", CONDITIONAL, {"Attention": QKV, "MLP": GATE_UP}),
@@ -217,7 +208,7 @@ STANDARD: dict[str, Standard] = {
         "Cosmos3Edge",
         CONDITIONAL,
         {"VisionAttention": QKV, "TextAttention": QKV},
-        lacks("packed sequences"),
+        lacks(PACKED),
         mixins={"Model": "FreshPositions"},
         since="5.23",
     ),
@@ -226,7 +217,7 @@ STANDARD: dict[str, Standard] = {
         "CpmAnt",
         CAUSAL,
         {"Attention": "project_q project_k project_v", "DenseGatedACT": "w_0 w_1"},
-        lacks("activation checkpointing", "right padding", "packed sequences", "cached decoding"),
+        lacks("activation checkpointing", RIGHT, PACKED, CACHED),
     ),
     "ctrl": Standard("", ("CTRLLMHeadModel",), {"MultiHeadAttention": "Wq Wk Wv"}, lacks("activation checkpointing")),
     "cwm": Standard("Cwm", CAUSAL, {"Attention": QKV, "MLP": GATE_UP}),
@@ -243,7 +234,7 @@ STANDARD: dict[str, Standard] = {
         "DeepseekV32",
         CAUSAL,
         {"Attention": LATENTS, "Indexer": "wk weights_proj", "MLP": GATE_UP},
-        lacks("cached decoding"),
+        lacks(CACHED),
         tiny={"n_routed_experts": 4},  # with others, two words score alike in the indexer
         since="5.18",
     ),
@@ -257,7 +248,7 @@ STANDARD: dict[str, Standard] = {
             "CSACompressor": "kv_proj gate_proj",
             "Indexer": "kv_proj gate_proj",
         },
-        lacks("left padding", "packed sequences"),
+        lacks(LEFT, PACKED),
         tiny={"index_topk": 2},  # of what four words are compressed to each
         since="5.23",
     ),
@@ -280,31 +271,23 @@ STANDARD: dict[str, Standard] = {
         lacks("Dots3NoteForCausalLM: cached decoding"),
         since="5.23",
     ),
-    "electra": Standard(
-        "Electra", CAUSAL, {"SelfAttention": "query key value"}, lacks("packed sequences", "cached decoding")
-    ),
+    "electra": Standard("Electra", CAUSAL, {"SelfAttention": "query key value"}, lacks(PACKED, CACHED)),
     "emu3": Standard("Emu3", CAUSAL_AND_CONDITIONAL, {"Attention": QKV, "MLP": GATE_UP, "VQVAEAttentionBlock": QKV}),
-    "ernie": Standard(
-        "Ernie", CAUSAL, {"SelfAttention": "query key value"}, lacks("packed sequences", "cached decoding")
-    ),
+    "ernie": Standard("Ernie", CAUSAL, {"SelfAttention": "query key value"}, lacks(PACKED, CACHED)),
     "ernie4_5": Standard("Ernie4_5", CAUSAL, {"Attention": QKV, "MLP": GATE_UP}),
     "ernie4_5_moe": Standard("Ernie4_5_Moe", CAUSAL, {"Attention": QKV, "MLP": GATE_UP}),
     "ernie4_5_vl_moe": Standard(
         "Ernie4_5_VLMoe",
         CONDITIONAL,
         {"TextAttention": QKV, "MLP": GATE_UP},
-        lacks("packed sequences"),
+        lacks(PACKED),
         mixins={"Model": "FreshPositions"},
     ),
-    "evolla": Standard(
-        "Evolla", ("ForProteinText2Text",), {"Attention": QKV, "MLP": GATE_UP}, lacks("packed sequences")
-    ),
+    "evolla": Standard("Evolla", ("ForProteinText2Text",), {"Attention": QKV, "MLP": GATE_UP}, lacks(PACKED)),
     "exaone4": Standard("Exaone4", ALL_HEADS, {"Attention": QKV, "MLP": GATE_UP}),
     "exaone4_5": Standard("Exaone4_5_", CONDITIONAL, {"MLP": GATE_UP}),
     "exaone_moe": Standard("ExaoneMoe", CAUSAL, {"Attention": QKV, "MLP": GATE_UP}),
-    "falcon_h1": Standard(
-        "FalconH1", CAUSAL, {"Attention": QKV, "MLP": "up_proj gate_proj"}, lacks("packed sequences")
-    ),
+    "falcon_h1": Standard("FalconH1", CAUSAL, {"Attention": QKV, "MLP": "up_proj gate_proj"}, lacks(PACKED)),
     "flex_olmo": Standard("FlexOlmo", CAUSAL, {"Attention": QKV}),
     "flint": Standard("Flint", CAUSAL, {"Attention": QKV, "MLP": GATE_UP}, since="5.23"),
     "florence2": Standard("Florence2", CONDITIONAL, {}, READS_APART),
@@ -351,13 +334,13 @@ STANDARD: dict[str, Standard] = {
             "TextAttention": LATENTS,
             "TextIndexer": "wk weights_proj",
         },
-        lacks("packed sequences", "tensor parallelism"),
+        lacks(PACKED, "tensor parallelism"),
     ),
     "glm_moe_dsa": Standard(
         "GlmMoeDsa",
         CAUSAL,
         {"Attention": LATENTS, "Indexer": "wk weights_proj", "MLP": GATE_UP},
-        lacks("cached decoding"),
+        lacks(CACHED),
         since="5.18",
     ),
     "glm_ocr": Standard(
@@ -372,11 +355,7 @@ STANDARD: dict[str, Standard] = {
     "gptj": Standard("GPTJ", CAUSAL, {"Attention": QKV}),
     "granite": Standard("Granite", CAUSAL, {"Attention": QKV, "MLP": GATE_UP}),
     "granite4_vision": Standard(
-        "Granite4Vision",
-        CONDITIONAL,
-        {"TextAttention": QKV, "TextMLP": GATE_UP},
-        lacks("cached decoding"),
-        since="5.23",
+        "Granite4Vision", CONDITIONAL, {"TextAttention": QKV, "TextMLP": GATE_UP}, lacks(CACHED), since="5.23"
     ),
     "granite_docling": Standard(
         "GraniteDocling", CONDITIONAL, {"VisionAttention": QKV, "TextAttention": QKV, "TextMLP": GATE_UP}, since="5.23"
@@ -390,7 +369,7 @@ STANDARD: dict[str, Standard] = {
     "granite_swa": Standard("GraniteSWA", CAUSAL, {"Attention": QKV, "MLP": GATE_UP}),
     "granitemoe": Standard("GraniteMoe", CAUSAL, {"Attention": QKV}),
     "granitemoe_swa": Standard("GraniteMoeSWA", CAUSAL, {"Attention": QKV}),
-    "granitemoehybrid": Standard("GraniteMoeHybrid", CAUSAL, {"Attention": QKV}, lacks("packed sequences")),
+    "granitemoehybrid": Standard("GraniteMoeHybrid", CAUSAL, {"Attention": QKV}, lacks(PACKED)),
     "granitemoeshared": Standard("GraniteMoeShared", CAUSAL, {"Attention": QKV}),
     "helium": Standard("Helium", ALL_HEADS, {"Attention": QKV, "MLP": GATE_UP}),
     "hrm_text": Standard("HrmText", CAUSAL, {"Attention": "gate_proj q_proj k_proj v_proj", "MLP": GATE_UP}),
@@ -400,7 +379,7 @@ STANDARD: dict[str, Standard] = {
         "HunYuanVL",
         CONDITIONAL,
         {"VisionAttention": QKV, "DenseV1Attention": QKV, "MLP": GATE_UP},
-        lacks("packed sequences", "batch order"),
+        lacks(PACKED, "batch order"),
     ),
     "hy_v3": Standard(
         "HYV3",
@@ -428,7 +407,7 @@ STANDARD: dict[str, Standard] = {
     ),
     "idefics3": Standard("Idefics3", CONDITIONAL, {"VisionAttention": QKV}),
     "inkling": Standard(
-        "Inkling", CAUSAL, {"Attention": "q_proj k_proj v_proj r_proj"}, lacks("packed sequences", "tensor parallelism")
+        "Inkling", CAUSAL, {"Attention": "q_proj k_proj v_proj r_proj"}, lacks(PACKED, "tensor parallelism")
     ),
     "inkling2": Standard(
         "Inkling2",
@@ -438,7 +417,7 @@ STANDARD: dict[str, Standard] = {
             "FullAttention": "q_proj r_proj gate_proj sink_proj",
             "VisionAttention": QKV,
         },
-        lacks("packed sequences", "tensor parallelism"),
+        lacks(PACKED, "tensor parallelism"),
         since="5.23",
     ),
     "instructblip": Standard("InstructBlip", CONDITIONAL, {"QFormerMultiHeadAttention": QFORMER}, NEEDS_IMAGES),
@@ -447,7 +426,7 @@ STANDARD: dict[str, Standard] = {
     ),
     "internvl": Standard("InternVL", CONDITIONAL, {"VisionAttention": QKV}),
     "jais2": Standard("Jais2", CAUSAL, {"Attention": QKV}),
-    "jamba": Standard("Jamba", CAUSAL_AND_SEQUENCE, {"MLP": GATE_UP, "Attention": QKV}, lacks("packed sequences")),
+    "jamba": Standard("Jamba", CAUSAL_AND_SEQUENCE, {"MLP": GATE_UP, "Attention": QKV}, lacks(PACKED)),
     "janus": Standard("Janus", CONDITIONAL, {"VisionAttention": QKV}),
     "kimi_linear": Standard(
         "KimiLinear",
@@ -457,7 +436,7 @@ STANDARD: dict[str, Standard] = {
             "MLP": GATE_UP,
             "Attention": "q_proj kv_a_proj_with_mqa",
         },
-        lacks("packed sequences"),
+        lacks(PACKED),
         since="5.18",
     ),
     "kolibri1": Standard("Kolibri1", CAUSAL, {"Attention": QKV, "MLP": GATE_UP}, since="5.23"),
@@ -478,28 +457,24 @@ STANDARD: dict[str, Standard] = {
             "VisionMlp": "wi_0 wi_1",
             "TextAttention": "k_proj v_proj @ x_attn, k_proj v_proj q_proj @ self_attn",
         },
-        lacks("left padding", "right padding", "packed sequences"),
+        lacks(LEFT, RIGHT, PACKED),
     ),
     "laguna": Standard("Laguna", CAUSAL, {"Attention": "q_proj k_proj v_proj g_proj", "MLP": GATE_UP}),
     "lfm2": Standard("Lfm2", CAUSAL, {"Attention": QKV, "MLP": "w1 w3"}),
-    "lfm2_moe": Standard("Lfm2Moe", CAUSAL, {"MLP": "w1 w3", "Attention": QKV}, lacks("packed sequences")),
+    "lfm2_moe": Standard("Lfm2Moe", CAUSAL, {"MLP": "w1 w3", "Attention": QKV}, lacks(PACKED)),
     "lfm2_vl": Standard("Lfm2Vl", CONDITIONAL),
     "lfm3": Standard(
-        "Lfm3",
-        CAUSAL,
-        {"MLP": "w1 w3", "Attention": "q_proj k_proj v_proj g_proj"},
-        lacks("packed sequences"),
-        since="5.23",
+        "Lfm3", CAUSAL, {"MLP": "w1 w3", "Attention": "q_proj k_proj v_proj g_proj"}, lacks(PACKED), since="5.23"
     ),
     "lfm3_vl": Standard(
-        "Lfm3Vl", CONDITIONAL, {"VisionMLP": "w1 w3", "VisionAttention": QKV}, lacks("packed sequences"), since="5.23"
+        "Lfm3Vl", CONDITIONAL, {"VisionMLP": "w1 w3", "VisionAttention": QKV}, lacks(PACKED), since="5.23"
     ),
     "lighton_ocr": Standard("LightOnOcr", CONDITIONAL),
     "llama4": Standard(
         "Llama4",
         CAUSAL_AND_CONDITIONAL,
         {"TextAttention": QKV, "TextMLP": GATE_UP, "VisionAttention": QKV},
-        lacks("left padding", "packed sequences", "tensor parallelism"),
+        lacks(LEFT, PACKED, "tensor parallelism"),
     ),
     "llava": Standard("Llava", CONDITIONAL),
     "llava_next": Standard("LlavaNext", CONDITIONAL),
@@ -516,26 +491,20 @@ STANDARD: dict[str, Standard] = {
             "zero_expert_type": ("identity",),
         },
     ),
-    "marian": Standard("Marian", CAUSAL, {"Attention": QKV}, lacks("left padding", "packed sequences")),
-    "mbart": Standard("MBart", CAUSAL, {"Attention": QKV}, lacks("left padding", "packed sequences")),
-    "megatron_bert": Standard(
-        "MegatronBert", CAUSAL, {"SelfAttention": "query key value"}, lacks("packed sequences", "cached decoding")
-    ),
+    "marian": Standard("Marian", CAUSAL, {"Attention": QKV}, lacks(LEFT, PACKED)),
+    "mbart": Standard("MBart", CAUSAL, {"Attention": QKV}, lacks(LEFT, PACKED)),
+    "megatron_bert": Standard("MegatronBert", CAUSAL, {"SelfAttention": "query key value"}, lacks(PACKED, CACHED)),
     "mellum": Standard("Mellum", CAUSAL, {"Attention": QKV}),
     "mimo_v2_flash": Standard("MiMoV2Flash", CAUSAL, {"Attention": QKV, "MLP": GATE_UP}),
     "minicpm3": Standard("MiniCPM3", CAUSAL_AND_SEQUENCE, {"Attention": LATENTS, "MLP": GATE_UP}),
-    "minicpm_ocr": Standard(
-        "MiniCPMOcr", CONDITIONAL, {"VisionAttention": QKV}, lacks("packed sequences"), since="5.23"
-    ),
-    "minicpmv4_6": Standard("MiniCPMV4_6", CONDITIONAL, {"VisionAttention": QKV}, lacks("packed sequences")),
-    "minicpmv4_7": Standard(
-        "MiniCPMV4_7", CONDITIONAL, {"VisionAttention": QKV}, lacks("packed sequences"), since="5.18"
-    ),
+    "minicpm_ocr": Standard("MiniCPMOcr", CONDITIONAL, {"VisionAttention": QKV}, lacks(PACKED), since="5.23"),
+    "minicpmv4_6": Standard("MiniCPMV4_6", CONDITIONAL, {"VisionAttention": QKV}, lacks(PACKED)),
+    "minicpmv4_7": Standard("MiniCPMV4_7", CONDITIONAL, {"VisionAttention": QKV}, lacks(PACKED), since="5.18"),
     "minimax": Standard(
         "MiniMax",
         ALL_HEADS,
         {"Attention": "attention_qkv: q_proj k_proj v_proj", "LightningAttention": "qkv_proj output_gate"},
-        lacks("packed sequences"),
+        lacks(PACKED),
     ),
     "minimax_m2": Standard(
         "MiniMaxM2",
@@ -562,7 +531,7 @@ STANDARD: dict[str, Standard] = {
         "MistralLarge4",
         CONDITIONAL,
         {"TextAttention": "q_proj kv_a_proj_with_mqa", "TextIndexer": "wk weights_proj", "TextMLP": GATE_UP},
-        lacks("cached decoding"),
+        lacks(CACHED),
         since="5.23",
     ),
     "mllama": Standard(
@@ -595,14 +564,14 @@ STANDARD: dict[str, Standard] = {
         lacks("router replay"),
         since="5.23",
     ),
-    "mvp": Standard("Mvp", CAUSAL, {"Attention": QKV}, lacks("left padding", "packed sequences")),
+    "mvp": Standard("Mvp", CAUSAL, {"Attention": QKV}, lacks(LEFT, PACKED)),
     "nanochat": Standard("NanoChat", CAUSAL, {"Attention": QKV}),
     "nemotron": Standard("Nemotron", ALL_HEADS, {"Attention": QKV}),
     "nemotron_h_omni": Standard(
         "",
         ("NemotronH_Omni_Reasoning_V3",),
         {},
-        lacks("packed sequences"),
+        lacks(PACKED),
         tiny={
             "audio_token_id": 487,
             "audio_config": {
@@ -624,10 +593,10 @@ STANDARD: dict[str, Standard] = {
         "OlmoHybrid",
         CAUSAL,
         {"GatedDeltaNet": "q_proj k_proj v_proj b_proj a_proj g_proj", "MLP": GATE_UP, "Attention": QKV},
-        lacks("packed sequences"),
+        lacks(PACKED),
     ),
     "olmoe": Standard("Olmoe", CAUSAL, {"Attention": QKV}),
-    "opt": Standard("OPT", CAUSAL_AND_SEQUENCE, {"Attention": QKV}, lacks("packed sequences")),
+    "opt": Standard("OPT", CAUSAL_AND_SEQUENCE, {"Attention": QKV}, lacks(PACKED)),
     "ovis2": Standard("Ovis2", CONDITIONAL, {"VisionAttention": QKV, "MLP": GATE_UP}),
     "paddleocr_vl": Standard(
         "PaddleOCR",
@@ -643,7 +612,7 @@ STANDARD: dict[str, Standard] = {
         ignored=("num_image_tokens",),  # set on the text model's part, which has no images
     ),
     "parakeet": Standard("Parakeet", (), {"EncoderAttention": QKV}),
-    "pegasus": Standard("Pegasus", CAUSAL, {"Attention": QKV}, lacks("left padding", "packed sequences")),
+    "pegasus": Standard("Pegasus", CAUSAL, {"Attention": QKV}, lacks(LEFT, PACKED)),
     "phi": Standard("Phi", ALL_HEADS, {"Attention": QKV}),
     "phimoe": Standard("Phimoe", CAUSAL, {"Attention": QKV}),
     "pix2struct": Standard(
@@ -658,7 +627,7 @@ STANDARD: dict[str, Standard] = {
         lacks("activation checkpointing") | READS_APART,
     ),
     "pixtral": Standard("Pixtral", (), {"Attention": QKV, "MLP": GATE_UP}),
-    "plbart": Standard("PLBart", CAUSAL, {"Attention": QKV}, lacks("left padding", "packed sequences")),
+    "plbart": Standard("PLBart", CAUSAL, {"Attention": QKV}, lacks(LEFT, PACKED)),
     "prophetnet": Standard(
         "ProphetNet", CAUSAL, {"NgramSelfAttention": "query_proj key_proj value_proj"}, lacks(*LAYOUTS)
     ),
@@ -682,7 +651,7 @@ STANDARD: dict[str, Standard] = {
         "Qwen3Next",
         ALL_HEADS,
         {"GatedDeltaNet": "in_proj_qkvz in_proj_ba", "MLP": GATE_UP, "Attention": QKV},
-        lacks("packed sequences"),
+        lacks(PACKED),
     ),
     "qwen3_omni_moe": Standard(
         "Qwen3OmniMoe",
@@ -709,7 +678,7 @@ STANDARD: dict[str, Standard] = {
             "TextMLP": GATE_UP,
             "TextAttention": QKV,
         },
-        lacks("packed sequences"),
+        lacks(PACKED),
         mixins={"Model": "FreshPositions"},
     ),
     "radio": Standard("Radio", (), {"Attention": QKV}),
@@ -717,24 +686,15 @@ STANDARD: dict[str, Standard] = {
         "RecurrentGemma",
         CAUSAL,
         {"RecurrentBlock": "linear_y linear_x", "Mlp": GATE_UP, "Attention": QKV},
-        lacks("left padding", "packed sequences", "cached decoding"),
+        lacks(LEFT, PACKED, CACHED),
     ),
-    "rembert": Standard(
-        "RemBert", CAUSAL, {"SelfAttention": "query key value"}, lacks("packed sequences", "cached decoding")
-    ),
+    "rembert": Standard("RemBert", CAUSAL, {"SelfAttention": "query key value"}, lacks(PACKED, CACHED)),
     "roberta": Standard("Roberta", CAUSAL, {"SelfAttention": "query key value"}, lacks(*LAYOUTS)),
     "roberta_prelayernorm": Standard(
         "RobertaPreLayerNorm", CAUSAL, {"SelfAttention": "query key value"}, lacks(*LAYOUTS)
     ),
-    "roc_bert": Standard(
-        "RoCBert",
-        CAUSAL_AND_SEQUENCE,
-        {"SelfAttention": "query key value"},
-        lacks("packed sequences", "cached decoding"),
-    ),
-    "roformer": Standard(
-        "RoFormer", CAUSAL, {"SelfAttention": "query key value"}, lacks("packed sequences", "cached decoding")
-    ),
+    "roc_bert": Standard("RoCBert", CAUSAL_AND_SEQUENCE, {"SelfAttention": "query key value"}, lacks(PACKED, CACHED)),
+    "roformer": Standard("RoFormer", CAUSAL, {"SelfAttention": "query key value"}, lacks(PACKED, CACHED)),
     "seed_oss": Standard("SeedOss", ALL_HEADS, {"Attention": QKV, "MLP": GATE_UP}),
     "siglip": Standard("Siglip", (), {"Attention": QKV}),
     "siglip2": Standard("Siglip2", (), {"Attention": QKV}),
@@ -746,9 +706,7 @@ STANDARD: dict[str, Standard] = {
     "step3p7": Standard(
         "Step3p7", CONDITIONAL, {"VisionAttention": QKV, "Attention": "q_proj k_proj v_proj g_proj", "MLP": GATE_UP}
     ),
-    "trocr": Standard(
-        "TrOCR", CAUSAL, {"Attention": "q_proj k_proj v_proj @ self_attn"}, lacks("left padding", "packed sequences")
-    ),
+    "trocr": Standard("TrOCR", CAUSAL, {"Attention": "q_proj k_proj v_proj @ self_attn"}, lacks(LEFT, PACKED)),
     "unlimited_ocr": Standard(
         "UnlimitedOcr", CONDITIONAL, {"Attention": QKV, "TextAttention": QKV, "TextMLP": GATE_UP}, since="5.23"
     ),
@@ -761,21 +719,16 @@ STANDARD: dict[str, Standard] = {
     "voxtral": Standard(
         "Voxtral", CONDITIONAL, tiny={"audio_token_id": 480, "audio_config": {"intermediate_size": 512}}
     ),
-    "xglm": Standard("XGLM", CAUSAL, {"Attention": QKV}, lacks("packed sequences")),
+    "xglm": Standard("XGLM", CAUSAL, {"Attention": QKV}, lacks(PACKED)),
     "xlm": Standard(
         "",
         ("XLMWithLMHeadModel",),
         {"MultiHeadAttention": "q_lin k_lin v_lin"},
-        lacks("activation checkpointing", "packed sequences", "cached decoding"),
+        lacks("activation checkpointing", PACKED, CACHED),
     ),
     "xlm_roberta": Standard("XLMRoberta", CAUSAL, {"SelfAttention": "query key value"}, lacks(*LAYOUTS)),
     "xlm_roberta_xl": Standard("XLMRobertaXL", CAUSAL, {"SelfAttention": "query key value"}, lacks(*LAYOUTS)),
-    "xlstm": Standard(
-        "xLSTM",
-        CAUSAL,
-        {"FeedForward": "proj_up_gate proj_up"},
-        lacks("left padding", "packed sequences", "cached decoding"),
-    ),
+    "xlstm": Standard("xLSTM", CAUSAL, {"FeedForward": "proj_up_gate proj_up"}, lacks(LEFT, PACKED, CACHED)),
     "xmod": Standard("Xmod", CAUSAL, {"SelfAttention": "query key value"}, lacks(*LAYOUTS)),
     "youtu": Standard("Youtu", CAUSAL, {"Attention": LATENTS, "MLP": GATE_UP}),
 }
