@@ -19,15 +19,7 @@ from transformers import PreTrainedModel
 
 from nrl_models.common.blocks import Block, through
 from nrl_models.common.checkpoint_files import StoredTensor
-from nrl_models.common.loading import (
-    Fit,
-    fit_checkpoint,
-    install,
-    keep_unused,
-    move_buffers,
-    run_readers,
-    share_copies,
-)
+from nrl_models.common.loading import Fit, fit_checkpoint, install, keep_unused, move_buffers, run_readers, share_copies
 from nrl_models.common.pretrained import Prepared
 from nrl_models.common.projections import Buffer, join, neighbouring_parameters
 from nrl_models.common.random_states import random_states_kept

@@ -18,13 +18,7 @@ from transformers import PreTrainedModel
 
 from nrl_models.common.loading import class_name
 from nrl_models.distributed.mesh import check_mesh, describe, size_of
-from nrl_models.distributed.styles import (
-    EXPERT_STYLES,
-    TENSOR_STYLES,
-    ExpertsOfThisRank,
-    Style,
-    VocabularyParallel,
-)
+from nrl_models.distributed.styles import EXPERT_STYLES, TENSOR_STYLES, ExpertsOfThisRank, Style, VocabularyParallel
 from nrl_models.errors import Problem, ShardingError
 
 Plan = Literal["auto"] | Mapping[str, str]

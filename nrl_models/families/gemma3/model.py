@@ -11,11 +11,7 @@ from nrl_models.common.token_types import with_token_types
 class Gemma3Family(FamilyModel):
     """What every Gemma3 model shares."""
 
-    rewrites = {
-        hf.Gemma3Attention: CombinedQKV,
-        hf.Gemma3MLP: CombinedGateUp,
-        siglip.SiglipAttention: CombinedQKV,
-    }
+    rewrites = {hf.Gemma3Attention: CombinedQKV, hf.Gemma3MLP: CombinedGateUp, siglip.SiglipAttention: CombinedQKV}
     flags = ModelFlag.SKIP_DTENSOR_TIED_WEIGHTS_CHECK | ModelFlag.VLLM_LOAD_FORMAT_AUTO
     limits = {"context parallelism": "attention keeps its mask, which torch's context parallelism rejects"}
 

@@ -15,9 +15,7 @@ class NemotronHFamily(FamilyModel):
     }
     # Of Mamba 1, of a rotary embedding that the model does not have, and sizes under another name.
     ignored_config_keys = ("attention_head_dim", "time_step_rank", "norm_eps", "rope_theta", "partial_rotary_factor")
-    limits = {
-        "packed sequences": "upstream's Mamba mixers carry their state from a document to the next",
-    }
+    limits = {"packed sequences": "upstream's Mamba mixers carry their state from a document to the next"}
 
 
 def _sizes(layers: str, hidden: int, heads: int, key_values: int, **more: Any) -> dict[str, Any]:
