@@ -58,16 +58,14 @@ class BaichuanRotaryEmbedding(llama.LlamaRotaryEmbedding):
 class BaichuanMLP(nn.Module):
     """SwiGLU without biases."""
 
+    forward = llama.LlamaMLP.forward
+
     def __init__(self, config: BaichuanConfig) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
         self.act_fn = llama.ACT2FN[config.hidden_act]
-
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """`(..., hidden)` to `(..., hidden)`."""
-        return self.down_proj(self.act_fn(self.gate_proj(hidden_states)) * self.up_proj(hidden_states))
 
 
 class BaichuanAttention(nn.Module):
@@ -118,18 +116,14 @@ class BaichuanAttention(nn.Module):
 class BaichuanDecoderLayer(GradientCheckpointingLayer):
     """Attention and MLP, each behind a norm and with a residual."""
 
+    forward = llama.LlamaDecoderLayer.forward
+
     def __init__(self, config: BaichuanConfig, layer_idx: int) -> None:
         super().__init__()
         self.self_attn = BaichuanAttention(config, layer_idx)
         self.mlp = BaichuanMLP(config)
         self.input_layernorm = BaichuanRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = BaichuanRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-
-    def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        """`(B, Q, hidden)` to `(B, Q, hidden)`; keywords go to the attention."""
-        attended, _ = self.self_attn(self.input_layernorm(hidden_states), **kwargs)
-        hidden_states = hidden_states + attended
-        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
 
 
 class BaichuanNormHead(nn.Linear):
