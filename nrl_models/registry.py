@@ -38,7 +38,7 @@ _CUSTOM_CONFIG_REGISTRATIONS: dict[str, tuple[str, str]] = {
 """For each `model_type` that transformers lacks the module and class of its configuration."""
 
 _REQUIREMENTS: dict[str, str] = families.REQUIREMENTS | {
-    name: entry.requires for entry in STANDARD.values() if entry.requires for name in entry.architectures
+    name: f"transformers>={entry.since}" for entry in STANDARD.values() if entry.since for name in entry.architectures
 }
 """For each architecture that needs more than this package does the requirement, e.g. `transformers>=5.18`."""
 

@@ -8,7 +8,6 @@ from typing import Annotated
 import typer
 
 from nrl_models.cli import diagnose as _diagnose  # noqa: F401 (its commands join `app`)
-from nrl_models.cli import engines as _engines  # noqa: F401
 from nrl_models.cli.console import (
     CheckpointPath,
     JsonFile,
@@ -18,6 +17,7 @@ from nrl_models.cli.console import (
     print_table,
     write_json,
 )
+from nrl_models.cli.engines import dtype_of  # whose commands join, too
 
 
 @app.command()
@@ -147,8 +147,8 @@ def plan(
 
     with errors_for_people():
         report = plan_report(
-            path, mesh, seq_len=seq_len, micro_batch=micro_batch, dtype=dtype, compute=compute,
-            checkpointing=checkpointing, memory=memory,
+            path, mesh, seq_len=seq_len, micro_batch=micro_batch, dtype=dtype_of(dtype),
+            compute=dtype_of(compute, "--compute"), checkpointing=checkpointing, memory=memory,
         )  # fmt: skip
     print_table(report.table())
     print_table(report.verdict)

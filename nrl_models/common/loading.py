@@ -424,9 +424,9 @@ def install(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
     (module._buffers if attribute in module._buffers else module._parameters)[attribute] = tensor
 
 
-def share_copies(model: nn.Module, found: Match) -> None:
-    """Let tensors that are given only under a name tied to theirs be the one that is given."""
-    for name, given in found.copies.items():
+def share_copies(model: nn.Module, copies: Mapping[str, str]) -> None:
+    """Let each parameter that `copies` names be the one that it names for it."""
+    for name, given in copies.items():
         owner, _, attribute = name.rpartition(".")
         source_owner, _, source_attribute = given.rpartition(".")
         parameter = model.get_submodule(source_owner)._parameters[source_attribute]
@@ -444,7 +444,7 @@ def move_buffers(model: nn.Module, device: torch.device) -> None:
 def _finish(model: PreTrainedModel, fit: Fit, device: torch.device) -> None:
     """Initialise what was allowed to be missing, share what is tied, and put buffers on the device."""
     found = fit.found
-    share_copies(model, found)
+    share_copies(model, found.copies)
     move_buffers(model, device)
     if found.missing:
         for name in found.missing:

@@ -38,7 +38,7 @@ from nrl_models.distributed.gathering import DEFAULT_BUCKET, gathered
 from nrl_models.distributed.mesh import agree, gather_over, reporting_the_dead
 from nrl_models.distributed.saving import Attempt, write_together
 from nrl_models.distributed.sharding import Sharding
-from nrl_models.distributed.shards import blocks_of, over_shard
+from nrl_models.distributed.shards import blocks_of
 from nrl_models.errors import CheckpointError, Problem, ShardingError
 
 MODEL, OPTIMIZER, TRAINING = "model", "optimizer", "training.json"
@@ -117,13 +117,12 @@ def save_checkpoint(
     adapter, mesh = sharding.adapter, sharding.mesh
     own = sharding.own_tensors(model)
     exported = adapter._exported("hub")
-    weights = _shards(exported, own, mesh, is_source=True, one_block_each=True)
-    states = {} if optimizer is None else _optimizer_tensors(model, optimizer, is_source=True)
-    training = {
-        "progress": dict(progress or {}),
-        "groups": [] if optimizer is None else _groups(model, optimizer),
-        "scalars": {} if optimizer is None else _scalars(model, optimizer),
-    }
+    weights = _shards(exported, own, mesh, is_source=True)
+    states: dict[str, torch.Tensor] = {}
+    training: dict[str, Any] = {"progress": dict(progress or {}), "groups": [], "scalars": {}}
+    if optimizer is not None:
+        states = _optimizer_tensors(model, optimizer, is_source=True)
+        training |= {"groups": _groups(model, optimizer), "scalars": _scalars(model, optimizer)}
     json.dumps(training)  # before anything is written
     meta = {
         name: torch.empty(one.shape, dtype=own[one.parameters[0]].dtype, device="meta")
@@ -185,7 +184,7 @@ def load_checkpoint(folder: str | Path, model: PreTrainedModel, optimizer: Optim
     except Exception as caught:
         error = caught
     agree(mesh, f"load {folder}", {"training": training, "adapter": list(adapter.own)}, error)
-    weights = _shards(exported, own, mesh, is_source=False, one_block_each=True)
+    weights = _shards(exported, own, mesh, is_source=False)
     with _naming_ranks(f"load {folder}"):
         dcp.load(weights, storage_reader=HuggingFaceStorageReader(str(folder / MODEL)))
     for name, value in weights.items():
@@ -222,29 +221,21 @@ def _naming_ranks(what: str) -> Iterator[None]:
 
 
 def _shards(
-    tensors: Mapping[str, HFTensor],
-    own: Mapping[str, torch.Tensor],
-    mesh: DeviceMesh,
-    *,
-    is_source: bool,
-    one_block_each: bool = False,
+    tensors: Mapping[str, HFTensor], own: Mapping[str, torch.Tensor], mesh: DeviceMesh, *, is_source: bool
 ) -> dict[str, torch.Tensor]:
     """For DCP: this rank's blocks of each tensor of which it has some.
+
+    The storage has one block of a tensor for each rank at most. Tensors of which a rank has several are whole:
+    gathered, or empty and to be taken apart.
 
     Args:
         tensors: Hugging Face tensors.
         own: what holds them.
         mesh: over which.
         is_source: whether to save them; otherwise they are loaded into.
-        one_block_each: whether the storage has one block of a tensor for each rank at most. Tensors of which a rank
-            has several are then whole: gathered, or empty and to be taken apart.
     """
     blocks = {name: blocks_of(tensor, own) for name, tensor in tensors.items()}
-    torn: set[str] = set()
-    if one_block_each:
-        torn = {
-            name for names in gather_over(mesh, [one for one, of in blocks.items() if len(of) > 1]) for name in names
-        }
+    torn = set().union(*gather_over(mesh, [name for name, several in blocks.items() if len(several) > 1]))
     result: dict[str, torch.Tensor] = {
         name: ShardOfTensor.of(tensors[name].shape, of, is_source=is_source)
         for name, of in blocks.items()
@@ -299,24 +290,18 @@ def _optimizer_tensors(model: PreTrainedModel, optimizer: Optimizer, *, is_sourc
 
 
 def _is_scalar(value: Any) -> bool:
-    return isinstance(value, int | float) or (
-        isinstance(value, torch.Tensor) and value.numel() == 1 and value.ndim == 0
-    )
+    return isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.ndim == 0)
 
 
 def _scalars(model: PreTrainedModel, optimizer: Optimizer) -> dict[str, dict[str, float]]:
     """The scalar states of each parameter."""
     result = {}
     for name, parameter in _parameters(model, optimizer).items():
-        state = optimizer.state.get(parameter, {})
-        scalars = {key: float(_whole(value)) for key, value in state.items() if _is_scalar(value)}
-        if state:
-            result[name] = scalars
+        if state := optimizer.state.get(parameter):
+            scalars = {key: value for key, value in state.items() if _is_scalar(value)}
+            whole = {key: one.full_tensor() if isinstance(one, DTensor) else one for key, one in scalars.items()}
+            result[name] = {key: float(value) for key, value in whole.items()}
     return result
-
-
-def _whole(value: Any) -> Any:
-    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def _groups(model: PreTrainedModel, optimizer: Optimizer) -> list[dict[str, Any]]:
@@ -324,15 +309,15 @@ def _groups(model: PreTrainedModel, optimizer: Optimizer) -> list[dict[str, Any]
     names = {id(parameter): name for name, parameter in _parameters(model, optimizer).items()}
     return [
         {
-            "options": {key: _json(value) for key, value in group.items() if key != "params"},
+            "options": {
+                key: value.item() if isinstance(value, torch.Tensor) else value
+                for key, value in group.items()
+                if key != "params"
+            },
             "tensors": sorted(names[id(parameter)] for parameter in group["params"]),
         }
         for group in optimizer.param_groups
     ]
-
-
-def _json(value: Any) -> Any:
-    return value.item() if isinstance(value, torch.Tensor) else value
 
 
 def _as_it_was(current: Any, value: Any) -> Any:
@@ -354,10 +339,7 @@ def _make_states(model: PreTrainedModel, optimizer: Optimizer, training: Mapping
         data = parameter.detach()
         state: dict[str, Any] = {key: torch.tensor(value, dtype=torch.float32) for key, value in scalars.items()}
         for kind, dtype in kinds.get(name, {}).items():
-            if isinstance(data, DTensor):
-                state[kind] = over_shard(data, torch.zeros_like(data.to_local(), dtype=dtype))
-            else:
-                state[kind] = torch.zeros_like(data, dtype=dtype)
+            state[kind] = torch.zeros_like(data, dtype=dtype)
         if state:
             optimizer.state[parameter] = state
 

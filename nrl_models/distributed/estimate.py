@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 from unittest import mock
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
 
 from nrl_models.auto import auto_class_of
-from nrl_models.common import pretrained
 from nrl_models.distributed import styles
 from nrl_models.distributed.mesh import DIMENSIONS, size_of
 from nrl_models.distributed.parallelize import divide_data, divide_model
@@ -46,7 +45,6 @@ class Setting:
         dtype: in which parameters, gradients and optimiser states are kept.
         compute: in which `fsdp` gathers parameters, and the model computes.
         checkpointing: whether layers' activations are recomputed in the backward.
-        states: how many tensors of a parameter's size the optimiser keeps (AdamW: 2).
     """
 
     mesh: Mapping[str, int]
@@ -55,7 +53,6 @@ class Setting:
     dtype: torch.dtype = torch.float32
     compute: torch.dtype = torch.bfloat16
     checkpointing: bool = True
-    states: int = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +60,7 @@ class Estimate:
     """Bytes on one rank, and bytes it sends in one step of one micro-batch.
 
     Attributes:
-        parameters, gradients, optimizer: kept.
+        parameters, gradients, optimizer: kept; the optimiser is AdamW, with two states of a parameter's size.
         gathered: parameters and gradients that `fsdp` has whole for a while: two units and the outermost one.
         activations: kept from forward to backward, and recomputed at a time.
         buffers: what is no parameter.
@@ -91,11 +88,6 @@ class Estimate:
         return asdict(self) | {"total": self.total}
 
 
-def estimate_checkpoint(folder: str | Path, setting: Setting) -> Estimate:
-    """`estimate` of the configuration in a folder; no weights are needed."""
-    return estimate(pretrained.read_config(pretrained.resolve_folder(folder)), setting)
-
-
 def estimate(config: PreTrainedConfig, setting: Setting) -> Estimate:
     """What the model of a configuration takes on a rank of a mesh.
 
@@ -113,7 +105,7 @@ def estimate(config: PreTrainedConfig, setting: Setting) -> Estimate:
     if "fsdp" in mesh.mesh_dim_names:  # type: ignore[operator]
         traffic = {"fsdp": fsdp_traffic} | traffic
     buffers = sum(buffer.nbytes for buffer in kept.buffers())
-    return Estimate(local, local, setting.states * local, gathered, activations, buffers, traffic, total)
+    return Estimate(local, local, 2 * local, gathered, activations, buffers, traffic, total)
 
 
 def remedies(config: PreTrainedConfig, setting: Setting, memory: int) -> list[tuple[str, Estimate]]:
@@ -128,30 +120,21 @@ def remedies(config: PreTrainedConfig, setting: Setting, memory: int) -> list[tu
         changes.append(("take one sequence at a time", replace(setting, micro_batch=1, checkpointing=True)))
     base = replace(setting, checkpointing=True, micro_batch=1)
     for dimension in ("fsdp", "tp", "ep"):
-        size = setting.mesh.get(dimension, 1)
         for factor in (2, 4, 8, 16):
-            names = [name for name in DIMENSIONS if name in setting.mesh or name == dimension]
-            sizes = {name: setting.mesh.get(name, 1) for name in names}
-            sizes[dimension] = size * factor
-            changes.append((f"{dimension}={size * factor}", replace(base, mesh=sizes)))
+            more = {**setting.mesh, dimension: setting.mesh.get(dimension, 1) * factor}
+            sizes = {name: more[name] for name in DIMENSIONS if name in more}
+            changes.append((f"{dimension}={sizes[dimension]}", replace(base, mesh=sizes)))
     if setting.dtype == torch.float32:
         changes.append(("keep parameters and states in bfloat16", replace(base, dtype=torch.bfloat16)))
-    found: list[tuple[str, Estimate]] = []
-    tried: set[str] = set()
+    found: dict[str, tuple[str, Estimate]] = {}  # by what is changed
     for words, changed in changes:
         kind = words.partition("=")[0]
-        if kind in tried:
+        if kind in found or len(found) == 2:
             continue
-        try:
-            result = estimate(config, changed)
-        except ShardingError:
-            continue
-        if result.total <= memory:
-            tried.add(kind)
-            found.append((words, result))
-            if len(found) == 2:
-                break
-    return found
+        with suppress(ShardingError):
+            if (result := estimate(config, changed)).total <= memory:
+                found[kind] = words, result
+    return list(found.values())
 
 
 @contextmanager
@@ -169,10 +152,8 @@ def _fake_mesh(sizes: Mapping[str, int]) -> Iterator[DeviceMesh]:
 
 def _sharded(config: PreTrainedConfig, dtype: torch.dtype, setting: Setting, mesh: DeviceMesh) -> PreTrainedModel:
     """The model on meta, its linears and experts divided; without the tables that loading and saving need."""
-    auto = auto_class_of(config)
-    model = auto.from_config(config, device="meta", dtype=dtype).train()
-    plan = plan_for(model, mesh)
-    model.sharding = divide_model(model, mesh, plan)
+    model = auto_class_of(config).from_config(config, device="meta", dtype=dtype).train()
+    model.sharding = divide_model(model, mesh, plan_for(model, mesh))
     return model
 
 
@@ -191,9 +172,8 @@ def _data_parallel(model: PreTrainedModel, mesh: DeviceMesh) -> tuple[int, int]:
         return 0, 0
     units = [one for one in model.modules() if type(one).__name__ in model.sharding.plan.units]
     whole = _local_bytes(model)
-    sizes = sorted((_local_bytes(unit) for unit in units), reverse=True)
-    outermost = whole - sum(sizes)
-    largest = sizes[0] if sizes else 0
+    sizes = [_local_bytes(unit) for unit in units]
+    outermost, largest = whole - sum(sizes), max(sizes, default=0)
     # Parameters before the forward and, having been freed, before the backward; gradients after it.
     sent = 3 * whole * (ranks - 1) // ranks
     # The unit at work, the one gathered ahead, and gradients of one; and the outermost, with its gradients.
@@ -231,9 +211,8 @@ _TIMES_SENT = {
 
 def _run(model: PreTrainedModel, setting: Setting, mesh: DeviceMesh) -> tuple[int, dict[str, int]]:
     """Bytes of activations at their peak, and bytes sent by dimension, of one micro-batch."""
-    parameters = {_storage(_local(one)) for one in model.parameters()}
     units = {one for one in model.modules() if type(one).__name__ in model.sharding.plan.units}
-    kept: dict[nn.Module | None, dict[int, int]] = {None: {}}
+    kept: list[ref[_Kept]] = []  # until their graph is dropped
     inputs: dict[nn.Module, int] = {}
     running: list[nn.Module | None] = [None]
 
@@ -247,11 +226,10 @@ def _run(model: PreTrainedModel, setting: Setting, mesh: DeviceMesh) -> tuple[in
         if module in units:
             running.pop()
 
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        local = _local(tensor)
-        if _storage(local) not in parameters:
-            kept.setdefault(running[-1], {})[_storage(local)] = local.untyped_storage().nbytes()
-        return tensor
+    def pack(tensor: torch.Tensor) -> _Kept:
+        packed = _Kept(tensor, running[-1])
+        kept.append(ref(packed))
+        return packed
 
     with ExitStack() as stack:
         experts = _stub_experts(model, setting, stack)
@@ -264,20 +242,16 @@ def _run(model: PreTrainedModel, setting: Setting, mesh: DeviceMesh) -> tuple[in
         stack.enter_context(mock.patch.object(nn.functional, "scaled_dot_product_attention", _fused_attention))
         exchanges = stack.enter_context(_Exchanges(mesh))
         tokens = torch.zeros(setting.micro_batch, setting.seq_len, dtype=torch.long, device="meta")
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed.tensor):
             logits = model(input_ids=tokens, use_cache=False).logits
             # As trainers compute it: log-probabilities in fp32.
             scores = logits.float().flatten(0, -2)
             loss = nn.functional.cross_entropy(scores, tokens.flatten()) if logits.ndim == 3 else scores.sum()
         forward = dict(exchanges.sent)
+        sizes = _sizes(model, [packed for one in kept if (packed := one()) is not None])
         loss.backward()
         if setting.checkpointing:  # what was exchanged is exchanged again
             exchanges.sent = {name: sent + forward.get(name, 0) for name, sent in exchanges.sent.items()}
-    seen: set[int] = set()
-    sizes: dict[nn.Module | None, int] = {}
-    for module, storages in kept.items():
-        sizes[module] = sum(nbytes for storage, nbytes in storages.items() if storage not in seen)
-        seen |= storages.keys()
     for module, nbytes in experts.items():
         unit = next((one for one in units if module in set(one.modules())), None)
         sizes[unit] = sizes.get(unit, 0) + nbytes
@@ -286,6 +260,25 @@ def _run(model: PreTrainedModel, setting: Setting, mesh: DeviceMesh) -> tuple[in
     if setting.checkpointing and sizes:
         layers = sum(inputs[module] for module in sizes) + max(sizes.values())
     return outside + layers, exchanges.sent
+
+
+@dataclass(eq=False)
+class _Kept:
+    """A tensor that autograd keeps for the backward, and the unit that ran when it did."""
+
+    tensor: torch.Tensor
+    unit: nn.Module | None
+
+
+def _sizes(model: nn.Module, kept: list[_Kept]) -> dict[nn.Module | None, int]:
+    """Bytes that autograd keeps for each unit, apart from parameters; of storages that several keep for the first."""
+    counted = {_storage(one) for one in model.parameters()}  # all of them live, so that no two are told by one address
+    sizes: dict[nn.Module | None, int] = {}
+    for one in sorted(kept, key=lambda one: one.unit is not None):
+        if _storage(one.tensor) not in counted:
+            counted.add(_storage(one.tensor))
+            sizes[one.unit] = sizes.get(one.unit, 0) + _local(one.tensor).untyped_storage().nbytes()
+    return sizes
 
 
 class _FusedAttention(torch.autograd.Function):
@@ -318,7 +311,7 @@ def _fused_attention(
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return _local(tensor).untyped_storage()._cdata
 
 
 def _stub_experts(model: nn.Module, setting: Setting, stack: ExitStack) -> dict[nn.Module, int]:

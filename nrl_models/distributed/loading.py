@@ -8,6 +8,7 @@ can go on, and that they see the same, the slices.
 from __future__ import annotations
 
 import copy
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 
 import torch
@@ -18,23 +19,16 @@ from transformers import PreTrainedModel
 
 from nrl_models.common.blocks import Block, through
 from nrl_models.common.checkpoint_files import StoredTensor
-from nrl_models.common.loading import (
-    Fit,
-    fit_checkpoint,
-    install,
-    keep_unused,
-    move_buffers,
-    run_readers,
-    share_copies,
-)
+from nrl_models.common.loading import Fit, fit_checkpoint, install, keep_unused, move_buffers, run_readers, share_copies
 from nrl_models.common.pretrained import Prepared
 from nrl_models.common.projections import Buffer, join, neighbouring_parameters
-from nrl_models.common.views import HFTensor, Piece, apply_steps
+from nrl_models.common.random_states import random_states_kept
+from nrl_models.common.views import Piece, apply_steps
 from nrl_models.distributed.mesh import agree, check_mesh, gather_over
 from nrl_models.distributed.parallelize import divide_data, divide_model
 from nrl_models.distributed.plan import ParallelPlan, Plan, plan_for
 from nrl_models.distributed.sharding import Sharding
-from nrl_models.distributed.shards import over_shard, own_block
+from nrl_models.distributed.shards import over_shard, own_block, share_of
 
 
 def load_sharded(
@@ -100,9 +94,7 @@ def _retype(model: nn.Module, fit: Fit) -> None:
             if parameter is None or name not in fit.dtypes or parameter.dtype == fit.dtypes[name]:
                 continue
             if id(parameter) not in done:
-                dtype = fit.dtypes[name]
-                data = parameter.detach()
-                cast = over_shard(data, data.to_local().to(dtype)) if isinstance(data, DTensor) else data.to(dtype)
+                cast = parameter.detach().to(fit.dtypes[name])
                 done[id(parameter)] = nn.Parameter(cast, requires_grad=parameter.requires_grad)
             module._parameters[attribute] = done[id(parameter)]
 
@@ -114,9 +106,7 @@ def _fill(prepared: Prepared, fit: Fit) -> None:
     own = sharding.own_tensors(model)
     laid = _neighbouring_shards(model, fit, own, device)
     shards: dict[str, torch.Tensor] = {}
-    jobs: list[tuple[StoredTensor, list[tuple[Piece, Block]]]] = []
-    wanted: dict[str, list[tuple[Piece, Block]]] = {}
-    targets: dict[str, HFTensor] = {}
+    wanted: dict[str, list[tuple[Piece, Block]]] = defaultdict(list)
     for name, sources in fit.found.sources.items():
         whole = own[name]
         meta = own_block(whole)
@@ -125,11 +115,10 @@ def _fill(prepared: Prepared, fit: Fit) -> None:
         shard = laid[name] if name in laid else torch.empty(meta.shape, dtype=fit.dtypes[name], device=place)
         shards[name] = over_shard(whole, shard) if isinstance(whole, DTensor) else shard
         for key, target in sources:
-            targets[key] = target
             for piece in target.pieces:
                 if piece.view.parameter == name:
                     blocks = through(piece.view.steps, whole.shape, Block(meta.offset, shard))
-                    wanted.setdefault(key, []).extend((piece, block) for block in blocks)
+                    wanted[key] += [(piece, block) for block in blocks]
     jobs = [(files.tensors[key], slices) for key, slices in wanted.items() if slices]
     sharding.loaded_bytes = sum(
         block.tensor.numel() * stored.dtype.itemsize for stored, slices in jobs for _, block in slices
@@ -146,12 +135,8 @@ def _fill(prepared: Prepared, fit: Fit) -> None:
     for name, tensor in shards.items():
         install(model, name, tensor)
     _initialise_missing(model, fit, device)
-    share_copies(model, fit.found)
-    for name, kept in fit.adapter.tied.items():
-        owner, _, attribute = name.rpartition(".")
-        kept_owner, _, kept_attribute = kept.rpartition(".")
-        tied = model.get_submodule(kept_owner)._parameters[kept_attribute]
-        model.get_submodule(owner)._parameters[attribute] = tied
+    share_copies(model, fit.found.copies)
+    share_copies(model, fit.adapter.tied)
     move_buffers(model, device)
     join(model)
     unwritten = [name for name, tensor in model.state_dict(keep_vars=True).items() if tensor.device.type == "meta"]
@@ -181,9 +166,10 @@ def _initialise_missing(model: PreTrainedModel, fit: Fit, device: torch.device) 
     """Initialise missing parameters as transformers does, module by module, the same on every rank."""
     mesh = model.sharding.mesh
     (seed, *_) = gather_over(mesh, torch.initial_seed()) if fit.found.missing else (0,)
-    by_module: dict[str, list[str]] = {}
+    by_module: dict[str, list[str]] = defaultdict(list)
     for name in fit.found.missing:
-        by_module.setdefault(name.rpartition(".")[0], []).append(name.rpartition(".")[2])
+        owner, _, attribute = name.rpartition(".")
+        by_module[owner].append(attribute)
     for owner, attributes in by_module.items():
         module = model.get_submodule(owner)
         whole = copy.copy(module)  # the same module with whole tensors, which the initialisation may fill
@@ -192,16 +178,17 @@ def _initialise_missing(model: PreTrainedModel, fit: Fit, device: torch.device) 
             for attribute, parameter in module._parameters.items()
         }
         whole.__dict__["_is_hf_initialized"] = False
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
+        with random_states_kept(), torch.no_grad():
             torch.manual_seed(seed)
             model._init_weights(whole)
         for attribute in attributes:
-            name = f"{owner}.{attribute}"
             placeholder = module._parameters.get(attribute)
             if placeholder is None:  # a buffer, which is real, and as it was built
                 continue
             value = whole._parameters[attribute].detach()
             if isinstance(placeholder, DTensor):
-                block = own_block(placeholder.detach())
-                value = over_shard(placeholder.detach(), block.of(value).to(device, copy=True).contiguous())
-            install(model, name, value.to(device) if not isinstance(value, DTensor) else value)
+                share = share_of(placeholder, value).to(device, copy=True).contiguous()
+                value = over_shard(placeholder.detach(), share)
+            else:
+                value = value.to(device)
+            install(model, f"{owner}.{attribute}", value)

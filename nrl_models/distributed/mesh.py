@@ -40,31 +40,24 @@ def parse_mesh(text: str) -> dict[str, int]:
     return {name: sizes[name] for name in DIMENSIONS if name in sizes}
 
 
-def mesh_problems(mesh: DeviceMesh) -> list[Problem]:
-    """What is wrong with a mesh, apart from any model."""
-    names = mesh.mesh_dim_names
-    expected = f"expected some of {', '.join(DIMENSIONS)}, in this order"
-    if not names:
-        return [Problem("mesh", str(tuple(mesh.shape)), f"has dimensions without names; {expected}")]
-    unknown = [
-        Problem("mesh", repr(name), f"is no dimension a model has; {expected}")
-        for name in names
-        if name not in DIMENSIONS
-    ]
-    if unknown:
-        return unknown
-    if list(names) != [name for name in DIMENSIONS if name in names]:
-        return [Problem("mesh", ", ".join(names), f"are in another order than models are sharded in; {expected}")]
-    return []
-
-
 def check_mesh(mesh: DeviceMesh) -> None:
     """Refuse a mesh whose dimensions are not `DIMENSIONS`.
 
     Raises:
         ShardingError: a dimension without a name, of another name or in another order.
     """
-    if problems := mesh_problems(mesh):
+    names = mesh.mesh_dim_names or ()
+    expected = f"expected some of {', '.join(DIMENSIONS)}, in this order"
+    problems = [
+        Problem("mesh", repr(name), f"is no dimension a model has; {expected}")
+        for name in names
+        if name not in DIMENSIONS
+    ]
+    if not names:
+        problems = [Problem("mesh", str(tuple(mesh.shape)), f"has dimensions without names; {expected}")]
+    elif not problems and list(names) != [name for name in DIMENSIONS if name in names]:
+        problems = [Problem("mesh", ", ".join(names), f"are in another order than models are sharded in; {expected}")]
+    if problems:
         advice = ['name the dimensions: init_device_mesh(device, (2, 4), mesh_dim_names=("fsdp", "tp"))']
         raise ShardingError("the mesh does not fit a model", problems, advice)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -204,26 +205,21 @@ class _ModelDivision:
                 inside = module.first_word <= module.padding_idx < module.first_word + words
                 module.padding_idx = module.padding_idx - module.first_word if inside else None
         if LatentKeys in mixins:
-            module.rotary_features = self._rotary_features(module)
+            module.rotary_features = self.model.config.get_text_config().qk_rope_head_dim
         if mixins:
             become(module, *mixins)
-
-    def _rotary_features(self, module: nn.Module) -> int:
-        return self.model.config.get_text_config().qk_rope_head_dim
 
     def _computes_alone(self, module: nn.Module) -> bool:
         """The model; a unit; elsewhere any module with parameters of its own, which may be called alone."""
         if module is self.model or type(module).__name__ in self.units:
             return True
-        if any(parameter is not None for parameter in module._parameters.values()):
-            return id(module) not in self._inside_units()
-        return False
+        has_parameters = any(parameter is not None for parameter in module._parameters.values())
+        return has_parameters and id(module) not in self._inside_units
 
+    @cached_property
     def _inside_units(self) -> set[int]:
-        if not hasattr(self, "_in_units"):
-            units = [one for one in self.model.modules() if type(one).__name__ in self.units]
-            self._in_units = {id(inside) for unit in units for inside in unit.modules()}
-        return self._in_units
+        units = [one for one in self.model.modules() if type(one).__name__ in self.units]
+        return {id(inside) for unit in units for inside in unit.modules()}
 
 
 def divide_data(model: PreTrainedModel, sharding: Sharding) -> None:

@@ -16,14 +16,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
-from nrl_models.distributed.mesh import describe, mesh_problems, size_of
-from nrl_models.distributed.styles import (
-    EXPERT_STYLES,
-    TENSOR_STYLES,
-    ExpertsOfThisRank,
-    Style,
-    VocabularyParallel,
-)
+from nrl_models.common.loading import class_name
+from nrl_models.distributed.mesh import check_mesh, describe, size_of
+from nrl_models.distributed.styles import EXPERT_STYLES, TENSOR_STYLES, ExpertsOfThisRank, Style, VocabularyParallel
 from nrl_models.errors import Problem, ShardingError
 
 Plan = Literal["auto"] | Mapping[str, str]
@@ -71,10 +66,8 @@ def plan_for(model: PreTrainedModel, mesh: DeviceMesh, plan: Plan | ParallelPlan
     Raises:
         ShardingError: everything about mesh and plan that does not fit the model.
     """
-    problems = mesh_problems(mesh)
-    if problems:
-        advice = ['name the dimensions: init_device_mesh(device, (2, 4), mesh_dim_names=("fsdp", "tp"))']
-        raise ShardingError("the mesh does not fit a model", problems, advice)
+    check_mesh(mesh)
+    problems: list[Problem] = []
     if isinstance(plan, ParallelPlan):
         problems += _unknown_names(model, {**(plan.tensor or {}), **(plan.expert or {})})
         problems += _unknown_units(model, plan.units or ())
@@ -91,7 +84,7 @@ def plan_for(model: PreTrainedModel, mesh: DeviceMesh, plan: Plan | ParallelPlan
     if not unknown:  # of which nobody can say what they would divide
         problems += [*_tensor_problems(model, mesh, chosen), *_expert_problems(model, mesh, chosen)]
     if problems:
-        summary = f"{_class_name(model)} cannot be sharded over {describe(mesh)}"
+        summary = f"{class_name(model)} cannot be sharded over {describe(mesh)}"
         raise ShardingError(summary, _one_for_all_layers(problems), _advice(model, mesh, problems))
     return chosen
 
@@ -148,11 +141,10 @@ def units_of(model: PreTrainedModel) -> tuple[str, ...]:
 
 def rules_by_module(model: nn.Module, plan: Mapping[str, str] | None) -> dict[str, str]:
     """For each module and parameter that a plan names, the word it has for it."""
-    patterns = [(_pattern(name), style) for name, style in (plan or {}).items()]
-    names = [name for name, _ in model.named_modules()] + [name for name, _ in _hf_parameters(model)]
+    names = _names(model)
     found: dict[str, str] = {}
-    for pattern, style in patterns:
-        found |= {name: style for name in names if pattern.fullmatch(name)}
+    for pattern, style in (plan or {}).items():
+        found |= dict.fromkeys(filter(_pattern(pattern).fullmatch, names), style)
     return found
 
 
@@ -179,7 +171,7 @@ def experts_over(model: nn.Module, mesh: DeviceMesh, plan: ParallelPlan) -> str 
     if size_of(mesh, "ep") > 1:
         return "ep"
     ranks, tensor = size_of(mesh, "tp"), rules_by_module(model, plan.tensor)
-    parameters = dict(_hf_parameters(model))
+    parameters = dict(model.named_parameters(remove_duplicate=False))
     fits = all(name not in tensor and parameters[name].shape[0] % ranks == 0 for name in divided)
     fits &= not any(_without_rule(model, name, rules) for name in _stacks(rules))
     return "tp" if ranks > 1 and fits else None
@@ -189,12 +181,9 @@ def _pattern(name: str) -> re.Pattern[str]:
     return re.compile(re.escape(name).replace(r"\*", r"\d+"))
 
 
-def _hf_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    return list(model.named_parameters(remove_duplicate=False))
-
-
-def _class_name(model: nn.Module) -> str:
-    return type(model).__name__.removeprefix("FSDP")
+def _names(model: nn.Module) -> list[str]:
+    """The names of a model's modules, then of its parameters."""
+    return [name for name, _ in (*model.named_modules(), *model.named_parameters(remove_duplicate=False))]
 
 
 def _overridden(model: PreTrainedModel, declared: ParallelPlan, rules: Mapping[str, str]) -> ParallelPlan:
@@ -217,16 +206,16 @@ def _one_for_all_layers(problems: list[Problem]) -> list[Problem]:
 
 
 def _unknown_names(model: nn.Module, rules: Mapping[str, str]) -> list[Problem]:
-    names = [name for name, _ in model.named_modules()] + [name for name, _ in _hf_parameters(model)]
+    names = _names(model)
     return [
         Problem("plan", name, "names no module or parameter of the model")
         for name in rules
-        if not any(_pattern(name).fullmatch(one) for one in names)
+        if not any(map(_pattern(name).fullmatch, names))
     ]
 
 
 def _unknown_units(model: nn.Module, units: tuple[str, ...]) -> list[Problem]:
-    classes = {_class_name(module) for module in model.modules()}
+    classes = {class_name(module) for module in model.modules()}
     return [Problem("plan", unit, "is no class of a module of the model") for unit in units if unit not in classes]
 
 
@@ -252,9 +241,9 @@ def _tensor_problems(model: PreTrainedModel, mesh: DeviceMesh, plan: ParallelPla
     inside = {name for name in rules if not (name in modules and is_vocabulary(model, modules[name]))}
     if not any(TENSOR_STYLES[rules[name]].dim(2) is not None for name in inside):
         why = "has no tensor-parallel plan, neither transformers' nor its family's"
-        return [Problem("plan", _class_name(model), why)]
+        return [Problem("plan", class_name(model), why)]
     if declared := getattr(model, "limits", {}).get("tensor parallelism"):
-        return [Problem("plan", _class_name(model), f"declares that it lacks tensor parallelism: {declared}")]
+        return [Problem("plan", class_name(model), f"declares that it lacks tensor parallelism: {declared}")]
     problems = []
     for name, word in rules.items():
         style = TENSOR_STYLES[word]
@@ -279,15 +268,13 @@ def _tensor_problems(model: PreTrainedModel, mesh: DeviceMesh, plan: ParallelPla
 
 
 def _unsuited(name: str, module: nn.Module, word: str) -> list[Problem]:
-    """A style whose computation the module does not do."""
-    compute = TENSOR_STYLES[word].compute
-    if compute is None or isinstance(module, nn.Linear):
-        return []
-    if compute is VocabularyParallel and isinstance(module, nn.Embedding):
+    """A style whose computation a module that is no linear does not do."""
+    style = TENSOR_STYLES[word]
+    if style.compute is VocabularyParallel and isinstance(module, nn.Embedding):
         if module.max_norm is not None:
             return [Problem("plan", name, "normalises its vectors (max_norm), which no share of them can")]
         return []
-    if TENSOR_STYLES[word].dim(2) is None:
+    if style.compute is None or style.dim(2) is None:
         return []
     return [Problem("plan", name, f"is a {type(module).__name__}, and {word} divides nn.Linear")]
 
@@ -328,7 +315,7 @@ def _expert_problems(model: PreTrainedModel, mesh: DeviceMesh, plan: ParallelPla
     modules = dict(model.named_modules())
     stacks = _stacks(rules)
     if not stacks:
-        return [Problem("plan", _class_name(model), "has no experts that an expert-parallel plan divides")]
+        return [Problem("plan", class_name(model), "has no experts that an expert-parallel plan divides")]
     problems = []
     for name, word in rules.items():
         if name in modules:
@@ -361,22 +348,19 @@ def _without_rule(model: nn.Module, stack: str, rules: Mapping[str, str]) -> lis
 
 
 def _advice(model: PreTrainedModel, mesh: DeviceMesh, problems: list[Problem]) -> list[str]:
-    kinds = {problem.kind for problem in problems}
     advice = []
     config = model.config.get_text_config()
-    if "divide" in kinds:
+    if any(problem.kind == "divide" for problem in problems):
         heads = [getattr(config, key, None) for key in ("num_key_value_heads", "num_attention_heads")]
         sizes = [one for one in heads if isinstance(one, int)]
         fitting = [n for n in range(1, max(sizes, default=1) + 1) if all(one % n == 0 for one in sizes)]
         advice.append(f"take tp among {fitting} (heads are never split or copied), and put the other ranks into fsdp")
-    if any("no tensor-parallel plan" in problem.detail for problem in problems):
-        advice.append("use fsdp alone; or give rules as plan={name: style}, or in the family's `tensor_parallel`")
-    if any("LoRA" in problem.detail for problem in problems):
-        advice.append("use fsdp alone for LoRA")
-    if any("no experts" in problem.detail for problem in problems):
-        advice.append("leave out ep")
-    if any("names no module" in problem.detail for problem in problems):
-        advice.append(
-            "names are those of transformers' model, with * for layer numbers, e.g. model.layers.*.mlp.up_proj"
-        )
-    return advice
+    by_words = {
+        "no tensor-parallel plan": "use fsdp alone; or give rules as plan={name: style}, or in the family's "
+        "`tensor_parallel`",
+        "LoRA": "use fsdp alone for LoRA",
+        "no experts": "leave out ep",
+        "names no module": "names are those of transformers' model, with * for layer numbers, e.g. "
+        "model.layers.*.mlp.up_proj",
+    }
+    return advice + [one for words, one in by_words.items() if any(words in problem.detail for problem in problems)]

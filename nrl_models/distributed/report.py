@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,6 @@ from nrl_models import registry
 from nrl_models.common import pretrained
 from nrl_models.distributed.estimate import GIB, Setting, estimate, remedies
 from nrl_models.distributed.mesh import parse_mesh
-from nrl_models.errors import UnknownArgumentError
 
 ROWS = {
     "parameters": "kept, sharded",
@@ -66,8 +66,8 @@ def plan_report(
     *,
     seq_len: int,
     micro_batch: int,
-    dtype: str,
-    compute: str,
+    dtype: torch.dtype,
+    compute: torch.dtype,
     checkpointing: bool,
     memory: float,
 ) -> PlanReport:
@@ -76,19 +76,15 @@ def plan_report(
     Args:
         path: a folder with a configuration.
         mesh: as `parse_mesh` reads it.
-        seq_len, micro_batch, checkpointing: see `Setting`.
-        dtype, compute: names of dtypes, see `Setting`.
+        seq_len, micro_batch, dtype, compute, checkpointing: see `Setting`.
         memory: GiB of a device.
 
     Raises:
         ShardingError: no such mesh, or one that does not divide the model.
-        UnknownArgumentError: no such dtype.
     """
     registry.register_custom_configs()
     config = pretrained.read_config(pretrained.resolve_folder(path))
-    setting = Setting(
-        parse_mesh(mesh), seq_len, micro_batch, _dtype(dtype), _dtype(compute), checkpointing=checkpointing
-    )
+    setting = Setting(parse_mesh(mesh), seq_len, micro_batch, dtype, compute, checkpointing=checkpointing)
     found = estimate(config, setting)
     limit = int(memory * GIB)
     fits = found.total <= limit
@@ -104,17 +100,7 @@ def plan_report(
                 "  no single change makes it fit: combine more ranks of fsdp with tp or ep, and shorter sequences"
             )
         verdict = "\n".join(lines)
-    ranks = 1
-    for size in setting.mesh.values():
-        ranks *= size
     name = (config.architectures or [type(config).__name__])[0]
     words = ", ".join(f"{dimension}={size}" for dimension, size in setting.mesh.items())
     model = f"{name} ({found.total_parameters / 1e9:.1f}B parameters)"
-    return PlanReport(model, words, ranks, limit, found.to_json(), verdict, fits)
-
-
-def _dtype(name: str) -> torch.dtype:
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise UnknownArgumentError(f"{name!r} is no floating-point dtype; expected float32, bfloat16 or float16")
-    return dtype
+    return PlanReport(model, words, math.prod(setting.mesh.values()), limit, found.to_json(), verdict, fits)

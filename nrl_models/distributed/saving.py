@@ -17,7 +17,6 @@ from transformers import PreTrainedModel
 from nrl_models.common.checkpoint_files import INDEX_NAME
 from nrl_models.common.hf_names import checkpoint_layout
 from nrl_models.common.saving import separate_storages, staged
-from nrl_models.common.views import HFTensor
 from nrl_models.distributed.gathering import DEFAULT_BUCKET, gathered
 from nrl_models.distributed.mesh import agree, gather_over, is_first, reporting_the_dead
 from nrl_models.errors import UnknownArgumentError
@@ -69,7 +68,10 @@ def save_pretrained(
     def write(stage: Path | None, attempt: Attempt) -> None:
         for file, names in split.filename_to_tensors.items():
             found = {name: table[name] for name in names if name in table}
-            tensors = _gathered_file(found, own, mesh, keep=stage is not None)
+            tensors: dict[str, torch.Tensor] = {}
+            for name, tensor in gathered(own, found, mesh, DEFAULT_BUCKET):
+                if stage is not None:  # each in a storage of its own; other ranks keep nothing
+                    tensors[name] = tensor.to("cpu", copy=True)
             if stage is not None:
                 tensors |= separate_storages({name: unused[name] for name in names if name not in table})
                 attempt(save_file, tensors, stage / file, metadata={"format": "pt"})
@@ -136,17 +138,6 @@ def write_together(folder: str | Path, mesh: DeviceMesh, write: Callable[[Path |
             raise
         attempt.error = error  # moving into place failed
     agree(mesh, what, {}, attempt.error)
-
-
-def _gathered_file(
-    tensors: Mapping[str, HFTensor], own: Mapping[str, torch.Tensor], mesh: DeviceMesh, *, keep: bool
-) -> dict[str, torch.Tensor]:
-    """A file's tensors, whole, on the CPU, each in a storage of its own; nothing on ranks that do not keep them."""
-    kept = {}
-    for name, tensor in gathered(own, tensors, mesh, DEFAULT_BUCKET):
-        if keep:
-            kept[name] = tensor.to("cpu", copy=True)
-    return kept
 
 
 def _write_configuration(model: PreTrainedModel, own: Mapping[str, torch.Tensor], stage: Path) -> None:

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from nrl_models.common.state_dict_adapter import Layout, StateDictAdapter
 from nrl_models.common.views import HFTensor
 from nrl_models.distributed.gathering import DEFAULT_BUCKET, gathered
 from nrl_models.distributed.saving import save_pretrained
-from nrl_models.distributed.shards import fill_shards
+from nrl_models.distributed.shards import blocks_of
 
 if TYPE_CHECKING:
     from nrl_models.distributed.plan import ParallelPlan
@@ -76,5 +77,17 @@ class Sharding:
 
 
 def _fill_shards(model: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Before a model loads a state dict: take this rank's shards of the whole tensors in it."""
-    fill_shards(model.sharding, model, state_dict, prefix)
+    """Before a model loads a state dict: replace whole tensors in it by DTensors with this rank's shards of them.
+
+    Nothing is communicated. What does not fit stays as it is: torch says so when it loads.
+    """
+    own = model.sharding.own_tensors(model)
+    for name, target in model.sharding.adapter.transformers.items():
+        value, whole = state_dict.get(prefix + name), own[name]
+        if not isinstance(whole, DTensor) or not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
+            continue
+        if value.shape == whole.shape:
+            shard = torch.empty_like(whole, dtype=value.dtype)
+            for block in blocks_of(target, {name: shard}):
+                block.take_from(value)
+            state_dict[prefix + name] = shard

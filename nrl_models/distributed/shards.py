@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 from torch.distributed.tensor import DTensor
 
 from nrl_models.common.blocks import Block, through
 from nrl_models.common.views import HFTensor
-
-if TYPE_CHECKING:
-    from nrl_models.distributed.sharding import Sharding
 
 
 def own_block(tensor: torch.Tensor) -> Block:
@@ -68,26 +63,3 @@ def over_shard(whole: DTensor, local: torch.Tensor) -> DTensor:
     return DTensor.from_local(
         local, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
     )
-
-
-def fill_shards(sharding: Sharding, model: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
-    """Replace, in `state_dict`, whole tensors by DTensors with this rank's shards of them. Nothing is communicated.
-
-    What does not fit stays as it is: torch says so when it loads.
-
-    Args:
-        sharding: the model's.
-        model: the model that will load `state_dict`.
-        state_dict: changed in place.
-        prefix: what stands before every name of this model.
-    """
-    own = sharding.own_tensors(model)
-    for name, target in sharding.adapter.transformers.items():
-        value, whole = state_dict.get(prefix + name), own[name]
-        if not isinstance(whole, DTensor) or not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
-            continue
-        if value.shape == whole.shape:
-            shard = over_shard(whole, torch.empty_like(whole.to_local(), dtype=value.dtype))
-            for block in blocks_of(target, {name: shard}):
-                block.take_from(value)
-            state_dict[prefix + name] = shard

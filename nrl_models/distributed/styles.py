@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.nn import functional as F
 
 from nrl_models.common.projections import Buffer, LinearGroup
@@ -38,21 +38,12 @@ def entering(tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
 
 def leaving(tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     """The sum of the ranks' tensors; each gets the sum's gradient."""
-    return (
-        DTensor.from_local(tensor, mesh, [Partial()], run_check=False).redistribute(placements=[Replicate()]).to_local()
-    )
+    return _redistributed(tensor, mesh, Partial(), Replicate())
 
 
-def _gathered(tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """The ranks' tensors side by side in the last dimension."""
-    divided = DTensor.from_local(tensor, mesh, [Shard(tensor.ndim - 1)], run_check=False)
-    return divided.redistribute(placements=[Replicate()]).to_local()
-
-
-def _own_share(tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """This rank's share of the last dimension of a tensor every rank has."""
-    whole = DTensor.from_local(tensor, mesh, [Replicate()], run_check=False)
-    return whole.redistribute(placements=[Shard(tensor.ndim - 1)]).to_local()
+def _redistributed(tensor: torch.Tensor, mesh: DeviceMesh, before: Placement, after: Placement) -> torch.Tensor:
+    """What this rank has of ranks' tensors `after`, given what it has `before`."""
+    return DTensor.from_local(tensor, mesh, [before], run_check=False).redistribute(placements=[after]).to_local()
 
 
 class _Parallel(nn.Module):
@@ -95,7 +86,7 @@ class ColwiseGathered(Colwise):
 
     def exchange(self, output: torch.Tensor) -> torch.Tensor:
         """`output`: `(..., O / ranks)`. Returns all ranks' features."""
-        return _gathered(output, self.tp_mesh)
+        return _redistributed(output, self.tp_mesh, Shard(output.ndim - 1), Replicate())
 
 
 class Rowwise(_Parallel):
@@ -115,7 +106,7 @@ class RowwiseSplit(Rowwise):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """`input` `(..., I)`, the same on every rank. Returns `(..., O)`, the same too."""
-        return super().forward(_own_share(input, self.tp_mesh))
+        return super().forward(_redistributed(input, self.tp_mesh, Replicate(), Shard(input.ndim - 1)))
 
 
 class VocabularyParallel(_Parallel):

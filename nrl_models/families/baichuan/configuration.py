@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from huggingface_hub.dataclasses import strict
-from transformers import PreTrainedConfig
+from transformers import LlamaConfig, PreTrainedConfig
 
 BAICHUAN2_VOCAB_SIZE = 125696
 """By its vocabulary a published configuration is known to be of Baichuan 2; nothing else in it says so."""
@@ -30,20 +30,8 @@ class BaichuanConfig(PreTrainedConfig):
 
     model_type = "baichuan"
     keys_to_ignore_at_inference = ["past_key_values"]
-    base_model_tp_plan = {
-        "layers.*.self_attn.q_proj": "colwise",
-        "layers.*.self_attn.k_proj": "colwise",
-        "layers.*.self_attn.v_proj": "colwise",
-        "layers.*.self_attn.o_proj": "rowwise",
-        "layers.*.mlp.gate_proj": "colwise",
-        "layers.*.mlp.up_proj": "colwise",
-        "layers.*.mlp.down_proj": "rowwise",
-    }
-    base_model_pp_plan = {
-        "embed_tokens": (["input_ids"], ["inputs_embeds"]),
-        "layers": (["hidden_states", "attention_mask"], ["hidden_states"]),
-        "norm": (["hidden_states"], ["hidden_states"]),
-    }
+    base_model_tp_plan = LlamaConfig.base_model_tp_plan
+    base_model_pp_plan = LlamaConfig.base_model_pp_plan
 
     vocab_size: int = BAICHUAN2_VOCAB_SIZE
     hidden_size: int = 4096

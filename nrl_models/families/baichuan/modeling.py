@@ -28,10 +28,9 @@ from transformers.modeling_layers import (
     GenericForTokenClassification,
     GradientCheckpointingLayer,
 )
-from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama as llama
-from transformers.utils import can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
@@ -59,16 +58,14 @@ class BaichuanRotaryEmbedding(llama.LlamaRotaryEmbedding):
 class BaichuanMLP(nn.Module):
     """SwiGLU without biases."""
 
+    forward = llama.LlamaMLP.forward
+
     def __init__(self, config: BaichuanConfig) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
         self.act_fn = llama.ACT2FN[config.hidden_act]
-
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """`(..., hidden)` to `(..., hidden)`."""
-        return self.down_proj(self.act_fn(self.gate_proj(hidden_states)) * self.up_proj(hidden_states))
 
 
 class BaichuanAttention(nn.Module):
@@ -119,18 +116,14 @@ class BaichuanAttention(nn.Module):
 class BaichuanDecoderLayer(GradientCheckpointingLayer):
     """Attention and MLP, each behind a norm and with a residual."""
 
+    forward = llama.LlamaDecoderLayer.forward
+
     def __init__(self, config: BaichuanConfig, layer_idx: int) -> None:
         super().__init__()
         self.self_attn = BaichuanAttention(config, layer_idx)
         self.mlp = BaichuanMLP(config)
         self.input_layernorm = BaichuanRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = BaichuanRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-
-    def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        """`(B, Q, hidden)` to `(B, Q, hidden)`; keywords go to the attention."""
-        attended, _ = self.self_attn(self.input_layernorm(hidden_states), **kwargs)
-        hidden_states = hidden_states + attended
-        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
 
 
 class BaichuanNormHead(nn.Linear):
@@ -261,43 +254,18 @@ class BaichuanForCausalLM(BaichuanPreTrainedModel, GenerationMixin):
         self.lm_head = head(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None,
-        past_key_values: Cache | None = None,
-        inputs_embeds: torch.Tensor | None = None,
-        labels: torch.Tensor | None = None,
-        use_cache: bool | None = None,
-        logits_to_keep: int | torch.Tensor = 0,
-        **kwargs: Any,
-    ) -> CausalLMOutputWithPast:
-        """Logits `(B, Q, vocabulary)`, and the loss for `labels`. Arguments are those of every causal model."""
-        outputs = self.model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
-            **kwargs,
-        )
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(outputs.last_hidden_state[:, kept, :])
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-            if self.config.z_loss_weight:
-                loss = loss + self.config.z_loss_weight * logits[..., :-1, :].amax(-1).float().square().mean()
-        return CausalLMOutputWithPast(
-            loss=loss,
-            logits=logits,
-            past_key_values=outputs.past_key_values,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-        )
+    forward = llama.LlamaForCausalLM.forward
+
+    @PreTrainedModel.loss_function.getter
+    def loss_function(self) -> Callable[..., torch.Tensor]:
+        """The loss of every causal model, and `z_loss_weight` times the mean of the largest logits' squares."""
+        plain: Callable[..., torch.Tensor] = PreTrainedModel.loss_function.fget(self)
+
+        def with_z_loss(logits: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+            loss = plain(logits=logits, **kwargs)
+            return loss + self.config.z_loss_weight * logits[..., :-1, :].amax(-1).float().square().mean()
+
+        return with_z_loss if self.config.z_loss_weight else plain
 
 
 class BaiChuanForCausalLM(BaichuanForCausalLM):

@@ -3,7 +3,7 @@
 from transformers.models.deepseek_v3 import modeling_deepseek_v3 as hf
 
 from nrl_models.common import CombinedGateUp, FamilyModel, combine
-from nrl_models.families.deepseek_v3.published import PUBLISHED
+from nrl_models.common.configurations import decoder_sizes
 
 
 class DeepseekV3Family(FamilyModel):
@@ -25,6 +25,13 @@ class DeepseekV3Family(FamilyModel):
     }
 
 
-DeepseekV3ForCausalLM = ModelClass = DeepseekV3Family.head(hf.DeepseekV3ForCausalLM, published=PUBLISHED)
+DeepseekV3ForCausalLM = ModelClass = DeepseekV3Family.head(
+    hf.DeepseekV3ForCausalLM,
+    published={
+        "Moonlight-16B-A3B": decoder_sizes(163840, 2048, 11264, 27, 16, 16)
+        | {"moe_intermediate_size": 1408, "n_routed_experts": 64, "n_shared_experts": 2, "num_experts_per_tok": 6}
+        | {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": None, "kv_lora_rank": 512}
+    },
+)
 DeepseekV3ForSequenceClassification = DeepseekV3Family.head(hf.DeepseekV3ForSequenceClassification)
 DeepseekV3ForTokenClassification = DeepseekV3Family.head(hf.DeepseekV3ForTokenClassification)

@@ -3,7 +3,7 @@
 from transformers.models.gemma2 import modeling_gemma2 as hf
 
 from nrl_models.common import CombinedGateUp, CombinedQKV, FamilyModel, ModelFlag
-from nrl_models.families.gemma2.published import PUBLISHED
+from nrl_models.common.configurations import decoder_sizes
 
 
 class Gemma2Family(FamilyModel):
@@ -16,6 +16,12 @@ class Gemma2Family(FamilyModel):
     flags = ModelFlag.VLLM_LOAD_FORMAT_AUTO
 
 
-Gemma2ForCausalLM = ModelClass = Gemma2Family.head(hf.Gemma2ForCausalLM, published=PUBLISHED)
+Gemma2ForCausalLM = ModelClass = Gemma2Family.head(
+    hf.Gemma2ForCausalLM,
+    published={
+        "Gemma-2-9B": decoder_sizes(256000, 3584, 14336, 42, 16, 8, head_dim=256),
+        "Gemma-2-27B": decoder_sizes(256000, 4608, 36864, 46, 32, 16, head_dim=128),
+    },
+)
 Gemma2ForSequenceClassification = Gemma2Family.head(hf.Gemma2ForSequenceClassification)
 Gemma2ForTokenClassification = Gemma2Family.head(hf.Gemma2ForTokenClassification)

@@ -4,27 +4,37 @@ from transformers.models.gemma3 import modeling_gemma3 as hf
 from transformers.models.siglip import modeling_siglip as siglip
 
 from nrl_models.common import CombinedGateUp, CombinedQKV, FamilyModel, ModelFlag
+from nrl_models.common.configurations import decoder_sizes
 from nrl_models.common.token_types import with_token_types
-from nrl_models.families.gemma3 import published
 
 
 class Gemma3Family(FamilyModel):
     """What every Gemma3 model shares."""
 
-    rewrites = {
-        hf.Gemma3Attention: CombinedQKV,
-        hf.Gemma3MLP: CombinedGateUp,
-        siglip.SiglipAttention: CombinedQKV,
-    }
+    rewrites = {hf.Gemma3Attention: CombinedQKV, hf.Gemma3MLP: CombinedGateUp, siglip.SiglipAttention: CombinedQKV}
     flags = ModelFlag.SKIP_DTENSOR_TIED_WEIGHTS_CHECK | ModelFlag.VLLM_LOAD_FORMAT_AUTO
     limits = {"context parallelism": "attention keeps its mask, which torch's context parallelism rejects"}
 
 
-Gemma3ForCausalLM = ModelClass = Gemma3Family.head(hf.Gemma3ForCausalLM, published=published.TEXT)
+TOWER = {"hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27, "num_attention_heads": 16}
+TOWER |= {"image_size": 896, "patch_size": 14}
+
+Gemma3ForCausalLM = ModelClass = Gemma3Family.head(
+    hf.Gemma3ForCausalLM, published={"Gemma-3-1B": decoder_sizes(262144, 1152, 6912, 26, 4, 1, head_dim=256)}
+)
 Gemma3ForConditionalGeneration = Gemma3Family.head(
     hf.Gemma3ForConditionalGeneration,
     forward=with_token_types(hf.Gemma3ForConditionalGeneration.forward, "token_type_ids", {"image_token_id": 1}),
-    published=published.WITH_IMAGES,
+    published={
+        "Gemma-3-4B": {
+            "text_config": decoder_sizes(262208, 2560, 10240, 34, 8, 4, head_dim=256),
+            "vision_config": TOWER,
+        },
+        "Gemma-3-27B": {
+            "text_config": decoder_sizes(262208, 5376, 21504, 62, 32, 16, head_dim=128),
+            "vision_config": TOWER,
+        },
+    },
 )
 Gemma3ForSequenceClassification = Gemma3Family.head(hf.Gemma3ForSequenceClassification)
 Gemma3TextForSequenceClassification = Gemma3Family.head(hf.Gemma3TextForSequenceClassification)

@@ -3,8 +3,8 @@
 from transformers.models.gemma3n import modeling_gemma3n as hf
 
 from nrl_models.common import CombinedGateUp, CombinedQKV, FamilyModel
+from nrl_models.common.configurations import decoder_sizes
 from nrl_models.common.kv_sharing import SharedKeyValues
-from nrl_models.families.gemma3n import published
 
 
 class Gemma3nFamily(SharedKeyValues, FamilyModel):
@@ -18,10 +18,12 @@ class Gemma3nFamily(SharedKeyValues, FamilyModel):
     limits = {"tensor parallelism": "divided by transformers' plan it is not the model that one process computes"}
 
 
-Gemma3nForCausalLM = ModelClass = Gemma3nFamily.head(hf.Gemma3nForCausalLM, published=published.TEXT)
+E2B = decoder_sizes(262400, 2048, 8192, 30, 8, 2, num_kv_shared_layers=10, activation_sparsity_pattern=None)
+
+Gemma3nForCausalLM = ModelClass = Gemma3nFamily.head(hf.Gemma3nForCausalLM, published={"Gemma-3n-E2B": E2B})
 Gemma3nForConditionalGeneration = Gemma3nFamily.head(
     hf.Gemma3nForConditionalGeneration,
-    published=published.WITH_IMAGES,
+    published={"Gemma-3n-E2B": {"text_config": E2B}},
     # The vision tower is timm's, of one architecture: only its factory's arguments make it small. The last words of
     # the vocabulary stand for audio, and the very last fills a clip up.
     tiny={

@@ -8,8 +8,8 @@ from transformers.models.gpt_oss import modeling_gpt_oss as hf
 
 from nrl_models.common import CombinedQKV, FamilyModel
 from nrl_models.common.config_keys import declared_keys
+from nrl_models.common.configurations import decoder_sizes
 from nrl_models.common.switches import is_off
-from nrl_models.families.gpt_oss.published import PUBLISHED
 
 
 class GptOssModel(hf.GptOssModel):
@@ -67,6 +67,9 @@ class GptOssFamily(FamilyModel):
     }
 
 
-GptOssForCausalLM = ModelClass = GptOssFamily.head(hf.GptOssForCausalLM, published=PUBLISHED)
+GptOssForCausalLM = ModelClass = GptOssFamily.head(
+    hf.GptOssForCausalLM,
+    published={"gpt-oss-20b": decoder_sizes(201088, 2880, 2880, 24, 64, 8, head_dim=64, num_local_experts=32)},
+)
 GptOssForSequenceClassification = GptOssFamily.head(hf.GptOssForSequenceClassification)
 GptOssForTokenClassification = GptOssFamily.head(hf.GptOssForTokenClassification)

@@ -4,7 +4,7 @@ from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek_v3
 from transformers.models.kimi_k25 import modeling_kimi_k25 as hf
 
 from nrl_models.common import CombinedGateUp, CombinedQKV, FamilyModel, combine
-from nrl_models.families.kimi_k25.published import PUBLISHED
+from nrl_models.common.configurations import decoder_sizes
 
 
 class KimiK25Family(FamilyModel):
@@ -19,5 +19,12 @@ class KimiK25Family(FamilyModel):
 
 
 Kimi_K25ForConditionalGeneration = ModelClass = KimiK25Family.head(
-    hf.Kimi_K25ForConditionalGeneration, published=PUBLISHED
+    hf.Kimi_K25ForConditionalGeneration,
+    published={
+        "Kimi-K2.5 (1T)": {
+            "text_config": decoder_sizes(163840, 7168, 18432, 61, 64, 64, model_type="deepseek_v3")
+            | {"moe_intermediate_size": 2048, "n_routed_experts": 384, "n_shared_experts": 1, "num_experts_per_tok": 8}
+            | {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 1536, "kv_lora_rank": 512}
+        }
+    },
 )

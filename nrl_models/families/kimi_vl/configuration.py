@@ -60,10 +60,7 @@ class KimiVLConfig(PreTrainedConfig):
 
     def __post_init__(self, **kwargs: Any) -> None:
         """Make the parts' configurations of what was given for them."""
-        for name, (default, kind) in {
-            "vision_config": ({}, MoonViTConfig),
-            "text_config": (A3B, DeepseekV3Config),
-        }.items():
+        for name, kind, default in (("vision_config", MoonViTConfig, {}), ("text_config", DeepseekV3Config, A3B)):
             given = getattr(self, name)
             if given is None or isinstance(given, dict):
                 setattr(self, name, kind(**(default if given is None else given)))

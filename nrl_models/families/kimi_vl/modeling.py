@@ -10,7 +10,6 @@ Shape suffixes: `P` patches of all images, `N` images, `T` tokens of all images,
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,7 +23,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3ForCausalLM, eager_attention_forward
-from transformers.utils import ModelOutput, can_return_tuple
+from transformers.models.llava.modeling_llava import LlavaCausalLMOutputWithPast
+from transformers.utils import can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
@@ -237,27 +237,6 @@ class KimiVLMultiModalProjector(nn.Module):
         return self.linear_2(self.act(self.linear_1(self.pre_norm(patches).flatten(1))))
 
 
-@dataclass
-class KimiVLCausalLMOutputWithPast(ModelOutput):
-    """What Kimi-VL returns.
-
-    Args:
-        loss: of `labels`, if there were any.
-        logits: `(batch, tokens, vocabulary)`.
-        past_key_values: the cache.
-        hidden_states: of each layer of the language model, if asked for.
-        attentions: its attention weights, if asked for.
-        image_hidden_states: `(T, hidden)`, what stands for the images, if there were any.
-    """
-
-    loss: torch.Tensor | None = None
-    logits: torch.Tensor | None = None
-    past_key_values: Cache | None = None
-    hidden_states: tuple[torch.Tensor, ...] | None = None
-    attentions: tuple[torch.Tensor, ...] | None = None
-    image_hidden_states: torch.Tensor | None = None
-
-
 class KimiVLForConditionalGeneration(KimiVLPreTrainedModel, GenerationMixin):
     """Kimi-VL: text with images to logits. Modules have the hub's names."""
 
@@ -303,7 +282,7 @@ class KimiVLForConditionalGeneration(KimiVLPreTrainedModel, GenerationMixin):
         use_cache: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
         **kwargs: Any,
-    ) -> KimiVLCausalLMOutputWithPast:
+    ) -> LlavaCausalLMOutputWithPast:
         """Logits, and the loss for `labels`.
 
         Args:
@@ -337,22 +316,9 @@ class KimiVLForConditionalGeneration(KimiVLPreTrainedModel, GenerationMixin):
         )
         loss = None
         if labels is not None:
-            vocab_size = self.config.text_config.vocab_size
-            loss = self.loss_function(
-                logits=outputs.logits,
-                labels=labels,
-                vocab_size=vocab_size,
-                ignore_index=self.config.ignore_index,
-                **kwargs,
-            )
-        return KimiVLCausalLMOutputWithPast(
-            loss=loss,
-            logits=outputs.logits,
-            past_key_values=outputs.past_key_values,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-            image_hidden_states=images,
-        )
+            more = {"vocab_size": self.config.text_config.vocab_size, "ignore_index": self.config.ignore_index}
+            loss = self.loss_function(logits=outputs.logits, labels=labels, **more, **kwargs)
+        return LlavaCausalLMOutputWithPast(loss=loss, **outputs, image_hidden_states=images)
 
     def _places(self, input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor) -> torch.Tensor:
         """Where images go, `(batch, tokens)`."""

@@ -3,7 +3,7 @@
 from transformers.models.mistral import modeling_mistral as hf
 
 from nrl_models.common import CombinedGateUp, CombinedQKV, FamilyModel
-from nrl_models.families.mistral.published import PUBLISHED
+from nrl_models.common.configurations import decoder_sizes
 
 
 class MistralFamily(FamilyModel):
@@ -12,6 +12,12 @@ class MistralFamily(FamilyModel):
     rewrites = {hf.MistralAttention: CombinedQKV, hf.MistralMLP: CombinedGateUp}
 
 
-MistralForCausalLM = ModelClass = MistralFamily.head(hf.MistralForCausalLM, published=PUBLISHED)
+MistralForCausalLM = ModelClass = MistralFamily.head(
+    hf.MistralForCausalLM,
+    published={
+        "Mistral-7B-v0.3": decoder_sizes(32768, 4096, 14336, 32, 32, 8),
+        "Mistral-Nemo-12B": decoder_sizes(131072, 5120, 14336, 40, 32, 8, head_dim=128),
+    },
+)
 MistralForSequenceClassification = MistralFamily.head(hf.MistralForSequenceClassification)
 MistralForTokenClassification = MistralFamily.head(hf.MistralForTokenClassification)

@@ -7,7 +7,7 @@ from transformers.models.mistral4 import modeling_mistral4 as mistral4
 from transformers.models.pixtral import modeling_pixtral as pixtral
 
 from nrl_models.common import CombinedGateUp, CombinedQKV, FamilyModel, combine
-from nrl_models.families.mistral3.published import PUBLISHED
+from nrl_models.common.configurations import decoder_sizes
 
 
 class Mistral3Family(FamilyModel):
@@ -26,5 +26,12 @@ class Mistral3Family(FamilyModel):
 
 
 Mistral3ForConditionalGeneration = ModelClass = Mistral3Family.head(
-    hf.Mistral3ForConditionalGeneration, published=PUBLISHED
+    hf.Mistral3ForConditionalGeneration,
+    published={
+        "Mistral-Small-3.1-24B": {
+            "text_config": decoder_sizes(131072, 5120, 32768, 40, 32, 8, head_dim=128, model_type="mistral"),
+            "vision_config": {"model_type": "pixtral", "hidden_size": 1024, "intermediate_size": 4096}
+            | {"num_hidden_layers": 24, "num_attention_heads": 16},
+        }
+    },
 )

@@ -1,9 +1,10 @@
 """Nemotron-H (v2 dense, v3 with experts): Mamba-2 mixers, attention, and squared-ReLU MLPs or experts, one a layer."""
 
+from typing import Any
+
 from transformers.models.nemotron_h import modeling_nemotron_h as hf
 
 from nrl_models.common import CombinedQKV, FamilyModel
-from nrl_models.families.nemotron_h.published import PUBLISHED
 
 
 class NemotronHFamily(FamilyModel):
@@ -14,9 +15,28 @@ class NemotronHFamily(FamilyModel):
     }
     # Of Mamba 1, of a rotary embedding that the model does not have, and sizes under another name.
     ignored_config_keys = ("attention_head_dim", "time_step_rank", "norm_eps", "rope_theta", "partial_rotary_factor")
-    limits = {
-        "packed sequences": "upstream's Mamba mixers carry their state from a document to the next",
-    }
+    limits = {"packed sequences": "upstream's Mamba mixers carry their state from a document to the next"}
 
 
-NemotronHForCausalLM = ModelClass = NemotronHFamily.head(hf.NemotronHForCausalLM, published=PUBLISHED)
+def _sizes(layers: str, hidden: int, heads: int, key_values: int, **more: Any) -> dict[str, Any]:
+    """A published model's sizes; its layers by a letter each, as its `config.json` has them."""
+    kinds = {"M": "mamba", "-": "mlp", "*": "attention", "E": "moe"}
+    sizes = {"hidden_size": hidden, "num_attention_heads": heads, "num_key_value_heads": key_values, "head_dim": 128}
+    mamba = {"ssm_state_size": 128, "n_groups": 8}
+    return {"vocab_size": 131072, "layers_block_type": [kinds[one] for one in layers], **sizes, **mamba, **more}
+
+
+NemotronHForCausalLM = ModelClass = NemotronHFamily.head(
+    hf.NemotronHForCausalLM,
+    published={
+        "Nemotron-Nano-9B-v2": _sizes(
+            "M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-", 4480, 40, 8,
+            intermediate_size=15680, mamba_num_heads=128, mamba_head_dim=80,
+        ),
+        "Nemotron-3-Nano-30B-A3B": _sizes(
+            "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME", 2688, 32, 2,
+            intermediate_size=1856, mamba_num_heads=64, mamba_head_dim=64, n_routed_experts=128, num_experts_per_tok=6,
+            moe_intermediate_size=1856, moe_shared_expert_intermediate_size=3712,
+        ),
+    },
+)  # fmt: skip

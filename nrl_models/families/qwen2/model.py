@@ -3,7 +3,7 @@
 from transformers.models.qwen2 import modeling_qwen2 as hf
 
 from nrl_models.common import CombinedGateUp, CombinedQKV, FamilyModel
-from nrl_models.families.qwen2.published import PUBLISHED
+from nrl_models.common.configurations import decoder_sizes
 
 
 class Qwen2Family(FamilyModel):
@@ -12,6 +12,13 @@ class Qwen2Family(FamilyModel):
     rewrites = {hf.Qwen2Attention: CombinedQKV, hf.Qwen2MLP: CombinedGateUp}
 
 
-Qwen2ForCausalLM = ModelClass = Qwen2Family.head(hf.Qwen2ForCausalLM, published=PUBLISHED)
+Qwen2ForCausalLM = ModelClass = Qwen2Family.head(
+    hf.Qwen2ForCausalLM,
+    published={
+        "Qwen2.5-0.5B": decoder_sizes(151936, 896, 4864, 24, 14, 2, tie_word_embeddings=True),
+        "Qwen2.5-7B": decoder_sizes(152064, 3584, 18944, 28, 28, 4),
+        "Qwen2.5-72B": decoder_sizes(152064, 8192, 29568, 80, 64, 8),
+    },
+)
 Qwen2ForSequenceClassification = Qwen2Family.head(hf.Qwen2ForSequenceClassification)
 Qwen2ForTokenClassification = Qwen2Family.head(hf.Qwen2ForTokenClassification)

@@ -3,8 +3,8 @@
 from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl as hf
 
 from nrl_models.common import CombinedGateUp, CombinedQKV, FamilyModel
+from nrl_models.common.configurations import decoder_sizes
 from nrl_models.common.mrope import FreshPositions, PackedTextPositions
-from nrl_models.families.qwen2_5_vl.published import PUBLISHED
 
 
 class Qwen25VLFamily(FamilyModel):
@@ -24,5 +24,15 @@ class Qwen25VLFamily(FamilyModel):
 
 
 Qwen2_5_VLForConditionalGeneration = ModelClass = Qwen25VLFamily.head(
-    hf.Qwen2_5_VLForConditionalGeneration, published=PUBLISHED
+    hf.Qwen2_5_VLForConditionalGeneration,
+    published={
+        "Qwen2.5-VL-7B": {
+            "text_config": decoder_sizes(152064, 3584, 18944, 28, 28, 4),
+            "vision_config": {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "out_hidden_size": 3584},
+        },
+        "Qwen2.5-VL-72B": {
+            "text_config": decoder_sizes(152064, 8192, 29568, 80, 64, 8),
+            "vision_config": {"depth": 32, "hidden_size": 1280, "intermediate_size": 3456, "out_hidden_size": 8192},
+        },
+    },
 )

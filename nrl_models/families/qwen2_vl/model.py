@@ -3,8 +3,8 @@
 from transformers.models.qwen2_vl import modeling_qwen2_vl as hf
 
 from nrl_models.common import CombinedGateUp, CombinedQKV, FamilyModel
+from nrl_models.common.configurations import decoder_sizes
 from nrl_models.common.mrope import FreshPositions, PackedTextPositions
-from nrl_models.families.qwen2_vl.published import PUBLISHED
 
 
 class Qwen2VLFamily(FamilyModel):
@@ -23,5 +23,15 @@ class Qwen2VLFamily(FamilyModel):
 
 
 Qwen2VLForConditionalGeneration = ModelClass = Qwen2VLFamily.head(
-    hf.Qwen2VLForConditionalGeneration, published=PUBLISHED
+    hf.Qwen2VLForConditionalGeneration,
+    published={
+        "Qwen2-VL-7B": {
+            "text_config": decoder_sizes(152064, 3584, 18944, 28, 28, 4),
+            "vision_config": {"depth": 32, "embed_dim": 1280, "num_heads": 16, "hidden_size": 3584},
+        },
+        "Qwen2-VL-72B": {
+            "text_config": decoder_sizes(152064, 8192, 29568, 80, 64, 8),
+            "vision_config": {"depth": 32, "embed_dim": 1280, "num_heads": 16, "hidden_size": 8192},
+        },
+    },
 )

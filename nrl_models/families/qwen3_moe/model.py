@@ -3,7 +3,7 @@
 from transformers.models.qwen3_moe import modeling_qwen3_moe as hf
 
 from nrl_models.common import CombinedGateUp, CombinedQKV, FamilyModel
-from nrl_models.families.qwen3_moe.published import PUBLISHED
+from nrl_models.common.configurations import decoder_sizes
 
 
 class Qwen3MoeFamily(FamilyModel):
@@ -14,6 +14,16 @@ class Qwen3MoeFamily(FamilyModel):
     tiny = {"mlp_only_layers": [0]}  # one dense layer, one sparse
 
 
-Qwen3MoeForCausalLM = ModelClass = Qwen3MoeFamily.head(hf.Qwen3MoeForCausalLM, published=PUBLISHED)
+Qwen3MoeForCausalLM = ModelClass = Qwen3MoeFamily.head(
+    hf.Qwen3MoeForCausalLM,
+    published={
+        "Qwen3-30B-A3B": decoder_sizes(
+            151936, 2048, 6144, 48, 32, 4, head_dim=128, moe_intermediate_size=768, num_experts=128
+        ),
+        "Qwen3-235B-A22B": decoder_sizes(
+            151936, 4096, 12288, 94, 64, 4, head_dim=128, moe_intermediate_size=1536, num_experts=128
+        ),
+    },
+)
 Qwen3MoeForSequenceClassification = Qwen3MoeFamily.head(hf.Qwen3MoeForSequenceClassification)
 Qwen3MoeForTokenClassification = Qwen3MoeFamily.head(hf.Qwen3MoeForTokenClassification)

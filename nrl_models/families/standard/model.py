@@ -41,13 +41,12 @@ def rewritten_layer(layer: type[nn.Module]) -> type[nn.Module] | None:
     entry = STANDARD.get(package)
     if entry is None:
         return None
-    for name, mixin in entry.mixins.items():
-        if layer is entry.layer(package, name):
-            return rewritten(layer, getattr(mrope, mixin), __name__, within=package)
-    for name, groups in entry.layers.items():
-        if layer is entry.layer(package, name):
-            return rewritten(layer, combine_groups(*groups), __name__, within=package)
-    return None
+    names = (*entry.mixins, *entry.layers)
+    name = next((name for name in names if layer is entry.layer(package, name)), None)
+    if name is None:
+        return None
+    by = getattr(mrope, entry.mixins[name]) if name in entry.mixins else combine_groups(*entry.layers[name].split(", "))
+    return rewritten(layer, by, __name__, within=package)
 
 
 @cache
@@ -71,7 +70,7 @@ class _Layers(type):
     def __getattr__(cls, name: str) -> type[nn.Module]:
         entry: Standard = STANDARD[cls.__name__]
         for own in (*entry.layers, *entry.mixins):
-            if own.rpartition(".")[2] == name:
+            if entry.prefix + own.rpartition(".")[2] == name:
                 return rewritten_layer(entry.layer(cls.__name__, own))  # type: ignore[return-value]
         raise AttributeError(f"{cls.__name__} rewrites no {name}")
 
