@@ -22,7 +22,7 @@ from nrl_models.errors import in_words
 from nrl_models.parity.images import PIXELS, Inputs, takes_images
 from nrl_models.parity.inputs import inputs_for
 from nrl_models.parity.sounds import SOUNDS, takes_sounds
-from nrl_models.quirks.bugs import offsets_stay
+from nrl_models.quirks.probes import offsets_stay
 from nrl_models.testing.case import randomise
 from nrl_models.testing.tiny import find_tiny
 

@@ -57,19 +57,9 @@ class Subject:
         return self.config.get_text_config()
 
     @property
-    def is_family(self) -> bool:
-        """Whether one of this library's classes serves it, not transformers' own."""
-        return isinstance(self.model, FamilyModel)
-
-    @property
     def flags(self) -> ModelFlag:
         """What its family declares to trainers."""
         return getattr(self.model, "flags", ModelFlag.NONE)
-
-    @property
-    def limits(self) -> Any:
-        """What its family declares that does not hold, by feature."""
-        return getattr(self.model, "limits", {})
 
     @cached_property
     def handled(self) -> frozenset[str]:
@@ -79,15 +69,3 @@ class Subject:
             for base in kind.__mro__:
                 found.update(vars(base).get("handles_quirks", ()))
         return frozenset(found)
-
-    @property
-    def has_images(self) -> bool:
-        """Whether it has a tower for images."""
-        return getattr(self.config, "vision_config", None) is not None
-
-    @property
-    def has_experts(self) -> bool:
-        """Whether some of its layers choose experts."""
-        from nrl_models.common.freezing import components_of
-
-        return "freeze_routers" in components_of(self.model)

@@ -20,7 +20,7 @@ from nrl_models.distributed.plan import plan_for
 from nrl_models.errors import ShardingError, UnknownArgumentError
 from nrl_models.logprobs import token_logprobs
 from nrl_models.parity.noise import rounded_otherwise
-from nrl_models.quirks import bugs, probes
+from nrl_models.quirks import probes
 from nrl_models.quirks.ranks import pretended_mesh
 from nrl_models.testing.case import FamilyCase
 
@@ -134,17 +134,17 @@ def _chosen(model: nn.Module, inputs: dict) -> dict:
 
 
 def test_symptom_of_full_vocabulary_logits() -> None:
-    assert bugs.whole_logits_are_made(PLAIN.model(), PLAIN.inputs())
+    assert probes.whole_logits_are_made(PLAIN.model(), PLAIN.inputs())
 
 
 def test_cure_of_full_vocabulary_logits() -> None:
     case = FamilyCase(PLAIN.model_class, tiny={"vocab_size": 4096})
     model, tokens = case.model(), case.inputs()["input_ids"]
     whole = tokens.numel() * model.config.vocab_size
-    with bugs.new_tensors(4096) as sizes, torch.no_grad():
+    with probes.new_tensors(4096) as sizes, torch.no_grad():
         found = token_logprobs(model, tokens, chunk_size=4)
     assert max(sizes) < whole / 2
-    with bugs.new_tensors(4096) as sizes, torch.no_grad():
+    with probes.new_tensors(4096) as sizes, torch.no_grad():
         expected = token_logprobs(model, tokens, chunk_size=None)
     assert max(sizes) > whole / 2
     torch.testing.assert_close(found.logprobs, expected.logprobs, atol=1e-5, rtol=1e-5, equal_nan=True)
