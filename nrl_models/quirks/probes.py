@@ -13,11 +13,14 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming
@@ -29,9 +32,6 @@ from nrl_models.common.state_dict_adapter import StateDictAdapter
 from nrl_models.parity.inputs import Inputs
 from nrl_models.parity.noise import rounded_otherwise
 from nrl_models.testing.case import FamilyCase, randomise
-
-if TYPE_CHECKING:
-    from nrl_models.consistency.refit import RefitStep
 
 APART = 1e-3
 """Logits of tiny models with random weights differ by more than this, if they differ in more than rounding."""
@@ -153,8 +153,6 @@ def whole_logits_are_made(model: PreTrainedModel, inputs: Inputs) -> bool:
 @contextmanager
 def new_tensors(width: int) -> Iterator[list[int]]:
     """While open, note the numbers of elements of the tensors that are made whose last dimension is `width`."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
     sizes: list[int] = [0]
 
     class Sizes(TorchDispatchMode):
@@ -318,11 +316,27 @@ def routing_flips(case: FamilyCase) -> bool:
     return flip_rate(*records) > 0
 
 
+@contextmanager
+def pretended_mesh(ranks: int, name: str = "tp") -> Iterator[DeviceMesh]:
+    """A mesh of one dimension, this process its first rank: tensors are divided, and collectives do nothing.
+
+    Raises:
+        RuntimeError: there are ranks already.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if dist.is_initialized():
+        raise RuntimeError("this process is a rank already")
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    try:
+        yield init_device_mesh("cpu", (ranks,), mesh_dim_names=(name,))
+    finally:
+        dist.destroy_process_group()
+
+
 def untied_by_dividing() -> bool:
     """Whether torch's `parallelize_module` parts an embedding and a head that are one tensor."""
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
-    from nrl_models.quirks.ranks import pretended_mesh
 
     class Tied(nn.Module):
         def __init__(self) -> None:
@@ -417,16 +431,6 @@ def reloading_touches_buffers() -> bool:
     finalize_layerwise_reload(model, None)
     assert torch.equal(model[0].weight, torch.full((4,), 2.0))
     return bool(model[0].scale != torch.tensor(0.0188))
-
-
-def refit_misses_something(refit: Callable[[], RefitStep]) -> bool:
-    """Whether a refit leaves an engine on other weights than it was sent.
-
-    Args:
-        refit: refits a running engine with new weights and compares it with the trainer; with what is asked about
-            switched off.
-    """
-    return not refit().passed
 
 
 def processors_need_a_tokenizer() -> bool:

@@ -21,7 +21,6 @@ from nrl_models.errors import ShardingError, UnknownArgumentError
 from nrl_models.logprobs import token_logprobs
 from nrl_models.parity.noise import rounded_otherwise
 from nrl_models.quirks import probes
-from nrl_models.quirks.ranks import pretended_mesh
 from nrl_models.testing.case import FamilyCase
 
 IMAGES = FamilyCase(registry.model_class("Gemma3ForConditionalGeneration"))
@@ -71,7 +70,7 @@ def test_cure_of_tied_weights_under_tp() -> None:
     assert ModelFlag.SKIP_DTENSOR_TIED_WEIGHTS_CHECK in model_class.flags
     model = model_class.from_config(FamilyCase(model_class).config)
     assert model.config.tie_word_embeddings
-    with pretended_mesh(2) as mesh:
+    with probes.pretended_mesh(2) as mesh:
         divide_model(model, mesh, plan_for(model, mesh))
         words, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
         assert words is head
