@@ -21,24 +21,7 @@ from nrl_models import families
 from nrl_models.common.ledger import FILE as LEDGER
 from nrl_models.onboarding.plan import FamilyPlan, OnboardingError, plan_family
 from nrl_models.onboarding.writing import plain_source, write_package, write_project
-from nrl_models.testing.features import SUITE, generated_tests
-
-INVARIANCES = frozenset(
-    {
-        "activation checkpointing",
-        "left padding",
-        "right padding",
-        "packed sequences",
-        "batch order",
-        "router replay",
-        "cached decoding",
-        "generate",
-    }
-)
-"""Features that transformers' own class may lack: where it fails the same tests, the family says so in `limits`.
-
-Whatever compares with transformers' class (weights, layers, logits, gradients, files, LoRA) has no such excuse.
-"""
+from nrl_models.testing.features import INVARIANCES, SUITE, generated_tests
 
 Result = dict[str, Any]
 
@@ -121,7 +104,7 @@ def prove(plan: FamilyPlan, package: str, folder: Path) -> tuple[dict[str, str],
         return limits, [], []
     results = run_tests(f"{package}.model", plan.architectures, folder)
     failed = _features(results, "failed")
-    if suspects := sorted(failed & INVARIANCES):
+    if suspects := sorted(failed & set(INVARIANCES)):
         (folder / "plain_of_transformers.py").write_text(plain_source(plan))
         tests = [name for name, feature in generated_tests().items() if feature in suspects]
         plain = run_tests("plain_of_transformers", plan.architectures, folder, tests)

@@ -93,7 +93,7 @@ def find_tiny(
     given = source if isinstance(source, type) else (type(source), source.to_json_string())
     key = (given, repr(overrides), model_class)
     if key not in _found:
-        with _quiet(), torch.random.fork_rng(devices=[]):
+        with silent_transformers(), torch.random.fork_rng(devices=[]):
             _found[key] = _find(source, overrides or {}, model_class)
     return _found[key]
 
@@ -165,11 +165,14 @@ def _unset(config: PreTrainedConfig) -> Iterator[str]:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """What transformers says about configurations that are tried is of no interest."""
-    before = transformers_logging.get_verbosity()
+def silent_transformers() -> Iterator[None]:
+    """While open, transformers says nothing of what it makes, loads and saves, and shows no progress."""
+    verbosity, shows_bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity(logging.CRITICAL)
+    transformers_logging.disable_progress_bar()
     try:
         yield
     finally:
-        transformers_logging.set_verbosity(before)
+        transformers_logging.set_verbosity(verbosity)
+        if shows_bars:
+            transformers_logging.enable_progress_bar()

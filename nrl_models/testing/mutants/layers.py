@@ -14,11 +14,10 @@ from torch.nn import functional as F
 from transformers.activations import ACT2CLS
 
 from nrl_models.testing.case import FamilyCase
-from nrl_models.testing.mutants.groups import LAYERS, TRAINING
-from nrl_models.testing.mutants.mutant import Mutant
-from nrl_models.testing.mutants.planting import ForCase, InModules, own_attribute, reads
+from nrl_models.testing.mutants.groups import TRAINING
+from nrl_models.testing.mutants.planting import ForCase, InModules, Mutant, around, own_attribute, reads
 
-LOGITS = ("test_logits_equivalence",)
+ATTENTION = ("test_attention_equivalence", "test_logits_equivalence")
 
 QK_NORM = re.compile(r"(^|\.)(q|k|qk|kv|query|key)_?(a_|b_)?(layer_?)?norm$")
 SHARED_EXPERT = re.compile(r"(^|\.)(shared_experts?|shared_mlp|shared_expert_mlp)$")
@@ -31,11 +30,7 @@ ACTIVATIONS = tuple({one[0] if isinstance(one, tuple) else one for one in ACT2CL
 
 def _has(*names: str, kind: str = "") -> Callable[[str, nn.Module], bool]:
     """Modules with one of these attributes of their own, and with `kind` in their class's name."""
-
-    def wanted(name: str, module: nn.Module) -> bool:
-        return kind in type(module).__name__ and any(_held(module, one) is not None for one in names)
-
-    return wanted
+    return lambda name, module: kind in type(module).__name__ and any(_held(module, one) is not None for one in names)
 
 
 def _held(module: nn.Module, name: str) -> Any:
@@ -57,29 +52,18 @@ def _is_norm(name: str, module: nn.Module) -> bool:
 def _returns(change: Callable[[nn.Module, Any, Any], Any]) -> Callable[[nn.Module], Mapping[str, Any]]:
     """A forward whose result is `change(module, first input, right result)`."""
 
-    def wrong(module: nn.Module) -> Mapping[str, Any]:
-        original = type(module).forward
+    def forward(original: Callable[..., Any], self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        return change(self, args[0] if args else next(iter(kwargs.values())), result)
 
-        @functools.wraps(original)
-        def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            result = original(self, *args, **kwargs)
-            return change(self, args[0] if args else next(iter(kwargs.values())), result)
-
-        return {"forward": forward}
-
-    return wrong
+    return lambda module: {"forward": around(type(module).forward, forward)}
 
 
 def _attends(*arguments: str) -> Callable[[str, nn.Module], bool]:
     """Attentions whose forward takes these arguments."""
-
-    def wanted(name: str, module: nn.Module) -> bool:
-        if "Attention" not in type(module).__name__:
-            return False
-        parameters = _parameters(type(module))
-        return all(argument in parameters for argument in arguments)
-
-    return wanted
+    return lambda name, module: (
+        "Attention" in type(module).__name__ and set(arguments) <= set(_parameters(type(module)))
+    )
 
 
 @functools.cache
@@ -96,26 +80,17 @@ def _parameters(layer: type[nn.Module]) -> list[str]:
 def _without(*arguments: str) -> Callable[[nn.Module], Mapping[str, Any]]:
     """A forward that is given None for some of its arguments."""
 
-    def wrong(module: nn.Module) -> Mapping[str, Any]:
-        original = type(module).forward
-        names = _parameters(type(module))[1:]
+    def forward(original: Callable[..., Any], self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        names = _parameters(type(self))[1:]
+        given = [None if name in arguments else one for name, one in zip(names, args, strict=False)]
+        return original(self, *given, **{name: None if name in arguments else kwargs[name] for name in kwargs})
 
-        @functools.wraps(original)
-        def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            given = [None if name in arguments else one for name, one in zip(names, args, strict=False)]
-            return original(self, *given, **{name: None if name in arguments else kwargs[name] for name in kwargs})
-
-        return {"forward": forward}
-
-    return wrong
+    return lambda module: {"forward": around(type(module).forward, forward)}
 
 
 def _other_activation(module: nn.Module) -> Mapping[str, Any]:
-    def forward(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        return F.gelu(x) if "SiLU" in layer else F.silu(x)
-
-    layer = type(module).__name__
-    return {"forward": forward}
+    other = F.gelu if "SiLU" in type(module).__name__ else F.silu
+    return {"forward": lambda self, x: other(x)}
 
 
 def _is_expert_stack(name: str, module: nn.Module) -> bool:
@@ -198,13 +173,11 @@ MUTANTS = (
         "a norm's epsilon ten times as large",
         "1e-6 where the configuration says 1e-5, a default that a family never reads",
         InModules(_has(*EPSILONS, kind="Norm"), _reads(EPSILONS, lambda eps: eps * 10)),
-        LOGITS,
     ),
     Mutant(
         "a norm's weight off by one",
         "a weight w that means 1 + w taken as it is, or the reverse",
         InModules(_is_norm, _reads(("weight",), lambda weight: weight + 1)),
-        LOGITS,
     ),
     Mutant(
         "a norm's weight gets no gradient",
@@ -216,55 +189,49 @@ MUTANTS = (
         "norms of queries and keys skipped",
         "an attention written for a model without them",
         InModules(lambda name, module: bool(QK_NORM.search(name)), _returns(lambda self, given, result: given)),
-        LOGITS,
     ),
     Mutant(
         "another activation",
         "SiLU for GELU: hidden_act not read, or read under another key",
         InModules(lambda name, module: isinstance(module, ACTIVATIONS), _other_activation),
-        LOGITS,
     ),
     Mutant(
         "attention scale dropped",
         "scores that are not divided by the root of the head's size, or by the model's own number",
         InModules(_has(*SCALES, kind="Attention"), _reads(SCALES, lambda scale: 1.0)),
-        (*LAYERS[:1], *LOGITS),
+        ATTENTION,
     ),
     Mutant(
         "biases of single linears dropped",
         "an output projection whose bias a rewritten layer forgets",
         InModules(_has_plain_bias, _reads(("bias",), lambda bias: None)),
-        LOGITS,
     ),
     Mutant(
         "attention sinks dropped",
         "a kernel that has no argument for them",
         InModules(_has("sinks"), _reads(("sinks",), lambda sinks: torch.full_like(sinks, -1e4))),
-        (*LAYERS[:1], *LOGITS),
+        ATTENTION,
     ),
     Mutant(
         "embedding unscaled",
         "sqrt(hidden_size), or another multiplier of embeddings, left out",
         ForCase(_unscaled),
-        LOGITS,
     ),
     Mutant(
         "router's bias dropped",
         "a correction of the scores that is loaded and not added",
         InModules(_is_router, _reads((*CORRECTIONS, "bias"), torch.zeros_like)),
-        (*LOGITS, *LAYERS[1:3]),
+        ("test_logits_equivalence", "test_mlp_equivalence", "test_layer_equivalence"),
     ),
     Mutant(
         "shared expert dropped",
         "a mixture that adds up what it routed to, and no more",
         InModules(lambda name, module: bool(SHARED_EXPERT.search(name)), _returns(_dropped)),
-        LOGITS,
     ),
     Mutant(
         "gate and up of stacked experts exchanged",
         "w1 and w3 stacked in the other order",
         InModules(_is_expert_stack, _halves_exchanged),
-        LOGITS,
     ),
     Mutant(
         "experts' biases dropped",
@@ -273,13 +240,12 @@ MUTANTS = (
             _has("gate_up_proj_bias", "down_proj_bias"),
             _reads(("gate_up_proj_bias", "down_proj_bias"), torch.zeros_like),
         ),
-        LOGITS,
     ),
     Mutant(
         "attention mask ignored",
         "a causal kernel that is given no mask: padding, and other documents, are seen",
         InModules(_attends("attention_mask"), _without("attention_mask")),
-        ("test_left_padding", "test_packing", "test_padded_batch", *LOGITS),
+        ("test_left_padding", "test_packing", "test_padded_batch", "test_logits_equivalence"),
     ),
     Mutant(
         "cache not used",
@@ -294,6 +260,5 @@ MUTANTS = (
             lambda name, module: _held(module, "is_kv_shared_layer") is True,
             lambda module: {"layer_type": property(_type_of_the_anchor)},
         ),
-        LOGITS,
     ),
 )
