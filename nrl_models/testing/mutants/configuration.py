@@ -67,11 +67,7 @@ MUTANTS = (
         "every column of a head rotated",
         _keys(r"^(partial_rotary_factor|rotary_pct|rope_pct|rotary_percentage)$", lambda part: 1.0),
     ),
-    Mutant(
-        "rope on every layer",
-        "layers without positions (NoPE) given some",
-        Misread(_all_with_positions),
-    ),
+    Mutant("rope on every layer", "layers without positions (NoPE) given some", Misread(_all_with_positions)),
     Mutant(
         "rope's pairs laid out otherwise",
         "interleaved pairs for halves, or the reverse",
@@ -98,12 +94,7 @@ MUTANTS = (
         _keys(r"^((sliding|attention)_window(_size)?|local_attention|window_size|attention_chunk_size)$", _one_fewer),
         WINDOWED,
     ),
-    Mutant(
-        "kinds of layers exchanged",
-        "every second layer windowed: the others",
-        Misread(_exchanged_types),
-        WINDOWED,
-    ),
+    Mutant("kinds of layers exchanged", "every second layer windowed: the others", Misread(_exchanged_types), WINDOWED),
     Mutant(
         "one word too few attended to",
         "sparse attention that takes one fewer than index_topk",

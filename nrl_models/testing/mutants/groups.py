@@ -209,10 +209,7 @@ MUTANTS = (
     Mutant(
         "recomputed on another input",
         "state that is not there any more when activations are computed again",
-        InCode(
-            _is_checkpointed,
-            lambda case: [wrapped(LinearGroup, "forward", _otherwise_in_backward)],
-        ),
+        InCode(_is_checkpointed, lambda case: [wrapped(LinearGroup, "forward", _otherwise_in_backward)]),
         ("test_activation_checkpointing",),
     ),
     Mutant(

@@ -213,9 +213,7 @@ MUTANTS = (
         ATTENTION,
     ),
     Mutant(
-        "embedding unscaled",
-        "sqrt(hidden_size), or another multiplier of embeddings, left out",
-        ForCase(_unscaled),
+        "embedding unscaled", "sqrt(hidden_size), or another multiplier of embeddings, left out", ForCase(_unscaled)
     ),
     Mutant(
         "router's bias dropped",

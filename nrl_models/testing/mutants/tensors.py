@@ -193,10 +193,7 @@ MUTANTS = (
     Mutant(
         "exported transposed",
         "weights as (in, out) where the hub has (out, in): no shape tells of it where they are square",
-        InCode(
-            lambda case: any(map(_is_square, case.model().state_dict_adapter.hub.values())),
-            _in_hub(_transposed),
-        ),
+        InCode(lambda case: any(map(_is_square, case.model().state_dict_adapter.hub.values())), _in_hub(_transposed)),
         NAMES,
     ),
     Mutant(
@@ -238,10 +235,7 @@ MUTANTS = (
     Mutant(
         "tied weights written twice",
         "a checkpoint with a head that its configuration says is tied",
-        InCode(
-            _can_tie,
-            lambda case: [wrapped(family_model, "to_checkpoint", _written_twice)],
-        ),
+        InCode(_can_tie, lambda case: [wrapped(family_model, "to_checkpoint", _written_twice)]),
         ("test_new_model_saves_as_transformers", "test_tied_weights_share_storage"),
     ),
     Mutant(
