@@ -20,16 +20,8 @@ EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_
 """What configurations call the number of experts."""
 
 SIZES = (
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "vocab_size",
-    "max_position_embeddings",
-    "moe_intermediate_size",
-    "num_experts_per_tok",
+    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+    *("head_dim", "vocab_size", "max_position_embeddings", "moe_intermediate_size", "num_experts_per_tok"),
 )
 """The sizes that are shown, by the configuration's own keys."""
 
@@ -90,7 +82,9 @@ def inspect(path: str | Path) -> Inspection:
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         stored_tensors=len(files.tensors) if files else None,
         stored_bytes=files.nbytes if files else None,
-        dtypes=dict(Counter(_short(tensor.dtype) for tensor in files.tensors.values())) if files else {},
+        dtypes=dict(Counter(str(tensor.dtype).removeprefix("torch.") for tensor in files.tensors.values()))
+        if files
+        else {},
     )
 
 
@@ -111,11 +105,9 @@ def kinds_of(config: PreTrainedConfig) -> list[str]:
 
 def combined_groups(model: torch.nn.Module) -> dict[str, int]:
     """The groups of a model, `Class: a + b`, and how many of each it has."""
-    counts: Counter[str] = Counter()
-    for owner, _, group in groups_of(model):
-        counts[f"{type(model.get_submodule(owner)).__name__}: {' + '.join(group.parts)}"] += 1
-    return dict(counts)
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    return dict(
+        Counter(
+            f"{type(model.get_submodule(owner)).__name__}: {' + '.join(group.parts)}"
+            for owner, _, group in groups_of(model)
+        )
+    )

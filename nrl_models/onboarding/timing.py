@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -32,19 +33,18 @@ def time_onboarding(classes: Iterable[type[PreTrainedModel]], count: int, file: 
         file: JSON to write after each; what is in it of other architectures is kept, of the same ones replaced.
         seed: of the draw.
     """
-    drawn = random.Random(seed).sample(list(classes), k=len(list(classes)))
+    classes = list(classes)
+    drawn = (one for one in random.Random(seed).sample(classes, k=len(classes)) if _combines(one))
     timings = {one["architecture"]: one for one in read_timings(file)}
-    left = count
-    for model_class in drawn:
-        if not left:
-            break
-        found = detect(model_class)
-        if not found.ok or not found.groups:
-            continue
-        left -= 1
+    for model_class in islice(drawn, count):
         timings[model_class.__name__] = time_one(model_class)
         content = {"cores": os.cpu_count(), "timings": [timings[name] for name in sorted(timings)]}
         file.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def _combines(model_class: type[PreTrainedModel]) -> bool:
+    found = detect(model_class)
+    return found.ok and bool(found.groups)
 
 
 def time_one(model_class: type[PreTrainedModel]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from importlib.metadata import version
+from json import dumps
 from pathlib import Path
 from textwrap import fill
 from typing import Any
@@ -123,23 +124,18 @@ def _made_of(plan: FamilyPlan, layer: str) -> tuple[str, list[str]]:
     """What makes the class that takes a layer's place: a class, or a function with its arguments."""
     groups = plan.detection.groups[layer]
     if layer in plan.detection.places:
-        return "combine_groups", list(map(_quoted, plan.detection.declarations(layer)))
+        return "combine_groups", list(map(dumps, plan.detection.declarations(layer)))
     if len(groups) == 1 and (known := KNOWN_GROUPS.get(tuple(groups[0]))):
         return known.__name__, []
-    return "combine", [f"{combined_name(one)}=({', '.join(map(_quoted, one))})" for one in groups]
+    return "combine", [f"{combined_name(one)}=({', '.join(map(dumps, one))})" for one in groups]
 
 
-def _row(layer: str, maker: str, arguments: list[str]) -> Iterator[str]:
+def _row(layer: str, maker: str, arguments: list[str]) -> list[str]:
     """A layer's line in `rewrites`; several lines if it is long."""
-    if not arguments:
-        yield f"        {layer}: {maker},"
-        return
-    if len(line := f"        {layer}: {maker}({', '.join(arguments)}),") <= WIDTH:
-        yield line
-        return
-    yield f"        {layer}: {maker}("
-    yield from (f"            {one}," for one in arguments)
-    yield "        ),"
+    line = f"        {layer}: {maker}" + (f"({', '.join(arguments)})," if arguments else ",")
+    if len(line) <= WIDTH or not arguments:
+        return [line]
+    return [f"        {layer}: {maker}(", *(f"            {one}," for one in arguments), "        ),"]
 
 
 def _import_order(name: str) -> tuple[bool, str]:
@@ -150,17 +146,13 @@ def _mapping(name: str, values: Mapping[str, Any]) -> Iterator[str]:
     if values:
         yield f"    {name} = {{"
         for key, value in values.items():
-            text = _quoted(value) if isinstance(value, str) else repr(value)
+            text = dumps(value) if isinstance(value, str) else repr(value)
             line = f'        "{key}": {text},'
             if len(line) <= WIDTH:
                 yield line
             else:
                 words = fill(value, WIDTH - 18, drop_whitespace=False).split("\n")
                 yield f'        "{key}": ('
-                yield from (f"            {_quoted(one)}" for one in words)
+                yield from (f"            {dumps(one)}" for one in words)
                 yield "        ),"
         yield "    }"
-
-
-def _quoted(text: str) -> str:
-    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
