@@ -70,6 +70,7 @@ def inspect(path: str | Path) -> Inspection:
     model = auto_class.from_config(config, device="meta")
     has_weights = any(folder.glob("*.safetensors")) or any(folder.glob("*.bin"))
     files = CheckpointFiles(folder) if has_weights else None
+    stored = files.tensors.values() if files else ()
     text = config.get_text_config()
     return Inspection(
         architecture=type(model).__name__,
@@ -82,9 +83,7 @@ def inspect(path: str | Path) -> Inspection:
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         stored_tensors=len(files.tensors) if files else None,
         stored_bytes=files.nbytes if files else None,
-        dtypes=dict(Counter(str(tensor.dtype).removeprefix("torch.") for tensor in files.tensors.values()))
-        if files
-        else {},
+        dtypes=dict(Counter(str(tensor.dtype).removeprefix("torch.") for tensor in stored)),
     )
 
 

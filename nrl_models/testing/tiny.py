@@ -111,22 +111,19 @@ def _find(
     def attempt(needs: Needs) -> Tiny:
         tiny = _attempt(default, overrides, needs, model_class)
         error = tiny.failure
-        if (
-            isinstance(error, AttributeError)
-            and isinstance(error.obj, PreTrainedConfig)
-            and error.name in sizes.MISSING
-        ):
+        if isinstance(error, AttributeError) and isinstance(error.obj, PreTrainedConfig):
             wanted = (type(error.obj), error.name)
-            if wanted not in needs.undeclared:
+            if error.name in sizes.MISSING and wanted not in needs.undeclared:
                 return attempt(replace(needs, undeclared=(*needs.undeclared, wanted)))
         return tiny
 
     best = _attempt(default, overrides, Needs(), model_class)
     if best.failure is None:
         return best
-    unset = tuple(dict.fromkeys(_unset(default)))
+    unset = (key for key, value in all_values(default) if key in sizes.MISSING and sizes.is_unset(key, value))
+    needs = Needs(tuple(dict.fromkeys(unset)))
     for rope in ("", "sections", "layer types"):
-        candidate = attempt(Needs(unset, rope=rope))
+        candidate = attempt(replace(needs, rope=rope))
         best = max(best, candidate, key=lambda one: one.rank)
         if candidate.failure is None:
             break
@@ -137,10 +134,7 @@ def _find(
 
 
 def _attempt(
-    default: PreTrainedConfig,
-    overrides: Mapping[str, Any],
-    needs: Needs,
-    model_class: type[PreTrainedModel] | None,
+    default: PreTrainedConfig, overrides: Mapping[str, Any], needs: Needs, model_class: type[PreTrainedModel] | None
 ) -> Tiny:
     config, reached = None, "nothing"
     try:
@@ -158,10 +152,6 @@ def _attempt(
     except Exception as error:
         return Tiny(config, needs, reached, error.with_traceback(None))  # whose frames would keep the model
     return Tiny(config, needs, reached)
-
-
-def _unset(config: PreTrainedConfig) -> Iterator[str]:
-    return (key for key, value in all_values(config) if key in sizes.MISSING and sizes.is_unset(key, value))
 
 
 @contextmanager
