@@ -13,6 +13,7 @@ import torch
 from nrl_models.common import ModelFlag
 from nrl_models.quirks import predicates, probes
 from nrl_models.quirks.quirk import Probe, Quirk
+from nrl_models.quirks.subject import Subject
 
 ENGINE = ("engine decode", "engine prefill")
 
@@ -26,10 +27,6 @@ def _old_weights(word: str) -> Any:
     return lambda seen: (
         seen.kind == "engine" and word in seen.module and ("not refitted" in seen.detail or seen.load_format == "dummy")
     )
-
-
-def _rounding_among_experts(seen: Any) -> bool:
-    return seen.kind in ("precision", "unstable")
 
 
 LOADING = (
@@ -350,7 +347,7 @@ TRAINING = (
         ),
         remove="nothing: routing is discrete",
         sources=("https://arxiv.org/abs/2510.11370",),
-        explains=_rounding_among_experts,
+        explains=lambda seen: seen.kind in ("precision", "unstable"),
     ),
     Quirk(
         name="full-vocabulary-logits",
@@ -416,7 +413,7 @@ EXPORT = (
         probe=Probe(
             "differential",
             "transformers saves under other names than it has in memory",
-            of_class=probes.hub_names_differ,
+            of_class=lambda case: predicates.has_several_names(Subject(case.reference())),
         ),
         remove="nothing: the layouts are derived, and become equal",
     ),

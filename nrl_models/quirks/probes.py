@@ -28,7 +28,6 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from nrl_models.common.config_types import takes_floats_only
 from nrl_models.common.routing import flip_rate, record_routing
-from nrl_models.common.state_dict_adapter import StateDictAdapter
 from nrl_models.parity.inputs import Inputs
 from nrl_models.parity.noise import rounded_otherwise
 from nrl_models.testing.case import FamilyCase, randomise
@@ -294,12 +293,6 @@ def tower_names_are_lost(case: FamilyCase) -> bool:
             key, _ = renaming.rename_source_key(key)
         found.append(key)
     return found != names
-
-
-def hub_names_differ(case: FamilyCase) -> bool:
-    """Whether transformers saves the class upstream under other names than it has in memory."""
-    adapter = StateDictAdapter(case.reference())
-    return adapter.hub.keys() != adapter.transformers.keys()
 
 
 def routing_flips(case: FamilyCase) -> bool:
