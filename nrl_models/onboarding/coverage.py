@@ -159,11 +159,7 @@ def _row(family: str, architecture: str, results: list[Result], sharded: Sharded
 
 
 def _index(
-    rows: list[Row],
-    counts: Mapping[str, int],
-    versions: dict[str, str],
-    mutants: dict[str, Outcome],
-    sharded: Sharded,
+    rows: list[Row], counts: Mapping[str, int], versions: dict[str, str], mutants: dict[str, Outcome], sharded: Sharded
 ) -> str:
     return "\n".join(
         [

@@ -218,9 +218,7 @@ FORWARD = (
         fixed="transformers>=5.5.2",
         kept_for="trainers with an older transformers, which have to force use_cache=True",
         probe=Probe(
-            "differential",
-            "upstream computes otherwise without a cache",
-            of_class=probes.shared_keys_need_a_cache,
+            "differential", "upstream computes otherwise without a cache", of_class=probes.shared_keys_need_a_cache
         ),
         remove="this entry",
         sources=("https://github.com/huggingface/transformers/pull/45312",),
@@ -313,10 +311,7 @@ TRAINING = (
         off="torch's parallelize_module with a plan of one's own",
         probe=Probe("differential", "torch's parallelize_module parts a tied pair", of_all=probes.untied_by_dividing),
         remove="the flag, and the vocabulary's rules in declared_tensor_plan",
-        sources=(
-            "https://github.com/NVIDIA-NeMo/RL/issues/227",
-            "https://github.com/NVIDIA-NeMo/Automodel/pull/2571",
-        ),
+        sources=("https://github.com/NVIDIA-NeMo/RL/issues/227", "https://github.com/NVIDIA-NeMo/Automodel/pull/2571"),
     ),
     Quirk(
         name="context-parallel-masks",

@@ -47,10 +47,7 @@ def documents_meet(model: PreTrainedModel, inputs: Inputs, *, mask: bool) -> boo
     """
     first, second = inputs["input_ids"][0, :-5], inputs["input_ids"][1]
     positions = [torch.arange(len(one), device=second.device) for one in (first, second)]
-    packed: dict[str, Any] = {
-        "input_ids": torch.cat([first, second])[None],
-        "position_ids": torch.cat(positions)[None],
-    }
+    packed: dict[str, Any] = {"input_ids": torch.cat([first, second])[None], "position_ids": torch.cat(positions)[None]}
     packed |= {"attention_mask": torch.ones_like(packed["input_ids"])} if mask else {"use_cache": False}
     together = model(**packed).logits[0, -len(second) :]
     alone = model(input_ids=second[None], use_cache=False).logits[0]

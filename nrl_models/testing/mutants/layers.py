@@ -115,10 +115,6 @@ def _is_router(name: str, module: nn.Module) -> bool:
     return routes and isinstance(_held(module, "bias"), torch.Tensor)
 
 
-def _has_plain_bias(name: str, module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear) and module.bias is not None
-
-
 def _scale_of_embedding(case: FamilyCase) -> float | None:
     """What the first layer gets over what the table holds, where that is one number other than 1."""
     model = case.model()
@@ -204,7 +200,10 @@ MUTANTS = (
     Mutant(
         "biases of single linears dropped",
         "an output projection whose bias a rewritten layer forgets",
-        InModules(_has_plain_bias, _reads(("bias",), lambda bias: None)),
+        InModules(
+            lambda name, module: isinstance(module, nn.Linear) and module.bias is not None,
+            _reads(("bias",), lambda bias: None),
+        ),
     ),
     Mutant(
         "attention sinks dropped",

@@ -14,8 +14,7 @@ from nrl_models.common.tracing import trace_groups
 from nrl_models.parity.components import calls_of, run_layer
 from nrl_models.testing.case import SEED, FamilyCase
 from nrl_models.testing.features import proves
-from nrl_models.testing.matmuls import count_matmuls
-from nrl_models.testing.suite.asserts import assert_close, dtypes
+from nrl_models.testing.suite.asserts import assert_close, count_matmuls, dtypes
 
 
 @proves("layers")
