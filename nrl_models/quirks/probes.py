@@ -12,6 +12,7 @@ import json
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -284,12 +285,7 @@ def tower_names_are_lost(case: FamilyCase) -> bool:
     names = [name for name in reference.state_dict() if name.startswith(f"{where}.")]
     older = [name.removeprefix(f"{reference.base_model_prefix}.") for name in names]
     renamings = [one for one in get_model_conversion_mapping(reference) if isinstance(one, WeightRenaming)]
-    found = []
-    for key in older:
-        for renaming in renamings:
-            key, _ = renaming.rename_source_key(key)
-        found.append(key)
-    return found != names
+    return [reduce(lambda key, renaming: renaming.rename_source_key(key)[0], renamings, key) for key in older] != names
 
 
 def routing_flips(case: FamilyCase) -> bool:

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 from transformers.activations import ACT2CLS
 
+from nrl_models.common.recording import record_calls
 from nrl_models.testing.case import FamilyCase
 from nrl_models.testing.mutants.groups import TRAINING
 from nrl_models.testing.mutants.planting import ForCase, InModules, Mutant, around, own_attribute, reads
@@ -123,23 +124,13 @@ def _scale_of_embedding(case: FamilyCase) -> float | None:
     ids = case.words_alone()
     if ids is None or not isinstance(weight, torch.Tensor) or weight.ndim != 2 or ids.max() >= len(weight):
         return None
-    rows, seen = weight[ids].detach(), []
-
-    def note(module: nn.Module, args: Any, kwargs: Any) -> None:
-        first = next((one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)), None)
-        if not seen and first is not None and first.shape == rows.shape and first.is_floating_point():
-            seen.append(first.detach().clone())
-
-    layers = next((one for name, one in model.named_modules() if name.endswith("layers") and len(list(one)) > 0), None)
-    if layers is None:
-        return None
-    handles = [module.register_forward_pre_hook(note, with_kwargs=True) for module in layers.children()]
-    try:
-        with torch.no_grad():
-            model(input_ids=ids, attention_mask=torch.ones_like(ids))
-    finally:
-        for handle in handles:
-            handle.remove()
+    stacks = ((name, list(one.named_children())) for name, one in model.named_modules() if name.endswith("layers"))
+    stack, layers = next(((name, layers) for name, layers in stacks if layers), ("", []))
+    names = [f"{stack}.{layer}" for layer, _ in layers]
+    rows = weight[ids].detach()
+    with torch.no_grad(), record_calls(model, names, copy=True) as calls:
+        model(input_ids=ids, attention_mask=torch.ones_like(ids))
+    seen = [one.inputs[0] for one in calls.values() if one.inputs and one.inputs[0].shape == rows.shape]
     if not seen:
         return None
     ratio = (seen[0] / rows).flatten().median()
