@@ -11,6 +11,7 @@ import json
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -105,7 +106,6 @@ class Hunt:
             if one.test.feature not in limits and (only is None or one.function in only)  # type: ignore[attr-defined]
         ]
         self._passes: dict[Check, bool] = {}
-        self._probed: list[torch.Tensor] | None = None
 
     def run(self, mutants: Iterable[Mutant] = CATALOGUE) -> Outcome:
         """Plant one after the other."""
@@ -116,7 +116,7 @@ class Hunt:
             likely = [one for name in mutant.killers for one in self._checks if one.function == name]
             others = [one for one in self._checks if one not in likely]
             killer = self.killer(mutant, likely)
-            if killer is None and mutant.bug.is_inert(self.case, self._expected()):
+            if killer is None and mutant.bug.is_inert(self.case, self._expected):
                 outcome.inert.append(mutant.name)
             elif (killer := killer or self.killer(mutant, others)) is None:
                 outcome.survived.append(mutant.name)
@@ -142,10 +142,9 @@ class Hunt:
             self._passes[check] = failure_of(check, self.case, skipped=True) is None
         return self._passes[check]
 
+    @cached_property
     def _expected(self) -> list[torch.Tensor]:
-        if self._probed is None:
-            self._probed = probe(self.case)
-        return self._probed
+        return probe(self.case)
 
 
 def failure_of(check: Check, case: FamilyCase, *, skipped: bool = False) -> BaseException | None:
