@@ -88,25 +88,21 @@ def model_source(plan: FamilyPlan, limits: Mapping[str, str]) -> str:
         maker, arguments = _made_of(plan, name)
         used.add(maker)
         rows += _row(f"{modules[module]}.{layer}", maker, arguments)
-    for name in plan.detection.keeps_offsets:
-        module, _, layer = name.partition(":")
+    for module, _, layer in (name.partition(":") for name in plan.detection.keeps_offsets):
         rows.append(f"        {modules[module]}.{layer}: FreshPositions,")
-    family = f"{plan.model_class.__name__.partition('For')[0]}Family"
-    lines = [f'"""{title(plan)}."""', ""]
-    for module, alias in sorted(modules.items()):
-        package, _, name = module.rpartition(".")
-        lines.append(f"from {package} import {name} as {alias}")
-    lines += ["", f"from nrl_models.common import {', '.join(sorted(used, key=_import_order))}"]
-    if plan.detection.keeps_offsets:
-        lines.append("from nrl_models.common.mrope import FreshPositions")
-    lines += ["", ""]
-    every = f"What every {family.removesuffix('Family')} model shares."
-    lines += [f"class {family}(FamilyModel):", f'    """{every}"""', ""]
-    lines += ["    rewrites = {", *rows, "    }"]
-    lines += [*_mapping("tiny", plan.tiny), *_mapping("limits", limits)]
-    lines += ["", ""]
-    for index, name in enumerate(plan.architectures):
-        lines.append(f"{name} = {'ModelClass = ' if index == 0 else ''}{family}.head(hf.{name})")
+    model = plan.model_class.__name__.partition("For")[0]
+    paths = [(*module.rpartition(".")[::2], alias) for module, alias in sorted(modules.items())]
+    first, *others = plan.architectures
+    lines = [
+        *(f'"""{title(plan)}."""', ""),
+        *(f"from {package} import {name} as {alias}" for package, name, alias in paths),
+        *("", f"from nrl_models.common import {', '.join(sorted(used, key=_import_order))}"),
+        *(["from nrl_models.common.mrope import FreshPositions"] if plan.detection.keeps_offsets else []),
+        *("", "", f"class {model}Family(FamilyModel):", f'    """What every {model} model shares."""', ""),
+        *("    rewrites = {", *rows, "    }", *_mapping("tiny", plan.tiny), *_mapping("limits", limits)),
+        *("", "", f"{first} = ModelClass = {model}Family.head(hf.{first})"),
+        *(f"{name} = {model}Family.head(hf.{name})" for name in others),
+    ]
     return "\n".join([*lines, ""])
 
 
