@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
-from functools import cache
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedConfig
 
 from nrl_models import families, registry
 from nrl_models.common.ledger import DEFAULT_ONLY, INERT, UNTRIED, recorded
@@ -21,8 +19,8 @@ from nrl_models.errors import NRLModelsError
 from nrl_models.onboarding import overview
 from nrl_models.onboarding import sharded as sharded_outcomes
 from nrl_models.onboarding.inspect import combined_groups, kinds_of
-from nrl_models.onboarding.overview import Row
-from nrl_models.onboarding.sharded import Sharded
+from nrl_models.onboarding.overview import Row, grouped, table
+from nrl_models.onboarding.sharded import Sharded, in_words
 from nrl_models.quirks import Subject
 from nrl_models.quirks.listing import page_lines
 from nrl_models.testing.case import FamilyCase
@@ -50,6 +48,19 @@ def run_generated_tests(results: Path) -> Path:
     return results
 
 
+def read_results(file: Path) -> tuple[dict[str, str], dict[str, list[Result]]]:
+    """What `pytest --nrl-results` wrote: versions by package, and results by architecture.
+
+    Raises:
+        CoverageError: the file is not there, or holds something else.
+    """
+    try:
+        content = json.loads(file.read_text())
+        return content["versions"], grouped((one["architecture"], one) for one in content["results"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CoverageError(f"{file} is not what pytest --nrl-results writes: {error!r}") from error
+
+
 def write_pages(results_file: Path, out: Path) -> list[Path]:
     """Write an overview, as Markdown and as data, and a page for each family to `out`.
 
@@ -60,16 +71,9 @@ def write_pages(results_file: Path, out: Path) -> list[Path]:
         out: the folder; pages of families that are gone are removed.
 
     Raises:
-        CoverageError: the file holds no results, or none of some architecture that is registered.
-        FileNotFoundError: there is no such file.
+        CoverageError: the file is not there, or has no results, or none of some architecture that is registered.
     """
-    by_architecture: dict[str, list[Result]] = defaultdict(list)
-    try:
-        content = json.loads(results_file.read_text())
-        for result in content["results"]:
-            by_architecture[result["architecture"]].append(result)
-    except (ValueError, KeyError, TypeError) as error:
-        raise CoverageError(f"{results_file} is not what pytest --nrl-results writes: {error!r}") from error
+    versions, by_architecture = read_results(results_file)
     untested = [name for names in registry.FAMILIES.values() for name in names if name not in by_architecture]
     if untested:
         raise CoverageError(f"{results_file} has no results for {', '.join(untested)}: run nrl-models coverage again")
@@ -77,18 +81,21 @@ def write_pages(results_file: Path, out: Path) -> list[Path]:
     mutants = Results.read(mutants_file).outcomes if mutants_file.is_file() else {}
     sharded = Sharded.read(results_file.with_name(sharded_outcomes.RESULTS))
     out.mkdir(parents=True, exist_ok=True)
-    rows = _rows(by_architecture, sharded)
+    rows = {
+        family: [_row(family, name, by_architecture[name], sharded) for name in architectures]
+        for family, architectures in registry.FAMILIES.items()
+    }
+    every_row = [row for ones in rows.values() for row in ones]
     counts = Counter(one["outcome"] for results in by_architecture.values() for one in results)
-    pages = {out / "index.md": _index(rows, counts, content["versions"], mutants, sharded)}
-    for family, architectures in registry.FAMILIES.items():
-        results = {name: by_architecture[name] for name in architectures}
-        page = _family_page(family, results, content["versions"], sharded)
-        pages[out / f"{family}.md"] = page + mutants_section(architectures, mutants)
+    pages = {out / "index.md": _index(every_row, counts, versions, mutants, sharded)}
+    for family, ones in rows.items():
+        page = _family_page(family, ones, by_architecture, versions, sharded)
+        pages[out / f"{family}.md"] = page + mutants_section(registry.FAMILIES[family], mutants)
     for stale in set(out.glob("*.md")) - pages.keys():
         stale.unlink()
     for path, text in pages.items():
         path.write_text(text)
-    overview.write(rows, out / overview.FILE)
+    overview.write(every_row, out / overview.FILE)
     return sorted(pages)
 
 
@@ -142,26 +149,17 @@ COLUMNS = (*FEATURES, *sharded_outcomes.FEATURES.values())
 """The features that pages have a column for."""
 
 
-def _rows(by_architecture: Mapping[str, list[Result]], sharded: Sharded) -> list[Row]:
-    rows = []
-    for family, architectures in registry.FAMILIES.items():
-        for name in architectures:
-            results = by_architecture[name]
-            if _was_tested(results):
-                features = {feature: verdict(results, feature) for feature in FEATURES} | sharded.verdicts(name)
-                passed = sum(one["outcome"] == "passed" for one in results)
-                rows.append(Row(family, name, _model_type(name), _kinds(name), features, passed))
-            else:
-                rows.append(Row(family, name, "", (), {}, 0))
-    return rows
+def _row(family: str, architecture: str, results: list[Result], sharded: Sharded) -> Row:
+    if all(one["outcome"] == "skipped" for one in results):  # it needs what was not installed
+        return Row(family, architecture, "", (), {}, 0)
+    config = FamilyCase(registry.model_class(architecture)).config  # type: ignore[arg-type]
+    features = {feature: verdict(results, feature) for feature in FEATURES} | sharded.verdicts(architecture)
+    passed = sum(one["outcome"] == "passed" for one in results)
+    return Row(family, architecture, config.model_type, tuple(kinds_of(config)), features, passed)
 
 
 def _index(
-    rows: list[Row],
-    counts: Mapping[str, int],
-    versions: dict[str, str],
-    mutants: dict[str, Outcome],
-    sharded: Sharded,
+    rows: list[Row], counts: Mapping[str, int], versions: dict[str, str], mutants: dict[str, Outcome], sharded: Sharded
 ) -> str:
     return "\n".join(
         [
@@ -169,7 +167,7 @@ def _index(
             "# Model coverage",
             "",
             f"{len(registry.FAMILIES)} families, {len(rows)} architectures. {counts['passed']:,} generated tests "
-            f"passed, {counts['failed']:,} failed; with {_with(versions)}.",
+            f"passed, {counts['failed']:,} failed; with {in_words(versions)}.",
             "",
             f"The columns up to {FEATURES[-1]} stand for tests against transformers' own class with the same weights; "
             "`n/a` where a model has no such thing (a classifier does not generate). What was not tested needs a "
@@ -189,62 +187,69 @@ def _index(
     )
 
 
-def _family_page(family: str, results: dict[str, list[Result]], versions: dict[str, str], sharded: Sharded) -> str:
-    module = families.module_of(family)
-    untested = {name: ones for name, ones in results.items() if not _was_tested(ones)}
-    results = {name: ones for name, ones in results.items() if name not in untested}
+def _family_page(
+    family: str,
+    rows: Sequence[Row],
+    by_architecture: Mapping[str, list[Result]],
+    versions: dict[str, str],
+    sharded: Sharded,
+) -> str:
+    tested = {row.architecture: by_architecture[row.architecture] for row in rows if row.features}
+    untested = {row.architecture: by_architecture[row.architecture] for row in rows if not row.features}
+    rows = [row for row in rows if row.features]
     reasons = [f"not tested: {reason.rpartition(': ')[0]}" for reason in _by_reason(untested, "skipped")]
-    if not results:
-        return "\n".join([GENERATED, f"# {family}", "", *(f"- {reason}" for reason in reasons), ""])
-    classes = {name: registry.model_class(name) for name in results}
-    first: Any = next(iter(classes.values()))
+    if not rows:
+        return "\n".join([GENERATED, f"# {family}", "", *_bullets(reasons), ""])
+    classes: dict[str, Any] = {name: registry.model_class(name) for name in tested}
+    flags = next(iter(classes.values())).flags.names
+    groups = grouped((group, name) for name, model_class in classes.items() for group in _groups(model_class))
+    limits = grouped((f"{what}: {why}", name) for name, one in classes.items() for what, why in one.limits.items())
+    outcomes = []
+    for row in rows:
+        counts = Counter(one["outcome"] for one in tested[row.architecture])
+        numbers = (str(counts[outcome]) for outcome in ("passed", "failed", "skipped"))
+        outcomes.append((row.architecture, row.model_type, ", ".join(row.kinds), *numbers))
+    headings = ("architecture", "model type", "kind", "tests passed", "failed", "not applicable")
+    parts = {
+        "Architectures": table(headings, outcomes),
+        "Combined projections": _bullets(
+            group + ("" if len(names) == len(classes) else f" ({', '.join(names)})") for group, names in groups.items()
+        )
+        or ["None: the hub's layout is combined already, or nothing reads one input."],
+        "Flags": [", ".join(f"`{flag}`" for flag in flags) or "None."],
+        "Quirks": [
+            *page_lines({name: Subject.of_class(model_class) for name, model_class in classes.items()}),
+            "",
+            "For those of every model see [the catalogue](../quirks.md).",
+        ],
+        "Features": [
+            *table(("architecture", *COLUMNS), [(row.architecture, *row.features.values()) for row in rows]),
+            *_after_blank(_bullets(sharded.reasons(tested))),
+        ],
+        "Configuration keys": _ledger_lines(tested),
+        "Limits": _bullets(
+            [
+                *(f"{limit} ({', '.join(names)})" for limit, names in limits.items()),
+                *_by_reason(tested, "failed"),
+                *reasons,
+            ]
+            or ["None known."]
+        ),
+        "Not applicable": _bullets(_by_reason(tested, "skipped")),
+    }
     lines = [GENERATED, f"# {family}", "", _about(family), ""]
-    lines += [f"Source: `{module}`. Tested with {_with(versions)}.", "", "## Architectures", ""]
-    lines += [
-        "| architecture | model type | kind | tests passed | failed | not applicable |",
-        "|---|---|---|---|---|---|",
-    ]
-    for name, ones in results.items():
-        count = {outcome: sum(one["outcome"] == outcome for one in ones) for outcome in ("passed", "failed", "skipped")}
-        what = f"{name} | {_model_type(name)} | {', '.join(_kinds(name))}"
-        lines.append(f"| {what} | {count['passed']} | {count['failed']} | {count['skipped']} |")
-    groups: dict[str, list[str]] = defaultdict(list)
-    for name, model_class in classes.items():
-        for group in _groups(model_class):
-            groups[group].append(name)
-    lines += ["", "## Combined projections", ""]
-    for group, names in groups.items():
-        where = "" if len(names) == len(classes) else f" ({', '.join(names)})"
-        lines.append(f"- {group}{where}")
-    if not groups:
-        lines.append("None: the hub's layout is combined already, or nothing reads one input.")
-    lines += ["", "## Flags", "", ", ".join(f"`{flag}`" for flag in first.flags.names) or "None.", ""]
-    subjects = {name: Subject.of_class(model_class) for name, model_class in classes.items()}
-    lines += [
-        "## Quirks",
-        "",
-        *page_lines(subjects),
-        "",
-        "For those of every model see [the catalogue](../quirks.md).",
-        "",
-    ]
-    lines += ["## Features", "", f"| architecture | {' | '.join(COLUMNS)} |", f"|---|{'---|' * len(COLUMNS)}"]
-    for name, ones in results.items():
-        verdicts = [*(verdict(ones, feature) for feature in FEATURES), *sharded.verdicts(name).values()]
-        lines.append(f"| {name} | {' | '.join(verdicts)} |")
-    if reasons_of_sharding := sharded.reasons(results):
-        lines += ["", *(f"- {one}" for one in reasons_of_sharding)]
-    lines += ["", "## Configuration keys", "", *_ledger_lines(results)]
-    stated: dict[str, list[str]] = defaultdict(list)
-    for name, model_class in classes.items():
-        for feature, reason in model_class.limits.items():
-            stated[f"{feature}: {reason}"].append(name)
-    limits = [f"{limit} ({', '.join(names)})" for limit, names in stated.items()]
-    limits += [*_by_reason(results, "failed"), *reasons]
-    lines += ["", "## Limits", "", *(f"- {limit}" for limit in limits or ["None known."])]
-    if skipped := _by_reason(results, "skipped"):
-        lines += ["", "## Not applicable", "", *(f"- {reason}" for reason in skipped)]
+    lines += [f"Source: `{families.module_of(family)}`. Tested with {in_words(versions)}."]
+    for title, part in parts.items():
+        lines += ["", f"## {title}", "", *part] if part else []
     return "\n".join([*lines, ""])
+
+
+def _bullets(lines: Iterable[str]) -> list[str]:
+    return [f"- {line}" for line in lines]
+
+
+def _after_blank(lines: list[str]) -> list[str]:
+    return ["", *lines] if lines else []
 
 
 def _ledger_lines(architectures: Iterable[str]) -> list[str]:
@@ -254,16 +259,12 @@ def _ledger_lines(architectures: Iterable[str]) -> list[str]:
         return ["No ledger is recorded: run `nrl-models ledger`."]
     kinds = ["consumed", INERT, DEFAULT_ONLY]
     kinds += [UNTRIED] if any(ledger.count(UNTRIED) for ledger in found.values()) else []
-    lines = [f"| architecture | keys | {' | '.join(kinds)} |", f"|---|---|{'---|' * len(kinds)}"]
-    for name, ledger in found.items():
-        lines.append(f"| {name} | {len(ledger.kinds)} | {' | '.join(str(ledger.count(kind)) for kind in kinds)} |")
+    rows = [
+        (name, str(len(ledger.kinds)), *(str(ledger.count(kind)) for kind in kinds)) for name, ledger in found.items()
+    ]
     only = {f"`{path}={value!r}`": None for ledger in found.values() for path, value in ledger.supported.items()}
-    return [*lines, *(["", f"Supported at their default only: {', '.join(only)}."] if only else [])]
-
-
-def _was_tested(results: list[Result]) -> bool:
-    """Whether any test ran: none does where the architecture needs what was not installed."""
-    return any(one["outcome"] != "skipped" for one in results)
+    supported = [f"Supported at their default only: {', '.join(only)}."] if only else []
+    return [*table(("architecture", "keys", *kinds), rows), *_after_blank(supported)]
 
 
 def _about(family: str) -> str:
@@ -273,14 +274,15 @@ def _about(family: str) -> str:
     return f"`transformers.models.{family}`, as a row of `nrl_models/families/standard/table.py`."
 
 
-def _by_reason(results: dict[str, list[Result]], outcome: str) -> list[str]:
+def _by_reason(results: Mapping[str, list[Result]], outcome: str) -> list[str]:
     """Why tests failed, or did not apply, and of which architectures."""
-    reasons: dict[str, list[str]] = defaultdict(list)
-    for name, ones in results.items():
-        for one in ones:
-            if one["outcome"] == outcome:
-                reason = one["reason"].removeprefix("Skipped: ") or f"`{one['check']}`"
-                reasons[f"{outcome}: {reason}" if outcome == "failed" else reason].append(name)
+    label = "failed: " if outcome == "failed" else ""
+    reasons = grouped(
+        (label + (one["reason"].removeprefix("Skipped: ") or f"`{one['check']}`"), name)
+        for name, ones in results.items()
+        for one in ones
+        if one["outcome"] == outcome
+    )
     return [f"{reason}: {', '.join(dict.fromkeys(names))}" for reason, names in reasons.items()]
 
 
@@ -289,23 +291,3 @@ def _groups(model_class: Any) -> list[str]:
     with torch.device("meta"):
         model = model_class(config)
     return list(combined_groups(model))
-
-
-def _kinds(architecture: str) -> tuple[str, ...]:
-    return tuple(kinds_of(_config(architecture)))
-
-
-def _model_type(architecture: str) -> str:
-    """What `config.json` calls its configuration."""
-    return _config(architecture).model_type
-
-
-@cache  # the overview and the family's page ask
-def _config(architecture: str) -> PreTrainedConfig:
-    """Of the tiny model: nobody changes it."""
-    model_class: Any = registry.model_class(architecture)
-    return FamilyCase(model_class).config
-
-
-def _with(versions: dict[str, str]) -> str:
-    return ", ".join(f"{package} {version}" for package, version in versions.items() if package != "nrl_models")

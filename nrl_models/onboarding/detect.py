@@ -7,12 +7,12 @@ import inspect
 import itertools
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from nrl_models.common.projections.combined import is_at
 from nrl_models.common.random_states import random_states_kept
@@ -22,7 +22,7 @@ from nrl_models.errors import in_words
 from nrl_models.parity.audio import AUDIO, takes_audio
 from nrl_models.parity.images import PIXELS, Inputs, takes_images
 from nrl_models.parity.inputs import inputs_for
-from nrl_models.quirks.bugs import offsets_stay
+from nrl_models.quirks.probes import offsets_stay
 from nrl_models.testing.case import randomise
 from nrl_models.testing.tiny import find_tiny
 
@@ -44,8 +44,6 @@ class Detection:
         architecture: its name.
         model_type: of its configuration.
         modalities: what the tiny model ran on: `text` alone, and `images` and `audio` (with text).
-        parameters: how many the tiny model has.
-        needs: what had to be added to the configuration for the class to build and run, in words.
         groups: for each layer class, as `module:Class`, the groups of its linears that read one input and can be
             combined; where layers of one class differ, the largest.
         places: for each layer class whose layers read different inputs (self-attention and cross-attention), the groups
@@ -61,8 +59,6 @@ class Detection:
     architecture: str
     model_type: str
     modalities: tuple[str, ...] = ()
-    parameters: int = 0
-    needs: str = ""
     groups: dict[str, list[tuple[str, ...]]] = field(default_factory=dict)
     places: dict[str, dict[tuple[str, ...], str]] = field(default_factory=dict)
     obstacles: dict[str, list[str]] = field(default_factory=dict)
@@ -77,37 +73,24 @@ class Detection:
         """Whether every step succeeded."""
         return not self.step
 
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        places = {
-            layer: {" ".join(group): place for group, place in ones.items()} for layer, ones in self.places.items()
-        }
-        return {"ok": self.ok} | asdict(self) | {"places": places}
-
     def declarations(self, layer: str) -> list[str]:
         """The groups of a layer class as `nrl_models.common.projections.combine_groups` takes them."""
         places = self.places.get(layer, {})
         return [" ".join(group) + (f" @ {places[group]}" if group in places else "") for group in self.groups[layer]]
 
 
-def detect(
-    model_class: type[PreTrainedModel],
-    source: type[PreTrainedConfig] | PreTrainedConfig | None = None,
-    overrides: Mapping[str, Any] | None = None,
-) -> Detection:
+def detect(model_class: type[PreTrainedModel], overrides: Mapping[str, Any] | None = None) -> Detection:
     """Build a tiny model of `model_class`, run it on text, on images if it takes any, and backwards, and look.
 
     Args:
         model_class: a Hugging Face class.
-        source: a configuration to make small; the class's default if None.
         overrides: values for the tiny configuration, as a family's `tiny`.
 
     Returns:
         What was found, also where a step failed: this raises nothing.
     """
-    source = source if source is not None else model_class.config_class
-    tiny = find_tiny(source, overrides, model_class)
-    found: dict[str, Any] = {"needs": str(tiny.needs)}
+    tiny = find_tiny(model_class.config_class, overrides, model_class)
+    found: dict[str, Any] = {}
     step = "configuration"
     try:
         if tiny.config is None:
@@ -117,7 +100,6 @@ def detect(
             torch.manual_seed(0)
             model = model_class._from_config(copy.deepcopy(tiny.config)).eval()
             randomise(model)  # zeros would keep a gated image, say, from the logits
-        found["parameters"] = sum(parameter.numel() for parameter in model.parameters())
         step = "text"
         multimodal = takes_images(model) or takes_audio(model)
         try:
@@ -149,7 +131,7 @@ def detect(
         step = ""
     except Exception as error:
         found["failure"] = in_words(error)
-    return Detection(model_class.__name__, source.model_type, **found, step=step)
+    return Detection(model_class.__name__, model_class.config_class.model_type, **found, step=step)
 
 
 def _run(model: PreTrainedModel, inputs: Inputs) -> Trace:

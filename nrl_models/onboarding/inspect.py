@@ -20,16 +20,8 @@ EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_
 """What configurations call the number of experts."""
 
 SIZES = (
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "vocab_size",
-    "max_position_embeddings",
-    "moe_intermediate_size",
-    "num_experts_per_tok",
+    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+    *("head_dim", "vocab_size", "max_position_embeddings", "moe_intermediate_size", "num_experts_per_tok"),
 )
 """The sizes that are shown, by the configuration's own keys."""
 
@@ -78,6 +70,7 @@ def inspect(path: str | Path) -> Inspection:
     model = auto_class.from_config(config, device="meta")
     has_weights = any(folder.glob("*.safetensors")) or any(folder.glob("*.bin"))
     files = CheckpointFiles(folder) if has_weights else None
+    stored = files.tensors.values() if files else ()
     text = config.get_text_config()
     return Inspection(
         architecture=type(model).__name__,
@@ -90,7 +83,7 @@ def inspect(path: str | Path) -> Inspection:
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         stored_tensors=len(files.tensors) if files else None,
         stored_bytes=files.nbytes if files else None,
-        dtypes=dict(Counter(_short(tensor.dtype) for tensor in files.tensors.values())) if files else {},
+        dtypes=dict(Counter(str(tensor.dtype).removeprefix("torch.") for tensor in stored)),
     )
 
 
@@ -111,11 +104,9 @@ def kinds_of(config: PreTrainedConfig) -> list[str]:
 
 def combined_groups(model: torch.nn.Module) -> dict[str, int]:
     """The groups of a model, `Class: a + b`, and how many of each it has."""
-    counts: Counter[str] = Counter()
-    for owner, _, group in groups_of(model):
-        counts[f"{type(model.get_submodule(owner)).__name__}: {' + '.join(group.parts)}"] += 1
-    return dict(counts)
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    return dict(
+        Counter(
+            f"{type(model.get_submodule(owner)).__name__}: {' + '.join(group.parts)}"
+            for owner, _, group in groups_of(model)
+        )
+    )

@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -21,24 +20,7 @@ from nrl_models import families
 from nrl_models.common.ledger import FILE as LEDGER
 from nrl_models.onboarding.plan import FamilyPlan, OnboardingError, plan_family
 from nrl_models.onboarding.writing import plain_source, write_package, write_project
-from nrl_models.testing.features import SUITE, generated_tests
-
-INVARIANCES = frozenset(
-    {
-        "activation checkpointing",
-        "left padding",
-        "right padding",
-        "packed sequences",
-        "batch order",
-        "router replay",
-        "cached decoding",
-        "generate",
-    }
-)
-"""Features that transformers' own class may lack: where it fails the same tests, the family says so in `limits`.
-
-Whatever compares with transformers' class (weights, layers, logits, gradients, files, LoRA) has no such excuse.
-"""
+from nrl_models.testing.features import INVARIANCES, SUITE, generated_tests
 
 Result = dict[str, Any]
 
@@ -121,7 +103,7 @@ def prove(plan: FamilyPlan, package: str, folder: Path) -> tuple[dict[str, str],
         return limits, [], []
     results = run_tests(f"{package}.model", plan.architectures, folder)
     failed = _features(results, "failed")
-    if suspects := sorted(failed & INVARIANCES):
+    if suspects := sorted(failed & set(INVARIANCES)):
         (folder / "plain_of_transformers.py").write_text(plain_source(plan))
         tests = [name for name, feature in generated_tests().items() if feature in suspects]
         plain = run_tests("plain_of_transformers", plan.architectures, folder, tests)
@@ -138,12 +120,8 @@ def prove(plan: FamilyPlan, package: str, folder: Path) -> tuple[dict[str, str],
             results = sorted([*kept, *anew], key=lambda one: (one["architecture"], one["check"]))
     shutil.rmtree(folder / package / "__pycache__", ignore_errors=True)
     shutil.rmtree(folder / "__pycache__", ignore_errors=True)
-    undecided = [
-        f"{one['architecture']}: {one['check']} failed: {one['reason']}"
-        for one in results
-        if one["outcome"] == "failed"
-    ]
-    return limits, results, undecided
+    failures = [one for one in results if one["outcome"] == "failed"]
+    return limits, results, [f"{one['architecture']}: {one['check']} failed: {one['reason']}" for one in failures]
 
 
 def run_tests(module: str, architectures: Iterable[str], folder: Path, tests: Iterable[str] = ()) -> list[Result]:
@@ -162,18 +140,8 @@ def run_tests(module: str, architectures: Iterable[str], folder: Path, tests: It
         raise OnboardingError("pytest is not installed, and a family is proven with it: pip install 'nrl_models[test]'")
     with tempfile.TemporaryDirectory() as out:
         file = Path(out) / "results.json"
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            f"--nrl-results={file}",
-            "--rootdir",
-            out,
-        ]
-        command += [f"--nrl-family={module}:{name}" for name in architectures]
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--nrl-results={file}"]
+        command += ["--rootdir", out, *(f"--nrl-family={module}:{name}" for name in architectures)]
         if tests:
             command += ["-k", " or ".join(tests)]
         path = os.pathsep.join(filter(None, [str(folder), str(SUITE.parents[2]), os.environ.get("PYTHONPATH", "")]))
@@ -185,13 +153,13 @@ def run_tests(module: str, architectures: Iterable[str], folder: Path, tests: It
         return json.loads(file.read_text())["results"]
 
 
+def _test(result: Result) -> str:
+    return result["check"].partition("[")[0]
+
+
 def _features(results: Iterable[Result], outcome: str) -> set[str]:
     proofs = generated_tests()
     return {proofs[name] for one in results if one["outcome"] == outcome and (name := _test(one)) in proofs}
-
-
-def _test(result: Result) -> str:
-    return result["check"].partition("[")[0]
 
 
 def _reason(plan: FamilyPlan, plain: Iterable[Result], feature: str) -> str:
@@ -233,20 +201,14 @@ def _register(plan: FamilyPlan, root: Path, results: list[Result]) -> tuple[list
     pages = root / "docs" / "model-coverage"
     content = json.loads((pages / "results.json").read_text())
     kept = [one for one in content["results"] if one["architecture"] not in plan.architectures]
-    by_name = defaultdict(list)
-    for one in [*kept, *results]:
-        by_name[one["architecture"]].append(one)
-    content["results"] = [one for name in sorted(by_name) for one in by_name[name]]
+    content["results"] = sorted([*kept, *results], key=lambda one: one["architecture"])
     (pages / "results.json").write_text(json.dumps(content, indent=1) + "\n")
     # The registry of this process does not know the family: another one writes its ledger, and the pages.
     written, problems = [table, pages / "results.json"], []
+    coverage = ["coverage", "--results", str(pages / "results.json"), "--out", str(pages)]
     for what, arguments, made in (
         ("the ledger of its configuration's keys", ["ledger", "--again", *plan.architectures], LEDGER),
-        (
-            "the coverage pages",
-            ["coverage", "--results", str(pages / "results.json"), "--out", str(pages)],
-            pages / f"{plan.name}.md",
-        ),
+        ("the coverage pages", coverage, pages / f"{plan.name}.md"),
     ):
         command = [sys.executable, "-m", "nrl_models", *arguments]
         done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=root)

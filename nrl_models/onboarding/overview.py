@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from rich.markup import escape
 from rich.table import Table
@@ -17,6 +17,8 @@ FILE = "overview.json"
 """The rows as data, beside the pages."""
 
 UNTESTED = "not tested"
+
+Value = TypeVar("Value")
 
 
 class OverviewError(NRLModelsError):
@@ -46,20 +48,34 @@ class Row:
 
 def sections(rows: Iterable[Row], features: Sequence[str]) -> list[str]:
     """A table for each kind, after links to them, as lines of Markdown."""
-    by_kind: dict[str, list[Row]] = defaultdict(list)
-    for row in rows:
-        by_kind[", ".join(row.kinds) or UNTESTED].append(row)
+    by_kind = grouped((", ".join(row.kinds) or UNTESTED, row) for row in rows)
     order = sorted(by_kind, key=lambda kind: (kind == UNTESTED, kind))
     lines = [f"- [{kind}](#{kind.replace(',', '').replace(' ', '-')}): {len(by_kind[kind])}" for kind in order]
     for kind in order:
-        lines += ["", f"## {kind}", ""]
-        lines += [f"| family | architecture | model type | {' | '.join(features)} | tests passed |"]
-        lines += [f"|---|---|---|{'---|' * len(features)}---|"]
-        for row in by_kind[kind]:
-            cells = " | ".join(row.features.get(feature, "") for feature in features)
-            name = f"[{row.family}]({row.family}.md) | {row.architecture} | {row.model_type}"
-            lines.append(f"| {name} | {cells} | {row.passed} |")
+        cells = [
+            (
+                *(f"[{row.family}]({row.family}.md)", row.architecture, row.model_type),
+                *(row.features.get(feature, "") for feature in features),
+                str(row.passed),
+            )
+            for row in by_kind[kind]
+        ]
+        headings = ("family", "architecture", "model type", *features, "tests passed")
+        lines += ["", f"## {kind}", "", *table(headings, cells)]
     return lines
+
+
+def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """A table as lines of Markdown."""
+    return [f"| {' | '.join(headings)} |", f"|{'---|' * len(headings)}", *(f"| {' | '.join(row)} |" for row in rows)]
+
+
+def grouped(pairs: Iterable[tuple[str, Value]]) -> dict[str, list[Value]]:
+    """The second of each pair by the first, in their order."""
+    found: dict[str, list[Value]] = {}
+    for key, value in pairs:
+        found.setdefault(key, []).append(value)
+    return found
 
 
 def write(rows: Iterable[Row], file: Path) -> None:

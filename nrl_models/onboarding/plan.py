@@ -16,6 +16,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from nrl_models import registry
 from nrl_models.common.checkpoint_files import CheckpointFiles
+from nrl_models.common.config_keys import BOOKKEEPING
 from nrl_models.common.loading import fit_checkpoint
 from nrl_models.common.pretrained import read_config
 from nrl_models.errors import NRLModelsError, StateDictError, in_words
@@ -26,25 +27,7 @@ from nrl_models.onboarding.inspect import kinds_of
 HEADS = ("ForSequenceClassification", "ForTokenClassification")
 """Heads of the same model that a family serves beside the one that was asked for."""
 
-NOT_STRUCTURE = frozenset(
-    {
-        "architectures",
-        "attn_implementation",
-        "auto_map",
-        "dtype",
-        "id2label",
-        "label2id",
-        "model_type",
-        "name_or_path",
-        "output_attentions",
-        "output_hidden_states",
-        "problem_type",
-        "return_dict",
-        "torch_dtype",
-        "transformers_version",
-        "use_cache",
-    }
-)
+NOT_STRUCTURE = BOOKKEEPING | {"output_attentions", "output_hidden_states", "problem_type", "return_dict", "use_cache"}
 """Configuration keys that say nothing about layers."""
 
 
@@ -170,15 +153,13 @@ def _trunk_of(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> t
 def structure_of(config: PreTrainedConfig) -> dict[str, Any]:
     """What a configuration chooses other than its class does by default: flags, names, what is absent; no sizes."""
     default = type(config)().to_dict()
-    chosen = {}
-    for key, value in config.to_dict().items():
-        if key in default and default[key] == value:
-            continue
-        if key in NOT_STRUCTURE or key.startswith("_") or key.endswith("_token_id"):
-            continue
-        if value is None or isinstance(value, bool | str):
-            chosen[key] = value
-    return chosen
+    return {
+        key: value
+        for key, value in config.to_dict().items()
+        if not (key in default and default[key] == value)
+        and not (key in NOT_STRUCTURE or key.startswith("_") or key.endswith("_token_id"))
+        and (value is None or isinstance(value, bool | str))
+    }
 
 
 def nearest_family(config: PreTrainedConfig) -> tuple[str, float] | None:
@@ -186,11 +167,10 @@ def nearest_family(config: PreTrainedConfig) -> tuple[str, float] | None:
     keys = set(config.to_dict()) - NOT_STRUCTURE
     scores = {}
     for family, architectures in FAMILIES.items():
-        if any(registry.unmet_requirement(name) for name in architectures):
-            continue
-        found: Any = registry.model_class(architectures[0])
-        other = set(found.reference_class().config_class().to_dict()) - NOT_STRUCTURE
-        scores[family] = len(keys & other) / len(keys | other)
+        if not any(registry.unmet_requirement(name) for name in architectures):
+            found: Any = registry.model_class(architectures[0])
+            other = set(found.reference_class().config_class().to_dict()) - NOT_STRUCTURE
+            scores[family] = len(keys & other) / len(keys | other)
     best = max(scores, key=scores.__getitem__)
     return (best, round(scores[best], 2)) if scores[best] > 0 else None
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterator
 from importlib.metadata import version
@@ -14,8 +13,9 @@ from transformers import PreTrainedModel
 from transformers.models.auto import modeling_auto
 
 from nrl_models import registry
-from nrl_models.onboarding.coverage import CoverageError
+from nrl_models.onboarding.coverage import read_results
 from nrl_models.onboarding.detect import Detection, detect
+from nrl_models.onboarding.overview import table
 from nrl_models.onboarding.timing import in_words, read_timings
 
 MAPPINGS = (
@@ -60,19 +60,16 @@ def write_reach(results_file: Path, page: Path, timings_file: Path | None = None
         How many architectures there are of each `status`.
 
     Raises:
-        CoverageError: the file holds no results.
+        CoverageError: the file is not there, or has no results.
     """
-    try:
-        results = json.loads(results_file.read_text())["results"]
-    except (OSError, ValueError, KeyError) as error:
-        raise CoverageError(f"{results_file} is not what pytest --nrl-results writes: {error!r}") from error
+    _, results = read_results(results_file)
     timings = read_timings(timings_file) if timings_file is not None else []
     rows, counts = [], Counter[str]()
     for model_class in decoders():
         found = detect(model_class)
-        outcome = status(found, [one for one in results if one["architecture"] == model_class.__name__])
+        outcome = status(found, results.get(model_class.__name__, []))
         counts[outcome] += 1
-        rows.append(f"| {found.architecture} | {found.model_type} | {outcome} | {_groups(found)} | {_remark(found)} |")
+        rows.append((found.architecture, found.model_type, outcome, _groups(found), _remark(found)))
     combinable = counts["green"] + counts["red"] + counts["not registered"]
     page.write_text(
         "\n".join(
@@ -94,9 +91,7 @@ def write_reach(results_file: Path, page: Path, timings_file: Path | None = None
                 "generated test does not pass yet. `not run`: the tiny model could not be built or run, for the reason "
                 "given.",
                 "",
-                "| architecture | model type | status | combines | remark |",
-                "|---|---|---|---|---|",
-                *rows,
+                *table(("architecture", "model type", "status", "combines", "remark"), rows),
                 "",
             ]
         )

@@ -7,10 +7,12 @@ An outcome is `agrees`; `refused: ` and the message; `limited: ` and why transfo
 from __future__ import annotations
 
 import json
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from nrl_models.onboarding.overview import grouped
 
 RESULTS = "distributed.json"
 """Where the outcomes are, beside the results of the generated tests."""
@@ -68,12 +70,12 @@ class Sharded:
 
     def reasons(self, architectures: Iterable[str]) -> list[str]:
         """Whatever is not a plain yes, with the reason: a line each, with the architectures it is said of."""
-        said: dict[str, list[str]] = defaultdict(list)
-        for name in architectures:
-            outcome = self.outcomes.get(name, {})
-            for key, feature in FEATURES.items():
-                if key in outcome and (what := status(outcome[key])) != AGREES:
-                    said[f"{feature} {what}: {_in_short(outcome[key])}"].append(name)
+        said = grouped(
+            (f"{feature} {what}: {_in_short(outcome[key])}", name)
+            for name in architectures
+            for key, feature in FEATURES.items()
+            if key in (outcome := self.outcomes.get(name, {})) and (what := status(outcome[key])) != AGREES
+        )
         return [f"{words} ({', '.join(names)})" for words, names in said.items()]
 
     def summary(self) -> list[str]:
@@ -85,8 +87,13 @@ class Sharded:
             counts = Counter(_VERDICTS[status(one[key])] for one in self.outcomes.values() if key in one)
             words = ", ".join(f"{counts[verdict]} {verdict}" for verdict in dict.fromkeys(_VERDICTS.values()))
             lines.append(f"- {feature}: {words}")
-        with_ = ", ".join(f"{package} {version}" for package, version in self.versions.items())
-        return [f"{_MEANING} {len(self.outcomes)} architectures were tried, with {with_}:", "", *lines, ""]
+        tried = f"{len(self.outcomes)} architectures were tried, with {in_words(self.versions)}"
+        return [f"{_MEANING} {tried}:", "", *lines, ""]
+
+
+def in_words(versions: Mapping[str, str]) -> str:
+    """The versions of packages that something was tried with, but this one's."""
+    return ", ".join(f"{package} {version}" for package, version in versions.items() if package != "nrl_models")
 
 
 def _in_short(outcome: str) -> str:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import os
 import random
-import resource
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterable, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -32,19 +31,18 @@ def time_onboarding(classes: Iterable[type[PreTrainedModel]], count: int, file: 
         file: JSON to write after each; what is in it of other architectures is kept, of the same ones replaced.
         seed: of the draw.
     """
-    drawn = random.Random(seed).sample(list(classes), k=len(list(classes)))
+    classes = list(classes)
+    drawn = (one for one in random.Random(seed).sample(classes, k=len(classes)) if _combines(one))
     timings = {one["architecture"]: one for one in read_timings(file)}
-    left = count
-    for model_class in drawn:
-        if not left:
-            break
-        found = detect(model_class)
-        if not found.ok or not found.groups:
-            continue
-        left -= 1
+    for model_class in islice(drawn, count):
         timings[model_class.__name__] = time_one(model_class)
         content = {"cores": os.cpu_count(), "timings": [timings[name] for name in sorted(timings)]}
         file.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def _combines(model_class: type[PreTrainedModel]) -> bool:
+    found = detect(model_class)
+    return found.ok and bool(found.groups)
 
 
 def time_one(model_class: type[PreTrainedModel]) -> dict[str, Any]:
@@ -54,21 +52,18 @@ def time_one(model_class: type[PreTrainedModel]) -> dict[str, Any]:
         config.architectures = [model_class.__name__]
         config.save_pretrained(folder)
         command = [sys.executable, "-m", "nrl_models", "new", folder, "--out-of-tree", f"{folder}/made", "--again"]
-        load, cpu, start = os.getloadavg()[0], _cpu_of_children(), time.monotonic()
+        load, before = os.getloadavg()[0], os.times()
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=TIMEOUT)
+        after = os.times()
+        cpu = after.children_user + after.children_system - before.children_user - before.children_system
         return {
             "architecture": model_class.__name__,
-            "seconds": round(time.monotonic() - start, 1),
-            "cpu_seconds": round(_cpu_of_children() - cpu, 1),
+            "seconds": round(after.elapsed - before.elapsed, 1),
+            "cpu_seconds": round(cpu, 1),
             "load": round(load, 1),
             "green": done.returncode == 0,
             "said": "" if done.returncode == 0 else (done.stdout + done.stderr)[-600:],
         }
-
-
-def _cpu_of_children() -> float:
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
 
 
 def read_timings(file: Path) -> list[dict[str, Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from importlib.metadata import version
+from json import dumps
 from pathlib import Path
 from textwrap import fill
 from typing import Any
@@ -87,25 +88,21 @@ def model_source(plan: FamilyPlan, limits: Mapping[str, str]) -> str:
         maker, arguments = _made_of(plan, name)
         used.add(maker)
         rows += _row(f"{modules[module]}.{layer}", maker, arguments)
-    for name in plan.detection.keeps_offsets:
-        module, _, layer = name.partition(":")
+    for module, _, layer in (name.partition(":") for name in plan.detection.keeps_offsets):
         rows.append(f"        {modules[module]}.{layer}: FreshPositions,")
-    family = f"{plan.model_class.__name__.partition('For')[0]}Family"
-    lines = [f'"""{title(plan)}."""', ""]
-    for module, alias in sorted(modules.items()):
-        package, _, name = module.rpartition(".")
-        lines.append(f"from {package} import {name} as {alias}")
-    lines += ["", f"from nrl_models.common import {', '.join(sorted(used, key=_import_order))}"]
-    if plan.detection.keeps_offsets:
-        lines.append("from nrl_models.common.mrope import FreshPositions")
-    lines += ["", ""]
-    every = f"What every {family.removesuffix('Family')} model shares."
-    lines += [f"class {family}(FamilyModel):", f'    """{every}"""', ""]
-    lines += ["    rewrites = {", *rows, "    }"]
-    lines += [*_mapping("tiny", plan.tiny), *_mapping("limits", limits)]
-    lines += ["", ""]
-    for index, name in enumerate(plan.architectures):
-        lines.append(f"{name} = {'ModelClass = ' if index == 0 else ''}{family}.head(hf.{name})")
+    model = plan.model_class.__name__.partition("For")[0]
+    paths = [(*module.rpartition(".")[::2], alias) for module, alias in sorted(modules.items())]
+    first, *others = plan.architectures
+    lines = [
+        *(f'"""{title(plan)}."""', ""),
+        *(f"from {package} import {name} as {alias}" for package, name, alias in paths),
+        *("", f"from nrl_models.common import {', '.join(sorted(used, key=_import_order))}"),
+        *(["from nrl_models.common.mrope import FreshPositions"] if plan.detection.keeps_offsets else []),
+        *("", "", f"class {model}Family(FamilyModel):", f'    """What every {model} model shares."""', ""),
+        *("    rewrites = {", *rows, "    }", *_mapping("tiny", plan.tiny), *_mapping("limits", limits)),
+        *("", "", f"{first} = ModelClass = {model}Family.head(hf.{first})"),
+        *(f"{name} = {model}Family.head(hf.{name})" for name in others),
+    ]
     return "\n".join([*lines, ""])
 
 
@@ -123,23 +120,18 @@ def _made_of(plan: FamilyPlan, layer: str) -> tuple[str, list[str]]:
     """What makes the class that takes a layer's place: a class, or a function with its arguments."""
     groups = plan.detection.groups[layer]
     if layer in plan.detection.places:
-        return "combine_groups", list(map(_quoted, plan.detection.declarations(layer)))
+        return "combine_groups", list(map(dumps, plan.detection.declarations(layer)))
     if len(groups) == 1 and (known := KNOWN_GROUPS.get(tuple(groups[0]))):
         return known.__name__, []
-    return "combine", [f"{combined_name(one)}=({', '.join(map(_quoted, one))})" for one in groups]
+    return "combine", [f"{combined_name(one)}=({', '.join(map(dumps, one))})" for one in groups]
 
 
-def _row(layer: str, maker: str, arguments: list[str]) -> Iterator[str]:
+def _row(layer: str, maker: str, arguments: list[str]) -> list[str]:
     """A layer's line in `rewrites`; several lines if it is long."""
-    if not arguments:
-        yield f"        {layer}: {maker},"
-        return
-    if len(line := f"        {layer}: {maker}({', '.join(arguments)}),") <= WIDTH:
-        yield line
-        return
-    yield f"        {layer}: {maker}("
-    yield from (f"            {one}," for one in arguments)
-    yield "        ),"
+    line = f"        {layer}: {maker}" + (f"({', '.join(arguments)})," if arguments else ",")
+    if len(line) <= WIDTH or not arguments:
+        return [line]
+    return [f"        {layer}: {maker}(", *(f"            {one}," for one in arguments), "        ),"]
 
 
 def _import_order(name: str) -> tuple[bool, str]:
@@ -150,17 +142,13 @@ def _mapping(name: str, values: Mapping[str, Any]) -> Iterator[str]:
     if values:
         yield f"    {name} = {{"
         for key, value in values.items():
-            text = _quoted(value) if isinstance(value, str) else repr(value)
+            text = dumps(value) if isinstance(value, str) else repr(value)
             line = f'        "{key}": {text},'
             if len(line) <= WIDTH:
                 yield line
             else:
                 words = fill(value, WIDTH - 18, drop_whitespace=False).split("\n")
                 yield f'        "{key}": ('
-                yield from (f"            {_quoted(one)}" for one in words)
+                yield from (f"            {dumps(one)}" for one in words)
                 yield "        ),"
         yield "    }"
-
-
-def _quoted(text: str) -> str:
-    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'

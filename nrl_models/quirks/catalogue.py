@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from nrl_models.common import ModelFlag
 from nrl_models.quirks import predicates, probes
 from nrl_models.quirks.quirk import Probe, Quirk
+from nrl_models.quirks.subject import Subject
 
 ENGINE = ("engine decode", "engine prefill")
 
@@ -26,17 +29,12 @@ def _old_weights(word: str) -> Any:
     )
 
 
-def _rounding_among_experts(seen: Any) -> bool:
-    return seen.kind in ("precision", "unstable")
-
-
 LOADING = (
     Quirk(
         name="fp32-masters",
         symptom="A trainer that gets the checkpoint's bf16 in place of the fp32 it asked for learns nothing: steps of "
         "post-training are smaller than a rounding.",
         where=("load", "trainer"),
-        applies=predicates.every_model,
         every_model=True,
         handling="The dtype that is asked for is what every parameter has; those that upstream keeps in fp32 stay "
         "fp32.",
@@ -45,7 +43,7 @@ LOADING = (
         probe=Probe(
             "behavioural",
             "a step of 1e-6 leaves a bf16 weight of 1 as it is",
-            of_all=probes.small_updates_vanish_in_bf16,
+            of_all=lambda: probes.small_updates_vanish(torch.bfloat16),
         ),
         remove="nothing: advise bf16 masters in docs/loading.md",
         sources=("https://github.com/NVIDIA-NeMo/Automodel/pull/2419",),
@@ -54,14 +52,11 @@ LOADING = (
         name="strict-config-types",
         symptom="A configuration with `router_aux_loss_coef: 0`, as YAML and JSON write a float of zero, is refused.",
         where=("load",),
-        applies=predicates.every_model,
         every_model=True,
         handling="Integers are read as floats where the class takes floats only, with a warning; other types are an "
         "error that names the key.",
         code=("nrl_models.common.config_types:with_declared_types",),
-        probe=Probe(
-            "behavioural", "transformers refuses an integer for a float", of_class=probes.an_integer_is_refused
-        ),
+        probe=Probe("behavioural", "transformers refuses an integer for a float", of_class=probes.integers_are_refused),
         remove="nrl_models/common/config_types.py and its two uses in pretrained.py",
         sources=("https://github.com/NVIDIA-NeMo/RL/pull/2224",),
     ),
@@ -110,7 +105,9 @@ LOADING = (
         probe=Probe(
             "behavioural",
             "transformers loses them when it loads and saves",
-            of_class=probes.unused_weights_are_dropped,
+            of_class=lambda case: probes.unused_weights_are_dropped(
+                case.reference_class.from_pretrained, case.reference()
+            ),
         ),
         remove="SharedKeyValues.keeps_unused and keep_unused",
     ),
@@ -142,7 +139,7 @@ FORWARD = (
         probe=Probe(
             "differential",
             "upstream computes a batch with images otherwise if it has no token types",
-            of_class=probes.images_are_causal,
+            of_class=lambda case: probes.images_are_causal(case.reference(), case.inputs(images=True)),
         ),
         remove="with_token_types in the family that the tripwire names",
         sources=("https://github.com/NVIDIA-NeMo/RL/pull/2224",),
@@ -159,7 +156,7 @@ FORWARD = (
         probe=Probe(
             "behavioural",
             "upstream lets packed documents meet under a mask of ones",
-            of_class=probes.packed_documents_meet_under_a_mask,
+            of_class=lambda case: probes.documents_meet(case.reference(), case.inputs(images=False), mask=True),
         ),
         remove="keep_documents_apart, and its use in FamilyModel",
     ),
@@ -172,7 +169,9 @@ FORWARD = (
         handling="The family makes the masks with positions.",
         code=("nrl_models.common.family_model:FamilyModel.rewrites",),
         probe=Probe(
-            "behavioural", "upstream lets packed documents meet without any mask", of_class=probes.packed_documents_meet
+            "behavioural",
+            "upstream lets packed documents meet without any mask",
+            of_class=lambda case: probes.documents_meet(case.reference(), case.inputs(images=False), mask=False),
         ),
         remove="the decoder's rewrite in the family that the tripwire names",
     ),
@@ -185,7 +184,9 @@ FORWARD = (
         handling="Plain positions are given in four planes, of which the first is the text's.",
         code=("nrl_models.common.mrope:PackedTextPositions",),
         probe=Probe(
-            "behavioural", "upstream lets packed documents meet without any mask", of_class=probes.packed_documents_meet
+            "behavioural",
+            "upstream lets packed documents meet without any mask",
+            of_class=lambda case: probes.documents_meet(case.reference(), case.inputs(images=False), mask=False),
         ),
         remove="PackedTextPositions in the family that the tripwire names",
     ),
@@ -199,7 +200,9 @@ FORWARD = (
         probe=Probe(
             "behavioural",
             "upstream decodes text otherwise after it has seen an image",
-            of_class=probes.offsets_stay,
+            of_class=lambda case: probes.offsets_stay(
+                case.reference(), case.inputs(images=True), case.inputs(images=False)["input_ids"]
+            ),
         ),
         remove="FreshPositions in the family that the tripwire names",
     ),
@@ -215,9 +218,7 @@ FORWARD = (
         fixed="transformers>=5.5.2",
         kept_for="trainers with an older transformers, which have to force use_cache=True",
         probe=Probe(
-            "differential",
-            "upstream computes otherwise without a cache",
-            of_class=probes.shared_keys_need_a_cache,
+            "differential", "upstream computes otherwise without a cache", of_class=probes.shared_keys_need_a_cache
         ),
         remove="this entry",
         sources=("https://github.com/huggingface/transformers/pull/45312",),
@@ -256,7 +257,9 @@ TRAINING = (
         probe=Probe(
             "differential",
             "reentrant checkpointing gives other gradients upstream",
-            of_class=probes.reentrant_checkpointing_loses_gradients,
+            of_class=lambda case: probes.reentrant_checkpointing_loses_gradients(
+                case.reference(), case.inputs(labels=True)
+            ),
         ),
         remove="SharedKeyValues.gradient_checkpointing_enable and activation_checkpointing_enable",
     ),
@@ -282,7 +285,6 @@ TRAINING = (
         symptom="A key of a freeze configuration that is misspelt, or an attribute that is, freezes nothing, and the "
         "component trains.",
         where=("trainer",),
-        applies=predicates.every_model,
         every_model=True,
         handling="Keys are strict: one that is no component of the model is an error that lists those that are.",
         code=("nrl_models.common.freezing:freeze",),
@@ -309,10 +311,7 @@ TRAINING = (
         off="torch's parallelize_module with a plan of one's own",
         probe=Probe("differential", "torch's parallelize_module parts a tied pair", of_all=probes.untied_by_dividing),
         remove="the flag, and the vocabulary's rules in declared_tensor_plan",
-        sources=(
-            "https://github.com/NVIDIA-NeMo/RL/issues/227",
-            "https://github.com/NVIDIA-NeMo/Automodel/pull/2571",
-        ),
+        sources=("https://github.com/NVIDIA-NeMo/RL/issues/227", "https://github.com/NVIDIA-NeMo/Automodel/pull/2571"),
     ),
     Quirk(
         name="context-parallel-masks",
@@ -343,7 +342,7 @@ TRAINING = (
         ),
         remove="nothing: routing is discrete",
         sources=("https://arxiv.org/abs/2510.11370",),
-        explains=_rounding_among_experts,
+        explains=lambda seen: seen.kind in ("precision", "unstable"),
     ),
     Quirk(
         name="full-vocabulary-logits",
@@ -355,7 +354,11 @@ TRAINING = (
         handling="token_logprobs works in chunks; the full logits never exist, forward or backward.",
         code=("nrl_models.logprobs.tokens:token_logprobs", "nrl_models.logprobs.chunked:chunked_statistics"),
         off="token_logprobs(..., chunk_size=None), or model(...).logits",
-        probe=Probe("behavioural", "upstream's forward makes all logits", of_class=probes.whole_logits_are_made),
+        probe=Probe(
+            "behavioural",
+            "upstream's forward makes all logits",
+            of_class=lambda case: probes.whole_logits_are_made(case.reference(), case.inputs(images=False)),
+        ),
         remove="nothing: let token_logprobs call what upstream offers then",
     ),
     Quirk(
@@ -363,7 +366,6 @@ TRAINING = (
         symptom="A prompt with a token that pretraining never met gets a gradient that is many times too large, and "
         "training diverges.",
         where=("trainer",),
-        applies=predicates.every_model,
         every_model=True,
         handling="`nrl-models diagnose embeddings` finds such rows in the files, and draws them anew.",
         code=("nrl_models.diagnostics.embeddings:diagnose_embeddings",),
@@ -371,7 +373,7 @@ TRAINING = (
         probe=Probe(
             "behavioural",
             "a row of zeros gets a gradient ten times that of any other",
-            of_class=probes.a_new_row_explodes,
+            of_class=lambda case: probes.a_new_row_explodes(case.reference(), case.inputs(images=False)),
         ),
         remove="nothing: a diagnostic",
     ),
@@ -406,7 +408,7 @@ EXPORT = (
         probe=Probe(
             "differential",
             "transformers saves under other names than it has in memory",
-            of_class=probes.hub_names_differ,
+            of_class=lambda case: predicates.has_several_names(Subject(case.reference())),
         ),
         remove="nothing: the layouts are derived, and become equal",
     ),
@@ -418,7 +420,7 @@ INFERENCE = (
         symptom="An engine that starts on random weights has a random `normalizer`, too, which no weight update "
         "reaches, and generates gibberish.",
         where=("engine",),
-        applies=predicates.has_flag(ModelFlag.VLLM_LOAD_FORMAT_AUTO),
+        applies=lambda subject: ModelFlag.VLLM_LOAD_FORMAT_AUTO in subject.flags,
         handling="Families say so by ModelFlag.VLLM_LOAD_FORMAT_AUTO: start such engines on the checkpoint. A refit "
         "reports persistent buffers that were not written.",
         code=("nrl_models.common.flags:ModelFlag", "nrl_models.engines.vllm_worker:ConsistencyWorker"),
@@ -440,7 +442,6 @@ INFERENCE = (
         symptom="A refit of a running engine leaves constants that were derived when it started (a scale, a root) at "
         "whatever memory held.",
         where=("engine",),
-        applies=predicates.every_model,
         every_model=True,
         handling="Refits go through vLLM's layerwise reload, which keeps them, and are compared with the trainer "
         "after.",
@@ -469,7 +470,7 @@ INFERENCE = (
         probe=Probe(
             "behavioural",
             "a refit with the quirk switched off leaves vLLM's head as it was",
-            of_engine=probes.refit_misses_something,
+            of_engine=lambda refit: not refit().passed,
             needs="vllm",
         ),
         remove="_nrl_tied in vllm_worker.py",
@@ -486,7 +487,7 @@ INFERENCE = (
         probe=Probe(
             "behavioural",
             "a refit with the quirk switched off leaves vLLM's experts unpacked",
-            of_engine=probes.refit_misses_something,
+            of_engine=lambda refit: not refit().passed,
             needs="vllm",
         ),
         remove="_nrl_kernels in vllm_worker.py",
@@ -514,7 +515,6 @@ INFERENCE = (
         symptom="Trainers chose vLLM's first runtime by NRL_VLLM_USE_V1=0; it is gone, and what was asked for would be "
         "passed over in silence.",
         where=("engine",),
-        applies=predicates.every_model,
         every_model=True,
         handling="NRL_VLLM_USE_V1=0 is an error that says so.",
         code=("nrl_models.engines.vllm:VLLMEngine.start",),

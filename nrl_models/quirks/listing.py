@@ -25,26 +25,14 @@ def quirks_of(subject: Subject | None = None) -> list[Quirk]:
 
 def as_json(quirks: Iterable[Quirk], subject: Subject | None = None) -> dict[str, Any]:
     """`{"architecture", "quirks": [{"name", "where", "symptom", ...}]}`."""
-    return {
-        "architecture": None if subject is None else type(subject.model).__name__,
-        "quirks": [
-            {
-                "name": quirk.name,
-                "where": list(quirk.where),
-                "symptom": quirk.symptom,
-                "handling": quirk.handling,
-                "code": list(quirk.code),
-                "off": quirk.switch,
-                "expiry": quirk.expiry,
-                "fixed": quirk.fixed or None,
-                "fixed_here": quirk.is_fixed,
-                "probe": quirk.probe.kind if quirk.probe else None,
-                "every_model": quirk.every_model,
-                "sources": list(quirk.sources),
-            }
-            for quirk in quirks
-        ],
-    }
+    as_it_is = ("name", "symptom", "where", "handling", "code", "expiry", "every_model", "sources")
+    found = [
+        {key: getattr(quirk, key) for key in as_it_is}
+        | {"off": quirk.switch, "fixed": quirk.fixed or None, "fixed_here": quirk.is_fixed}
+        | {"probe": quirk.probe.kind if quirk.probe else None}
+        for quirk in quirks
+    ]
+    return {"architecture": None if subject is None else type(subject.model).__name__, "quirks": found}
 
 
 def as_table(quirks: Sequence[Quirk], title: str) -> Table:

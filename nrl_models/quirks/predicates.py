@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from nrl_models.common import ModelFlag
+from nrl_models.common import FamilyModel
+from nrl_models.common.freezing import components_of
 from nrl_models.common.kv_sharing import SharedKeyValues
 from nrl_models.common.state_dict_adapter import StateDictAdapter
 from nrl_models.distributed.context_parallel import context_parallel_problems
@@ -14,29 +15,14 @@ LARGE_VOCABULARY = 2**15
 """Words from which on the logits of 8,192 tokens take a gigabyte in fp32."""
 
 
-def every_model(subject: Subject) -> bool:
-    """Whatever there is."""
-    return True
-
-
-def is_ours(subject: Subject) -> bool:
-    """Served by a family, not by transformers' own class."""
-    return subject.is_family
-
-
 def declares(name: str) -> Callable[[Subject], bool]:
     """Some class of the model says that it handles that quirk."""
     return lambda subject: name in subject.handled
 
 
-def has_flag(flag: ModelFlag) -> Callable[[Subject], bool]:
-    """The family sets that flag."""
-    return lambda subject: flag in subject.flags
-
-
 def packs(subject: Subject) -> bool:
     """The family says that packed documents stay apart."""
-    return subject.is_family and "packed sequences" not in subject.limits
+    return isinstance(subject.model, FamilyModel) and "packed sequences" not in subject.model.limits
 
 
 def shares_keys_and_values(subject: Subject) -> bool:
@@ -57,7 +43,7 @@ def cannot_divide_a_sequence(subject: Subject) -> bool:
 
 def has_experts(subject: Subject) -> bool:
     """Some layers choose experts."""
-    return subject.has_experts
+    return "freeze_routers" in components_of(subject.model)
 
 
 def has_towers(subject: Subject) -> bool:

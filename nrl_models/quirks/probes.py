@@ -1,16 +1,27 @@
-"""Probes: is a quirk still there upstream? Each runs what is upstream's, or reads it, and changes nothing."""
+"""Probes: is a quirk there? Each runs a model or a package, or reads it, and answers yes where there is trouble.
+
+Some are asked of any model, upstream's and ours; the others of what is upstream's alone. Models are tiny and in
+evaluation mode; none is changed.
+"""
 
 from __future__ import annotations
 
+import copy
 import inspect
 import json
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import reduce
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming
@@ -18,18 +29,203 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from nrl_models.common.config_types import takes_floats_only
 from nrl_models.common.routing import flip_rate, record_routing
-from nrl_models.common.state_dict_adapter import StateDictAdapter
+from nrl_models.parity.inputs import Inputs
 from nrl_models.parity.noise import rounded_otherwise
-from nrl_models.quirks import bugs
 from nrl_models.testing.case import FamilyCase, randomise
 
-if TYPE_CHECKING:
-    from nrl_models.consistency.refit import RefitStep
+APART = 1e-3
+"""Logits of tiny models with random weights differ by more than this, if they differ in more than rounding."""
 
 
-def small_updates_vanish_in_bf16() -> bool:
-    """Of torch's AdamW."""
-    return bugs.small_updates_vanish(torch.bfloat16)
+@torch.no_grad()
+def documents_meet(model: PreTrainedModel, inputs: Inputs, *, mask: bool) -> bool:
+    """Whether a document's logits depend on one packed before it, with positions that start again.
+
+    Args:
+        model: a decoder.
+        inputs: of which `input_ids` `(2, length)` are the two documents.
+        mask: whether to give a mask of ones and leave the cache at its default; else there is neither.
+    """
+    first, second = inputs["input_ids"][0, :-5], inputs["input_ids"][1]
+    positions = [torch.arange(len(one), device=second.device) for one in (first, second)]
+    packed: dict[str, Any] = {"input_ids": torch.cat([first, second])[None], "position_ids": torch.cat(positions)[None]}
+    packed |= {"attention_mask": torch.ones_like(packed["input_ids"])} if mask else {"use_cache": False}
+    together = model(**packed).logits[0, -len(second) :]
+    alone = model(input_ids=second[None], use_cache=False).logits[0]
+    return _differ(together, alone)
+
+
+@torch.no_grad()
+def offsets_stay(model: PreTrainedModel, with_images: Inputs, text: torch.Tensor) -> bool:
+    """Whether decoding `text` `(batch, length)` from a cache depends on a sequence with images seen before."""
+    model = copy.deepcopy(model)
+    expected = _decoded(model, text)
+    model(**with_images, use_cache=True)
+    return _differ(_decoded(model, text), expected)
+
+
+@torch.no_grad()
+def images_are_causal(model: PreTrainedModel, inputs: Inputs) -> bool:
+    """Whether a batch with images but without token types is computed otherwise than with them, or refused."""
+    kinds = [name for name in ("token_type_ids", "mm_token_type_ids") if name in inputs]
+    without = {name: value for name, value in inputs.items() if name not in kinds}
+    text = model.config.get_text_config()
+    is_unset = getattr(text, "use_bidirectional_attention", False) is None
+    if is_unset:
+        text.use_bidirectional_attention = "vision"  # as published; the class's default has none
+    try:
+        return _differ(model(**without).logits, model(**inputs).logits)
+    except ValueError:
+        return True
+    finally:
+        if is_unset:
+            text.use_bidirectional_attention = None
+
+
+def reentrant_checkpointing_loses_gradients(model: PreTrainedModel, inputs: Inputs) -> bool:
+    """Whether reentrant checkpointing gives other gradients than none does.
+
+    Args:
+        model: some of whose layers share keys and values.
+        inputs: with labels.
+    """
+    gradients = []
+    for reentrant in (False, True):
+        one = copy.deepcopy(model).train()
+        if reentrant:
+            one.gradient_checkpointing_enable({"use_reentrant": True})
+            one.enable_input_require_grads()
+        one(**inputs, use_cache=False).loss.backward()
+        gradients.append({name: parameter.grad for name, parameter in one.named_parameters()})
+    expected, actual = gradients
+    return any(
+        gradient is not None and (actual[name] is None or _differ(actual[name], gradient, 1e-4))
+        for name, gradient in expected.items()
+    )
+
+
+def unused_weights_are_dropped(load: Callable[[Path], PreTrainedModel], reference: PreTrainedModel) -> bool:
+    """Whether loading and saving drops keys and values that a checkpoint holds for layers that share.
+
+    Args:
+        load: loads a checkpoint.
+        reference: writes it.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        published, again = Path(folder, "published"), Path(folder, "again")
+        reference.save_pretrained(published)
+        file = published / "model.safetensors"
+        tensors = load_file(file)
+        queries = {name for name in tensors if name.endswith("self_attn.q_proj.weight") and "tower" not in name}
+        unused = {name.replace("q_proj", "k_proj") for name in queries} - tensors.keys()
+        save_file(tensors | {name: torch.randn(4, 4) for name in unused}, file, metadata={"format": "pt"})
+        load(published).save_pretrained(again)
+        return bool(unused) and not unused <= load_file(again / "model.safetensors").keys()
+
+
+def a_new_row_explodes(model: PreTrainedModel, inputs: Inputs) -> bool:
+    """Whether an embedding row of zeros gets a gradient ten times as large as any other row."""
+    model = copy.deepcopy(model)
+    tokens = inputs["input_ids"]
+    weight = model.get_input_embeddings().weight
+    row = int(tokens[0, 3])
+    with torch.no_grad():
+        weight[row] = 0
+    weight.requires_grad_(True)
+    loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+    (gradient,) = torch.autograd.grad(loss, weight)
+    sizes = gradient.norm(dim=1)
+    return bool(sizes[row] > 10 * torch.cat([sizes[:row], sizes[row + 1 :]]).max())
+
+
+def whole_logits_are_made(model: PreTrainedModel, inputs: Inputs) -> bool:
+    """Whether log-probabilities from the model's own forward take a tensor of tokens times vocabulary."""
+    tokens = inputs["input_ids"]
+    vocabulary = model.config.get_text_config().vocab_size
+    with new_tensors(vocabulary) as sizes, torch.no_grad():
+        model(input_ids=tokens, use_cache=False).logits.float().log_softmax(-1)
+    return max(sizes) >= tokens.numel() * vocabulary
+
+
+@contextmanager
+def new_tensors(width: int) -> Iterator[list[int]]:
+    """While open, note the numbers of elements of the tensors that are made whose last dimension is `width`."""
+    sizes: list[int] = [0]
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            given = {one.untyped_storage().data_ptr() for one in args if isinstance(one, torch.Tensor)}
+            for one in result if isinstance(result, (tuple, list)) else (result,):
+                is_wide = isinstance(one, torch.Tensor) and one.ndim > 0 and one.shape[-1] == width
+                if is_wide and one.untyped_storage().data_ptr() not in given:
+                    sizes.append(one.numel())
+            return result
+
+    with Sizes():
+        yield sizes
+
+
+def small_updates_vanish(dtype: torch.dtype) -> bool:
+    """Whether a step of AdamW at a learning rate of post-training leaves a weight of that dtype as it is."""
+    weight = nn.Parameter(torch.ones(4, dtype=dtype))
+    optimizer = torch.optim.AdamW([weight], lr=1e-6, weight_decay=0.0)
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    return torch.equal(weight.detach(), torch.ones(4, dtype=dtype))
+
+
+def an_integer_is_refused(read: Callable[[Path], Any], values: dict[str, Any], key: str) -> bool:
+    """Whether a `config.json` with `key: 0`, for a float of zero, is not read.
+
+    Args:
+        read: reads the configuration in a folder.
+        values: the configuration's.
+        key: one of them, a float.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(values | {key: 0}))
+        try:
+            return getattr(read(Path(folder)), key) != 0
+        except Exception:  # transformers' own, or what it is turned into
+            return True
+
+
+def frozen_parts_train(from_pretrained: Callable[[Path], PreTrainedModel], model: PreTrainedModel) -> bool:
+    """Whether something that the class freezes when it is built trains when it is loaded.
+
+    Args:
+        from_pretrained: loads a checkpoint.
+        model: one that was built, and has such parameters.
+    """
+    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        loaded = dict(from_pretrained(Path(folder)).named_parameters())
+    return any(loaded[name].requires_grad for name in frozen)
+
+
+@torch.no_grad()
+def soft_cap_is_dropped(model: PreTrainedModel, inputs: Inputs) -> bool:
+    """Whether logits are the same without the soft cap of attention scores that the configuration asks for."""
+    uncapped = copy.deepcopy(model)
+    for module in uncapped.modules():
+        if getattr(module, "attn_logit_softcapping", None) is not None:
+            module.attn_logit_softcapping = None
+    return not _differ(model(**inputs).logits, uncapped(**inputs).logits)
+
+
+def _decoded(model: PreTrainedModel, text: torch.Tensor) -> torch.Tensor:
+    """The logits of the last token, by way of a cache."""
+    cache = model(input_ids=text[:, :-1], use_cache=True).past_key_values
+    return model(input_ids=text[:, -1:], past_key_values=cache, use_cache=True).logits
+
+
+def _differ(one: torch.Tensor, other: torch.Tensor, by: float = APART) -> bool:
+    return bool((one - other).abs().max() > by)
+
+
+# Of what is upstream's
 
 
 class _WithComputedPositions(PreTrainedModel):
@@ -45,9 +241,7 @@ class _WithComputedPositions(PreTrainedModel):
 
 def loading_unfreezes() -> bool:
     """Of transformers, for positions that a class computes and freezes."""
-    with tempfile.TemporaryDirectory() as folder:
-        model = _WithComputedPositions(PreTrainedConfig())
-        return bugs.frozen_parts_train(_WithComputedPositions.from_pretrained, model, Path(folder))
+    return frozen_parts_train(_WithComputedPositions.from_pretrained, _WithComputedPositions(PreTrainedConfig()))
 
 
 def sdpa_drops_soft_caps(case: FamilyCase) -> bool:
@@ -60,32 +254,7 @@ def sdpa_drops_soft_caps(case: FamilyCase) -> bool:
     torch.manual_seed(0)
     model = upstream._from_config(config, attn_implementation="sdpa").eval()
     randomise(model)
-    return bugs.soft_cap_is_dropped(model, case.inputs())
-
-
-def packed_documents_meet_under_a_mask(case: FamilyCase) -> bool:
-    """Of the class upstream."""
-    return bugs.documents_meet(case.reference(), case.inputs(images=False), mask=True)
-
-
-def packed_documents_meet(case: FamilyCase) -> bool:
-    """Of the class upstream, without mask and cache."""
-    return bugs.documents_meet(case.reference(), case.inputs(images=False), mask=False)
-
-
-def offsets_stay(case: FamilyCase) -> bool:
-    """Of the class upstream."""
-    return bugs.offsets_stay(case.reference(), case.inputs(images=True), case.inputs(images=False)["input_ids"])
-
-
-def images_are_causal(case: FamilyCase) -> bool:
-    """Of the class upstream."""
-    return bugs.images_are_causal(case.reference(), case.inputs(images=True))
-
-
-def reentrant_checkpointing_loses_gradients(case: FamilyCase) -> bool:
-    """Of the class upstream."""
-    return bugs.reentrant_checkpointing_loses_gradients(case.reference(), case.inputs(labels=True))
+    return soft_cap_is_dropped(model, case.inputs())
 
 
 def shared_keys_need_a_cache(case: FamilyCase) -> bool:
@@ -93,36 +262,14 @@ def shared_keys_need_a_cache(case: FamilyCase) -> bool:
     model, inputs = case.reference(), case.inputs()
     with torch.no_grad():
         with_cache, without = (model(**inputs, use_cache=use).logits for use in (True, False))
-    return bool((with_cache - without).abs().max() > bugs.APART)
+    return bool((with_cache - without).abs().max() > APART)
 
 
-def unused_weights_are_dropped(case: FamilyCase) -> bool:
-    """Of the class upstream."""
-    with tempfile.TemporaryDirectory() as folder:
-        return bugs.unused_weights_are_dropped(case.reference_class.from_pretrained, case.reference(), Path(folder))
-
-
-def a_new_row_explodes(case: FamilyCase) -> bool:
-    """Of the class upstream."""
-    return bugs.a_new_row_explodes(case.reference(), case.inputs(images=False))
-
-
-def whole_logits_are_made(case: FamilyCase) -> bool:
-    """Of the class upstream."""
-    return bugs.whole_logits_are_made(case.reference(), case.inputs(images=False))
-
-
-def an_integer_is_refused(case: FamilyCase) -> bool:
-    """Of transformers' reader, for a key of the class upstream that is a float."""
-    with tempfile.TemporaryDirectory() as folder:
-        return bugs.an_integer_is_refused(
-            AutoConfig.from_pretrained, json.loads(case.config.to_json_string()), float_key(case), Path(folder)
-        )
-
-
-def float_key(case: FamilyCase) -> str:
-    """A key of a case's configuration that has to be a float."""
-    return next(key for key in case.config.to_dict() if takes_floats_only(type(case.config), key))
+def integers_are_refused(case: FamilyCase) -> bool:
+    """Of transformers' reader, for a key of the class upstream that has to be a float."""
+    config = case.config
+    key = next(key for key in config.to_dict() if takes_floats_only(type(config), key))
+    return an_integer_is_refused(AutoConfig.from_pretrained, json.loads(config.to_json_string()), key)
 
 
 def transformers_has_no_configuration(case: FamilyCase) -> bool:
@@ -138,18 +285,7 @@ def tower_names_are_lost(case: FamilyCase) -> bool:
     names = [name for name in reference.state_dict() if name.startswith(f"{where}.")]
     older = [name.removeprefix(f"{reference.base_model_prefix}.") for name in names]
     renamings = [one for one in get_model_conversion_mapping(reference) if isinstance(one, WeightRenaming)]
-    found = []
-    for key in older:
-        for renaming in renamings:
-            key, _ = renaming.rename_source_key(key)
-        found.append(key)
-    return found != names
-
-
-def hub_names_differ(case: FamilyCase) -> bool:
-    """Whether transformers saves the class upstream under other names than it has in memory."""
-    adapter = StateDictAdapter(case.reference())
-    return adapter.hub.keys() != adapter.transformers.keys()
+    return [reduce(lambda key, renaming: renaming.rename_source_key(key)[0], renamings, key) for key in older] != names
 
 
 def routing_flips(case: FamilyCase) -> bool:
@@ -166,11 +302,27 @@ def routing_flips(case: FamilyCase) -> bool:
     return flip_rate(*records) > 0
 
 
+@contextmanager
+def pretended_mesh(ranks: int, name: str = "tp") -> Iterator[DeviceMesh]:
+    """A mesh of one dimension, this process its first rank: tensors are divided, and collectives do nothing.
+
+    Raises:
+        RuntimeError: there are ranks already.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if dist.is_initialized():
+        raise RuntimeError("this process is a rank already")
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    try:
+        yield init_device_mesh("cpu", (ranks,), mesh_dim_names=(name,))
+    finally:
+        dist.destroy_process_group()
+
+
 def untied_by_dividing() -> bool:
     """Whether torch's `parallelize_module` parts an embedding and a head that are one tensor."""
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
-    from nrl_models.quirks.ranks import pretended_mesh
 
     class Tied(nn.Module):
         def __init__(self) -> None:
@@ -265,16 +417,6 @@ def reloading_touches_buffers() -> bool:
     finalize_layerwise_reload(model, None)
     assert torch.equal(model[0].weight, torch.full((4,), 2.0))
     return bool(model[0].scale != torch.tensor(0.0188))
-
-
-def refit_misses_something(refit: Callable[[], RefitStep]) -> bool:
-    """Whether a refit leaves an engine on other weights than it was sent.
-
-    Args:
-        refit: refits a running engine with new weights and compares it with the trainer; with what is asked about
-            switched off.
-    """
-    return not refit().passed
 
 
 def processors_need_a_tokenizer() -> bool:

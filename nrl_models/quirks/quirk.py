@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from packaging.requirements import Requirement
-from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from nrl_models.common.switches import SWITCHES, VARIABLE
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
     from nrl_models.testing.case import FamilyCase
 
 Place = Literal["load", "forward", "export", "engine", "trainer"]
-PLACES: tuple[Place, ...] = ("load", "forward", "export", "engine", "trainer")
+PLACES: tuple[Place, ...] = get_args(Place)
 """Where a quirk acts."""
 
 KINDS = ("behavioural", "differential", "data", "symbol", "source")
@@ -59,10 +58,10 @@ class Quirk:
         name: in lower case, with hyphens; what switches it off if it is in `SWITCHES`.
         symptom: what happens to those who do not know, in a sentence.
         where: where it acts.
-        applies: whether it concerns a model: by its configuration, and by what its family declares.
         handling: what is done about it here, in a sentence.
         code: where that is done, each as `package.module:attribute`.
         remove: what to delete once it is gone.
+        applies: whether it concerns a model: by its configuration, and by what its family declares. Any, by default.
         off: how to switch the handling off, if there is no switch of the quirk's name.
         every_model: whether it concerns every model, so that a family's page need not repeat it.
         fixed: the release from which it is gone upstream, as a requirement: `vllm>=0.9.2`.
@@ -75,10 +74,10 @@ class Quirk:
     name: str
     symptom: str
     where: tuple[Place, ...]
-    applies: Callable[[Subject], bool]
     handling: str
     code: tuple[str, ...]
     remove: str
+    applies: Callable[[Subject], bool] = lambda subject: True
     off: str = ""
     every_model: bool = False
     fixed: str = ""
@@ -105,21 +104,12 @@ class Quirk:
         """Whether what is installed is beyond `fixed`; what is not installed is not known to be."""
         return self._is_beyond(installed)
 
-    @property
-    def is_past(self) -> bool:
-        """Whether every version that this package takes is beyond `fixed`, so that nothing here needs to handle it."""
-        return self._is_beyond(lowest_version)
-
     def _is_beyond(self, version_of: Callable[[str], str | None]) -> bool:
         if not self.fixed:
             return False
         requirement = Requirement(self.fixed)
         found = version_of(requirement.name)
         return found is not None and requirement.specifier.contains(found, prereleases=True)
-
-    @property
-    def _asked(self) -> str:
-        return self.probe.asks if self.probe else self.symptom
 
     def tripwire(self, shows: bool | None, of: str = "upstream") -> None:
         """Fail if upstream has changed: what the tests of this library call, and nothing that is imported.
@@ -131,20 +121,21 @@ class Quirk:
         Raises:
             QuirkExpiredError: what the quirk is about is gone, so that its handling is to be deleted; or it is back.
         """
-        if self.is_past and not self.kept_for:
+        asked = self.probe.asks if self.probe else self.symptom
+        if self._is_beyond(lowest_version) and not self.kept_for:
             raise QuirkExpiredError(
                 f"{self.name}: every version this package takes is beyond {self.fixed}. Delete {self.remove}, and the "
                 "entry; or say in the entry whom it is kept for."
             )
         if shows is False and not self.fixed:
             raise QuirkExpiredError(
-                f"{self.name}: it is no longer so that {self._asked}; asked of {of}. "
+                f"{self.name}: it is no longer so that {asked}; asked of {of}. "
                 f"Upstream has fixed it. Delete {self.remove}; and the entry, if that was the last. Or give the "
                 "release as its `fixed`, as long as older ones are supported."
             )
         if shows and self.is_fixed:
             raise QuirkExpiredError(
-                f"{self.name} is said to be gone with {self.fixed}, but {of} has it again: {self._asked}."
+                f"{self.name} is said to be gone with {self.fixed}, but {of} has it again: {asked}."
             )
 
 
@@ -170,14 +161,10 @@ def lowest_version(package: str) -> str | None:
     """The lowest version of `package` that this package takes; None if it does not say."""
     for line in requires("nrl_models") or ():
         requirement = Requirement(line)
-        if requirement.name == package and (lowest := _lowest(requirement.specifier)):
-            return lowest
+        bounds = [one.version for one in requirement.specifier if one.operator in (">=", "==", "~=")]
+        if requirement.name == package and bounds:
+            return max(bounds, key=Version)
     return None
-
-
-def _lowest(specifier: SpecifierSet) -> str | None:
-    bounds = [one.version for one in specifier if one.operator in (">=", "==", "~=")]
-    return max(bounds, key=Version, default=None)
 
 
 def check_catalogue(quirks: Iterable[Quirk]) -> None:

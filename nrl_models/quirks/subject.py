@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from nrl_models.auto import auto_class_for
 from nrl_models.common import FamilyModel, ModelFlag
 from nrl_models.common.checkpoint_files import CONFIG_NAME, resolve_folder
-from nrl_models.common.pretrained import from_config, read_config
+from nrl_models.common.pretrained import read_config
 from nrl_models.testing.case import FamilyCase
 
 
@@ -43,8 +43,7 @@ class Subject:
     @classmethod
     def of_class(cls, model_class: type[FamilyModel]) -> Subject:
         """Every model of a class, for which a tiny one stands."""
-        config = FamilyCase(model_class).config
-        return cls(from_config(lambda given, folder: model_class, config, device="meta"), any_size=True)  # type: ignore[arg-type, return-value]
+        return cls(model_class.from_config(FamilyCase(model_class).config, device="meta"), any_size=True)
 
     @property
     def config(self) -> PreTrainedConfig:
@@ -57,19 +56,9 @@ class Subject:
         return self.config.get_text_config()
 
     @property
-    def is_family(self) -> bool:
-        """Whether one of this library's classes serves it, not transformers' own."""
-        return isinstance(self.model, FamilyModel)
-
-    @property
     def flags(self) -> ModelFlag:
         """What its family declares to trainers."""
         return getattr(self.model, "flags", ModelFlag.NONE)
-
-    @property
-    def limits(self) -> Any:
-        """What its family declares that does not hold, by feature."""
-        return getattr(self.model, "limits", {})
 
     @cached_property
     def handled(self) -> frozenset[str]:
@@ -79,15 +68,3 @@ class Subject:
             for base in kind.__mro__:
                 found.update(vars(base).get("handles_quirks", ()))
         return frozenset(found)
-
-    @property
-    def has_images(self) -> bool:
-        """Whether it has a tower for images."""
-        return getattr(self.config, "vision_config", None) is not None
-
-    @property
-    def has_experts(self) -> bool:
-        """Whether some of its layers choose experts."""
-        from nrl_models.common.freezing import components_of
-
-        return "freeze_routers" in components_of(self.model)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, reduce
 from typing import Any
 
 import torch
@@ -67,20 +67,8 @@ class Finding:
     difference: str = ""
 
 
-class Reads:
-    """Which keys were read, from configurations of which class.
-
-    Attributes:
-        places: the name of a configuration class, and a key's own name in it.
-    """
-
-    def __init__(self) -> None:
-        self.places: set[tuple[str, str]] = set()
-
-    def has(self, owner: str, key: str) -> bool:
-        """Whether a configuration of class `owner` was asked for `key`."""
-        return (owner, key) in self.places
-
+Reads = set[tuple[str, str]]
+"""Keys that were read: the name of a configuration class, and a key's own name in it."""
 
 ENOUGH = 2
 """After so many other values of a key that moved nothing, no more are tried."""
@@ -116,9 +104,8 @@ class Differential:
     def __init__(self, case: FamilyCase) -> None:
         self.case = case
         self._inputs = case.inputs(labels=True)
-        config = case.config
-        self._base = self._based_on(_copy(config), None)
-        self._base.read.places |= self._read_here(self._base.config).places
+        self._base = self._based_on(_copy(case.config), None)
+        self._base.read |= self._read_here()
         self._opened: dict[tuple[str, str], PreTrainedConfig] = {}
 
     def keys(self) -> list[str]:
@@ -156,13 +143,13 @@ class Differential:
             raise RuntimeError(f"the tiny {self.case.architecture} itself is refused: {behaviour.refused}")
         return _Base(config, behaviour, {name: one.clone() for name, one in reference.state_dict().items()}, read)
 
-    def _read_here(self, config: PreTrainedConfig) -> Reads:
+    def _read_here(self) -> Reads:
         """What the model under test reads; not through `from_config`, which looks at every key to check it."""
-        copied, found = _copy(config), Behaviour()
+        config = _copy(self._base.config)
         with keys_that_are_read() as read:
-            model = self.case.model_class._from_config(copied, dtype=torch.float32)
-            self._evaluate(found, model)
-            self._train(found, model)
+            model = self.case.model_class._from_config(config, dtype=torch.float32)
+            for training in (False, True):
+                self._run(Behaviour(), model, training=training)
         return read
 
     def _try_values(self, base: _Base, path: str) -> Finding:
@@ -183,7 +170,7 @@ class Differential:
 
     def _can_matter(self, base: _Base, config: PreTrainedConfig, path: str) -> bool:
         """Whether something reads the key, or the configuration makes something else of it."""
-        if base.read.has(*_place(base.config, path)):
+        if _place(base.config, path) in base.read:
             return True
         before = {name: value for name, _, _, value in walk(base.config)}
         after = {name: value for name, _, _, value in walk(config)}
@@ -192,29 +179,26 @@ class Differential:
     def _try(self, base: _Base, config: PreTrainedConfig) -> Finding:
         expected, reference, read = self._reference(config, base)
         if reference is not None and not expected.other_inputs:
-            for place in read.places - base.read.places:
+            for place in read - base.read:
                 self._opened.setdefault(place, config)
         actual, model = self._model(config, reference, expected)
         kind = _moved(expected, base.behaviour)
-        trains = kind is None and reference is not None and model is not None
+        run = reference is not None and model is not None
+        trains = kind is None and run
         if trains:
-            self._train(expected, reference)
-            self._train(actual, model)
+            self._train(expected, reference, actual, model)
             kind = _moved(expected, base.behaviour)
-        kind = kind or _moved_weights(expected, base.behaviour)
+        if kind is None:
+            kind = INERT if _same(expected.weights, base.behaviour.weights) else "weights"
         difference = _difference(actual, expected)
-        if difference and reference is not None and model is not None:
-            difference = self._difference_again(config, trains)
+        if difference and run:
+            # On other weights: where a rounding had chosen another expert or word, they do not differ at all.
+            expected, reference, _ = self._reference(config, None, seed=SEED + 1)
+            actual, model = self._model(config, reference, expected)
+            if trains and reference is not None and model is not None:
+                self._train(expected, reference, actual, model)
+            difference = _difference(actual, expected)
         return Finding(kind, difference)
-
-    def _difference_again(self, config: PreTrainedConfig, trains: bool) -> str:
-        """How behaviours differ on other weights: where a rounding had chosen another expert or word, not at all."""
-        expected, reference, _ = self._reference(config, None, seed=SEED + 1)
-        actual, model = self._model(config, reference, expected)
-        if trains and reference is not None and model is not None:
-            self._train(expected, reference)
-            self._train(actual, model)
-        return _difference(actual, expected)
 
     def _reference(
         self, config: PreTrainedConfig, near: _Base | None, training: bool = False, seed: int = SEED
@@ -232,9 +216,9 @@ class Differential:
                     torch.manual_seed(seed)
                     randomise(reference)
             if reference is not None and not found.refused:
-                self._evaluate(found, reference)
+                self._run(found, reference)
                 if training and not found.refused:
-                    self._train(found, reference)
+                    self._run(found, reference, training=True)
         return found, None if found.refused else reference, read
 
     def _model(
@@ -252,27 +236,32 @@ class Differential:
             if reference is not None and found.shapes == expected.shapes:
                 model.load_state_dict(adapter.from_hf(reference.state_dict()))
         if model is not None and not found.refused and found.shapes == expected.shapes:
-            self._evaluate(found, model)
+            self._run(found, model)
         return found, None if found.refused else model
 
-    def _evaluate(self, found: Behaviour, model: PreTrainedModel) -> None:
-        with _refusal(found, "forward"):
+    def _train(
+        self, expected: Behaviour, reference: PreTrainedModel, actual: Behaviour, model: PreTrainedModel
+    ) -> None:
+        self._run(expected, reference, training=True)
+        self._run(actual, model, training=True)
+
+    def _run(self, found: Behaviour, model: PreTrainedModel, *, training: bool = False) -> None:
+        """A forward: in training mode with labels, else without."""
+
+        def forward(inputs: Inputs) -> Tensors:
+            torch.manual_seed(SEED)
+            given = {name: value for name, value in inputs.items() if training or name != "labels"}
+            with torch.no_grad():
+                return dict(_tensors(model(**given), ""))
+
+        with _refusal(found, "training" if training else "forward"):
+            model.train(training)
             try:
-                found.outputs = _forward(model.eval(), self._unlabelled(self._inputs))
+                result = forward(self._inputs)
             except Exception:  # the key may be about inputs: try those of the present configuration
                 found.other_inputs = True
-                found.outputs = _forward(model.eval(), self._unlabelled(inputs_for(model, labels=True)))
-
-    def _train(self, found: Behaviour, model: PreTrainedModel) -> None:
-        with _refusal(found, "training"):
-            try:
-                found.training = _forward(model.train(), self._inputs)
-            except Exception:
-                found.training = _forward(model.train(), inputs_for(model, labels=True))
-
-    @staticmethod
-    def _unlabelled(inputs: Inputs) -> Inputs:
-        return {name: value for name, value in inputs.items() if name != "labels"}
+                result = forward(inputs_for(model, labels=True))
+            setattr(found, "training" if training else "outputs", result)
 
 
 def ledger_keys(config: PreTrainedConfig) -> list[str]:
@@ -314,20 +303,18 @@ def _set_by_class(config_class: type[PreTrainedConfig]) -> frozenset[str]:
 
 def _place(config: PreTrainedConfig, path: str) -> tuple[str, str]:
     *parents, key = path.split(".")
-    for parent in parents:
-        config = getattr(config, parent)
-    return type(config).__name__, key
+    return type(reduce(getattr, parents, config)).__name__, key
 
 
 @contextmanager
 def keys_that_are_read() -> Iterator[Reads]:
     """While open, note which keys are read from any configuration."""
-    read = Reads()
+    read: Reads = set()
     original = PreTrainedConfig.__getattribute__
 
     def noting(config: PreTrainedConfig, key: str) -> Any:
         owner = type(config)
-        read.places.add((owner.__name__, owner.attribute_map.get(key, key)))
+        read.add((owner.__name__, owner.attribute_map.get(key, key)))
         return original(config, key)
 
     PreTrainedConfig.__getattribute__ = noting  # type: ignore[method-assign]
@@ -349,12 +336,6 @@ def _copy(config: PreTrainedConfig) -> PreTrainedConfig:
     return type(config).from_dict(config.to_dict())
 
 
-def _forward(model: PreTrainedModel, inputs: Inputs) -> Tensors:
-    torch.manual_seed(SEED)
-    with torch.no_grad():
-        return dict(_tensors(model(**inputs), ""))
-
-
 def _tensors(value: Any, place: str) -> Iterator[tuple[str, torch.Tensor]]:
     """Every tensor in what a model returns, its cache included."""
     if isinstance(value, torch.Tensor):
@@ -373,14 +354,9 @@ def _tensors(value: Any, place: str) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _same(actual: Tensors, expected: Tensors) -> bool:
     return actual.keys() == expected.keys() and all(
-        actual[name].dtype == one.dtype and actual[name].shape == one.shape and bool(_equal(actual[name], one))
+        (actual[name].dtype, actual[name].shape) == (one.dtype, one.shape)
+        and bool(torch.isclose(actual[name], one, rtol=0, atol=0, equal_nan=True).all())
         for name, one in expected.items()
-    )
-
-
-def _equal(actual: torch.Tensor, expected: torch.Tensor) -> bool:
-    return torch.equal(actual, expected) or bool(
-        ((actual == expected) | ((actual != actual) & (expected != expected))).all()
     )
 
 
@@ -395,10 +371,6 @@ def _moved(behaviour: Behaviour, base: Behaviour) -> str | None:
     if behaviour.training and not _same(behaviour.training, base.training):
         return "training"
     return None
-
-
-def _moved_weights(behaviour: Behaviour, base: Behaviour) -> str:
-    return INERT if _same(behaviour.weights, base.weights) else "weights"
 
 
 def _difference(actual: Behaviour, expected: Behaviour) -> str:

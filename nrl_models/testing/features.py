@@ -8,11 +8,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
 
-FEATURES = (
-    "state dict",
-    "layers",
-    "logits",
-    "gradients",
+INVARIANCES = (
     "activation checkpointing",
     "left padding",
     "right padding",
@@ -21,6 +17,18 @@ FEATURES = (
     "router replay",
     "cached decoding",
     "generate",
+)
+"""Features that transformers' own class may lack: where it fails the same tests, the family says so in `limits`.
+
+Whatever compares with transformers' class (weights, layers, logits, gradients, files, LoRA) has no such excuse.
+"""
+
+FEATURES = (
+    "state dict",
+    "layers",
+    "logits",
+    "gradients",
+    *INVARIANCES,
     "LoRA",
     "tied weights",
     "copies",
@@ -55,10 +63,12 @@ def proves(feature: str) -> Callable[[Test], Test]:
 
 
 @cache
+def suite() -> Mapping[str, Callable[..., Any]]:
+    """The generated tests by name, in the order of the files."""
+    modules = [import_module(f"nrl_models.testing.suite.{file.stem}") for file in sorted(SUITE.glob("test_*.py"))]
+    return {name: test for module in modules for name, test in vars(module).items() if hasattr(test, "feature")}
+
+
 def generated_tests() -> Mapping[str, str]:
     """For each generated test, by name, the feature it proves."""
-    found = {}
-    for file in sorted(SUITE.glob("test_*.py")):
-        module = import_module(f"nrl_models.testing.suite.{file.stem}")
-        found |= {name: test.feature for name, test in vars(module).items() if hasattr(test, "feature")}
-    return found
+    return {name: test.feature for name, test in suite().items()}  # type: ignore[attr-defined]

@@ -6,6 +6,7 @@ import dataclasses
 import sys
 import types
 from collections.abc import Iterator
+from functools import reduce
 from typing import Any, Literal, Union, get_args, get_origin
 
 from transformers import PreTrainedConfig
@@ -24,10 +25,8 @@ def perturbed(config: PreTrainedConfig, path: str) -> Iterator[PreTrainedConfig 
     Lists with an entry for each layer follow a changed number of layers. In place of a value that the configuration
     class refuses comes the error.
     """
-    part = config
     *parents, key = path.split(".")
-    for parent in parents:
-        part = getattr(part, parent)
+    part = reduce(getattr, parents, config)
     everything = config.to_dict()
     own = part.to_dict()
     for value in other_values(type(part), key, own[key]):
@@ -43,7 +42,7 @@ def perturbed(config: PreTrainedConfig, path: str) -> Iterator[PreTrainedConfig 
 
 def other_values(config_class: type[PreTrainedConfig], key: str, value: Any) -> list[Any]:
     """Values to try in place of `value`, the likeliest to be legal first."""
-    annotated = _annotations(config_class).get(key)
+    annotated = _annotation(config_class, key)
     found = [*_choices(annotated), *_by_type(key, value)]
     if value is None:
         found += _of_unset(key, annotated)
@@ -141,15 +140,12 @@ def _members(annotated: Any) -> list[Any]:
     return list(get_args(annotated)) if get_origin(annotated) in (Union, types.UnionType) else [annotated]
 
 
-def _annotations(config_class: type[PreTrainedConfig]) -> Values:
-    return {field.name: _resolved(config_class, field.name, field.type) for field in dataclasses.fields(config_class)}
-
-
-def _resolved(config_class: type[PreTrainedConfig], name: str, annotated: Any) -> Any:
-    """An annotation that is a string as what it means in the module of the class that has it; None if that fails."""
+def _annotation(config_class: type[PreTrainedConfig], key: str) -> Any:
+    """What a class says of a key; strings as what they mean in the module of the class; None if that is not known."""
+    annotated = next((field.type for field in dataclasses.fields(config_class) if field.name == key), None)
     if not isinstance(annotated, str):
         return annotated
-    owner = next(one for one in config_class.__mro__ if name in vars(one).get("__annotations__", ()))
+    owner = next(one for one in config_class.__mro__ if key in vars(one).get("__annotations__", ()))
     try:
         return eval(annotated, vars(sys.modules[owner.__module__]))
     except (NameError, TypeError):  # of a name that is there for type checkers only

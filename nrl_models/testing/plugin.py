@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from functools import lru_cache
 from importlib import import_module
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -78,19 +79,20 @@ def _param(name: str) -> Any:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put the tests of one class together: its models are built once, and not kept for longer."""
-    generated = [item for item in items if "family_case" in getattr(item, "fixturenames", ())]
-    order = {name: index for index, name in enumerate(dict.fromkeys(map(_class_name, generated)))}
-    generated.sort(key=lambda item: order[_class_name(item)])
-    others = [item for item in items if "family_case" not in getattr(item, "fixturenames", ())]
-    items[:] = [*others, *generated]
+    order: dict[str | None, int] = {None: 0}
+    for item in items:
+        order.setdefault(_class_name(item), len(order))
+    items.sort(key=lambda item: order[_class_name(item)])
 
 
 def _architecture(name: str) -> str:
     return name.partition("#")[0].rpartition(":")[2]
 
 
-def _class_name(item: pytest.Item) -> str:
-    return item.callspec.params["family_case"]  # type: ignore[attr-defined]
+def _class_name(item: pytest.Item) -> str | None:
+    """The class a test is of, as `--nrl-family` takes it; None of other tests."""
+    callspec = getattr(item, "callspec", None)
+    return callspec.params.get("family_case") if callspec else None
 
 
 def _problem_with(name: str) -> str | None:
@@ -120,13 +122,6 @@ def _problem_with(name: str) -> str | None:
     return None
 
 
-def _class_of(name: str) -> Any:
-    from nrl_models import registry
-
-    module, colon, attribute = name.partition(":")
-    return getattr(import_module(module), attribute) if colon else registry.model_class(name)
-
-
 @pytest.fixture
 def family_case(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> FamilyCase:
     """The class under test, with its models.
@@ -150,7 +145,7 @@ _lacking: set[tuple[str, str]] = set()  # those of which some test failed
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
     """Fail the last test of a feature that a family limits if none of the feature's tests failed: the limit is gone."""
     report = yield
     limited = getattr(item, "limited_feature", None)
@@ -174,9 +169,7 @@ def _tests_of(session: pytest.Session, family: str, feature: str) -> set[str]:
     found = [
         item
         for item in session.items
-        if getattr(item, "callspec", None) is not None
-        and item.callspec.params.get("family_case") == family
-        and getattr(item.function, "feature", "") == feature
+        if _class_name(item) == family and getattr(item.function, "feature", "") == feature
     ]
     chosen = {item.function.__name__ for item in found}
     missing = {name for name, proven in generated_tests().items() if proven == feature} - chosen
@@ -200,7 +193,9 @@ def _case(name: str) -> FamilyCase:
     share_cores()
     if unmet := registry.unmet_requirement(_architecture(name)):
         pytest.skip(f"{name} needs {unmet}")
-    return FamilyCase(_class_of(name.partition("#")[0]), tiny=_variants.get(name, {}))
+    module, colon, attribute = name.partition("#")[0].partition(":")
+    model_class = getattr(import_module(module), attribute) if colon else registry.model_class(module)
+    return FamilyCase(model_class, tiny=_variants.get(name, {}))
 
 
 class ResultsRecorder:
@@ -235,7 +230,8 @@ class ResultsRecorder:
     @pytest.hookimpl
     def pytest_sessionfinish(self) -> None:
         """Write the file."""
-        content = {"versions": dict(_versions()), "results": [self.results[name] for name in sorted(self.results)]}
+        versions = {package: version(package) for package in ("nrl_models", "torch", "transformers")}
+        content = {"versions": versions, "results": [self.results[name] for name in sorted(self.results)]}
         self.file.parent.mkdir(parents=True, exist_ok=True)
         self.file.write_text(json.dumps(content, indent=1) + "\n")
 
@@ -244,10 +240,3 @@ def _crash(report: pytest.TestReport) -> str:
     """What made a test fail, in a line."""
     crash = getattr(report.longrepr, "reprcrash", None)
     return crash.message.strip().splitlines()[0] if crash is not None and crash.message.strip() else ""
-
-
-def _versions() -> Iterator[tuple[str, str]]:
-    from importlib.metadata import version
-
-    for package in ("nrl_models", "torch", "transformers"):
-        yield package, version(package)

@@ -103,7 +103,7 @@ class _Shrinking:
             result = self._value(key, value, public.get(key, key), derived=key not in _given_by_default(type(default)))
             if (result := kept if result is None else result) is not None:
                 new[key] = result
-        new |= _equations({**old, **parts}, {**old, **new, **new_parts}, lambda key: key in old)
+        new |= _equations({**old, **parts}, {**old, **new, **new_parts})
         if layers.own_values:
             new["per_layer_config"] = {
                 str(place): self._own_values_of_layer(values, old, new, public)
@@ -147,7 +147,7 @@ class _Shrinking:
                 own[key] = max(1, model[key] * value // old[key])
             else:
                 own[key] = value if (size := _size(key, value, public.get(key, key))) is None else size
-        equal = _equations({**old, **values}, {**model, **own}, lambda key: key in old)
+        equal = _equations({**old, **values}, {**model, **own})
         return own | {key: value for key, value in equal.items() if key in own or value != model[key]}
 
     def _rope(self, default: PreTrainedConfig, old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -277,13 +277,13 @@ def _shares(total: int, parts: tuple[int, ...] | list[int]) -> list[int]:
     return [*shares[:-1], total - sum(shares[:-1])]
 
 
-def _equations(old: Mapping[str, Any], new: Mapping[str, Any], is_key: Any) -> dict[str, Any]:
+def _equations(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
     """What the equations that hold in `old`, and those that always hold, make of `new`."""
     new = dict(new)
     result = {}
     for key, right, always in [*((*one, False) for one in sizes.RELATIONS), *((*one, True) for one in sizes.LAWS)]:
         try:
-            if is_key(key) and (always or right(SimpleNamespace(**old)) == old[key]):
+            if key in old and (always or right(SimpleNamespace(**old)) == old[key]):
                 value = right(SimpleNamespace(**new))
                 if value:
                     result[key] = new[key] = value

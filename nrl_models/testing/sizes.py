@@ -188,39 +188,29 @@ def _with_attention(layer_types: list[str] | None) -> list[str]:
     return [*layer_types[:-1], "full_attention"] if layer_types else ["conv", "full_attention"]
 
 
-MISSING: dict[str, Any] = {
-    "num_hidden_layers": 2,
-    "head_dim": 32,
-    "num_key_value_heads": 4,
-    "num_experts": 4,
-    "n_routed_experts": 4,
-    "num_local_experts": 4,
-    "num_experts_per_tok": 2,
-    "top_k_experts": 2,
-    "n_shared_experts": 1,
-    "moe_intermediate_size": 128,
-    "shared_expert_intermediate_size": 128,
+MISSING: dict[str, Any] = _by_key(
+    {
+        1: "n_shared_experts indexer_kv_heads",
+        2: "num_hidden_layers num_experts_per_tok top_k_experts indexer_compress_ratio",
+        4: "num_key_value_heads num_experts n_routed_experts num_local_experts indexer_n_heads",
+        8: "sliding_window indexer_budget",
+        32: "head_dim indexer_head_dim",
+        128: "moe_intermediate_size shared_expert_intermediate_size",
+        _IMAGE_TOKEN: "image_token_id image_token_index",
+        501: "audio_token_id",
+        502: "video_token_id video_token_index",
+    }
+) | {
     "layer_types": _with_attention,
     "mlp_layer_types": ["dense", "sparse"],
     "attn_layer_indices": [1],
-    "sliding_window": 8,
     "rope_theta": 1e4,
     "clip_qkv": 0.5,
-    "indexer_n_heads": 4,
-    "indexer_kv_heads": 1,
-    "indexer_head_dim": 32,
-    "indexer_budget": 8,
-    "indexer_compress_ratio": 2,
     "is_decoder": True,
     "default_language": "en_XX",
     "vision_config": {},
     "downsample_rate": "1/2",
     "deepstack_layer_map": [[-2, 0], [-1, 1]],
-    "image_token_id": _IMAGE_TOKEN,
-    "image_token_index": _IMAGE_TOKEN,
-    "audio_token_id": 501,
-    "video_token_id": 502,
-    "video_token_index": 502,
     "vocabulary_map": _vocabulary(),
 }
 """Values for keys that a configuration leaves unset or does not have. Used only for a class that does not build or

@@ -93,7 +93,7 @@ def find_tiny(
     given = source if isinstance(source, type) else (type(source), source.to_json_string())
     key = (given, repr(overrides), model_class)
     if key not in _found:
-        with _quiet(), torch.random.fork_rng(devices=[]):
+        with silent_transformers(), torch.random.fork_rng(devices=[]):
             _found[key] = _find(source, overrides or {}, model_class)
     return _found[key]
 
@@ -111,22 +111,19 @@ def _find(
     def attempt(needs: Needs) -> Tiny:
         tiny = _attempt(default, overrides, needs, model_class)
         error = tiny.failure
-        if (
-            isinstance(error, AttributeError)
-            and isinstance(error.obj, PreTrainedConfig)
-            and error.name in sizes.MISSING
-        ):
+        if isinstance(error, AttributeError) and isinstance(error.obj, PreTrainedConfig):
             wanted = (type(error.obj), error.name)
-            if wanted not in needs.undeclared:
+            if error.name in sizes.MISSING and wanted not in needs.undeclared:
                 return attempt(replace(needs, undeclared=(*needs.undeclared, wanted)))
         return tiny
 
     best = _attempt(default, overrides, Needs(), model_class)
     if best.failure is None:
         return best
-    unset = tuple(dict.fromkeys(_unset(default)))
+    unset = (key for key, value in all_values(default) if key in sizes.MISSING and sizes.is_unset(key, value))
+    needs = Needs(tuple(dict.fromkeys(unset)))
     for rope in ("", "sections", "layer types"):
-        candidate = attempt(Needs(unset, rope=rope))
+        candidate = attempt(replace(needs, rope=rope))
         best = max(best, candidate, key=lambda one: one.rank)
         if candidate.failure is None:
             break
@@ -137,10 +134,7 @@ def _find(
 
 
 def _attempt(
-    default: PreTrainedConfig,
-    overrides: Mapping[str, Any],
-    needs: Needs,
-    model_class: type[PreTrainedModel] | None,
+    default: PreTrainedConfig, overrides: Mapping[str, Any], needs: Needs, model_class: type[PreTrainedModel] | None
 ) -> Tiny:
     config, reached = None, "nothing"
     try:
@@ -160,16 +154,15 @@ def _attempt(
     return Tiny(config, needs, reached)
 
 
-def _unset(config: PreTrainedConfig) -> Iterator[str]:
-    return (key for key, value in all_values(config) if key in sizes.MISSING and sizes.is_unset(key, value))
-
-
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """What transformers says about configurations that are tried is of no interest."""
-    before = transformers_logging.get_verbosity()
+def silent_transformers() -> Iterator[None]:
+    """While open, transformers says nothing of what it makes, loads and saves, and shows no progress."""
+    verbosity, shows_bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity(logging.CRITICAL)
+    transformers_logging.disable_progress_bar()
     try:
         yield
     finally:
-        transformers_logging.set_verbosity(before)
+        transformers_logging.set_verbosity(verbosity)
+        if shows_bars:
+            transformers_logging.enable_progress_bar()

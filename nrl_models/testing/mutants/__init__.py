@@ -6,7 +6,7 @@ right. `nrl-models mutate` plants each into every architecture and runs the gene
 """
 
 from nrl_models.testing.mutants import configuration, groups, layers, sequences, tensors
-from nrl_models.testing.mutants.mutant import Mutant
+from nrl_models.testing.mutants.planting import Mutant
 
 CATALOGUE: tuple[Mutant, ...] = (
     *groups.MUTANTS,

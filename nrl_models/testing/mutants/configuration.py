@@ -6,11 +6,9 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from nrl_models.testing.mutants.mutant import Mutant
-from nrl_models.testing.mutants.planting import Misread
+from nrl_models.testing.mutants.planting import Misread, Mutant
 
-LOGITS = ("test_logits_equivalence",)
-WINDOWED = (*LOGITS, "test_cached_decode", "test_packing", "test_left_padding")
+WINDOWED = ("test_logits_equivalence", "test_cached_decode", "test_packing", "test_left_padding")
 
 
 def _number(value: Any) -> bool:
@@ -63,43 +61,32 @@ MUTANTS = (
         "another rope base",
         "rope_theta's default in place of the model's",
         _keys(r"(rope|rotary|rot)_?\w*(theta|base)$", lambda base: type(base)(base * 10)),
-        LOGITS,
     ),
     Mutant(
         "partial rope ignored",
         "every column of a head rotated",
         _keys(r"^(partial_rotary_factor|rotary_pct|rope_pct|rotary_percentage)$", lambda part: 1.0),
-        LOGITS,
     ),
-    Mutant(
-        "rope on every layer",
-        "layers without positions (NoPE) given some",
-        Misread(_all_with_positions),
-        LOGITS,
-    ),
+    Mutant("rope on every layer", "layers without positions (NoPE) given some", Misread(_all_with_positions)),
     Mutant(
         "rope's pairs laid out otherwise",
         "interleaved pairs for halves, or the reverse",
         _flag(r"^(rope_interleave|rotary_interleaved|rope_interleaved|use_interleaved_rope|gptj_style)$"),
-        LOGITS,
     ),
     Mutant(
         "sections of positions exchanged",
         "time, height and width of multimodal positions in another order",
         Misread(_rotated_sections),
-        LOGITS,
     ),
     Mutant(
         "final softcap missing",
         "logits without their tanh, as engines leave it out",
         _keys(r"^(final|output|logits)_\w*soft_?cap", lambda cap: None),
-        LOGITS,
     ),
     Mutant(
         "softcap of a layer missing",
         "scores of attention or of a router without their tanh, as fused attention leaves it out",
         _keys(r"soft_?cap", lambda cap: cap * 1000, unless=r"^(final|output|logits)_"),
-        LOGITS,
     ),
     Mutant(
         "window one word too short",
@@ -107,12 +94,7 @@ MUTANTS = (
         _keys(r"^((sliding|attention)_window(_size)?|local_attention|window_size|attention_chunk_size)$", _one_fewer),
         WINDOWED,
     ),
-    Mutant(
-        "kinds of layers exchanged",
-        "every second layer windowed: the others",
-        Misread(_exchanged_types),
-        WINDOWED,
-    ),
+    Mutant("kinds of layers exchanged", "every second layer windowed: the others", Misread(_exchanged_types), WINDOWED),
     Mutant(
         "one word too few attended to",
         "sparse attention that takes one fewer than index_topk",
@@ -123,48 +105,40 @@ MUTANTS = (
         "one expert too few",
         "a router's top-k off by one",
         _keys(r"^(num_experts_per_tok(en)?|moe_topk|moe_k|moe_top_k|top_k_experts|router_top_?k)$", _one_fewer),
-        LOGITS,
     ),
     Mutant(
         "groups of experts ignored",
         "a router that chooses among all experts, or among too few groups",
         _keys(r"^topk_group$", lambda count: count + 1),
-        LOGITS,
     ),
     Mutant(
         "routing weights not normalised",
         "norm_topk_prob not read",
         _flag(r"norm_top_?k|top_?k_norm|^route_norm$|renormali[sz]e"),
-        LOGITS,
     ),
     Mutant(
         "routing weights unscaled",
         "routed_scaling_factor left out",
         _keys(r"^(moe_)?(routed|router|route)_scal(e|ing_factor)$", _no_factor),
-        LOGITS,
     ),
     Mutant(
         "residual scale dropped",
         "a multiplier of what a layer adds, or of depth, left out",
         _keys(r"^(residual_multiplier|scale_depth|residual_scale|resid_multiplier|layer_scale_factor)$", _no_factor),
-        LOGITS,
     ),
     Mutant(
         "logits scale dropped",
         "a factor on the logits that the loss sees and an engine does not, or the reverse",
         _keys(r"^(logits?_scal(e|ing)|lm_head_multiplier|output_multiplier|logits_mup_width_multiplier)$", _no_factor),
-        LOGITS,
     ),
     Mutant(
         "attention multiplier dropped",
         "the model's own scale of scores, or of keys, taken for the usual one",
         _keys(r"^(attention|key|attention_out|attention_in)_multiplier$|^query_pre_attn_scalar$", lambda one: one * 2),
-        LOGITS,
     ),
     Mutant(
         "clipping dropped",
         "queries, keys and values, or an activation, that are not clamped",
         _keys(r"^(clip_qkv|swiglu_limit|swiglu_clamp_limit|activation_clip\w*)$", lambda clip: type(clip)(clip * 1000)),
-        LOGITS,
     ),
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import combinations, islice
 from typing import Any
 
 import torch
@@ -12,8 +13,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from nrl_models.common.projections import CombinedProjections, LinearGroup, group, groups_of, layout, matmul, memory
 from nrl_models.common.projections.run import Run
 from nrl_models.testing.case import FamilyCase
-from nrl_models.testing.mutants.mutant import Mutant
-from nrl_models.testing.mutants.planting import InCode
+from nrl_models.testing.mutants.planting import InCode, Mutant, wrapped
 
 LAYERS = ("test_attention_equivalence", "test_mlp_equivalence", "test_layer_equivalence", "test_logits_equivalence")
 TRAINING = ("test_gradient_equivalence", "test_training_loss_decreases")
@@ -24,14 +24,6 @@ GATE, UP = ("gate_proj", "w1"), ("up_proj", "w3")
 """What linears are called that do one thing."""
 
 Outputs = tuple[torch.Tensor, ...]
-
-outputs_with, take, joined_linear, jointly, separately = (
-    LinearGroup.outputs_with,
-    Run.take,
-    group.joined_linear,
-    matmul._jointly,
-    matmul._separately,
-)
 
 
 def groups_in(case: FamilyCase) -> Iterator[LinearGroup]:
@@ -72,10 +64,10 @@ def _outputs_as(
 ) -> InCode:
     """A group's outputs are changed."""
 
-    def outputs(self: LinearGroup, *given: Any) -> Outputs:
+    def changed(outputs_with: Callable[..., Outputs], self: LinearGroup, *given: Any) -> Outputs:
         return wrong(self, outputs_with(self, *given))
 
-    return InCode(where, lambda case: [(LinearGroup, "outputs_with", outputs)])
+    return InCode(where, lambda case: [wrapped(LinearGroup, "outputs_with", changed)])
 
 
 def _one_row_further(self: LinearGroup, outputs: Outputs) -> Outputs:
@@ -88,7 +80,7 @@ def _last_part_detached(self: LinearGroup, outputs: Outputs) -> Outputs:
     return *others, last.detach()
 
 
-def _without_last_bias(*given: Any) -> Outputs:
+def _without_last_bias(joined_linear: Callable[..., Outputs], *given: Any) -> Outputs:
     *others, bias, lengths = given
     if bias is not None:
         bias = bias * (torch.arange(len(bias), device=bias.device) < len(bias) - lengths[-1])
@@ -107,13 +99,17 @@ def _remembered(self: Any, number: int, input: torch.Tensor) -> torch.Tensor:
     return kept["outputs"][number]
 
 
-def _versions_ignored(self: Run, number: int, input: torch.Tensor) -> torch.Tensor | None:
+def _versions_ignored(
+    take: Callable[..., torch.Tensor | None], self: Run, number: int, input: torch.Tensor
+) -> torch.Tensor | None:
     if self.left and input is self.input:
         self.look_at(input)  # what was computed from an earlier version passes for computed from this one
     return take(self, number, input)
 
 
-def _otherwise_in_backward(self: LinearGroup, input: torch.Tensor, weights: Any) -> Outputs:
+def _otherwise_in_backward(
+    outputs_with: Callable[..., Outputs], self: LinearGroup, input: torch.Tensor, weights: Any
+) -> Outputs:
     return outputs_with(self, input.roll(1, -2) if torch._C._current_graph_task_id() != -1 else input, weights)
 
 
@@ -129,18 +125,18 @@ def _alike(case: FamilyCase) -> bool:
     return any(len(set(group)) < len(group) for group in sizes)
 
 
-def _gradients_exchanged(ctx: Any, *given: Any) -> Any:
+def _gradients_exchanged(jointly: Callable[..., Any], ctx: Any, *given: Any) -> Any:
     input_gradient, weights, biases = jointly(ctx, *given)
-    order = list(range(len(weights)))
-    for left in order:
-        right = next((at for at in order if at > left and ctx.lengths[at] == ctx.lengths[left]), None)
-        if right is not None:
-            order[left], order[right] = order[right], order[left]
-            break
-    return input_gradient, [weights[at] for at in order], biases
+    weights = list(weights)
+    alike = (pair for pair in combinations(range(len(weights)), 2) if ctx.lengths[pair[0]] == ctx.lengths[pair[1]])
+    for left, right in islice(alike, 1):
+        weights[left], weights[right] = weights[right], weights[left]
+    return input_gradient, weights, biases
 
 
-def _zeros_for_the_unused(ctx: Any, input: torch.Tensor, weights: Any, gradients: Any) -> Any:
+def _zeros_for_the_unused(
+    separately: Callable[..., Any], ctx: Any, input: torch.Tensor, weights: Any, gradients: Any
+) -> Any:
     input_gradient, found, biases = separately(ctx, input, weights, gradients)
     size = input.shape[-1] if input is not None else 0
     given = next(gradient for gradient in gradients if gradient is not None)
@@ -170,7 +166,7 @@ MUTANTS = (
         "a joined matmul that forgets that one of its linears has a bias",
         InCode(
             lambda case: any(found.bias is not None for found in groups_in(case)),
-            lambda case: [(group, "joined_linear", _without_last_bias)],
+            lambda case: [wrapped(group, "joined_linear", _without_last_bias)],
         ),
         LAYERS,
     ),
@@ -189,7 +185,7 @@ MUTANTS = (
     Mutant(
         "versions ignored",
         "an input, or a weight, that is changed in place between two calls",
-        InCode(combines, lambda case: [(Run, "take", _versions_ignored)]),
+        InCode(combines, lambda case: [wrapped(Run, "take", _versions_ignored)]),
         ("test_edits_while_running",),
     ),
     Mutant(
@@ -207,19 +203,19 @@ MUTANTS = (
     Mutant(
         "gradients of two parts exchanged",
         "the rows of one gradient handed out in another order",
-        InCode(_alike, lambda case: [(matmul, "_jointly", _gradients_exchanged)]),
+        InCode(_alike, lambda case: [wrapped(matmul, "_jointly", _gradients_exchanged)]),
         TRAINING,
     ),
     Mutant(
         "zeros for a part that was not used",
         "a gradient that is zero where there is none: weight decay and momentum move what did not learn",
-        InCode(combines, lambda case: [(matmul, "_separately", _zeros_for_the_unused)]),
+        InCode(combines, lambda case: [wrapped(matmul, "_separately", _zeros_for_the_unused)]),
         ("test_unused_parts_get_no_gradient",),
     ),
     Mutant(
         "recomputed on another input",
         "state that is not there any more when activations are computed again",
-        InCode(_is_checkpointed, lambda case: [(LinearGroup, "outputs_with", _otherwise_in_backward)]),
+        InCode(_is_checkpointed, lambda case: [wrapped(LinearGroup, "outputs_with", _otherwise_in_backward)]),
         ("test_activation_checkpointing",),
     ),
     Mutant(

@@ -13,12 +13,12 @@ from torch import nn
 from torch.nn import functional as F
 from transformers.activations import ACT2CLS
 
+from nrl_models.common.recording import record_calls
 from nrl_models.testing.case import FamilyCase
-from nrl_models.testing.mutants.groups import LAYERS, TRAINING
-from nrl_models.testing.mutants.mutant import Mutant
-from nrl_models.testing.mutants.planting import ForCase, InModules, own_attribute, reads
+from nrl_models.testing.mutants.groups import TRAINING
+from nrl_models.testing.mutants.planting import ForCase, InModules, Mutant, around, own_attribute, reads
 
-LOGITS = ("test_logits_equivalence",)
+ATTENTION = ("test_attention_equivalence", "test_logits_equivalence")
 
 QK_NORM = re.compile(r"(^|\.)(q|k|qk|kv|query|key)_?(a_|b_)?(layer_?)?norm$")
 SHARED_EXPERT = re.compile(r"(^|\.)(shared_experts?|shared_mlp|shared_expert_mlp)$")
@@ -31,11 +31,7 @@ ACTIVATIONS = tuple({one[0] if isinstance(one, tuple) else one for one in ACT2CL
 
 def _has(*names: str, kind: str = "") -> Callable[[str, nn.Module], bool]:
     """Modules with one of these attributes of their own, and with `kind` in their class's name."""
-
-    def wanted(name: str, module: nn.Module) -> bool:
-        return kind in type(module).__name__ and any(_held(module, one) is not None for one in names)
-
-    return wanted
+    return lambda name, module: kind in type(module).__name__ and any(_held(module, one) is not None for one in names)
 
 
 def _held(module: nn.Module, name: str) -> Any:
@@ -57,29 +53,18 @@ def _is_norm(name: str, module: nn.Module) -> bool:
 def _returns(change: Callable[[nn.Module, Any, Any], Any]) -> Callable[[nn.Module], Mapping[str, Any]]:
     """A forward whose result is `change(module, first input, right result)`."""
 
-    def wrong(module: nn.Module) -> Mapping[str, Any]:
-        original = type(module).forward
+    def forward(original: Callable[..., Any], self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        return change(self, args[0] if args else next(iter(kwargs.values())), result)
 
-        @functools.wraps(original)
-        def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            result = original(self, *args, **kwargs)
-            return change(self, args[0] if args else next(iter(kwargs.values())), result)
-
-        return {"forward": forward}
-
-    return wrong
+    return lambda module: {"forward": around(type(module).forward, forward)}
 
 
 def _attends(*arguments: str) -> Callable[[str, nn.Module], bool]:
     """Attentions whose forward takes these arguments."""
-
-    def wanted(name: str, module: nn.Module) -> bool:
-        if "Attention" not in type(module).__name__:
-            return False
-        parameters = _parameters(type(module))
-        return all(argument in parameters for argument in arguments)
-
-    return wanted
+    return lambda name, module: (
+        "Attention" in type(module).__name__ and set(arguments) <= set(_parameters(type(module)))
+    )
 
 
 @functools.cache
@@ -96,26 +81,17 @@ def _parameters(layer: type[nn.Module]) -> list[str]:
 def _without(*arguments: str) -> Callable[[nn.Module], Mapping[str, Any]]:
     """A forward that is given None for some of its arguments."""
 
-    def wrong(module: nn.Module) -> Mapping[str, Any]:
-        original = type(module).forward
-        names = _parameters(type(module))[1:]
+    def forward(original: Callable[..., Any], self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        names = _parameters(type(self))[1:]
+        given = [None if name in arguments else one for name, one in zip(names, args, strict=False)]
+        return original(self, *given, **{name: None if name in arguments else kwargs[name] for name in kwargs})
 
-        @functools.wraps(original)
-        def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            given = [None if name in arguments else one for name, one in zip(names, args, strict=False)]
-            return original(self, *given, **{name: None if name in arguments else kwargs[name] for name in kwargs})
-
-        return {"forward": forward}
-
-    return wrong
+    return lambda module: {"forward": around(type(module).forward, forward)}
 
 
 def _other_activation(module: nn.Module) -> Mapping[str, Any]:
-    def forward(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        return F.gelu(x) if "SiLU" in layer else F.silu(x)
-
-    layer = type(module).__name__
-    return {"forward": forward}
+    other = F.gelu if "SiLU" in type(module).__name__ else F.silu
+    return {"forward": lambda self, x: other(x)}
 
 
 def _is_expert_stack(name: str, module: nn.Module) -> bool:
@@ -140,10 +116,6 @@ def _is_router(name: str, module: nn.Module) -> bool:
     return routes and isinstance(_held(module, "bias"), torch.Tensor)
 
 
-def _has_plain_bias(name: str, module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear) and module.bias is not None
-
-
 def _scale_of_embedding(case: FamilyCase) -> float | None:
     """What the first layer gets over what the table holds, where that is one number other than 1."""
     model = case.model()
@@ -152,23 +124,13 @@ def _scale_of_embedding(case: FamilyCase) -> float | None:
     ids = case.words_alone()
     if ids is None or not isinstance(weight, torch.Tensor) or weight.ndim != 2 or ids.max() >= len(weight):
         return None
-    rows, seen = weight[ids].detach(), []
-
-    def note(module: nn.Module, args: Any, kwargs: Any) -> None:
-        first = next((one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)), None)
-        if not seen and first is not None and first.shape == rows.shape and first.is_floating_point():
-            seen.append(first.detach().clone())
-
-    layers = next((one for name, one in model.named_modules() if name.endswith("layers") and len(list(one)) > 0), None)
-    if layers is None:
-        return None
-    handles = [module.register_forward_pre_hook(note, with_kwargs=True) for module in layers.children()]
-    try:
-        with torch.no_grad():
-            model(input_ids=ids, attention_mask=torch.ones_like(ids))
-    finally:
-        for handle in handles:
-            handle.remove()
+    stacks = ((name, list(one.named_children())) for name, one in model.named_modules() if name.endswith("layers"))
+    stack, layers = next(((name, layers) for name, layers in stacks if layers), ("", []))
+    names = [f"{stack}.{layer}" for layer, _ in layers]
+    rows = weight[ids].detach()
+    with torch.no_grad(), record_calls(model, names, copy=True) as calls:
+        model(input_ids=ids, attention_mask=torch.ones_like(ids))
+    seen = [one.inputs[0] for one in calls.values() if one.inputs and one.inputs[0].shape == rows.shape]
     if not seen:
         return None
     ratio = (seen[0] / rows).flatten().median()
@@ -198,13 +160,11 @@ MUTANTS = (
         "a norm's epsilon ten times as large",
         "1e-6 where the configuration says 1e-5, a default that a family never reads",
         InModules(_has(*EPSILONS, kind="Norm"), _reads(EPSILONS, lambda eps: eps * 10)),
-        LOGITS,
     ),
     Mutant(
         "a norm's weight off by one",
         "a weight w that means 1 + w taken as it is, or the reverse",
         InModules(_is_norm, _reads(("weight",), lambda weight: weight + 1)),
-        LOGITS,
     ),
     Mutant(
         "a norm's weight gets no gradient",
@@ -216,55 +176,50 @@ MUTANTS = (
         "norms of queries and keys skipped",
         "an attention written for a model without them",
         InModules(lambda name, module: bool(QK_NORM.search(name)), _returns(lambda self, given, result: given)),
-        LOGITS,
     ),
     Mutant(
         "another activation",
         "SiLU for GELU: hidden_act not read, or read under another key",
         InModules(lambda name, module: isinstance(module, ACTIVATIONS), _other_activation),
-        LOGITS,
     ),
     Mutant(
         "attention scale dropped",
         "scores that are not divided by the root of the head's size, or by the model's own number",
         InModules(_has(*SCALES, kind="Attention"), _reads(SCALES, lambda scale: 1.0)),
-        (*LAYERS[:1], *LOGITS),
+        ATTENTION,
     ),
     Mutant(
         "biases of single linears dropped",
         "an output projection whose bias a rewritten layer forgets",
-        InModules(_has_plain_bias, _reads(("bias",), lambda bias: None)),
-        LOGITS,
+        InModules(
+            lambda name, module: isinstance(module, nn.Linear) and module.bias is not None,
+            _reads(("bias",), lambda bias: None),
+        ),
     ),
     Mutant(
         "attention sinks dropped",
         "a kernel that has no argument for them",
         InModules(_has("sinks"), _reads(("sinks",), lambda sinks: torch.full_like(sinks, -1e4))),
-        (*LAYERS[:1], *LOGITS),
+        ATTENTION,
     ),
     Mutant(
-        "embedding unscaled",
-        "sqrt(hidden_size), or another multiplier of embeddings, left out",
-        ForCase(_unscaled),
-        LOGITS,
+        "embedding unscaled", "sqrt(hidden_size), or another multiplier of embeddings, left out", ForCase(_unscaled)
     ),
     Mutant(
         "router's bias dropped",
         "a correction of the scores that is loaded and not added",
         InModules(_is_router, _reads((*CORRECTIONS, "bias"), torch.zeros_like)),
-        (*LOGITS, *LAYERS[1:3]),
+        ("test_logits_equivalence", "test_mlp_equivalence", "test_layer_equivalence"),
     ),
     Mutant(
         "shared expert dropped",
         "a mixture that adds up what it routed to, and no more",
         InModules(lambda name, module: bool(SHARED_EXPERT.search(name)), _returns(_dropped)),
-        LOGITS,
     ),
     Mutant(
         "gate and up of stacked experts exchanged",
         "w1 and w3 stacked in the other order",
         InModules(_is_expert_stack, _halves_exchanged),
-        LOGITS,
     ),
     Mutant(
         "experts' biases dropped",
@@ -273,13 +228,12 @@ MUTANTS = (
             _has("gate_up_proj_bias", "down_proj_bias"),
             _reads(("gate_up_proj_bias", "down_proj_bias"), torch.zeros_like),
         ),
-        LOGITS,
     ),
     Mutant(
         "attention mask ignored",
         "a causal kernel that is given no mask: padding, and other documents, are seen",
         InModules(_attends("attention_mask"), _without("attention_mask")),
-        ("test_left_padding", "test_packing", "test_padded_batch", *LOGITS),
+        ("test_left_padding", "test_packing", "test_padded_batch", "test_logits_equivalence"),
     ),
     Mutant(
         "cache not used",
@@ -294,6 +248,5 @@ MUTANTS = (
             lambda name, module: _held(module, "is_kv_shared_layer") is True,
             lambda module: {"layer_type": property(_type_of_the_anchor)},
         ),
-        LOGITS,
     ),
 )

@@ -9,20 +9,20 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
+import pytest
 import torch
 from accelerate import init_empty_weights
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from nrl_models.testing.case import FamilyCase
-from nrl_models.testing.mutants import planted
 from nrl_models.testing.mutants.probe import probe, same
 
 Patch = tuple[Any, str, Any]
@@ -31,6 +31,9 @@ Patch = tuple[Any, str, Any]
 
 class Bug(ABC):
     """What is planted."""
+
+    probed: bool = True
+    """Whether it may be inert, and shows in a forward if it is not."""
 
     @abstractmethod
     def is_possible(self, case: FamilyCase) -> bool:
@@ -44,11 +47,14 @@ class Bug(ABC):
         """Whether nothing comes of it in this model: a value that is read and not used, say.
 
         Decided by `probe`, whose inputs are longer and of more kinds than the suite's: the same there, to rounding.
+        Those that are not `probed` are not.
 
         Args:
             case: without the bug.
             expected: what `probe` gives for it.
         """
+        if not self.probed:
+            return False
         with self.planted(case) as mutated:
             return same(probe(mutated), expected)
 
@@ -60,7 +66,7 @@ class InCode(Bug):
     Args:
         where: whether a case has what they are for.
         patches: what to replace for it.
-        probed: whether it may be inert, and shows in a forward if it is not.
+        probed: see `Bug`.
     """
 
     where: Callable[[FamilyCase], bool]
@@ -71,16 +77,12 @@ class InCode(Bug):
         """See `where`."""
         return self.where(case)
 
-    def is_inert(self, case: FamilyCase, expected: Sequence[torch.Tensor]) -> bool:
-        """Only if probed."""
-        return self.probed and super().is_inert(case, expected)
-
     @contextmanager
     def planted(self, case: FamilyCase) -> Iterator[FamilyCase]:
         """With the functions replaced."""
-        with ExitStack() as stack:
+        with pytest.MonkeyPatch.context() as patch:
             for owner, name, replacement in self.patches(case):
-                stack.enter_context(replaced(owner, name, replacement))
+                patch.setattr(owner, name, replacement, raising=False)
             yield case
 
 
@@ -91,7 +93,7 @@ class InModules(Bug):
     Args:
         wanted: which modules, by name and module.
         wrong: for one of them the attributes (methods, properties) of the wrong class; none if it is no such module.
-        probed: whether it may be inert, and shows in a forward if it is not.
+        probed: see `Bug`.
     """
 
     wanted: Callable[[str, nn.Module], bool]
@@ -102,60 +104,41 @@ class InModules(Bug):
         """Whether the model has such modules."""
         return any(self.wanted(name, module) for name, module in case.model().named_modules())
 
-    def is_inert(self, case: FamilyCase, expected: Sequence[torch.Tensor]) -> bool:
-        """Only if probed."""
-        return self.probed and super().is_inert(case, expected)
-
     @contextmanager
     def planted(self, case: FamilyCase) -> Iterator[FamilyCase]:
-        """With the modules wrong in the models that the case has built, and in those built meanwhile."""
-        model_class = case.model_class
-        with ExitStack() as stack:
-            right = list(case.reference().modules())
-            ours = {new for module in right if (new := model_class.rewrite_of(type(module)))}
-            made: dict[type, type] = {}
-            for model in case.built_models():
-                _keep_apart(model, right)
-                for module, wrong_class in self._wrong_classes(model, ours, made, stack):
-                    stack.callback(setattr, module, "__class__", type(module))
-                    module.__class__ = wrong_class
-            original = model_class.__init__
-
-            @functools.wraps(original)
-            def init(model: Any, *args: Any, **kwargs: Any) -> None:
-                original(model, *args, **kwargs)
-                _keep_apart(model, right)
-                for module, wrong_class in self._wrong_classes(model, ours, made, stack):
-                    module.__class__ = wrong_class
-
-            stack.enter_context(replaced(model_class, "__init__", init))
-            yield case
-
-    def _wrong_classes(
-        self, model: nn.Module, ours: set[type], made: dict[type, type], stack: ExitStack
-    ) -> list[tuple[nn.Module, type]]:
-        """Modules and the classes they are to be of.
+        """With the modules wrong in the models that the case has built, and in those built meanwhile.
 
         Our own rewritten classes are made wrong where they are, because tests compare them with what a family declares:
         then every instance is wrong, and attributes have to look at theirs if some are right.
         """
-        result = []
-        for name, module in list(model.named_modules()):
-            if not self.wanted(name, module):
-                continue
-            layer = type(module)
-            if layer in made.values():
-                continue
-            if layer not in made:
-                attributes = self.wrong(module)
-                if layer in ours:
-                    for attribute, value in attributes.items():
-                        stack.enter_context(replaced(layer, attribute, value))
-                    made[layer] = layer
-                    continue
-                made[layer] = planted.subclass(layer, attributes)
-            result.append((module, made[layer]))
-        return result
+        model_class = case.model_class
+        right = list(case.reference().modules())
+        ours = {new for module in right if (new := model_class.rewrite_of(type(module)))}
+        made: dict[type, type] = {}
+        with pytest.MonkeyPatch.context() as patch:
+
+            def plant(model: nn.Module) -> None:
+                _keep_apart(model, right)
+                for name, module in list(model.named_modules()):
+                    layer = type(module)
+                    if layer in made.values() or not self.wanted(name, module):
+                        continue
+                    if layer not in made:
+                        attributes = self.wrong(module)
+                        made[layer] = layer if layer in ours else _subclass(layer, attributes)
+                        if layer in ours:
+                            for attribute, value in attributes.items():
+                                patch.setattr(layer, attribute, value, raising=False)
+                    patch.setattr(module, "__class__", made[layer])
+
+            def init(original: Callable[..., None], model: Any, *args: Any, **kwargs: Any) -> None:
+                original(model, *args, **kwargs)
+                plant(model)
+
+            for model in case.built_models():
+                plant(model)
+            patch.setattr(*wrapped(model_class, "__init__", init))
+            yield case
 
 
 def _keep_apart(model: nn.Module, right: Sequence[nn.Module]) -> None:
@@ -185,20 +168,19 @@ class Misread(Bug):
     @contextmanager
     def planted(self, case: FamilyCase) -> Iterator[FamilyCase]:
         """With models that read the wrong value when they are built and when they run; at rest it is the right one."""
-        model_class, change = case.model_class, self._changed
-        init, forward = model_class.__init__, model_class.forward
+        model_class = case.model_class
 
-        @functools.wraps(init)
-        def wrong_init(model: Any, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
-            with change([config]):
-                init(model, config, *args, **kwargs)
+        def init(original: Any, model: Any, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
+            with self._changed([config]):
+                original(model, config, *args, **kwargs)
 
-        @functools.wraps(forward)
-        def wrong_forward(model: Any, *args: Any, **kwargs: Any) -> Any:
-            with change(configurations_of(model)):
-                return forward(model, *args, **kwargs)
+        def forward(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+            with self._changed(configurations_of(model)):
+                return original(model, *args, **kwargs)
 
-        with replaced(model_class, "__init__", wrong_init), replaced(model_class, "forward", wrong_forward):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(*wrapped(model_class, "__init__", init))
+            patch.setattr(*wrapped(model_class, "forward", forward))
             yield BuiltAnew(case)
 
     def _changes(self, configs: Iterable[PreTrainedConfig]) -> Iterator[tuple[dict[str, Any], str, Any]]:
@@ -221,14 +203,10 @@ class Misread(Bug):
     @contextmanager
     def _changed(self, configs: Iterable[PreTrainedConfig]) -> Iterator[None]:
         # Past `__setattr__`, which would tell others of the change, and they keep it.
-        changes = [(values, key, wrong, values[key]) for values, key, wrong in self._changes(configs)]
-        for values, key, wrong, _ in changes:
-            values[key] = wrong
-        try:
+        with pytest.MonkeyPatch.context() as patch:
+            for values, key, wrong in list(self._changes(configs)):
+                patch.setitem(values, key, wrong)
             yield
-        finally:
-            for values, key, _, right in changes:
-                values[key] = right
 
 
 @dataclass(frozen=True)
@@ -279,36 +257,39 @@ class BuiltAnew(FamilyCase):
 
 def configurations_of(model: nn.Module) -> list[PreTrainedConfig]:
     """Every configuration that some module of `model` keeps; copies too."""
-    found = {id(config): config for module in model.modules() if (config := _config_of(module)) is not None}
-    return list(found.values())
+    configs = (vars(module).get("config") for module in model.modules())
+    return list({id(config): config for config in configs if isinstance(config, PreTrainedConfig)}.values())
 
 
-def _config_of(module: nn.Module) -> PreTrainedConfig | None:
-    config = vars(module).get("config")
-    return config if isinstance(config, PreTrainedConfig) else None
+def around(original: Callable[..., Any], wrong: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that calls `wrong(original, ...)` in the place of `original(...)`."""
+
+    @functools.wraps(original)
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        return wrong(original, *args, **kwargs)
+
+    return replacement
 
 
-@contextmanager
-def replaced(owner: type | ModuleType, name: str, value: Any) -> Iterator[None]:
-    """While open, `owner` has `value` as its own attribute `name`."""
-    before, had = vars(owner).get(name), name in vars(owner)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if had:
-            setattr(owner, name, before)
-        else:
-            delattr(owner, name)
+def wrapped(owner: Any, name: str, wrong: Callable[..., Any]) -> Patch:
+    """A patch that puts `around` in the place of a function or method."""
+    return owner, name, around(getattr(owner, name), wrong)
+
+
+_numbers = itertools.count()
+
+
+def _subclass(layer: type[nn.Module], attributes: Mapping[str, Any]) -> type[nn.Module]:
+    """A subclass of `layer`, of its name, with other `attributes`; held by this module, where pickle finds it."""
+    made = type(layer.__name__, (layer,), {"__module__": __name__, "__doc__": layer.__doc__, **attributes})
+    made.__qualname__ = f"{layer.__name__}_{next(_numbers)}"
+    globals()[made.__qualname__] = made
+    return made
 
 
 def reads(name: str, change: Callable[[Any], Any]) -> property:
     """A property that gives what the instance has under `name`, changed; what it saves is as it was."""
-
-    def wrong(module: nn.Module) -> Any:
-        return change(own_attribute(module, name))
-
-    return property(wrong)
+    return property(lambda module: change(own_attribute(module, name)))
 
 
 def own_attribute(module: nn.Module, name: str) -> Any:
@@ -317,7 +298,21 @@ def own_attribute(module: nn.Module, name: str) -> Any:
     Raises:
         AttributeError: nothing.
     """
-    for held in (vars(module), module._parameters, module._buffers, module._modules):
-        if name in held:
-            return held[name]
-    raise AttributeError(name)
+    return vars(module)[name] if name in vars(module) else nn.Module.__getattr__(module, name)
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A bug with a name, which the generated tests have to find.
+
+    Args:
+        name: what is wrong, in a few words; unique.
+        stands_for: the mistake of the real world it stands for.
+        bug: how it is planted, and where it can be.
+        killers: the generated tests that ought to find it, the likeliest and quickest first; all others come after.
+    """
+
+    name: str
+    stands_for: str
+    bug: Bug
+    killers: tuple[str, ...] = ("test_logits_equivalence",)

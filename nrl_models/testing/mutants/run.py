@@ -5,28 +5,28 @@ The tests are called as they are, without a session of pytest for each bug, whic
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import json
-import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from importlib import import_module
+from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers.utils import logging
 
+from nrl_models import registry
 from nrl_models.common.saving import write_whole
 from nrl_models.errors import UnknownArchitectureError
 from nrl_models.testing.case import FamilyCase
-from nrl_models.testing.features import SUITE
+from nrl_models.testing.features import suite
 from nrl_models.testing.mutants import CATALOGUE, Mutant
 from nrl_models.testing.mutants.probe import probe
+from nrl_models.testing.tiny import silent_transformers
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,19 +54,14 @@ SLOW = ("test_full_size_names_and_shapes",)
 
 def checks() -> list[Check]:
     """Every generated test with every set of parameters, in the order of the files; those that take long last."""
-    found = [check for file in sorted(SUITE.glob("test_*.py")) for check in _checks_of(file.stem)]
-    return sorted(found, key=lambda check: check.function in SLOW)
-
-
-def _checks_of(module: str) -> Iterator[Check]:
-    for name, test in vars(import_module(f"nrl_models.testing.suite.{module}")).items():
-        if not hasattr(test, "feature"):
-            continue
+    found = []
+    for name, test in suite().items():
         marks = [mark for mark in getattr(test, "pytestmark", []) if mark.name == "parametrize"]
         for values in itertools.product(*([*mark.args[1]] for mark in marks)):
             arguments = {mark.args[0]: value for mark, value in zip(marks, values, strict=True)}
             ids = "-".join(str(value).removeprefix("torch.") for value in values)
-            yield Check(f"{name}[{ids}]" if ids else name, test, arguments)
+            found.append(Check(f"{name}[{ids}]" if ids else name, test, arguments))
+    return sorted(found, key=lambda check: check.function in SLOW)
 
 
 @dataclass
@@ -111,7 +106,6 @@ class Hunt:
             if one.test.feature not in limits and (only is None or one.function in only)  # type: ignore[attr-defined]
         ]
         self._passes: dict[Check, bool] = {}
-        self._probed: list[torch.Tensor] | None = None
 
     def run(self, mutants: Iterable[Mutant] = CATALOGUE) -> Outcome:
         """Plant one after the other."""
@@ -122,7 +116,7 @@ class Hunt:
             likely = [one for name in mutant.killers for one in self._checks if one.function == name]
             others = [one for one in self._checks if one not in likely]
             killer = self.killer(mutant, likely)
-            if killer is None and mutant.bug.is_inert(self.case, self._expected()):
+            if killer is None and mutant.bug.is_inert(self.case, self._expected):
                 outcome.inert.append(mutant.name)
             elif (killer := killer or self.killer(mutant, others)) is None:
                 outcome.survived.append(mutant.name)
@@ -139,7 +133,8 @@ class Hunt:
             with mutant.bug.planted(self.case) as mutated:
                 failure = failure_of(check, mutated)
             if failure is not None:
-                return check.name if isinstance(failure, AssertionError) else f"{check.name} {_words(failure)}"
+                raised = "" if isinstance(failure, AssertionError) else f" ({type(failure).__name__})"
+                return check.name + raised
         return None
 
     def _passes_clean(self, check: Check) -> bool:
@@ -147,14 +142,9 @@ class Hunt:
             self._passes[check] = failure_of(check, self.case, skipped=True) is None
         return self._passes[check]
 
+    @cached_property
     def _expected(self) -> list[torch.Tensor]:
-        if self._probed is None:
-            self._probed = probe(self.case)
-        return self._probed
-
-
-def _words(failure: BaseException) -> str:
-    return f"({type(failure).__name__})"
+        return probe(self.case)
 
 
 def failure_of(check: Check, case: FamilyCase, *, skipped: bool = False) -> BaseException | None:
@@ -165,18 +155,15 @@ def failure_of(check: Check, case: FamilyCase, *, skipped: bool = False) -> Base
         case: what to run it on.
         skipped: whether skipping counts as failing.
     """
-    folder = tempfile.mkdtemp(prefix="mutant-")
-    given: dict[str, Any] = {"family_case": case, "tmp_path": Path(folder)}
-    code = check.test.__code__
-    wanted = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
     try:
-        check.test(**{name: one for name, one in given.items() if name in wanted}, **check.arguments)
+        with tempfile.TemporaryDirectory(prefix="mutant-", ignore_cleanup_errors=True) as folder:
+            given = {"family_case": case, "tmp_path": Path(folder)}
+            wanted = inspect.signature(check.test).parameters
+            check.test(**{name: one for name, one in given.items() if name in wanted}, **check.arguments)
     except pytest.skip.Exception as error:
         return error if skipped else None
     except (Exception, pytest.fail.Exception) as error:
         return error.with_traceback(None)  # whose frames would keep models
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
     return None
 
 
@@ -186,8 +173,6 @@ def architectures_in_order(chosen: Sequence[str] | None = None) -> list[str]:
     Raises:
         UnknownArchitectureError: names that no family serves.
     """
-    from nrl_models import registry
-
     if chosen:
         if unknown := [name for name in chosen if name not in registry.architectures()]:
             raise UnknownArchitectureError(f"no family serves {', '.join(unknown)}")
@@ -217,8 +202,6 @@ def run_mutants(
     Returns:
         The outcomes, by architecture; without those that need a package that is not installed.
     """
-    from nrl_models import registry
-
     results = Results.read(file) if file.is_file() else Results()
     asked = {}
     for architecture in architectures:
@@ -228,7 +211,7 @@ def run_mutants(
         tried = results.run.get(architecture, set()) - set(known.survived) if known else set()
         missing = [one for one in CATALOGUE if one.name not in tried]
         if missing:
-            with _quiet():
+            with silent_transformers():
                 found = Hunt(FamilyCase(registry.model_class(architecture))).run(missing)
             results.outcomes[architecture] = found if known is None else known.followed_by(found)
             results.run[architecture] = {one.name for one in CATALOGUE}
@@ -236,20 +219,6 @@ def run_mutants(
         asked[architecture] = results.outcomes[architecture]
         report(architecture, asked[architecture])
     return asked
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without what transformers says of models that are saved and loaded by the dozen, wrong ones among them."""
-    verbosity, shows_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
-        if shows_bars:
-            logging.enable_progress_bar()
 
 
 @dataclass

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -14,8 +13,7 @@ from torch import nn
 from nrl_models.common import routing
 from nrl_models.parity.noise import logits_and_routing
 from nrl_models.testing.case import FamilyCase
-from nrl_models.testing.mutants.mutant import Mutant
-from nrl_models.testing.mutants.planting import InCode, Patch
+from nrl_models.testing.mutants.planting import InCode, Mutant, Patch, wrapped
 
 PACKED = ("test_packing", "test_documents_get_no_gradient_from_each_other")
 PADDED = ("test_padded_batch", "test_left_padding", *PACKED, "test_right_padding")
@@ -24,17 +22,11 @@ PADDED = ("test_padded_batch", "test_left_padding", *PACKED, "test_right_padding
 def _forward(change: Callable[[nn.Module, dict[str, Any]], Any]) -> Callable[[FamilyCase], list[Patch]]:
     """The model's forward is given other arguments."""
 
-    def patches(case: FamilyCase) -> list[Patch]:
-        original = case.model_class.forward
+    def forward(original: Callable[..., Any], self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         names = list(inspect.signature(original).parameters)[1:]
+        return original(self, **change(self, dict(zip(names, args, strict=False)) | kwargs))
 
-        @functools.wraps(original)
-        def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            return original(self, **change(self, dict(zip(names, args, strict=False)) | kwargs))
-
-        return [(case.model_class, "forward", forward)]
-
-    return patches
+    return lambda case: [wrapped(case.model_class, "forward", forward)]
 
 
 def _takes(name: str) -> Callable[[FamilyCase], bool]:
@@ -54,29 +46,18 @@ def _without_positions(model: nn.Module, given: dict[str, Any]) -> dict[str, Any
     return given | {"position_ids": (torch.arange(positions.shape[1], device=positions.device) + first)[None]}
 
 
-def _stale_cache(case: FamilyCase) -> list[Patch]:
-    original = case.model_class.forward
-
-    @functools.wraps(original)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        cache = kwargs.get("past_key_values")
-        if cache is None or not kwargs.get("use_cache"):
-            return original(self, *args, **kwargs)
-        output = original(self, *args, **(kwargs | {"past_key_values": copy.deepcopy(cache)}))
-        output.past_key_values = cache
-        return output
-
-    return [(case.model_class, "forward", forward)]
+def _stale_cache(forward: Callable[..., Any], self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    cache = kwargs.get("past_key_values")
+    if cache is None or not kwargs.get("use_cache"):
+        return forward(self, *args, **kwargs)
+    output = forward(self, *args, **(kwargs | {"past_key_values": copy.deepcopy(cache)}))
+    output.past_key_values = cache
+    return output
 
 
 def _packs(case: FamilyCase) -> bool:
     is_limited = "packed sequences" in case.model_class.limits
     return _takes("position_ids")(case) and not is_limited and not case.architecture.endswith("SequenceClassification")
-
-
-def _documents_together(case: FamilyCase) -> list[Patch]:
-    kept_apart = case.model_class.forward
-    return [(case.model_class, "forward", kept_apart.__wrapped__)]
 
 
 def _routes(case: FamilyCase) -> bool:
@@ -104,13 +85,21 @@ MUTANTS = (
     Mutant(
         "packed documents see each other",
         "a mask of ones, or a cache, that hides where documents begin",
-        InCode(_packs, _documents_together, probed=True),
+        InCode(
+            _packs,
+            lambda case: [(case.model_class, "forward", case.model_class.forward.__wrapped__)],  # keeps them apart
+            probed=True,
+        ),
         PACKED,
     ),
     Mutant(
         "a stale cache returned",
         "what a step computes is not in the cache that the next one gets",
-        InCode(lambda case: _takes("past_key_values")(case) and case.model().can_generate(), _stale_cache, probed=True),
+        InCode(
+            lambda case: _takes("past_key_values")(case) and case.model().can_generate(),
+            lambda case: [wrapped(case.model_class, "forward", _stale_cache)],
+            probed=True,
+        ),
         ("test_cached_decode", "test_decoded_steps"),
     ),
     Mutant(

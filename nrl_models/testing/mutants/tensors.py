@@ -15,8 +15,7 @@ from nrl_models.common.loading import install
 from nrl_models.common.state_dict_adapter import StateDictAdapter
 from nrl_models.common.views import HFTensor, Piece
 from nrl_models.testing.case import FamilyCase
-from nrl_models.testing.mutants.mutant import Mutant
-from nrl_models.testing.mutants.planting import InCode, Patch
+from nrl_models.testing.mutants.planting import InCode, Mutant, Patch, around, wrapped
 
 LOADING = ("test_load_from_transformers",)
 SAVING = ("test_new_model_saves_as_transformers", "test_save_equals_transformers")
@@ -33,14 +32,10 @@ def always(case: FamilyCase) -> bool:
 
 def _in_hub(change: Callable[[dict[str, HFTensor]], dict[str, HFTensor]]) -> Callable[[FamilyCase], list[Patch]]:
     """The adapter's table of the hub's tensors is changed."""
-    original = layouts.convert_layout
-
-    def convert_layout(*args: Any, **kwargs: Any) -> dict[str, HFTensor]:
-        return change(original(*args, **kwargs))
-
+    wrong = around(layouts.convert_layout, lambda original, *args, **kwargs: change(original(*args, **kwargs)))
     return lambda case: [
-        (layouts, "convert_layout", convert_layout),
-        (hf_names, "convert_layout", convert_layout),
+        (layouts, "convert_layout", wrong),
+        (hf_names, "convert_layout", wrong),
         (family_model, "adapter_of", StateDictAdapter),  # what is kept was made without the bug
         (hf_names, "adapter_of", StateDictAdapter),
     ]
@@ -84,13 +79,12 @@ def _has_buffers(case: FamilyCase) -> bool:
 
 
 def _without_buffers(case: FamilyCase) -> list[Patch]:
-    original = StateDictAdapter._exported
     buffers = {name for name, _ in case.model().named_buffers()}
 
-    def exported(self: StateDictAdapter, layout: Any) -> dict[str, HFTensor]:
+    def exported(original: Callable[..., Any], self: StateDictAdapter, layout: Any) -> dict[str, HFTensor]:
         return {name: one for name, one in original(self, layout).items() if not buffers.intersection(one.parameters)}
 
-    return [(StateDictAdapter, "_exported", exported)]
+    return [wrapped(StateDictAdapter, "_exported", exported)]
 
 
 def _one_buffer_for_all(bucket: list[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -104,15 +98,15 @@ def _one_buffer_for_all(bucket: list[tuple[str, torch.Tensor]]) -> Iterator[tupl
 
 
 def _after_loading(change: ModelChange) -> Callable[[FamilyCase], list[Patch]]:
-    original = pretrained.load_weights
-
-    def load_weights(model: PreTrainedModel, *args: Any, **kwargs: Any) -> list[str]:
+    def load_weights(
+        original: Callable[..., list[str]], model: PreTrainedModel, *args: Any, **kwargs: Any
+    ) -> list[str]:
         narrowed = original(model, *args, **kwargs)
         with torch.no_grad():
             change(model)
         return narrowed
 
-    return lambda case: [(pretrained, "load_weights", load_weights)]
+    return lambda case: [wrapped(pretrained, "load_weights", load_weights)]
 
 
 def _last_layer_new(model: PreTrainedModel) -> None:
@@ -145,14 +139,9 @@ def _can_tie(case: FamilyCase) -> bool:
     return model.get_output_embeddings() is not None and bool(model._tied_weights_keys)
 
 
-def _written_twice(case: FamilyCase) -> list[Patch]:
-    original = family_model.to_checkpoint
-
-    def to_checkpoint(model: PreTrainedModel, *args: Any, **options: Any) -> dict[str, torch.Tensor]:
-        own = model.state_dict()
-        return {name: own[name].clone() for name in model.all_tied_weights_keys} | original(model, *args, **options)
-
-    return [(family_model, "to_checkpoint", to_checkpoint)]
+def _written_twice(original: Callable[..., Any], model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+    own = model.state_dict()
+    return {name: own[name].clone() for name in model.all_tied_weights_keys} | original(model, *args, **kwargs)
 
 
 def _is_converted(case: FamilyCase) -> bool:
@@ -160,8 +149,8 @@ def _is_converted(case: FamilyCase) -> bool:
     return bool(adapter.hub.keys() - adapter.transformers.keys())
 
 
-def _own_names(case: FamilyCase) -> list[Patch]:
-    return [(family_model, "to_checkpoint", lambda model, given=None, **_: dict(given or model.state_dict()))]
+def _own_names(model: PreTrainedModel, given: Any = None, **_: Any) -> dict[str, torch.Tensor]:
+    return dict(given or model.state_dict())
 
 
 def _keeps_fp32(case: FamilyCase) -> bool:
@@ -175,19 +164,13 @@ def _all_one_dtype(model: PreTrainedModel, adapter: StateDictAdapter, dtype: tor
     return {name: dtype if spec.dtype.is_floating_point else spec.dtype for name, spec in adapter.own.items()}
 
 
-def _stored_dtype(case: FamilyCase) -> list[Patch]:
-    original = pretrained._resolve_dtype
-    return [(pretrained, "_resolve_dtype", lambda dtype, *rest: original("auto", *rest))]
+def _stored_dtype(original: Callable[..., Any], dtype: Any, *rest: Any) -> Any:
+    return original("auto", *rest)
 
 
-def _drawing_first(case: FamilyCase) -> list[Patch]:
-    original = pretrained.from_config
-
-    def from_config(*args: Any, **kwargs: Any) -> PreTrainedModel:
-        torch.rand(1)
-        return original(*args, **kwargs)
-
-    return [(pretrained, "from_config", from_config)]
+def _drawing_first(original: Callable[..., PreTrainedModel], *args: Any, **kwargs: Any) -> PreTrainedModel:
+    torch.rand(1)
+    return original(*args, **kwargs)
 
 
 def _training(model: PreTrainedModel) -> None:
@@ -210,10 +193,7 @@ MUTANTS = (
     Mutant(
         "exported transposed",
         "weights as (in, out) where the hub has (out, in): no shape tells of it where they are square",
-        InCode(
-            lambda case: any(map(_is_square, case.model().state_dict_adapter.hub.values())),
-            _in_hub(_transposed),
-        ),
+        InCode(lambda case: any(map(_is_square, case.model().state_dict_adapter.hub.values())), _in_hub(_transposed)),
         NAMES,
     ),
     Mutant(
@@ -255,13 +235,13 @@ MUTANTS = (
     Mutant(
         "tied weights written twice",
         "a checkpoint with a head that its configuration says is tied",
-        InCode(_can_tie, _written_twice),
+        InCode(_can_tie, lambda case: [wrapped(family_model, "to_checkpoint", _written_twice)]),
         ("test_new_model_saves_as_transformers", "test_tied_weights_share_storage"),
     ),
     Mutant(
         "saved in the layout of memory",
         "a checkpoint of stacked experts, where engines read them one by one",
-        InCode(_is_converted, _own_names),
+        InCode(_is_converted, lambda case: [(family_model, "to_checkpoint", _own_names)]),
         SAVING,
     ),
     Mutant(
@@ -273,13 +253,13 @@ MUTANTS = (
     Mutant(
         "requested dtype ignored",
         "fp32 masters asked for, bf16 loaded",
-        InCode(always, _stored_dtype),
+        InCode(always, lambda case: [wrapped(pretrained, "_resolve_dtype", _stored_dtype)]),
         ("test_load_in_another_dtype", *LOADING),
     ),
     Mutant(
         "initialised with other numbers",
         "a layer built twice: seeds give other weights than transformers'",
-        InCode(always, _drawing_first),
+        InCode(always, lambda case: [wrapped(pretrained, "from_config", _drawing_first)]),
         ("test_from_config_is_bit_exact",),
     ),
     Mutant(

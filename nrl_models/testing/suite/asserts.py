@@ -1,13 +1,18 @@
-"""What the generated tests mean by close and by the same."""
+"""What the generated tests mean by close, by the same, and by a matrix product."""
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from nrl_models.parity.components import Call, run_layer
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 
@@ -37,3 +42,24 @@ def assert_same_tensors(actual: dict[str, torch.Tensor], expected: dict[str, tor
         if actual[name].dtype != tensor.dtype or not torch.equal(actual[name], tensor)
     ]
     assert not different, f"{len(different)} tensors differ: {different[:8]}"
+
+
+class _OperatorCounter(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+MATMULS = ("addmm", "baddbmm", "bmm", "linear", "mm")
+"""The operators linear layers come down to."""
+
+
+def count_matmuls(layer: nn.Module, call: Call) -> int:
+    """How many matrix products one forward of `layer` runs."""
+    with _OperatorCounter() as counter:
+        run_layer(layer, call)
+    return sum(counter.counts[name] for name in MATMULS)

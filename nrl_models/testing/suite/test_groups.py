@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Iterator
 
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.nn.modules.module import register_module_forward_hook
 
-from nrl_models.common.projections import LinearGroup, groups_of, report
+from nrl_models.common.projections import groups_of, report
 from nrl_models.parity.components import Call, calls_of, run_layer, tensors_in
 from nrl_models.testing.case import SEED, FamilyCase
 from nrl_models.testing.features import proves
@@ -84,7 +85,8 @@ def test_called_twice(family_case: FamilyCase) -> None:
 def test_unused_parts_get_no_gradient(family_case: FamilyCase) -> None:
     """A part whose output nobody uses has no gradient, as if it had not been called, and not one of zeros."""
     _, model = family_case.new_pair()
-    for owner, _, group in _groups_by_kind(model):
+    of_each_kind = {(type(model.get_submodule(owner)), name): (owner, group) for owner, name, group in groups_of(model)}
+    for owner, group in of_each_kind.values():
         first, *others = (part.requires_grad_(True) for part in group.parts.values())
         output, *_ = group(torch.randn(3, first.in_features, generator=torch.Generator().manual_seed(SEED)))
         output.sum().backward()
@@ -92,83 +94,48 @@ def test_unused_parts_get_no_gradient(family_case: FamilyCase) -> None:
         assert all(part.weight.grad is None for part in others), owner
 
 
-def _groups_by_kind(model: nn.Module) -> list[tuple[str, str, LinearGroup]]:
-    """One group of each kind of layer."""
-    found = {(type(model.get_submodule(owner)), name): (owner, name, group) for owner, name, group in groups_of(model)}
-    return list(found.values())
-
-
-# Numbers are put in another order, because norms that follow would hide another scale.
-
-Edit = Callable[[list[nn.Linear], nn.Module, torch.Tensor], None]
-"""Changes something, given the parts of a group, that which was called first, and its input."""
-
-
-def _input_in_place(parts: list[nn.Linear], called: nn.Module, input: torch.Tensor) -> None:
-    input.copy_(input.flip(-1))
-
-
-def _input_data(parts: list[nn.Linear], called: nn.Module, input: torch.Tensor) -> None:
-    input.data = input.data.flip(-1)
-
-
-def _weights_in_place(parts: list[nn.Linear], called: nn.Module, input: torch.Tensor) -> None:
-    for part in parts:
-        if part is not called:
-            part.weight.copy_(part.weight.flip(1))
-
-
-def _weights_data(parts: list[nn.Linear], called: nn.Module, input: torch.Tensor) -> None:
-    for part in parts:
-        if part is not called:
-            part.weight.data = part.weight.data.flip(1)
-
-
-EDITS: dict[str, Edit] = {
-    "input in place": _input_in_place,
-    "input data": _input_data,
-    "weights in place": _weights_in_place,
-    "weights data": _weights_data,
-}
+def _flip(tensor: torch.Tensor, how: str) -> None:
+    # Numbers are put in another order, because norms that follow would hide another scale.
+    if how == "in place":
+        tensor.copy_(tensor.flip(-1))
+    else:
+        tensor.data = tensor.data.flip(-1)
 
 
 @proves("layers")
 def test_edits_while_running(family_case: FamilyCase) -> None:
     """What changes after the first part was called, the input or the others' weights, the others compute with."""
-    reference, model = family_case.new_pair()
-    for name, call in _calls(family_case).items():
-        layer, original = model.get_submodule(name), reference.get_submodule(name)
+    for layer, original, call in _layers_with_groups(family_case):
         for names in _own_groups(layer):
-            for what, edit in EDITS.items():
-                outputs = [_run_edited(owner, names, edit, call) for owner in (layer, original)]
-                assert_close(*outputs, message=f"{name}: {what}")
+            for what, how in itertools.product(("input", "weights"), ("in place", "data")):
+                outputs = [_run_edited(owner, names, what, how, call) for owner in (layer, original)]
+                assert_close(*outputs, message=f"{type(original).__name__}: {what} {how}")
 
 
-def _run_edited(owner: nn.Module, names: tuple[str, ...], edit: Edit, call: Call) -> list[torch.Tensor]:
-    """What a layer computes while it is edited. Its weights are then as before, and where they were."""
-    parts = _parts_within(owner, names)
+def _run_edited(owner: nn.Module, names: tuple[str, ...], what: str, how: str, call: Call) -> list[torch.Tensor]:
+    """What a layer computes when, after the first of these parts is called, their input or the others' weights change.
+
+    Its weights are then as before, and where they were.
+    """
+    parts = [getattr(owner, name) for name in names]
     before = [part.weight.data for part in parts]
     values = [weight.clone() for weight in before]
-    handle = register_module_forward_hook(_after_first(parts, edit))
+    done = []
+
+    def edit(module: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+        if not done and any(module is part for part in parts):
+            done.append(True)
+            with torch.no_grad():
+                for tensor in args[:1] if what == "input" else [part.weight for part in parts if part is not module]:
+                    _flip(tensor, how)
+
+    handle = register_module_forward_hook(edit)
     try:
         return run_layer(owner, call)
     finally:
         handle.remove()
         for part, weight, value in zip(parts, before, values, strict=True):
             part.weight.data = weight.copy_(value)
-
-
-def _after_first(parts: list[nn.Linear], edit: Edit) -> Callable[..., None]:
-    """A hook that edits once, when the first of `parts` has been called."""
-    done = []
-
-    def hook(module: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
-        if not done and any(module is part for part in parts):
-            done.append(True)
-            with torch.no_grad():
-                edit(parts, module, args[0])
-
-    return hook
 
 
 @proves("layers")
@@ -181,26 +148,18 @@ def test_replaced_weights(family_case: FamilyCase) -> None:
         groups = _own_groups(layers[0])
         for place in (0, -1):  # one after the other, since the memory of a group goes with the last weight in it
             for layer in layers:
-                for part in [_parts_within(layer, names)[place] for names in groups]:
+                for part in [getattr(layer, names[place]) for names in groups]:
                     if place == 0:
                         part.weight.data = part.weight.data.flip(1)
                     else:
                         part.weight = nn.Parameter(part.weight.detach().flip(1))
             assert_close(*(run_layer(layer, call) for layer in layers))
-    assert not any(group.joined for group in report(model) if _owner_of(group.name) in calls)
-
-
-def _owner_of(group: str) -> str:
-    return group.rpartition(".")[0]
+    assert not any(group.joined for group in report(model) if group.name.rpartition(".")[0] in calls)
 
 
 def _own_groups(layer: nn.Module) -> list[tuple[str, ...]]:
     """Names of the parts of each group of a layer, without those of modules in it."""
     return [tuple(group.parts) for owner, _, group in groups_of(layer) if not owner]
-
-
-def _parts_within(layer: nn.Module, names: tuple[str, ...]) -> list[nn.Linear]:
-    return [getattr(layer, name) for name in names]
 
 
 def _calls(case: FamilyCase) -> dict[str, Call]:

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import nn
 
 from nrl_models.common.projections import groups_of
+from nrl_models.common.recording import record_calls
 from nrl_models.common.tracing import trace_groups
 from nrl_models.parity.components import calls_of, run_layer
 from nrl_models.testing.case import SEED, FamilyCase
 from nrl_models.testing.features import proves
-from nrl_models.testing.matmuls import count_matmuls
-from nrl_models.testing.suite.asserts import assert_close, dtypes
+from nrl_models.testing.suite.asserts import assert_close, count_matmuls, dtypes
 
 
 @proves("layers")
@@ -26,7 +25,7 @@ def test_declaration_matches_trace(family_case: FamilyCase) -> None:
     is another package's, whose own models show.
     """
     reference, model = family_case.reference(), family_case.model()
-    with names_of_calls(reference) as called:
+    with record_calls(reference) as called:
         traced = trace_groups(reference, lambda: reference(**family_case.inputs()))
     found = {(owner, frozenset(group)) for owner, groups in traced.items() for group in groups}
     declared = {(owner, frozenset(group.parts)) for owner, _, group in groups_of(model)}
@@ -39,17 +38,6 @@ def test_declaration_matches_trace(family_case: FamilyCase) -> None:
         and ((layer := type(reference.get_submodule(owner))) in known or layer.__module__.rpartition(".")[0] != package)
     }
     assert declared - unseen == found
-
-
-@contextmanager
-def names_of_calls(model: nn.Module) -> Iterator[set[str]]:
-    """While open, note the names of the modules that are called."""
-    called: set[str] = set()
-    with ExitStack() as stack:
-        for name, module in model.named_modules():
-            hook = module.register_forward_pre_hook(lambda *_, name=name: called.add(name))
-            stack.callback(hook.remove)
-        yield called
 
 
 @proves("layers")

@@ -12,7 +12,7 @@ from torch import nn
 from nrl_models.common import CombinedProjections
 from nrl_models.common.tracing import Readers, Trace, trace_groups, trace_linears
 from nrl_models.parity.components import Call
-from nrl_models.testing.matmuls import count_matmuls
+from nrl_models.testing.suite.asserts import count_matmuls
 
 SIZE = 4
 

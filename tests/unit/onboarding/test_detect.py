@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 from typing import Any
 
 import pytest
@@ -32,10 +31,7 @@ def test_a_text_model() -> None:
         f"{LLAMA}:LlamaAttention": [("q_proj", "k_proj", "v_proj")],
         f"{LLAMA}:LlamaMLP": [("gate_proj", "up_proj")],
     }
-    assert 500_000 < found.parameters < 2_000_000
-    assert not found.needs
     assert not found.obstacles
-    assert json.loads(json.dumps(found.to_dict()))["ok"] is True
 
 
 def test_a_tower_is_looked_at_too() -> None:
@@ -56,12 +52,6 @@ def test_a_hybrid() -> None:
     }
 
 
-def test_a_configuration_in_place_of_the_default() -> None:
-    found = detect(LlamaForCausalLM, LlamaConfig(num_hidden_layers=40, attention_bias=True))
-    assert found.ok
-    assert found.parameters > detect(LlamaForCausalLM).parameters
-
-
 def test_what_cannot_be_combined_is_told() -> None:
     found = detect(transformers.WhisperForCausalLM)
     assert found.ok
@@ -75,9 +65,7 @@ def test_a_class_that_is_self_attention_and_cross_attention_has_a_group_in_each_
     (layer,) = found.groups
     assert found.declarations(layer) == ["query key value @ attention", "key value @ crossattention"]
     assert not found.obstacles
-    assert json.loads(json.dumps(found.to_dict()))["places"] == {
-        layer: {"query key value": "attention", "key value": "crossattention"}
-    }
+    assert found.places == {layer: {("query", "key", "value"): "attention", ("key", "value"): "crossattention"}}
 
 
 def test_linears_that_are_one_tensor_on_disk_keep_its_order() -> None:

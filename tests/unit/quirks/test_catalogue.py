@@ -14,7 +14,7 @@ import pytest
 from nrl_models.common import ModelFlag
 from nrl_models.common.switches import SWITCHES, VARIABLE, is_off, quirks_off
 from nrl_models.errors import UnknownArgumentError
-from nrl_models.quirks import CATALOGUE, Probe, Quirk, check_catalogue, predicates
+from nrl_models.quirks import CATALOGUE, Probe, Quirk, check_catalogue
 from nrl_models.quirks.listing import BEGIN, END, as_markdown
 from nrl_models.quirks.quirk import CatalogueError, QuirkExpiredError
 
@@ -27,7 +27,6 @@ ONE = Quirk(
     name="one",
     symptom="It hurts.",
     where=("load",),
-    applies=predicates.every_model,
     handling="It is cured.",
     code=("nrl_models.common.switches:is_off",),
     remove="it",

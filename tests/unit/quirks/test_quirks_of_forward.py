@@ -11,7 +11,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from nrl_models import registry
 from nrl_models.common.switches import quirks_off
 from nrl_models.errors import UnknownArgumentError
-from nrl_models.quirks import bugs
+from nrl_models.quirks import probes
 from nrl_models.testing.case import FamilyCase, randomise
 
 PLAIN = FamilyCase(registry.model_class("LlamaForCausalLM"))
@@ -22,7 +22,7 @@ SHARING = FamilyCase(registry.model_class("Gemma3nForCausalLM"))
 
 
 def meet(case: FamilyCase, *, mask: bool) -> bool:
-    return bugs.documents_meet(case.model(), case.inputs(images=False), mask=mask)
+    return probes.documents_meet(case.model(), case.inputs(images=False), mask=mask)
 
 
 def test_symptom_of_packed_documents() -> None:
@@ -53,7 +53,7 @@ def test_cure_of_mrope_packed_documents() -> None:
 
 
 def offsets_stay() -> bool:
-    return bugs.offsets_stay(MROPE.model(), MROPE.inputs(images=True), MROPE.inputs(images=False)["input_ids"])
+    return probes.offsets_stay(MROPE.model(), MROPE.inputs(images=True), MROPE.inputs(images=False)["input_ids"])
 
 
 def test_symptom_of_mrope_stale_offsets() -> None:
@@ -67,11 +67,11 @@ def test_cure_of_mrope_stale_offsets() -> None:
 
 def test_symptom_of_token_types() -> None:
     with quirks_off("token-types"):
-        assert bugs.images_are_causal(IMAGES.model(), IMAGES.inputs())
+        assert probes.images_are_causal(IMAGES.model(), IMAGES.inputs())
 
 
 def test_cure_of_token_types() -> None:
-    assert not bugs.images_are_causal(IMAGES.model(), IMAGES.inputs())
+    assert not probes.images_are_causal(IMAGES.model(), IMAGES.inputs())
 
 
 def test_symptom_of_shared_kv_without_cache() -> None:
@@ -100,12 +100,12 @@ def test_cure_of_shared_kv_without_cache() -> None:
 
 def test_symptom_of_shared_kv_reentrant_checkpointing() -> None:
     with quirks_off("shared-kv-reentrant-checkpointing"):
-        assert bugs.reentrant_checkpointing_loses_gradients(SHARING.model(), SHARING.inputs(labels=True))
+        assert probes.reentrant_checkpointing_loses_gradients(SHARING.model(), SHARING.inputs(labels=True))
 
 
 def test_cure_of_shared_kv_reentrant_checkpointing() -> None:
     with pytest.raises(UnknownArgumentError, match="use_reentrant=False"):
-        bugs.reentrant_checkpointing_loses_gradients(SHARING.model(), SHARING.inputs(labels=True))
+        probes.reentrant_checkpointing_loses_gradients(SHARING.model(), SHARING.inputs(labels=True))
 
 
 CAPPED = FamilyCase(registry.model_class("Gemma2ForCausalLM"), tiny={"attn_logit_softcapping": 0.05})
@@ -120,8 +120,8 @@ def test_symptom_of_soft_cap_under_sdpa(monkeypatch: pytest.MonkeyPatch) -> None
     model = CAPPED.model_class.from_config(CAPPED.config)
     randomise(model)
     model.config._attn_implementation = "sdpa"
-    assert bugs.soft_cap_is_dropped(model.eval(), CAPPED.inputs())
+    assert probes.soft_cap_is_dropped(model.eval(), CAPPED.inputs())
 
 
 def test_cure_of_soft_cap_under_sdpa() -> None:
-    assert not bugs.soft_cap_is_dropped(CAPPED.model(), CAPPED.inputs())
+    assert not probes.soft_cap_is_dropped(CAPPED.model(), CAPPED.inputs())

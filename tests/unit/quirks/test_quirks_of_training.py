@@ -20,8 +20,7 @@ from nrl_models.distributed.plan import plan_for
 from nrl_models.errors import ShardingError, UnknownArgumentError
 from nrl_models.logprobs import token_logprobs
 from nrl_models.parity.noise import rounded_otherwise
-from nrl_models.quirks import bugs, probes
-from nrl_models.quirks.ranks import pretended_mesh
+from nrl_models.quirks import probes
 from nrl_models.testing.case import FamilyCase
 
 IMAGES = FamilyCase(registry.model_class("Gemma3ForConditionalGeneration"))
@@ -71,7 +70,7 @@ def test_cure_of_tied_weights_under_tp() -> None:
     assert ModelFlag.SKIP_DTENSOR_TIED_WEIGHTS_CHECK in model_class.flags
     model = model_class.from_config(FamilyCase(model_class).config)
     assert model.config.tie_word_embeddings
-    with pretended_mesh(2) as mesh:
+    with probes.pretended_mesh(2) as mesh:
         divide_model(model, mesh, plan_for(model, mesh))
         words, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
         assert words is head
@@ -134,17 +133,17 @@ def _chosen(model: nn.Module, inputs: dict) -> dict:
 
 
 def test_symptom_of_full_vocabulary_logits() -> None:
-    assert bugs.whole_logits_are_made(PLAIN.model(), PLAIN.inputs())
+    assert probes.whole_logits_are_made(PLAIN.model(), PLAIN.inputs())
 
 
 def test_cure_of_full_vocabulary_logits() -> None:
     case = FamilyCase(PLAIN.model_class, tiny={"vocab_size": 4096})
     model, tokens = case.model(), case.inputs()["input_ids"]
     whole = tokens.numel() * model.config.vocab_size
-    with bugs.new_tensors(4096) as sizes, torch.no_grad():
+    with probes.new_tensors(4096) as sizes, torch.no_grad():
         found = token_logprobs(model, tokens, chunk_size=4)
     assert max(sizes) < whole / 2
-    with bugs.new_tensors(4096) as sizes, torch.no_grad():
+    with probes.new_tensors(4096) as sizes, torch.no_grad():
         expected = token_logprobs(model, tokens, chunk_size=None)
     assert max(sizes) > whole / 2
     torch.testing.assert_close(found.logprobs, expected.logprobs, atol=1e-5, rtol=1e-5, equal_nan=True)

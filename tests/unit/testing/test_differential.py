@@ -169,8 +169,8 @@ def test_reads_are_noted_under_the_key_s_own_name() -> None:
     with keys_that_are_read() as read:
         assert config.rms_norm_eps
     assert config.hidden_act
-    assert read.has("LlamaConfig", "rms_norm_eps")
-    assert not read.has("LlamaConfig", "hidden_act")
+    assert ("LlamaConfig", "rms_norm_eps") in read
+    assert ("LlamaConfig", "hidden_act") not in read
 
 
 def test_other_values_are_other_and_of_the_kind() -> None:

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from nrl_models.common import CombinedGateUp
 from nrl_models.parity.components import Call
-from nrl_models.testing.matmuls import count_matmuls
+from nrl_models.testing.suite.asserts import count_matmuls
 
 SIZE = 8
 

@@ -65,7 +65,7 @@ def test_each_mutant_is_killed_by_a_test_meant_for_it(mutant: Mutant) -> None:
             likely = [one for name in mutant.killers for one in checks() if one.function == name]
             if tried.killer(mutant, likely):
                 return
-            inert.append(mutant.bug.is_inert(tried.case, tried._expected()))
+            inert.append(mutant.bug.is_inert(tried.case, tried._expected))
     if all(inert) and recorded().transformers != version("transformers"):
         pytest.skip("nothing comes of it in models of this transformers")
     pytest.fail(f"of {', '.join(STAND_FOR_ALL)} none in which {', '.join(mutant.killers)} finds it")

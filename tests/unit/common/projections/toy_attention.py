@@ -10,7 +10,7 @@ from torch import nn
 
 from nrl_models.common import CombinedQKV
 from nrl_models.parity.components import Call
-from nrl_models.testing.matmuls import count_matmuls
+from nrl_models.testing.suite.asserts import count_matmuls
 
 HIDDEN, Q, KV = 16, 12, 4
 PARTS = ("q_proj", "k_proj", "v_proj")
