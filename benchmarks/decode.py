@@ -1,74 +1,77 @@
-"""Greedy decoding, combined and separate, against transformers: what looking at each group at each call costs.
+"""Greedy decoding, combined and separate, against transformers: groups may not cost what a single row cannot repay.
 
-The shape is SmolLM2-135M's, weights are random, 64 tokens are decoded from a prompt of 16. All contenders hold the same
-weights, decode the same tokens and take turns; ratios are medians over the turns. The second transformers model is
-compared with the first: how far two models that are the same differ is what the other ratios mean nothing below. CPU
-seconds are compared on a CPU, because it may be shared; on a GPU seconds.
+The shape is SmolLM2-135M's, weights are random, 64 tokens are decoded from a prompt of 16. In each of several new
+processes all contenders hold the same weights, decode the same tokens and take turns; ratios are medians over all turns.
+Each process makes the models in another order, because where weights happen to lie in memory makes a model some percent
+faster or slower for as long as it lives. The second transformers model is compared with the first: how far two models
+that are the same differ is what the other ratios mean nothing below. CPU seconds of one thread are compared on a CPU,
+because it may be shared; on a GPU seconds.
 """
 
 from __future__ import annotations
 
-import time
 from statistics import median
 
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from benchmarks.reporting import Row, arguments, child, publish
 
-from benchmarks.reporting import Row, arguments, publish
-from nrl_models import AutoModelForCausalLM
-
-CONFIG = LlamaConfig(
-    hidden_size=576,
-    intermediate_size=1536,
-    num_hidden_layers=30,
-    num_attention_heads=9,
-    num_key_value_heads=3,
-    vocab_size=49152,
-    tie_word_embeddings=True,
-    architectures=["LlamaForCausalLM"],
-)
+NAMES = ("transformers", "combined", "separate", "transformers again")
 
 PROMPT, NEW = 16, 64
 """Tokens."""
 
+MEASURE = f"""
+import json, sys, time
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from nrl_models import AutoModelForCausalLM
+
+order, dtype, device, turns = sys.argv[1].split(","), getattr(torch, sys.argv[2]), sys.argv[3], int(sys.argv[4])
+torch.set_num_threads(1)
+clock = time.perf_counter if device == "cuda" else time.process_time
+config = LlamaConfig(hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
+    num_key_value_heads=3, vocab_size=49152, tie_word_embeddings=True, architectures=["LlamaForCausalLM"])
+
+def make(name):
+    torch.manual_seed(0)
+    if name.startswith("transformers"):
+        return LlamaForCausalLM._from_config(config, dtype=dtype)
+    return AutoModelForCausalLM.from_config(config, dtype=dtype, combine=name == "combined")
+
+def seconds(model):
+    started = clock()
+    output = model.generate(prompt, max_new_tokens={NEW}, min_new_tokens={NEW}, do_sample=False, pad_token_id=0)
+    if device == "cuda":
+        torch.cuda.synchronize()
+    assert output.shape == (1, {PROMPT + NEW})
+    return clock() - started
+
+models = {{name: make(name).to(device).eval() for name in order}}
+weights = models["transformers"].state_dict()
+for model in models.values():
+    model.load_state_dict(weights)
+prompt = torch.randint(1000, (1, {PROMPT}), generator=torch.Generator().manual_seed(0)).to(device)
+print(json.dumps([{{name: seconds(model) for name, model in models.items()}} for _ in range(turns + 1)][1:]))
+"""
+
 
 def main() -> None:
     """Measure, print, write."""
-    options = arguments(__doc__ or "", runs=9)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    options = arguments(__doc__ or "", runs=4)
+    import torch
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     rows: list[Row] = []
-    for dtype in (torch.float32, torch.bfloat16):
-        models: dict[str, PreTrainedModel] = {
-            "transformers": LlamaForCausalLM._from_config(CONFIG, dtype=dtype),
-            "transformers again": LlamaForCausalLM._from_config(CONFIG, dtype=dtype),
-            "combined": AutoModelForCausalLM.from_config(CONFIG, dtype=dtype),
-            "separate": AutoModelForCausalLM.from_config(CONFIG, dtype=dtype, combine=False),
-        }
-        for model in models.values():
-            model.load_state_dict(models["transformers"].state_dict())
-            model.to(device).eval()
-        prompt = torch.randint(1000, (1, PROMPT), generator=torch.Generator().manual_seed(0)).to(device)
-        turns = [{name: seconds(model, prompt) for name, model in models.items()} for _ in range(options.runs + 1)][1:]
-        row: Row = {
-            "dtype": str(dtype).removeprefix("torch."),
-            "tokens/s": NEW / median(turn["transformers"] for turn in turns),
-        }
-        for name in ("combined", "separate", "transformers again"):
+    for dtype in ("float32", "bfloat16"):
+        turns = []
+        for run in range(options.runs):
+            at = run % len(NAMES)
+            turns += child(MEASURE, ",".join(NAMES[at:] + NAMES[:at]), dtype, device, "1")
+        row: Row = {"dtype": dtype, "tokens/s": NEW / median(turn["transformers"] for turn in turns)}
+        for name in NAMES[1:]:
             row[f"{name} / transformers"] = median(turn[name] / turn["transformers"] for turn in turns)
         rows.append(row)
-    title = f"Greedy decoding of {NEW} tokens, SmolLM2's shape, on {device.type}"
+    title = f"Greedy decoding of {NEW} tokens, SmolLM2's shape, on {device}"
     publish("decode", title, rows, options.out, [" ".join((__doc__ or "").split())])
-
-
-def seconds(model: PreTrainedModel, prompt: torch.Tensor) -> float:
-    """Seconds of decoding; of the CPU's time where it computes."""
-    clock = time.perf_counter if prompt.is_cuda else time.process_time
-    started = clock()
-    output = model.generate(prompt, max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False, pad_token_id=0)
-    if prompt.is_cuda:
-        torch.cuda.synchronize()
-    assert output.shape == (1, PROMPT + NEW)
-    return clock() - started
 
 
 if __name__ == "__main__":

@@ -28,6 +28,9 @@ class CombinedProjections(nn.Module):
     Where a class serves self-attention and cross-attention alike, its linears read one input here and two there. A
     group then has a place: a piece of the dotted names of the modules it holds for (`crossattention`).
 
+    In a step of decoding on a CPU each linear computes itself: one matmul of a single row takes as long as several, and
+    to see that nothing stands in its way takes a few percent of such a step (docs/benchmarks.md).
+
     Attributes:
         combined: for each group's name the linears it computes, in row order. The group (`LinearGroup`) is an attribute
             of that name; it is no submodule.
@@ -66,7 +69,12 @@ class CombinedProjections(nn.Module):
             return super().forward(*args, **kwargs)
         if self._join_when_run:
             self.join_projections()
-        running = [(group, run) for group in self._groups if (run := group.begin()) is not None]
+        decodes = _is_step_of_decoding(args, kwargs)
+        running = [
+            (group, run)
+            for group in self._groups
+            if (group.always_answers or not decodes) and (run := group.begin()) is not None
+        ]
         if not running:
             return super().forward(*args, **kwargs)
         complete = False
@@ -111,6 +119,16 @@ class CombinedProjections(nn.Module):
         super().__setstate__(state)
         # While an object is unpickled others look at the memory of its tensors.
         self.__dict__["_join_when_run"] = not all(group.is_joined for group in self._groups)
+
+
+def _is_step_of_decoding(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a module reads one token of each sequence on a CPU, and no gradients are wanted."""
+    if torch.is_grad_enabled() or torch.jit.is_tracing():
+        return False
+    hidden_states = args[0] if args else next(iter(kwargs.values()), None)
+    if type(hidden_states) is not torch.Tensor or hidden_states.dim() < 2:
+        return False
+    return hidden_states.is_cpu and hidden_states.shape[-2] == 1
 
 
 def groups_of(model: nn.Module) -> Iterator[tuple[str, str, LinearGroup]]:

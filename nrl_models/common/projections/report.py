@@ -16,7 +16,8 @@ class GroupReport:
     Args:
         name: of the group, with its owner's name in the model before it.
         parts: names of its linears, in row order.
-        joined: whether a call of the owner would run one matmul for all of them.
+        joined: whether a call of the owner would run one matmul for all of them (`CombinedProjections` says when a step
+            of decoding does not).
         reason: why not; empty if it would.
     """
 

@@ -135,6 +135,26 @@ def test_those_that_are_alike_in_having_a_bias_form_a_group(x: torch.Tensor, unl
     assert_same(plain, combined, x)
 
 
+@pytest.mark.parametrize(
+    ("length", "gradients", "joined"), [(1, False, 0), (2, False, 1), (1, True, 1)], ids=["decode", "prefill", "train"]
+)
+def test_parts_compute_themselves_in_a_step_of_decoding(
+    plain: Attention,
+    combined: CombinedAttention,
+    length: int,
+    gradients: bool,
+    joined: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls = []
+    outputs_with = LinearGroup.outputs_with
+    monkeypatch.setattr(LinearGroup, "outputs_with", lambda *given: calls.append(given) or outputs_with(*given))
+    x = torch.randn(3, length, HIDDEN)
+    with torch.set_grad_enabled(gradients):
+        torch.testing.assert_close(combined(x), plain(x))
+    assert len(calls) == joined
+
+
 def test_groups_whose_calls_alternate(x: torch.Tensor) -> None:
     class Layer(nn.Module):
         def __init__(self) -> None:
