@@ -1,11 +1,11 @@
 """Greedy decoding, combined and separate, against transformers: groups may not cost what a single row cannot repay.
 
 The shape is SmolLM2-135M's, weights are random, 64 tokens are decoded from a prompt of 16. In each of several new
-processes all contenders hold the same weights, decode the same tokens and take turns; ratios are medians over all turns.
-Each process makes the models in another order, because where weights happen to lie in memory makes a model some percent
-faster or slower for as long as it lives. The second transformers model is compared with the first: how far two models
-that are the same differ is what the other ratios mean nothing below. CPU seconds of one thread are compared on a CPU,
-because it may be shared; on a GPU seconds.
+processes all contenders hold the same weights, decode the same tokens and take turns; ratios are medians over all
+turns. Each process makes the models in another order, because where weights happen to lie in memory makes a model some
+percent faster or slower for as long as it lives. The second transformers model is compared with the first: how far two
+models that are the same differ is what the other ratios mean nothing below. CPU seconds of one thread are compared on a
+CPU, because it may be shared; on a GPU seconds.
 """
 
 from __future__ import annotations
