@@ -229,7 +229,7 @@ class CheckpointNames:
         return key.removeprefix(self._prefix), self._prefix + key, key
 
     def _mark_used(self, key: str) -> None:
-        pattern = self._names.apart(key)[0]
+        pattern, _ = self._names[key]
         if self._shares and pattern in self._marked:
             return
         self._marked.add(pattern)
