@@ -16,7 +16,8 @@ from transformers import PreTrainedModel
 
 from nrl_models.common.checkpoint_files import INDEX_NAME
 from nrl_models.common.hf_names import checkpoint_layout
-from nrl_models.common.saving import separate_storages, staged
+from nrl_models.common.projections import own_storage
+from nrl_models.common.saving import staged
 from nrl_models.common.views import HFTensor
 from nrl_models.distributed.gathering import DEFAULT_BUCKET, gathered
 from nrl_models.distributed.mesh import agree, gather_over, is_first, reporting_the_dead
@@ -71,7 +72,7 @@ def save_pretrained(
             found = {name: table[name] for name in names if name in table}
             tensors = _gathered_file(found, own, mesh, keep=stage is not None)
             if stage is not None:
-                tensors |= separate_storages({name: unused[name] for name in names if name not in table})
+                tensors |= {name: own_storage(unused[name]) for name in names if name not in table}
                 attempt(save_file, tensors, stage / file, metadata={"format": "pt"})
         if stage is not None:
             attempt(_write_configuration, model, own, stage)
