@@ -11,10 +11,9 @@ from transformers import PreTrainedModel
 
 from nrl_models.common.conversions import are_alike
 from nrl_models.common.garbage import no_collections
-from nrl_models.common.kept_adapters import adapter_of
 from nrl_models.common.layouts import convert_layout, hub_conversions
 from nrl_models.common.projections import own_storage
-from nrl_models.common.state_dict_adapter import StateDictAdapter
+from nrl_models.common.state_dict_adapter import StateDictAdapter, adapter_of
 from nrl_models.common.views import HFTensor
 from nrl_models.errors import CheckpointError, Problem
 

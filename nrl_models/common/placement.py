@@ -9,8 +9,12 @@ from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
 from transformers import PreTrainedModel
-from transformers.integrations.accelerate import _get_device_map, accelerate_dispatch, check_and_set_device_map
-from transformers.modeling_utils import get_torch_context_manager_or_global_device
+from transformers.modeling_utils import (
+    _get_device_map,
+    accelerate_dispatch,
+    check_and_set_device_map,
+    get_torch_context_manager_or_global_device,
+)
 
 from nrl_models.errors import DeviceError
 

@@ -11,7 +11,8 @@ import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import reduce
-from typing import Literal
+from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -288,6 +289,20 @@ class StateDictAdapter:
         for key, target in sources:
             target.write_into(name, own, state_dict[key])
         return own
+
+
+_kept: WeakKeyDictionary[nn.Module, tuple[StateDictAdapter, Any]] = WeakKeyDictionary()
+
+
+def adapter_of(model: PreTrainedModel) -> StateDictAdapter:
+    """The adapter of a model that is not sharded: the same object until the model's structure changes."""
+    conversions = getattr(model, "_weight_conversions", None)
+    adapter, made_with = _kept.get(model, (None, None))
+    is_same = adapter is not None and made_with is conversions
+    if not (is_same and adapter.own == layouts.own_tensors(model) and adapter.tied == layouts.tied_names(model)):
+        adapter = StateDictAdapter(model)
+        _kept[model] = adapter, conversions
+    return adapter
 
 
 def _on_meta(config: PreTrainedConfig) -> PreTrainedModel:
