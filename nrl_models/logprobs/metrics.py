@@ -169,11 +169,3 @@ def quantile(values: torch.Tensor, share: float) -> float:
         return math.nan
     rank = max(1, math.ceil(share * values.numel()))
     return values.flatten().kthvalue(rank).values.item()
-
-
-def expected_token_mult_prob_error(deviation: float) -> float:
-    """`token_mult_prob_error` if `r` is normal about 0 with this standard deviation: `2 exp(s^2 / 2) Phi(s)`.
-
-    The guide's bound of 1.05 is a deviation of 0.060.
-    """
-    return 2.0 * math.exp(deviation**2 / 2) * 0.5 * (1.0 + math.erf(deviation / math.sqrt(2.0)))
