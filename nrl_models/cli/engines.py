@@ -38,6 +38,10 @@ EngineOptions = Annotated[
 Dtype = Annotated[
     str | None, typer.Option(help="What the engine computes in; the checkpoint's by default.", show_default=False)
 ]
+TrainerDtype = Annotated[
+    str | None, typer.Option(help="What the trainer computes in; the engine's by default.", show_default=False)
+]
+Threshold = Annotated[float, typer.Option(help="Bound on token_mult_prob_error.")]
 Device = Annotated[str, typer.Option(help="Where the trainer runs.", callback=existing_device)]
 
 
@@ -101,11 +105,9 @@ def consistency(
     top_k: Annotated[int, typer.Option(help="Of mode sampling; 0 is all.")] = 0,
     top_p: Annotated[float, typer.Option(help="Of mode sampling; 1 is all.")] = 0.95,
     strict: Annotated[bool, typer.Option(help="Sample from the trainer, too, and average.")] = False,
-    threshold: Annotated[float, typer.Option(help="Bound on token_mult_prob_error.")] = 1.05,
+    threshold: Threshold = 1.05,
     dtype: Dtype = None,
-    trainer_dtype: Annotated[
-        str | None, typer.Option(help="What the trainer computes in; the engine's by default.", show_default=False)
-    ] = None,
+    trainer_dtype: TrainerDtype = None,
     device: Device = "cpu",
     text: Annotated[
         Path | None, typer.Option(help="Real text; that of this machine's Python by default.", show_default=False)
@@ -212,13 +214,11 @@ def refit_check(
     path: CheckpointPath,
     engine: EngineName = "vllm",
     dtype: Dtype = None,
-    trainer_dtype: Annotated[
-        str | None, typer.Option(help="What the trainer computes in; the engine's by default.", show_default=False)
-    ] = None,
+    trainer_dtype: TrainerDtype = None,
     device: Device = "cpu",
     length: Annotated[int, typer.Option(help="Tokens of the sequences that are compared.", min=8)] = 100,
     batch: Annotated[int, typer.Option(help="How many of them.", min=1)] = 4,
-    threshold: Annotated[float, typer.Option(help="Bound on token_mult_prob_error.")] = 1.05,
+    threshold: Threshold = 1.05,
     bucket_mb: Annotated[
         float | None,
         typer.Option(
