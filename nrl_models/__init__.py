@@ -7,31 +7,23 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-# Public names and where they live. Imported on first use, so that `import nrl_models` needs no torch.
-_WHERE = {
-    "AutoModelForCausalLM": "nrl_models.auto",
-    "AutoModelForImageTextToText": "nrl_models.auto",
-    "AutoModelForSequenceClassification": "nrl_models.auto",
-    "AutoModelForTokenClassification": "nrl_models.auto",
-    "BackendConfig": "nrl_models.common",
-    "CheckpointError": "nrl_models.errors",
-    "ConfigurationError": "nrl_models.errors",
-    "FamilyImportError": "nrl_models.errors",
-    "ModelFlag": "nrl_models.common",
-    "NRLModelsError": "nrl_models.errors",
-    "RegistrationError": "nrl_models.errors",
-    "RemoteCodeError": "nrl_models.errors",
-    "StateDictAdapter": "nrl_models.common",
-    "StateDictError": "nrl_models.errors",
-    "UnknownArchitectureError": "nrl_models.errors",
-    "UnknownArgumentError": "nrl_models.errors",
-    "MODEL_ARCH_MAPPING": "nrl_models.registry",
-    "register_architecture": "nrl_models.registry",
-    "freeze": "nrl_models.common",
-    "freeze_unreachable": "nrl_models.common",
-    "trainable_parameters": "nrl_models.common",
-    "unreachable_parameters": "nrl_models.common",
+# Public names by where they live. Imported on first use, so that `import nrl_models` needs no torch.
+_PUBLIC = {
+    "nrl_models.auto": (
+        *("AutoModelForCausalLM", "AutoModelForImageTextToText"),
+        *("AutoModelForSequenceClassification", "AutoModelForTokenClassification"),
+    ),
+    "nrl_models.common": (
+        *("BackendConfig", "ModelFlag", "StateDictAdapter"),
+        *("freeze", "freeze_unreachable", "trainable_parameters", "unreachable_parameters"),
+    ),
+    "nrl_models.errors": (
+        *("CheckpointError", "ConfigurationError", "FamilyImportError", "NRLModelsError", "RegistrationError"),
+        *("RemoteCodeError", "StateDictError", "UnknownArchitectureError", "UnknownArgumentError"),
+    ),
+    "nrl_models.registry": ("MODEL_ARCH_MAPPING", "register_architecture"),
 }
+_WHERE = {name: module for module, names in _PUBLIC.items() for name in names}
 
 __all__ = ["__version__", *sorted(_WHERE)]
 

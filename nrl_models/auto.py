@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
-import torch
 import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from nrl_models import registry
 from nrl_models.common import FamilyModel, StateDictAdapter, pretrained
-from nrl_models.common.backend import BackendConfig, Combine
 from nrl_models.errors import RemoteCodeError, UnknownArchitectureError
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from nrl_models.common.placement import DeviceMap
-    from nrl_models.distributed.plan import ParallelPlan, Plan
 
 
 class _AutoModel:
@@ -40,64 +33,15 @@ class _AutoModel:
         raise TypeError(f"{type(self).__name__} is made with from_pretrained(path) or from_config(config)")
 
     @classmethod
-    def from_pretrained(
-        cls,
-        path_or_id: str | Path,
-        *,
-        config: PreTrainedConfig | None = None,
-        dtype: str | torch.dtype = "auto",
-        device: str | int | torch.device | None = None,
-        device_map: DeviceMap | None = None,
-        offload_folder: str | Path | None = None,
-        offload_buffers: bool = False,
-        max_memory: Mapping[int | str, int | str] | None = None,
-        quantization_config: Any = None,
-        combine: Combine = True,
-        backend: BackendConfig | None = None,
-        mesh: DeviceMesh | None = None,
-        plan: Plan | ParallelPlan | None = None,
-        strict: bool = True,
-        revision: str | None = None,
-        token: str | bool | None = None,
-        cache_dir: str | Path | None = None,
-        subfolder: str = "",
-        trust_remote_code: bool = False,
-        ignore_config_keys: Collection[str] | str = (),
-        **config_overrides: Any,
-    ) -> PreTrainedModel:
+    def from_pretrained(cls, path_or_id: str | Path, **options: Any) -> PreTrainedModel:
         """A model with a checkpoint's weights, in evaluation mode.
 
         An architecture that no family serves loads as transformers' own class, with one warning.
 
         Args:
             path_or_id: a folder, or the name of a hub repository.
-            config: a configuration to use in place of the checkpoint's.
-            dtype: of the parameters, fp32 masters included; "auto" is the configuration's, else the
-                checkpoint's. What transformers keeps in fp32 stays fp32.
-            device: where to put the model; None is that of a `torch.device(...)` around the call, else the CPU, or
-                with a mesh this rank's device.
-            device_map: how to spread the model over several devices of this process, the CPU and the disk, as
-                transformers takes it: "auto", one device, or a device for each module.
-            offload_folder, offload_buffers, max_memory: where what a device map puts on "disk" goes, whether buffers
-                go with it, and how much each device may hold.
-            quantization_config: how transformers is to quantise the linears while it loads them (QLoRA).
-            combine: whether projections of one input run as one matmul: True, False, or "auto", which
-                follows the measurements in docs/benchmarks.md. It chooses speed only: parameters, their names and
-                every file are the same. `nrl_models.common.projections.report` says what came together.
-            backend: attention and expert implementations, and `combine` unless that is given.
-            mesh: the ranks to shard the model over; every rank calls this, and reads only the slices it holds. Its
-                dimensions are named `fsdp`, `ep`, `tp` (any of them, in this order); see
-                `nrl_models.distributed.parallelize`.
-            plan: how to shard it: "auto" (what None stands for), rules that change that, or a `ParallelPlan`.
-            strict: whether the checkpoint must hold exactly this model. False initialises what is
-                missing and skips what is not known, with a warning that lists both: for a new head on
-                a base model.
-            revision, token, cache_dir, subfolder: where and how to get a hub repository.
-            trust_remote_code: run code that comes with the checkpoint, if neither transformers nor a
-                registered family knows its `model_type`.
-            ignore_config_keys: keys of the configuration, by name or path (`text_config.use_x`), that may have values
-                nobody reads or honours: see `nrl_models.common.config_check.check_config`.
-            config_overrides: values of the configuration, by its own names.
+            options: see `nrl_models.common.pretrained.LoadOptions` (`dtype`, `device`, `mesh`, `strict`, ...); all
+                others are values of the configuration, by its own names.
 
         Raises:
             CheckpointError: files that are missing, damaged, unsafe, or of another model; everything
@@ -107,70 +51,31 @@ class _AutoModel:
             FamilyImportError: a family that does not import or needs another version.
             RemoteCodeError: a checkpoint that needs its own code.
             ShardingError: mesh or plan do not fit the model, or ranks disagree or failed; on every rank.
-            UnknownArgumentError: a keyword that is neither of the above nor in the configuration.
+            UnknownArgumentError: a keyword that is neither an option nor in the configuration.
             DeviceError: weights are to go to meta.
         """
         registry.register_custom_configs()
-        model = pretrained.from_pretrained(
-            lambda loaded, folder: cls._class_for(loaded, folder, trust_remote_code),
-            path_or_id,
-            config=config,
-            dtype=dtype,
-            device=device,
-            device_map=device_map,
-            offload_folder=offload_folder,
-            offload_buffers=offload_buffers,
-            max_memory=max_memory,
-            quantization_config=quantization_config,
-            combine=combine,
-            backend=backend,
-            mesh=mesh,
-            plan=plan,
-            strict=strict,
-            revision=revision,
-            token=token,
-            cache_dir=cache_dir,
-            subfolder=subfolder,
-            trust_remote_code=trust_remote_code,
-            ignore_config_keys=ignore_config_keys,
-            **config_overrides,
-        )
-        return _with_adapter(model)
+        class_for = partial(cls._class_for, trust_remote_code=options.get("trust_remote_code", False))
+        return _with_adapter(pretrained.from_pretrained(class_for, path_or_id, **options))
 
     @classmethod
     def from_config(
-        cls,
-        config: PreTrainedConfig,
-        *,
-        dtype: torch.dtype | None = None,
-        device: str | int | torch.device | None = None,
-        combine: Combine = True,
-        backend: BackendConfig | None = None,
-        trust_remote_code: bool = False,
-        ignore_config_keys: Collection[str] | str = (),
+        cls, config: PreTrainedConfig, *, trust_remote_code: bool = False, **options: Any
     ) -> PreTrainedModel:
         """A model with new weights, in training mode: under a seed, bit for bit those of transformers.
 
         Args:
             config: the configuration; not changed.
-            dtype: of the parameters; None is the configuration's.
-            device: where to build it; None is as for `from_pretrained`, and `"meta"` gives shapes without weights.
-            combine, backend, trust_remote_code, ignore_config_keys: as in `from_pretrained`.
+            trust_remote_code: as in `from_pretrained`.
+            options: `dtype`, `device`, `combine`, `backend` and `ignore_config_keys`, see
+                `nrl_models.common.pretrained.from_config`.
 
         Raises:
             ConfigurationError, UnknownArchitectureError, FamilyImportError, RemoteCodeError: as in `from_pretrained`.
         """
         registry.register_custom_configs()
-        model = pretrained.from_config(
-            lambda given, folder: cls._class_for(given, folder, trust_remote_code),
-            config,
-            dtype=dtype,
-            device=device,
-            combine=combine,
-            backend=backend,
-            ignore_config_keys=ignore_config_keys,
-        )
-        return _with_adapter(model)
+        class_for = partial(cls._class_for, trust_remote_code=trust_remote_code)
+        return _with_adapter(pretrained.from_config(class_for, config, **options))
 
     @classmethod
     def _class_for(

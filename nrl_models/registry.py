@@ -73,6 +73,8 @@ def register_architecture(
         RegistrationError: a malformed target or requirement, or one that is taken.
         FamilyImportError: a configuration that does not import. In both cases nothing is registered.
     """
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
     _read_entry_points()
     entry = _entry(architecture, target)
     if requires is not None:
@@ -81,7 +83,7 @@ def register_architecture(
     configs = {model_type: _entry(model_type, one) for model_type, one in (config or {}).items()}
     for model_type, where in configs.items():
         _config_class(model_type, where)
-        taken += [model_type] if _is_known_to_transformers(model_type) else []
+        taken += [model_type] if model_type in CONFIG_MAPPING else []
     if taken and not exist_ok:
         served = ", ".join(f"{name} ({_where(name)})" for name in taken)
         raise RegistrationError(f"already registered: {served}. Pass exist_ok=True to replace it.")
@@ -111,16 +113,9 @@ def model_class(architecture: str) -> type | None:
         )
     if architecture not in MODEL_ARCH_MAPPING:
         return None
-    module, name = MODEL_ARCH_MAPPING[architecture]
     if unmet := unmet_requirement(architecture):
-        raise FamilyImportError(f"{architecture} is served by {module}, which needs {unmet}.")
-    try:
-        return getattr(import_module(module), name)
-    except Exception as error:  # whatever a family's code raises
-        raise FamilyImportError(
-            f"{architecture} is served by {module}:{name}, which does not import: {type(error).__name__}: {error}. "
-            f"Installed: transformers {version('transformers')}, torch {version('torch')}."
-        ) from error
+        raise FamilyImportError(f"{architecture} is served by {_where(architecture)}, which needs {unmet}.")
+    return _imported(MODEL_ARCH_MAPPING[architecture], f"{architecture} is served by")
 
 
 def unmet_requirement(architecture: str) -> str | None:
@@ -165,25 +160,24 @@ def _register_config(model_type: str) -> None:
 
 
 def _config_class(model_type: str, where: tuple[str, str]) -> type:
-    module, name = where
-    try:
-        config_class = getattr(import_module(module), name)
-    except Exception as error:  # whatever a family's code raises
-        raise FamilyImportError(
-            f"the configuration of {model_type}, {module}:{name}, does not import: {type(error).__name__}: {error}"
-        ) from error
-    if getattr(config_class, "model_type", None) != model_type:
+    config_class = _imported(where, f"the configuration of {model_type} is")
+    own = getattr(config_class, "model_type", None)
+    if own != model_type:
         raise RegistrationError(
-            f"{module}:{name} is registered for model_type {model_type!r}, but its own is "
-            f"{getattr(config_class, 'model_type', None)!r}"
+            f"{':'.join(where)} is registered for model_type {model_type!r}, but its own is {own!r}"
         )
     return config_class
 
 
-def _is_known_to_transformers(model_type: str) -> bool:
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
-    return model_type in CONFIG_MAPPING
+def _imported(where: tuple[str, str], what: str) -> type:
+    module, name = where
+    try:
+        return getattr(import_module(module), name)
+    except Exception as error:  # whatever a family's code raises
+        raise FamilyImportError(
+            f"{what} {module}:{name}, which does not import: {type(error).__name__}: {error}. "
+            f"Installed: transformers {version('transformers')}, torch {version('torch')}."
+        ) from error
 
 
 def _read_entry_points() -> None:
@@ -214,8 +208,8 @@ def _entry(name: str, target: str | type) -> tuple[str, str]:
                 "define the class at the top of a module"
             )
         return target.__module__, target.__qualname__
-    module, colon, attribute = target.partition(":")
-    if not (module and colon and attribute.isidentifier()):
+    module, attribute = _split(target)
+    if not (module and attribute.isidentifier()):
         raise RegistrationError(f"{name} is registered with {target!r}: expected 'package.module:Class'")
     return module, attribute
 

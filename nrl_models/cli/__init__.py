@@ -12,9 +12,9 @@ from nrl_models.cli.console import (
     CheckpointPath,
     JsonFile,
     app,
-    errors_for_people,
     existing_device,
     print_table,
+    show_report,
     write_json,
 )
 from nrl_models.cli.engines import dtype_of  # whose commands join, too
@@ -29,12 +29,8 @@ def demo(
     """Train a small Llama on text of this machine, load it here, and check everything about it."""
     from nrl_models.demo import run_demo
 
-    with errors_for_people():
-        report = run_demo(out, steps=steps)
-    print_table(report.table())
-    write_json(json_file, report.to_json())
-    if not report.passed:
-        raise typer.Exit(1)
+    report = run_demo(out, steps=steps)
+    show_report(report, json_file)
 
 
 @app.command()
@@ -47,8 +43,7 @@ def inspect(path: CheckpointPath, json_file: JsonFile = None) -> None:
 
     from nrl_models.onboarding.inspect import inspect as look
 
-    with errors_for_people():
-        found = look(path)
+    found = look(path)
     table = Table(title=escape(str(path)), title_justify="left", show_header=False)
     table.add_row("architecture", found.architecture)
     table.add_row("family", found.family or "none: loads as transformers' own class")
@@ -85,12 +80,8 @@ def parity(
 
     if check and (unknown := sorted(set(check) - set(CHECKS))):
         raise typer.BadParameter(f"{', '.join(unknown)}: expected some of {', '.join(CHECKS)}", param_hint="--check")
-    with errors_for_people():
-        report = check_parity(path, checks=check or CHECKS, device=device, length=length, batch=batch, seed=seed)
-    print_table(report.table())
-    write_json(json_file, report.to_json())
-    if not report.passed:
-        raise typer.Exit(1)
+    report = check_parity(path, checks=check or CHECKS, device=device, length=length, batch=batch, seed=seed)
+    show_report(report, json_file)
 
 
 @app.command()
@@ -102,12 +93,11 @@ def quirks(
     json_file: JsonFile = None,
 ) -> None:
     """List the known quirks, or those that concern a checkpoint: symptom, handling, how to switch it off, expiry."""
-    with errors_for_people():
-        from nrl_models.quirks import Subject
-        from nrl_models.quirks.listing import as_json, as_table, quirks_of
+    from nrl_models.quirks import Subject
+    from nrl_models.quirks.listing import as_json, as_table, quirks_of
 
-        subject = None if path is None else Subject.of_checkpoint(path)
-        found = quirks_of(subject)
+    subject = None if path is None else Subject.of_checkpoint(path)
+    found = quirks_of(subject)
     title = "Known quirks" if subject is None else f"{path}: quirks of {type(subject.model).__name__}"
     print_table(as_table(found, title))
     write_json(json_file, as_json(found, subject))
@@ -123,8 +113,7 @@ def convert(
     """Write a checkpoint again, in another dtype or with other shards; tokenizer and other files come along."""
     from nrl_models.onboarding.convert import convert as write
 
-    with errors_for_people():
-        written = write(source, target, dtype=dtype, max_shard_size=max_shard_size)
+    written = write(source, target, dtype=dtype, max_shard_size=max_shard_size)
     print_table(f"{target}: {written}")
 
 
@@ -145,11 +134,10 @@ def plan(
 
     from nrl_models.distributed.report import plan_report
 
-    with errors_for_people():
-        report = plan_report(
-            path, mesh, seq_len=seq_len, micro_batch=micro_batch, dtype=dtype_of(dtype),
-            compute=dtype_of(compute, "--compute"), checkpointing=checkpointing, memory=memory,
-        )  # fmt: skip
+    report = plan_report(
+        path, mesh, seq_len=seq_len, micro_batch=micro_batch, dtype=dtype_of(dtype),
+        compute=dtype_of(compute, "--compute"), checkpointing=checkpointing, memory=memory,
+    )  # fmt: skip
     print_table(report.table())
     print_table(report.verdict)
     write_json(json_file, asdict(report))
@@ -176,14 +164,12 @@ def coverage(
     if kind or feature:
         from nrl_models.onboarding import overview
 
-        with errors_for_people():
-            found, names = overview.chosen(overview.read(out / overview.FILE), kind or (), feature or ())
+        found, names = overview.chosen(overview.read(out / overview.FILE), kind or (), feature or ())
         print_table(overview.as_table(found, names))
         return
     from nrl_models.onboarding.coverage import run_generated_tests, write_pages
 
-    with errors_for_people():
-        pages = write_pages(results or run_generated_tests(out / "results.json"), out)
+    pages = write_pages(results or run_generated_tests(out / "results.json"), out)
     print_table(f"wrote {len(pages)} pages to {out}")
 
 
@@ -208,8 +194,7 @@ def ledger(
             departing.append(name)
             print_table(f"  {key} moves otherwise than in transformers: {difference}")
 
-    with errors_for_people():
-        ledgers = write_ledger(architectures or (), again=again, survey=survey, tell=tell)
+    ledgers = write_ledger(architectures or (), again=again, survey=survey, tell=tell)
     print_table(f"{len(ledgers.of)} architectures recorded with transformers {ledgers.transformers}")
     if departing:
         raise typer.Exit(1)
@@ -233,8 +218,7 @@ def mutate(
         for mutant in outcome.survived:
             print_table(f"  survived: {mutant}")
 
-    with errors_for_people():
-        outcomes = run_mutants(architectures_in_order(architectures), results, again=again, report=report)
+    outcomes = run_mutants(architectures_in_order(architectures), results, again=again, report=report)
     killed = sum(len(one.killed) for one in outcomes.values())
     applicable = sum(one.applicable for one in outcomes.values())
     print_table(f"{killed:,} of {applicable:,} mutants killed in {len(outcomes)} architectures; see {results}")
@@ -261,8 +245,7 @@ def new(
 
     from nrl_models.onboarding.new import new_family
 
-    with errors_for_people():
-        made = new_family(source, name=name, out_of_tree=out_of_tree, again=again and out_of_tree is not None)
+    made = new_family(source, name=name, out_of_tree=out_of_tree, again=again and out_of_tree is not None)
     plan, passed = made.plan, sum(one["outcome"] == "passed" for one in made.results)
     table = Table(title="New family", title_justify="left", show_header=False)
     table.add_row("architectures", ", ".join(plan.architectures))
@@ -299,10 +282,9 @@ def reach(
     from nrl_models.onboarding.timing import time_onboarding
 
     timings = out.with_suffix(".json")
-    with errors_for_people():
-        if time:
-            time_onboarding(list(decoders()), time, timings, seed)
-        counts = write_reach(results, out, timings)
+    if time:
+        time_onboarding(list(decoders()), time, timings, seed)
+    counts = write_reach(results, out, timings)
     print_table(f"wrote {out}: " + ", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items())))
 
 

@@ -3,18 +3,37 @@
 from __future__ import annotations
 
 import json
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from rich.table import Table
 
+
+class Commands(TyperGroup):
+    """Commands that print what this library raises on purpose, and what files make fail, without a traceback."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run a command; exit with 2 if it failed."""
+        from rich.console import Console
+
+        from nrl_models.errors import NRLModelsError
+
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:  # whoever read the output has gone
+            raise
+        except (NRLModelsError, OSError) as error:
+            Console(stderr=True).print(f"[bold red]error:[/bold red] {type(error).__name__}", highlight=False)
+            Console(stderr=True).print(str(error), markup=False, highlight=False)
+            raise typer.Exit(2) from error
+
+
 app = typer.Typer(
+    cls=Commands,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -55,21 +74,6 @@ JsonFile = Annotated[
 ]
 
 
-@contextmanager
-def errors_for_people() -> Iterator[None]:
-    """Print what this library raises on purpose, and what files make fail, without a traceback; exit with 2."""
-    from rich.console import Console
-
-    from nrl_models.errors import NRLModelsError
-
-    try:
-        yield
-    except (NRLModelsError, OSError) as error:
-        Console(stderr=True).print(f"[bold red]error:[/bold red] {type(error).__name__}", highlight=False)
-        Console(stderr=True).print(str(error), markup=False, highlight=False)
-        raise typer.Exit(2) from error
-
-
 def print_table(table: Table | str) -> None:
     """Print a table, whose cells may have markup, or a line as it is."""
     import os
@@ -86,3 +90,11 @@ def write_json(file: Path | None, content: Any) -> None:
     """Write what `--json` asks for, if it was given."""
     if file is not None:
         file.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def show_report(report: Any, json_file: Path | None) -> None:
+    """Print a report's table, write it as JSON where that is asked for, and exit with 1 if it did not pass."""
+    print_table(report.table())
+    write_json(json_file, report.to_json())
+    if not report.passed:
+        raise typer.Exit(1)

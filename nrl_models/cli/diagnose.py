@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from nrl_models.cli.console import CheckpointPath, JsonFile, app, errors_for_people, write_json
+from nrl_models.cli.console import CheckpointPath, JsonFile, app, write_json
 from nrl_models.cli.engines import Dtype, EngineName, EngineOptions, dtype_of, options_of
 
 if TYPE_CHECKING:
@@ -71,12 +71,11 @@ def max_model_len(
     """1: the engine keeps to the longest sequence it was told."""
     from nrl_models.diagnostics.engines import PROMPT_TOKENS, diagnose_max_model_len
 
-    with errors_for_people():
-        prompt = _made(_prompts(path), PROMPT_TOKENS, 1)[0]
-        # A server has its own limit, chosen where it was started.
-        asked = {} if engine.startswith("http") else {"max_length": limit}
-        with _engine(path, engine, dtype, engine_option, **asked) as started:
-            result = diagnose_max_model_len(started, str(path), prompt)
+    prompt = _made(_prompts(path), PROMPT_TOKENS, 1)[0]
+    # A server has its own limit, chosen where it was started.
+    asked = {} if engine.startswith("http") else {"max_length": limit}
+    with _engine(path, engine, dtype, engine_option, **asked) as started:
+        result = diagnose_max_model_len(started, str(path), prompt)
     _show(result, json_file)
 
 
@@ -96,12 +95,11 @@ def decode_vs_prefill(
     """2: decoding gives the log-probabilities of one prefill."""
     from nrl_models.diagnostics.engines import diagnose_decode_vs_prefill
 
-    with errors_for_people():
-        made = _made(_prompts(path), length, prompts, seed)
-        with _engine(path, engine, dtype, engine_option, seed=seed) as started:
-            result = diagnose_decode_vs_prefill(
-                started, str(path), made, new_tokens=new_tokens, threshold=threshold, seed=seed
-            )
+    made = _made(_prompts(path), length, prompts, seed)
+    with _engine(path, engine, dtype, engine_option, seed=seed) as started:
+        result = diagnose_decode_vs_prefill(
+            started, str(path), made, new_tokens=new_tokens, threshold=threshold, seed=seed
+        )
     _show(result, json_file)
 
 
@@ -120,14 +118,13 @@ def embeddings(
     """3: no embedding row is zero or constant. Reads the embeddings alone, and needs no engine."""
     from nrl_models.diagnostics.embeddings import diagnose_embeddings
 
-    with errors_for_people():
-        result = diagnose_embeddings(
-            path,
-            near_zero=near_zero_threshold,
-            identical=identical_threshold,
-            reinitialise=reinitialise,
-            seed=seed,
-        )
+    result = diagnose_embeddings(
+        path,
+        near_zero=near_zero_threshold,
+        identical=identical_threshold,
+        reinitialise=reinitialise,
+        seed=seed,
+    )
     _show(result, json_file)
 
 
@@ -149,9 +146,8 @@ def precision(
     def start(mode: dict[str, Any]) -> Any:
         return _engine(path, engine, dtype, engine_option, **mode)
 
-    with errors_for_people():
-        made = _made(_prompts(path), length, prompts)
-        result = diagnose_precision(start, str(path), made, new_tokens=new_tokens, tolerance=tolerance)
+    made = _made(_prompts(path), length, prompts)
+    result = diagnose_precision(start, str(path), made, new_tokens=new_tokens, tolerance=tolerance)
     _show(result, json_file)
 
 
@@ -168,14 +164,13 @@ def prefix_caching(
     """5: no NaN once an answer is part of the next prompt."""
     from nrl_models.diagnostics.engines import diagnose_prefix_caching
 
-    with errors_for_people():
-        made = _prompts(path)
-        prompt = made.counting(count)
-        # One more token, because the engine samples one when it scores.
-        options: dict[str, Any] = {"enable_prefix_caching": True} if engine == "vllm" else {}
-        if not engine.startswith("http"):
-            options["max_length"] = len(prompt) + 2 * new_tokens + 1
-        decode: Callable[..., str] | None = None if made.tokenizer is None else made.text
-        with _engine(path, engine, dtype, engine_option, **options) as started:
-            result = diagnose_prefix_caching(started, str(path), prompt, new_tokens=new_tokens, decode=decode)
+    made = _prompts(path)
+    prompt = made.counting(count)
+    # One more token, because the engine samples one when it scores.
+    options: dict[str, Any] = {"enable_prefix_caching": True} if engine == "vllm" else {}
+    if not engine.startswith("http"):
+        options["max_length"] = len(prompt) + 2 * new_tokens + 1
+    decode: Callable[..., str] | None = None if made.tokenizer is None else made.text
+    with _engine(path, engine, dtype, engine_option, **options) as started:
+        result = diagnose_prefix_caching(started, str(path), prompt, new_tokens=new_tokens, decode=decode)
     _show(result, json_file)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,7 +12,6 @@ from nrl_models.cli.console import (
     CheckpointPath,
     JsonFile,
     app,
-    errors_for_people,
     existing_device,
     print_table,
     writable,
@@ -19,6 +19,8 @@ from nrl_models.cli.console import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
     import torch
 
     from nrl_models.consistency.report import ConsistencyReport
@@ -36,6 +38,10 @@ EngineOptions = Annotated[
 Dtype = Annotated[
     str | None, typer.Option(help="What the engine computes in; the checkpoint's by default.", show_default=False)
 ]
+TrainerDtype = Annotated[
+    str | None, typer.Option(help="What the trainer computes in; the engine's by default.", show_default=False)
+]
+Threshold = Annotated[float, typer.Option(help="Bound on token_mult_prob_error.")]
 Device = Annotated[str, typer.Option(help="Where the trainer runs.", callback=existing_device)]
 
 
@@ -99,11 +105,9 @@ def consistency(
     top_k: Annotated[int, typer.Option(help="Of mode sampling; 0 is all.")] = 0,
     top_p: Annotated[float, typer.Option(help="Of mode sampling; 1 is all.")] = 0.95,
     strict: Annotated[bool, typer.Option(help="Sample from the trainer, too, and average.")] = False,
-    threshold: Annotated[float, typer.Option(help="Bound on token_mult_prob_error.")] = 1.05,
+    threshold: Threshold = 1.05,
     dtype: Dtype = None,
-    trainer_dtype: Annotated[
-        str | None, typer.Option(help="What the trainer computes in; the engine's by default.", show_default=False)
-    ] = None,
+    trainer_dtype: TrainerDtype = None,
     device: Device = "cpu",
     text: Annotated[
         Path | None, typer.Option(help="Real text; that of this machine's Python by default.", show_default=False)
@@ -135,73 +139,72 @@ def consistency(
     from nrl_models.consistency.cells import BATCHES, DATA, LENGTHS, MODES, Settings
     from nrl_models.logprobs.sampling import Sampling
 
-    with errors_for_people():
-        try:
-            sampling = Sampling(temperature, top_k, top_p)
-        except ValueError as error:
-            raise typer.BadParameter(str(error)) from error
-        settings = Settings(
-            lengths=tuple(length or LENGTHS),
-            data=tuple(data or DATA),
-            modes=tuple(mode or MODES),
-            batches=tuple(batch or BATCHES),
-            repeats=repeats,
-            sampling=sampling,
-            new_tokens=new_tokens,
-            strict=strict,
-            threshold=threshold,
-            seed=seed,
-        )
-        folder = out or Path("consistency") / path.resolve().name
-        options = options_of(engine_option)
-        dtypes = dtype_of(dtype), dtype_of(trainer_dtype, "--trainer-dtype")
-        if html is not None:
-            from nrl_models.consistency.html import require_matplotlib
+    try:
+        sampling = Sampling(temperature, top_k, top_p)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    settings = Settings(
+        lengths=tuple(length or LENGTHS),
+        data=tuple(data or DATA),
+        modes=tuple(mode or MODES),
+        batches=tuple(batch or BATCHES),
+        repeats=repeats,
+        sampling=sampling,
+        new_tokens=new_tokens,
+        strict=strict,
+        threshold=threshold,
+        seed=seed,
+    )
+    folder = out or Path("consistency") / path.resolve().name
+    options = options_of(engine_option)
+    dtypes = dtype_of(dtype), dtype_of(trainer_dtype, "--trainer-dtype")
+    if html is not None:
+        from nrl_models.consistency.html import require_matplotlib
 
-            require_matplotlib()
-        from nrl_models.consistency.run import check_consistency
+        require_matplotlib()
+    from nrl_models.consistency.run import check_consistency
 
-        try:
-            with _live_table() as progress:
-                report = check_consistency(
-                    path,
-                    engine=engine,
-                    settings=settings,
-                    out=folder,
-                    dtype=dtypes[0],
-                    trainer_dtype=dtypes[1],
-                    device=device,
-                    text_file=text,
-                    fresh=fresh,
-                    load_format=load_format,
-                    engine_options=options,
-                    skip_too_long=length is None,
-                    progress=progress,
-                )
-        except KeyboardInterrupt:
-            print_table(f"interrupted: what was measured is in {folder}; the same command goes on from there")
-            raise typer.Exit(130) from None
-        if not sys.stdout.isatty():
-            print_table(report.table())
-        for result in report.results:
-            if not result.passed:
-                print_table(f"{result.cell}: {'; '.join(result.problems)}")
-                print_table(result.verdict.summary if result.verdict else "not judged: others failed before it")
-        write_json(json_file, report.to_json())
-        if markdown is not None:
-            markdown.parent.mkdir(parents=True, exist_ok=True)
-            markdown.write_text(report.markdown())
-        if html is not None:
-            from nrl_models.consistency.html import write_html
-            from nrl_models.consistency.prompts import load_tokenizer
-
-            write_html(report, html, load_tokenizer(path))
-        if report.error:
-            from nrl_models.errors import EngineError
-
-            raise EngineError(
-                f"{report.error}\nWhat was measured before is in {folder}; the same command goes on from there."
+    try:
+        with _live_table() as progress:
+            report = check_consistency(
+                path,
+                engine=engine,
+                settings=settings,
+                out=folder,
+                dtype=dtypes[0],
+                trainer_dtype=dtypes[1],
+                device=device,
+                text_file=text,
+                fresh=fresh,
+                load_format=load_format,
+                engine_options=options,
+                skip_too_long=length is None,
+                progress=progress,
             )
+    except KeyboardInterrupt:
+        print_table(f"interrupted: what was measured is in {folder}; the same command goes on from there")
+        raise typer.Exit(130) from None
+    if not sys.stdout.isatty():
+        print_table(report.table())
+    for result in report.results:
+        if not result.passed:
+            print_table(f"{result.cell}: {'; '.join(result.problems)}")
+            print_table(result.verdict.summary if result.verdict else "not judged: others failed before it")
+    write_json(json_file, report.to_json())
+    if markdown is not None:
+        markdown.parent.mkdir(parents=True, exist_ok=True)
+        markdown.write_text(report.markdown())
+    if html is not None:
+        from nrl_models.consistency.html import write_html
+        from nrl_models.consistency.prompts import load_tokenizer
+
+        write_html(report, html, load_tokenizer(path))
+    if report.error:
+        from nrl_models.errors import EngineError
+
+        raise EngineError(
+            f"{report.error}\nWhat was measured before is in {folder}; the same command goes on from there."
+        )
     if not report.passed:
         raise typer.Exit(1)
 
@@ -211,13 +214,11 @@ def refit_check(
     path: CheckpointPath,
     engine: EngineName = "vllm",
     dtype: Dtype = None,
-    trainer_dtype: Annotated[
-        str | None, typer.Option(help="What the trainer computes in; the engine's by default.", show_default=False)
-    ] = None,
+    trainer_dtype: TrainerDtype = None,
     device: Device = "cpu",
     length: Annotated[int, typer.Option(help="Tokens of the sequences that are compared.", min=8)] = 100,
     batch: Annotated[int, typer.Option(help="How many of them.", min=1)] = 4,
-    threshold: Annotated[float, typer.Option(help="Bound on token_mult_prob_error.")] = 1.05,
+    threshold: Threshold = 1.05,
     bucket_mb: Annotated[
         float | None,
         typer.Option(
@@ -231,22 +232,20 @@ def refit_check(
     from rich.console import Console
 
     from nrl_models.consistency.cells import Settings
+    from nrl_models.consistency.refit import check_refit
 
-    with errors_for_people():
-        from nrl_models.consistency.refit import check_refit
-
-        with Console(stderr=True).status("starting") as status:
-            check = check_refit(
-                path,
-                engine=engine,
-                dtype=dtype_of(dtype),
-                trainer_dtype=dtype_of(trainer_dtype, "--trainer-dtype"),
-                device=device,
-                settings=Settings((length,), ("dummy",), ("sampling",), (batch,), threshold=threshold),
-                bucket_bytes=None if bucket_mb is None else int(bucket_mb * 1e6),
-                engine_options=options_of(engine_option),
-                note=status.update,
-            )
+    with Console(stderr=True).status("starting") as status:
+        check = check_refit(
+            path,
+            engine=engine,
+            dtype=dtype_of(dtype),
+            trainer_dtype=dtype_of(trainer_dtype, "--trainer-dtype"),
+            device=device,
+            settings=Settings((length,), ("dummy",), ("sampling",), (batch,), threshold=threshold),
+            bucket_bytes=None if bucket_mb is None else int(bucket_mb * 1e6),
+            engine_options=options_of(engine_option),
+            note=status.update,
+        )
     print_table(check.table())
     for step in check.steps:
         for problem in (*step.problems, *step.result.problems):
@@ -258,38 +257,30 @@ def refit_check(
         raise typer.Exit(1)
 
 
-def _live_table() -> Any:
+@contextmanager
+def _live_table() -> Iterator[Callable[[ConsistencyReport], None]]:
     """A table that changes as cells are measured; where there is no terminal, a line for each cell that is done."""
     import sys
-    from contextlib import contextmanager
 
-    @contextmanager
-    def open_table() -> Any:
-        from rich.console import Console
-        from rich.live import Live
+    from rich.console import Console
+    from rich.live import Live
 
-        if sys.stdout.isatty():
-            with Live(console=Console(), refresh_per_second=4, vertical_overflow="visible") as live:
+    if sys.stdout.isatty():
+        with Live(console=Console(), refresh_per_second=4, vertical_overflow="visible") as live:
+            yield lambda report: live.update(report.table())
+        return
+    done = 0
 
-                def show(report: ConsistencyReport) -> None:
-                    live.update(report.table())
+    def tell(report: ConsistencyReport) -> None:
+        nonlocal done
+        results = report.results
+        for result in results[done:]:
+            Console(stderr=True, soft_wrap=True).print(
+                f"{len(results)}/{len(results) + len(report.running)} {result.cell}: "
+                f"{'pass' if result.passed else 'FAIL'}, token_mult_prob_error {max(result.errors):.7f}, "
+                f"noise floor {result.noise:.7f}",
+                highlight=False,
+            )
+        done = len(results)
 
-                yield show
-            return
-        done: list[int] = [0]
-
-        def tell(report: ConsistencyReport) -> None:
-            results = report.results
-            for result in results[done[0] :]:
-                total = len(results) + len(report.running)
-                error = max(result.errors)
-                Console(stderr=True, soft_wrap=True).print(
-                    f"{len(results)}/{total} {result.cell}: {'pass' if result.passed else 'FAIL'}, "
-                    f"token_mult_prob_error {error:.7f}, noise floor {result.noise:.7f}",
-                    highlight=False,
-                )
-            done[0] = len(results)
-
-        yield tell
-
-    return open_table()
+    yield tell

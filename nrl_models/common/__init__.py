@@ -3,7 +3,7 @@
 from nrl_models.common.backend import BackendConfig
 from nrl_models.common.family_model import FamilyModel
 from nrl_models.common.flags import ModelFlag
-from nrl_models.common.freezing import freeze, freeze_unreachable, trainable_parameters
+from nrl_models.common.freezing import freeze, freeze_unreachable, trainable_parameters, unreachable_parameters
 from nrl_models.common.projections import (
     CombinedGateUp,
     CombinedProjections,
@@ -12,7 +12,6 @@ from nrl_models.common.projections import (
     combine,
     combine_groups,
 )
-from nrl_models.common.reach import unreachable_parameters
 from nrl_models.common.state_dict_adapter import StateDictAdapter
 
 __all__ = [

@@ -42,30 +42,11 @@ class Block:
 
     def take_from(self, whole: torch.Tensor) -> None:
         """Copy the region's values from `whole`, a tensor of the larger shape."""
-        _copy(self.tensor, self.of(whole))
+        self.tensor.copy_(self.of(whole))
 
     def put_into(self, whole: torch.Tensor) -> None:
         """Copy the region's values into `whole`, a tensor of the larger shape."""
-        _copy(self.of(whole), self.tensor)
-
-
-def _copy(target: torch.Tensor, source: torch.Tensor, rows: int = 128) -> None:
-    """`target.copy_(source)`; on a CPU some rows at a time where one is transposed and the other is not.
-
-    Element by element, as torch copies then, is five times slower, but for contiguous matrices that fit its caches.
-    """
-    if target.device.type == source.device.type == "cpu" and _is_transposed(target) != _is_transposed(source):
-        for some, into in zip(source.split(rows), target.split(rows), strict=True):
-            if _is_transposed(target):
-                into.t().copy_(some.contiguous().t().contiguous())
-            else:
-                into.copy_(some.t().contiguous().t().contiguous())
-    else:
-        target.copy_(source)
-
-
-def _is_transposed(tensor: torch.Tensor) -> bool:
-    return tensor.ndim == 2 and tensor.stride(0) < tensor.stride(1)
+        self.of(whole).copy_(self.tensor)
 
 
 def through(steps: Iterable[Step], shape: Sequence[int], block: Block) -> list[Block]:

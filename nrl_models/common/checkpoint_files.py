@@ -17,6 +17,7 @@ import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from safetensors import SafetensorError, safe_open
+from transformers.modeling_utils import str_to_torch_dtype
 
 from nrl_models.common.garbage import no_collections
 from nrl_models.common.page_maps import Run, joined, map_file, map_runs
@@ -27,21 +28,7 @@ ADAPTER_CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 
-DTYPES: dict[str, torch.dtype] = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "I16": torch.int16,
-    "I32": torch.int32,
-    "I64": torch.int64,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F32": torch.float32,
-    "F64": torch.float64,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E8M0": torch.float8_e8m0fnu,
-}
+DTYPES: dict[str, torch.dtype] = str_to_torch_dtype | {"F8_E8M0": torch.float8_e8m0fnu}
 """safetensors' names of dtypes."""
 
 

@@ -15,13 +15,12 @@ from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 from nrl_models.common import pretrained
 from nrl_models.common.flags import ModelFlag
 from nrl_models.common.hf_names import to_checkpoint
-from nrl_models.common.kept_adapters import adapter_of
 from nrl_models.common.mrope import FreshPositions, PackedTextPositions
 from nrl_models.common.packing import keep_documents_apart
 from nrl_models.common.projections import CombinedProjections
 from nrl_models.common.saving import staged
 from nrl_models.common.soft_cap import drops_soft_cap
-from nrl_models.common.state_dict_adapter import StateDictAdapter
+from nrl_models.common.state_dict_adapter import StateDictAdapter, adapter_of
 
 
 class FamilyModel:

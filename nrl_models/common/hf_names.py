@@ -11,10 +11,9 @@ from transformers import PreTrainedModel
 
 from nrl_models.common.conversions import are_alike
 from nrl_models.common.garbage import no_collections
-from nrl_models.common.kept_adapters import adapter_of
 from nrl_models.common.layouts import convert_layout, hub_conversions
-from nrl_models.common.saving import separate_storages
-from nrl_models.common.state_dict_adapter import StateDictAdapter
+from nrl_models.common.projections import own_storage
+from nrl_models.common.state_dict_adapter import StateDictAdapter, adapter_of
 from nrl_models.common.views import HFTensor
 from nrl_models.errors import CheckpointError, Problem
 
@@ -43,8 +42,9 @@ def to_checkpoint(
     adapter.check_own(state_dict)
     table = checkpoint_layout(model, adapter, original_format=original_format)
     available = {name: tensor for name, tensor in table.items() if all(one in state_dict for one in tensor.parameters)}
-    unused = getattr(model, "_unused_tensors", {})
-    return separate_storages({name: tensor.read(state_dict) for name, tensor in available.items()} | unused)
+    tensors = {name: tensor.read(state_dict) for name, tensor in available.items()}
+    # transformers and safetensors take tensors that share a storage for tied ones; experts of one stack are not tied.
+    return {name: own_storage(tensor) for name, tensor in (tensors | getattr(model, "_unused_tensors", {})).items()}
 
 
 def checkpoint_layout(

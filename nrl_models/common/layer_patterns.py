@@ -12,8 +12,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import count, groupby
 from typing import Any
 
 import torch
@@ -60,20 +59,14 @@ Pattern = tuple[tuple[str, ...], tuple[int, ...]]
 """A name without its numbers: what stands around them, and how many digits they have."""
 
 
-@dataclass(slots=True)
-class Names:
-    """Names as patterns and numbers, each taken apart once."""
+class Names(dict[str, tuple[Pattern, tuple[str, ...]]]):
+    """Of names that are looked up the pattern and the numbers; each is taken apart once."""
 
-    _known: dict[str, tuple[Pattern, tuple[str, ...]]] = field(default_factory=dict)
-
-    def apart(self, name: str) -> tuple[Pattern, tuple[str, ...]]:
-        """The pattern of a name, and its numbers."""
-        known = self._known.get(name)
-        if known is None:
-            parts = _INDEX.split(name)
-            indices = tuple(parts[1::2])
-            known = self._known[name] = ((tuple(parts[::2]), tuple(map(len, indices))), indices)
-        return known
+    def __missing__(self, name: str) -> tuple[Pattern, tuple[str, ...]]:
+        parts = _INDEX.split(name)
+        numbers = tuple(parts[1::2])
+        self[name] = apart = (tuple(parts[::2]), tuple(map(len, numbers))), numbers
+        return apart
 
 
 class Renamer:
@@ -103,41 +96,30 @@ class Renamer:
         return name
 
     def _by_pattern(self, key: str) -> str:
-        pattern, indices = self._names.apart(key)
+        pattern, numbers = self._names[key]
         if pattern not in self._templates:
-            self._templates[pattern] = self._template(pattern)
+            self._templates[pattern] = self._template(key, numbers)
         template = self._templates[pattern]
-        return self._one(key) if template is None else template.format(*indices)
+        return self._one(key) if template is None else template.format(*numbers)
 
-    def _template(self, pattern: Pattern) -> str | None:
-        """What becomes of names of `pattern`, with `{0}` for their first number; None if that depends on numbers."""
-        around, lengths = pattern
-        if len(lengths) > 10:
+    def _template(self, name: str, numbers: Sequence[str]) -> str | None:
+        """What becomes of names like `name`, with `{0}` for their first number; None if that depends on numbers."""
+        if len(numbers) > 10:
             return None
+        places = count()
+        given = _INDEX.sub(lambda _: f"{{{next(places)}}}", _escaped(name))
         # Numbers that can be told apart; and all of them alike, because what a renaming finds is replaced where its
         # text first stands, which with other numbers might be elsewhere.
         examples = [
-            [str((step * place + 2) % 10) * length for place, length in enumerate(lengths)] for step in (3, 7, 0)
+            [str((step * place + 2) % 10) * len(number) for place, number in enumerate(numbers)] for step in (3, 7, 0)
         ]
-        name = _written(around)
-        renamed = [self._one(name.format(*example)) for example in examples]
-        parts = _INDEX.split(renamed[0])
-        for position in range(1, len(parts), 2):
-            if parts[position] not in examples[0]:
-                return None
-        places = [f"{{{examples[0].index(number)}}}" for number in parts[1::2]]
-        literal = [_escaped(part) for part in parts[::2]]
-        template = "".join(part + place for part, place in zip(literal, [*places, ""], strict=True))
+        renamed = [self._one(given.format(*example)) for example in examples]
+        try:
+            template = _INDEX.sub(lambda found: f"{{{examples[0].index(found[0])}}}", _escaped(renamed[0]))
+        except ValueError:  # a number that the name does not have
+            return None
         fits = all(template.format(*example) == one for example, one in zip(examples, renamed, strict=True))
         return template if fits else None
-
-
-def _written(around: Sequence[str]) -> str:
-    """The parts of a name around its numbers as a template for them."""
-    text = _escaped(around[0])
-    for place, part in enumerate(around[1:]):
-        text += f"{{{place}}}{_escaped(part)}"
-    return text
 
 
 def _escaped(text: str) -> str:
@@ -196,7 +178,7 @@ def _kinds(tensors: Mapping[str, HFTensor], dtype_of: Callable[[str], torch.dtyp
     return [sorted(like, key=lambda layer: int(layer[1])) for like in kinds.values()]
 
 
-def _within(layer: Layer, name: str) -> str | tuple[str, ...] | None:
+def _within(layer: Layer, name: str) -> str | tuple[str, ...]:
     """The rest of a name that is in `layer`; of one that is elsewhere itself, and then no other layer is like it."""
     prefix = "".join(layer)
     return name.removeprefix(prefix) if name.startswith(f"{prefix}.") else (*layer, name)
@@ -204,36 +186,24 @@ def _within(layer: Layer, name: str) -> str | tuple[str, ...] | None:
 
 def _for_all(converted: Table, kinds: list[list[Layer]]) -> Table | None:
     """The whole table from that of two layers of each kind, in its order; None if it cannot be had from them."""
-    blocks: dict[Layer | None, list[HFTensor]] = {}
-    order: list[tuple[str | None, list[HFTensor]]] = []  # stacks, and what is in none
+    blocks: dict[Layer, list[HFTensor]] = {}
     for layer, group in groupby(converted.values(), key=_only_layer):
-        block = list(group)
-        if layer is _SEVERAL or (layer is not None and layer in blocks):
+        if layer is _SEVERAL or layer in blocks:
             return None
-        if layer is None:
-            order.append((None, block))
-            continue
-        blocks[layer] = block
-        if not order or order[-1][0] != layer[0]:
-            order.append((layer[0], []))
-    stacks = [stack for stack, _ in order if stack is not None]
-    if len(set(stacks)) < len(stacks):
+        blocks[layer or (f"outside {len(blocks)}", "0")] = list(group)
+    stacks = [stack for stack, _ in groupby(stack for stack, _ in blocks)]
+    place = {stack: at for at, stack in enumerate(stacks)}
+    if len(place) < len(stacks):
         return None
     for like in kinds:
         templates = _templates(like[0], like[-1], blocks.get(like[0], []), blocks.get(like[-1], []))
         if templates is None:
             return None
-        for layer in like[1:-1]:
-            blocks[layer] = [_filled(template, layer) for template in templates]
-    result: Table = {}
-    layers = sorted((layer for layer in blocks if layer is not None), key=lambda layer: (layer[0], int(layer[1])))
-    within = {stack: list(group) for stack, group in groupby(layers, key=lambda layer: layer[0])}
-    count = 0
-    for stack, block in order:
-        for part in [block] if stack is None else [blocks[layer] for layer in within[stack]]:
-            result |= {tensor.name: tensor for tensor in part}
-            count += len(part)
-    return result if len(result) == count else None
+        blocks |= {layer: [_filled(template, layer) for template in templates] for layer in like[1:-1]}
+    in_order = sorted(blocks, key=lambda layer: (place.get(layer[0], 0), int(layer[1])))
+    tensors = [tensor for layer in in_order for tensor in blocks[layer]]
+    result = {tensor.name: tensor for tensor in tensors}
+    return result if len(result) == len(tensors) else None
 
 
 _SEVERAL: Any = ("", "")
@@ -245,47 +215,32 @@ def _only_layer(tensor: HFTensor) -> Layer | None:
     return next(iter(layers)) if len(layers) == 1 else _SEVERAL
 
 
-@dataclass(frozen=True, slots=True)
-class _Template:
-    """A tensor of a layer, the layer's number left open.
+def _templates(first: Layer, last: Layer, of_first: list[HFTensor], of_last: list[HFTensor]) -> list[HFTensor] | None:
+    """What both layers became, the layer's number left open; None if they differ in more than that.
 
-    Args:
-        name: with `{0}` for the number.
-        shape: the tensor's.
-        pieces: for each the rest of the parameter's name in the layer, the steps to it, and the region.
+    A template's name has `{0}` for the number, and its parameters' names are the rest of them in the layer.
     """
-
-    name: str
-    shape: tuple[int, ...]
-    pieces: tuple[tuple[str, Any, Any], ...]
-
-
-def _templates(first: Layer, last: Layer, of_first: list[HFTensor], of_last: list[HFTensor]) -> list[_Template] | None:
-    """What both layers became, as templates; None if they differ in more than their numbers."""
     if len(of_first) != len(of_last):
         return None
     templates = []
     for one, other in zip(of_first, of_last, strict=True):
-        parts, others = one.name.split("."), other.name.split(".")
-        if len(parts) != len(others):
-            return None
         # A part that is the number in both is the layer's; any other has to be the same.
-        open_parts = ["{0}" if part != its else _escaped(part) for part, its in zip(parts, others, strict=True)]
-        template = _Template(
-            ".".join(open_parts),
-            one.shape,
-            tuple(
-                (piece.view.parameter.removeprefix("".join(first)), piece.view.steps, piece.region)
-                for piece in one.pieces
-            ),
+        parts = zip(one.name.split("."), other.name.split("."), strict=False)
+        name = ".".join("{0}" if part != its else _escaped(part) for part, its in parts)
+        pieces = tuple(
+            Piece(View(piece.view.parameter.removeprefix("".join(first)), piece.view.steps), piece.region)
+            for piece in one.pieces
         )
+        template = HFTensor(name, one.shape, pieces)
         if _filled(template, first) != one or _filled(template, last) != other:
             return None
         templates.append(template)
     return templates
 
 
-def _filled(template: _Template, layer: Layer) -> HFTensor:
+def _filled(template: HFTensor, layer: Layer) -> HFTensor:
     prefix = "".join(layer)
-    pieces = tuple(Piece(View(prefix + rest, steps), region) for rest, steps, region in template.pieces)
+    pieces = tuple(
+        Piece(View(prefix + piece.view.parameter, piece.view.steps), piece.region) for piece in template.pieces
+    )
     return HFTensor(template.name.format(layer[1]), template.shape, pieces)

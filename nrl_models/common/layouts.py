@@ -18,7 +18,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import PrefixChange, revert_weight_conversion
 
-from nrl_models.common.conversions import conversions_of
+from nrl_models.common.conversions import are_alike, conversions_of
 from nrl_models.common.garbage import no_collections
 from nrl_models.common.layer_patterns import convert_by_layer, ignore_indices
 from nrl_models.common.views import HFTensor, TracedTensor, View
@@ -78,24 +78,13 @@ def hub_conversions(model: PreTrainedModel) -> list[Any] | None:
     A prefix that only some checkpoints carry (`PrefixChange`) is kept only if the checkpoint this
     model came from carried it, which is transformers' rule.
     """
-    used = {_prefix_change(conversion) for conversion in getattr(model, "_weight_conversions", None) or ()}
+    loaded_with = getattr(model, "_weight_conversions", None) or ()
     conversions = [
         conversion
         for conversion in conversions_of(model, add_legacy=False)
-        if not isinstance(conversion, PrefixChange) or _prefix_change(conversion) in used
+        if not isinstance(conversion, PrefixChange) or any(are_alike([conversion], [other]) for other in loaded_with)
     ]
     return conversions or None
-
-
-def _prefix_change(conversion: Any) -> tuple[Any, ...] | None:
-    if not isinstance(conversion, PrefixChange):
-        return None
-    return (
-        conversion.prefix_to_add,
-        conversion.prefix_to_remove,
-        conversion.model_prefix,
-        getattr(conversion, "scope_prefix", None),
-    )
 
 
 @no_collections()

@@ -157,7 +157,7 @@ def fit_checkpoint(
 
     found = match(
         {key: Given(stored.shape, stored.dtype, stored.file) for key, stored in files.tensors.items()},
-        names.find,
+        names.found.get,
         adapter.own,
         adapter.absent,
         adapter.tied,
@@ -194,6 +194,9 @@ class CheckpointNames:
         model: the model to load.
         adapter: its adapter.
         keys: all keys of the checkpoint.
+
+    Attributes:
+        found: for each key the tensor it stands for, or None.
     """
 
     def __init__(self, model: PreTrainedModel, adapter: StateDictAdapter, keys: Iterable[str]) -> None:
@@ -207,11 +210,7 @@ class CheckpointNames:
         self._table: dict[str, HFTensor] = dict(adapter.transformers)
         self._table |= _renamed(adapter.hub, Renamer(conversions_of(model), self._names))
         renamed = Renamer(self._conversions, self._names).rename(keys)
-        self._found = {key: self._resolve(key, name) for key, name in renamed.items()}
-
-    def find(self, key: str) -> HFTensor | None:
-        """The tensor a key of the checkpoint stands for, or None."""
-        return self._found[key]
+        self.found = {key: self._resolve(key, name) for key, name in renamed.items()}
 
     def used_conversions(self) -> list[Any]:
         """The conversions that applied to some key: those that saving has to revert."""
@@ -219,17 +218,15 @@ class CheckpointNames:
 
     def _resolve(self, key: str, renamed: str) -> HFTensor | None:
         for candidate in (renamed, key):
-            for name in self._with_and_without_prefix(candidate):
+            for name in (candidate.removeprefix(self._prefix), self._prefix + candidate, candidate):
                 if name in self._table:
                     self._mark_used(candidate)
                     return self._table[name]
         return None
 
-    def _with_and_without_prefix(self, key: str) -> tuple[str, ...]:
-        return key.removeprefix(self._prefix), self._prefix + key, key
-
     def _mark_used(self, key: str) -> None:
-        pattern = self._names.apart(key)[0]
+        """Have the converter that is for `key` note it, as transformers does."""
+        pattern, _ = self._names[key]
         if self._shares and pattern in self._marked:
             return
         self._marked.add(pattern)
@@ -249,13 +246,9 @@ def _renamed(table: Mapping[str, HFTensor], renamer: Renamer) -> dict[str, HFTen
 
 def _former_buffers(model: nn.Module) -> list[str]:
     """Buffers that old checkpoints saved and models now compute."""
+    patterns = {"rotary_emb.inv_freq": r"rotary_emb\.inv_freq", "position_ids": r"(^|\.)position_ids$"}
     names = [name for name, _ in model.named_buffers()]
-    patterns = []
-    if any(name.endswith("rotary_emb.inv_freq") for name in names):
-        patterns.append(r"rotary_emb\.inv_freq")
-    if any(name.endswith("position_ids") for name in names):
-        patterns.append(r"(^|\.)position_ids$")
-    return patterns
+    return [pattern for end, pattern in patterns.items() if any(name.endswith(end) for name in names)]
 
 
 def _patterns(model: nn.Module, attribute: str, more: Iterable[str]) -> re.Pattern[str]:
@@ -297,6 +290,19 @@ def _tie_problems(
     return problems
 
 
+_ADVICE = {
+    "partial": "the checkpoint lost tensors: download or save it again",
+    "duplicated": "keep one of the tensors that are there more than once",
+    "tied": "pass tie_word_embeddings=False to keep both",
+    "shape": "config.json and the weights disagree: one of them is of another model",
+    "dtype": (
+        "quantised weights need a quantization_config that says how: FP8 by blocks and MXFP4 are read as plain "
+        "weights, other methods by transformers' quantisers"
+    ),
+}
+"""What to do about each kind of problem."""
+
+
 def _advice(model: PreTrainedModel, found: Match) -> list[str]:
     kinds = {problem.kind for problem in found.problems}
     advice = []
@@ -307,20 +313,7 @@ def _advice(model: PreTrainedModel, found: Match) -> list[str]:
         )
     if "missing" in kinds and any("lm_head" in problem.subject for problem in found.problems):
         advice.append("if the checkpoint ties its head to the embeddings, pass tie_word_embeddings=True")
-    if "partial" in kinds:
-        advice.append("the checkpoint lost tensors: download or save it again")
-    if "duplicated" in kinds:
-        advice.append("keep one of the tensors that are there more than once")
-    if "tied" in kinds:
-        advice.append("pass tie_word_embeddings=False to keep both")
-    if "shape" in kinds:
-        advice.append("config.json and the weights disagree: one of them is of another model")
-    if "dtype" in kinds:
-        advice.append(
-            "quantised weights need a quantization_config that says how: FP8 by blocks and MXFP4 are read as plain "
-            "weights, other methods by transformers' quantisers"
-        )
-    return advice
+    return advice + [text for kind, text in _ADVICE.items() if kind in kinds]
 
 
 def _read(model: PreTrainedModel, fit: Fit, files: CheckpointFiles, device: torch.device) -> None:
@@ -415,8 +408,7 @@ def _over_pages(
 
 def install(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
     """Put `tensor` in the place of the parameter or buffer `name`; what the class freezes stays frozen."""
-    owner, _, attribute = name.rpartition(".")
-    module = model.get_submodule(owner)
+    module, attribute = owner_of(model, name)
     if attribute not in module._buffers:
         learns = tensor.is_floating_point() and module._parameters[attribute].requires_grad
         tensor = nn.Parameter(tensor, requires_grad=learns)
@@ -424,13 +416,17 @@ def install(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
     (module._buffers if attribute in module._buffers else module._parameters)[attribute] = tensor
 
 
+def owner_of(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """The module that a parameter or buffer is in, and what it is called there."""
+    owner, _, attribute = name.rpartition(".")
+    return model.get_submodule(owner), attribute
+
+
 def share_copies(model: nn.Module, copies: Mapping[str, str]) -> None:
     """Let each parameter that `copies` names be the one that it names for it."""
     for name, given in copies.items():
-        owner, _, attribute = name.rpartition(".")
-        source_owner, _, source_attribute = given.rpartition(".")
-        parameter = model.get_submodule(source_owner)._parameters[source_attribute]
-        model.get_submodule(owner)._parameters[attribute] = parameter
+        module, attribute = owner_of(model, name)
+        module._parameters[attribute] = model.get_parameter(given)
 
 
 def move_buffers(model: nn.Module, device: torch.device) -> None:
@@ -448,10 +444,10 @@ def _finish(model: PreTrainedModel, fit: Fit, device: torch.device) -> None:
     move_buffers(model, device)
     if found.missing:
         for name in found.missing:
-            placeholder = _tensor(model, name)
+            placeholder = getattr(*owner_of(model, name))
             if placeholder.device.type == "meta":
                 install(model, name, torch.empty_like(placeholder, device=device))
-            _tensor(model, name)._is_hf_initialized = False
+            getattr(*owner_of(model, name))._is_hf_initialized = False
         for module in model.modules():
             module._is_hf_initialized = False
         model.initialize_weights()
@@ -460,8 +456,3 @@ def _finish(model: PreTrainedModel, fit: Fit, device: torch.device) -> None:
     unwritten = [name for name, tensor in model.state_dict(keep_vars=True).items() if tensor.device.type == "meta"]
     if unwritten:  # cannot happen: `match` has accounted for every tensor
         raise AssertionError(f"not written: {', '.join(unwritten)}")
-
-
-def _tensor(model: nn.Module, name: str) -> torch.Tensor:
-    owner, _, attribute = name.rpartition(".")
-    return getattr(model.get_submodule(owner), attribute)

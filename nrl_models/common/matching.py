@@ -6,15 +6,16 @@ ways, every problem named at once, nothing written before all is known.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
 import torch
 
 from nrl_models.common.layouts import TensorSpec
-from nrl_models.common.views import HFTensor
+from nrl_models.common.views import HFTensor, Place, View
 from nrl_models.errors import Problem
 
 
@@ -100,11 +101,12 @@ def _coverage(
 ) -> list[Problem]:
     """Problems with the sources of one own tensor: they must fill it exactly once, in one dtype."""
     keys = [key for key, _ in sources]
-    filled = sum(_elements_in(name, target) for _, target in sources)
-    wanted = _numel(spec.shape)
+    views = [piece.view for _, target in sources for piece in target.pieces if piece.view.parameter == name]
+    places = [view.place_in(spec.shape) for view in views]
+    filled, wanted = sum(math.prod(place.shape) for place in places), math.prod(spec.shape)
     files = sorted({given[key].file for key in keys if given[key].file})
     file = ", ".join(files) or None
-    if filled > wanted or (wanted and _overlap(name, spec, sources)):  # nothing is filled twice where nothing is
+    if filled > wanted or (wanted and _overlap(views, places)):  # nothing is filled twice where nothing is
         return [Problem("duplicated", _listed(keys), f"fill {name} more than once", file)]
     if filled < wanted:
         missing = _listed(absent(name, [target for _, target in sources]))
@@ -116,15 +118,13 @@ def _coverage(
     return []
 
 
-def _overlap(name: str, spec: TensorSpec, sources: list[tuple[str, HFTensor]]) -> bool:
-    """Whether two sources fill the same elements: of regions that are runs in memory any, of others the same one."""
-    views = [piece.view for _, target in sources for piece in target.pieces if piece.view.parameter == name]
+def _overlap(views: Sequence[View], places: Sequence[Place]) -> bool:
+    """Whether two views fill the same elements: of regions that are runs in memory any, of others the same one."""
     if len(views) == 1:
         return False
     if len({view.steps for view in views}) < len(views):
         return True
-    places = [view.place_in(spec.shape) for view in views]
-    runs = sorted((place.offset, place.offset + _numel(place.shape)) for place in places if place.is_block)
+    runs = sorted((place.offset, place.offset + math.prod(place.shape)) for place in places if place.is_block)
     return any(end > start for (_, end), (start, _) in pairwise(runs))
 
 
@@ -144,28 +144,6 @@ def _resolve_ties(result: Match, tied: Mapping[str, str]) -> None:
             for name in (kept, *names):
                 if name not in result.sources:
                     result.copies[name] = present[0]
-
-
-def _elements_in(name: str, tensor: HFTensor) -> int:
-    """How many elements of own tensor `name` the Hugging Face tensor fills."""
-    if tensor.view is not None:
-        return _numel(tensor.shape)
-    meta = torch.empty(tensor.shape, device="meta")
-    total = 0
-    for piece in tensor.pieces:
-        if piece.view.parameter == name:
-            region = meta
-            for method, args in piece.region:
-                region = getattr(region, method)(*args)
-            total += region.numel()
-    return total
-
-
-def _numel(shape: Iterable[int]) -> int:
-    total = 1
-    for size in shape:
-        total *= size
-    return total
 
 
 def _listed(names: Iterable[str], limit: int = 8) -> str:

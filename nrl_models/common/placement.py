@@ -1,4 +1,4 @@
-"""Where a model goes: `device_map`, by accelerate, and what `torch.device(...)` around a call means."""
+"""Where a model goes: `device_map`, as transformers dispatches it, and what `torch.device(...)` around a call means."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
-from accelerate import dispatch_model, infer_auto_device_map
-from accelerate.utils import get_balanced_memory
 from transformers import PreTrainedModel
-from transformers.modeling_utils import check_and_set_device_map, get_torch_context_manager_or_global_device
+from transformers.modeling_utils import (
+    _get_device_map,
+    accelerate_dispatch,
+    check_and_set_device_map,
+    get_torch_context_manager_or_global_device,
+)
 
 from nrl_models.errors import DeviceError
 
@@ -45,28 +48,12 @@ def dispatch(
     Raises:
         ValueError: a map that leaves modules out, or puts some on disk without a folder.
     """
-    found = check_and_set_device_map(device_map)
-    if isinstance(found, str):
-        whole = sorted(
-            {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
-        )
-        if found != "sequential":
-            lowest_first = found == "balanced_low_0"
-            max_memory = get_balanced_memory(
-                model, max_memory=max_memory, no_split_module_classes=whole, low_zero=lowest_first
-            )
-        found = infer_auto_device_map(model, max_memory=max_memory, no_split_module_classes=whole)
+    found = _get_device_map(model, check_and_set_device_map(device_map), max_memory, None)
     places = set(found.values())
     if len(places) == 1 and places != {"disk"}:
         return model.to(*places)
-    return dispatch_model(
-        model,
-        dict(found),
-        offload_dir=None if offload_folder is None else str(offload_folder),
-        offload_buffers=offload_buffers,
-        # What layers hand on and write into (caches) stays the same object.
-        skip_keys=model._skip_keys_device_placement,
-    )
+    accelerate_dispatch(model, None, dict(found), offload_folder, None, offload_buffers)
+    return model
 
 
 def device_in_context() -> torch.device | None:

@@ -6,7 +6,7 @@ import copy
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -40,29 +40,6 @@ from nrl_models.errors import (
 
 logger = logging.get_logger(__name__)
 
-KEYWORDS = (
-    "config",
-    "dtype",
-    "device",
-    "device_map",
-    "offload_folder",
-    "offload_buffers",
-    "max_memory",
-    "quantization_config",
-    "combine",
-    "backend",
-    "mesh",
-    "plan",
-    "strict",
-    "revision",
-    "token",
-    "cache_dir",
-    "subfolder",
-    "trust_remote_code",
-    "ignore_config_keys",
-)
-"""What `from_pretrained` takes beside values of the configuration."""
-
 IMPLEMENTATIONS = ("attn_implementation", "experts_implementation")
 """Values transformers takes like configuration values, though `config.json` has no such keys."""
 
@@ -70,100 +47,126 @@ ClassFor = Callable[[PreTrainedConfig, Path | None], type[PreTrainedModel]]
 """Chooses the model class for a configuration, and the folder it came from if it came from one."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadOptions:
+    """What `from_pretrained` takes beside values of the configuration.
+
+    Args:
+        config: a configuration to use in place of the checkpoint's.
+        dtype: of the parameters, fp32 masters included; "auto" is the configuration's, else the
+            checkpoint's. What transformers keeps in fp32 stays fp32.
+        device: where to put the model; None is that of a `torch.device(...)` around the call, else the CPU, or
+            with a mesh this rank's device.
+        device_map: how to spread the model over several devices of this process, the CPU and the disk, as
+            transformers takes it: "auto", one device, or a device for each module.
+        offload_folder, offload_buffers, max_memory: where what a device map puts on "disk" goes, whether buffers
+            go with it, and how much each device may hold.
+        quantization_config: how transformers is to quantise the linears while it loads them (QLoRA).
+        combine: whether projections of one input run as one matmul: True, False, or "auto", which
+            follows the measurements in docs/benchmarks.md. It chooses speed only: parameters, their names and
+            every file are the same. `nrl_models.common.projections.report` says what came together.
+        backend: attention and expert implementations, and `combine` unless that is given.
+        mesh: the ranks to shard the model over; every rank calls this, and reads only the slices it holds. Its
+            dimensions are named `fsdp`, `ep`, `tp` (any of them, in this order); see
+            `nrl_models.distributed.parallelize`.
+        plan: how to shard it: "auto" (what None stands for), rules that change that, or a
+            `nrl_models.distributed.ParallelPlan`.
+        strict: whether the checkpoint must hold exactly this model. False initialises what is
+            missing and skips what is not known, with a warning that lists both: for a new head on
+            a base model.
+        revision, token, cache_dir, subfolder: where and how to get a hub repository.
+        trust_remote_code: run code that comes with the checkpoint, if neither transformers nor a
+            registered family knows its `model_type`.
+        ignore_config_keys: keys of the configuration, by name or path (`text_config.use_x`), that may have values
+            nobody reads or honours: see `nrl_models.common.config_check.check_config`.
+    """
+
+    config: PreTrainedConfig | None = None
+    dtype: str | torch.dtype = "auto"
+    device: str | int | torch.device | None = None
+    device_map: DeviceMap | None = None
+    offload_folder: str | Path | None = None
+    offload_buffers: bool = False
+    max_memory: Mapping[int | str, int | str] | None = None
+    quantization_config: Any = None
+    combine: Combine = True
+    backend: BackendConfig | None = None
+    mesh: DeviceMesh | None = None
+    plan: Any = None
+    strict: bool = True
+    revision: str | None = None
+    token: str | bool | None = None
+    cache_dir: str | Path | None = None
+    subfolder: str = ""
+    trust_remote_code: bool = False
+    ignore_config_keys: Collection[str] | str = ()
+
+    def check_destination(self) -> None:
+        """Refuse to put one model in two places, or in none.
+
+        Raises:
+            UnknownArgumentError: keywords that exclude one another.
+            DeviceError: weights are to go to meta.
+        """
+        refuse_meta(self.device, self.device_map)
+        given = [name for name in ("device", "device_map", "mesh") if getattr(self, name) is not None]
+        if len(given) > 1 and given != ["device", "mesh"]:
+            raise UnknownArgumentError(
+                f"{' and '.join(given)}: expected one of them, as each says where the model goes"
+            )
+        if self.plan is not None and self.mesh is None:
+            raise UnknownArgumentError("plan says how to shard over a mesh: pass mesh, too")
+
+    def destination(self) -> torch.device:
+        """The device that is asked for, or by default the CPU, with a mesh this rank's device."""
+        if self.device is not None:
+            return torch.device(self.device)
+        if self.mesh is None or self.mesh.device_type == "cpu":
+            return torch.device("cpu")
+        kind = self.mesh.device_type
+        return torch.device(kind, torch.get_device_module(kind).current_device())
+
+
+KEYWORDS = tuple(field.name for field in fields(LoadOptions))
+
+
 @minding_context
-def from_pretrained(
-    class_for: ClassFor,
-    path_or_id: str | Path,
-    *,
-    config: PreTrainedConfig | None = None,
-    dtype: str | torch.dtype = "auto",
-    device: str | int | torch.device | None = None,
-    device_map: DeviceMap | None = None,
-    offload_folder: str | Path | None = None,
-    offload_buffers: bool = False,
-    max_memory: Mapping[int | str, int | str] | None = None,
-    quantization_config: Any = None,
-    combine: Combine = True,
-    backend: BackendConfig | None = None,
-    mesh: DeviceMesh | None = None,
-    plan: Any = None,
-    strict: bool = True,
-    revision: str | None = None,
-    token: str | bool | None = None,
-    cache_dir: str | Path | None = None,
-    subfolder: str = "",
-    trust_remote_code: bool = False,
-    ignore_config_keys: Collection[str] | str = (),
-    **config_overrides: Any,
-) -> PreTrainedModel:
+def from_pretrained(class_for: ClassFor, path_or_id: str | Path, **options: Any) -> PreTrainedModel:
     """A model with a checkpoint's weights, in evaluation mode.
 
     The model is built with parameters on meta and real buffers, so nothing is allocated twice and no
     buffer (a RoPE table, a scale) is ever left unset.
 
     Args:
-        class_for: chooses the class. For the others: see `nrl_models.AutoModelForCausalLM.from_pretrained`.
+        class_for: chooses the class.
+        path_or_id: a folder, or the name of a hub repository.
+        options: see `LoadOptions`; all others are values of the configuration. It raises what
+            `nrl_models.AutoModelForCausalLM.from_pretrained` does.
     """
-    _check_destination(device, device_map, mesh, plan)
+    given = LoadOptions(**{name: options.pop(name) for name in KEYWORDS if name in options})
+    given.check_destination()
+    with ExitStack() as opened:
 
-    def prepare() -> Prepared:
-        """What comes before anything is read."""
-        folder = resolve_folder(path_or_id, subfolder=subfolder, revision=revision, token=token, cache_dir=cache_dir)
-        read = read_config(folder, trust_remote_code=trust_remote_code) if config is None else copy.deepcopy(config)
-        _override(read, config_overrides)
-        read.name_or_path = str(path_or_id)
-        model_class = class_for(read, folder)
-        read = config_for(model_class, read)
-        check_config(model_class, read, ignore_config_keys)
-        torch_device = torch.device(_default_device(mesh) if device is None else device)
-        quantised_as = quantization_config or getattr(read, "quantization_config", None)
-        is_read_plain = quantization_config is None and _method(quantised_as) in METHODS
-        options = _construction(model_class, combine, backend, torch_device)
-        if quantised_as is not None and not is_read_plain:
-            if mesh is not None:
-                problem = Problem("dtype", "quantization_config", "a quantised model is not sharded")
-                raise CheckpointError(f"cannot load {path_or_id}", [problem], ["load it without mesh"])
-            if quantization_config is not None:
-                options["quantization_config"] = quantization_config
-            place = {"device_map": torch_device}
-            if device_map is not None:
-                place = {"device_map": device_map, "offload_folder": offload_folder, "max_memory": max_memory}
-                place["offload_buffers"] = offload_buffers
-            quantised = _load_quantised(model_class, folder, read, dtype, place, strict, options)
-            return Prepared(quantised, folder, None, quantised.dtype, torch_device)
-        if is_read_plain:
-            del read.quantization_config  # the model is not quantised, and what it saves is not
-        files = DequantisedFiles(folder, quantised_as) if is_read_plain else CheckpointFiles(folder)
-        resolved = _resolve_dtype(dtype, read, files)
-        with _meta_parameters():
-            model = model_class._from_config(read, dtype=resolved, **options)
-        _compute_buffers_again(model)
-        return Prepared(model, folder, files, resolved, torch_device)
+        def prepare() -> Prepared:
+            prepared = _prepare(class_for, path_or_id, given, options)
+            if prepared.files is not None:
+                opened.callback(prepared.files.close)
+            return prepared
 
-    if mesh is None:
-        prepared = prepare()
-        if prepared.files is None:
-            return prepared.model
-        try:
+        if given.mesh is None:
+            prepared = prepare()
+            if prepared.files is None:
+                return prepared.model
             narrowed = load_weights(
-                prepared.model, prepared.files, dtype=prepared.dtype, device=prepared.device, strict=strict
+                prepared.model, prepared.files, dtype=prepared.dtype, device=prepared.device, strict=given.strict
             )
-        finally:
-            prepared.files.close()
-    else:
-        from nrl_models.distributed.loading import load_sharded  # built upon this module; only sharding asks for it
+        else:
+            from nrl_models.distributed.loading import load_sharded  # built upon this module; only sharding asks for it
 
-        with ExitStack() as opened:
-
-            def prepare_to_close() -> Prepared:
-                found = prepare()
-                if found.files is not None:
-                    opened.callback(found.files.close)
-                return found
-
-            prepared, narrowed = load_sharded(prepare_to_close, mesh, "auto" if plan is None else plan, strict=strict)
+            plan = "auto" if given.plan is None else given.plan
+            prepared, narrowed = load_sharded(prepare, given.mesh, plan, strict=given.strict)
     model, resolved, folder = prepared.model, prepared.dtype, prepared.folder
-    if narrowed and dtype == "auto":
+    if narrowed and given.dtype == "auto":
         logger.warning(
             f"{path_or_id} stores {len(narrowed)} tensors ({narrowed[0]}, ...) with more precision than {resolved}, "
             f"in which they are loaded. Pass a wider dtype to keep their values, or dtype={resolved} if this is meant."
@@ -171,24 +174,15 @@ def from_pretrained(
     if model.can_generate() and (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
     model.eval()
-    if device_map is None:
+    if given.device_map is None:
         return model
-    return dispatch(model, device_map, offload_folder, max_memory=max_memory, offload_buffers=offload_buffers)
-
-
-def _check_destination(device: Any, device_map: Any, mesh: DeviceMesh | None, plan: Any) -> None:
-    """Refuse to put one model in two places, or in none.
-
-    Raises:
-        UnknownArgumentError: keywords that exclude one another.
-        DeviceError: weights are to go to meta.
-    """
-    refuse_meta(device, device_map)
-    given = [name for name, one in (("device", device), ("device_map", device_map), ("mesh", mesh)) if one is not None]
-    if len(given) > 1 and given != ["device", "mesh"]:
-        raise UnknownArgumentError(f"{' and '.join(given)}: expected one of them, as each says where the model goes")
-    if plan is not None and mesh is None:
-        raise UnknownArgumentError("plan says how to shard over a mesh: pass mesh, too")
+    return dispatch(
+        model,
+        given.device_map,
+        given.offload_folder,
+        max_memory=given.max_memory,
+        offload_buffers=given.offload_buffers,
+    )
 
 
 @dataclass(slots=True)
@@ -205,37 +199,69 @@ class Prepared:
 
     model: PreTrainedModel
     folder: Path
-    files: Any
+    files: CheckpointFiles | None
     dtype: torch.dtype
     device: torch.device
 
 
-def _default_device(mesh: DeviceMesh | None) -> str:
-    """Where a model goes if nothing is said: the CPU, or this rank's device of a mesh."""
-    if mesh is None or mesh.device_type == "cpu":
-        return "cpu"
-    return f"{mesh.device_type}:{torch.get_device_module(mesh.device_type).current_device()}"
+def _prepare(class_for: ClassFor, path_or_id: str | Path, given: LoadOptions, overrides: Mapping[str, Any]) -> Prepared:
+    """What comes before anything is read. A quantised checkpoint is loaded, by transformers."""
+    folder = resolve_folder(
+        path_or_id, subfolder=given.subfolder, revision=given.revision, token=given.token, cache_dir=given.cache_dir
+    )
+    if given.config is None:
+        config = read_config(folder, trust_remote_code=given.trust_remote_code)
+    else:
+        config = copy.deepcopy(given.config)
+    _override(config, overrides)
+    config.name_or_path = str(path_or_id)
+    model_class = class_for(config, folder)
+    config = config_for(model_class, config)
+    check_config(model_class, config, given.ignore_config_keys)
+    device = given.destination()
+    construction = _construction(model_class, given.combine, given.backend, device)
+    quantised_as = given.quantization_config or getattr(config, "quantization_config", None)
+    is_read_plain = given.quantization_config is None and _method(quantised_as) in METHODS
+    if quantised_as is not None and not is_read_plain:
+        if given.mesh is not None:
+            problem = Problem("dtype", "quantization_config", "a quantised model is not sharded")
+            raise CheckpointError(f"cannot load {path_or_id}", [problem], ["load it without mesh"])
+        quantised = _load_quantised(model_class, folder, config, given, construction, device)
+        return Prepared(quantised, folder, None, quantised.dtype, device)
+    if is_read_plain:
+        del config.quantization_config  # the model is not quantised, and what it saves is not
+    files = DequantisedFiles(folder, quantised_as) if is_read_plain else CheckpointFiles(folder)
+    dtype = _resolve_dtype(given.dtype, config, files)
+    with _meta_parameters():
+        model = model_class._from_config(config, dtype=dtype, **construction)
+    _compute_buffers_again(model)
+    return Prepared(model, folder, files, dtype, device)
 
 
 def _load_quantised(
     model_class: type[PreTrainedModel],
     folder: Path,
     config: PreTrainedConfig,
-    dtype: str | torch.dtype,
-    place: dict[str, Any],
-    strict: bool,
-    options: dict[str, Any],
+    given: LoadOptions,
+    construction: dict[str, Any],
+    device: torch.device,
 ) -> PreTrainedModel:
     """A quantised checkpoint, by transformers: its quantisers replace the linears they own, and groups let them be."""
+    options = construction | {"config": config, "dtype": given.dtype, "device_map": device}
+    if given.quantization_config is not None:
+        options["quantization_config"] = given.quantization_config
+    if given.device_map is not None:
+        asked = ("device_map", "offload_folder", "max_memory", "offload_buffers")
+        options |= {name: getattr(given, name) for name in asked}
     load = PreTrainedModel.from_pretrained.__func__  # a family's class has another of that name
-    model, info = load(model_class, folder, config=config, dtype=dtype, output_loading_info=True, **place, **options)
+    model, info = load(model_class, folder, output_loading_info=True, **options)
     kinds = {"missing_keys": "missing", "unexpected_keys": "unexpected", "mismatched_keys": "shape"}
     problems = [
         Problem(kind, str(key), "reported by transformers, which loads quantised checkpoints")
         for name, kind in kinds.items()
         for key in sorted(info.get(name, ()), key=str)
     ]
-    if strict and problems:
+    if given.strict and problems:
         raise CheckpointError(
             f"{folder} does not fit {model_class.__name__}", problems, ["pass strict=False to load it all the same"]
         )
@@ -258,7 +284,11 @@ def from_config(
     """A model with new weights: under a seed, bit for bit those transformers initialises.
 
     Args:
-        class_for: chooses the class. For the others: see `nrl_models.AutoModelForCausalLM.from_config`.
+        class_for: chooses the class.
+        config: the configuration; not changed.
+        dtype: of the parameters; None is the configuration's.
+        device: where to build it; None is as for `from_pretrained`, and `"meta"` gives shapes without weights.
+        combine, backend, ignore_config_keys: as in `LoadOptions`.
     """
     config = copy.deepcopy(config)
     model_class = class_for(config, None)

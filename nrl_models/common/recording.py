@@ -71,6 +71,19 @@ def record_calls(
         yield calls
 
 
+@contextmanager
+def forward_replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """While open, `module` computes `forward`; its hooks fire as ever."""
+    before = module.__dict__.get("forward")
+    module.__dict__["forward"] = forward
+    try:
+        yield
+    finally:
+        del module.__dict__["forward"]
+        if before is not None:
+            module.__dict__["forward"] = before
+
+
 def _copied(value: Any) -> Any:
     """Tensors, and tuples and lists of them, copied; anything else is left out."""
     if isinstance(value, torch.Tensor):

@@ -11,12 +11,14 @@ No router is known by name: a choice is a `topk`, in whichever module it runs.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
+
+from nrl_models.common.recording import forward_replaced
 
 RoutingRecord = dict[str, list[torch.Tensor]]
 """For each module that chose, by name, the indices of each `topk` of its last call, in order."""
@@ -94,22 +96,15 @@ def flip_rate(first: Mapping[str, list[torch.Tensor]], second: Mapping[str, list
     return flipped / tokens if tokens else 0.0
 
 
-@contextmanager
-def _running_under(module: nn.Module, mode: Callable[[], TorchFunctionMode]) -> Iterator[None]:
+def _running_under(module: nn.Module, mode: Callable[[], TorchFunctionMode]) -> AbstractContextManager[None]:
     """While open, `module`'s forward runs under a new `mode()` each time: in whatever thread it is called."""
-    shadowed, forward = module.__dict__.get("forward"), module.forward
+    forward = module.forward
 
     def run(*args: Any, **kwargs: Any) -> Any:
         with mode():
             return forward(*args, **kwargs)
 
-    module.__dict__["forward"] = run
-    try:
-        yield
-    finally:
-        del module.__dict__["forward"]
-        if shadowed is not None:
-            module.__dict__["forward"] = shadowed
+    return forward_replaced(module, run)
 
 
 class _Recorder(TorchFunctionMode):

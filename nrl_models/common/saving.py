@@ -12,16 +12,11 @@ import os
 import re
 import shutil
 import tempfile
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
-
-import torch
 
 from nrl_models.common.checkpoint_files import INDEX_NAME, WEIGHTS_NAME
-from nrl_models.common.projections.memory import own_storage
 
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 _DETOUR = re.compile(r".*\.saving-\w+-" + _SHARD.pattern)
@@ -119,31 +114,3 @@ def write_whole(file: Path, content: str | bytes) -> None:
     beside = file.with_name(f".{file.name}.part")
     beside.write_bytes(content.encode() if isinstance(content, str) else content)
     beside.replace(file)
-
-
-def separate_storages(state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The same tensors, each seen as a storage of its own over the same memory: nothing is copied.
-
-    transformers and safetensors take tensors that share a storage for tied ones and copy or drop
-    them; experts of one stack are not tied. Non-contiguous views are copied, as writing would.
-    """
-    starts = Counter(tensor.untyped_storage().data_ptr() for tensor in state_dict.values())
-    memory: dict[int, Any] = {}
-    result = {}
-    for name, tensor in state_dict.items():
-        storage = tensor.untyped_storage()
-        start = storage.data_ptr()
-        if tensor.numel() == 0 or tensor.device.type == "meta":
-            result[name] = tensor
-        elif not tensor.is_contiguous() or tensor.device.type != "cpu":
-            result[name] = own_storage(tensor)
-        elif starts[start] == 1 and storage.nbytes() == tensor.nbytes:
-            result[name] = tensor.detach()
-        else:
-            if start not in memory:
-                memory[start] = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
-            flat = torch.frombuffer(
-                memory[start], dtype=tensor.dtype, count=tensor.numel(), offset=tensor.data_ptr() - start
-            )
-            result[name] = flat.view(tensor.shape)
-    return result

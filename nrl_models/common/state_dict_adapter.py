@@ -11,7 +11,8 @@ import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import reduce
-from typing import Literal
+from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -159,15 +160,9 @@ class StateDictAdapter:
         Raises:
             StateDictError: names that are not the model's, or shapes that are not the parameter's.
         """
-        problems = [
-            Problem("unexpected", name, "is no tensor of this model") for name in state_dict if name not in self.own
-        ]
-        problems += [
-            Problem("shape", name, f"has shape {tuple(tensor.shape)}, expected {self.own[name].shape}")
-            for name, tensor in state_dict.items()
-            if name in self.own and tuple(tensor.shape) != self.own[name].shape
-        ]
-        if problems:
+        unknown = [name for name in state_dict if name not in self.own]
+        problems = [Problem("unexpected", name, "is no tensor of this model") for name in unknown]
+        if problems := problems + self._other_shapes(state_dict):
             raise StateDictError("state dict is not this model's", problems)
 
     def convert_single_tensor_to_hf(
@@ -256,15 +251,17 @@ class StateDictAdapter:
         """
         own = {name: tensor.detach() for name, tensor in model.state_dict(keep_vars=True).items()}
         problems = [Problem("missing", name, "is no more in the model") for name in self.own if name not in own]
-        problems += [
-            Problem("shape", name, f"has shape {tuple(own[name].shape)}, and had {spec.shape}")
-            for name, spec in self.own.items()
-            if name in own and tuple(own[name].shape) != spec.shape
-        ]
-        if problems:
+        if problems := problems + self._other_shapes(own):
             advice = ["take model.state_dict_adapter again: it is made again when the structure has changed"]
             raise StateDictError("the model is not the one this adapter was made for", problems, advice)
         return own
+
+    def _other_shapes(self, tensors: Mapping[str, torch.Tensor]) -> list[Problem]:
+        return [
+            Problem("shape", name, f"has shape {tuple(tensor.shape)}, expected {self.own[name].shape}")
+            for name, tensor in tensors.items()
+            if name in self.own and tuple(tensor.shape) != self.own[name].shape
+        ]
 
     def _is_zero_copy(self, tensor: HFTensor) -> bool:
         return (
@@ -288,6 +285,20 @@ class StateDictAdapter:
         for key, target in sources:
             target.write_into(name, own, state_dict[key])
         return own
+
+
+_kept: WeakKeyDictionary[nn.Module, tuple[StateDictAdapter, Any]] = WeakKeyDictionary()
+
+
+def adapter_of(model: PreTrainedModel) -> StateDictAdapter:
+    """The adapter of a model that is not sharded: the same object until the model's structure changes."""
+    conversions = getattr(model, "_weight_conversions", None)
+    adapter, made_with = _kept.get(model, (None, None))
+    is_same = adapter is not None and made_with is conversions
+    if not (is_same and adapter.own == layouts.own_tensors(model) and adapter.tied == layouts.tied_names(model)):
+        adapter = StateDictAdapter(model)
+        _kept[model] = adapter, conversions
+    return adapter
 
 
 def _on_meta(config: PreTrainedConfig) -> PreTrainedModel:

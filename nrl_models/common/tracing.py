@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,86 +74,82 @@ def trace_linears(model: nn.Module, run: Callable[[], Any]) -> Trace:
         model: a Hugging Face model, or one with `combine=False`.
         run: calls `model` on some input.
     """
-    recorder = _Recorder(model)
-    with torch.no_grad(), recorder:
+    linears = {
+        (owner_name, name): child
+        for owner_name, owner in model.named_modules()
+        for name, child in owner.named_children()
+        if isinstance(child, nn.Linear)
+    }
+    running: Counter[str] = Counter()
+    inputs: dict[tuple[str, str], list[torch.Tensor]] = defaultdict(list)  # kept, so that no id is used twice
+    outside: set[tuple[str, str]] = set()
+
+    def counts(owner: str, step: int) -> Callable[..., None]:
+        def hook(*_: Any) -> None:
+            running[owner] += step
+
+        return hook
+
+    def notes(key: tuple[str, str]) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
+            inputs[key].append(args[0])
+            if not running[key[0]]:
+                outside.add(key)
+
+        return hook
+
+    with torch.no_grad(), ExitStack() as hooks:
+        for name in dict.fromkeys(owner for owner, _ in linears):
+            owner = model.get_submodule(name)
+            hooks.callback(owner.register_forward_pre_hook(counts(name, 1)).remove)
+            hooks.callback(owner.register_forward_hook(counts(name, -1), always_call=True).remove)
+        for key, linear in linears.items():
+            hooks.callback(linear.register_forward_pre_hook(notes(key)).remove)
         run()
-    return recorder.trace()
+
+    together: dict[tuple[str, tuple[int, ...]], dict[str, nn.Linear]] = defaultdict(dict)
+    for (owner, name), given in inputs.items():
+        together[owner, tuple(map(id, given))][name] = linears[owner, name]
+    kept = kept_dtypes(model, torch.bfloat16)
+    readers = [
+        reader
+        for (owner, _), members in together.items()
+        if len(members) > 1
+        for reader in _readers(owner, members, {name for name in members if (owner, name) in outside}, kept)
+    ]
+    uncalled: dict[str, tuple[str, ...]] = {}
+    for owner, name in linears:
+        if (owner, name) not in inputs:
+            uncalled[owner] = (*uncalled.get(owner, ()), name)
+    return Trace(tuple(readers), uncalled)
 
 
-class _Recorder:
-    """Hooks that note what each linear is called with, and whether its module was running then."""
+def _readers(
+    owner: str, linears: Mapping[str, nn.Linear], outside: Collection[str], kept: Callable[[str], torch.dtype | None]
+) -> Iterator[Readers]:
+    """Linears that read the same inputs, by whether they can be combined.
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._kept = kept_dtypes(model, torch.bfloat16)
-        self._linears = {
-            (owner_name, name): child
-            for owner_name, owner in model.named_modules()
-            for name, child in owner.named_children()
-            if isinstance(child, nn.Linear)
-        }
-        self._handles: list[Any] = []
-        self._running: dict[nn.Module, int] = defaultdict(int)
-        self._inputs: dict[tuple[str, str], list[torch.Tensor]] = defaultdict(list)  # kept, so that no id is used twice
-        self._outside: set[tuple[str, str]] = set()
-
-    def __enter__(self) -> None:
-        for name in dict.fromkeys(owner for owner, _ in self._linears):
-            owner = self._model.get_submodule(name)
-            self._handles.append(owner.register_forward_pre_hook(self._enter))
-            self._handles.append(owner.register_forward_hook(self._leave, always_call=True))
-        for key, linear in self._linears.items():
-            hook = self._noting(self._model.get_submodule(key[0]), key)
-            self._handles.append(linear.register_forward_pre_hook(hook))
-
-    def __exit__(self, *exception: object) -> None:
-        for handle in self._handles:
-            handle.remove()
-
-    def _enter(self, module: nn.Module, args: Any) -> None:
-        self._running[module] += 1
-
-    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._running[module] -= 1
-
-    def _noting(self, owner: nn.Module, key: tuple[str, str]) -> Callable[..., None]:
-        def record(module: nn.Module, args: tuple[Any, ...]) -> None:
-            self._inputs[key].append(args[0])
-            if not self._running[owner]:
-                self._outside.add(key)
-
-        return record
-
-    def trace(self) -> Trace:
-        together: dict[tuple[str, tuple[int, ...]], list[str]] = defaultdict(list)
-        for (owner, name), inputs in self._inputs.items():
-            together[owner, tuple(id(one) for one in inputs)].append(name)
-        readers = [one for (owner, _), names in together.items() if len(names) > 1 for one in self._sort(owner, names)]
-        uncalled: dict[str, tuple[str, ...]] = {}
-        for owner, name in self._linears:
-            if (owner, name) not in self._inputs:
-                uncalled[owner] = (*uncalled.get(owner, ()), name)
-        return Trace(tuple(readers), uncalled)
-
-    def _sort(self, owner: str, names: list[str]) -> Iterator[Readers]:
-        """Linears that read the same inputs, by whether they can be combined."""
-        linears = {name: self._linears[owner, name] for name in names}
-        plain = {name: linear for name, linear in linears.items() if type(linear) is nn.Linear}
-        if len(plain) < len(linears):
-            kinds = ", ".join(f"{name} is a {type(linears[name]).__name__}" for name in linears.keys() - plain.keys())
-            yield Readers(owner, tuple(names), kinds)
-        if len(plain) > 1:
-            yield Readers(owner, tuple(plain), self._obstacle(owner, plain))
-
-    def _obstacle(self, owner: str, linears: dict[str, nn.Linear]) -> str:
-        if len({linear.bias is None for linear in linears.values()}) > 1:
-            without = [name for name, linear in linears.items() if linear.bias is None]
-            return f"mixed bias: {', '.join(without)} without"
-        if len({(linear.weight.dtype, linear.weight.device) for linear in linears.values()}) > 1:
-            return "mixed dtypes or devices"
-        kept = {name for name in linears if self._kept(f"{owner}.{name}.weight" if owner else f"{name}.weight")}
-        if kept and len(kept) < len(linears):
-            return f"mixed dtypes: {', '.join(sorted(kept))} stays in fp32 where the others are bf16"
-        if any((owner, name) in self._outside for name in linears):
-            return "called while their module is not running"
-        return ""
+    Args:
+        owner: the name of their module.
+        linears: by attribute name.
+        outside: those that are called while their module is not running.
+        kept: see `kept_dtypes`.
+    """
+    plain = {name: linear for name, linear in linears.items() if type(linear) is nn.Linear}
+    if len(plain) < len(linears):
+        kinds = ", ".join(f"{name} is a {type(linears[name]).__name__}" for name in linears.keys() - plain.keys())
+        yield Readers(owner, tuple(linears), kinds)
+    if len(plain) < 2:
+        return
+    without_bias = [name for name, linear in plain.items() if linear.bias is None]
+    in_fp32 = {name for name in plain if kept(f"{owner}.{name}.weight".removeprefix("."))}
+    obstacle = ""
+    if without_bias and len(without_bias) < len(plain):
+        obstacle = f"mixed bias: {', '.join(without_bias)} without"
+    elif len({(linear.weight.dtype, linear.weight.device) for linear in plain.values()}) > 1:
+        obstacle = "mixed dtypes or devices"
+    elif in_fp32 and len(in_fp32) < len(plain):
+        obstacle = f"mixed dtypes: {', '.join(sorted(in_fp32))} stays in fp32 where the others are bf16"
+    elif not plain.keys().isdisjoint(outside):
+        obstacle = "called while their module is not running"
+    yield Readers(owner, tuple(plain), obstacle)

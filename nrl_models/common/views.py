@@ -8,9 +8,11 @@ applied to any tensor of the parameter's shape (the weight, its gradient, an opt
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -286,30 +288,16 @@ def _narrow(tensor: TracedTensor, dim: int, start: int, length: int) -> TracedTe
     return tensor if length == tensor.sizes[dim] else tensor.step("narrow", dim, start, length)
 
 
-def _pieces_of(tensor: TracedTensor, sizes: Iterable[int], dim: int) -> tuple[TracedTensor, ...]:
-    result, start = [], 0
-    for size in sizes:
-        result.append(_narrow(tensor, dim, start, size))
-        start += size
-    return tuple(result)
+def _parts(split: Callable[..., Any]) -> Callable[..., tuple[TracedTensor, ...]]:
+    """The rule for `split`, one of torch's functions that divide a tensor: as torch divides its shape."""
 
+    def rule(tensor: TracedTensor, *args: Any, **kwargs: Any) -> tuple[TracedTensor, ...]:
+        dim = _dim(tensor, kwargs.get("dim", args[1] if len(args) > 1 else 0))
+        lengths = [part.shape[dim] for part in split(_on_meta(tensor.sizes, tensor.element), *args, **kwargs)]
+        starts = accumulate(lengths, initial=0)
+        return tuple(_narrow(tensor, dim, start, length) for start, length in zip(starts, lengths, strict=False))
 
-def _chunk(input: TracedTensor, chunks: int, dim: int = 0) -> tuple[TracedTensor, ...]:
-    size = -(-input.sizes[dim] // chunks)
-    return _split(input, size, dim)
-
-
-def _split(
-    tensor: TracedTensor,
-    split_size_or_sections: int | Sequence[int] | None = None,
-    dim: int = 0,
-    split_size: int | Sequence[int] | None = None,
-) -> tuple[TracedTensor, ...]:
-    sections = split_size_or_sections if split_size_or_sections is not None else split_size
-    if isinstance(sections, int):
-        total = tensor.sizes[dim]
-        sections = [min(sections, total - start) for start in range(0, total, sections)]
-    return _pieces_of(tensor, sections, dim)
+    return rule
 
 
 def _select(input: TracedTensor, dim: int, index: int) -> TracedTensor:
@@ -345,26 +333,9 @@ def _transpose(input: TracedTensor, dim0: int, dim1: int) -> TracedTensor:
     return input.step("transpose", _dim(input, dim0), _dim(input, dim1))
 
 
-def _t(input: TracedTensor) -> TracedTensor:
-    return _transpose(input, 0, 1)
-
-
-def _permute(input: TracedTensor, *dims: Any) -> TracedTensor:
-    order = [_dim(input, dim) for dim in (dims[0] if len(dims) == 1 else dims)]
-    for position in range(len(order)):  # as transpositions
-        source = order[position]
-        while source < position:
-            source = order[source]
-        if source != position:
-            input = input.step("transpose", position, source)
-    return input
-
-
 def _reshape(input: TracedTensor, *shape: Any) -> TracedTensor:
     wanted = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
-    known = 1
-    for size in wanted:
-        known *= size if size != -1 else 1
+    known = math.prod(size for size in wanted if size != -1)
     wanted = tuple(input.numel() // known if size == -1 else size for size in wanted)
     return input if wanted == input.sizes else input.step("reshape", *wanted)
 
@@ -434,20 +405,18 @@ def _join(left: Piece, right: Piece, dim: int) -> Piece | None:
 _RULES: dict[str, Callable[..., Any]] = {
     "__getitem__": _getitem,
     "cat": _cat,
-    "chunk": _chunk,
+    "chunk": _parts(torch.Tensor.chunk),
     "clone": _identity,
     "concat": _cat,
     "contiguous": _identity,
     "detach": _identity,
     "narrow": _narrow,
-    "permute": _permute,
     "reshape": _reshape,
     "select": _select,
-    "split": _split,
-    "split_with_sizes": _split,
+    "split": _parts(torch.Tensor.split),
+    "split_with_sizes": _parts(torch.Tensor.split_with_sizes),
     "squeeze": _squeeze,
     "swapaxes": _transpose,
-    "t": _t,
     "to": _identity,
     "transpose": _transpose,
     "unbind": _unbind,

@@ -32,7 +32,7 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from nrl_models.common.blocks import Block
-from nrl_models.common.saving import separate_storages
+from nrl_models.common.projections import own_storage
 from nrl_models.common.views import HFTensor
 from nrl_models.distributed.gathering import DEFAULT_BUCKET, gathered
 from nrl_models.distributed.mesh import agree, gather_over, reporting_the_dead
@@ -87,7 +87,7 @@ class ShardOfTensor(torch.Tensor):
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
         for block in self.blocks:
             if index.offset is None or tuple(index.offset) == block.offset:
-                return separate_storages({"": block.tensor})[""] if self.is_source else block.tensor
+                return own_storage(block.tensor) if self.is_source else block.tensor
         raise ValueError(f"{index.fqn}: no block at {index.offset}")
 
 

@@ -16,7 +16,8 @@ from transformers import PreTrainedModel
 
 from nrl_models.common.checkpoint_files import INDEX_NAME
 from nrl_models.common.hf_names import checkpoint_layout
-from nrl_models.common.saving import separate_storages, staged
+from nrl_models.common.projections import own_storage
+from nrl_models.common.saving import staged
 from nrl_models.distributed.gathering import DEFAULT_BUCKET, gathered
 from nrl_models.distributed.mesh import agree, gather_over, is_first, reporting_the_dead
 from nrl_models.errors import UnknownArgumentError
@@ -73,7 +74,7 @@ def save_pretrained(
                 if stage is not None:  # each in a storage of its own; other ranks keep nothing
                     tensors[name] = tensor.to("cpu", copy=True)
             if stage is not None:
-                tensors |= separate_storages({name: unused[name] for name in names if name not in table})
+                tensors |= {name: own_storage(unused[name]) for name in names if name not in table}
                 attempt(save_file, tensors, stage / file, metadata={"format": "pt"})
         if stage is not None:
             attempt(_write_configuration, model, own, stage)

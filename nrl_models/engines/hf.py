@@ -16,10 +16,10 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 
 from nrl_models.auto import auto_class_for
 from nrl_models.common.checkpoint_files import resolve_folder
-from nrl_models.common.kept_adapters import adapter_of
 from nrl_models.common.pretrained import read_config
 from nrl_models.common.projections import groups_of
 from nrl_models.common.recording import record_calls
+from nrl_models.common.state_dict_adapter import adapter_of
 from nrl_models.engines.base import (
     LOGITS,
     Capabilities,

@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from nrl_models.common.recording import forward_replaced
 from nrl_models.errors import HeadError, UnknownArgumentError
 
 PROBE = (0.0, 2.0**-10, -(2.0**-10), 0.5, -0.5, 1.0, -1.0, 3.0, -7.0, 20.0, -45.0, 100.0, 2.0**20, -(2.0**20))
@@ -129,7 +129,7 @@ def hidden_states_and_head(model: nn.Module, input_ids: torch.Tensor, **inputs: 
         probe = torch.tensor(PROBE, device=hidden.device)
         return probe.repeat(*hidden.shape[:-1], 1)
 
-    with _forward_of(module, stand_in):
+    with forward_replaced(module, stand_in):
         try:
             observed = _logits_of(model(input_ids=input_ids, use_cache=False, **inputs))
         except Exception as error:
@@ -176,19 +176,6 @@ def _name(model: nn.Module) -> str:
 
 def _logits_of(output: Any) -> torch.Tensor:
     return output.logits if hasattr(output, "logits") else output[0]
-
-
-@contextmanager
-def _forward_of(module: nn.Module, forward: Callable[..., torch.Tensor]) -> Iterator[None]:
-    """While open, `module` computes `forward`; its hooks fire as ever."""
-    shadowed = module.__dict__.get("forward")
-    module.__dict__["forward"] = forward
-    try:
-        yield
-    finally:
-        del module.__dict__["forward"]
-        if shadowed is not None:
-            module.__dict__["forward"] = shadowed
 
 
 def _fit(observed: torch.Tensor, model: nn.Module) -> OutputHead:

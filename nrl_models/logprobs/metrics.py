@@ -30,38 +30,38 @@ def _chosen(trainer: torch.Tensor, engine: torch.Tensor, mask: torch.Tensor | No
     return (trainer.flatten(), engine.flatten()) if mask is None else (trainer[mask.bool()], engine[mask.bool()])
 
 
+def _difference(trainer: torch.Tensor, engine: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    trainer, engine = _chosen(trainer, engine, mask)
+    return trainer - engine
+
+
 def _mean(values: torch.Tensor) -> float:
     return values.mean().item() if values.numel() else math.nan
 
 
 def token_mult_prob_error(trainer: torch.Tensor, engine: torch.Tensor, mask: torch.Tensor | None = None) -> float:
     """Mean factor by which the probability of a token is off: `mean exp(abs(trainer - engine))`."""
-    trainer, engine = _chosen(trainer, engine, mask)
-    return _mean((trainer - engine).abs().exp())
+    return _mean(_difference(trainer, engine, mask).abs().exp())
 
 
 def sampling_importance_ratio(trainer: torch.Tensor, engine: torch.Tensor, mask: torch.Tensor | None = None) -> float:
     """Mean importance ratio: `mean exp(trainer - engine)`."""
-    trainer, engine = _chosen(trainer, engine, mask)
-    return _mean((trainer - engine).exp())
+    return _mean(_difference(trainer, engine, mask).exp())
 
 
 def kl_k1(trainer: torch.Tensor, engine: torch.Tensor, mask: torch.Tensor | None = None) -> float:
     """The unbiased, noisy estimator of KL(engine, trainer): `mean engine - trainer`."""
-    trainer, engine = _chosen(trainer, engine, mask)
-    return _mean(engine - trainer)
+    return _mean(-_difference(trainer, engine, mask))
 
 
 def kl_k2(trainer: torch.Tensor, engine: torch.Tensor, mask: torch.Tensor | None = None) -> float:
     """The biased, quiet estimator: `mean (trainer - engine)^2 / 2`."""
-    trainer, engine = _chosen(trainer, engine, mask)
-    return _mean((trainer - engine).square() / 2)
+    return _mean(_difference(trainer, engine, mask).square() / 2)
 
 
 def kl_k3(trainer: torch.Tensor, engine: torch.Tensor, mask: torch.Tensor | None = None) -> float:
     """The unbiased, never negative estimator: `mean exp(r) - 1 - r`; NeMo RL's `gen_kl_error`."""
-    trainer, engine = _chosen(trainer, engine, mask)
-    return _mean(_k3(trainer - engine))
+    return _mean(_k3(_difference(trainer, engine, mask)))
 
 
 def js_divergence_error(trainer: torch.Tensor, engine: torch.Tensor, mask: torch.Tensor | None = None) -> float:
@@ -145,11 +145,11 @@ def consistency_metrics(
                 worst, index = error, row
     return ConsistencyMetrics(
         tokens=difference.numel(),
-        token_mult_prob_error=_mean(difference.exp()),
-        sampling_importance_ratio=_mean((first - second).exp()),
-        kl_k1=_mean(second - first),
-        kl_k2=_mean((first - second).square() / 2),
-        kl_k3=_mean(_k3(first - second)),
+        token_mult_prob_error=token_mult_prob_error(first, second),
+        sampling_importance_ratio=sampling_importance_ratio(first, second),
+        kl_k1=kl_k1(first, second),
+        kl_k2=kl_k2(first, second),
+        kl_k3=kl_k3(first, second),
         js_divergence_error=js_divergence_error(first, second),
         worst_sequence=worst,
         worst_sequence_index=index,
@@ -170,11 +170,3 @@ def quantile(values: torch.Tensor, share: float) -> float:
         return math.nan
     rank = max(1, math.ceil(share * values.numel()))
     return values.flatten().kthvalue(rank).values.item()
-
-
-def expected_token_mult_prob_error(deviation: float) -> float:
-    """`token_mult_prob_error` if `r` is normal about 0 with this standard deviation: `2 exp(s^2 / 2) Phi(s)`.
-
-    The guide's bound of 1.05 is a deviation of 0.060.
-    """
-    return 2.0 * math.exp(deviation**2 / 2) * 0.5 * (1.0 + math.erf(deviation / math.sqrt(2.0)))

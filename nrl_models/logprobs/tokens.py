@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from nrl_models.common.packing import word_positions
-from nrl_models.logprobs.chunked import Reference, TokenStatistics, chunked_statistics, statistics_of
+from nrl_models.logprobs.chunked import Reference, chunked_statistics, statistics_of
 from nrl_models.logprobs.head import forward_inputs, hidden_states_and_head
 from nrl_models.logprobs.sampling import Sampling
 
@@ -85,7 +85,10 @@ def token_logprobs(
     tokens = input_ids[rows, columns]
     before = (rows, columns - 1)  # the hidden state that predicts a token is the one before it
     if chunk_size is None:
-        found = _from_full_logits(model, input_ids, before, tokens, sampling, reference, inputs)
+        logits = _logits_at(model, input_ids, before, inputs)
+        with torch.no_grad():
+            reference_logits = None if reference is None else _logits_at(reference, input_ids, before, inputs)
+        found = statistics_of(logits, tokens, sampling, reference_logits)
     else:
         hidden, head = hidden_states_and_head(model, input_ids, **inputs)
         found = chunked_statistics(
@@ -98,7 +101,7 @@ def token_logprobs(
             chunk_size=None if chunk_size == "auto" else int(chunk_size),
         )
     finite = found.logprobs != float("-inf")
-    mask = torch.zeros_like(positions).index_put(before_to_token(before), finite)
+    mask = _placed(finite, positions)
     return TokenLogprobs(
         _placed(torch.where(finite, found.logprobs, 0.0), positions),
         mask,
@@ -106,12 +109,6 @@ def token_logprobs(
         _placed(found.entropy, positions) if entropy else None,
         _placed(found.kl, positions) if reference is not None else None,
     )
-
-
-def before_to_token(before: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Indices of the tokens whose predecessors' indices are given."""
-    rows, columns = before
-    return rows, columns + 1
 
 
 def scored_positions(
@@ -173,23 +170,6 @@ def _reference(
     if ours != theirs:
         raise ValueError(f"the model has a vocabulary of {ours} and the reference one of {theirs}: they must agree")
     return Reference(hidden[before], reference_head)
-
-
-def _from_full_logits(
-    model: nn.Module,
-    input_ids: torch.Tensor,
-    before: tuple[torch.Tensor, torch.Tensor],
-    tokens: torch.Tensor,
-    sampling: Sampling,
-    reference: nn.Module | None,
-    inputs: dict[str, Any],
-) -> TokenStatistics:
-    logits = _logits_at(model, input_ids, before, inputs)
-    reference_logits = None
-    if reference is not None:
-        with torch.no_grad():
-            reference_logits = _logits_at(reference, input_ids, before, inputs)
-    return statistics_of(logits, tokens, sampling, reference_logits)
 
 
 def _logits_at(

@@ -270,7 +270,7 @@ TRAINING = (
         where=("trainer",),
         applies=predicates.has_towers,
         handling="They are found by walking the loss's graph, frozen, and reported with the reason.",
-        code=("nrl_models.common.freezing:freeze_unreachable", "nrl_models.common.reach:unreachable_parameters"),
+        code=("nrl_models.common.freezing:freeze_unreachable", "nrl_models.common.freezing:unreachable_parameters"),
         off="do not call freeze_unreachable",
         probe=Probe(
             "behavioural",

@@ -162,7 +162,7 @@ def test_a_malformed_target_is_refused(target: str | type) -> None:
         (
             {"outside": "outside.model:Missing"},
             FamilyImportError,
-            "outside.model:Missing, does not import: AttributeError",
+            "outside.model:Missing, which does not import: AttributeError",
         ),
         ({"outside": "outside.nowhere:Config"}, FamilyImportError, "does not import: ModuleNotFoundError"),
     ],
@@ -181,7 +181,10 @@ def test_a_malformed_configuration_is_refused(config: dict[str, str], error: typ
 def test_a_requirement_is_checked_before_the_import(outside: Path) -> None:
     (outside / "model.py").write_text("raise AssertionError('imported')")
     register_architecture("OutsideForCausalLM", "outside.model:OutsideForCausalLM", requires="transformers>=99.1")
-    with pytest.raises(FamilyImportError, match=r"outside\.model, which needs transformers>=99\.1; \d.* is installed"):
+    with pytest.raises(
+        FamilyImportError,
+        match=r"outside\.model:OutsideForCausalLM, which needs transformers>=99\.1; \d.* is installed",
+    ):
         registry.model_class("OutsideForCausalLM")
     assert registry.unmet_requirement("OutsideForCausalLM").startswith("transformers>=99.1; ")
 

@@ -59,14 +59,9 @@ def test_writing_into_a_block_writes_into_the_shard() -> None:
     assert (shard[3:9] == 1).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("transposed", ["neither", "block", "whole", "both"])
-def test_blocks_are_copied_into_and_out_of_larger_tensors(dtype: torch.dtype, transposed: str) -> None:
-    def made(rows: int, columns: int, is_transposed: bool) -> torch.Tensor:
-        return torch.randn(columns, rows).to(dtype).t() if is_transposed else torch.randn(rows, columns).to(dtype)
-
-    whole = made(400, 90, transposed in ("whole", "both"))
-    block = Block((30, 10), made(300, 70, transposed in ("block", "both")))
+def test_blocks_are_copied_into_and_out_of_larger_tensors() -> None:
+    whole = torch.randn(400, 90)
+    block = Block((30, 10), torch.randn(70, 300).t())
     before = whole.clone()
     block.take_from(whole)
     assert torch.equal(block.tensor, whole[30:330, 10:80])

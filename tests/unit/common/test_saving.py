@@ -18,7 +18,8 @@ from transformers import LlamaForCausalLM as HFLlama
 from transformers import MixtralForCausalLM as HFMixtral
 
 from nrl_models import AutoModelForCausalLM, CheckpointError, StateDictError
-from nrl_models.common.saving import separate_storages, staged
+from nrl_models.common.projections import own_storage
+from nrl_models.common.saving import staged
 from nrl_models.families.llama.model import LlamaForCausalLM
 from nrl_models.families.mixtral.model import MixtralForCausalLM
 
@@ -439,7 +440,7 @@ def test_the_index_counts_what_transformers_counts(tmp_path: Path) -> None:
 def test_views_get_storages_of_their_own_over_the_same_memory() -> None:
     whole = torch.randn(6, 4)
     tensors = {"top": whole[:2], "rest": whole[2:], "empty": torch.empty(0, 4), "column": whole[:, 1]}
-    separate = separate_storages(tensors)
+    separate = {name: own_storage(tensor) for name, tensor in tensors.items()}
     assert_same(separate, tensors)
     assert separate["top"].data_ptr() == whole.data_ptr()
     storages = [separate[name].untyped_storage() for name in ("top", "rest")]
@@ -451,11 +452,11 @@ def test_views_get_storages_of_their_own_over_the_same_memory() -> None:
 def test_every_dtype_can_have_a_storage_of_its_own(dtype: torch.dtype) -> None:
     tensor = torch.arange(32, dtype=torch.uint8).remainder(2).view(torch.bool if dtype is torch.bool else torch.uint8)
     tensor = tensor.view(dtype)[1:]
-    assert torch.equal(separate_storages({"a": tensor})["a"].view(torch.uint8), tensor.contiguous().view(torch.uint8))
+    assert torch.equal(own_storage(tensor).view(torch.uint8), tensor.contiguous().view(torch.uint8))
 
 
 def test_the_memory_of_a_separate_storage_stays() -> None:
-    separate = separate_storages({"a": torch.full((1000, 1000), 3.0)[10:]})["a"]
+    separate = own_storage(torch.full((1000, 1000), 3.0)[10:])
     torch.full((1000, 1000), 5.0)
     assert separate.eq(3).all()
 

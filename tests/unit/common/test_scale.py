@@ -13,7 +13,7 @@ from transformers.core_model_loading import PrefixChange, WeightRenaming
 from nrl_models.common.conversions import are_alike, conversions_of
 from nrl_models.common.garbage import no_collections
 from nrl_models.common.loading import BATCHES, READERS, run_readers
-from nrl_models.common.saving import separate_storages
+from nrl_models.common.projections import own_storage
 
 
 def test_collections_are_off_inside_and_on_again_after_errors() -> None:
@@ -81,7 +81,7 @@ def test_storages_of_their_own_over_the_same_memory() -> None:
         "transposed": stack[0].t(),
         "none": torch.empty(0, 3),
     }
-    separate = separate_storages(tensors)
+    separate = {name: own_storage(tensor) for name, tensor in tensors.items()}
     assert list(separate) == list(tensors)
     assert all(
         torch.equal(separate[name], tensor) and separate[name].dtype == tensor.dtype for name, tensor in tensors.items()

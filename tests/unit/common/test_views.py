@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -120,7 +119,6 @@ OPERATIONS: dict[str, Callable[[torch.Tensor], Any]] = {
     "transpose": lambda t: t.transpose(0, 2),
     "transpose, negative": lambda t: torch.transpose(t, -1, -2),
     "swapaxes": lambda t: t.swapaxes(0, 1),
-    "t": lambda t: t[0].t(),
     "chunk": lambda t: torch.chunk(t, 3, dim=0),
     "chunk, uneven": lambda t: torch.chunk(t, 4, dim=-1),
     "split": lambda t: torch.split(t, 4, dim=0),
@@ -147,9 +145,6 @@ OPERATIONS: dict[str, Callable[[torch.Tensor], Any]] = {
     "getitem, open slice": lambda t: t[-2:],
     "getitem, ellipsis": lambda t: t[...],
     "contiguous": lambda t: t.contiguous().detach().clone(),
-    **{f"permute {order}": lambda t, order=order: t.permute(*order) for order in itertools.permutations(range(3))},
-    "permute, negative": lambda t: t.permute(-1, 0, 1),
-    "permute from a tuple": lambda t: torch.permute(t, (2, 0, 1)),
     "cat of neighbours": lambda t: torch.cat(t.chunk(3, dim=0), dim=0),
     "cat of inner neighbours": lambda t: torch.cat(t.split([3, 7], dim=2), dim=-1),
     "cat of others": lambda t: torch.cat([t[3:], t[:3]]),
