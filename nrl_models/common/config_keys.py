@@ -5,9 +5,11 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+import re
 from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from types import CodeType
 from typing import Any
@@ -136,9 +138,8 @@ def keys_in_model(model_class: type[PreTrainedModel], config: PreTrainedConfig) 
 
 
 def is_read(key: str, model_class: type[PreTrainedModel], config: PreTrainedConfig) -> bool:
-    """Whether `key` is one of `keys_in_model`; only modules in which it occurs are parsed."""
-    modules = [module for module in _modules_of(model_class, config) if key in _source(module)]
-    return any(key in _keys_in_module(module) for module in modules)
+    """Whether `key` is one of `keys_in_model`; nothing is parsed but the definitions it occurs in."""
+    return any(key in _keys_beside(key, module) for module in _modules_of(model_class, config))
 
 
 def _modules_of(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> list[str]:
@@ -159,9 +160,35 @@ def _source(module: str) -> str:
         return ""
 
 
-@cache
+_DEFINITION = re.compile(r"^(?:@.*\n)*(?:class |def )", re.MULTILINE)
+"""How a definition of a module's top level begins; or text in a docstring that looks like it."""
+
+
+def _keys_beside(key: str, module: str) -> frozenset[str]:
+    """The keys that are read in those definitions of a module in whose source `key` occurs."""
+    source = _source(module)
+    if key not in source:
+        return frozenset()
+    starts = [0, *(match.start() for match in _DEFINITION.finditer(source)), len(source)]
+    parts = [source[start:end] for start, end in pairwise(starts)]
+    found = [_keys_in_source(part) for part in parts if key in part]
+    whole = [keys for keys in found if keys is not None]
+    # Half a docstring is no source, nor is what ends within a decorator of the next definition.
+    return frozenset().union(*whole) if len(whole) == len(found) else _keys_in_module(module)
+
+
 def _keys_in_module(module: str) -> frozenset[str]:
-    return frozenset(key for node in ast.walk(ast.parse(_source(module))) for key in _key_read_by(node))
+    return _keys_in_source(_source(module)) or frozenset()
+
+
+@cache
+def _keys_in_source(source: str) -> frozenset[str] | None:
+    """The keys that are read in a source; None if it is none."""
+    try:
+        tree = ast.parse(source)
+    except SyntaxError:
+        return None
+    return frozenset(key for node in ast.walk(tree) for key in _key_read_by(node))
 
 
 def _key_read_by(node: ast.AST) -> Iterator[str]:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from transformers import LlamaConfig, PreTrainedConfig
 
+from nrl_models.common import config_keys
 from nrl_models.common.config_keys import declared_keys, is_read, keys_in_class, keys_in_model, set_in, value_at, walk
 from nrl_models.families.deepseek_v3.model import DeepseekV3ForCausalLM
 from nrl_models.families.gemma3.model import Gemma3ForConditionalGeneration
@@ -49,6 +50,25 @@ def test_one_key_is_found_as_all_are(model_class: Any) -> None:
     others = {"vision_use_head", "head_dim", "class", "config", "norm_topk_prob", "mm_tokens_per_image", "rope_theta"}
     keys = known | others | declared_keys(type(config))
     assert {key for key in keys if is_read(key, model_class, config)} == known
+
+
+def test_definitions_that_cannot_be_told_apart_are_read_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = '''
+TEXT = """
+def in_a_docstring(config):
+    width
+"""
+
+@decorated(
+    with_a=config.width,
+)
+def function(config):
+    return config.height
+'''
+    monkeypatch.setattr(config_keys, "_source", {"module": source}.get)
+    assert "width" in config_keys._keys_beside("width", "module")
+    assert config_keys._keys_beside("height", "module") == {"height"}
+    assert not config_keys._keys_beside("depth", "module")
 
 
 def test_paths() -> None:
