@@ -11,6 +11,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch.utils.dlpack import from_dlpack, to_dlpack
+
+_EXCHANGED = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64})
+"""Dtypes that DLPack has, as every other library does; other values are exchanged as bytes."""
 
 
 class Buffer:
@@ -57,9 +61,10 @@ def own_storage(tensor: torch.Tensor) -> torch.Tensor:
     """The same values in the same memory, seen as a storage of its own. Nothing is copied if `tensor` is contiguous."""
     if tensor.numel() == 0 or tensor.device.type == "meta":
         return tensor
-    flat = tensor.detach().contiguous().reshape(-1)
-    # As bytes, because not every dtype can be exchanged.
-    return torch.from_dlpack(flat.view(torch.uint8)).view(tensor.dtype).view(tensor.shape)
+    values = tensor.detach().contiguous()
+    if values.dtype in _EXCHANGED:
+        return from_dlpack(to_dlpack(values))
+    return torch.from_dlpack(values.reshape(-1).view(torch.uint8)).view(tensor.dtype).view(tensor.shape)
 
 
 def is_its_own(tensor: torch.Tensor) -> bool:
