@@ -11,6 +11,9 @@ from torch import nn
 
 from nrl_models.common.projections.group import LinearGroup
 
+FEW_SEQUENCES = 16
+"""Up to as many are decoded on a CPU without looking at groups: there is little to multiply."""
+
 
 class CombinedProjections(nn.Module):
     """Mixin for a Hugging Face module whose linears of one input are computed in one matmul.
@@ -28,8 +31,8 @@ class CombinedProjections(nn.Module):
     Where a class serves self-attention and cross-attention alike, its linears read one input here and two there. A
     group then has a place: a piece of the dotted names of the modules it holds for (`crossattention`).
 
-    In a step of decoding on a CPU each linear computes itself: one matmul of a single row takes as long as several, and
-    to see that nothing stands in its way takes a few percent of such a step (docs/benchmarks.md).
+    In a step of decoding a few sequences on a CPU each linear computes itself: one matmul of so few rows takes as long
+    as several, and to see that nothing stands in its way takes a few percent of such a step (docs/benchmarks.md).
 
     Attributes:
         combined: for each group's name the linears it computes, in row order. The group (`LinearGroup`) is an attribute
@@ -122,13 +125,14 @@ class CombinedProjections(nn.Module):
 
 
 def _is_step_of_decoding(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a module reads one token of each sequence on a CPU, and no gradients are wanted."""
+    """Whether a module reads one token of each of a few sequences on a CPU, and no gradients are wanted."""
     if torch.is_grad_enabled() or torch.jit.is_tracing():
         return False
     hidden_states = args[0] if args else next(iter(kwargs.values()), None)
     if type(hidden_states) is not torch.Tensor or hidden_states.dim() < 2:
         return False
-    return hidden_states.is_cpu and hidden_states.shape[-2] == 1
+    *_, length, features = hidden_states.shape
+    return length == 1 and hidden_states.is_cpu and hidden_states.numel() <= FEW_SEQUENCES * features
 
 
 def groups_of(model: nn.Module) -> Iterator[tuple[str, str, LinearGroup]]:

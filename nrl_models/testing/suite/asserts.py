@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nrl_models.parity.components import Call, run_layer
+from nrl_models.parity.components import Call
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 
@@ -59,7 +60,8 @@ MATMULS = ("addmm", "baddbmm", "bmm", "linear", "mm")
 
 
 def count_matmuls(layer: nn.Module, call: Call) -> int:
-    """How many matrix products one forward of `layer` runs."""
-    with _OperatorCounter() as counter:
-        run_layer(layer, call)
+    """How many matrix products one forward of `layer` runs in training."""
+    args, kwargs = copy.deepcopy((call.args, call.kwargs))
+    with torch.enable_grad(), _OperatorCounter() as counter:
+        layer(*args, **kwargs)
     return sum(counter.counts[name] for name in MATMULS)

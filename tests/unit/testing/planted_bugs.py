@@ -109,8 +109,8 @@ class UndeclaredForCausalLM(Nova, hf.LlamaForCausalLM):
 
 
 class Unbiased(LinearGroup):
-    def forward(self, input: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        outputs = super().forward(input)
+    def outputs_with(self, *given: Any) -> tuple[torch.Tensor, ...]:
+        outputs = super().outputs_with(*given)
         return tuple(output - part.bias for output, part in zip(outputs, self.parts.values(), strict=True))
 
 

@@ -23,7 +23,12 @@ BUGS = {
     "Forgetful": {"test_cached_decode"},
     "Shifted": {"test_layer_equivalence", "test_logits_equivalence", "test_gradient_equivalence"},
     "Undeclared": {"test_declaration_matches_trace"},
-    "Unbiased": {"test_attention_equivalence", "test_logits_equivalence", "test_gradient_equivalence"},
+    "Unbiased": {
+        "test_attention_equivalence",
+        "test_logits_equivalence",
+        "test_gradient_equivalence",
+        "test_cached_decode",  # steps of decoding do without the group
+    },  # fmt: skip
     "Gone": {"test_left_padding"},
     "Apart": {"test_tied_weights_share_storage"},
 }

@@ -136,11 +136,14 @@ def test_those_that_are_alike_in_having_a_bias_form_a_group(x: torch.Tensor, unl
 
 
 @pytest.mark.parametrize(
-    ("length", "gradients", "joined"), [(1, False, 0), (2, False, 1), (1, True, 1)], ids=["decode", "prefill", "train"]
+    ("sequences", "length", "gradients", "joined"),
+    [(3, 1, False, 0), (3, 2, False, 1), (3, 1, True, 1), (64, 1, False, 1)],
+    ids=["decode", "prefill", "train", "many"],
 )
 def test_parts_compute_themselves_in_a_step_of_decoding(
     plain: Attention,
     combined: CombinedAttention,
+    sequences: int,
     length: int,
     gradients: bool,
     joined: int,
@@ -149,7 +152,7 @@ def test_parts_compute_themselves_in_a_step_of_decoding(
     calls = []
     outputs_with = LinearGroup.outputs_with
     monkeypatch.setattr(LinearGroup, "outputs_with", lambda *given: calls.append(given) or outputs_with(*given))
-    x = torch.randn(3, length, HIDDEN)
+    x = torch.randn(sequences, length, HIDDEN)
     with torch.set_grad_enabled(gradients):
         torch.testing.assert_close(combined(x), plain(x))
     assert len(calls) == joined
