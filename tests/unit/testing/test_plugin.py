@@ -28,7 +28,7 @@ BUGS = {
         "test_logits_equivalence",
         "test_gradient_equivalence",
         "test_cached_decode",  # steps of decoding do without the group
-    },  # fmt: skip
+    },
     "Gone": {"test_left_padding"},
     "Apart": {"test_tied_weights_share_storage"},
 }

@@ -155,7 +155,6 @@ def test_a_change_that_separates_parts(plain: Attention, x: torch.Tensor, change
     assert not found.joined
     assert reason in found.reason
     assert_same(plain, combined, x)
-    # Who is trained does not matter where nobody is: matmuls are counted without gradients.
     assert matmuls(combined) == matmuls(plain)
     join(combined)
     assert report(combined)[0].joined == (reason == MOVED)
