@@ -7,7 +7,7 @@ import math
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +64,7 @@ def test_every_cell_agrees(
     engine = vllm(demo, dtype=dtype, max_length=1_001)
     for number, settings in enumerate(matrix):
         settings = replace(settings, threshold=bound)
-        store = Store(tmp_path / str(number), settings.to_json())
+        store = Store(tmp_path / str(number), asdict(settings))
         report = run_matrix(str(demo), engine, trainer, demo_prompts, settings, store, References(demo))
         assert report.verdict == "pass", report.markdown()
         assert len(report.results) == len(settings.cells())
@@ -230,9 +230,9 @@ def test_backend_eager_gives_eagers_logprobs(demo: Path, vllm: Vllm, demo_prompt
 def test_a_mode_that_computes_otherwise_is_reported_and_no_failure(
     demo: Path, vllm: Vllm, demo_prompts: Prompts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from nrl_models.diagnostics import precision
+    from nrl_models.diagnostics import engines
 
-    monkeypatch.setitem(precision.MODES, "half as precise", {"dtype": torch.bfloat16})
+    monkeypatch.setitem(engines.MODES, "half as precise", {"dtype": torch.bfloat16})
 
     @contextmanager
     def start(mode: dict[str, Any]) -> Iterator[VLLMEngine]:

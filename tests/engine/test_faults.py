@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ class Bench:
     def verdict(self, settings: Settings = SETTINGS) -> Verdict | None:
         """The verdict on the only cell; None if it passes."""
         forget(self.engine)
-        store = Store(self.folder, settings.to_json(), fresh=True)
+        store = Store(self.folder, asdict(settings), fresh=True)
         report = run_matrix(
             str(self.path), self.engine, self.trainer, self.prompts, settings, store, References(self.path)
         )
