@@ -21,8 +21,12 @@ from nrl_models.testing.case import SEED, FamilyCase
 LOSS, GRADIENTS = 1e-6, 1e-5
 """Bounds on what sharding changes: of the loss, relative to it; of gradients, relative to the largest of all."""
 
-OF_ITS_OWN, ROUNDING = 1e-2, 1e-7
-"""Bounds on a tensor's gradients, where they are small beside others': relative to its own; relative to the largest."""
+OF_ITS_OWN, ROUNDING = 1e-2, 1e-6
+"""Bounds on a tensor's gradients, where they are small beside others': relative to its own; relative to the largest.
+
+What gets no gradient in exact arithmetic (a bias before a batch norm) gets 5e-7 to 2e-6 of the largest by rounding; the
+smallest gradients that mean something are a hundred times that.
+"""
 
 _case = lru_cache(maxsize=1)(case_of)
 _mesh = lru_cache(maxsize=None)(mesh_of)
