@@ -14,7 +14,6 @@ from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from nrl_models.common import pretrained
 from nrl_models.common.flags import ModelFlag
-from nrl_models.common.garbage import no_collections
 from nrl_models.common.hf_names import to_checkpoint
 from nrl_models.common.mrope import FreshPositions, PackedTextPositions
 from nrl_models.common.packing import keep_documents_apart
@@ -196,7 +195,7 @@ class FamilyModel:
         tensors = to_checkpoint(self, state_dict, original_format=save_original_format)  # type: ignore[arg-type]
         if options.get("push_to_hub"):
             options.setdefault("repo_id", Path(save_directory).name)
-        with staged(save_directory) as stage, no_collections():
+        with staged(save_directory) as stage:
             super().save_pretrained(  # type: ignore[misc]
                 stage, state_dict=tensors, max_shard_size=max_shard_size, save_original_format=False, **options
             )

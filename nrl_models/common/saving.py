@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from nrl_models.common.checkpoint_files import INDEX_NAME, WEIGHTS_NAME
+from nrl_models.common.garbage import no_collections
 
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 _DETOUR = re.compile(r".*\.saving-\w+-" + _SHARD.pattern)
@@ -28,7 +29,8 @@ def staged(target: str | Path) -> Iterator[Path]:
     """A folder to write a checkpoint into; on success its files replace those of `target`.
 
     If the body raises, or the process dies in it, `target` is untouched. If the body writes nothing
-    (as a process does that is not the one to write), nothing is changed.
+    (as a process does that is not the one to write), nothing is changed. Nobody looks for garbage in it: safetensors
+    makes several objects for each tensor.
     """
     target = Path(target)
     if target.is_file():
@@ -37,7 +39,8 @@ def staged(target: str | Path) -> Iterator[Path]:
     # Inside an existing target, so that moving never crosses file systems.
     stage = Path(tempfile.mkdtemp(prefix=f".{target.name}.saving-", dir=target if target.is_dir() else target.parent))
     try:
-        yield stage
+        with no_collections():
+            yield stage
         if target.is_dir():
             _publish(stage, target)
         elif any(stage.iterdir()):

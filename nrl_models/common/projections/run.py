@@ -1,8 +1,8 @@
 """One forward of a group's owner: its parts' calls are answered from one matmul.
 
 What may change while the owner's forward runs is looked at here, at each call: the thread, the modes that are on, the
-input and its version, where weights lie and their versions. All of it happens for each group and token of decoding, so
-it is written to be cheap.
+input and its version, where weights lie and their versions. All of it happens at each call of each part, so it is
+written to be cheap; `CombinedProjections` does without groups in steps of decoding, where it would still be felt.
 """
 
 from __future__ import annotations
