@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from threading import get_ident
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -31,17 +31,21 @@ class Run:
         parts: its linears.
 
     Attributes:
+        fit: the modes in which parts are answered.
+        modes: those in which the last joined matmul ran.
         outputs: of the last joined matmul, those that are not taken yet; None for the others.
         left: how many are not taken yet.
         thread: where the forward runs.
     """
 
-    __slots__ = ("group", "input", "left", "modes", "outputs", "parts", "place", "seen", "thread", "version")
+    __slots__ = ("fit", "group", "input", "left", "modes", "outputs", "parts", "place", "seen", "thread", "version")
 
     def __init__(self, group: LinearGroup, parts: Sequence[nn.Linear]) -> None:
         self.group, self.parts = group, parts
         self.thread = get_ident()
-        self.modes = _modes(parts)
+        now = _modes(parts)
+        # A forward may turn gradients off itself, as indexers of sparse attention do. Nothing else may be different.
+        self.fit = (now, now.without_gradients())
         self.left = 0
 
     def take(self, number: int, input: torch.Tensor) -> torch.Tensor | None:
@@ -49,10 +53,14 @@ class Run:
         # Whether a tensor of inference mode is changed in place before the next part is called cannot be seen.
         if type(input) is not torch.Tensor or input.is_inference() or get_ident() != self.thread:
             return None
-        if _modes(self.parts) != self.modes:
-            return None
+        modes = _modes(self.parts)
         if not self.left:
+            if modes not in self.fit:
+                return None
+            self.modes = modes
             return self._start(number, input)
+        if modes != self.modes:
+            return None
         output = self.outputs[number]
         if output is None or input is not self.input or input._version != self.version:
             return None
@@ -178,10 +186,26 @@ def _is_transformed() -> bool:
     return _function_modes() > 0 and any(type(mode) is not DeviceContext for mode in _get_current_function_mode_stack())
 
 
-def _modes(parts: Sequence[nn.Linear]) -> tuple[Any, ...]:
+class _Modes(NamedTuple):
     """Whatever is set around a call and changes what it computes or what is kept for the backward pass."""
+
+    learns: bool
+    is_inference: bool
+    autocast: torch.dtype | None
+    function_modes: int
+    dispatch_modes: int
+    saved_tensors_hooks: Any
+    transforms: bool
+
+    def without_gradients(self) -> _Modes:
+        """The same within `torch.no_grad()`."""
+        return self._replace(learns=False, saved_tensors_hooks=None)
+
+
+def _modes(parts: Sequence[nn.Linear]) -> _Modes:
+    """The modes that are on."""
     learns = _is_grad_enabled()
-    return (
+    return _Modes(
         learns,
         _is_inference(),
         _autocast_dtype(parts) if _is_any_autocast() else None,

@@ -404,6 +404,19 @@ def test_however_the_owner_calls_its_parts(x: torch.Tensor, forward: str) -> Non
         assert not any("forward" in getattr(combined, name).__dict__ for name in PARTS)
 
 
+def test_an_owner_that_turns_gradients_off_itself(x: torch.Tensor) -> None:
+    """As indexers of sparse attention do: still one matmul, in training too."""
+
+    @torch.no_grad()
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], dim=-1)
+
+    plain, combined = pair(forward)
+    torch.testing.assert_close(combined(x), plain(x))
+    assert not combined(x).requires_grad
+    assert (matmuls(combined), matmuls(plain)) == (1, 3)
+
+
 def test_first_called_in_inference_mode(plain: Attention, combined: CombinedAttention, x: torch.Tensor) -> None:
     with torch.inference_mode():
         output = combined(x)
