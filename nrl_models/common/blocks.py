@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from nrl_models.common.views import Place, Step
+from nrl_models.common.views import Step, place_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,7 +67,7 @@ def through(steps: Iterable[Step], shape: Sequence[int], block: Block) -> list[B
             blocks = [new for old in blocks for new in _reshaped(old, place, args)]
         else:
             blocks = [new for old in blocks if (new := _stepped(old, method, args)) is not None]
-        place = Place.whole(place).after(method, args).shape
+        place = place_of(place, ((method, args),)).shape
     return [one for one in blocks if one.tensor.numel()]
 
 

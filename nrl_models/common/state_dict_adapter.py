@@ -22,7 +22,7 @@ from nrl_models.common import layouts
 from nrl_models.common.garbage import no_collections
 from nrl_models.common.layouts import TensorSpec
 from nrl_models.common.matching import Given, match
-from nrl_models.common.views import HFTensor, Piece, Place
+from nrl_models.common.views import HFTensor, Piece, place_of
 from nrl_models.errors import Problem, StateDictError
 
 Layout = Literal["hub", "transformers"]
@@ -278,7 +278,7 @@ class StateDictAdapter:
         """One own tensor from the given tensors in it: itself where it is given whole, else a new one."""
         first, target = sources[0]
         shape = self.own[name].shape
-        if len(sources) == 1 and target.view is not None and target.view.place_in(shape) == Place.whole(shape):
+        if len(sources) == 1 and target.view is not None and target.view.place_in(shape) == place_of(shape):
             return state_dict[first]
         dtype = widest(state_dict[key].dtype for key, _ in sources)
         own = state_dict[first].new_empty(shape, dtype=dtype)

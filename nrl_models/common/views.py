@@ -37,55 +37,13 @@ class Place:
     strides: tuple[int, ...] | None
     offset: int = 0
 
-    @staticmethod
-    @lru_cache(maxsize=1024)
-    def whole(shape: Sequence[int]) -> Place:
-        """All of a contiguous tensor of `shape`, a tuple or `torch.Size`."""
-        strides, step = [], 1
-        for size in reversed(shape):
-            strides.append(step)
-            step *= max(size, 1)
-        return Place(tuple(shape), tuple(reversed(strides)))
-
     @property
     def is_block(self) -> bool:
         """Whether the elements follow one another in memory, in their order."""
-        packed = Place.whole(self.shape).strides
-        if self.strides is None:
+        packed = place_of(self.shape).strides
+        if self.strides is None or packed is None:
             return False
         return all(size == 1 or have == want for size, have, want in zip(self.shape, self.strides, packed, strict=True))
-
-    def after(self, method: str, args: tuple[int, ...]) -> Place:
-        """The region that one more step leads to."""
-        shape, strides = list(self.shape), list(self.strides) if self.strides is not None else None
-        if method == "reshape":
-            return self._reshaped(args)
-        if strides is None:  # only the shape is known
-            return Place(Place.whole(self.shape).after(method, args).shape, None)
-        offset = self.offset
-        if method == "narrow":
-            dim, start, shape[args[0]] = args
-            offset += start * strides[dim]
-        elif method == "select":
-            dim, index = args
-            offset += index * strides[dim]
-            del shape[dim], strides[dim]
-        elif method == "transpose":
-            first, second = args
-            shape[first], shape[second] = shape[second], shape[first]
-            strides[first], strides[second] = strides[second], strides[first]
-        else:
-            raise ValueError(f"unknown step {method}{args}")
-        return Place(tuple(shape), tuple(strides), offset)
-
-    def _reshaped(self, shape: tuple[int, ...]) -> Place:
-        if self.strides is None:
-            return Place(shape, None)
-        try:
-            view = torch.empty_strided(self.shape, self.strides, device="meta").view(shape)
-        except RuntimeError:
-            return Place(shape, None)
-        return Place(shape, tuple(view.stride()), self.offset)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,18 +92,35 @@ class View:
 
     def place_in(self, shape: Sequence[int]) -> Place:
         """Where the region lies in a contiguous parameter of `shape`."""
-        return _place(tuple(shape), self.steps)
+        return place_of(tuple(shape), self.steps)
 
     def __str__(self) -> str:
         return self.parameter + "".join(f".{method}{args}" for method, args in self.steps)
 
 
+STEPS = ("narrow", "reshape", "select", "transpose")
+"""What a step may be."""
+
+
 @lru_cache(maxsize=2**16)
-def _place(shape: tuple[int, ...], steps: tuple[Step, ...]) -> Place:
-    """Where `steps` lead in a contiguous tensor of `shape`: layers have the same steps, and models many layers."""
+def place_of(shape: tuple[int, ...], steps: tuple[Step, ...] = ()) -> Place:
+    """Where `steps` lead in a contiguous tensor of `shape`: layers have the same steps, and models many layers.
+
+    Raises:
+        ValueError: a step of another kind than those of `STEPS`.
+    """
     if not steps:
-        return Place.whole(shape)
-    return _place(shape, steps[:-1]).after(*steps[-1])
+        return Place(shape, torch.empty(shape, device="meta").stride())
+    *before, step = steps
+    place = place_of(shape, tuple(before))
+    if step[0] not in STEPS:
+        raise ValueError(f"unknown step {step[0]}{step[1]}")
+    strides = place_of(place.shape).strides if place.strides is None else place.strides
+    memory = torch.empty_strided(place.shape, strides, device="meta")
+    region = apply_steps(memory, [step])
+    if place.strides is None or (step[0] == "reshape" and not _is_viewable(memory, step[1])):
+        return Place(tuple(region.shape), None)
+    return Place(tuple(region.shape), region.stride(), place.offset + region.storage_offset())
 
 
 def apply_steps(tensor: torch.Tensor, steps: Iterable[Step]) -> torch.Tensor:
@@ -247,7 +222,7 @@ class TracedTensor(torch.Tensor):
         """The traced result of one view step."""
         if len(self.pieces) != 1 or self.pieces[0].region:
             raise NotAViewError(f"`{method}` on a tensor joined from several parameters is no view of any of them")
-        shape = _place(self.sizes, ((method, args),)).shape
+        shape = place_of(self.sizes, ((method, args),)).shape
         return TracedTensor.of_pieces(shape, self.element, (Piece(self.pieces[0].view.then(method, *args)),))
 
     @classmethod

@@ -99,7 +99,7 @@ def test_after_a_reshape_that_copies_a_view_is_read_but_not_written() -> None:
 
 def test_an_unknown_step_is_refused() -> None:
     with pytest.raises(ValueError, match="unknown step flip"):
-        Place.whole(SHAPE).after("flip", (0,))
+        View("w").then("flip", 0).place_in(SHAPE)
 
 
 def test_a_view_prints_as_what_it_does() -> None:
