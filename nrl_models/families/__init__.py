@@ -26,7 +26,6 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "llama": ("LlamaForCausalLM", "LlamaForSequenceClassification", "LlamaForTokenClassification"),
     "mistral": ("MistralForCausalLM", "MistralForSequenceClassification", "MistralForTokenClassification"),
     "mistral3": ("Mistral3ForConditionalGeneration",),
-    "mistral4": ("Mistral4ForCausalLM", "Mistral4ForSequenceClassification", "Mistral4ForTokenClassification"),
     "mixtral": ("MixtralForCausalLM", "MixtralForSequenceClassification", "MixtralForTokenClassification"),
     "nemotron_h": ("NemotronHForCausalLM",),
     "phi3": ("Phi3ForCausalLM", "Phi3ForSequenceClassification", "Phi3ForTokenClassification"),
@@ -34,14 +33,6 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "qwen2_5_vl": ("Qwen2_5_VLForConditionalGeneration",),
     "qwen2_vl": ("Qwen2VLForConditionalGeneration",),
     "qwen3": ("Qwen3ForCausalLM", "Qwen3ForSequenceClassification", "Qwen3ForTokenClassification"),
-    "qwen3_5": (
-        "Qwen3_5ForCausalLM",
-        "Qwen3_5ForConditionalGeneration",
-        "Qwen3_5ForSequenceClassification",
-        "Qwen3_5ForTokenClassification",
-        "Qwen3_5TextForSequenceClassification",
-    ),
-    "qwen3_5_moe": ("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"),
     "qwen3_moe": ("Qwen3MoeForCausalLM", "Qwen3MoeForSequenceClassification", "Qwen3MoeForTokenClassification"),
 }
 """The families with a folder of their own, and the architectures each serves."""

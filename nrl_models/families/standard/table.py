@@ -104,6 +104,9 @@ NEEDS_IMAGES = dict.fromkeys(LAYOUTS, "transformers' own model takes no text wit
 READS_APART = dict.fromkeys(LAYOUTS, "an encoder reads the prompt, and the decoder writes another sequence")
 """The limits of a model with an encoder: what is proven of one sequence, read and written, does not apply."""
 
+STATE_GOES_ON = {PACKED: "upstream's gated delta nets carry their state from a document to the next"}
+"""The limits of Qwen3.5."""
+
 CAUSAL = ("ForCausalLM",)
 CONDITIONAL = ("ForConditionalGeneration",)
 CAUSAL_AND_CONDITIONAL = (*CAUSAL, *CONDITIONAL)
@@ -112,6 +115,7 @@ ALL_HEADS = (*CAUSAL_AND_SEQUENCE, "ForTokenClassification")
 QKV = "q_proj k_proj v_proj"
 LATENTS = "q_a_proj kv_a_proj_with_mqa"
 GATE_UP = "gate_proj up_proj"
+DELTA_NET = "in_proj: in_proj_qkv in_proj_z in_proj_b in_proj_a"
 QFORMER = "query key value @ attention.attention, key value @ crossattention"
 STANDARD: dict[str, Standard] = {
     "afmoe": Standard(
@@ -534,6 +538,11 @@ STANDARD: dict[str, Standard] = {
         lacks(CACHED),
         since="5.23",
     ),
+    "mistral4": Standard(
+        "Mistral4",
+        ALL_HEADS,
+        {"Attention": "qkv_a_proj: q_a_proj q_proj kv_a_proj_with_mqa", "MLP": GATE_UP},
+    ),
     "mllama": Standard(
         "Mllama",
         CONDITIONAL,
@@ -647,6 +656,20 @@ STANDARD: dict[str, Standard] = {
     "qwen2_audio": Standard("Qwen2Audio", CONDITIONAL),
     "qwen2_moe": Standard("Qwen2Moe", ALL_HEADS, {"Attention": QKV, "MLP": GATE_UP}),
     "qwen3_asr": Standard("Qwen3ASR", CONDITIONAL, {"AudioAttention": QKV}),
+    "qwen3_5": Standard(
+        "Qwen3_5",
+        (*CAUSAL_AND_CONDITIONAL, *ALL_HEADS[1:], "TextForSequenceClassification"),
+        {"GatedDeltaNet": DELTA_NET, "Attention": QKV, "MLP": GATE_UP},
+        STATE_GOES_ON,
+        {"Model": "FreshPositions"},
+    ),
+    "qwen3_5_moe": Standard(
+        "Qwen3_5Moe",
+        CAUSAL_AND_CONDITIONAL,
+        {"GatedDeltaNet": DELTA_NET, "Attention": QKV, "MLP": GATE_UP},
+        STATE_GOES_ON,
+        {"Model": "FreshPositions"},
+    ),
     "qwen3_next": Standard(
         "Qwen3Next",
         ALL_HEADS,

@@ -1,1 +1,0 @@
-"""Mistral 4: latent attention over a mixture of experts."""

@@ -1,1 +1,0 @@
-"""Qwen3.5: gated delta nets and gated attention."""

@@ -1,1 +1,0 @@
-"""Qwen3.5-MoE: gated delta nets and gated attention."""
