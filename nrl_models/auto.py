@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -87,11 +87,11 @@ class _AutoModel:
             model_class = cls._remote_class(config, folder, trust_remote_code)
             registry.warn_unregistered(model_class.__name__)
             return model_class
-        model_class = registry.model_class(architecture)
-        if model_class is None:
+        registered = registry.model_class(architecture)
+        if registered is None:
             registry.warn_unregistered(architecture)
-            model_class = getattr(transformers, architecture)
-        return model_class
+            return getattr(transformers, architecture)
+        return registered
 
     @classmethod
     def architecture(cls, config: PreTrainedConfig) -> str | None:
@@ -214,5 +214,5 @@ def _kinds_of(config: PreTrainedConfig) -> str:
 def _with_adapter(model: PreTrainedModel) -> PreTrainedModel:
     """Give a plain Hugging Face model the adapter that a family's model has."""
     if not isinstance(model, FamilyModel):
-        model.state_dict_adapter = StateDictAdapter(model)
+        cast(Any, model).state_dict_adapter = StateDictAdapter(model)
     return model

@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, entry_points, version
+from types import FrameType
 
 from packaging.requirements import Requirement
 
@@ -241,7 +242,8 @@ def warn_unregistered(architecture: str) -> None:
 
 def _frames_of_this_package() -> int:
     """How many frames, from the caller of this function on, are this package's: the next is who called it."""
-    frame, count = sys._getframe(1), 0
+    frame: FrameType | None = sys._getframe(1)
+    count = 0
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == __package__:
         frame, count = frame.f_back, count + 1
     return count

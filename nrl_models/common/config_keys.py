@@ -16,6 +16,7 @@ from typing import Any
 
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
+from nrl_models.common.cached import cached
 from nrl_models.common.configurations import own_values, parts
 
 BOOKKEEPING = frozenset(
@@ -87,7 +88,7 @@ def parts_of(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
         yield from parts_of(part)
 
 
-@cache
+@cached
 def declared_keys(config_class: type[PreTrainedConfig]) -> frozenset[str]:
     """The keys a configuration class declares, and their other names."""
     fields = {field.name for field in dataclasses.fields(config_class)}
@@ -104,7 +105,7 @@ def generation_keys() -> frozenset[str]:
 # What code reads
 
 
-@cache
+@cached
 def keys_in_class(config_class: type[PreTrainedConfig]) -> frozenset[str]:
     """Names and strings in the methods of a configuration class: what it makes of keys that it does not declare."""
     found: set[str] = set()

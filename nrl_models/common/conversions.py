@@ -27,7 +27,7 @@ def conversions_of(model: PreTrainedModel, *, add_legacy: bool = True) -> list[A
     # The table has been at this place in every version so far.
     if getattr(conversion_mapping, "_checkpoint_conversion_mapping_cache", ()) is None:
         with _making_the_table:
-            core_model_loading.re = SimpleNamespace(**vars(re) | {"compile": Deferred})
+            core_model_loading.re = SimpleNamespace(**vars(re) | {"compile": Deferred})  # type: ignore[assignment]
             try:
                 conversion_mapping.get_checkpoint_conversion_mapping("legacy")
             finally:
@@ -47,7 +47,7 @@ class Deferred:
 
 def are_alike(some: list[Any] | None, others: list[Any] | None) -> bool:
     """Whether two lists of conversions do the same, one after the other. None or no conversions are like nothing."""
-    return bool(some and others) and [_described(one) for one in some] == [_described(one) for one in others]
+    return bool(some and others and list(map(_described, some)) == list(map(_described, others)))
 
 
 def _described(conversion: Any) -> tuple[Any, ...]:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.core_model_loading import build_glob_alternation
 
 
@@ -19,13 +20,13 @@ def kept_dtypes(model: nn.Module, dtype: torch.dtype) -> Callable[[str], torch.d
     Returns:
         For a tensor's name in transformers the dtype it is kept in, None if it is not.
     """
-    plan = model._get_dtype_plan(dtype) if hasattr(model, "_get_dtype_plan") else {}
+    plan = model._get_dtype_plan(dtype) if isinstance(model, PreTrainedModel) else {}
     if not plan:
         return lambda name: None
     pattern, by_group, _ = build_glob_alternation(list(plan))
 
     def kept(name: str) -> torch.dtype | None:
         found = pattern.search(name)
-        return plan[by_group[found.lastgroup]] if found else None
+        return plan[by_group[str(found.lastgroup)]] if found else None
 
     return kept

@@ -106,7 +106,8 @@ class FamilyModel:
             attributes: what differs from the rest of the family (`limits`, `tiny`, ...).
         """
         stated = {"__module__": cls.__module__, "__doc__": f"`{upstream.__name__}` of transformers, rewritten."}
-        return type(upstream)(upstream.__name__, (cls, upstream), stated | attributes)
+        metaclass: Any = type(upstream)
+        return metaclass(upstream.__name__, (cls, upstream), stated | attributes)
 
     @classmethod
     def reference_class(cls) -> type[PreTrainedModel]:
@@ -224,7 +225,7 @@ def rewritten(original: type[nn.Module], by: type[nn.Module], module: str, *, wi
         raise TypeError(
             f"{by.__name__} rewrites {original.__name__}, so it has to be a subclass of it, or of one of {mixins}"
         )
-    attributes = {"__module__": module, "__doc__": original.__doc__}
+    attributes: dict[str, Any] = {"__module__": module, "__doc__": original.__doc__}
     if issubclass(by, CombinedProjections):
         attributes["forward"] = by.forward_like(original.forward)
     made = type(original.__name__, (by, original), attributes)

@@ -99,7 +99,8 @@ def _check_ties(model: PreTrainedModel, adapter: StateDictAdapter, values: Mappi
         if not (own[name].is_meta and torch.equal(values[name], values[kept]))
     ]
     head = getattr(model.get_output_embeddings(), "weight", None)
-    if not adapter.tied and head is not None and _same_storage(head, model.get_input_embeddings().weight):
+    embeddings = getattr(model.get_input_embeddings(), "weight", None)
+    if not adapter.tied and head is not None and embeddings is not None and _same_storage(head, embeddings):
         problems.append(Problem("tied", "the output embeddings", "share the input embeddings' storage, untied"))
     if problems:
         raise CheckpointError(

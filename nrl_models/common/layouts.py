@@ -127,12 +127,12 @@ def _traced(
     conversions: list[Any],
 ) -> dict[str, HFTensor]:
     """What transformers' code makes of `tensors`, run on shapes."""
-    traced = {
+    traced: dict[str, Any] = {
         name: TracedTensor.of_pieces(tensor.shape, dtype_of(tensor.parameters[0]), tensor.pieces)
         for name, tensor in tensors.items()
     }
     # `revert_weight_conversion` asks its model for these and nothing else.
-    asked = SimpleNamespace(
+    asked: Any = SimpleNamespace(
         _weight_conversions=conversions, config=model.config, get_parameter=traced.__getitem__, name_or_path=""
     )
     return {

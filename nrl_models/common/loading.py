@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -74,7 +74,7 @@ def load_weights(
     device = device or torch.device("cpu")
     fit = fit_checkpoint(model, files, dtype=dtype, strict=strict)
     _read(model, fit, files, device)
-    model._weight_conversions = fit.names.used_conversions()
+    cast(Any, model)._weight_conversions = fit.names.used_conversions()
     keep_unused(model, fit, files)
     _finish(model, fit, device)
     fit.warn(model, files)
@@ -176,7 +176,7 @@ def fit_checkpoint(
 def keep_unused(model: PreTrainedModel, fit: Fit, files: CheckpointFiles) -> None:
     """Leave with the model, as the files' pages, what it does not use and is to save again."""
     if fit.unused and not is_off("shared-kv-unused-weights"):
-        model._unused_tensors = {key: files.read(files.tensors[key]) for key in fit.unused}
+        cast(Any, model)._unused_tensors = {key: files.read(files.tensors[key]) for key in fit.unused}
 
 
 def class_name(model: nn.Module) -> str:
@@ -389,17 +389,17 @@ def _over_pages(
         files: the checkpoint.
         dtype: of all of them.
     """
-    if any(stored.dtype != dtype or target.view is None for found in sources for stored, target in found):
+    if any(stored.dtype != dtype for found in sources for stored, _ in found):
         return None
-    if len(sources) == len(sources[0]) == 1 and not sources[0][0][1].view.steps:
-        stored = sources[0][0][0]
+    stored, target = sources[0][0]
+    if len(sources) == len(sources[0]) == 1 and target.view is not None and not target.view.steps:
         return files.read(stored) if stored.start % dtype.itemsize == 0 else None
     runs: list[StoredTensor] = []
     for found, shape in zip(sources, shapes, strict=True):
         blocks = []
         for stored, target in found:
-            place = target.view.place_in(shape)
-            if not place.is_block:
+            place = None if target.view is None else target.view.place_in(shape)
+            if place is None or not place.is_block:
                 return None
             blocks.append((place.offset, stored))
         runs += [stored for _, stored in sorted(blocks, key=lambda block: block[0])]
@@ -409,11 +409,12 @@ def _over_pages(
 def install(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
     """Put `tensor` in the place of the parameter or buffer `name`; what the class freezes stays frozen."""
     module, attribute = owner_of(model, name)
-    if attribute not in module._buffers:
-        learns = tensor.is_floating_point() and module._parameters[attribute].requires_grad
+    tensors: dict[str, Any] = module._buffers if attribute in module._buffers else module._parameters
+    if tensors is not module._buffers:
+        learns = tensor.is_floating_point() and tensors[attribute].requires_grad
         tensor = nn.Parameter(tensor, requires_grad=learns)
-    tensor._is_hf_initialized = True  # transformers' mark of what its initialisation must leave alone
-    (module._buffers if attribute in module._buffers else module._parameters)[attribute] = tensor
+    tensors[attribute] = tensor
+    tensors[attribute]._is_hf_initialized = True  # transformers' mark of what its initialisation must leave alone
 
 
 def owner_of(model: nn.Module, name: str) -> tuple[nn.Module, str]:
@@ -448,6 +449,7 @@ def _finish(model: PreTrainedModel, fit: Fit, device: torch.device) -> None:
             if placeholder.device.type == "meta":
                 install(model, name, torch.empty_like(placeholder, device=device))
             getattr(*owner_of(model, name))._is_hf_initialized = False
+        module: Any
         for module in model.modules():
             module._is_hf_initialized = False
         model.initialize_weights()

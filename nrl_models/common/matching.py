@@ -104,7 +104,7 @@ def _coverage(
     views = [piece.view for _, target in sources for piece in target.pieces if piece.view.parameter == name]
     places = [view.place_in(spec.shape) for view in views]
     filled, wanted = sum(math.prod(place.shape) for place in places), math.prod(spec.shape)
-    files = sorted({given[key].file for key in keys if given[key].file})
+    files = sorted({file for key in keys if (file := given[key].file)})
     file = ", ".join(files) or None
     if filled > wanted or (wanted and _overlap(views, places)):  # nothing is filled twice where nothing is
         return [Problem("duplicated", _listed(keys), f"fill {name} more than once", file)]

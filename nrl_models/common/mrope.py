@@ -49,4 +49,5 @@ class FreshPositions(nn.Module):
         is_new = past_key_values is None or past_key_values.get_seq_length() == 0
         if is_new and input_ids is not None and not is_off("mrope-stale-offsets"):
             self.rope_deltas = None
-        return super().compute_3d_position_ids(input_ids, *args, past_key_values=past_key_values, **kwargs)
+        upstream: Any = super()
+        return upstream.compute_3d_position_ids(input_ids, *args, past_key_values=past_key_values, **kwargs)

@@ -41,7 +41,12 @@ def keep_documents_apart(forward: Forward) -> Forward:
             return forward(self, *args, **kwargs)
         given = dict(zip(parameters[1:], args, strict=False)) | kwargs
         mask, positions = given.get("attention_mask"), given.get("position_ids")
-        if not _is_2d(positions) or given.get("past_key_values") is not None or torch.compiler.is_compiling():
+        if (
+            positions is None
+            or not _is_2d(positions)
+            or given.get("past_key_values") is not None
+            or torch.compiler.is_compiling()
+        ):
             return forward(self, *args, **kwargs)
         if mask is None:
             mask = torch.ones_like(positions)

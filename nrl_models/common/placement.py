@@ -48,7 +48,8 @@ def dispatch(
     Raises:
         ValueError: a map that leaves modules out, or puts some on disk without a folder.
     """
-    found = _get_device_map(model, check_and_set_device_map(device_map), max_memory, None)
+    memory = None if max_memory is None else dict(max_memory)
+    found = _get_device_map(model, check_and_set_device_map(device_map), memory, None)  # type: ignore[arg-type]
     places = set(found.values())
     if len(places) == 1 and places != {"disk"}:
         return model.to(*places)

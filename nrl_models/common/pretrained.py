@@ -163,7 +163,7 @@ def from_pretrained(class_for: ClassFor, path_or_id: str | Path, **options: Any)
         else:
             from nrl_models.distributed.loading import load_sharded  # built upon this module; only sharding asks for it
 
-            plan = "auto" if given.plan is None else given.plan
+            plan: Any = "auto" if given.plan is None else given.plan
             prepared, narrowed = load_sharded(prepare, given.mesh, plan, strict=given.strict)
     model, resolved, folder = prepared.model, prepared.dtype, prepared.folder
     if narrowed and given.dtype == "auto":
@@ -253,7 +253,7 @@ def _load_quantised(
     if given.device_map is not None:
         asked = ("device_map", "offload_folder", "max_memory", "offload_buffers")
         options |= {name: getattr(given, name) for name in asked}
-    load = PreTrainedModel.from_pretrained.__func__  # a family's class has another of that name
+    load = vars(PreTrainedModel)["from_pretrained"].__func__  # a family's class has another of that name
     model, info = load(model_class, folder, output_loading_info=True, **options)
     kinds = {"missing_keys": "missing", "unexpected_keys": "unexpected", "mismatched_keys": "shape"}
     problems = [
@@ -306,14 +306,15 @@ def from_config(
 def _meta_parameters() -> Iterator[None]:
     """Models built inside have parameters on meta, which nobody initialises, and real buffers."""
     with init_empty_weights(include_buffers=False):
-        register_on_meta = nn.Module.register_parameter
+        patched: Any = nn.Module
+        register_on_meta = patched.register_parameter
 
-        def register(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        def register(module: Any, name: str, param: nn.Parameter | None) -> None:
             register_on_meta(module, name, param)
             if param is not None:
                 module._parameters[name]._is_hf_initialized = True
 
-        nn.Module.register_parameter = register
+        patched.register_parameter = register
         yield  # accelerate restores the original
 
 
@@ -323,6 +324,7 @@ def _compute_buffers_again(model: PreTrainedModel) -> None:
     A table that was computed while bf16 was the default dtype has the rounding of bf16 in it, even if it is kept in
     fp32 (Gemma 3n's `inv_timescales`).
     """
+    module: Any
     for module in model.modules():
         derived = any(module._buffers.get(name) is not None for name in module._non_persistent_buffers_set)
         module._is_hf_initialized = not derived  # transformers' mark of what its initialisation must leave alone
@@ -470,11 +472,12 @@ def _method(quantised_as: Any) -> str:
 def _resolve_dtype(dtype: str | torch.dtype, config: PreTrainedConfig, files: CheckpointFiles) -> torch.dtype:
     """The dtype to load in: "auto" is the configuration's, else that of the first floating-point tensor."""
     if dtype == "auto":
-        dtype = config.dtype or config.get_text_config().dtype
-        if dtype is None:
+        configured = config.dtype or config.get_text_config().dtype
+        if configured is None:
             plain = (tensor for key, tensor in files.tensors.items() if key not in files.dequantised)
             floats = (tensor.dtype for tensor in plain if tensor.dtype.is_floating_point)
             return next((one for one in floats if one.itemsize > 1), torch.get_default_dtype())
+        dtype = configured
     resolved = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if not isinstance(resolved, torch.dtype) or not is_wide_float(resolved):
         raise UnknownArgumentError(f"dtype={dtype!r}: expected 'auto' or a floating-point dtype such as torch.bfloat16")

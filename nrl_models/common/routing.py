@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -72,16 +73,14 @@ def replay_routing(model: nn.Module, record: Mapping[str, list[torch.Tensor]]) -
             than the recorded one.
     """
     if not can_replay(model):
-        reason = model.limits["router replay"]
+        reason = cast(Any, model).limits["router replay"]
         raise ValueError(f"the routing of {type(model).__name__} cannot be replayed: {reason}")
     modules = dict(model.named_modules())
     if unknown := sorted(record.keys() - modules.keys()):
         raise KeyError(f"the record names modules the model lacks: {', '.join(unknown)}")
     with ExitStack() as stack:
         for name, choices in record.items():
-            stack.enter_context(
-                _running_under(modules[name], lambda name=name, choices=choices: _Replayer(name, choices))
-            )
+            stack.enter_context(_running_under(modules[name], partial(_Replayer, name, choices)))
         yield
 
 

@@ -293,12 +293,13 @@ _kept: WeakKeyDictionary[nn.Module, tuple[StateDictAdapter, Any]] = WeakKeyDicti
 def adapter_of(model: PreTrainedModel) -> StateDictAdapter:
     """The adapter of a model that is not sharded: the same object until the model's structure changes."""
     conversions = getattr(model, "_weight_conversions", None)
-    adapter, made_with = _kept.get(model, (None, None))
-    is_same = adapter is not None and made_with is conversions
-    if not (is_same and adapter.own == layouts.own_tensors(model) and adapter.tied == layouts.tied_names(model)):
-        adapter = StateDictAdapter(model)
-        _kept[model] = adapter, conversions
-    return adapter
+    if model in _kept:
+        adapter, made_with = _kept[model]
+        is_same = adapter.own == layouts.own_tensors(model) and adapter.tied == layouts.tied_names(model)
+        if is_same and made_with is conversions:
+            return adapter
+    _kept[model] = StateDictAdapter(model), conversions
+    return _kept[model][0]
 
 
 def _on_meta(config: PreTrainedConfig) -> PreTrainedModel:

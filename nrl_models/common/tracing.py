@@ -100,9 +100,9 @@ def trace_linears(model: nn.Module, run: Callable[[], Any]) -> Trace:
 
     with torch.no_grad(), ExitStack() as hooks:
         for name in dict.fromkeys(owner for owner, _ in linears):
-            owner = model.get_submodule(name)
-            hooks.callback(owner.register_forward_pre_hook(counts(name, 1)).remove)
-            hooks.callback(owner.register_forward_hook(counts(name, -1), always_call=True).remove)
+            module = model.get_submodule(name)
+            hooks.callback(module.register_forward_pre_hook(counts(name, 1)).remove)
+            hooks.callback(module.register_forward_hook(counts(name, -1), always_call=True).remove)
         for key, linear in linears.items():
             hooks.callback(linear.register_forward_pre_hook(notes(key)).remove)
         run()

@@ -115,12 +115,13 @@ def place_of(shape: tuple[int, ...], steps: tuple[Step, ...] = ()) -> Place:
     place = place_of(shape, tuple(before))
     if step[0] not in STEPS:
         raise ValueError(f"unknown step {step[0]}{step[1]}")
-    strides = place_of(place.shape).strides if place.strides is None else place.strides
-    memory = torch.empty_strided(place.shape, strides, device="meta")
+    memory = torch.empty(place.shape, device="meta")
+    if place.strides is not None:
+        memory = torch.empty_strided(place.shape, place.strides, device="meta")
     region = apply_steps(memory, [step])
     if place.strides is None or (step[0] == "reshape" and not _is_viewable(memory, step[1])):
         return Place(tuple(region.shape), None)
-    return Place(tuple(region.shape), region.stride(), place.offset + region.storage_offset())
+    return Place(tuple(region.shape), region.stride(), place.offset + int(region.storage_offset()))
 
 
 def apply_steps(tensor: torch.Tensor, steps: Iterable[Step]) -> torch.Tensor:
@@ -250,7 +251,7 @@ def _on_meta(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 # What each torch operation means for a traced tensor. Arguments are named as torch names them.
 
 
-def _dim(tensor: torch.Tensor, dim: int) -> int:
+def _dim(tensor: TracedTensor, dim: int) -> int:
     return dim if dim >= 0 else dim + len(tensor.sizes)
 
 

@@ -37,7 +37,7 @@ from nrl_models.common.views import HFTensor
 from nrl_models.distributed.gathering import DEFAULT_BUCKET, gathered
 from nrl_models.distributed.mesh import agree, gather_over, reporting_the_dead
 from nrl_models.distributed.saving import Attempt, write_together
-from nrl_models.distributed.sharding import Sharding
+from nrl_models.distributed.sharding import sharding_of
 from nrl_models.distributed.shards import blocks_of
 from nrl_models.errors import CheckpointError, Problem, ShardingError
 
@@ -113,7 +113,7 @@ def save_checkpoint(
         CheckpointError: optimiser state of another shape.
         ShardingError: another rank failed. The rank that failed raises its own error.
     """
-    sharding: Sharding = model.sharding
+    sharding = sharding_of(model)
     adapter, mesh = sharding.adapter, sharding.mesh
     own = sharding.own_tensors(model)
     exported = adapter._exported("hub")
@@ -168,7 +168,7 @@ def load_checkpoint(folder: str | Path, model: PreTrainedModel, optimizer: Optim
         ShardingError: a rank is gone, or could not read a file to its end; the model's values are then worth nothing.
     """
     folder = Path(folder)
-    sharding: Sharding = model.sharding
+    sharding = sharding_of(model)
     adapter, mesh = sharding.adapter, sharding.mesh
     own = sharding.own_tensors(model)
     exported = adapter._exported("hub")
@@ -270,7 +270,7 @@ def _parameters(model: nn.Module, optimizer: Optimizer) -> dict[str, nn.Paramete
 
 def _optimizer_tensors(model: PreTrainedModel, optimizer: Optimizer, *, is_source: bool) -> dict[str, torch.Tensor]:
     """`{parameter}.{state}` for every state that has the parameter's shape."""
-    tensors = model.sharding.adapter.transformers
+    tensors = sharding_of(model).adapter.transformers
     result: dict[str, torch.Tensor] = {}
     problems = []
     for name, parameter in _parameters(model, optimizer).items():

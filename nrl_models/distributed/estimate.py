@@ -8,7 +8,7 @@ what is exchanged; only the inside of expert stacks, which depends on the data, 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -28,6 +28,7 @@ from nrl_models.distributed import styles
 from nrl_models.distributed.mesh import DIMENSIONS, size_of
 from nrl_models.distributed.parallelize import divide_data, divide_model
 from nrl_models.distributed.plan import plan_for
+from nrl_models.distributed.sharding import sharding_of
 from nrl_models.distributed.styles import ExpertsOfThisRank
 from nrl_models.errors import Problem, ShardingError
 
@@ -96,7 +97,7 @@ def estimate(config: PreTrainedConfig, setting: Setting) -> Estimate:
     """
     with _fake_mesh(setting.mesh) as mesh:
         kept = _sharded(config, setting.dtype, setting, mesh)
-        divide_data(kept, kept.sharding)
+        divide_data(kept, sharding_of(kept))
         local = _local_bytes(kept)
         computing = _sharded(config, setting.compute, setting, mesh)
         fsdp_traffic, gathered = _data_parallel(computing, mesh)
@@ -170,7 +171,7 @@ def _data_parallel(model: PreTrainedModel, mesh: DeviceMesh) -> tuple[int, int]:
     ranks = size_of(mesh, "fsdp")
     if ranks == 1:
         return 0, 0
-    units = [one for one in model.modules() if type(one).__name__ in model.sharding.plan.units]
+    units = [one for one in model.modules() if type(one).__name__ in _unit_names(model)]
     whole = _local_bytes(model)
     sizes = [_local_bytes(unit) for unit in units]
     outermost, largest = whole - sum(sizes), max(sizes, default=0)
@@ -180,14 +181,18 @@ def _data_parallel(model: PreTrainedModel, mesh: DeviceMesh) -> tuple[int, int]:
     return sent, 3 * largest + 2 * outermost
 
 
+def _unit_names(model: PreTrainedModel) -> Collection[str]:
+    return sharding_of(model).plan.units or ()
+
+
 class _Exchanges(TorchDispatchMode):
     """Counts what collectives send, by the size of their group."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__()
         self.sent: dict[str, int] = {}
-        self.names = {mesh.get_group(dim).group_name: name for dim, name in enumerate(mesh.mesh_dim_names or ())}
-        self.sizes = {mesh.get_group(dim).group_name: mesh.size(dim) for dim in range(mesh.ndim)}
+        self.names = {str(mesh.get_group(dim).group_name): name for dim, name in enumerate(mesh.mesh_dim_names or ())}
+        self.sizes = {str(mesh.get_group(dim).group_name): mesh.size(dim) for dim in range(mesh.ndim)}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -211,7 +216,7 @@ _TIMES_SENT = {
 
 def _run(model: PreTrainedModel, setting: Setting, mesh: DeviceMesh) -> tuple[int, dict[str, int]]:
     """Bytes of activations at their peak, and bytes sent by dimension, of one micro-batch."""
-    units = {one for one in model.modules() if type(one).__name__ in model.sharding.plan.units}
+    units = {one for one in model.modules() if type(one).__name__ in _unit_names(model)}
     kept: list[ref[_Kept]] = []  # until their graph is dropped
     inputs: dict[nn.Module, int] = {}
     running: list[nn.Module | None] = [None]
@@ -252,13 +257,13 @@ def _run(model: PreTrainedModel, setting: Setting, mesh: DeviceMesh) -> tuple[in
         loss.backward()
         if setting.checkpointing:  # what was exchanged is exchanged again
             exchanges.sent = {name: sent + forward.get(name, 0) for name, sent in exchanges.sent.items()}
-    for module, nbytes in experts.items():
-        unit = next((one for one in units if module in set(one.modules())), None)
+    for stack_of_experts, nbytes in experts.items():
+        unit = next((one for one in units if stack_of_experts in set(one.modules())), None)
         sizes[unit] = sizes.get(unit, 0) + nbytes
     outside = sizes.pop(None, 0)
     layers = sum(sizes.values())
     if setting.checkpointing and sizes:
-        layers = sum(inputs[module] for module in sizes) + max(sizes.values())
+        layers = sum(nbytes for module, nbytes in inputs.items() if module in sizes) + max(sizes.values())
     return outside + layers, exchanges.sent
 
 
@@ -314,7 +319,7 @@ def _storage(tensor: torch.Tensor) -> int:
     return _local(tensor).untyped_storage()._cdata
 
 
-def _stub_experts(model: nn.Module, setting: Setting, stack: ExitStack) -> dict[nn.Module, int]:
+def _stub_experts(model: PreTrainedModel, setting: Setting, stack: ExitStack) -> dict[nn.Module, int]:
     """Let stacks of experts pass their input on; the bytes each would keep, tokens being routed evenly.
 
     A token's choice keeps its input and output, the gate's and up's outputs, the activation and their product.
@@ -342,7 +347,7 @@ def _stub_experts(model: nn.Module, setting: Setting, stack: ExitStack) -> dict[
     return found
 
 
-def _text(model: nn.Module) -> PreTrainedConfig:
+def _text(model: PreTrainedModel) -> PreTrainedConfig:
     return model.config.get_text_config()
 
 

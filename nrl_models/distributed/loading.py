@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -18,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from nrl_models.common.blocks import Block, through
-from nrl_models.common.checkpoint_files import StoredTensor
+from nrl_models.common.checkpoint_files import CheckpointFiles, StoredTensor
 from nrl_models.common.loading import Fit, fit_checkpoint, install, keep_unused, move_buffers, run_readers, share_copies
 from nrl_models.common.pretrained import Prepared
 from nrl_models.common.projections import Buffer, join, neighbouring_parameters
@@ -27,7 +28,7 @@ from nrl_models.common.views import Piece, apply_steps
 from nrl_models.distributed.mesh import agree, check_mesh, gather_over
 from nrl_models.distributed.parallelize import divide_data, divide_model
 from nrl_models.distributed.plan import ParallelPlan, Plan, plan_for
-from nrl_models.distributed.sharding import Sharding
+from nrl_models.distributed.sharding import sharding_of
 from nrl_models.distributed.shards import over_shard, own_block, share_of
 
 
@@ -49,17 +50,18 @@ def load_sharded(
         CheckpointError, ShardingError: whatever is wrong on this rank, or on another; before memory is spent.
     """
     check_mesh(mesh)
-    error, prepared, fit = None, None, None
+    error, prepared, files, fit = None, None, None, None
     facts: dict[str, object] = {}
     try:
         prepared = prepare()
         model, files = prepared.model, prepared.files
+        assert files is not None  # what is quantised is refused with a mesh
         model.tie_weights()
         chosen = plan_for(model, mesh, plan)
         sharding = divide_model(model, mesh, chosen)
         share = (mesh.get_coordinate() or [0])[-1], mesh.size(mesh.ndim - 1)
         fit = fit_checkpoint(model, files, dtype=prepared.dtype, strict=strict, share=share)
-        model._weight_conversions = fit.names.used_conversions()
+        cast(Any, model)._weight_conversions = fit.names.used_conversions()
         _retype(model, fit)
         sharding.finish(model)
         divide_data(model, sharding)
@@ -74,15 +76,16 @@ def load_sharded(
         error = caught
     agree(mesh, "load the checkpoint", facts, error)
     assert prepared is not None
+    assert files is not None
     assert fit is not None
     try:
-        _fill(prepared, fit)
-        keep_unused(prepared.model, fit, prepared.files)
+        _fill(prepared, fit, files)
+        keep_unused(prepared.model, fit, files)
     except Exception as caught:
         error = caught
     agree(mesh, "load the checkpoint", {}, error)
-    fit.warn(prepared.model, prepared.files)
-    return prepared, fit.narrowed(prepared.files)
+    fit.warn(prepared.model, files)
+    return prepared, fit.narrowed(files)
 
 
 def _retype(model: nn.Module, fit: Fit) -> None:
@@ -99,10 +102,10 @@ def _retype(model: nn.Module, fit: Fit) -> None:
             module._parameters[attribute] = done[id(parameter)]
 
 
-def _fill(prepared: Prepared, fit: Fit) -> None:
+def _fill(prepared: Prepared, fit: Fit, files: CheckpointFiles) -> None:
     """Read this rank's shard of every tensor, several at a time."""
-    model, files, device = prepared.model, prepared.files, prepared.device
-    sharding: Sharding = model.sharding
+    model, device = prepared.model, prepared.device
+    sharding = sharding_of(model)
     own = sharding.own_tensors(model)
     laid = _neighbouring_shards(model, fit, own, device)
     shards: dict[str, torch.Tensor] = {}
@@ -149,7 +152,7 @@ def _neighbouring_shards(
 ) -> dict[str, torch.Tensor]:
     """Memory for this rank's shards of parameters that are to be neighbours, by name. `fsdp` keeps its own."""
     result: dict[str, torch.Tensor] = {}
-    if "fsdp" in model.sharding.mesh.mesh_dim_names:
+    if "fsdp" in (sharding_of(model).mesh.mesh_dim_names or ()):
         return result
     for names in neighbouring_parameters(model):
         if any(name not in fit.found.sources for name in names):
@@ -164,7 +167,7 @@ def _neighbouring_shards(
 
 def _initialise_missing(model: PreTrainedModel, fit: Fit, device: torch.device) -> None:
     """Initialise missing parameters as transformers does, module by module, the same on every rank."""
-    mesh = model.sharding.mesh
+    mesh = sharding_of(model).mesh
     (seed, *_) = gather_over(mesh, torch.initial_seed()) if fit.found.missing else (0,)
     by_module: dict[str, list[str]] = defaultdict(list)
     for name in fit.found.missing:
@@ -185,10 +188,10 @@ def _initialise_missing(model: PreTrainedModel, fit: Fit, device: torch.device) 
             placeholder = module._parameters.get(attribute)
             if placeholder is None:  # a buffer, which is real, and as it was built
                 continue
-            value = whole._parameters[attribute].detach()
+            value = whole.get_parameter(attribute).detach()
             if isinstance(placeholder, DTensor):
                 share = share_of(placeholder, value).to(device, copy=True).contiguous()
-                value = over_shard(placeholder.detach(), share)
+                value = over_shard(placeholder, share)
             else:
                 value = value.to(device)
             install(model, f"{owner}.{attribute}", value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cached_property
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -23,7 +24,7 @@ from nrl_models.distributed.plan import (
     rules_by_module,
     vocabulary_is_divided,
 )
-from nrl_models.distributed.sharding import Sharding
+from nrl_models.distributed.sharding import Sharding, sharding_of
 from nrl_models.distributed.styles import (
     EXPERT_STYLES,
     TENSOR_STYLES,
@@ -62,7 +63,7 @@ def parallelize(model: PreTrainedModel, mesh: DeviceMesh, plan: Plan | ParallelP
     try:
         if getattr(model, "sharding", None) is not None:
             raise ShardingError(
-                "the model is sharded already", [Problem("mesh", describe(model.sharding.mesh), "is its mesh")]
+                "the model is sharded already", [Problem("mesh", describe(sharding_of(model).mesh), "is its mesh")]
             )
         chosen = plan_for(model, mesh, plan)
     except ShardingError as caught:
@@ -168,7 +169,7 @@ class _ModelDivision:
                 continue
             if style.blocks > 1:
                 packed = dict(getattr(module, "packed_over", {}))
-                module.packed_over = packed | {attribute: (dim, style.blocks, ranks)}
+                cast(Any, module).packed_over = packed | {attribute: (dim, style.blocks, ranks)}
             # The dimension holds as many blocks one after the other, of each of which every rank has a share.
             local = torch.cat([block.chunk(ranks, dim)[rank] for block in local.chunk(style.blocks, dim)], dim)
         divided = nn.Parameter(
@@ -183,21 +184,22 @@ class _ModelDivision:
             requires_grad=parameter.requires_grad,
         )
         if getattr(parameter, "_is_hf_initialized", False):
-            divided._is_hf_initialized = True
+            cast(Any, divided)._is_hf_initialized = True
         self.done[id(parameter)] = module._parameters[attribute] = divided
         self.done[id(divided)] = divided
 
-    def _exchange(self, module: nn.Module, tensor: Style, expert: Style) -> None:
-        mixins = []
+    def _exchange(self, module: Any, tensor: Style, expert: Style) -> None:
+        mixins: list[type[nn.Module]] = []
         if expert.compute is not None:
             mixins.append(expert.compute)
+            assert self.experts_over is not None
             module.ep_mesh = self.mesh[self.experts_over]
         if tensor.compute is not None:
             mixins.append(tensor.compute)
             module.tp_mesh = self.mesh["tp"]
         if ExpertsOfThisRank in mixins:
-            module.num_experts //= size_of(self.mesh, self.experts_over)
-            module.first_expert = rank_in(self.mesh, self.experts_over) * module.num_experts
+            module.num_experts //= module.ep_mesh.size()
+            module.first_expert = module.ep_mesh.get_local_rank() * module.num_experts
         if VocabularyParallel in mixins:
             words = module.weight.shape[0] // size_of(self.mesh, "tp")
             module.first_word = rank_in(self.mesh, "tp") * words
@@ -229,7 +231,7 @@ def divide_data(model: PreTrainedModel, sharding: Sharding) -> None:
         return
     ranks = size_of(mesh, "fsdp")
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if plan.offload else OffloadPolicy()
-    options = {
+    options: dict[str, Any] = {
         "mesh": mesh["fsdp"],
         "mp_policy": MixedPrecisionPolicy(param_dtype=plan.param_dtype, reduce_dtype=plan.reduce_dtype),
         "offload_policy": offload,
@@ -260,7 +262,8 @@ def _placement(parameter: nn.Parameter, ranks: int) -> Shard | None:
     But a stack of experts is divided along their features where ranks do not divide the number of experts: of fewer
     experts than ranks some ranks would have nothing, and the others more than their share.
     """
-    taken, local = set(), parameter
+    taken: set[int] = set()
+    local: torch.Tensor = parameter
     if isinstance(parameter, DTensor):
         taken, local = {one.dim for one in parameter.placements if isinstance(one, Shard)}, parameter.to_local()
     if parameter.ndim < 3 or len(local) % ranks == 0:

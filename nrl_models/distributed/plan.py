@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -155,8 +155,8 @@ def is_vocabulary(model: PreTrainedModel, module: nn.Module) -> bool:
 
 def vocabulary_is_divided(model: PreTrainedModel, mesh: DeviceMesh) -> bool:
     """Whether `tp` divides the vocabulary: only if it divides that of both embedding and head."""
-    both = [one for one in (model.get_input_embeddings(), model.get_output_embeddings()) if one is not None]
-    return all(one.weight.shape[0] % size_of(mesh, "tp") == 0 for one in both)
+    both: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]
+    return all(one is None or one.weight.shape[0] % size_of(mesh, "tp") == 0 for one in both)
 
 
 def experts_over(model: nn.Module, mesh: DeviceMesh, plan: ParallelPlan) -> str | None:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
@@ -22,9 +22,13 @@ from nrl_models.distributed.gathering import DEFAULT_BUCKET, gathered
 from nrl_models.distributed.mesh import agree, gather_over, is_first, reporting_the_dead
 from nrl_models.errors import UnknownArgumentError
 
+if TYPE_CHECKING:
+    from nrl_models.distributed.sharding import Sharding
+
 
 def save_pretrained(
     model: PreTrainedModel,
+    sharding: Sharding,
     folder: str | Path,
     *,
     max_shard_size: int | str = "5GB",
@@ -38,6 +42,7 @@ def save_pretrained(
 
     Args:
         model: a sharded model.
+        sharding: how it is sharded.
         folder: the folder, as the first rank sees it; made if need be.
         max_shard_size: no file is larger, unless a single tensor is.
         save_original_format: see `FamilyModel.save_pretrained`.
@@ -51,16 +56,14 @@ def save_pretrained(
         raise UnknownArgumentError(
             f"save_pretrained of a sharded model takes no {', '.join(options)}: save it, then do that with the folder"
         )
-    mesh = model.sharding.mesh
-    adapter = model.sharding.adapter
-    own = model.sharding.own_tensors(model)
-    table = checkpoint_layout(model, adapter, original_format=save_original_format)
+    own = sharding.own_tensors(model)
+    table = checkpoint_layout(model, sharding.adapter, original_format=save_original_format)
     meta = {
         name: torch.empty(one.shape, dtype=own[one.parameters[0]].dtype, device="meta") for name, one in table.items()
     }
     unused = getattr(model, "_unused_tensors", {})  # the first rank's, who writes them
     with reporting_the_dead(f"save into {folder}"):
-        (shapes, *_) = gather_over(mesh, {name: (tuple(one.shape), one.dtype) for name, one in unused.items()})
+        (shapes, *_) = gather_over(sharding.mesh, {name: (tuple(one.shape), one.dtype) for name, one in unused.items()})
     meta |= {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in shapes.items()}
     split = split_torch_state_dict_into_shards(
         meta, filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_size
@@ -70,7 +73,7 @@ def save_pretrained(
         for file, names in split.filename_to_tensors.items():
             found = {name: table[name] for name in names if name in table}
             tensors: dict[str, torch.Tensor] = {}
-            for name, tensor in gathered(own, found, mesh, DEFAULT_BUCKET):
+            for name, tensor in gathered(own, found, sharding.mesh, DEFAULT_BUCKET):
                 if stage is not None:  # each in a storage of its own; other ranks keep nothing
                     tensors[name] = tensor.to("cpu", copy=True)
             if stage is not None:
@@ -83,7 +86,7 @@ def save_pretrained(
                 index = {"metadata": metadata, "weight_map": split.tensor_to_filename}
                 attempt((stage / INDEX_NAME).write_text, json.dumps(index, indent=2, sort_keys=True) + "\n")
 
-    write_together(folder, mesh, write)
+    write_together(folder, sharding.mesh, write)
 
 
 _IMPLIED = ("is_main_process", "safe_serialization")

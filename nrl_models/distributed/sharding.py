@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -46,7 +46,7 @@ class Sharding:
     def finish(self, model: PreTrainedModel) -> None:
         """Take note of the model's tensors. Before `fsdp`, which changes the names of classes."""
         self.adapter = StateDictAdapter(model)
-        model.sharding = self
+        cast(Any, model).sharding = self
         model.register_load_state_dict_pre_hook(_fill_shards)
 
     def hf_views(self, model: nn.Module, layout: Layout) -> dict[str, torch.Tensor]:
@@ -69,11 +69,16 @@ class Sharding:
         self, model: PreTrainedModel, folder: str | Path, max_shard_size: int | str, **options: Any
     ) -> None:
         """Write a plain Hugging Face checkpoint, see `FamilyModel.save_pretrained`."""
-        save_pretrained(model, folder, max_shard_size=max_shard_size, **options)
+        save_pretrained(model, self, folder, max_shard_size=max_shard_size, **options)
 
     def own_tensors(self, model: nn.Module) -> dict[str, torch.Tensor]:
         """The model's own tensors, detached: DTensors, and buffers as they are."""
         return {name: tensor.detach() for name, tensor in model.state_dict(keep_vars=True).items()}
+
+
+def sharding_of(model: nn.Module) -> Sharding:
+    """How a sharded model is sharded."""
+    return cast(Sharding, model.sharding)
 
 
 def _fill_shards(model: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
@@ -81,8 +86,9 @@ def _fill_shards(model: nn.Module, state_dict: dict[str, Any], prefix: str, *_: 
 
     Nothing is communicated. What does not fit stays as it is: torch says so when it loads.
     """
-    own = model.sharding.own_tensors(model)
-    for name, target in model.sharding.adapter.transformers.items():
+    sharding = sharding_of(model)
+    own = sharding.own_tensors(model)
+    for name, target in sharding.adapter.transformers.items():
         value, whole = state_dict.get(prefix + name), own[name]
         if not isinstance(whole, DTensor) or not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
             continue

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, wraps
+from functools import wraps
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -26,6 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.nn import functional as F
 
+from nrl_models.common.cached import cached
 from nrl_models.common.projections import Buffer, LinearGroup
 from nrl_models.common.projections.layout import JoinedWeights
 
@@ -302,19 +303,19 @@ def _run_on_local_tensors(module: OnLocalTensors, forward: Callable[..., Any], a
 
 @contextmanager
 def _local_tensors(module: OnLocalTensors) -> Iterator[None]:
-    exchanged = [
-        (part, name, parameter)
-        for part in _modules_within(module)
-        for name, parameter in part._parameters.items()
-        if isinstance(parameter, DTensor)
-    ]
+    exchanged: list[tuple[dict[str, Any], str, DTensor, str | None]] = []
+    for part in _modules_within(module):
+        parameters: dict[str, Any] = part._parameters
+        for name, parameter in parameters.items():
+            if isinstance(parameter, DTensor):
+                exchanged.append((parameters, name, parameter, module.summed_over.get((id(part), name))))
     try:
-        for part, name, parameter in exchanged:
-            part._parameters[name] = _local(parameter, module.summed_over.get((id(part), name)))  # type: ignore[assignment]
+        for parameters, name, parameter, summed_over in exchanged:
+            parameters[name] = _local(parameter, summed_over)
         yield
     finally:
-        for part, name, parameter in exchanged:
-            part._parameters[name] = parameter
+        for parameters, name, parameter, _ in exchanged:
+            parameters[name] = parameter
 
 
 def _modules_within(module: nn.Module) -> Iterator[nn.Module]:
@@ -339,14 +340,14 @@ def become(module: nn.Module, *mixins: type[nn.Module]) -> None:
     module.__class__ = _mixed(type(module), mixins)
 
 
-@cache
-def _mixed(cls: type[nn.Module], mixins: tuple[type[nn.Module], ...]) -> type[nn.Module]:
+@cached
+def _mixed(cls: Any, mixins: tuple[type[nn.Module], ...]) -> Any:
     @wraps(cls.forward)  # `generate` and trainers look for what a model takes
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return super(mixed, self).forward(*args, **kwargs)
 
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    mixed = type(cls.__name__, (*mixins, cls), names | {"forward": forward, "mixed_into": cls, "mixins": mixins})
+    mixed: Any = type(cls.__name__, (*mixins, cls), names | {"forward": forward, "mixed_into": cls, "mixins": mixins})
     return mixed
 
 
@@ -366,7 +367,7 @@ class DividedGroup(LinearGroup):
     held_over: DeviceMesh
 
     @staticmethod
-    def take_over(group: LinearGroup, tp_mesh: DeviceMesh | None, held_over: DeviceMesh) -> None:
+    def take_over(group: Any, tp_mesh: DeviceMesh | None, held_over: DeviceMesh) -> None:
         """Let a group be one of these, if its parts are linears that read a whole input; else its parts stay alone."""
         parts = group.parts.values()
         if not all(_is_linear_of_whole_input(type(part)) for part in parts):
@@ -424,7 +425,7 @@ class DividedGroup(LinearGroup):
             super().lay(parameter, neighbour)
 
 
-def _is_linear_of_whole_input(cls: type[nn.Module]) -> bool:
+def _is_linear_of_whole_input(cls: Any) -> bool:
     """Whether a class is `nn.Linear` with nothing mixed in but what a group knows how to do."""
     while "mixed_into" in vars(cls):
         if not all(issubclass(mixin, LinearOfWholeInput | OnLocalTensors) for mixin in cls.mixins):

@@ -59,8 +59,8 @@ class CombinedProjections(nn.Module):
         for group_name, part_names in self.combined.items():
             if group_name in self.places and not is_at(name, self.places[group_name]):
                 continue
-            linears = {part: linear for part in part_names if (linear := getattr(self, part, None)) is not None}
-            linears = _alike_in_bias(linears)
+            found = {part: linear for part in part_names if (linear := getattr(self, part, None)) is not None}
+            linears = _alike_in_bias(found)
             if len(linears) >= 2 and group_name not in self.__dict__:
                 # Not registered: whoever walks the model finds Hugging Face's modules, and no other.
                 self.__dict__[group_name] = group = LinearGroup(linears)

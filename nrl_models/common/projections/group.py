@@ -153,7 +153,7 @@ class LinearGroup(nn.Module):
 
     def accept_classes(self) -> None:
         """Take the parts' classes, as they are now, for linears: whoever changed them knows what they compute."""
-        self._types = tuple(type(linear()) for linear in self._linears)
+        self._types = tuple(type(linear) for linear in self.parts.values())
 
     def has_its_linears(self) -> bool:
         """Whether every part is there, and of the class it had."""
@@ -173,12 +173,13 @@ class LinearGroup(nn.Module):
                     return f"{name} has no weight of its own"
                 if parameter is not None and (why := _unfit(parameter, self.memory_of(parameter))):
                     return f"the {kind} of {name} {why}"
-        for what, values in {
-            "input size": {name: part._parameters["weight"].shape[1] for name, part in parts.items()},
-            "dtype": {name: part._parameters["weight"].dtype for name, part in parts.items()},
-            "device": {name: part._parameters["weight"].device for name, part in parts.items()},
+        facts: dict[str, dict[str, Any]] = {
+            "input size": {name: part.weight.shape[1] for name, part in parts.items()},
+            "dtype": {name: part.weight.dtype for name, part in parts.items()},
+            "device": {name: part.weight.device for name, part in parts.items()},
             "having a bias": {name: part._parameters.get("bias") is not None for name, part in parts.items()},
-        }.items():
+        }
+        for what, values in facts.items():
             if len(set(values.values())) > 1:
                 return f"parts disagree in {what}: {', '.join(f'{name} {value}' for name, value in values.items())}"
         parameters = [parameter for kind in self._parameters_by_kind().values() for parameter in kind]

@@ -9,6 +9,7 @@ which lives as long as any of its neighbours.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch.utils.dlpack import from_dlpack, to_dlpack
@@ -36,7 +37,8 @@ class Buffer:
         result = []
         for rows in self.rows.split(self.lengths):
             neighbour = own_storage(rows)
-            neighbour.untyped_storage().nrl_buffer = self
+            storage: Any = neighbour.untyped_storage()
+            storage.nrl_buffer = self
             result.append(neighbour)
         return result
 

@@ -62,7 +62,8 @@ class BaichuanConfig(PreTrainedConfig):
             self.normalize_head = self.vocab_size == BAICHUAN2_VOCAB_SIZE
         if self.position_embedding_type == "alibi":
             # Each head has a slope of its own, which nothing divides: attention stays whole.
-            self.base_model_tp_plan = {name: by for name, by in self.base_model_tp_plan.items() if ".mlp." in name}
+            plan = {name: by for name, by in (self.base_model_tp_plan or {}).items() if ".mlp." in name}
+            self.base_model_tp_plan = plan  # type: ignore[misc]
         elif self.rope_parameters is None:
             self.rope_parameters = {"rope_type": "default", "rope_theta": kwargs.pop("rope_theta", 10000.0)}
         super().__post_init__(**kwargs)

@@ -167,8 +167,8 @@ class BaichuanModel(BaichuanPreTrainedModel):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
         self.layers = nn.ModuleList(BaichuanDecoderLayer(config, index) for index in range(config.num_hidden_layers))
         self.norm = BaichuanRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.has_alibi = config.position_embedding_type == "alibi"
-        self.rotary_emb = None if self.has_alibi else BaichuanRotaryEmbedding(config=config)
+        has_alibi = config.position_embedding_type == "alibi"
+        self.rotary_emb = None if has_alibi else BaichuanRotaryEmbedding(config=config)  # type: ignore[arg-type]
         self.gradient_checkpointing = False
         self.post_init()
 
@@ -194,13 +194,14 @@ class BaichuanModel(BaichuanPreTrainedModel):
         seen = past_key_values.get_seq_length() if past_key_values is not None else 0
         if position_ids is None:
             position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device)[None] + seen
-        mask_inputs = {
+        mask_inputs: dict[str, Any] = {
             "inputs_embeds": inputs_embeds,
             "attention_mask": attention_mask,
             "past_key_values": past_key_values,
             "position_ids": position_ids,
         }
-        if self.has_alibi:
+        mask: Any
+        if self.rotary_emb is None:
             mask, positions = self._alibi_mask(seen, mask_inputs), None
         else:
             mask = create_causal_mask(self.config, **mask_inputs)
@@ -232,7 +233,7 @@ class BaichuanModel(BaichuanPreTrainedModel):
             )
         config = copy.copy(self.config)
         config._attn_implementation_internal = "eager"  # whose masks are added, and never left out
-        mask = create_causal_mask(config, **mask_inputs)
+        mask: Any = create_causal_mask(config, **mask_inputs)
         queries = torch.arange(mask.shape[-2], device=mask.device) + seen
         distance = torch.arange(mask.shape[-1], device=mask.device) - queries[:, None]
         slopes = torch.tensor(alibi_slopes(self.config.num_attention_heads), device=mask.device)
@@ -245,7 +246,7 @@ class BaichuanForCausalLM(BaichuanPreTrainedModel, GenerationMixin):
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
     _tp_plan = {"lm_head": "colwise_gather_output"}
-    _pp_plan = {"lm_head": (["hidden_states"], ["logits"])}
+    _pp_plan = {"lm_head": (["hidden_states"], ["logits"])}  # type: ignore[dict-item]
 
     def __init__(self, config: BaichuanConfig) -> None:
         super().__init__(config)
@@ -256,10 +257,10 @@ class BaichuanForCausalLM(BaichuanPreTrainedModel, GenerationMixin):
 
     forward = llama.LlamaForCausalLM.forward
 
-    @PreTrainedModel.loss_function.getter
+    @PreTrainedModel.loss_function.getter  # type: ignore[attr-defined]
     def loss_function(self) -> Callable[..., torch.Tensor]:
         """The loss of every causal model, and `z_loss_weight` times the mean of the largest logits' squares."""
-        plain: Callable[..., torch.Tensor] = PreTrainedModel.loss_function.fget(self)
+        plain: Callable[..., torch.Tensor] = PreTrainedModel.loss_function.fget(self)  # type: ignore[attr-defined]
 
         def with_z_loss(logits: torch.Tensor, **kwargs: Any) -> torch.Tensor:
             loss = plain(logits=logits, **kwargs)

@@ -23,7 +23,7 @@ class GptOssModel(hf.GptOssModel):
     def forward(
         self,
         input_ids: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | dict[str, torch.Tensor] | None = None,
+        attention_mask: torch.Tensor | dict[str, Any] | None = None,
         position_ids: torch.Tensor | None = None,
         past_key_values: Any = None,
         inputs_embeds: torch.Tensor | None = None,
@@ -33,20 +33,18 @@ class GptOssModel(hf.GptOssModel):
         is_off_here = is_off("masks-without-positions")
         if attention_mask is None and position_ids is not None and past_key_values is None and not is_off_here:
             inputs_embeds = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-            mask_inputs = {
+            mask_inputs: dict[str, Any] = {
                 "config": self.config,
                 "inputs_embeds": inputs_embeds,
                 "attention_mask": None,
                 "past_key_values": None,
                 "position_ids": position_ids,
             }
-            input_ids, attention_mask = (
-                None,
-                {
-                    "full_attention": create_causal_mask(**mask_inputs),
-                    "sliding_attention": create_sliding_window_causal_mask(**mask_inputs),
-                },
-            )
+            input_ids = None
+            attention_mask = {
+                "full_attention": create_causal_mask(**mask_inputs),
+                "sliding_attention": create_sliding_window_causal_mask(**mask_inputs),
+            }
         return super().forward(input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, **kwargs)
 
 

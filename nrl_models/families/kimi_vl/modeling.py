@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional as F
-from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
+from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
 from transformers.generation import GenerationMixin
@@ -148,9 +148,9 @@ class MoonViTEncoder(nn.Module):
 class KimiVLPreTrainedModel(PreTrainedModel):
     """What Kimi-VL's models share."""
 
-    config_class = KimiVLConfig
+    config_class: type[PreTrainedConfig] = KimiVLConfig
     base_model_prefix = ""
-    input_modalities = ("image", "text")
+    input_modalities = ("image", "text")  # type: ignore[assignment]  # as transformers writes it
     supports_gradient_checkpointing = True
     _no_split_modules = ["MoonViTEncoderLayer", "DeepseekV3DecoderLayer"]
     _skip_keys_device_placement = ["past_key_values"]
@@ -168,7 +168,7 @@ class KimiVLPreTrainedModel(PreTrainedModel):
 class MoonViTModel(KimiVLPreTrainedModel):
     """MoonViT with its patches merged."""
 
-    config_class = MoonViTConfig
+    config_class: type[PreTrainedConfig] = MoonViTConfig
     main_input_name = "pixel_values"
     _can_record_outputs = {"hidden_states": MoonViTEncoderLayer}
 
@@ -224,13 +224,13 @@ class KimiVLMultiModalProjector(nn.Module):
 
     def __init__(self, config: KimiVLConfig) -> None:
         super().__init__()
-        vision = config.vision_config
+        vision: Any = config.vision_config
         down, across = vision.merge_kernel_size
         merged = vision.hidden_size * down * across
         self.pre_norm = nn.LayerNorm(vision.hidden_size, eps=1e-5)
         self.linear_1 = nn.Linear(merged, merged)
         self.act = nn.GELU()
-        self.linear_2 = nn.Linear(merged, config.text_config.hidden_size)
+        self.linear_2 = nn.Linear(merged, config.get_text_config().hidden_size)
 
     def forward(self, patches: torch.Tensor) -> torch.Tensor:
         """`(T, merged patches, vision hidden)` to `(T, hidden)`."""
@@ -292,7 +292,7 @@ class KimiVLForConditionalGeneration(KimiVLPreTrainedModel, GenerationMixin):
             attention_mask: as of every causal model, and so are the others.
 
         Raises:
-            ValueError: the images are not as many tokens as `input_ids` has places for.
+            ValueError: images without their sizes, or not as many tokens as `input_ids` has places for.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
@@ -300,6 +300,8 @@ class KimiVLForConditionalGeneration(KimiVLPreTrainedModel, GenerationMixin):
             inputs_embeds = self.get_input_embeddings()(input_ids)
         images = None
         if pixel_values is not None:
+            if image_grid_hws is None:
+                raise ValueError("pixel_values need image_grid_hws, the rows and columns of patches of each image")
             images = self.get_image_features(pixel_values, image_grid_hws).to(inputs_embeds)
             places = self._places(input_ids, inputs_embeds)
             if (wanted := int(places.sum())) != len(images):
@@ -328,16 +330,17 @@ class KimiVLForConditionalGeneration(KimiVLPreTrainedModel, GenerationMixin):
         embedding = self.get_input_embeddings()(torch.tensor(token, device=inputs_embeds.device))
         return (inputs_embeds == embedding).all(-1)
 
-    def prepare_inputs_for_generation(
+    def prepare_inputs_for_generation(  # type: ignore[override]
         self,
-        input_ids: torch.Tensor,
+        input_ids: Any,
         pixel_values: torch.Tensor | None = None,
         image_grid_hws: torch.Tensor | None = None,
         is_first_iteration: bool | None = False,
         **kwargs: Any,
     ) -> dict[str, Any]:
         """Images go with the prompt only: their keys and values are in the cache afterwards."""
-        inputs = super().prepare_inputs_for_generation(input_ids, is_first_iteration=is_first_iteration, **kwargs)
+        upstream: Any = super()
+        inputs = upstream.prepare_inputs_for_generation(input_ids, is_first_iteration=is_first_iteration, **kwargs)
         if is_first_iteration or not kwargs.get("use_cache", True):
             inputs |= {"pixel_values": pixel_values, "image_grid_hws": image_grid_hws}
         return inputs

@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 
 from nrl_models.common import FamilyModel, mrope
+from nrl_models.common.cached import cached
 from nrl_models.common.family_model import rewritten
 from nrl_models.common.projections import combine_groups
 from nrl_models.families import FAMILIES, module_of
@@ -32,7 +33,7 @@ class StandardModel(FamilyModel):
         return rewritten_layer(layer)
 
 
-@cache
+@cached
 def rewritten_layer(layer: type[nn.Module]) -> type[nn.Module] | None:
     """The rewritten class for a layer class of transformers; None if no family declares one."""
     package = _package_of(layer)
@@ -70,8 +71,9 @@ class _Layers(type):
     def __getattr__(cls, name: str) -> type[nn.Module]:
         entry: Standard = STANDARD[cls.__name__]
         for own in (*entry.layers, *entry.mixins):
-            if entry.prefix + own.rpartition(".")[2] == name:
-                return rewritten_layer(entry.layer(cls.__name__, own))  # type: ignore[return-value]
+            layer = entry.layer(cls.__name__, own) if entry.prefix + own.rpartition(".")[2] == name else None
+            if layer is not None and (made := rewritten_layer(layer)) is not None:
+                return made
         raise AttributeError(f"{cls.__name__} rewrites no {name}")
 
 

@@ -116,7 +116,7 @@ def test_a_published_config_json_loads(tmp_path: Path) -> None:
         _from_model_config=True,
     )
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert model.model.has_alibi
+    assert model.model.rotary_emb is None
     assert type(model.lm_head) is torch.nn.Linear
 
 
