@@ -8,7 +8,7 @@
 #   make distributed-coverage   shard every architecture over two processes, and write the coverage pages; 20 minutes
 #   make test-engine   set up vLLM in .venv-engine, and run the tests that need a real inference engine
 #   make engine-coverage   hold every family that vLLM has against it, and write docs/engine-coverage.md; takes an hour
-#   make lint     ruff
+#   make lint     ruff and mypy
 #   make coverage run the generated tests and write docs/model-coverage
 #   make bench    run the benchmarks and write docs/benchmarks.md
 #   make clean    remove .venv and what the demo made
@@ -58,6 +58,7 @@ engine-coverage: .venv-engine/.ready
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy
 
 coverage: setup
 	$(BIN)/nrl-models coverage

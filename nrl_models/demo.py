@@ -7,6 +7,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -69,7 +70,7 @@ def run_demo(folder: str | Path, *, steps: int = 150, seed: int = 0) -> ParityRe
     logging.disable_progress_bar()
     with console.status(f"training on {len(tokens):,} tokens") as status:
         started, losses = time.perf_counter(), []
-        model = HFLlamaForCausalLM(CONFIG)
+        model: Any = HFLlamaForCausalLM(CONFIG)
         for step, loss in enumerate(train(model, tokens, steps)):
             losses.append(loss)
             status.update(f"training: step {step + 1}/{steps}, loss {loss:.2f}")
@@ -147,15 +148,15 @@ def _loads(checkpoint: Path) -> Iterator[ParityRow]:
 
 
 def _generates(checkpoint: Path, tokenizer: PreTrainedTokenizerFast) -> Iterator[ParityRow]:
-    ours = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-    theirs = HFAutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    ours: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    theirs: Any = HFAutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     options = {"max_new_tokens": 32, "do_sample": False, "pad_token_id": tokenizer.pad_token_id}
     same, sample = 0, ""
     for prompt in PROMPTS:
         inputs = {"input_ids": tokenizer(prompt, return_tensors="pt")["input_ids"]}
         generated = ours.generate(**inputs, **options)
         same += torch.equal(generated, theirs.generate(**inputs, **options))
-        sample = sample or tokenizer.decode(generated[0])
+        sample = sample or str(tokenizer.decode(generated[0]))
     yield ParityRow(
         "generated text",
         same == len(PROMPTS),
@@ -167,8 +168,9 @@ def _generates(checkpoint: Path, tokenizer: PreTrainedTokenizerFast) -> Iterator
 
 def _gives_back(checkpoint: Path, resaved: Path) -> Iterator[ParityRow]:
     AutoModelForCausalLM.from_pretrained(checkpoint).save_pretrained(resaved, max_shard_size="3MB")
-    original, info = HFAutoModelForCausalLM.from_pretrained(checkpoint), None
-    returned, info = HFAutoModelForCausalLM.from_pretrained(resaved, output_loading_info=True)
+    upstream: Any = HFAutoModelForCausalLM
+    original = upstream.from_pretrained(checkpoint)
+    returned, info = upstream.from_pretrained(resaved, output_loading_info=True)
     different = compare_state_dicts(original.state_dict(), returned.state_dict())
     complaints = {kind: names for kind, names in info.items() if names}
     yield ParityRow(
