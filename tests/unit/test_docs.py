@@ -43,7 +43,8 @@ def here(llama_shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_the_readmes_code(here: Path, llama: PreTrainedModel) -> None:
     found: dict[str, Any] = {}
-    exec(block_with("README.md", "from_pretrained"), found)
+    for block in blocks("README.md", "python"):
+        exec(block, found)
     model = found["model"]
     q_proj, qkv_proj = (getattr(model.model.layers[0].self_attn, name).weight for name in ("q_proj", "qkv_proj"))
     assert q_proj.data_ptr() == qkv_proj.data_ptr()
