@@ -98,14 +98,14 @@ def test_every_public_name_resolves() -> None:
     assert len(set(nrl_models.__all__)) == len(nrl_models.__all__)
     for name in nrl_models.__all__:
         assert getattr(nrl_models, name) is not None
-    assert set(dir(nrl_models)) == set(nrl_models.__all__)
+    assert set(dir(nrl_models)) >= set(nrl_models.__all__)
     everything: dict[str, object] = {}
     exec("from nrl_models import *", everything)
     assert set(nrl_models.__all__) <= everything.keys()
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:
-    with pytest.raises(AttributeError, match="module 'nrl_models' has no attribute 'AutoModel'"):
+    with pytest.raises(AttributeError, match="No nrl_models attribute AutoModel"):
         nrl_models.AutoModel  # noqa: B018
 
 

@@ -1,0 +1,55 @@
+from .auto import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
+from .common import (
+    BackendConfig,
+    ModelFlag,
+    StateDictAdapter,
+    freeze,
+    freeze_unreachable,
+    trainable_parameters,
+    unreachable_parameters,
+)
+from .errors import (
+    CheckpointError,
+    ConfigurationError,
+    FamilyImportError,
+    NRLModelsError,
+    RegistrationError,
+    RemoteCodeError,
+    StateDictError,
+    UnknownArchitectureError,
+    UnknownArgumentError,
+)
+from .registry import MODEL_ARCH_MAPPING, register_architecture
+
+__version__: str
+
+__all__ = [
+    "MODEL_ARCH_MAPPING",
+    "AutoModelForCausalLM",
+    "AutoModelForImageTextToText",
+    "AutoModelForSequenceClassification",
+    "AutoModelForTokenClassification",
+    "BackendConfig",
+    "CheckpointError",
+    "ConfigurationError",
+    "FamilyImportError",
+    "ModelFlag",
+    "NRLModelsError",
+    "RegistrationError",
+    "RemoteCodeError",
+    "StateDictAdapter",
+    "StateDictError",
+    "UnknownArchitectureError",
+    "UnknownArgumentError",
+    "__version__",
+    "freeze",
+    "freeze_unreachable",
+    "register_architecture",
+    "trainable_parameters",
+    "unreachable_parameters",
+]
