@@ -108,7 +108,7 @@ class _AutoModel:
         mapping: Mapping[type, Any] = cls.upstream._model_mapping
         if type(config) in mapping:
             classes = mapping[type(config)]
-            names = [one.__name__ for one in (classes if isinstance(classes, (list, tuple)) else (classes,))]
+            names = [served.__name__ for served in (classes if isinstance(classes, (list, tuple)) else (classes,))]
             return next((name for name in named if name in names), names[0])
         if cls.upstream.__name__ in (getattr(config, "auto_map", None) or {}):
             return None
@@ -178,10 +178,13 @@ def auto_class_of(config: PreTrainedConfig) -> type[_AutoModel]:
         UnknownArchitectureError: none of them serves it.
     """
     for named in config.architectures or []:
-        for one in AUTO_CLASSES:
-            if named.endswith(one.suffixes):
-                return one
-    return next((one for one in AUTO_CLASSES if type(config) in one.upstream._model_mapping), AutoModelForCausalLM)
+        for auto_class in AUTO_CLASSES:
+            if named.endswith(auto_class.suffixes):
+                return auto_class
+    return next(
+        (auto_class for auto_class in AUTO_CLASSES if type(config) in auto_class.upstream._model_mapping),
+        AutoModelForCausalLM,
+    )
 
 
 def auto_class_for(folder: str | Path) -> type[_AutoModel]:
@@ -205,7 +208,7 @@ def _is_another_models(architecture: str, config: PreTrainedConfig) -> bool:
 
 
 def _kinds_of(config: PreTrainedConfig) -> str:
-    fitting = [one.__name__ for one in AUTO_CLASSES if type(config) in one.upstream._model_mapping]
+    fitting = [auto_class.__name__ for auto_class in AUTO_CLASSES if type(config) in auto_class.upstream._model_mapping]
     if fitting:
         return f"Use {' or '.join(fitting)}."
     return "No auto class serves it; a family can register it (CONTRIBUTING.md)."

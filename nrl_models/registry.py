@@ -81,7 +81,7 @@ def register_architecture(
     if requires is not None:
         _requirement(requires)
     taken = [architecture] if architecture in MODEL_ARCH_MAPPING else []
-    configs = {model_type: _entry(model_type, one) for model_type, one in (config or {}).items()}
+    configs = {model_type: _entry(model_type, where) for model_type, where in (config or {}).items()}
     for model_type, where in configs.items():
         _config_class(model_type, where)
         taken += [model_type] if model_type in CONFIG_MAPPING else []

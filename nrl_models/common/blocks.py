@@ -68,7 +68,7 @@ def through(steps: Iterable[Step], shape: Sequence[int], block: Block) -> list[B
         else:
             blocks = [new for old in blocks if (new := _stepped(old, method, args)) is not None]
         place = place_of(place, ((method, args),)).shape
-    return [one for one in blocks if one.tensor.numel()]
+    return [block for block in blocks if block.tensor.numel()]
 
 
 def _stepped(block: Block, method: str, args: tuple[int, ...]) -> Block | None:
@@ -99,9 +99,9 @@ def _reshaped(block: Block, old: Sequence[int], new: Sequence[int]) -> list[Bloc
     blocks, dim = [block], 0
     for before, after in _groups(old, new):
         if len(before) != 1:
-            blocks = [merged for one in blocks for merged in _merged(one, dim, before)]
+            blocks = [merged for block in blocks for merged in _merged(block, dim, before)]
         if len(after) != 1:
-            blocks = [split for one in blocks for split in _split(one, dim, after)]
+            blocks = [split for block in blocks for split in _split(block, dim, after)]
         dim += len(after)
     return blocks
 
@@ -145,8 +145,8 @@ def _merged(block: Block, dim: int, sizes: Sequence[int]) -> list[Block]:
                 return [Block((*offset[:dim], start, *offset[rest.stop :]), view)]
     result = []
     for index in range(shape[dim]):  # one by one along the first of them
-        one = Block((*offset[:dim], *offset[dim + 1 :]), block.tensor.select(dim, index))
-        for merged in _merged(one, dim, sizes[1:]):
+        slice_of_block = Block((*offset[:dim], *offset[dim + 1 :]), block.tensor.select(dim, index))
+        for merged in _merged(slice_of_block, dim, sizes[1:]):
             start = (offset[dim] + index) * inner + merged.offset[dim]
             result.append(Block((*merged.offset[:dim], start, *merged.offset[dim + 1 :]), merged.tensor))
     return result
@@ -183,8 +183,8 @@ def _split(block: Block, dim: int, sizes: Sequence[int]) -> list[Block]:
             count = min(length, inner - start % inner)
             row = block.tensor.narrow(dim, start - block.offset[dim], count)
             within = Block((*block.offset[:dim], start % inner, *block.offset[dim + 1 :]), row)
-            for one in _split(within, dim, sizes[1:]):
-                offset = (*one.offset[:dim], start // inner, *one.offset[dim:])
-                result.append(Block(offset, one.tensor.unsqueeze(dim)))
+            for part in _split(within, dim, sizes[1:]):
+                offset = (*part.offset[:dim], start // inner, *part.offset[dim:])
+                result.append(Block(offset, part.tensor.unsqueeze(dim)))
         start, length = start + count, length - count
     return result

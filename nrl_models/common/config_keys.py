@@ -123,13 +123,13 @@ def keys_in_class(config_class: type[PreTrainedConfig]) -> frozenset[str]:
 
 def _names(code: CodeType) -> set[str]:
     found = set(code.co_names)
-    for one in code.co_consts:
-        if isinstance(one, str):
-            found.add(one)
-        elif isinstance(one, tuple):
-            found |= {part for part in one if isinstance(part, str)}
-        elif isinstance(one, CodeType):
-            found |= _names(one)
+    for constant in code.co_consts:
+        if isinstance(constant, str):
+            found.add(constant)
+        elif isinstance(constant, tuple):
+            found |= {part for part in constant if isinstance(part, str)}
+        elif isinstance(constant, CodeType):
+            found |= _names(constant)
     return found
 
 
@@ -197,7 +197,11 @@ def _key_read_by(node: ast.AST) -> Iterator[str]:
     if isinstance(node, ast.Attribute) and _is_config(node.value):
         yield node.attr
     if isinstance(node, ast.Call):
-        strings = [one.value for one in node.args if isinstance(one, ast.Constant) and isinstance(one.value, str)]
+        strings = [
+            argument.value
+            for argument in node.args
+            if isinstance(argument, ast.Constant) and isinstance(argument.value, str)
+        ]
         function = node.func
         if isinstance(function, ast.Name) and function.id in ("getattr", "hasattr") and _is_config(node.args[0]):
             yield from strings

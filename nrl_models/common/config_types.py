@@ -53,7 +53,7 @@ def _converted(
             )
             if isinstance(inner_class, type) and issubclass(inner_class, PreTrainedConfig):
                 result[key], inner = _converted(inner_class, value)
-                changed |= {f"{key}.{name}": one for name, one in inner.items()}
+                changed |= {f"{key}.{name}": value for name, value in inner.items()}
     return result, changed
 
 
@@ -66,7 +66,7 @@ def takes_floats_only(config_class: type[PreTrainedConfig], key: str) -> bool:
 
 def _kinds(annotation: Any) -> Iterator[Any]:
     if get_origin(annotation) in (Union, types.UnionType):
-        for one in get_args(annotation):
-            yield from _kinds(one)
+        for member in get_args(annotation):
+            yield from _kinds(member)
     else:
         yield annotation

@@ -52,7 +52,7 @@ def are_alike(some: list[Any] | None, others: list[Any] | None) -> bool:
 
 def _described(conversion: Any) -> tuple[Any, ...]:
     """A conversion's type and all that it was made of; not what it has seen."""
-    operations = [(type(one), vars(one)) for one in getattr(conversion, "operations", ())]
+    operations = [(type(operation), vars(operation)) for operation in getattr(conversion, "operations", ())]
     return (
         type(conversion),
         conversion._original_source_patterns,

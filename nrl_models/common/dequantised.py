@@ -113,7 +113,7 @@ class DequantisedFiles(CheckpointFiles):
             self._quantised[key] = Quantised(values, scales, block)
             self.tensors[key] = replace(values, dtype=torch.float32)
         left = [tensor for key, tensor in self.tensors.items() if key.endswith(SCALE)]
-        return problems + [Problem("unexpected", one.key, "scales no FP8 tensor", one.file) for one in left]
+        return problems + [Problem("unexpected", tensor.key, "scales no FP8 tensor", tensor.file) for tensor in left]
 
     def _pair_mxfp4(self) -> list[Problem]:
         problems = []
@@ -139,7 +139,7 @@ class DequantisedFiles(CheckpointFiles):
             self._quantised[name] = Quantised(values, scales, ())
             self.tensors[name] = StoredTensor(name, values.file, (*stack, groups * 32, rows), torch.bfloat16, 0)
         left = [tensor for key, tensor in self.tensors.items() if key.endswith(SCALES) and tensor.dtype == torch.uint8]
-        return problems + [Problem("unexpected", one.key, "scales no MXFP4 blocks", one.file) for one in left]
+        return problems + [Problem("unexpected", tensor.key, "scales no MXFP4 blocks", tensor.file) for tensor in left]
 
 
 def from_fp8(values: torch.Tensor, scales: torch.Tensor, block: tuple[int, ...] | None) -> torch.Tensor:

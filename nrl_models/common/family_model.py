@@ -221,7 +221,7 @@ def rewritten(original: type[nn.Module], by: type[nn.Module], module: str, *, wi
     if issubclass(by, original):
         return by
     if not issubclass(by, MIXINS):
-        mixins = ", ".join(one.__name__ for one in MIXINS)
+        mixins = ", ".join(mixin.__name__ for mixin in MIXINS)
         raise TypeError(
             f"{by.__name__} rewrites {original.__name__}, so it has to be a subclass of it, or of one of {mixins}"
         )

@@ -81,17 +81,21 @@ def freeze(model: PreTrainedModel, config: Mapping[str, bool]) -> Frozen:
             f"one tensor cannot be frozen and trained: {'; '.join(conflicts)} (tied weights). Give both the same value."
         )
     parameters = list(model.parameters())
-    if parameters and not any(not wanted.get(id(one), ("", not one.requires_grad))[1] for one in parameters):
+    if parameters and not any(
+        not wanted.get(id(parameter), ("", not parameter.requires_grad))[1] for parameter in parameters
+    ):
         raise UnknownArgumentError(f"nothing of {type(model).__name__} would train: {dict(config)}")
     for parameter in parameters:
         if id(parameter) in wanted:
             parameter.requires_grad_(not wanted[id(parameter)][1])
-    counts = {key: sum(one.numel() for one in own.values() if not one.requires_grad) for key, own in components.items()}
-    return Frozen(
-        counts,
-        sum(one.numel() for one in parameters if one.requires_grad),
-        sum(one.numel() for one in parameters),
-    )
+    frozen = {key: _size(own.values(), requires_grad=False) for key, own in components.items()}
+    trainable = _size(parameters, requires_grad=True)
+    return Frozen(frozen, trainable, trainable + _size(parameters, requires_grad=False))
+
+
+def _size(parameters: Iterable[nn.Parameter], *, requires_grad: bool) -> int:
+    """How many elements those of `parameters` have that are trained, or those that are not."""
+    return sum(parameter.numel() for parameter in parameters if parameter.requires_grad is requires_grad)
 
 
 def freeze_unreachable(model: nn.Module, run: Callable[[], torch.Tensor]) -> dict[str, str]:
@@ -193,7 +197,10 @@ def components_of(model: PreTrainedModel) -> dict[str, dict[str, nn.Parameter]]:
     """The parameters of each component that a model has, by key of `COMPONENTS` and by name."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     decoder = model.get_decoder()
-    embeddings = [model.get_input_embeddings(), *(one for one in decoder.modules() if isinstance(one, nn.Embedding))]
+    embeddings = [
+        model.get_input_embeddings(),
+        *(module for module in decoder.modules() if isinstance(module, nn.Embedding)),
+    ]
     heads = [model.get_output_embeddings(), *(getattr(model, name, None) for name in ("score", "classifier"))]
     found = {
         "freeze_vision_tower": _parameters(_towers(model, "image"), names),
@@ -205,9 +212,11 @@ def components_of(model: PreTrainedModel) -> dict[str, dict[str, nn.Parameter]]:
     # Some models are their own decoder, and have their towers and their head in it.
     text = found["freeze_embeddings"] | _parameters([decoder], names)
     outside = {name for key in found if key not in _WITHIN for name in found[key]} - found["freeze_embeddings"].keys()
-    found["freeze_language_model"] = {name: one for name, one in text.items() if name not in outside}
+    found["freeze_language_model"] = {name: parameter for name, parameter in text.items() if name not in outside}
     spoken_of = {name for own in found.values() for name in own}
-    found["freeze_projector"] = {name: one for name, one in model.named_parameters() if name not in spoken_of}
+    found["freeze_projector"] = {
+        name: parameter for name, parameter in model.named_parameters() if name not in spoken_of
+    }
     return {key: found[key] for key in COMPONENTS if found[key]}
 
 
@@ -223,15 +232,17 @@ def _routers(model: PreTrainedModel) -> list[nn.Module]:
     for module in model.modules():
         recorded = getattr(module, "_can_record_outputs", None) or {}
         declared = recorded.get("router_logits", ()) if isinstance(recorded, Mapping) else ()
-        for one in declared if isinstance(declared, Iterable) else (declared,):
-            target = getattr(one, "target_class", one)
+        for recorded_class in declared if isinstance(declared, Iterable) else (declared,):
+            target = getattr(recorded_class, "target_class", recorded_class)
             if isinstance(target, type):
                 classes.add(target)
     return [module for module in model.modules() if classes and isinstance(module, tuple(classes))]
 
 
 def _parameters(modules: Iterable[nn.Module | None], names: Mapping[int, str]) -> dict[str, nn.Parameter]:
-    return {names[id(one)]: one for module in modules if module is not None for one in module.parameters()}
+    return {
+        names[id(parameter)]: parameter for module in modules if module is not None for parameter in module.parameters()
+    }
 
 
 def _check_keys(config: Mapping[str, bool], components: Mapping[str, object], model: str) -> None:

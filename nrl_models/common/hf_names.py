@@ -41,7 +41,11 @@ def to_checkpoint(
         _check_ties(model, adapter, state_dict)
     adapter.check_own(state_dict)
     table = checkpoint_layout(model, adapter, original_format=original_format)
-    available = {name: tensor for name, tensor in table.items() if all(one in state_dict for one in tensor.parameters)}
+    available = {
+        name: tensor
+        for name, tensor in table.items()
+        if all(parameter in state_dict for parameter in tensor.parameters)
+    }
     tensors = {name: tensor.read(state_dict) for name, tensor in available.items()}
     # transformers and safetensors take tensors that share a storage for tied ones; experts of one stack are not tied.
     return {name: own_storage(tensor) for name, tensor in (tensors | getattr(model, "_unused_tensors", {})).items()}

@@ -44,8 +44,8 @@ def _refuse_reentrant(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, An
     if is_off("shared-kv-reentrant-checkpointing"):
         return
     shares = getattr(model.config.get_text_config(), "num_kv_shared_layers", 0)
-    given = [one for one in (*args, *kwargs.values()) if isinstance(one, Mapping)]
-    if shares and any(one.get("use_reentrant") for one in given):
+    given = [options for options in (*args, *kwargs.values()) if isinstance(options, Mapping)]
+    if shares and any(options.get("use_reentrant") for options in given):
         raise UnknownArgumentError(
             f"use_reentrant=True: {shares} layers of this model attend to earlier ones' keys and values, through which "
             "reentrant checkpointing passes no gradient. Leave it out, or pass use_reentrant=False."

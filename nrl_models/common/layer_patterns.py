@@ -37,7 +37,10 @@ def ignore_indices(conversions: Iterable[Any]) -> bool:
     """
     return all(
         type(conversion) in _PLAIN
-        and all(type(one).__module__ == WeightConverter.__module__ for one in getattr(conversion, "operations", ()))
+        and all(
+            type(operation).__module__ == WeightConverter.__module__
+            for operation in getattr(conversion, "operations", ())
+        )
         and not re.search(r"\\[1-9]", conversion.compiled_sources.pattern)
         and not any(
             _LITERAL_INDEX.search(_ESCAPE.sub(".", pattern))
@@ -79,7 +82,7 @@ class Renamer:
     """
 
     def __init__(self, conversions: Iterable[Any], names: Names) -> None:
-        self._renamings = [one for one in conversions if isinstance(one, WeightRenaming)]
+        self._renamings = [conversion for conversion in conversions if isinstance(conversion, WeightRenaming)]
         self._shares = ignore_indices(self._renamings)
         self._names = names
         self._templates: dict[Pattern, str | None] = {}
@@ -118,7 +121,7 @@ class Renamer:
             template = _INDEX.sub(lambda found: f"{{{examples[0].index(found[0])}}}", _escaped(renamed[0]))
         except ValueError:  # a number that the name does not have
             return None
-        fits = all(template.format(*example) == one for example, one in zip(examples, renamed, strict=True))
+        fits = all(template.format(*example) == name for example, name in zip(examples, renamed, strict=True))
         return template if fits else None
 
 
@@ -223,16 +226,16 @@ def _templates(first: Layer, last: Layer, of_first: list[HFTensor], of_last: lis
     if len(of_first) != len(of_last):
         return None
     templates = []
-    for one, other in zip(of_first, of_last, strict=True):
+    for tensor, other in zip(of_first, of_last, strict=True):
         # A part that is the number in both is the layer's; any other has to be the same.
-        parts = zip(one.name.split("."), other.name.split("."), strict=False)
+        parts = zip(tensor.name.split("."), other.name.split("."), strict=False)
         name = ".".join("{0}" if part != its else _escaped(part) for part, its in parts)
         pieces = tuple(
             Piece(View(piece.view.parameter.removeprefix("".join(first)), piece.view.steps), piece.region)
-            for piece in one.pieces
+            for piece in tensor.pieces
         )
-        template = HFTensor(name, one.shape, pieces)
-        if _filled(template, first) != one or _filled(template, last) != other:
+        template = HFTensor(name, tensor.shape, pieces)
+        if _filled(template, first) != tensor or _filled(template, last) != other:
             return None
         templates.append(template)
     return templates

@@ -52,12 +52,12 @@ class Ledger:
 
     def count(self, kind: str) -> int:
         """How many keys are `consumed`, `inert`, `default only` or `untried`."""
-        return sum(one == kind or (kind == "consumed" and one in CONSUMED) for one in self.kinds.values())
+        return sum(found == kind or (kind == "consumed" and found in CONSUMED) for found in self.kinds.values())
 
     def to_json(self) -> dict[str, Any]:
         """As it stands in the file: keys by kind, with spaces between."""
         written: dict[str, Any] = {
-            kind: " ".join(sorted(key for key, one in self.kinds.items() if one == kind))
+            kind: " ".join(sorted(key for key, found in self.kinds.items() if found == kind))
             for kind in (*CONSUMED, INERT, UNTRIED)
             if kind in self.kinds.values()
         }
@@ -98,7 +98,9 @@ def read_ledgers(file: Path = FILE) -> Ledgers:
     if not file.is_file():
         return Ledgers("", {})
     content = json.loads(file.read_text())
-    return Ledgers(content["transformers"], {name: Ledger.from_json(one) for name, one in content["ledgers"].items()})
+    return Ledgers(
+        content["transformers"], {name: Ledger.from_json(ledger) for name, ledger in content["ledgers"].items()}
+    )
 
 
 @cache

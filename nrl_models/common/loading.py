@@ -201,7 +201,7 @@ class CheckpointNames:
 
     def __init__(self, model: PreTrainedModel, adapter: StateDictAdapter, keys: Iterable[str]) -> None:
         self._conversions: list[Any] = conversions_of(model)
-        self._converters = [one for one in self._conversions if isinstance(one, WeightConverter)]
+        self._converters = [conversion for conversion in self._conversions if isinstance(conversion, WeightConverter)]
         self._shares = ignore_indices(self._converters)
         self._prefix = f"{model.base_model_prefix}." if model.base_model_prefix else ""
         self._names = Names()
@@ -282,8 +282,8 @@ def _tie_problems(
     problems = []
     for name, kept in adapter.tied.items():
         if name in found.sources and kept in found.sources:
-            first, second = (found.sources[one][0][0] for one in (name, kept))
-            shares = [torch.tensor_split(files.read(files.tensors[one]), count)[index] for one in (first, second)]
+            first, second = (found.sources[tied_name][0][0] for tied_name in (name, kept))
+            shares = [torch.tensor_split(files.read(files.tensors[key]), count)[index] for key in (first, second)]
             if not torch.equal(*shares):
                 detail = f"differs from {second}, but the configuration ties them (tie_word_embeddings)"
                 problems.append(Problem("tied", first, detail, files.tensors[first].file))

@@ -30,7 +30,7 @@ def keep_documents_apart(forward: Forward) -> Forward:
         forward: unbound, taking `attention_mask`, `position_ids` `(batch, length)` and `past_key_values` by name.
     """
     signature = inspect.signature(forward).parameters
-    parameters = [name for name, one in signature.items() if one.kind != one.VAR_KEYWORD]
+    parameters = [name for name, parameter in signature.items() if parameter.kind != parameter.VAR_KEYWORD]
     # Upstream's heads of models with images hand it on among others.
     hands_on = len(parameters) < len(signature)
     without_cache = {"use_cache": False} if "use_cache" in parameters or hands_on else {}

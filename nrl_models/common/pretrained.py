@@ -476,7 +476,7 @@ def _resolve_dtype(dtype: str | torch.dtype, config: PreTrainedConfig, files: Ch
         if configured is None:
             plain = (tensor for key, tensor in files.tensors.items() if key not in files.dequantised)
             floats = (tensor.dtype for tensor in plain if tensor.dtype.is_floating_point)
-            return next((one for one in floats if one.itemsize > 1), torch.get_default_dtype())
+            return next((dtype for dtype in floats if dtype.itemsize > 1), torch.get_default_dtype())
         dtype = configured
     resolved = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if not isinstance(resolved, torch.dtype) or not is_wide_float(resolved):

@@ -32,7 +32,7 @@ class RecordedCall:
 def float_tensors(values: Any) -> list[torch.Tensor]:
     """The floating-point tensors among a module's arguments or results."""
     values = list(values) if isinstance(values, (tuple, list)) else [values]
-    return [one for one in values if isinstance(one, torch.Tensor) and one.is_floating_point()]
+    return [value for value in values if isinstance(value, torch.Tensor) and value.is_floating_point()]
 
 
 @contextmanager
@@ -52,7 +52,7 @@ def record_calls(
 
     def before(name: str) -> Any:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-            given[name] = [kept(one) for one in float_tensors([*args, *kwargs.values()])]
+            given[name] = [kept(tensor) for tensor in float_tensors([*args, *kwargs.values()])]
 
         return hook
 
@@ -88,4 +88,4 @@ def _copied(value: Any) -> Any:
     """Tensors, and tuples and lists of them, copied; anything else is left out."""
     if isinstance(value, torch.Tensor):
         return value.clone()
-    return [_copied(one) for one in value] if isinstance(value, (tuple, list)) else None
+    return [_copied(item) for item in value] if isinstance(value, (tuple, list)) else None

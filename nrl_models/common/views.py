@@ -290,8 +290,8 @@ def _unbind(input: TracedTensor, dim: int = 0) -> tuple[TracedTensor, ...]:
 
 def _squeeze(input: TracedTensor, dim: int | None = None) -> TracedTensor:
     if dim is None:
-        for one in reversed(range(len(input.sizes))):
-            input = _squeeze(input, one)
+        for place in reversed(range(len(input.sizes))):
+            input = _squeeze(input, place)
         return input
     dim = _dim(input, dim)
     if input.sizes[dim] != 1:

@@ -125,8 +125,8 @@ def save_checkpoint(
         training |= {"groups": _groups(model, optimizer), "scalars": _scalars(model, optimizer)}
     json.dumps(training)  # before anything is written
     meta = {
-        name: torch.empty(one.shape, dtype=own[one.parameters[0]].dtype, device="meta")
-        for name, one in exported.items()
+        name: torch.empty(tensor.shape, dtype=own[tensor.parameters[0]].dtype, device="meta")
+        for name, tensor in exported.items()
     }
     files = split_torch_state_dict_into_shards(
         meta, filename_pattern="model{suffix}.safetensors", max_shard_size=_FILE_BYTES
@@ -177,7 +177,7 @@ def load_checkpoint(folder: str | Path, model: PreTrainedModel, optimizer: Optim
         training = _read_training(folder)
         _check_files(folder, training, [MODEL] if optimizer is None else [MODEL, OPTIMIZER])
         reader = HuggingFaceStorageReader(str(folder / MODEL))
-        _check_tensors(folder, reader.read_metadata(), {name: one.shape for name, one in exported.items()})
+        _check_tensors(folder, reader.read_metadata(), {name: tensor.shape for name, tensor in exported.items()})
         if optimizer is not None:
             saved_states = FileSystemReader(folder / OPTIMIZER).read_metadata()
             _check_optimizer(folder, model, optimizer, training)
@@ -245,9 +245,9 @@ def _shards(
     if is_source:
         result |= {name: value.clone() for name, value in gathered(own, whole, mesh, DEFAULT_BUCKET)}
     else:
-        for name, one in whole.items():
-            holder = own[one.parameters[0]]
-            result[name] = torch.empty(one.shape, dtype=holder.dtype, device=holder.device)
+        for name, tensor in whole.items():
+            holder = own[tensor.parameters[0]]
+            result[name] = torch.empty(tensor.shape, dtype=holder.dtype, device=holder.device)
     return result
 
 
@@ -299,7 +299,9 @@ def _scalars(model: PreTrainedModel, optimizer: Optimizer) -> dict[str, dict[str
     for name, parameter in _parameters(model, optimizer).items():
         if state := optimizer.state.get(parameter):
             scalars = {key: value for key, value in state.items() if _is_scalar(value)}
-            whole = {key: one.full_tensor() if isinstance(one, DTensor) else one for key, one in scalars.items()}
+            whole = {
+                key: value.full_tensor() if isinstance(value, DTensor) else value for key, value in scalars.items()
+            }
             result[name] = {key: float(value) for key, value in whole.items()}
     return result
 
@@ -383,7 +385,7 @@ def _read_training(folder: Path) -> dict[str, Any]:
 
 
 def _check_tensors(folder: Path, saved: Metadata, expected: Mapping[str, tuple[int, ...]]) -> None:
-    stored = {name: tuple(one.size) for name, one in saved.state_dict_metadata.items()}  # type: ignore[union-attr]
+    stored = {name: tuple(stored_tensor.size) for name, stored_tensor in saved.state_dict_metadata.items()}  # type: ignore[union-attr]
     problems = [Problem("missing", name, "is not there") for name in expected.keys() - stored.keys()]
     problems += [Problem("unexpected", name, "is no tensor of this model") for name in stored.keys() - expected.keys()]
     problems += [

@@ -171,7 +171,7 @@ def _data_parallel(model: PreTrainedModel, mesh: DeviceMesh) -> tuple[int, int]:
     ranks = size_of(mesh, "fsdp")
     if ranks == 1:
         return 0, 0
-    units = [one for one in model.modules() if type(one).__name__ in _unit_names(model)]
+    units = [module for module in model.modules() if type(module).__name__ in _unit_names(model)]
     whole = _local_bytes(model)
     sizes = [_local_bytes(unit) for unit in units]
     outermost, largest = whole - sum(sizes), max(sizes, default=0)
@@ -198,7 +198,7 @@ class _Exchanges(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         name = func._schema.name
         if name in _TIMES_SENT:
-            group = next(one for one in args if isinstance(one, str) and one in self.names)
+            group = next(argument for argument in args if isinstance(argument, str) and argument in self.names)
             ranks = self.sizes[group]
             sent = _TIMES_SENT[name] * max(args[0].nbytes, result.nbytes) * (ranks - 1) // ranks
             self.sent[self.names[group]] = self.sent.get(self.names[group], 0) + sent
@@ -216,7 +216,7 @@ _TIMES_SENT = {
 
 def _run(model: PreTrainedModel, setting: Setting, mesh: DeviceMesh) -> tuple[int, dict[str, int]]:
     """Bytes of activations at their peak, and bytes sent by dimension, of one micro-batch."""
-    units = {one for one in model.modules() if type(one).__name__ in _unit_names(model)}
+    units = {module for module in model.modules() if type(module).__name__ in _unit_names(model)}
     kept: list[ref[_Kept]] = []  # until their graph is dropped
     inputs: dict[nn.Module, int] = {}
     running: list[nn.Module | None] = [None]
@@ -224,7 +224,7 @@ def _run(model: PreTrainedModel, setting: Setting, mesh: DeviceMesh) -> tuple[in
     def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
         if module in units:
             running.append(module)
-            hidden = next(one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor))
+            hidden = next(value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
             inputs[module] = hidden.nbytes
 
     def leave(module: nn.Module, *_: Any) -> None:
@@ -253,12 +253,12 @@ def _run(model: PreTrainedModel, setting: Setting, mesh: DeviceMesh) -> tuple[in
             scores = logits.float().flatten(0, -2)
             loss = nn.functional.cross_entropy(scores, tokens.flatten()) if logits.ndim == 3 else scores.sum()
         forward = dict(exchanges.sent)
-        sizes = _sizes(model, [packed for one in kept if (packed := one()) is not None])
+        sizes = _sizes(model, [packed for reference in kept if (packed := reference()) is not None])
         loss.backward()
         if setting.checkpointing:  # what was exchanged is exchanged again
             exchanges.sent = {name: sent + forward.get(name, 0) for name, sent in exchanges.sent.items()}
     for stack_of_experts, nbytes in experts.items():
-        unit = next((one for one in units if stack_of_experts in set(one.modules())), None)
+        unit = next((module for module in units if stack_of_experts in set(module.modules())), None)
         sizes[unit] = sizes.get(unit, 0) + nbytes
     outside = sizes.pop(None, 0)
     layers = sum(sizes.values())
@@ -277,12 +277,12 @@ class _Kept:
 
 def _sizes(model: nn.Module, kept: list[_Kept]) -> dict[nn.Module | None, int]:
     """Bytes that autograd keeps for each unit, apart from parameters; of storages that several keep for the first."""
-    counted = {_storage(one) for one in model.parameters()}  # all of them live, so that no two are told by one address
+    counted = set(map(_storage, model.parameters()))  # all of them live, so that no two are told by one address
     sizes: dict[nn.Module | None, int] = {}
-    for one in sorted(kept, key=lambda one: one.unit is not None):
-        if _storage(one.tensor) not in counted:
-            counted.add(_storage(one.tensor))
-            sizes[one.unit] = sizes.get(one.unit, 0) + _local(one.tensor).untyped_storage().nbytes()
+    for packed in sorted(kept, key=lambda packed: packed.unit is not None):
+        if _storage(packed.tensor) not in counted:
+            counted.add(_storage(packed.tensor))
+            sizes[packed.unit] = sizes.get(packed.unit, 0) + _local(packed.tensor).untyped_storage().nbytes()
     return sizes
 
 
@@ -328,10 +328,12 @@ def _stub_experts(model: PreTrainedModel, setting: Setting, stack: ExitStack) ->
     top_k = next((value for key in keys if (value := getattr(_text(model), key, None))), 1)
     found: dict[nn.Module, int] = {}
     for module in model.modules():
-        stacked = [one for one in module._parameters.values() if one is not None and one.ndim == 3]
+        stacked = [
+            parameter for parameter in module._parameters.values() if parameter is not None and parameter.ndim == 3
+        ]
         if not stacked:
             continue
-        locals_ = [_local(one).shape for one in stacked]
+        locals_ = [_local(parameter).shape for parameter in stacked]
         share = module.num_experts / stacked[0].shape[0] if isinstance(module, ExpertsOfThisRank) else 1.0
         hidden = _text(model).hidden_size
         features = min(math.prod(shape[1:]) // hidden for shape in locals_)

@@ -63,7 +63,7 @@ def _gather(
     divided = {name: divided_over(tensor, own) for name, tensor in tensors.items()}
     summed_over = sorted(set().union(*divided.values()))
     device = own[next(iter(tensors.values())).parameters[0]].device
-    buffer = torch.zeros(sum(_nbytes(one, own) for one in tensors.values()), dtype=torch.uint8, device=device)
+    buffer = torch.zeros(sum(_nbytes(tensor, own) for tensor in tensors.values()), dtype=torch.uint8, device=device)
     result: dict[str, torch.Tensor] = {}
     start = 0
     for name, tensor in tensors.items():

@@ -70,7 +70,7 @@ def load_sharded(
             "config": prepared.model.config.to_json_string(),
             "dtype": prepared.dtype,
             "plan": chosen,
-            "checkpoint": sorted((key, one.shape, one.dtype) for key, one in files.tensors.items()),
+            "checkpoint": sorted((key, tensor.shape, tensor.dtype) for key, tensor in files.tensors.items()),
         }
     except Exception as caught:
         error = caught

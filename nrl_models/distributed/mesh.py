@@ -89,7 +89,7 @@ def gather_over(mesh: DeviceMesh, value: Any) -> list[Any]:
     for dim in reversed(range(mesh.ndim)):
         gathered: list[Any] = [None] * mesh.size(dim)
         dist.all_gather_object(gathered, values, group=mesh.get_group(dim))
-        values = [one for part in gathered for one in part]
+        values = [item for part in gathered for item in part]
     return values
 
 

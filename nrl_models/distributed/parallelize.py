@@ -82,13 +82,15 @@ def _facts(model: PreTrainedModel) -> dict[str, object]:
     """What ranks must agree on: every parameter's name, shape and dtype, and a sum of its values."""
     facts: dict[str, object] = {"class": type(model).__name__, "config": model.config.to_json_string()}
     own = dict(model.state_dict(keep_vars=True))
-    facts["parameters"] = [(name, tuple(one.shape), one.dtype, one.requires_grad) for name, one in own.items()]
+    facts["parameters"] = [
+        (name, tuple(tensor.shape), tensor.dtype, tensor.requires_grad) for name, tensor in own.items()
+    ]
     facts["values"] = [
         None
-        if one.device.type == "meta"
-        else (one.detach().double().sum().item(), one.detach().float().abs().max().item())
-        for one in own.values()
-        if one.numel()
+        if tensor.device.type == "meta"
+        else (tensor.detach().double().sum().item(), tensor.detach().float().abs().max().item())
+        for tensor in own.values()
+        if tensor.numel()
     ]
     return facts
 
@@ -220,7 +222,7 @@ class _ModelDivision:
 
     @cached_property
     def _inside_units(self) -> set[int]:
-        units = [one for one in self.model.modules() if type(one).__name__ in self.units]
+        units = [module for module in self.model.modules() if type(module).__name__ in self.units]
         return {id(inside) for unit in units for inside in unit.modules()}
 
 
@@ -237,7 +239,9 @@ def divide_data(model: PreTrainedModel, sharding: Sharding) -> None:
         "offload_policy": offload,
         "shard_placement_fn": lambda parameter: _placement(parameter, ranks),
     }
-    units = [one for one in model.modules() if type(one).__name__ in (plan.units or ()) and one is not model]
+    units = [
+        module for module in model.modules() if type(module).__name__ in (plan.units or ()) and module is not model
+    ]
     owners: dict[int, set[int]] = {}
     for module in model.modules():
         for parameter in module._parameters.values():
@@ -253,7 +257,7 @@ def _keeps_its_weights(unit: nn.Module, owners: Mapping[int, set[int]]) -> bool:
     """Whether no weight of a unit is tied to one elsewhere: that is gathered with what is around both."""
     inside = {id(module) for module in unit.modules()}
     ids = {id(parameter) for parameter in unit.parameters()}
-    return bool(ids) and all(owners[one] <= inside for one in ids)
+    return bool(ids) and all(owners[parameter] <= inside for parameter in ids)
 
 
 def _placement(parameter: nn.Parameter, ranks: int) -> Shard | None:
@@ -265,7 +269,8 @@ def _placement(parameter: nn.Parameter, ranks: int) -> Shard | None:
     taken: set[int] = set()
     local: torch.Tensor = parameter
     if isinstance(parameter, DTensor):
-        taken, local = {one.dim for one in parameter.placements if isinstance(one, Shard)}, parameter.to_local()
+        taken = {placement.dim for placement in parameter.placements if isinstance(placement, Shard)}
+        local = parameter.to_local()
     if parameter.ndim < 3 or len(local) % ranks == 0:
         return None
     even = [dim for dim in reversed(range(1, parameter.ndim)) if dim not in taken and local.shape[dim] % ranks == 0]

@@ -156,7 +156,7 @@ def is_vocabulary(model: PreTrainedModel, module: nn.Module) -> bool:
 def vocabulary_is_divided(model: PreTrainedModel, mesh: DeviceMesh) -> bool:
     """Whether `tp` divides the vocabulary: only if it divides that of both embedding and head."""
     both: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]
-    return all(one is None or one.weight.shape[0] % size_of(mesh, "tp") == 0 for one in both)
+    return all(module is None or module.weight.shape[0] % size_of(mesh, "tp") == 0 for module in both)
 
 
 def experts_over(model: nn.Module, mesh: DeviceMesh, plan: ParallelPlan) -> str | None:
@@ -330,8 +330,8 @@ def _expert_problems(model: PreTrainedModel, mesh: DeviceMesh, plan: ParallelPla
         if not hasattr(modules[name], "num_experts"):
             problems.append(Problem("plan", name, "does not say how many experts it has (num_experts)"))
         problems += [
-            Problem("plan", one, "is in a stack that ep divides, and no rule says how")
-            for one in _without_rule(model, name, rules)
+            Problem("plan", parameter, "is in a stack that ep divides, and no rule says how")
+            for parameter in _without_rule(model, name, rules)
         ]
     return problems
 
@@ -352,8 +352,8 @@ def _advice(model: PreTrainedModel, mesh: DeviceMesh, problems: list[Problem]) -
     config = model.config.get_text_config()
     if any(problem.kind == "divide" for problem in problems):
         heads = [getattr(config, key, None) for key in ("num_key_value_heads", "num_attention_heads")]
-        sizes = [one for one in heads if isinstance(one, int)]
-        fitting = [n for n in range(1, max(sizes, default=1) + 1) if all(one % n == 0 for one in sizes)]
+        sizes = [count for count in heads if isinstance(count, int)]
+        fitting = [n for n in range(1, max(sizes, default=1) + 1) if all(count % n == 0 for count in sizes)]
         advice.append(f"take tp among {fitting} (heads are never split or copied), and put the other ranks into fsdp")
     by_words = {
         "no tensor-parallel plan": "use fsdp alone; or give rules as plan={name: style}, or in the family's "
@@ -363,4 +363,4 @@ def _advice(model: PreTrainedModel, mesh: DeviceMesh, problems: list[Problem]) -
         "names no module": "names are those of transformers' model, with * for layer numbers, e.g. "
         "model.layers.*.mlp.up_proj",
     }
-    return advice + [one for words, one in by_words.items() if any(words in problem.detail for problem in problems)]
+    return advice + [text for words, text in by_words.items() if any(words in problem.detail for problem in problems)]

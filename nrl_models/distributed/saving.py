@@ -59,11 +59,14 @@ def save_pretrained(
     own = sharding.own_tensors(model)
     table = checkpoint_layout(model, sharding.adapter, original_format=save_original_format)
     meta = {
-        name: torch.empty(one.shape, dtype=own[one.parameters[0]].dtype, device="meta") for name, one in table.items()
+        name: torch.empty(tensor.shape, dtype=own[tensor.parameters[0]].dtype, device="meta")
+        for name, tensor in table.items()
     }
     unused = getattr(model, "_unused_tensors", {})  # the first rank's, who writes them
     with reporting_the_dead(f"save into {folder}"):
-        (shapes, *_) = gather_over(sharding.mesh, {name: (tuple(one.shape), one.dtype) for name, one in unused.items()})
+        (shapes, *_) = gather_over(
+            sharding.mesh, {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in unused.items()}
+        )
     meta |= {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in shapes.items()}
     split = split_torch_state_dict_into_shards(
         meta, filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_size

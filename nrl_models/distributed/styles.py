@@ -159,8 +159,8 @@ class DividedExperts(_Parallel):
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Arguments are the stack's own, the same on every rank. Returns the experts' sum, the same too."""
-        shared = [entering(one, self.tp_mesh) if _is_float(one) else one for one in args]
-        named = {key: entering(one, self.tp_mesh) if _is_float(one) else one for key, one in kwargs.items()}
+        shared = [entering(value, self.tp_mesh) if _is_float(value) else value for value in args]
+        named = {key: entering(value, self.tp_mesh) if _is_float(value) else value for key, value in kwargs.items()}
         return leaving(super().forward(*shared, **named), self.tp_mesh)
 
 
@@ -331,7 +331,10 @@ def _local(parameter: DTensor, summed_over: str | None) -> torch.Tensor:
         return parameter.to_local()
     # A redistribution to where it is already: nothing forward, the placements' own sum backward.
     names = parameter.device_mesh.mesh_dim_names or ()
-    shares = [Partial() if name == summed_over else one for name, one in zip(names, parameter.placements, strict=True)]
+    shares = [
+        Partial() if name == summed_over else placement
+        for name, placement in zip(names, parameter.placements, strict=True)
+    ]
     return parameter.redistribute(placements=parameter.placements).to_local(grad_placements=shares)
 
 
@@ -407,7 +410,7 @@ class DividedGroup(LinearGroup):
     def _rows(self, kind: str) -> torch.Tensor:
         """This rank's shares."""
         held = [part._parameters[kind].detach() for part in self.parts.values()]  # type: ignore[union-attr]
-        shares = [one.to_local() if isinstance(one, DTensor) else one for one in held]
+        shares = [parameter.to_local() if isinstance(parameter, DTensor) else parameter for parameter in held]
         buffer = Buffer.of(shares)
         return torch.cat(shares) if buffer is None else buffer.rows
 

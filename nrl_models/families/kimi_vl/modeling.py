@@ -47,7 +47,7 @@ class MoonViTPositionEmbedding(nn.Module):
         table = self.weight.permute(2, 0, 1)[None]
         own_size = [*self.weight.shape[:2]]
         sized = [table if size == own_size else F.interpolate(table, size=size, mode="bicubic") for size in grid]
-        return torch.cat([one[0].permute(1, 2, 0).flatten(0, 1) for one in sized])
+        return torch.cat([embedding[0].permute(1, 2, 0).flatten(0, 1) for embedding in sized])
 
 
 class MoonViTPatchEmbed(nn.Module):
@@ -131,7 +131,9 @@ class MoonViTEncoderLayer(GradientCheckpointingLayer):
             self.config._attn_implementation, eager_attention_forward
         )
         # An image at a time: no mask is needed, and every implementation computes it.
-        by_image = zip(*(one.transpose(0, 1)[None].split(lengths, dim=2) for one in (query, key, value)), strict=True)
+        by_image = zip(
+            *(states.transpose(0, 1)[None].split(lengths, dim=2) for states in (query, key, value)), strict=True
+        )
         outputs = [interface(self, *image, None, scaling=self.scaling, dropout=0.0)[0] for image in by_image]
         return torch.cat(outputs, dim=1)[0].flatten(1)
 

@@ -23,7 +23,7 @@ def _sizes(layers: str, hidden: int, heads: int, key_values: int, **more: Any) -
     kinds = {"M": "mamba", "-": "mlp", "*": "attention", "E": "moe"}
     sizes = {"hidden_size": hidden, "num_attention_heads": heads, "num_key_value_heads": key_values, "head_dim": 128}
     mamba = {"ssm_state_size": 128, "n_groups": 8}
-    return {"vocab_size": 131072, "layers_block_type": [kinds[one] for one in layers], **sizes, **mamba, **more}
+    return {"vocab_size": 131072, "layers_block_type": [kinds[layer] for layer in layers], **sizes, **mamba, **more}
 
 
 NemotronHForCausalLM = ModelClass = NemotronHFamily.head(
