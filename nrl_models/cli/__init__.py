@@ -274,17 +274,11 @@ def reach(
         "docs/model-coverage/results.json"
     ),
     out: Annotated[Path, typer.Option(help="The page to write.")] = Path("docs/onboarding-reach.md"),
-    time: Annotated[int, typer.Option(help="First time `nrl-models new` on so many, drawn at random.")] = 0,
-    seed: Annotated[int, typer.Option(help="Of that draw.")] = 0,
 ) -> None:
     """Look at every decoder of the installed transformers, and write what onboarding makes of it."""
-    from nrl_models.onboarding.reach import decoders, write_reach
-    from nrl_models.onboarding.timing import time_onboarding
+    from nrl_models.onboarding.reach import write_reach
 
-    timings = out.with_suffix(".json")
-    if time:
-        time_onboarding(list(decoders()), time, timings, seed)
-    counts = write_reach(results, out, timings)
+    counts = write_reach(results, out)
     print_table(f"wrote {out}: " + ", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items())))
 
 
