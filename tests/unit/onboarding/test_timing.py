@@ -11,8 +11,8 @@ import transformers
 
 sys.path.append(str(Path(__file__).parents[3]))
 
-from benchmarks import onboarding  # noqa: E402
-from benchmarks.reporting import Row  # noqa: E402
+from benchmarks import onboarding
+from benchmarks.reporting import Row
 
 
 def row(name: str, seconds: float, load: float = 1.0, decided: str = "yes") -> Row:
