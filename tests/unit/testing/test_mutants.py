@@ -19,7 +19,7 @@ from nrl_models.errors import UnknownArchitectureError
 from nrl_models.testing.case import FamilyCase
 from nrl_models.testing.features import generated_tests
 from nrl_models.testing.mutants import CATALOGUE, Mutant, run
-from nrl_models.testing.mutants.planting import InCode, InModules, Misread, reads
+from nrl_models.testing.mutants.planting import in_code, in_modules, misread, reads
 from nrl_models.testing.mutants.run import Hunt, Outcome, architectures_in_order, checks, run_mutants
 
 pytestmark = pytest.mark.xdist_group("mutants")  # tests share the models below
@@ -122,18 +122,18 @@ def verdict(bug: object, case: FamilyCase) -> Outcome:
 
 
 def test_what_no_test_finds_survives(llama: FamilyCase) -> None:
-    assert verdict(InCode(lambda case: True, lambda case: []), llama).survived == ["one"]
+    assert verdict(in_code(lambda case: True, lambda case: []), llama).survived == ["one"]
 
 
 def test_what_changes_nothing_is_inert_and_not_counted(llama: FamilyCase) -> None:
-    same = InModules(lambda name, module: "Norm" in type(module).__name__, lambda module: {"weight": weight})
+    same = in_modules(lambda name, module: "Norm" in type(module).__name__, lambda module: {"weight": weight})
     weight = reads("weight", lambda weight: weight.clone())
     outcome = verdict(same, llama)
     assert (outcome.inert, outcome.applicable) == (["one"], 0)
 
 
 def test_what_a_model_lacks_is_not_tried(llama: FamilyCase) -> None:
-    assert verdict(Misread(lambda key, value: 1 if key == "no_such_key" else value), llama) == Outcome()
+    assert verdict(misread(lambda key, value: 1 if key == "no_such_key" else value), llama) == Outcome()
 
 
 def test_what_fails_without_the_bug_kills_nothing(llama: FamilyCase, monkeypatch: pytest.MonkeyPatch) -> None:
