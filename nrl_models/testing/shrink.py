@@ -70,7 +70,7 @@ class _Shrinking:
                 parts[key] = part_class()
         new_parts = {key: self.config(part, overrides.get(key, {})) for key, part in parts.items()}
         # What a parent gave its part, or a file a model, is in the description but not in the class's own default.
-        given = _own_default(config_class)
+        given = default_values(config_class)
         own = {key: value for key, value in old.items() if key not in parts}
         values = {key: value for key, value in own.items() if key in given and not _same(value, given[key])}
         layers = KeptLayers(old, next((overrides[key] for key in sizes.LAYERS if key in overrides), None))
@@ -188,7 +188,7 @@ class _Shrinking:
 
 
 @cache
-def _own_default(config_class: type[PreTrainedConfig]) -> dict[str, Any]:
+def default_values(config_class: type[PreTrainedConfig]) -> dict[str, Any]:
     """What the class's default holds; nothing for a class that has none."""
     try:
         return own_values(config_class())
