@@ -25,7 +25,7 @@ from nrl_models.quirks import Subject
 from nrl_models.quirks.listing import page_lines
 from nrl_models.testing.case import FamilyCase
 from nrl_models.testing.features import FEATURES, SUITE, generated_tests
-from nrl_models.testing.mutants.run import Outcome, Results
+from nrl_models.testing.mutants.run import Outcome, read_outcomes
 
 Result = dict[str, Any]
 
@@ -77,8 +77,7 @@ def write_pages(results_file: Path, out: Path) -> list[Path]:
     untested = [name for names in registry.FAMILIES.values() for name in names if name not in by_architecture]
     if untested:
         raise CoverageError(f"{results_file} has no results for {', '.join(untested)}: run nrl-models coverage again")
-    mutants_file = results_file.with_name(MUTANTS)
-    mutants = Results.read(mutants_file).outcomes if mutants_file.is_file() else {}
+    mutants = read_outcomes(results_file.with_name(MUTANTS))
     sharded = Sharded.read(results_file.with_name(sharded_outcomes.RESULTS))
     out.mkdir(parents=True, exist_ok=True)
     rows = {
