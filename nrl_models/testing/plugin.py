@@ -166,14 +166,13 @@ def _tests_of(session: pytest.Session, family: str, feature: str) -> set[str]:
     """The tests of a feature of a class that are to run; with one that never does if not all were chosen."""
     from nrl_models.testing.features import generated_tests
 
-    found = [
-        item
+    chosen = {
+        item.nodeid: item.function.__name__
         for item in session.items
         if _class_name(item) == family and getattr(item.function, "feature", "") == feature
-    ]
-    chosen = {item.function.__name__ for item in found}
-    missing = {name for name, proven in generated_tests().items() if proven == feature} - chosen
-    return {item.nodeid for item in found} | missing
+    }
+    proving = {name for name, proven in generated_tests().items() if proven == feature}
+    return chosen.keys() | (proving - set(chosen.values()))
 
 
 def share_cores() -> None:
