@@ -8,15 +8,7 @@ from typing import Annotated
 import typer
 
 from nrl_models.cli import diagnose as _diagnose  # noqa: F401 (its commands join `app`)
-from nrl_models.cli.console import (
-    CheckpointPath,
-    JsonFile,
-    app,
-    existing_device,
-    print_table,
-    show_report,
-    write_json,
-)
+from nrl_models.cli.console import CheckpointPath, JsonFile, app, existing_device, print_table, show_report, write_json
 from nrl_models.cli.engines import dtype_of  # whose commands join, too
 
 
@@ -156,8 +148,7 @@ def coverage(
         typer.Option(help="Write nothing; print the architectures of this kind, e.g. moe.", show_default=False),
     ] = None,
     feature: Annotated[
-        list[str] | None,
-        typer.Option(help="... and with this feature, e.g. TP; or TP=refused.", show_default=False),
+        list[str] | None, typer.Option(help="... and with this feature, e.g. TP; or TP=refused.", show_default=False)
     ] = None,
 ) -> None:
     """Write the model coverage pages from the results of the generated tests; or look something up in them."""
@@ -233,8 +224,7 @@ def new(
     ],
     name: Annotated[str | None, typer.Option(help="Of the package; else the model_type.", show_default=False)] = None,
     out_of_tree: Annotated[
-        Path | None,
-        typer.Option(help="Write an installable package to this new folder, not into this repository."),
+        Path | None, typer.Option(help="Write an installable package to this new folder, not into this repository.")
     ] = None,
     again: Annotated[
         bool, typer.Option("--again", help="Also for what is served already, with --out-of-tree.")

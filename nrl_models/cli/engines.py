@@ -8,15 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from nrl_models.cli.console import (
-    CheckpointPath,
-    JsonFile,
-    app,
-    existing_device,
-    print_table,
-    writable,
-    write_json,
-)
+from nrl_models.cli.console import CheckpointPath, JsonFile, app, existing_device, print_table, writable, write_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -118,8 +110,7 @@ def consistency(
     engine_option: EngineOptions = None,
     seed: Annotated[int, typer.Option(help="Of prompts and sampling.")] = 0,
     out: Annotated[
-        Path | None,
-        typer.Option(help="Where measurements are kept; consistency/NAME by default.", show_default=False),
+        Path | None, typer.Option(help="Where measurements are kept; consistency/NAME by default.", show_default=False)
     ] = None,
     fresh: Annotated[bool, typer.Option(help="Discard what was measured before.")] = False,
     json_file: JsonFile = None,

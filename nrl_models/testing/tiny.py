@@ -40,13 +40,9 @@ class Tiny:
     reached: str
     failure: Exception | None = None
 
-    @property
-    def rank(self) -> int:
-        """How far it got, as a number."""
-        return STAGES.index(self.reached)
-
 
 STAGES = ("nothing", "configuration", "build", "inputs", "forward")
+"""How far a model may get, in this order."""
 
 
 def tiny_config(
@@ -124,12 +120,12 @@ def _find(
     needs = Needs(tuple(dict.fromkeys(unset)))
     for rope in ("", "sections", "layer types"):
         candidate = attempt(replace(needs, rope=rope))
-        best = max(best, candidate, key=lambda one: one.rank)
+        best = max(best, candidate, key=lambda one: STAGES.index(one.reached))
         if candidate.failure is None:
             break
     for key in best.needs.keys:
         without = attempt(replace(best.needs, keys=tuple(one for one in best.needs.keys if one != key)))
-        best = without if without.rank >= best.rank else best
+        best = max(without, best, key=lambda one: STAGES.index(one.reached))
     return best
 
 

@@ -83,10 +83,7 @@ def in_code(
 
 
 def in_modules(
-    wanted: Callable[[str, nn.Module], bool],
-    wrong: Callable[[nn.Module], Mapping[str, Any]],
-    *,
-    probed: bool = True,
+    wanted: Callable[[str, nn.Module], bool], wrong: Callable[[nn.Module], Mapping[str, Any]], *, probed: bool = True
 ) -> Bug:
     """Modules of our models are of a class that is wrong in some attributes: those built by now, and meanwhile.
 
