@@ -57,9 +57,7 @@ def inspect(path: CheckpointPath, json_file: JsonFile = None) -> None:
 @app.command()
 def parity(
     path: CheckpointPath,
-    check: Annotated[
-        list[str] | None, typer.Option(help="1, 2, 3 or gradients; repeatable. All by default.", show_default=False)
-    ] = None,
+    check: Annotated[list[str] | None, typer.Option(help="1, 2, 3 or gradients; repeatable. All by default.")] = None,
     device: Annotated[str, typer.Option(help="Where to run.", callback=existing_device)] = "cpu",
     length: Annotated[int, typer.Option(help="Tokens in a sequence.", min=8)] = 64,
     batch: Annotated[int, typer.Option(help="Sequences.", min=2)] = 2,
@@ -79,8 +77,7 @@ def parity(
 @app.command()
 def quirks(
     path: Annotated[
-        Path | None,
-        typer.Argument(help="A checkpoint folder, or its config.json; all quirks without.", show_default=False),
+        Path | None, typer.Argument(help="A checkpoint folder, or its config.json; all quirks without.")
     ] = None,
     json_file: JsonFile = None,
 ) -> None:
@@ -97,8 +94,8 @@ def quirks(
 
 @app.command()
 def convert(
-    source: Annotated[Path, typer.Argument(metavar="IN", help="The checkpoint to read.", show_default=False)],
-    target: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write.", show_default=False)],
+    source: Annotated[Path, typer.Argument(metavar="IN", help="The checkpoint to read.")],
+    target: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write.")],
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16; auto keeps the checkpoint's.")] = "auto",
     max_shard_size: Annotated[str, typer.Option(help="Largest file.")] = "5GB",
 ) -> None:
@@ -111,7 +108,7 @@ def convert(
 
 @app.command()
 def plan(
-    path: Annotated[Path, typer.Argument(help="A folder with config.json; no weights are needed.", show_default=False)],
+    path: Annotated[Path, typer.Argument(help="A folder with config.json; no weights are needed.")],
     mesh: Annotated[str, typer.Option(help="Ranks by dimension: some of fsdp, ep, tp, e.g. fsdp=16,tp=8.")],
     seq_len: Annotated[int, typer.Option(help="Tokens of a sequence.", min=1)] = 4096,
     micro_batch: Annotated[int, typer.Option(help="Sequences of a forward on a rank.", min=1)] = 1,
@@ -140,15 +137,14 @@ def plan(
 @app.command()
 def coverage(
     results: Annotated[
-        Path | None, typer.Option(help="Test results to use; without, the generated tests run now.", show_default=False)
+        Path | None, typer.Option(help="Test results to use; without, the generated tests run now.")
     ] = None,
     out: Annotated[Path, typer.Option(help="Where the pages go, or are.")] = Path("docs/model-coverage"),
     kind: Annotated[
-        list[str] | None,
-        typer.Option(help="Write nothing; print the architectures of this kind, e.g. moe.", show_default=False),
+        list[str] | None, typer.Option(help="Write nothing; print the architectures of this kind, e.g. moe.")
     ] = None,
     feature: Annotated[
-        list[str] | None, typer.Option(help="... and with this feature, e.g. TP; or TP=refused.", show_default=False)
+        list[str] | None, typer.Option(help="... and with this feature, e.g. TP; or TP=refused.")
     ] = None,
 ) -> None:
     """Write the model coverage pages from the results of the generated tests; or look something up in them."""
@@ -166,9 +162,7 @@ def coverage(
 
 @app.command()
 def ledger(
-    architectures: Annotated[
-        list[str] | None, typer.Argument(help="Which; all registered ones without.", show_default=False)
-    ] = None,
+    architectures: Annotated[list[str] | None, typer.Argument(help="Which; all registered ones without.")] = None,
     again: Annotated[bool, typer.Option(help="Also those that are recorded with this transformers.")] = False,
     survey: Annotated[bool, typer.Option(help="Only say which keys nothing reads; try none.")] = False,
 ) -> None:
@@ -194,7 +188,7 @@ def ledger(
 @app.command()
 def mutate(
     architectures: Annotated[
-        list[str] | None, typer.Argument(help="Those to try; all that are registered without.", show_default=False)
+        list[str] | None, typer.Argument(help="Those to try; all that are registered without.")
     ] = None,
     results: Annotated[Path, typer.Option(help="Where outcomes are kept; a run goes on from there.")] = Path(
         "docs/model-coverage/mutants.json"
@@ -219,10 +213,8 @@ def mutate(
 
 @app.command()
 def new(
-    source: Annotated[
-        Path, typer.Argument(metavar="PATH_OR_CONFIG", help="A checkpoint folder or a config.json.", show_default=False)
-    ],
-    name: Annotated[str | None, typer.Option(help="Of the package; else the model_type.", show_default=False)] = None,
+    source: Annotated[Path, typer.Argument(metavar="PATH_OR_CONFIG", help="A checkpoint folder or a config.json.")],
+    name: Annotated[str | None, typer.Option(help="Of the package; else the model_type.")] = None,
     out_of_tree: Annotated[
         Path | None, typer.Option(help="Write an installable package to this new folder, not into this repository.")
     ] = None,
