@@ -196,14 +196,14 @@ def mutate(
     again: Annotated[bool, typer.Option("--again", help="Try those that are in the results, too.")] = False,
 ) -> None:
     """Plant bugs into every architecture, one by one, and see that the generated tests find each."""
-    from nrl_models.testing.mutants.run import Outcome, architectures_in_order, run_mutants
+    from nrl_models.testing.mutants.run import architectures_in_order, run_mutants
 
-    def report(architecture: str, outcome: Outcome) -> None:
+    outcomes = {}
+    for architecture, outcome in run_mutants(architectures_in_order(architectures), results, again=again):
+        outcomes[architecture] = outcome
         print_table(f"{architecture}: {len(outcome.killed)} of {outcome.applicable} killed")
         for mutant in outcome.survived:
             print_table(f"  survived: {mutant}")
-
-    outcomes = run_mutants(architectures_in_order(architectures), results, again=again, report=report)
     killed = sum(len(one.killed) for one in outcomes.values())
     applicable = sum(one.applicable for one in outcomes.values())
     print_table(f"{killed:,} of {applicable:,} mutants killed in {len(outcomes)} architectures; see {results}")
@@ -262,8 +262,3 @@ def reach(
 
     counts = write_reach(results, out)
     print_table(f"wrote {out}: " + ", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items())))
-
-
-def main() -> None:
-    """Entry point of `python -m nrl_models`."""
-    app()

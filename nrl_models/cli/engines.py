@@ -130,8 +130,6 @@ def consistency(
         seed=seed,
     )
     folder = out or Path("consistency") / path.resolve().name
-    options = options_of(engine_option)
-    dtypes = dtype_of(dtype), dtype_of(trainer_dtype, "--trainer-dtype")
     if html is not None:
         from nrl_models.consistency.html import require_matplotlib
 
@@ -145,13 +143,13 @@ def consistency(
                 engine=engine,
                 settings=settings,
                 out=folder,
-                dtype=dtypes[0],
-                trainer_dtype=dtypes[1],
+                dtype=dtype_of(dtype),
+                trainer_dtype=dtype_of(trainer_dtype, "--trainer-dtype"),
                 device=device,
                 text_file=text,
                 fresh=fresh,
                 load_format=load_format,
-                engine_options=options,
+                engine_options=options_of(engine_option),
                 skip_too_long=length is None,
                 progress=progress,
             )

@@ -11,8 +11,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from nrl_models import families, registry
 from nrl_models.common.ledger import DEFAULT_ONLY, INERT, UNTRIED, recorded
 from nrl_models.errors import NRLModelsError
@@ -199,10 +197,12 @@ def _family_page(
     reasons = [f"not tested: {reason.rpartition(': ')[0]}" for reason in _by_reason(untested, "skipped")]
     if not rows:
         return "\n".join([GENERATED, f"# {family}", "", *_bullets(reasons), ""])
-    classes: dict[str, Any] = {name: registry.model_class(name) for name in tested}
-    flags = next(iter(classes.values())).flags.names
-    groups = grouped((group, name) for name, model_class in classes.items() for group in _groups(model_class))
-    limits = grouped((f"{what}: {why}", name) for name, one in classes.items() for what, why in one.limits.items())
+    subjects = {name: Subject.of_class(registry.model_class(name)) for name in tested}  # type: ignore[arg-type]
+    flags = next(iter(subjects.values())).flags.names
+    groups = grouped((group, name) for name, subject in subjects.items() for group in combined_groups(subject.model))
+    limits = grouped(
+        (f"{what}: {why}", name) for name, one in subjects.items() for what, why in one.model.limits.items()
+    )
     outcomes = []
     for row in rows:
         counts = Counter(one["outcome"] for one in tested[row.architecture])
@@ -212,12 +212,12 @@ def _family_page(
     parts = {
         "Architectures": table(headings, outcomes),
         "Combined projections": _bullets(
-            group + ("" if len(names) == len(classes) else f" ({', '.join(names)})") for group, names in groups.items()
+            group + ("" if len(names) == len(subjects) else f" ({', '.join(names)})") for group, names in groups.items()
         )
         or ["None: the hub's layout is combined already, or nothing reads one input."],
         "Flags": [", ".join(f"`{flag}`" for flag in flags) or "None."],
         "Quirks": [
-            *page_lines({name: Subject.of_class(model_class) for name, model_class in classes.items()}),
+            *page_lines(subjects),
             "",
             "For those of every model see [the catalogue](../quirks.md).",
         ],
@@ -283,10 +283,3 @@ def _by_reason(results: Mapping[str, list[Result]], outcome: str) -> list[str]:
         if one["outcome"] == outcome
     )
     return [f"{reason}: {', '.join(dict.fromkeys(names))}" for reason, names in reasons.items()]
-
-
-def _groups(model_class: Any) -> list[str]:
-    config = FamilyCase(model_class).config  # found where models run, which they do not on meta
-    with torch.device("meta"):
-        model = model_class(config)
-    return list(combined_groups(model))

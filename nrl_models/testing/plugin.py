@@ -54,14 +54,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "family_case" not in metafunc.fixturenames:
         return
     if variants := getattr(metafunc.module, "FAMILY_VARIANTS", None):
-        _variants.update({f"{target}#{name}": values for name, (target, values) in variants.items()})
-        params = [_param(f"{target}#{name}") for name, (target, _) in variants.items()]
-        metafunc.parametrize("family_case", params, indirect=True)
-        return
-    names = metafunc.config.getoption("--nrl-family")
-    if problems := [problem for name in names if (problem := _problem_with(name))]:
-        pytest.fail("\n".join(problems), pytrace=False)
-    if not names:
+        names = [f"{target}#{name}" for name, (target, _) in variants.items()]
+        _variants.update(zip(names, (values for _, values in variants.values()), strict=True))
+    elif names := metafunc.config.getoption("--nrl-family"):
+        if problems := [problem for name in names if (problem := _problem_with(name))]:
+            pytest.fail("\n".join(problems), pytrace=False)
+    else:
         from nrl_models import registry
 
         names = registry.architectures(aliases=False)

@@ -9,7 +9,7 @@ import inspect
 import itertools
 import json
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.metadata import version
@@ -183,28 +183,21 @@ def architectures_in_order(chosen: Sequence[str] | None = None) -> list[str]:
     return [*(names[0] for names in families if names), *(name for names in families for name in names[1:])]
 
 
-def run_mutants(
-    architectures: Iterable[str],
-    file: Path,
-    *,
-    again: bool = False,
-    report: Callable[[str, Outcome], None] = lambda architecture, outcome: None,
-) -> dict[str, Outcome]:
+def run_mutants(architectures: Iterable[str], file: Path, *, again: bool = False) -> Iterator[tuple[str, Outcome]]:
     """Run the catalogue on architectures one after the other, and keep the results in a file.
 
     The file is written after each of them, so that a run that was cut short goes on where it was: of architectures
     that are in it only those mutants are run that survived, or that the catalogue has got since.
 
     Args:
-        architectures: names in the registry.
+        architectures: names in the registry; those that need a package that is not installed are left out.
         file: the results, see `read_outcomes`; made if it is not there.
         again: run what is in the file, too.
-        report: called with each architecture's outcome.
 
-    Returns:
-        The outcomes, by architecture; without those that need a package that is not installed.
+    Yields:
+        Each architecture with its outcome.
     """
-    outcomes, asked = read_outcomes(file), {}
+    outcomes = read_outcomes(file)
     for architecture in architectures:
         if registry.unmet_requirement(architecture):
             continue
@@ -215,9 +208,7 @@ def run_mutants(
                 found = Hunt(FamilyCase(registry.model_class(architecture))).run(missing)
             outcomes[architecture] = found if known is None else known.followed_by(found)
             _write(outcomes, file)
-        asked[architecture] = outcomes[architecture]
-        report(architecture, asked[architecture])
-    return asked
+        yield architecture, outcomes[architecture]
 
 
 def read_outcomes(file: Path) -> dict[str, Outcome]:

@@ -55,10 +55,8 @@ def _experts_exchanged(table: dict[str, HFTensor]) -> dict[str, HFTensor]:
     for name, tensor in table.items():
         other = _neighbour(name)
         if other in table and table[other].shape == tensor.shape:
-            result[name], result[other] = (
-                replace(tensor, pieces=table[other].pieces),
-                replace(table[other], pieces=tensor.pieces),
-            )
+            result[name] = replace(tensor, pieces=table[other].pieces)
+            result[other] = replace(table[other], pieces=tensor.pieces)
     return result
 
 

@@ -159,15 +159,15 @@ def test_a_run_goes_on_where_another_was_cut(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(Hunt, "run", fake_run)
     first, second, third = CATALOGUE[:3]
     monkeypatch.setattr(run, "CATALOGUE", (first, second))
-    run_mutants(["LlamaForCausalLM"], file)
-    outcomes = run_mutants(["LlamaForCausalLM", "Qwen3ForCausalLM"], file)
+    list(run_mutants(["LlamaForCausalLM"], file))
+    outcomes = dict(run_mutants(["LlamaForCausalLM", "Qwen3ForCausalLM"], file))
     # What survived is tried again, as somebody may have closed the gap.
     both = [first.name, second.name]
     assert tried == [("LlamaForCausalLM", both), ("LlamaForCausalLM", both[1:]), ("Qwen3ForCausalLM", both)]
     assert outcomes["LlamaForCausalLM"] == Outcome({first.name: "test_lora"}, [second.name])
     # So is a mutant that is new; one that left is forgotten.
     monkeypatch.setattr(run, "CATALOGUE", (second, third))
-    outcomes = run_mutants(["LlamaForCausalLM"], file)
+    outcomes = dict(run_mutants(["LlamaForCausalLM"], file))
     assert tried[3:] == [("LlamaForCausalLM", [second.name, third.name])]
     assert outcomes["LlamaForCausalLM"] == Outcome({second.name: "test_lora"}, [third.name])
     content = json.loads(file.read_text())
