@@ -167,19 +167,17 @@ def ledger(
     survey: Annotated[bool, typer.Option(help="Only say which keys nothing reads; try none.")] = False,
 ) -> None:
     """Change each key of each configuration, here and in transformers, and record what it does in the ledger."""
-    from nrl_models.common.ledger import DEFAULT_ONLY, INERT, UNTRIED, Ledger
+    from nrl_models.common.ledger import DEFAULT_ONLY, INERT, UNTRIED, read_ledgers
     from nrl_models.onboarding.ledger import write_ledger
 
-    departing: list[str] = []
-
-    def tell(name: str, found: Ledger) -> None:
+    departing = False
+    for name, found in write_ledger(architectures or (), again=again, survey=survey):
         counts = ((kind, found.count(kind)) for kind in ("consumed", INERT, DEFAULT_ONLY, UNTRIED))
         print_table(f"{name}: " + ", ".join(f"{count} {kind}" for kind, count in counts if count))
         for key, difference in found.departures.items():
-            departing.append(name)
+            departing = True
             print_table(f"  {key} moves otherwise than in transformers: {difference}")
-
-    ledgers = write_ledger(architectures or (), again=again, survey=survey, tell=tell)
+    ledgers = read_ledgers()
     print_table(f"{len(ledgers.of)} architectures recorded with transformers {ledgers.transformers}")
     if departing:
         raise typer.Exit(1)

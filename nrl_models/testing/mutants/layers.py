@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,7 +15,16 @@ from transformers.activations import ACT2CLS
 from nrl_models.common.recording import record_calls
 from nrl_models.testing.case import FamilyCase
 from nrl_models.testing.mutants.groups import TRAINING
-from nrl_models.testing.mutants.planting import Bug, Mutant, around, in_modules, own_attribute, reads
+from nrl_models.testing.mutants.planting import (
+    Bug,
+    Mutant,
+    around,
+    called_with,
+    in_modules,
+    own_attribute,
+    parameters_of,
+    reads,
+)
 
 ATTENTION = ("test_attention_equivalence", "test_logits_equivalence")
 
@@ -64,29 +71,13 @@ def _returns(change: Callable[[nn.Module, Any, Any], Any]) -> Callable[[nn.Modul
 def _attends(*arguments: str) -> Callable[[str, nn.Module], bool]:
     """Attentions whose forward takes these arguments."""
     return lambda name, module: (
-        "Attention" in type(module).__name__ and set(arguments) <= set(_parameters(type(module)))
+        "Attention" in type(module).__name__ and set(arguments) <= set(parameters_of(type(module)))
     )
-
-
-@functools.cache
-def _parameters(layer: type[nn.Module]) -> list[str]:
-    """What a layer's forward takes, in order; of a rewritten one the layer it replaces, as its own takes anything."""
-    for base in layer.__mro__:
-        if "forward" in vars(base):
-            names = list(inspect.signature(base.forward).parameters)
-            if names != ["self", "args", "kwargs"]:
-                return names
-    return []
 
 
 def _without(*arguments: str) -> Callable[[nn.Module], Mapping[str, Any]]:
     """A forward that is given None for some of its arguments."""
-
-    def forward(original: Callable[..., Any], self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        names = _parameters(type(self))[1:]
-        given = [None if name in arguments else one for name, one in zip(names, args, strict=False)]
-        return original(self, *given, **{name: None if name in arguments else kwargs[name] for name in kwargs})
-
+    forward = called_with(lambda layer, given: given | {name: None for name in arguments if name in given})
     return lambda module: {"forward": around(type(module).forward, forward)}
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -210,6 +211,27 @@ def around(original: Callable[..., Any], wrong: Callable[..., Any]) -> Callable[
 def wrapped(owner: Any, name: str, wrong: Callable[..., Any]) -> Patch:
     """A patch that puts `around` in the place of a function or method."""
     return owner, name, around(getattr(owner, name), wrong)
+
+
+def called_with(change: Callable[[nn.Module, dict[str, Any]], dict[str, Any]]) -> Callable[..., Any]:
+    """A forward for `around` that makes other arguments, by name, of those it is given."""
+
+    def forward(original: Callable[..., Any], self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        names = parameters_of(type(self))[1:]
+        return original(self, **change(self, dict(zip(names, args, strict=False)) | kwargs))
+
+    return forward
+
+
+@functools.cache
+def parameters_of(layer: type[nn.Module]) -> list[str]:
+    """What a layer's forward takes, in order; of a rewritten one the layer it replaces, as its own takes anything."""
+    for base in layer.__mro__:
+        if "forward" in vars(base):
+            names = list(inspect.signature(base.forward).parameters)
+            if names != ["self", "args", "kwargs"]:
+                return names
+    return []
 
 
 _numbers = itertools.count()

@@ -13,20 +13,15 @@ from torch import nn
 from nrl_models.common import routing
 from nrl_models.parity.noise import logits_and_routing
 from nrl_models.testing.case import FamilyCase
-from nrl_models.testing.mutants.planting import Mutant, Patch, in_code, wrapped
+from nrl_models.testing.mutants.planting import Mutant, Patch, called_with, in_code, wrapped
 
 PACKED = ("test_packing", "test_documents_get_no_gradient_from_each_other")
 PADDED = ("test_padded_batch", "test_left_padding", *PACKED, "test_right_padding")
 
 
-def _forward(change: Callable[[nn.Module, dict[str, Any]], Any]) -> Callable[[FamilyCase], list[Patch]]:
+def _forward(change: Callable[[nn.Module, dict[str, Any]], dict[str, Any]]) -> Callable[[FamilyCase], list[Patch]]:
     """The model's forward is given other arguments."""
-
-    def forward(original: Callable[..., Any], self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        names = list(inspect.signature(original).parameters)[1:]
-        return original(self, **change(self, dict(zip(names, args, strict=False)) | kwargs))
-
-    return lambda case: [wrapped(case.model_class, "forward", forward)]
+    return lambda case: [wrapped(case.model_class, "forward", called_with(change))]
 
 
 def _takes(name: str) -> Callable[[FamilyCase], bool]:
