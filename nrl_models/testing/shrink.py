@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from types import SimpleNamespace
@@ -119,7 +119,7 @@ class _Shrinking:
             missing = sizes.MISSING[key]
             return missing(value) if callable(missing) else missing
         if sizes.is_token(key):
-            return self._token(key, value)
+            return sizes.COMMON_TOKENS.get(key, _each(value, lambda one: self._token_ids.get(one, one)))
         if value is None or isinstance(value, (str, bool)):
             return None
         if key in sizes.VALUES:
@@ -127,7 +127,7 @@ class _Shrinking:
         if any(word in key for word in sizes.DROPOUTS):
             return type(value)(0) if isinstance(value, (int, float)) else None
         if key in sizes.LAYER_REFERENCES:
-            return _within(value, 2)
+            return _each(value, lambda layer: max(-2, min(layer, 1)))  # of two layers, from either end
         if (size := _size(key, value, public)) is not None:
             return size
         # A scalar that the class computes from others follows them by itself.
@@ -175,13 +175,6 @@ class _Shrinking:
         if self._needs.rope == "layer types" and new.get("layer_types"):
             return {layer_type: one(parameters) for layer_type in dict.fromkeys(new["layer_types"])}
         return one(parameters)
-
-    def _token(self, key: str, value: Any) -> Any:
-        if key in sizes.COMMON_TOKENS:
-            return sizes.COMMON_TOKENS[key]
-        if isinstance(value, (list, tuple)):
-            return type(value)(self._token_ids.get(one, one) for one in value)
-        return self._token_ids.get(value, value)
 
 
 # What classes say about themselves
@@ -236,7 +229,7 @@ def _size(key: str, value: Any, public: str) -> Any:
         if name in sizes.SIZES:
             return _in_form_of(value, sizes.SIZES[name])
         if name in sizes.AT_MOST:
-            return _at_most(value, sizes.AT_MOST[name])
+            return _each(value, lambda one, most=sizes.AT_MOST[name]: min(one, most) if type(one) is int else None)
     return None
 
 
@@ -258,17 +251,11 @@ def _in_form_of(value: Any, size: float) -> Any:
     return type(value)(one and max(1, round(size * one / largest)) for one in value)
 
 
-def _at_most(value: Any, size: int) -> Any:
+def _each(value: Any, change: Callable[[Any], Any]) -> Any:
+    """What becomes of a value; of a list what becomes of each in it."""
     if isinstance(value, (list, tuple)):
-        return type(value)(_at_most(one, size) for one in value)
-    return min(value, size) if type(value) is int else None
-
-
-def _within(layer: Any, count: int) -> Any:
-    """A layer's number, from either end, that `count` layers have; of a list each."""
-    if isinstance(layer, (list, tuple)):
-        return type(layer)(_within(one, count) for one in layer)
-    return max(-count, min(layer, count - 1))
+        return type(value)(_each(one, change) for one in value)
+    return change(value)
 
 
 def _shares(total: int, parts: tuple[int, ...] | list[int]) -> list[int]:
