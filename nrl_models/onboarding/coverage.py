@@ -26,6 +26,7 @@ from nrl_models.testing.features import FEATURES, SUITE, generated_tests
 from nrl_models.testing.mutants.run import Outcome, read_outcomes
 
 Result = dict[str, Any]
+Results = Mapping[str, list[Result]]
 
 
 class CoverageError(NRLModelsError):
@@ -185,11 +186,7 @@ def _index(
 
 
 def _family_page(
-    family: str,
-    rows: Sequence[Row],
-    by_architecture: Mapping[str, list[Result]],
-    versions: dict[str, str],
-    sharded: Sharded,
+    family: str, rows: Sequence[Row], by_architecture: Results, versions: dict[str, str], sharded: Sharded
 ) -> str:
     tested = {row.architecture: by_architecture[row.architecture] for row in rows if row.features}
     untested = {row.architecture: by_architecture[row.architecture] for row in rows if not row.features}
@@ -216,11 +213,7 @@ def _family_page(
         )
         or ["None: the hub's layout is combined already, or nothing reads one input."],
         "Flags": [", ".join(f"`{flag}`" for flag in flags) or "None."],
-        "Quirks": [
-            *page_lines(subjects),
-            "",
-            "For those of every model see [the catalogue](../quirks.md).",
-        ],
+        "Quirks": [*page_lines(subjects), "", "For those of every model see [the catalogue](../quirks.md)."],
         "Features": [
             *table(("architecture", *COLUMNS), [(row.architecture, *row.features.values()) for row in rows]),
             *_after_blank(_bullets(sharded.reasons(tested))),
@@ -273,7 +266,7 @@ def _about(family: str) -> str:
     return f"`transformers.models.{family}`, as a row of `nrl_models/families/standard/table.py`."
 
 
-def _by_reason(results: Mapping[str, list[Result]], outcome: str) -> list[str]:
+def _by_reason(results: Results, outcome: str) -> list[str]:
     """Why tests failed, or did not apply, and of which architectures."""
     label = "failed: " if outcome == "failed" else ""
     reasons = grouped(

@@ -16,6 +16,9 @@ from nrl_models.common.configurations import all_values, own_values
 from nrl_models.testing import sizes
 from nrl_models.testing.kept_layers import KeptLayers
 
+Values = Mapping[str, Any]
+Parts = Mapping[str, PreTrainedConfig]
+
 KEPT_AS_THEY_ARE = ("id2label", "label2id", "transformers_version", "architectures", "model_type")
 
 
@@ -40,7 +43,7 @@ class Needs:
         return ", ".join([*self.keys, *undeclared, *rope])
 
 
-def shrink(default: PreTrainedConfig, overrides: Mapping[str, Any], needs: Needs) -> PreTrainedConfig:
+def shrink(default: PreTrainedConfig, overrides: Values, needs: Needs) -> PreTrainedConfig:
     """A small configuration of `default`'s class that says what `default` says.
 
     Args:
@@ -59,7 +62,7 @@ class _Shrinking:
         self._token_ids = token_ids
         self._needs = needs
 
-    def config(self, default: PreTrainedConfig, overrides: Mapping[str, Any]) -> PreTrainedConfig:
+    def config(self, default: PreTrainedConfig, overrides: Values) -> PreTrainedConfig:
         config_class = type(default)
         old = {key: value for key, value in own_values(default).items() if key not in KEPT_AS_THEY_ARE}
         parts = {key: value for key, value in old.items() if isinstance(value, PreTrainedConfig)}
@@ -85,12 +88,7 @@ class _Shrinking:
         return config
 
     def _values(
-        self,
-        default: PreTrainedConfig,
-        old: Mapping[str, Any],
-        layers: KeptLayers,
-        parts: Mapping[str, PreTrainedConfig],
-        new_parts: Mapping[str, PreTrainedConfig],
+        self, default: PreTrainedConfig, old: Values, layers: KeptLayers, parts: Parts, new_parts: Parts
     ) -> dict[str, Any]:
         """New values for the keys that change."""
         public = {own: name for name, own in default.attribute_map.items()}
@@ -136,7 +134,7 @@ class _Shrinking:
         return None
 
     def _own_values_of_layer(
-        self, values: Mapping[str, Any], old: Mapping[str, Any], new: Mapping[str, Any], public: Mapping[str, str]
+        self, values: Values, old: Values, new: Values, public: Mapping[str, str]
     ) -> dict[str, Any]:
         """What one layer has in place of the model's values: as much more or less than those as it was."""
         model = {**old, **new}
@@ -150,7 +148,7 @@ class _Shrinking:
         equal = _equations({**old, **values}, {**model, **own})
         return own | {key: value for key, value in equal.items() if key in own or value != model[key]}
 
-    def _rope(self, default: PreTrainedConfig, old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any] | None:
+    def _rope(self, default: PreTrainedConfig, old: Values, new: Values) -> dict[str, Any] | None:
         parameters = old.get("rope_parameters") or {}
         if not parameters and not (self._needs.rope and "rope_parameters" in old):
             return None
@@ -158,7 +156,7 @@ class _Shrinking:
         known = getattr(default, "ignore_keys_at_rope_validation", None) or ()
         sections = self._needs.rope == "sections" or "mrope_section" in known
 
-        def one(given: Mapping[str, Any]) -> dict[str, Any]:
+        def one(given: Values) -> dict[str, Any]:
             result = {"rope_type": "default", "rope_theta": 1e4, **given}
             pairs = int(head_dim * given.get("partial_rotary_factor", 1.0)) // 2
             if sections or "mrope_section" in given:
@@ -264,7 +262,7 @@ def _shares(total: int, parts: tuple[int, ...] | list[int]) -> list[int]:
     return [*shares[:-1], total - sum(shares[:-1])]
 
 
-def _equations(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+def _equations(old: Values, new: Values) -> dict[str, Any]:
     """What the equations that hold in `old`, and those that always hold, make of `new`."""
     new = dict(new)
     result = {}

@@ -19,6 +19,9 @@ from nrl_models.parity.inputs import inputs_for
 from nrl_models.testing import sizes
 from nrl_models.testing.shrink import Needs, shrink
 
+Source = type[PreTrainedConfig] | PreTrainedConfig
+"""A configuration class, whose default is made small, or a configuration."""
+
 
 class TinyModelError(NRLModelsError, ValueError):
     """A class that no tiny model can be built of."""
@@ -46,9 +49,7 @@ STAGES = ("nothing", "configuration", "build", "inputs", "forward")
 
 
 def tiny_config(
-    source: type[PreTrainedConfig] | PreTrainedConfig,
-    overrides: Mapping[str, Any] | None = None,
-    model_class: type[PreTrainedModel] | None = None,
+    source: Source, overrides: Mapping[str, Any] | None = None, model_class: type[PreTrainedModel] | None = None
 ) -> PreTrainedConfig:
     """A small configuration with everything in it that distinguishes the model.
 
@@ -77,9 +78,7 @@ _found: dict[Any, Tiny] = {}
 
 
 def find_tiny(
-    source: type[PreTrainedConfig] | PreTrainedConfig,
-    overrides: Mapping[str, Any] | None = None,
-    model_class: type[PreTrainedModel] | None = None,
+    source: Source, overrides: Mapping[str, Any] | None = None, model_class: type[PreTrainedModel] | None = None
 ) -> Tiny:
     """As `tiny_config`, with how it was found. Equal arguments are answered from memory.
 
@@ -94,11 +93,7 @@ def find_tiny(
     return _found[key]
 
 
-def _find(
-    source: type[PreTrainedConfig] | PreTrainedConfig,
-    overrides: Mapping[str, Any],
-    model_class: type[PreTrainedModel] | None,
-) -> Tiny:
+def _find(source: Source, overrides: Mapping[str, Any], model_class: type[PreTrainedModel] | None) -> Tiny:
     try:
         default = source() if isinstance(source, type) else source
     except Exception as error:
