@@ -8,15 +8,7 @@ from typing import Annotated
 import typer
 
 from nrl_models.cli import diagnose as _diagnose  # noqa: F401 (its commands join `app`)
-from nrl_models.cli.console import (
-    CheckpointPath,
-    JsonFile,
-    app,
-    existing_device,
-    print_table,
-    show_report,
-    write_json,
-)
+from nrl_models.cli.console import CheckpointPath, JsonFile, app, existing_device, print_table, show_report, write_json
 from nrl_models.cli.engines import dtype_of  # whose commands join, too
 
 
@@ -65,9 +57,7 @@ def inspect(path: CheckpointPath, json_file: JsonFile = None) -> None:
 @app.command()
 def parity(
     path: CheckpointPath,
-    check: Annotated[
-        list[str] | None, typer.Option(help="1, 2, 3 or gradients; repeatable. All by default.", show_default=False)
-    ] = None,
+    check: Annotated[list[str] | None, typer.Option(help="1, 2, 3 or gradients; repeatable. All by default.")] = None,
     device: Annotated[str, typer.Option(help="Where to run.", callback=existing_device)] = "cpu",
     length: Annotated[int, typer.Option(help="Tokens in a sequence.", min=8)] = 64,
     batch: Annotated[int, typer.Option(help="Sequences.", min=2)] = 2,
@@ -87,8 +77,7 @@ def parity(
 @app.command()
 def quirks(
     path: Annotated[
-        Path | None,
-        typer.Argument(help="A checkpoint folder, or its config.json; all quirks without.", show_default=False),
+        Path | None, typer.Argument(help="A checkpoint folder, or its config.json; all quirks without.")
     ] = None,
     json_file: JsonFile = None,
 ) -> None:
@@ -105,8 +94,8 @@ def quirks(
 
 @app.command()
 def convert(
-    source: Annotated[Path, typer.Argument(metavar="IN", help="The checkpoint to read.", show_default=False)],
-    target: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write.", show_default=False)],
+    source: Annotated[Path, typer.Argument(metavar="IN", help="The checkpoint to read.")],
+    target: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to write.")],
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16; auto keeps the checkpoint's.")] = "auto",
     max_shard_size: Annotated[str, typer.Option(help="Largest file.")] = "5GB",
 ) -> None:
@@ -119,7 +108,7 @@ def convert(
 
 @app.command()
 def plan(
-    path: Annotated[Path, typer.Argument(help="A folder with config.json; no weights are needed.", show_default=False)],
+    path: Annotated[Path, typer.Argument(help="A folder with config.json; no weights are needed.")],
     mesh: Annotated[str, typer.Option(help="Ranks by dimension: some of fsdp, ep, tp, e.g. fsdp=16,tp=8.")],
     seq_len: Annotated[int, typer.Option(help="Tokens of a sequence.", min=1)] = 4096,
     micro_batch: Annotated[int, typer.Option(help="Sequences of a forward on a rank.", min=1)] = 1,
@@ -148,16 +137,14 @@ def plan(
 @app.command()
 def coverage(
     results: Annotated[
-        Path | None, typer.Option(help="Test results to use; without, the generated tests run now.", show_default=False)
+        Path | None, typer.Option(help="Test results to use; without, the generated tests run now.")
     ] = None,
     out: Annotated[Path, typer.Option(help="Where the pages go, or are.")] = Path("docs/model-coverage"),
     kind: Annotated[
-        list[str] | None,
-        typer.Option(help="Write nothing; print the architectures of this kind, e.g. moe.", show_default=False),
+        list[str] | None, typer.Option(help="Write nothing; print the architectures of this kind, e.g. moe.")
     ] = None,
     feature: Annotated[
-        list[str] | None,
-        typer.Option(help="... and with this feature, e.g. TP; or TP=refused.", show_default=False),
+        list[str] | None, typer.Option(help="... and with this feature, e.g. TP; or TP=refused.")
     ] = None,
 ) -> None:
     """Write the model coverage pages from the results of the generated tests; or look something up in them."""
@@ -175,26 +162,22 @@ def coverage(
 
 @app.command()
 def ledger(
-    architectures: Annotated[
-        list[str] | None, typer.Argument(help="Which; all registered ones without.", show_default=False)
-    ] = None,
+    architectures: Annotated[list[str] | None, typer.Argument(help="Which; all registered ones without.")] = None,
     again: Annotated[bool, typer.Option(help="Also those that are recorded with this transformers.")] = False,
     survey: Annotated[bool, typer.Option(help="Only say which keys nothing reads; try none.")] = False,
 ) -> None:
     """Change each key of each configuration, here and in transformers, and record what it does in the ledger."""
-    from nrl_models.common.ledger import DEFAULT_ONLY, INERT, UNTRIED, Ledger
+    from nrl_models.common.ledger import DEFAULT_ONLY, INERT, UNTRIED, read_ledgers
     from nrl_models.onboarding.ledger import write_ledger
 
-    departing: list[str] = []
-
-    def tell(name: str, found: Ledger) -> None:
+    departing = False
+    for name, found in write_ledger(architectures or (), again=again, survey=survey):
         counts = ((kind, found.count(kind)) for kind in ("consumed", INERT, DEFAULT_ONLY, UNTRIED))
         print_table(f"{name}: " + ", ".join(f"{count} {kind}" for kind, count in counts if count))
         for key, difference in found.departures.items():
-            departing.append(name)
+            departing = True
             print_table(f"  {key} moves otherwise than in transformers: {difference}")
-
-    ledgers = write_ledger(architectures or (), again=again, survey=survey, tell=tell)
+    ledgers = read_ledgers()
     print_table(f"{len(ledgers.of)} architectures recorded with transformers {ledgers.transformers}")
     if departing:
         raise typer.Exit(1)
@@ -203,7 +186,7 @@ def ledger(
 @app.command()
 def mutate(
     architectures: Annotated[
-        list[str] | None, typer.Argument(help="Those to try; all that are registered without.", show_default=False)
+        list[str] | None, typer.Argument(help="Those to try; all that are registered without.")
     ] = None,
     results: Annotated[Path, typer.Option(help="Where outcomes are kept; a run goes on from there.")] = Path(
         "docs/model-coverage/mutants.json"
@@ -211,14 +194,14 @@ def mutate(
     again: Annotated[bool, typer.Option("--again", help="Try those that are in the results, too.")] = False,
 ) -> None:
     """Plant bugs into every architecture, one by one, and see that the generated tests find each."""
-    from nrl_models.testing.mutants.run import Outcome, architectures_in_order, run_mutants
+    from nrl_models.testing.mutants.run import architectures_in_order, run_mutants
 
-    def report(architecture: str, outcome: Outcome) -> None:
+    outcomes = {}
+    for architecture, outcome in run_mutants(architectures_in_order(architectures), results, again=again):
+        outcomes[architecture] = outcome
         print_table(f"{architecture}: {len(outcome.killed)} of {outcome.applicable} killed")
         for mutant in outcome.survived:
             print_table(f"  survived: {mutant}")
-
-    outcomes = run_mutants(architectures_in_order(architectures), results, again=again, report=report)
     killed = sum(len(one.killed) for one in outcomes.values())
     applicable = sum(one.applicable for one in outcomes.values())
     print_table(f"{killed:,} of {applicable:,} mutants killed in {len(outcomes)} architectures; see {results}")
@@ -228,13 +211,10 @@ def mutate(
 
 @app.command()
 def new(
-    source: Annotated[
-        Path, typer.Argument(metavar="PATH_OR_CONFIG", help="A checkpoint folder or a config.json.", show_default=False)
-    ],
-    name: Annotated[str | None, typer.Option(help="Of the package; else the model_type.", show_default=False)] = None,
+    source: Annotated[Path, typer.Argument(metavar="PATH_OR_CONFIG", help="A checkpoint folder or a config.json.")],
+    name: Annotated[str | None, typer.Option(help="Of the package; else the model_type.")] = None,
     out_of_tree: Annotated[
-        Path | None,
-        typer.Option(help="Write an installable package to this new folder, not into this repository."),
+        Path | None, typer.Option(help="Write an installable package to this new folder, not into this repository.")
     ] = None,
     again: Annotated[
         bool, typer.Option("--again", help="Also for what is served already, with --out-of-tree.")
@@ -274,20 +254,9 @@ def reach(
         "docs/model-coverage/results.json"
     ),
     out: Annotated[Path, typer.Option(help="The page to write.")] = Path("docs/onboarding-reach.md"),
-    time: Annotated[int, typer.Option(help="First time `nrl-models new` on so many, drawn at random.")] = 0,
-    seed: Annotated[int, typer.Option(help="Of that draw.")] = 0,
 ) -> None:
     """Look at every decoder of the installed transformers, and write what onboarding makes of it."""
-    from nrl_models.onboarding.reach import decoders, write_reach
-    from nrl_models.onboarding.timing import time_onboarding
+    from nrl_models.onboarding.reach import write_reach
 
-    timings = out.with_suffix(".json")
-    if time:
-        time_onboarding(list(decoders()), time, timings, seed)
-    counts = write_reach(results, out, timings)
+    counts = write_reach(results, out)
     print_table(f"wrote {out}: " + ", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items())))
-
-
-def main() -> None:
-    """Entry point of `python -m nrl_models`."""
-    app()

@@ -40,7 +40,7 @@ app = typer.Typer(
     help="Prepares Hugging Face models for RL post-training and verifies that nothing changed.",
 )
 
-CheckpointPath = Annotated[Path, typer.Argument(help="A checkpoint folder.", show_default=False)]
+CheckpointPath = Annotated[Path, typer.Argument(help="A checkpoint folder.")]
 
 
 def writable(file: Path | None) -> Path | None:
@@ -68,10 +68,7 @@ def existing_device(name: str) -> str:
     return name
 
 
-JsonFile = Annotated[
-    Path | None,
-    typer.Option("--json", help="Write the result here as JSON, too.", show_default=False, callback=writable),
-]
+JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the result here as JSON, too.", callback=writable)]
 
 
 def print_table(table: Table | str) -> None:

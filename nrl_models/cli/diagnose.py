@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,7 +11,7 @@ from nrl_models.cli.console import CheckpointPath, JsonFile, app, write_json
 from nrl_models.cli.engines import Dtype, EngineName, EngineOptions, dtype_of, options_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from nrl_models.consistency.prompts import Prompts
     from nrl_models.diagnostics.result import Diagnosis
@@ -34,12 +33,10 @@ def _show(result: Diagnosis, json_file: Path | None) -> None:
         raise typer.Exit(1)
 
 
-@contextmanager
-def _engine(path: Path, name: str, dtype: str | None, options: list[str] | None, **more: Any) -> Iterator[Engine]:
+def _engine(path: Path, name: str, dtype: str | None, options: list[str] | None, **more: Any) -> Engine:
     from nrl_models.engines import start_engine
 
-    with start_engine(name, path, dtype=dtype_of(dtype), **(more | options_of(options))) as engine:
-        yield engine
+    return start_engine(name, path, dtype=dtype_of(dtype), **(more | options_of(options)))
 
 
 def _prompts(path: Path) -> Prompts:
@@ -109,8 +106,7 @@ def embeddings(
     near_zero_threshold: Annotated[float, typer.Option(help="On the largest absolute value of a row.")] = 1e-10,
     identical_threshold: Annotated[float, typer.Option(help="On the standard deviation of a row.")] = 1e-8,
     reinitialise: Annotated[
-        Path | None,
-        typer.Option(help="Write the checkpoint here with such rows drawn anew.", show_default=False),
+        Path | None, typer.Option(help="Write the checkpoint here with such rows drawn anew.")
     ] = None,
     seed: Annotated[int, typer.Option(help="Of the new rows.")] = 0,
     json_file: JsonFile = None,
@@ -119,11 +115,7 @@ def embeddings(
     from nrl_models.diagnostics.embeddings import diagnose_embeddings
 
     result = diagnose_embeddings(
-        path,
-        near_zero=near_zero_threshold,
-        identical=identical_threshold,
-        reinitialise=reinitialise,
-        seed=seed,
+        path, near_zero=near_zero_threshold, identical=identical_threshold, reinitialise=reinitialise, seed=seed
     )
     _show(result, json_file)
 

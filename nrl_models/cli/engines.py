@@ -8,15 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from nrl_models.cli.console import (
-    CheckpointPath,
-    JsonFile,
-    app,
-    existing_device,
-    print_table,
-    writable,
-    write_json,
-)
+from nrl_models.cli.console import CheckpointPath, JsonFile, app, existing_device, print_table, writable, write_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -32,15 +24,10 @@ EngineOptions = Annotated[
         "--engine-option",
         metavar="KEY=VALUE",
         help="What the engine itself takes, such as tensor_parallel_size=2; repeatable. Values are JSON, or text.",
-        show_default=False,
     ),
 ]
-Dtype = Annotated[
-    str | None, typer.Option(help="What the engine computes in; the checkpoint's by default.", show_default=False)
-]
-TrainerDtype = Annotated[
-    str | None, typer.Option(help="What the trainer computes in; the engine's by default.", show_default=False)
-]
+Dtype = Annotated[str | None, typer.Option(help="What the engine computes in; the checkpoint's by default.")]
+TrainerDtype = Annotated[str | None, typer.Option(help="What the trainer computes in; the engine's by default.")]
 Threshold = Annotated[float, typer.Option(help="Bound on token_mult_prob_error.")]
 Device = Annotated[str, typer.Option(help="Where the trainer runs.", callback=existing_device)]
 
@@ -86,18 +73,12 @@ def consistency(
     path: CheckpointPath,
     engine: EngineName = "vllm",
     length: Annotated[
-        list[int] | None,
-        typer.Option(help="Tokens of a sequence; repeatable. 100, 1000 and 10000 by default.", show_default=False),
+        list[int] | None, typer.Option(help="Tokens of a sequence; repeatable. 100, 1000 and 10000 by default.")
     ] = None,
-    data: Annotated[
-        list[str] | None, typer.Option(help="real or dummy; repeatable. Both by default.", show_default=False)
-    ] = None,
-    mode: Annotated[
-        list[str] | None, typer.Option(help="greedy or sampling; repeatable. Both by default.", show_default=False)
-    ] = None,
+    data: Annotated[list[str] | None, typer.Option(help="real or dummy; repeatable. Both by default.")] = None,
+    mode: Annotated[list[str] | None, typer.Option(help="greedy or sampling; repeatable. Both by default.")] = None,
     batch: Annotated[
-        list[int] | None,
-        typer.Option(help="Sequences generated together; repeatable. 1, 8 and 32 by default.", show_default=False),
+        list[int] | None, typer.Option(help="Sequences generated together; repeatable. 1, 8 and 32 by default.")
     ] = None,
     repeats: Annotated[int, typer.Option(help="Measurements of each cell, with other prompts.", min=1)] = 1,
     new_tokens: Annotated[int, typer.Option(help="Tokens generated at most, in each sequence.", min=1)] = 128,
@@ -109,26 +90,19 @@ def consistency(
     dtype: Dtype = None,
     trainer_dtype: TrainerDtype = None,
     device: Device = "cpu",
-    text: Annotated[
-        Path | None, typer.Option(help="Real text; that of this machine's Python by default.", show_default=False)
-    ] = None,
+    text: Annotated[Path | None, typer.Option(help="Real text; that of this machine's Python by default.")] = None,
     load_format: Annotated[
         str, typer.Option(help="auto: the engine reads the weights; dummy: it starts on random ones and is refitted.")
     ] = "auto",
     engine_option: EngineOptions = None,
     seed: Annotated[int, typer.Option(help="Of prompts and sampling.")] = 0,
-    out: Annotated[
-        Path | None,
-        typer.Option(help="Where measurements are kept; consistency/NAME by default.", show_default=False),
-    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Where measurements are kept; consistency/NAME by default.")] = None,
     fresh: Annotated[bool, typer.Option(help="Discard what was measured before.")] = False,
     json_file: JsonFile = None,
     markdown: Annotated[
-        Path | None, typer.Option(help="Write the report here as Markdown, too.", show_default=False, callback=writable)
+        Path | None, typer.Option(help="Write the report here as Markdown, too.", callback=writable)
     ] = None,
-    html: Annotated[
-        Path | None, typer.Option(help="Write the report here as one HTML page with plots, too.", show_default=False)
-    ] = None,
+    html: Annotated[Path | None, typer.Option(help="Write the report here as one HTML page with plots, too.")] = None,
 ) -> None:
     """Check that training and inference give the same log-probabilities, over the guide's matrix.
 
@@ -156,8 +130,6 @@ def consistency(
         seed=seed,
     )
     folder = out or Path("consistency") / path.resolve().name
-    options = options_of(engine_option)
-    dtypes = dtype_of(dtype), dtype_of(trainer_dtype, "--trainer-dtype")
     if html is not None:
         from nrl_models.consistency.html import require_matplotlib
 
@@ -171,13 +143,13 @@ def consistency(
                 engine=engine,
                 settings=settings,
                 out=folder,
-                dtype=dtypes[0],
-                trainer_dtype=dtypes[1],
+                dtype=dtype_of(dtype),
+                trainer_dtype=dtype_of(trainer_dtype, "--trainer-dtype"),
                 device=device,
                 text_file=text,
                 fresh=fresh,
                 load_format=load_format,
-                engine_options=options,
+                engine_options=options_of(engine_option),
                 skip_too_long=length is None,
                 progress=progress,
             )
@@ -220,10 +192,7 @@ def refit_check(
     batch: Annotated[int, typer.Option(help="How many of them.", min=1)] = 4,
     threshold: Threshold = 1.05,
     bucket_mb: Annotated[
-        float | None,
-        typer.Option(
-            help="Send so many MB at a time at most; where no copy is needed, all at once.", show_default=False
-        ),
+        float | None, typer.Option(help="Send so many MB at a time at most; where no copy is needed, all at once.")
     ] = None,
     engine_option: EngineOptions = None,
     json_file: JsonFile = None,

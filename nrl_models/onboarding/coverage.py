@@ -11,8 +11,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from nrl_models import families, registry
 from nrl_models.common.ledger import DEFAULT_ONLY, INERT, UNTRIED, recorded
 from nrl_models.errors import NRLModelsError
@@ -25,9 +23,10 @@ from nrl_models.quirks import Subject
 from nrl_models.quirks.listing import page_lines
 from nrl_models.testing.case import FamilyCase
 from nrl_models.testing.features import FEATURES, SUITE, generated_tests
-from nrl_models.testing.mutants.run import Outcome, Results
+from nrl_models.testing.mutants.run import Outcome, read_outcomes
 
 Result = dict[str, Any]
+Results = Mapping[str, list[Result]]
 
 
 class CoverageError(NRLModelsError):
@@ -77,8 +76,7 @@ def write_pages(results_file: Path, out: Path) -> list[Path]:
     untested = [name for names in registry.FAMILIES.values() for name in names if name not in by_architecture]
     if untested:
         raise CoverageError(f"{results_file} has no results for {', '.join(untested)}: run nrl-models coverage again")
-    mutants_file = results_file.with_name(MUTANTS)
-    mutants = Results.read(mutants_file).outcomes if mutants_file.is_file() else {}
+    mutants = read_outcomes(results_file.with_name(MUTANTS))
     sharded = Sharded.read(results_file.with_name(sharded_outcomes.RESULTS))
     out.mkdir(parents=True, exist_ok=True)
     rows = {
@@ -188,11 +186,7 @@ def _index(
 
 
 def _family_page(
-    family: str,
-    rows: Sequence[Row],
-    by_architecture: Mapping[str, list[Result]],
-    versions: dict[str, str],
-    sharded: Sharded,
+    family: str, rows: Sequence[Row], by_architecture: Results, versions: dict[str, str], sharded: Sharded
 ) -> str:
     tested = {row.architecture: by_architecture[row.architecture] for row in rows if row.features}
     untested = {row.architecture: by_architecture[row.architecture] for row in rows if not row.features}
@@ -200,10 +194,12 @@ def _family_page(
     reasons = [f"not tested: {reason.rpartition(': ')[0]}" for reason in _by_reason(untested, "skipped")]
     if not rows:
         return "\n".join([GENERATED, f"# {family}", "", *_bullets(reasons), ""])
-    classes: dict[str, Any] = {name: registry.model_class(name) for name in tested}
-    flags = next(iter(classes.values())).flags.names
-    groups = grouped((group, name) for name, model_class in classes.items() for group in _groups(model_class))
-    limits = grouped((f"{what}: {why}", name) for name, one in classes.items() for what, why in one.limits.items())
+    subjects = {name: Subject.of_class(registry.model_class(name)) for name in tested}  # type: ignore[arg-type]
+    flags = next(iter(subjects.values())).flags.names
+    groups = grouped((group, name) for name, subject in subjects.items() for group in combined_groups(subject.model))
+    limits = grouped(
+        (f"{what}: {why}", name) for name, one in subjects.items() for what, why in one.model.limits.items()
+    )
     outcomes = []
     for row in rows:
         counts = Counter(one["outcome"] for one in tested[row.architecture])
@@ -213,15 +209,11 @@ def _family_page(
     parts = {
         "Architectures": table(headings, outcomes),
         "Combined projections": _bullets(
-            group + ("" if len(names) == len(classes) else f" ({', '.join(names)})") for group, names in groups.items()
+            group + ("" if len(names) == len(subjects) else f" ({', '.join(names)})") for group, names in groups.items()
         )
         or ["None: the hub's layout is combined already, or nothing reads one input."],
         "Flags": [", ".join(f"`{flag}`" for flag in flags) or "None."],
-        "Quirks": [
-            *page_lines({name: Subject.of_class(model_class) for name, model_class in classes.items()}),
-            "",
-            "For those of every model see [the catalogue](../quirks.md).",
-        ],
+        "Quirks": [*page_lines(subjects), "", "For those of every model see [the catalogue](../quirks.md)."],
         "Features": [
             *table(("architecture", *COLUMNS), [(row.architecture, *row.features.values()) for row in rows]),
             *_after_blank(_bullets(sharded.reasons(tested))),
@@ -274,7 +266,7 @@ def _about(family: str) -> str:
     return f"`transformers.models.{family}`, as a row of `nrl_models/families/standard/table.py`."
 
 
-def _by_reason(results: Mapping[str, list[Result]], outcome: str) -> list[str]:
+def _by_reason(results: Results, outcome: str) -> list[str]:
     """Why tests failed, or did not apply, and of which architectures."""
     label = "failed: " if outcome == "failed" else ""
     reasons = grouped(
@@ -284,10 +276,3 @@ def _by_reason(results: Mapping[str, list[Result]], outcome: str) -> list[str]:
         if one["outcome"] == outcome
     )
     return [f"{reason}: {', '.join(dict.fromkeys(names))}" for reason, names in reasons.items()]
-
-
-def _groups(model_class: Any) -> list[str]:
-    config = FamilyCase(model_class).config  # found where models run, which they do not on meta
-    with torch.device("meta"):
-        model = model_class(config)
-    return list(combined_groups(model))

@@ -155,31 +155,27 @@ def _media_matter(model: PreTrainedModel, inputs: Inputs) -> bool:
 
 def _by_class(model: nn.Module, trace: Trace) -> dict[str, Any]:
     kinds = {name: f"{type(module).__module__}:{type(module).__qualname__}" for name, module in model.named_modules()}
+    packed = _packed_on_disk(model)
     traced: dict[str, dict[str, list[tuple[str, ...]]]] = defaultdict(lambda: defaultdict(list))
     obstacles: dict[str, dict[str, None]] = defaultdict(dict)
     for one in trace.readers:
         if one.obstacle:
             obstacles[kinds[one.owner]][f"{' + '.join(one.names)}: {one.obstacle}"] = None
         else:
-            traced[kinds[one.owner]][one.owner].append(one.names)
-    every: dict[str, set[str]] = {
-        name: {child for child, linear in module.named_children() if type(linear) is nn.Linear}
-        for name, module in model.named_modules()
-        if kinds[name] in traced
-    }
-    called = {name: linears - set(trace.uncalled.get(name, ())) for name, linears in every.items()}
-    uncalled: dict[str, set[str]] = defaultdict(set)
-    for name, linears in every.items():
-        if called[name]:  # of a layer that was not called at all (a decoder's cross-attention) others tell
-            uncalled[kinds[name]] |= linears - called[name]
-    packed = _packed_on_disk(model)
+            traced[kinds[one.owner]][one.owner].append(_sorted(one.names, packed.get(one.owner, ())))
     groups: dict[str, list[tuple[str, ...]]] = {}
     places: dict[str, dict[tuple[str, ...], str]] = {}
+    uncalled: dict[str, set[str]] = {}
     for kind, found in traced.items():
-        found = {name: [_sorted(group, packed.get(name, ())) for group in ones] for name, ones in found.items()}
-        groups[kind], places[kind], failures = _with_places(
-            found, {name: linears for name, linears in called.items() if kinds[name] == kind}
-        )
+        every = {
+            name: {child for child, linear in module.named_children() if type(linear) is nn.Linear}
+            for name, module in model.named_modules()
+            if kinds[name] == kind
+        }
+        called = {name: linears - set(trace.uncalled.get(name, ())) for name, linears in every.items()}
+        # Of a layer that was not called at all (a decoder's cross-attention) others tell.
+        uncalled[kind] = set().union(*(every[name] - linears for name, linears in called.items() if linears))
+        groups[kind], places[kind], failures = _with_places(found, called)
         obstacles[kind].update(dict.fromkeys(failures))
     return {
         "groups": {kind: found for kind, found in groups.items() if found},

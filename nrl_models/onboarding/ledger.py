@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 from nrl_models import registry
 from nrl_models.common.config_keys import value_at
@@ -37,13 +36,8 @@ def ledger_of(case: FamilyCase, *, survey: bool = False) -> Ledger:
 
 
 def write_ledger(
-    names: Iterable[str] = (),
-    *,
-    again: bool = False,
-    survey: bool = False,
-    file: Path = FILE,
-    tell: Callable[[str, Ledger], Any] = lambda name, ledger: None,
-) -> Ledgers:
+    names: Iterable[str] = (), *, again: bool = False, survey: bool = False, file: Path = FILE
+) -> Iterator[tuple[str, Ledger]]:
     """Find out what is not recorded yet, and record it, architecture by architecture.
 
     Args:
@@ -51,7 +45,9 @@ def write_ledger(
         again: whether to find out anew what is recorded.
         survey: whether to say only which keys nothing reads, of architectures that are not recorded at all.
         file: where the ledgers are.
-        tell: is called with each architecture and its ledger when it is found.
+
+    Yields:
+        Each architecture and its ledger when it is found.
 
     Raises:
         UnknownArchitectureError: a name that no family serves.
@@ -72,6 +68,5 @@ def write_ledger(
         if (is_done and not again) or registry.unmet_requirement(name):
             continue
         of[name] = ledger_of(FamilyCase(registry.model_class(name)), survey=survey)  # type: ignore[arg-type]
-        tell(name, of[name])
         Ledgers(installed, of).write(file)
-    return Ledgers(installed, of)
+        yield name, of[name]

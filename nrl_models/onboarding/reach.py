@@ -16,7 +16,6 @@ from nrl_models import registry
 from nrl_models.onboarding.coverage import read_results
 from nrl_models.onboarding.detect import Detection, detect
 from nrl_models.onboarding.overview import table
-from nrl_models.onboarding.timing import in_words, read_timings
 
 MAPPINGS = (
     "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
@@ -48,13 +47,12 @@ def status(found: Detection, results: list[dict[str, Any]]) -> str:
     return "red" if not results or any(one["outcome"] == "failed" for one in results) else "green"
 
 
-def write_reach(results_file: Path, page: Path, timings_file: Path | None = None) -> Counter[str]:
+def write_reach(results_file: Path, page: Path) -> Counter[str]:
     """Look at every decoder, and write the table.
 
     Args:
         results_file: outcomes of the generated tests, as `nrl-models coverage` leaves them.
         page: the Markdown file to write.
-        timings_file: as `nrl_models.onboarding.timing.time_onboarding` leaves it; nothing is said of time without.
 
     Returns:
         How many architectures there are of each `status`.
@@ -63,7 +61,6 @@ def write_reach(results_file: Path, page: Path, timings_file: Path | None = None
         CoverageError: the file is not there, or has no results.
     """
     _, results = read_results(results_file)
-    timings = read_timings(timings_file) if timings_file is not None else []
     rows, counts = [], Counter[str]()
     for model_class in decoders():
         found = detect(model_class)
@@ -85,7 +82,6 @@ def write_reach(results_file: Path, page: Path, timings_file: Path | None = None
                 "",
                 *(f"- {outcome}: {count}" for outcome, count in sorted(counts.items())),
                 "",
-                *((in_words(timings), "") if timings else ()),
                 "`green`: registered, and the generated tests pass (or fail as the family's limits say). `nothing to "
                 "combine`: loads as transformers' own class, and needs no family. `not registered`: combines, and some "
                 "generated test does not pass yet. `not run`: the tiny model could not be built or run, for the reason "

@@ -96,7 +96,7 @@ def model_source(plan: FamilyPlan, limits: Mapping[str, str]) -> str:
     lines = [
         *(f'"""{title(plan)}."""', ""),
         *(f"from {package} import {name} as {alias}" for package, name, alias in paths),
-        *("", f"from nrl_models.common import {', '.join(sorted(used, key=_import_order))}"),
+        *("", f"from nrl_models.common import {', '.join(sorted(used, key=lambda name: (name.islower(), name)))}"),
         *(["from nrl_models.common.mrope import FreshPositions"] if plan.detection.keeps_offsets else []),
         *("", "", f"class {model}Family(FamilyModel):", f'    """What every {model} model shares."""', ""),
         *("    rewrites = {", *rows, "    }", *_mapping("tiny", plan.tiny), *_mapping("limits", limits)),
@@ -132,10 +132,6 @@ def _row(layer: str, maker: str, arguments: list[str]) -> list[str]:
     if len(line) <= WIDTH or not arguments:
         return [line]
     return [f"        {layer}: {maker}(", *(f"            {one}," for one in arguments), "        ),"]
-
-
-def _import_order(name: str) -> tuple[bool, str]:
-    return name.islower(), name  # as ruff sorts
 
 
 def _mapping(name: str, values: Mapping[str, Any]) -> Iterator[str]:

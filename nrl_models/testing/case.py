@@ -34,7 +34,8 @@ class FamilyCase:
     model_class: type[FamilyModel]
     device: torch.device = field(default_factory=lambda: torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     tiny: Mapping[str, Any] = field(default_factory=dict)
-    _pairs: dict[torch.dtype, tuple[PreTrainedModel, PreTrainedModel]] = field(default_factory=dict, init=False)
+    _references: dict[torch.dtype, PreTrainedModel] = field(default_factory=dict, init=False)
+    _models: dict[torch.dtype, PreTrainedModel] = field(default_factory=dict, init=False)
     _inputs: dict[tuple[tuple[str, Any], ...], Inputs] = field(default_factory=dict, init=False)
 
     @property
@@ -93,32 +94,36 @@ class FamilyCase:
 
     def reference(self, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
         """The reference with randomised weights, in evaluation mode. Shared: do not change it."""
-        return self._pair(dtype)[0]
-
-    def model(self, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-        """The model under test with the reference's weights, in evaluation mode. Shared: do not change it."""
-        return self._pair(dtype)[1]
-
-    def built_models(self) -> list[PreTrainedModel]:
-        """The models under test that there are by now."""
-        return [model for _, model in self._pairs.values()]
-
-    def new_pair(self, dtype: torch.dtype = torch.float32) -> tuple[PreTrainedModel, PreTrainedModel]:
-        """Copies of `reference` and `model` to change at will."""
-        return copy.deepcopy(self.reference(dtype)), copy.deepcopy(self.model(dtype))
-
-    def _pair(self, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedModel]:
-        if dtype not in self._pairs:
+        if dtype not in self._references:
             torch.manual_seed(SEED)
             attention = reference_attention(self.reference_class)
             reference = self.reference_class._from_config(self.config, dtype=dtype, **attention)
             randomise(reference)
-            reference = widen(reference, dtype).to(self.device).eval()
+            self._references[dtype] = widen(reference, dtype).to(self.device).eval()
+        return self._references[dtype]
+
+    def model(self, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+        """The model under test with the reference's weights, in evaluation mode. Shared: do not change it."""
+        if dtype not in self._models:
             model = self.model_class.from_config(self.config, dtype=dtype, device=self.device)
             model = widen(model, dtype).eval()
-            model.load_state_dict(reference.state_dict())
-            self._pairs[dtype] = reference, model
-        return self._pairs[dtype]
+            model.load_state_dict(self.reference(dtype).state_dict())
+            self._models[dtype] = model
+        return self._models[dtype]
+
+    def built_models(self) -> list[PreTrainedModel]:
+        """The models under test that there are by now."""
+        return list(self._models.values())
+
+    def with_new_models(self) -> FamilyCase:
+        """The same case with the same references; the models under test are built again."""
+        anew = copy.copy(self)
+        anew._models = {}
+        return anew
+
+    def new_pair(self, dtype: torch.dtype = torch.float32) -> tuple[PreTrainedModel, PreTrainedModel]:
+        """Copies of `reference` and `model` to change at will."""
+        return copy.deepcopy(self.reference(dtype)), copy.deepcopy(self.model(dtype))
 
 
 @torch.no_grad()

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache, reduce
+from functools import reduce
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -24,10 +25,15 @@ from nrl_models.common.ledger import INERT, UNTRIED
 from nrl_models.parity.inputs import Inputs, inputs_for
 from nrl_models.testing.case import SEED, FamilyCase, randomise
 from nrl_models.testing.perturbations import perturbed
+from nrl_models.testing.shrink import default_values
 
 TOLERANCE = 1e-5
 
 Tensors = dict[str, torch.Tensor]
+
+
+Reads = set[tuple[str, str]]
+"""Keys that were read: the name of a configuration class, and a key's own name in it."""
 
 
 @dataclass
@@ -35,18 +41,24 @@ class Behaviour:
     """What a model of one configuration does.
 
     Args:
+        config: the configuration.
+        model: the model; None if it is not built.
         refused: at which stage it stopped and with which error; empty if it did not.
         weights: new weights under a seed, under transformers' names.
         outputs: what a forward returns, by place.
         training: what a forward in training mode returns, by place.
         other_inputs: whether it needed other inputs than the model of the unchanged configuration.
+        read: the keys that were read meanwhile.
     """
 
+    config: PreTrainedConfig
+    model: PreTrainedModel | None = None
     refused: str = ""
     weights: Tensors = field(default_factory=dict)
     outputs: Tensors = field(default_factory=dict)
     training: Tensors = field(default_factory=dict)
     other_inputs: bool = False
+    read: Reads = field(default_factory=set)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -67,28 +79,8 @@ class Finding:
     difference: str = ""
 
 
-Reads = set[tuple[str, str]]
-"""Keys that were read: the name of a configuration class, and a key's own name in it."""
-
 ENOUGH = 2
 """After so many other values of a key that moved nothing, no more are tried."""
-
-
-@dataclass
-class _Base:
-    """What a changed configuration is compared with.
-
-    Args:
-        config: the configuration.
-        behaviour: what the reference does with it.
-        state: the weights it did it with.
-        read: the keys that were read meanwhile, with the configuration class they were read from.
-    """
-
-    config: PreTrainedConfig
-    behaviour: Behaviour
-    state: Tensors
-    read: Reads
 
 
 class Differential:
@@ -137,22 +129,23 @@ class Differential:
         """Change one key to other values until something moves."""
         return self._try_values(self._base, path)
 
-    def _based_on(self, config: PreTrainedConfig, near: _Base | None) -> _Base:
-        behaviour, reference, read = self._reference(config, near, training=True)
-        if reference is None or behaviour.refused:
-            raise RuntimeError(f"the tiny {self.case.architecture} itself is refused: {behaviour.refused}")
-        return _Base(config, behaviour, {name: one.clone() for name, one in reference.state_dict().items()}, read)
+    def _based_on(self, config: PreTrainedConfig, near: Behaviour | None) -> Behaviour:
+        """What changed configurations are compared with."""
+        base = self._reference(config, near, training=True)
+        if base.refused:
+            raise RuntimeError(f"the tiny {self.case.architecture} itself is refused: {base.refused}")
+        return base
 
     def _read_here(self) -> Reads:
         """What the model under test reads; not through `from_config`, which looks at every key to check it."""
-        config = _copy(self._base.config)
+        found = Behaviour(_copy(self._base.config))
         with keys_that_are_read() as read:
-            model = self.case.model_class._from_config(config, dtype=torch.float32)
+            found.model = self.case.model_class._from_config(found.config, dtype=torch.float32)
             for training in (False, True):
-                self._run(Behaviour(), model, training=training)
+                self._run(found, training=training)
         return read
 
-    def _try_values(self, base: _Base, path: str) -> Finding:
+    def _try_values(self, base: Behaviour, path: str) -> Finding:
         kinds: list[str] = []
         for config in perturbed(base.config, path):
             if isinstance(config, Exception):
@@ -168,7 +161,7 @@ class Differential:
                 break
         return Finding("refused" if set(kinds) == {"refused"} else INERT)
 
-    def _can_matter(self, base: _Base, config: PreTrainedConfig, path: str) -> bool:
+    def _can_matter(self, base: Behaviour, config: PreTrainedConfig, path: str) -> bool:
         """Whether something reads the key, or the configuration makes something else of it."""
         if _place(base.config, path) in base.read:
             return True
@@ -176,77 +169,75 @@ class Differential:
         after = {name: value for name, _, _, value in walk(config)}
         return {**before, path: None} != {**after, path: None}
 
-    def _try(self, base: _Base, config: PreTrainedConfig) -> Finding:
-        expected, reference, read = self._reference(config, base)
-        if reference is not None and not expected.other_inputs:
-            for place in read - base.read:
+    def _try(self, base: Behaviour, config: PreTrainedConfig) -> Finding:
+        expected = self._reference(config, base)
+        if not (expected.refused or expected.other_inputs):
+            for place in expected.read - base.read:
                 self._opened.setdefault(place, config)
-        actual, model = self._model(config, reference, expected)
-        kind = _moved(expected, base.behaviour)
-        run = reference is not None and model is not None
+        actual = self._model(expected)
+        kind = _moved(expected, base)
+        run = not (expected.refused or actual.refused)
         trains = kind is None and run
         if trains:
-            self._train(expected, reference, actual, model)
-            kind = _moved(expected, base.behaviour)
+            self._run(expected, training=True)
+            self._run(actual, training=True)
+            kind = _moved(expected, base)
         if kind is None:
-            kind = INERT if _same(expected.weights, base.behaviour.weights) else "weights"
+            kind = INERT if _same(expected.weights, base.weights) else "weights"
         difference = _difference(actual, expected)
         if difference and run:
             # On other weights: where a rounding had chosen another expert or word, they do not differ at all.
-            expected, reference, _ = self._reference(config, None, seed=SEED + 1)
-            actual, model = self._model(config, reference, expected)
-            if trains and reference is not None and model is not None:
-                self._train(expected, reference, actual, model)
+            expected = self._reference(config, None, seed=SEED + 1)
+            actual = self._model(expected)
+            if trains and not (expected.refused or actual.refused):
+                self._run(expected, training=True)
+                self._run(actual, training=True)
             difference = _difference(actual, expected)
         return Finding(kind, difference)
 
     def _reference(
-        self, config: PreTrainedConfig, near: _Base | None, training: bool = False, seed: int = SEED
-    ) -> tuple[Behaviour, PreTrainedModel | None, Reads]:
+        self, config: PreTrainedConfig, near: Behaviour | None, training: bool = False, seed: int = SEED
+    ) -> Behaviour:
         """The reference, on the weights of `near` where they fit, else on random ones."""
-        found, copied, reference = Behaviour(), _copy(config), None
-        with keys_that_are_read() as read:
+        found, copied = Behaviour(config), _copy(config)
+        with keys_that_are_read() as found.read:
             with _refusal(found, "build"):
                 torch.manual_seed(SEED)
-                reference = self.case.reference_class._from_config(copied, dtype=torch.float32)
-                found.weights = {name: tensor.clone() for name, tensor in reference.state_dict().items()}
-                if near is not None and found.shapes == near.behaviour.shapes:
-                    reference.load_state_dict(near.state)
+                found.model = self.case.reference_class._from_config(copied, dtype=torch.float32)
+                found.weights = {name: tensor.clone() for name, tensor in found.model.state_dict().items()}
+                if near is not None and found.shapes == near.shapes:
+                    found.model.load_state_dict(near.model.state_dict())
                 else:
                     torch.manual_seed(seed)
-                    randomise(reference)
-            if reference is not None and not found.refused:
-                self._run(found, reference)
-                if training and not found.refused:
-                    self._run(found, reference, training=True)
-        return found, None if found.refused else reference, read
+                    randomise(found.model)
+            self._run(found)
+            if training:
+                self._run(found, training=True)
+        return found
 
-    def _model(
-        self, config: PreTrainedConfig, reference: PreTrainedModel | None, expected: Behaviour
-    ) -> tuple[Behaviour, PreTrainedModel | None]:
+    def _model(self, expected: Behaviour) -> Behaviour:
         """The model under test, on the reference's weights."""
-        found, model = Behaviour(), None
+        found = Behaviour(expected.config)
         with _refusal(found, "build"):
             torch.manual_seed(SEED)
-            allowed = {key for _, _, key, _ in walk(config)}  # what is refused to users is to be seen here
-            model = self.case.model_class.from_config(_copy(config), dtype=torch.float32, ignore_config_keys=allowed)
-            adapter = model.state_dict_adapter
-            weights = adapter.to_hf(model.state_dict(), layout="transformers")
+            allowed = {key for _, _, key, _ in walk(found.config)}  # what is refused to users is to be seen here
+            found.model = self.case.model_class.from_config(
+                _copy(found.config), dtype=torch.float32, ignore_config_keys=allowed
+            )
+            adapter = found.model.state_dict_adapter
+            weights = adapter.to_hf(found.model.state_dict(), layout="transformers")
             found.weights = {name: tensor.clone() for name, tensor in weights.items()}
-            if reference is not None and found.shapes == expected.shapes:
-                model.load_state_dict(adapter.from_hf(reference.state_dict()))
-        if model is not None and not found.refused and found.shapes == expected.shapes:
-            self._run(found, model)
-        return found, None if found.refused else model
+            if not expected.refused and found.shapes == expected.shapes:
+                found.model.load_state_dict(adapter.from_hf(expected.model.state_dict()))
+        if found.shapes == expected.shapes:
+            self._run(found)
+        return found
 
-    def _train(
-        self, expected: Behaviour, reference: PreTrainedModel, actual: Behaviour, model: PreTrainedModel
-    ) -> None:
-        self._run(expected, reference, training=True)
-        self._run(actual, model, training=True)
-
-    def _run(self, found: Behaviour, model: PreTrainedModel, *, training: bool = False) -> None:
-        """A forward: in training mode with labels, else without."""
+    def _run(self, found: Behaviour, *, training: bool = False) -> None:
+        """A forward, where nothing was refused: in training mode with labels, else without."""
+        model = found.model
+        if found.refused or model is None:
+            return
 
         def forward(inputs: Inputs) -> Tensors:
             torch.manual_seed(SEED)
@@ -269,7 +260,8 @@ def ledger_keys(config: PreTrainedConfig) -> list[str]:
     return [
         path
         for path, part, key, _ in walk(config)
-        if key not in BOOKKEEPING and (key in declared_keys(type(part)) or key in _set_by_class(type(part)))
+        if key not in BOOKKEEPING
+        and (key in declared_keys(type(part)) or (not key.startswith("_") and key in default_values(type(part))))
     ]
 
 
@@ -292,15 +284,6 @@ def keys_at_default_only(case: FamilyCase) -> list[str]:
     ]
 
 
-@cache
-def _set_by_class(config_class: type[PreTrainedConfig]) -> frozenset[str]:
-    """Keys that a class sets though it declares no such field."""
-    try:
-        return frozenset(key for key in config_class().to_dict() if not key.startswith("_"))
-    except Exception:  # a class without a default
-        return frozenset()
-
-
 def _place(config: PreTrainedConfig, path: str) -> tuple[str, str]:
     *parents, key = path.split(".")
     return type(reduce(getattr, parents, config)).__name__, key
@@ -317,11 +300,8 @@ def keys_that_are_read() -> Iterator[Reads]:
         read.add((owner.__name__, owner.attribute_map.get(key, key)))
         return original(config, key)
 
-    PreTrainedConfig.__getattribute__ = noting  # type: ignore[method-assign]
-    try:
+    with patch.object(PreTrainedConfig, "__getattribute__", noting):
         yield read
-    finally:
-        PreTrainedConfig.__getattribute__ = original  # type: ignore[method-assign]
 
 
 @contextmanager
@@ -353,11 +333,7 @@ def _tensors(value: Any, place: str) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _same(actual: Tensors, expected: Tensors) -> bool:
-    return actual.keys() == expected.keys() and all(
-        (actual[name].dtype, actual[name].shape) == (one.dtype, one.shape)
-        and bool(torch.isclose(actual[name], one, rtol=0, atol=0, equal_nan=True).all())
-        for name, one in expected.items()
-    )
+    return not _far(actual, expected, tolerance=0.0)
 
 
 def _moved(behaviour: Behaviour, base: Behaviour) -> str | None:
@@ -390,18 +366,21 @@ def _difference(actual: Behaviour, expected: Behaviour) -> str:
     return ""
 
 
-def _far(actual: Tensors, expected: Tensors) -> str:
+def _far(actual: Tensors, expected: Tensors, tolerance: float = TOLERANCE) -> str:
+    """How tensors depart from others by more than a tolerance; empty if none does."""
     if actual.keys() != expected.keys():
         return f"returns {sorted(set(actual) ^ set(expected))[:4]} on one side only"
     for name, one in expected.items():
         other = actual[name]
         if other.shape != one.shape:
             return f"{name} has shape {tuple(other.shape)}, the reference's {tuple(one.shape)}"
+        if other.dtype != one.dtype:
+            return f"{name} is of {other.dtype}, the reference's of {one.dtype}"
         if not one.is_floating_point():
             if not torch.equal(other, one):
                 return f"{name} differs"
             continue
         scale = max(1.0, one.nan_to_num(0.0, 0.0, 0.0).abs().max().item()) if one.numel() else 1.0
-        if not torch.allclose(other, one, atol=TOLERANCE * scale, rtol=TOLERANCE, equal_nan=True):
+        if not torch.allclose(other, one, atol=tolerance * scale, rtol=tolerance, equal_nan=True):
             return f"{name} differs by {(other - one).abs().max().item():.1e} (largest {scale:.1e})"
     return ""

@@ -54,14 +54,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "family_case" not in metafunc.fixturenames:
         return
     if variants := getattr(metafunc.module, "FAMILY_VARIANTS", None):
-        _variants.update({f"{target}#{name}": values for name, (target, values) in variants.items()})
-        params = [_param(f"{target}#{name}") for name, (target, _) in variants.items()]
-        metafunc.parametrize("family_case", params, indirect=True)
-        return
-    names = metafunc.config.getoption("--nrl-family")
-    if problems := [problem for name in names if (problem := _problem_with(name))]:
-        pytest.fail("\n".join(problems), pytrace=False)
-    if not names:
+        names = [f"{target}#{name}" for name, (target, _) in variants.items()]
+        _variants.update(zip(names, (values for _, values in variants.values()), strict=True))
+    elif names := metafunc.config.getoption("--nrl-family"):
+        if problems := [problem for name in names if (problem := _problem_with(name))]:
+            pytest.fail("\n".join(problems), pytrace=False)
+    else:
         from nrl_models import registry
 
         names = registry.architectures(aliases=False)
@@ -166,14 +164,13 @@ def _tests_of(session: pytest.Session, family: str, feature: str) -> set[str]:
     """The tests of a feature of a class that are to run; with one that never does if not all were chosen."""
     from nrl_models.testing.features import generated_tests
 
-    found = [
-        item
+    chosen = {
+        item.nodeid: item.function.__name__
         for item in session.items
         if _class_name(item) == family and getattr(item.function, "feature", "") == feature
-    ]
-    chosen = {item.function.__name__ for item in found}
-    missing = {name for name, proven in generated_tests().items() if proven == feature} - chosen
-    return {item.nodeid for item in found} | missing
+    }
+    proving = {name for name, proven in generated_tests().items() if proven == feature}
+    return chosen.keys() | (proving - set(chosen.values()))
 
 
 def share_cores() -> None:

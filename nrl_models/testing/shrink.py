@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from types import SimpleNamespace
@@ -15,6 +15,9 @@ from transformers import PreTrainedConfig
 from nrl_models.common.configurations import all_values, own_values
 from nrl_models.testing import sizes
 from nrl_models.testing.kept_layers import KeptLayers
+
+Values = Mapping[str, Any]
+Parts = Mapping[str, PreTrainedConfig]
 
 KEPT_AS_THEY_ARE = ("id2label", "label2id", "transformers_version", "architectures", "model_type")
 
@@ -40,7 +43,7 @@ class Needs:
         return ", ".join([*self.keys, *undeclared, *rope])
 
 
-def shrink(default: PreTrainedConfig, overrides: Mapping[str, Any], needs: Needs) -> PreTrainedConfig:
+def shrink(default: PreTrainedConfig, overrides: Values, needs: Needs) -> PreTrainedConfig:
     """A small configuration of `default`'s class that says what `default` says.
 
     Args:
@@ -59,7 +62,7 @@ class _Shrinking:
         self._token_ids = token_ids
         self._needs = needs
 
-    def config(self, default: PreTrainedConfig, overrides: Mapping[str, Any]) -> PreTrainedConfig:
+    def config(self, default: PreTrainedConfig, overrides: Values) -> PreTrainedConfig:
         config_class = type(default)
         old = {key: value for key, value in own_values(default).items() if key not in KEPT_AS_THEY_ARE}
         parts = {key: value for key, value in old.items() if isinstance(value, PreTrainedConfig)}
@@ -70,7 +73,7 @@ class _Shrinking:
                 parts[key] = part_class()
         new_parts = {key: self.config(part, overrides.get(key, {})) for key, part in parts.items()}
         # What a parent gave its part, or a file a model, is in the description but not in the class's own default.
-        given = _own_default(config_class)
+        given = default_values(config_class)
         own = {key: value for key, value in old.items() if key not in parts}
         values = {key: value for key, value in own.items() if key in given and not _same(value, given[key])}
         layers = KeptLayers(old, next((overrides[key] for key in sizes.LAYERS if key in overrides), None))
@@ -85,12 +88,7 @@ class _Shrinking:
         return config
 
     def _values(
-        self,
-        default: PreTrainedConfig,
-        old: Mapping[str, Any],
-        layers: KeptLayers,
-        parts: Mapping[str, PreTrainedConfig],
-        new_parts: Mapping[str, PreTrainedConfig],
+        self, default: PreTrainedConfig, old: Values, layers: KeptLayers, parts: Parts, new_parts: Parts
     ) -> dict[str, Any]:
         """New values for the keys that change."""
         public = {own: name for name, own in default.attribute_map.items()}
@@ -119,7 +117,7 @@ class _Shrinking:
             missing = sizes.MISSING[key]
             return missing(value) if callable(missing) else missing
         if sizes.is_token(key):
-            return self._token(key, value)
+            return sizes.COMMON_TOKENS.get(key, _each(value, lambda one: self._token_ids.get(one, one)))
         if value is None or isinstance(value, (str, bool)):
             return None
         if key in sizes.VALUES:
@@ -127,7 +125,7 @@ class _Shrinking:
         if any(word in key for word in sizes.DROPOUTS):
             return type(value)(0) if isinstance(value, (int, float)) else None
         if key in sizes.LAYER_REFERENCES:
-            return _within(value, 2)
+            return _each(value, lambda layer: max(-2, min(layer, 1)))  # of two layers, from either end
         if (size := _size(key, value, public)) is not None:
             return size
         # A scalar that the class computes from others follows them by itself.
@@ -136,7 +134,7 @@ class _Shrinking:
         return None
 
     def _own_values_of_layer(
-        self, values: Mapping[str, Any], old: Mapping[str, Any], new: Mapping[str, Any], public: Mapping[str, str]
+        self, values: Values, old: Values, new: Values, public: Mapping[str, str]
     ) -> dict[str, Any]:
         """What one layer has in place of the model's values: as much more or less than those as it was."""
         model = {**old, **new}
@@ -150,7 +148,7 @@ class _Shrinking:
         equal = _equations({**old, **values}, {**model, **own})
         return own | {key: value for key, value in equal.items() if key in own or value != model[key]}
 
-    def _rope(self, default: PreTrainedConfig, old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any] | None:
+    def _rope(self, default: PreTrainedConfig, old: Values, new: Values) -> dict[str, Any] | None:
         parameters = old.get("rope_parameters") or {}
         if not parameters and not (self._needs.rope and "rope_parameters" in old):
             return None
@@ -158,7 +156,7 @@ class _Shrinking:
         known = getattr(default, "ignore_keys_at_rope_validation", None) or ()
         sections = self._needs.rope == "sections" or "mrope_section" in known
 
-        def one(given: Mapping[str, Any]) -> dict[str, Any]:
+        def one(given: Values) -> dict[str, Any]:
             result = {"rope_type": "default", "rope_theta": 1e4, **given}
             pairs = int(head_dim * given.get("partial_rotary_factor", 1.0)) // 2
             if sections or "mrope_section" in given:
@@ -176,19 +174,12 @@ class _Shrinking:
             return {layer_type: one(parameters) for layer_type in dict.fromkeys(new["layer_types"])}
         return one(parameters)
 
-    def _token(self, key: str, value: Any) -> Any:
-        if key in sizes.COMMON_TOKENS:
-            return sizes.COMMON_TOKENS[key]
-        if isinstance(value, (list, tuple)):
-            return type(value)(self._token_ids.get(one, one) for one in value)
-        return self._token_ids.get(value, value)
-
 
 # What classes say about themselves
 
 
 @cache
-def _own_default(config_class: type[PreTrainedConfig]) -> dict[str, Any]:
+def default_values(config_class: type[PreTrainedConfig]) -> dict[str, Any]:
     """What the class's default holds; nothing for a class that has none."""
     try:
         return own_values(config_class())
@@ -236,7 +227,7 @@ def _size(key: str, value: Any, public: str) -> Any:
         if name in sizes.SIZES:
             return _in_form_of(value, sizes.SIZES[name])
         if name in sizes.AT_MOST:
-            return _at_most(value, sizes.AT_MOST[name])
+            return _each(value, lambda one, most=sizes.AT_MOST[name]: min(one, most) if type(one) is int else None)
     return None
 
 
@@ -258,17 +249,11 @@ def _in_form_of(value: Any, size: float) -> Any:
     return type(value)(one and max(1, round(size * one / largest)) for one in value)
 
 
-def _at_most(value: Any, size: int) -> Any:
+def _each(value: Any, change: Callable[[Any], Any]) -> Any:
+    """What becomes of a value; of a list what becomes of each in it."""
     if isinstance(value, (list, tuple)):
-        return type(value)(_at_most(one, size) for one in value)
-    return min(value, size) if type(value) is int else None
-
-
-def _within(layer: Any, count: int) -> Any:
-    """A layer's number, from either end, that `count` layers have; of a list each."""
-    if isinstance(layer, (list, tuple)):
-        return type(layer)(_within(one, count) for one in layer)
-    return max(-count, min(layer, count - 1))
+        return type(value)(_each(one, change) for one in value)
+    return change(value)
 
 
 def _shares(total: int, parts: tuple[int, ...] | list[int]) -> list[int]:
@@ -277,7 +262,7 @@ def _shares(total: int, parts: tuple[int, ...] | list[int]) -> list[int]:
     return [*shares[:-1], total - sum(shares[:-1])]
 
 
-def _equations(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+def _equations(old: Values, new: Values) -> dict[str, Any]:
     """What the equations that hold in `old`, and those that always hold, make of `new`."""
     new = dict(new)
     result = {}

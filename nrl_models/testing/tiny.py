@@ -19,6 +19,9 @@ from nrl_models.parity.inputs import inputs_for
 from nrl_models.testing import sizes
 from nrl_models.testing.shrink import Needs, shrink
 
+Source = type[PreTrainedConfig] | PreTrainedConfig
+"""A configuration class, whose default is made small, or a configuration."""
+
 
 class TinyModelError(NRLModelsError, ValueError):
     """A class that no tiny model can be built of."""
@@ -40,19 +43,13 @@ class Tiny:
     reached: str
     failure: Exception | None = None
 
-    @property
-    def rank(self) -> int:
-        """How far it got, as a number."""
-        return STAGES.index(self.reached)
-
 
 STAGES = ("nothing", "configuration", "build", "inputs", "forward")
+"""How far a model may get, in this order."""
 
 
 def tiny_config(
-    source: type[PreTrainedConfig] | PreTrainedConfig,
-    overrides: Mapping[str, Any] | None = None,
-    model_class: type[PreTrainedModel] | None = None,
+    source: Source, overrides: Mapping[str, Any] | None = None, model_class: type[PreTrainedModel] | None = None
 ) -> PreTrainedConfig:
     """A small configuration with everything in it that distinguishes the model.
 
@@ -81,9 +78,7 @@ _found: dict[Any, Tiny] = {}
 
 
 def find_tiny(
-    source: type[PreTrainedConfig] | PreTrainedConfig,
-    overrides: Mapping[str, Any] | None = None,
-    model_class: type[PreTrainedModel] | None = None,
+    source: Source, overrides: Mapping[str, Any] | None = None, model_class: type[PreTrainedModel] | None = None
 ) -> Tiny:
     """As `tiny_config`, with how it was found. Equal arguments are answered from memory.
 
@@ -98,11 +93,7 @@ def find_tiny(
     return _found[key]
 
 
-def _find(
-    source: type[PreTrainedConfig] | PreTrainedConfig,
-    overrides: Mapping[str, Any],
-    model_class: type[PreTrainedModel] | None,
-) -> Tiny:
+def _find(source: Source, overrides: Mapping[str, Any], model_class: type[PreTrainedModel] | None) -> Tiny:
     try:
         default = source() if isinstance(source, type) else source
     except Exception as error:
@@ -124,12 +115,12 @@ def _find(
     needs = Needs(tuple(dict.fromkeys(unset)))
     for rope in ("", "sections", "layer types"):
         candidate = attempt(replace(needs, rope=rope))
-        best = max(best, candidate, key=lambda one: one.rank)
+        best = max(best, candidate, key=lambda one: STAGES.index(one.reached))
         if candidate.failure is None:
             break
     for key in best.needs.keys:
         without = attempt(replace(best.needs, keys=tuple(one for one in best.needs.keys if one != key)))
-        best = without if without.rank >= best.rank else best
+        best = max(without, best, key=lambda one: STAGES.index(one.reached))
     return best
 
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from nrl_models.testing.mutants.planting import Misread, Mutant
+from nrl_models.testing.mutants.planting import Bug, Mutant, misread
 
 WINDOWED = ("test_logits_equivalence", "test_cached_decode", "test_packing", "test_left_padding")
 
@@ -15,18 +15,18 @@ def _number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _keys(pattern: str, change: Callable[[Any], Any], unless: str = "") -> Misread:
+def _keys(pattern: str, change: Callable[[Any], Any], unless: str = "") -> Bug:
     """Numbers under keys that match are read otherwise, and no others."""
 
     def read(key: str, value: Any) -> Any:
         is_meant = re.search(pattern, key) and not (unless and re.search(unless, key))
         return change(value) if is_meant and _number(value) else value
 
-    return Misread(read)
+    return misread(read)
 
 
-def _flag(pattern: str) -> Misread:
-    return Misread(lambda key, value: not value if isinstance(value, bool) and re.search(pattern, key) else value)
+def _flag(pattern: str) -> Bug:
+    return misread(lambda key, value: not value if isinstance(value, bool) and re.search(pattern, key) else value)
 
 
 def _no_factor(value: float) -> float:
@@ -67,7 +67,7 @@ MUTANTS = (
         "every column of a head rotated",
         _keys(r"^(partial_rotary_factor|rotary_pct|rope_pct|rotary_percentage)$", lambda part: 1.0),
     ),
-    Mutant("rope on every layer", "layers without positions (NoPE) given some", Misread(_all_with_positions)),
+    Mutant("rope on every layer", "layers without positions (NoPE) given some", misread(_all_with_positions)),
     Mutant(
         "rope's pairs laid out otherwise",
         "interleaved pairs for halves, or the reverse",
@@ -76,7 +76,7 @@ MUTANTS = (
     Mutant(
         "sections of positions exchanged",
         "time, height and width of multimodal positions in another order",
-        Misread(_rotated_sections),
+        misread(_rotated_sections),
     ),
     Mutant(
         "final softcap missing",
@@ -94,7 +94,7 @@ MUTANTS = (
         _keys(r"^((sliding|attention)_window(_size)?|local_attention|window_size|attention_chunk_size)$", _one_fewer),
         WINDOWED,
     ),
-    Mutant("kinds of layers exchanged", "every second layer windowed: the others", Misread(_exchanged_types), WINDOWED),
+    Mutant("kinds of layers exchanged", "every second layer windowed: the others", misread(_exchanged_types), WINDOWED),
     Mutant(
         "one word too few attended to",
         "sparse attention that takes one fewer than index_topk",

@@ -13,7 +13,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from nrl_models.common.projections import CombinedProjections, LinearGroup, group, groups_of, layout, matmul, memory
 from nrl_models.common.projections.run import Run
 from nrl_models.testing.case import FamilyCase
-from nrl_models.testing.mutants.planting import InCode, Mutant, wrapped
+from nrl_models.testing.mutants.planting import Bug, Mutant, in_code, wrapped
 
 LAYERS = ("test_attention_equivalence", "test_mlp_equivalence", "test_layer_equivalence", "test_logits_equivalence")
 TRAINING = ("test_gradient_equivalence", "test_training_loss_decreases")
@@ -61,13 +61,13 @@ def _exchanged(name: str, stands_for: str, first: tuple[str, ...], second: tuple
 
 def _outputs_as(
     wrong: Callable[[LinearGroup, Outputs], Outputs], where: Callable[[FamilyCase], bool] = combines
-) -> InCode:
+) -> Bug:
     """A group's outputs are changed."""
 
     def changed(outputs_with: Callable[..., Outputs], self: LinearGroup, *given: Any) -> Outputs:
         return wrong(self, outputs_with(self, *given))
 
-    return InCode(where, lambda case: [wrapped(LinearGroup, "outputs_with", changed)])
+    return in_code(where, lambda case: [wrapped(LinearGroup, "outputs_with", changed)])
 
 
 def _one_row_further(self: LinearGroup, outputs: Outputs) -> Outputs:
@@ -164,7 +164,7 @@ MUTANTS = (
     Mutant(
         "bias of a part dropped",
         "a joined matmul that forgets that one of its linears has a bias",
-        InCode(
+        in_code(
             lambda case: any(found.bias is not None for found in groups_in(case)),
             lambda case: [wrapped(group, "joined_linear", _without_last_bias)],
         ),
@@ -173,25 +173,25 @@ MUTANTS = (
     Mutant(
         "parts multiplied apart",
         "a group that never runs: right, and no faster than none",
-        InCode(combines, lambda case: [(Run, "take", lambda self, number, input: None)]),
+        in_code(combines, lambda case: [(Run, "take", lambda self, number, input: None)]),
         LAYERS,
     ),
     Mutant(
         "outputs remembered past the forward",
         "a memo that is told by its input alone, and never cleared",
-        InCode(combines, lambda case: [(Run, "take", _remembered)]),
+        in_code(combines, lambda case: [(Run, "take", _remembered)]),
         ("test_called_twice",),
     ),
     Mutant(
         "versions ignored",
         "an input, or a weight, that is changed in place between two calls",
-        InCode(combines, lambda case: [wrapped(Run, "take", _versions_ignored)]),
+        in_code(combines, lambda case: [wrapped(Run, "take", _versions_ignored)]),
         ("test_edits_while_running",),
     ),
     Mutant(
         "a weight elsewhere in memory ignored",
         "`weight.data = ...`, or another parameter: what was the neighbour computes on",
-        InCode(combines, lambda case: [(layout, "_is_at", _is_laid)]),
+        in_code(combines, lambda case: [(layout, "_is_at", _is_laid)]),
         ("test_replaced_weights",),
     ),
     Mutant(
@@ -203,31 +203,31 @@ MUTANTS = (
     Mutant(
         "gradients of two parts exchanged",
         "the rows of one gradient handed out in another order",
-        InCode(_alike, lambda case: [wrapped(matmul, "_jointly", _gradients_exchanged)]),
+        in_code(_alike, lambda case: [wrapped(matmul, "_jointly", _gradients_exchanged)]),
         TRAINING,
     ),
     Mutant(
         "zeros for a part that was not used",
         "a gradient that is zero where there is none: weight decay and momentum move what did not learn",
-        InCode(combines, lambda case: [wrapped(matmul, "_separately", _zeros_for_the_unused)]),
+        in_code(combines, lambda case: [wrapped(matmul, "_separately", _zeros_for_the_unused)]),
         ("test_unused_parts_get_no_gradient",),
     ),
     Mutant(
         "recomputed on another input",
         "state that is not there any more when activations are computed again",
-        InCode(_is_checkpointed, lambda case: [wrapped(LinearGroup, "outputs_with", _otherwise_in_backward)]),
+        in_code(_is_checkpointed, lambda case: [wrapped(LinearGroup, "outputs_with", _otherwise_in_backward)]),
         ("test_activation_checkpointing",),
     ),
     Mutant(
         "copies run the original's group",
         "a reference to the original that a copy keeps",
-        InCode(combines, lambda case: [(LinearGroup, "__deepcopy__", lambda self, memo: self)]),
+        in_code(combines, lambda case: [(LinearGroup, "__deepcopy__", lambda self, memo: self)]),
         COPIES,
     ),
     Mutant(
         "copies are not joined again",
         "a copy, or an unpickled model, that is slower for ever",
-        InCode(
+        in_code(
             combines,
             lambda case: [
                 (LinearGroup, "__setstate__", _not_joined_again),
@@ -239,7 +239,7 @@ MUTANTS = (
     Mutant(
         "neighbours share a storage",
         "slices of one storage, which accelerate, safetensors and transformers take for tied weights and drop",
-        InCode(combines, lambda case: [(memory, "own_storage", lambda tensor: tensor)]),
+        in_code(combines, lambda case: [(memory, "own_storage", lambda tensor: tensor)]),
         COPIES,
     ),
 )

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -16,7 +15,16 @@ from transformers.activations import ACT2CLS
 from nrl_models.common.recording import record_calls
 from nrl_models.testing.case import FamilyCase
 from nrl_models.testing.mutants.groups import TRAINING
-from nrl_models.testing.mutants.planting import ForCase, InModules, Mutant, around, own_attribute, reads
+from nrl_models.testing.mutants.planting import (
+    Bug,
+    Mutant,
+    around,
+    called_with,
+    in_modules,
+    own_attribute,
+    parameters_of,
+    reads,
+)
 
 ATTENTION = ("test_attention_equivalence", "test_logits_equivalence")
 
@@ -63,29 +71,13 @@ def _returns(change: Callable[[nn.Module, Any, Any], Any]) -> Callable[[nn.Modul
 def _attends(*arguments: str) -> Callable[[str, nn.Module], bool]:
     """Attentions whose forward takes these arguments."""
     return lambda name, module: (
-        "Attention" in type(module).__name__ and set(arguments) <= set(_parameters(type(module)))
+        "Attention" in type(module).__name__ and set(arguments) <= set(parameters_of(type(module)))
     )
-
-
-@functools.cache
-def _parameters(layer: type[nn.Module]) -> list[str]:
-    """What a layer's forward takes, in order; of a rewritten one the layer it replaces, as its own takes anything."""
-    for base in layer.__mro__:
-        if "forward" in vars(base):
-            names = list(inspect.signature(base.forward).parameters)
-            if names != ["self", "args", "kwargs"]:
-                return names
-    return []
 
 
 def _without(*arguments: str) -> Callable[[nn.Module], Mapping[str, Any]]:
     """A forward that is given None for some of its arguments."""
-
-    def forward(original: Callable[..., Any], self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        names = _parameters(type(self))[1:]
-        given = [None if name in arguments else one for name, one in zip(names, args, strict=False)]
-        return original(self, *given, **{name: None if name in arguments else kwargs[name] for name in kwargs})
-
+    forward = called_with(lambda layer, given: given | {name: None for name in arguments if name in given})
     return lambda module: {"forward": around(type(module).forward, forward)}
 
 
@@ -138,12 +130,11 @@ def _scale_of_embedding(case: FamilyCase) -> float | None:
     return float(ratio) if matches and abs(float(ratio) - 1) > 1e-3 else None
 
 
-def _unscaled(case: FamilyCase) -> InModules | None:
+def _plant_unscaled(case: FamilyCase, patch: pytest.MonkeyPatch) -> FamilyCase:
     scale, embeddings = _scale_of_embedding(case), case.model().get_input_embeddings()
-    if scale is None:
-        return None
     (place,) = (name for name, module in case.model().named_modules() if module is embeddings)
-    return InModules(lambda name, module: name == place, _returns(lambda self, given, result: result / scale))
+    unscaled = _returns(lambda self, given, result: result / scale)
+    return in_modules(lambda name, module: name == place, unscaled).plant(case, patch)
 
 
 def _type_of_the_anchor(self: nn.Module) -> str:
@@ -159,39 +150,39 @@ MUTANTS = (
     Mutant(
         "a norm's epsilon ten times as large",
         "1e-6 where the configuration says 1e-5, a default that a family never reads",
-        InModules(_has(*EPSILONS, kind="Norm"), _reads(EPSILONS, lambda eps: eps * 10)),
+        in_modules(_has(*EPSILONS, kind="Norm"), _reads(EPSILONS, lambda eps: eps * 10)),
     ),
     Mutant(
         "a norm's weight off by one",
         "a weight w that means 1 + w taken as it is, or the reverse",
-        InModules(_is_norm, _reads(("weight",), lambda weight: weight + 1)),
+        in_modules(_is_norm, _reads(("weight",), lambda weight: weight + 1)),
     ),
     Mutant(
         "a norm's weight gets no gradient",
         "a fused norm with a backward for its input alone",
-        InModules(_is_norm, _reads(("weight",), lambda weight: weight.detach()), probed=False),
+        in_modules(_is_norm, _reads(("weight",), lambda weight: weight.detach()), probed=False),
         TRAINING,
     ),
     Mutant(
         "norms of queries and keys skipped",
         "an attention written for a model without them",
-        InModules(lambda name, module: bool(QK_NORM.search(name)), _returns(lambda self, given, result: given)),
+        in_modules(lambda name, module: bool(QK_NORM.search(name)), _returns(lambda self, given, result: given)),
     ),
     Mutant(
         "another activation",
         "SiLU for GELU: hidden_act not read, or read under another key",
-        InModules(lambda name, module: isinstance(module, ACTIVATIONS), _other_activation),
+        in_modules(lambda name, module: isinstance(module, ACTIVATIONS), _other_activation),
     ),
     Mutant(
         "attention scale dropped",
         "scores that are not divided by the root of the head's size, or by the model's own number",
-        InModules(_has(*SCALES, kind="Attention"), _reads(SCALES, lambda scale: 1.0)),
+        in_modules(_has(*SCALES, kind="Attention"), _reads(SCALES, lambda scale: 1.0)),
         ATTENTION,
     ),
     Mutant(
         "biases of single linears dropped",
         "an output projection whose bias a rewritten layer forgets",
-        InModules(
+        in_modules(
             lambda name, module: isinstance(module, nn.Linear) and module.bias is not None,
             _reads(("bias",), lambda bias: None),
         ),
@@ -199,32 +190,34 @@ MUTANTS = (
     Mutant(
         "attention sinks dropped",
         "a kernel that has no argument for them",
-        InModules(_has("sinks"), _reads(("sinks",), lambda sinks: torch.full_like(sinks, -1e4))),
+        in_modules(_has("sinks"), _reads(("sinks",), lambda sinks: torch.full_like(sinks, -1e4))),
         ATTENTION,
     ),
     Mutant(
-        "embedding unscaled", "sqrt(hidden_size), or another multiplier of embeddings, left out", ForCase(_unscaled)
+        "embedding unscaled",
+        "sqrt(hidden_size), or another multiplier of embeddings, left out",
+        Bug(lambda case: _scale_of_embedding(case) is not None, _plant_unscaled),
     ),
     Mutant(
         "router's bias dropped",
         "a correction of the scores that is loaded and not added",
-        InModules(_is_router, _reads((*CORRECTIONS, "bias"), torch.zeros_like)),
+        in_modules(_is_router, _reads((*CORRECTIONS, "bias"), torch.zeros_like)),
         ("test_logits_equivalence", "test_mlp_equivalence", "test_layer_equivalence"),
     ),
     Mutant(
         "shared expert dropped",
         "a mixture that adds up what it routed to, and no more",
-        InModules(lambda name, module: bool(SHARED_EXPERT.search(name)), _returns(_dropped)),
+        in_modules(lambda name, module: bool(SHARED_EXPERT.search(name)), _returns(_dropped)),
     ),
     Mutant(
         "gate and up of stacked experts exchanged",
         "w1 and w3 stacked in the other order",
-        InModules(_is_expert_stack, _halves_exchanged),
+        in_modules(_is_expert_stack, _halves_exchanged),
     ),
     Mutant(
         "experts' biases dropped",
         "a grouped matmul without an epilogue",
-        InModules(
+        in_modules(
             _has("gate_up_proj_bias", "down_proj_bias"),
             _reads(("gate_up_proj_bias", "down_proj_bias"), torch.zeros_like),
         ),
@@ -232,19 +225,19 @@ MUTANTS = (
     Mutant(
         "attention mask ignored",
         "a causal kernel that is given no mask: padding, and other documents, are seen",
-        InModules(_attends("attention_mask"), _without("attention_mask")),
+        in_modules(_attends("attention_mask"), _without("attention_mask")),
         ("test_left_padding", "test_packing", "test_padded_batch", "test_logits_equivalence"),
     ),
     Mutant(
         "cache not used",
         "an attention that attends to the new word alone",
-        InModules(_attends("past_key_values"), _without("past_key_values")),
+        in_modules(_attends("past_key_values"), _without("past_key_values")),
         ("test_cached_decode", "test_decoded_steps"),
     ),
     Mutant(
         "keys and values of another layer",
         "KV sharing with the anchor of another kind of layers",
-        InModules(
+        in_modules(
             lambda name, module: _held(module, "is_kv_shared_layer") is True,
             lambda module: {"layer_type": property(_type_of_the_anchor)},
         ),

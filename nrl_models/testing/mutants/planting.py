@@ -1,7 +1,7 @@
 """Planting a bug into our models and our code, for as long as a `with` lasts; the reference stays right.
 
-A bug is one of three kinds. `InCode`: one of our functions is replaced by a wrong one. `InModules`: modules of our
-models are of a wrong class, as if a family had rewritten them badly. `Misread`: our model reads a value of the
+A bug is one of three kinds. `in_code`: one of our functions is replaced by a wrong one. `in_modules`: modules of our
+models are of a wrong class, as if a family had rewritten them badly. `misread`: our model reads a value of the
 configuration otherwise than transformers does, when it is built and when it runs.
 """
 
@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import itertools
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,9 +18,8 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import init_empty_weights
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 
 from nrl_models.testing.case import FamilyCase
 from nrl_models.testing.mutants.probe import probe, same
@@ -29,19 +28,25 @@ Patch = tuple[Any, str, Any]
 """An object (a class, a module), the name of one of its attributes, and what to put there."""
 
 
-class Bug(ABC):
-    """What is planted."""
+@dataclass(frozen=True)
+class Bug:
+    """What is planted.
 
+    Args:
+        is_possible: whether the tiny model has what the bug is about.
+        plant: puts it into a case, by patches that are taken back, and gives the case to test.
+        probed: whether it may be inert, and shows in a forward if it is not.
+    """
+
+    is_possible: Callable[[FamilyCase], bool]
+    plant: Callable[[FamilyCase, pytest.MonkeyPatch], FamilyCase]
     probed: bool = True
-    """Whether it may be inert, and shows in a forward if it is not."""
 
-    @abstractmethod
-    def is_possible(self, case: FamilyCase) -> bool:
-        """Whether the tiny model has what the bug is about."""
-
-    @abstractmethod
-    def planted(self, case: FamilyCase) -> Any:
-        """A context manager, with the bug in; gives the case to test."""
+    @contextmanager
+    def planted(self, case: FamilyCase) -> Iterator[FamilyCase]:
+        """While open, the bug is in; gives the case to test."""
+        with pytest.MonkeyPatch.context() as patch:
+            yield self.plant(case, patch)
 
     def is_inert(self, case: FamilyCase, expected: Sequence[torch.Tensor]) -> bool:
         """Whether nothing comes of it in this model: a value that is read and not used, say.
@@ -59,8 +64,9 @@ class Bug(ABC):
             return same(probe(mutated), expected)
 
 
-@dataclass(frozen=True)
-class InCode(Bug):
+def in_code(
+    where: Callable[[FamilyCase], bool], patches: Callable[[FamilyCase], Iterable[Patch]], *, probed: bool = False
+) -> Bug:
     """One or several of our functions are wrong.
 
     Args:
@@ -69,26 +75,21 @@ class InCode(Bug):
         probed: see `Bug`.
     """
 
-    where: Callable[[FamilyCase], bool]
-    patches: Callable[[FamilyCase], Iterable[Patch]]
-    probed: bool = False
+    def plant(case: FamilyCase, patch: pytest.MonkeyPatch) -> FamilyCase:
+        for owner, name, replacement in patches(case):
+            patch.setattr(owner, name, replacement, raising=False)
+        return case
 
-    def is_possible(self, case: FamilyCase) -> bool:
-        """See `where`."""
-        return self.where(case)
-
-    @contextmanager
-    def planted(self, case: FamilyCase) -> Iterator[FamilyCase]:
-        """With the functions replaced."""
-        with pytest.MonkeyPatch.context() as patch:
-            for owner, name, replacement in self.patches(case):
-                patch.setattr(owner, name, replacement, raising=False)
-            yield case
+    return Bug(where, plant, probed)
 
 
-@dataclass(frozen=True)
-class InModules(Bug):
-    """Modules of our models are of a class that is wrong in some attributes.
+def in_modules(
+    wanted: Callable[[str, nn.Module], bool], wrong: Callable[[nn.Module], Mapping[str, Any]], *, probed: bool = True
+) -> Bug:
+    """Modules of our models are of a class that is wrong in some attributes: those built by now, and meanwhile.
+
+    Our own rewritten classes are made wrong where they are, because tests compare them with what a family declares:
+    then every instance is wrong, and attributes have to look at theirs if some are right.
 
     Args:
         wanted: which modules, by name and module.
@@ -96,49 +97,38 @@ class InModules(Bug):
         probed: see `Bug`.
     """
 
-    wanted: Callable[[str, nn.Module], bool]
-    wrong: Callable[[nn.Module], Mapping[str, Any]]
-    probed: bool = True
+    def is_possible(case: FamilyCase) -> bool:
+        return any(wanted(name, module) for name, module in case.model().named_modules())
 
-    def is_possible(self, case: FamilyCase) -> bool:
-        """Whether the model has such modules."""
-        return any(self.wanted(name, module) for name, module in case.model().named_modules())
-
-    @contextmanager
-    def planted(self, case: FamilyCase) -> Iterator[FamilyCase]:
-        """With the modules wrong in the models that the case has built, and in those built meanwhile.
-
-        Our own rewritten classes are made wrong where they are, because tests compare them with what a family declares:
-        then every instance is wrong, and attributes have to look at theirs if some are right.
-        """
-        model_class = case.model_class
+    def plant(case: FamilyCase, patch: pytest.MonkeyPatch) -> FamilyCase:
         right = list(case.reference().modules())
-        ours = {new for module in right if (new := model_class.rewrite_of(type(module)))}
+        ours = {new for module in right if (new := case.model_class.rewrite_of(type(module)))}
         made: dict[type, type] = {}
-        with pytest.MonkeyPatch.context() as patch:
 
-            def plant(model: nn.Module) -> None:
-                _keep_apart(model, right)
-                for name, module in list(model.named_modules()):
-                    layer = type(module)
-                    if layer in made.values() or not self.wanted(name, module):
-                        continue
-                    if layer not in made:
-                        attributes = self.wrong(module)
-                        made[layer] = layer if layer in ours else _subclass(layer, attributes)
-                        if layer in ours:
-                            for attribute, value in attributes.items():
-                                patch.setattr(layer, attribute, value, raising=False)
-                    patch.setattr(module, "__class__", made[layer])
+        def plant_in(model: nn.Module) -> None:
+            _keep_apart(model, right)
+            for name, module in list(model.named_modules()):
+                layer = type(module)
+                if layer in made.values() or not wanted(name, module):
+                    continue
+                if layer not in made:
+                    attributes = wrong(module)
+                    made[layer] = layer if layer in ours else _subclass(layer, attributes)
+                    if layer in ours:
+                        for attribute, value in attributes.items():
+                            patch.setattr(layer, attribute, value, raising=False)
+                patch.setattr(module, "__class__", made[layer])
 
-            def init(original: Callable[..., None], model: Any, *args: Any, **kwargs: Any) -> None:
-                original(model, *args, **kwargs)
-                plant(model)
+        def init(original: Callable[..., None], model: Any, *args: Any, **kwargs: Any) -> None:
+            original(model, *args, **kwargs)
+            plant_in(model)
 
-            for model in case.built_models():
-                plant(model)
-            patch.setattr(*wrapped(model_class, "__init__", init))
-            yield case
+        for model in case.built_models():
+            plant_in(model)
+        patch.setattr(*wrapped(case.model_class, "__init__", init))
+        return case
+
+    return Bug(is_possible, plant, probed)
 
 
 def _keep_apart(model: nn.Module, right: Sequence[nn.Module]) -> None:
@@ -150,109 +140,56 @@ def _keep_apart(model: nn.Module, right: Sequence[nn.Module]) -> None:
                 parent.add_module(name, copy.deepcopy(module))
 
 
-@dataclass(frozen=True)
-class Misread(Bug):
-    """Our model takes a value of the configuration for another.
+def misread(change: Callable[[str, Any], Any]) -> Bug:
+    """Our model takes a value of the configuration for another when it is built and when it runs; at rest it is right.
 
     Args:
         change: for a key (without those of the mappings it is in) and its value the value to read in its place; the
             value itself for all other keys.
     """
 
-    change: Callable[[str, Any], Any]
+    def misreading(configs: Callable[..., list[PreTrainedConfig]]) -> Callable[..., Any]:
+        """A function in whose place to call the original with the configurations changed that are among its arguments.
 
-    def is_possible(self, case: FamilyCase) -> bool:
-        """Whether some key's value changes."""
-        return bool(list(self._changes(configurations_of(case.model()))))
+        Past `__setattr__`, which would tell others of the change, and they keep it.
+        """
 
-    @contextmanager
-    def planted(self, case: FamilyCase) -> Iterator[FamilyCase]:
-        """With models that read the wrong value when they are built and when they run; at rest it is the right one."""
-        model_class = case.model_class
+        def call(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            with pytest.MonkeyPatch.context() as patch:
+                for values, key, wrong in list(_changes(configs(*args, **kwargs), change)):
+                    patch.setitem(values, key, wrong)
+                return original(*args, **kwargs)
 
-        def init(original: Any, model: Any, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
-            with self._changed([config]):
-                original(model, config, *args, **kwargs)
+        return call
 
-        def forward(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-            with self._changed(configurations_of(model)):
-                return original(model, *args, **kwargs)
+    def plant(case: FamilyCase, patch: pytest.MonkeyPatch) -> FamilyCase:
+        patch.setattr(*wrapped(case.model_class, "__init__", misreading(lambda model, config, *_, **__: [config])))
+        patch.setattr(
+            *wrapped(case.model_class, "forward", misreading(lambda model, *_, **__: configurations_of(model)))
+        )
+        return case.with_new_models()
 
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(*wrapped(model_class, "__init__", init))
-            patch.setattr(*wrapped(model_class, "forward", forward))
-            yield BuiltAnew(case)
-
-    def _changes(self, configs: Iterable[PreTrainedConfig]) -> Iterator[tuple[dict[str, Any], str, Any]]:
-        """The mappings, keys and values to set."""
-        seen: set[int] = set()
-        queue: list[dict[str, Any]] = [vars(config) for config in configs]
-        while queue:
-            values = queue.pop()
-            if id(values) in seen:
-                continue
-            seen.add(id(values))
-            for key, value in values.items():
-                if isinstance(value, PreTrainedConfig):
-                    queue.append(vars(value))
-                elif isinstance(value, dict) and all(isinstance(one, str) for one in value):
-                    queue.append(value)
-                elif (wrong := self.change(key, value)) is not value and wrong != value:
-                    yield values, key, wrong
-
-    @contextmanager
-    def _changed(self, configs: Iterable[PreTrainedConfig]) -> Iterator[None]:
-        # Past `__setattr__`, which would tell others of the change, and they keep it.
-        with pytest.MonkeyPatch.context() as patch:
-            for values, key, wrong in list(self._changes(configs)):
-                patch.setitem(values, key, wrong)
-            yield
+    return Bug(lambda case: any(True for _ in _changes(configurations_of(case.model()), change)), plant)
 
 
-@dataclass(frozen=True)
-class ForCase(Bug):
-    """A bug that is made for a case.
-
-    Args:
-        make: the bug; None if there is nothing in the case for it.
-    """
-
-    make: Callable[[FamilyCase], Bug | None]
-
-    def is_possible(self, case: FamilyCase) -> bool:
-        """Whether there is one, and it is."""
-        bug = self.make(case)
-        return bug is not None and bug.is_possible(case)
-
-    def planted(self, case: FamilyCase) -> Any:
-        """With the bug of this case."""
-        bug = self.make(case)
-        assert bug is not None, "asked only where it is possible"
-        return bug.planted(case)
-
-
-class BuiltAnew(FamilyCase):
-    """A case whose models are built again (with whatever is wrong now) and have the given case's weights."""
-
-    def __init__(self, clean: FamilyCase) -> None:
-        super().__init__(clean.model_class, clean.device, clean.tiny)
-        self._clean = clean
-        self._models: dict[torch.dtype, PreTrainedModel] = {}
-
-    def reference(self, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-        """The clean case's."""
-        return self._clean.reference(dtype)
-
-    def model(self, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-        """Built anew, on the clean model's tensors."""
-        if dtype not in self._models:
-            weights = self._clean.model(dtype).state_dict()
-            with init_empty_weights(include_buffers=False):
-                model = self.model_class.from_config(self.config, dtype=dtype)
-            model.load_state_dict(weights, assign=True)
-            model.tie_weights()
-            self._models[dtype] = model.to(self.device).eval()
-        return self._models[dtype]
+def _changes(
+    configs: Iterable[PreTrainedConfig], change: Callable[[str, Any], Any]
+) -> Iterator[tuple[dict[str, Any], str, Any]]:
+    """The mappings, keys and values to set, in configurations and all that is in them."""
+    seen: set[int] = set()
+    queue: list[dict[str, Any]] = [vars(config) for config in configs]
+    while queue:
+        values = queue.pop()
+        if id(values) in seen:
+            continue
+        seen.add(id(values))
+        for key, value in values.items():
+            if isinstance(value, PreTrainedConfig):
+                queue.append(vars(value))
+            elif isinstance(value, dict) and all(isinstance(one, str) for one in value):
+                queue.append(value)
+            elif (wrong := change(key, value)) is not value and wrong != value:
+                yield values, key, wrong
 
 
 def configurations_of(model: nn.Module) -> list[PreTrainedConfig]:
@@ -274,6 +211,27 @@ def around(original: Callable[..., Any], wrong: Callable[..., Any]) -> Callable[
 def wrapped(owner: Any, name: str, wrong: Callable[..., Any]) -> Patch:
     """A patch that puts `around` in the place of a function or method."""
     return owner, name, around(getattr(owner, name), wrong)
+
+
+def called_with(change: Callable[[nn.Module, dict[str, Any]], dict[str, Any]]) -> Callable[..., Any]:
+    """A forward for `around` that makes other arguments, by name, of those it is given."""
+
+    def forward(original: Callable[..., Any], self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        names = parameters_of(type(self))[1:]
+        return original(self, **change(self, dict(zip(names, args, strict=False)) | kwargs))
+
+    return forward
+
+
+@functools.cache
+def parameters_of(layer: type[nn.Module]) -> list[str]:
+    """What a layer's forward takes, in order; of a rewritten one the layer it replaces, as its own takes anything."""
+    for base in layer.__mro__:
+        if "forward" in vars(base):
+            names = list(inspect.signature(base.forward).parameters)
+            if names != ["self", "args", "kwargs"]:
+                return names
+    return []
 
 
 _numbers = itertools.count()

@@ -8,6 +8,7 @@ import torch
 
 from nrl_models.common.packing import word_positions
 from nrl_models.testing.case import FamilyCase
+from nrl_models.testing.suite.test_sequences import decoded_steps
 
 LENGTH = 40
 """Longer than the suite's sequences, and than any window of a tiny model."""
@@ -66,11 +67,5 @@ def _decoded(case: FamilyCase) -> torch.Tensor:
     model = case.model()
     if not model.can_generate():
         return torch.empty(0)
-    input_ids = case.inputs(length=LENGTH, images=False, seed=10)["input_ids"]
-    cache = model(input_ids=input_ids[:, :-2], use_cache=True).past_key_values
-    steps = []
-    for token in input_ids[:, -2:].split(1, dim=1):
-        output = model(input_ids=token, past_key_values=cache, use_cache=True)
-        cache = output.past_key_values
-        steps.append(output.logits)
-    return torch.cat(steps, dim=1)
+    steps = decoded_steps(model, case.inputs(length=LENGTH - 2, images=False, seed=10), steps=2)
+    return torch.cat(steps[1:], dim=1)

@@ -9,7 +9,7 @@ import inspect
 import itertools
 import json
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.metadata import version
@@ -72,11 +72,13 @@ class Outcome:
         killed: for each mutant that a test found the test.
         survived: those that none found.
         inert: those of which nothing comes in this model.
+        not_run: those that the catalogue has got since.
     """
 
     killed: dict[str, str] = field(default_factory=dict)
     survived: list[str] = field(default_factory=list)
     inert: list[str] = field(default_factory=list)
+    not_run: list[str] = field(default_factory=list)
 
     @property
     def applicable(self) -> int:
@@ -84,7 +86,7 @@ class Outcome:
         return len(self.killed) + len(self.survived)
 
     def followed_by(self, other: Outcome) -> Outcome:
-        """This outcome, but for its survivors, and that of other mutants, which they are among."""
+        """This outcome, and that of other mutants: of its survivors, and of those that were not run."""
         return Outcome(self.killed | other.killed, other.survived, self.inert + other.inert)
 
 
@@ -181,89 +183,69 @@ def architectures_in_order(chosen: Sequence[str] | None = None) -> list[str]:
     return [*(names[0] for names in families if names), *(name for names in families for name in names[1:])]
 
 
-def run_mutants(
-    architectures: Iterable[str],
-    file: Path,
-    *,
-    again: bool = False,
-    report: Callable[[str, Outcome], None] = lambda architecture, outcome: None,
-) -> dict[str, Outcome]:
+def run_mutants(architectures: Iterable[str], file: Path, *, again: bool = False) -> Iterator[tuple[str, Outcome]]:
     """Run the catalogue on architectures one after the other, and keep the results in a file.
 
     The file is written after each of them, so that a run that was cut short goes on where it was: of architectures
     that are in it only those mutants are run that survived, or that the catalogue has got since.
 
     Args:
-        architectures: names in the registry.
-        file: the results, see `Results`; made if it is not there.
+        architectures: names in the registry; those that need a package that is not installed are left out.
+        file: the results, see `read_outcomes`; made if it is not there.
         again: run what is in the file, too.
-        report: called with each architecture's outcome.
 
-    Returns:
-        The outcomes, by architecture; without those that need a package that is not installed.
+    Yields:
+        Each architecture with its outcome.
     """
-    results = Results.read(file) if file.is_file() else Results()
-    asked = {}
+    outcomes = read_outcomes(file)
     for architecture in architectures:
         if registry.unmet_requirement(architecture):
             continue
-        known = None if again else results.outcomes.get(architecture)
-        tried = results.run.get(architecture, set()) - set(known.survived) if known else set()
-        missing = [one for one in CATALOGUE if one.name not in tried]
+        known = None if again else outcomes.get(architecture)
+        missing = [one for one in CATALOGUE if known is None or one.name in (*known.survived, *known.not_run)]
         if missing:
             with silent_transformers():
                 found = Hunt(FamilyCase(registry.model_class(architecture))).run(missing)
-            results.outcomes[architecture] = found if known is None else known.followed_by(found)
-            results.run[architecture] = {one.name for one in CATALOGUE}
-            results.write(file)
-        asked[architecture] = results.outcomes[architecture]
-        report(architecture, asked[architecture])
-    return asked
+            outcomes[architecture] = found if known is None else known.followed_by(found)
+            _write(outcomes, file)
+        yield architecture, outcomes[architecture]
 
 
-@dataclass
-class Results:
-    """What a file of results holds: `{"versions", "mutants": {name: stands for}, "architectures": {name: outcome}}`.
+def read_outcomes(file: Path) -> dict[str, Outcome]:
+    """The outcomes by architecture that `run_mutants` wrote; none without a file.
 
-    An outcome there is `{"killed": {test: [mutants]}, "survived": [mutants], "inert": [mutants]}`, with `"not_run"`
-    where the catalogue has grown since.
-
-    Attributes:
-        outcomes: by architecture; mutants that left the catalogue are left out.
-        run: by architecture the mutants it was tried with.
+    It holds `{"versions", "mutants": {name: stands for}, "architectures": {name: outcome}}`, where an outcome is
+    `{"killed": {test: [mutants]}, "survived": [mutants], "inert": [mutants]}`, with `"not_run"` where the catalogue has
+    grown since. Mutants that left the catalogue are left out.
     """
+    if not file.is_file():
+        return {}
+    content = json.loads(file.read_text())
+    known = [mutant.name for mutant in CATALOGUE]
+    outcomes = {}
+    for architecture, one in content["architectures"].items():
+        killers = {mutant: test for test, mutants in one["killed"].items() for mutant in mutants}
+        outcomes[architecture] = Outcome(
+            {mutant: test for mutant, test in killers.items() if mutant in known},
+            [mutant for mutant in one["survived"] if mutant in known],
+            [mutant for mutant in one["inert"] if mutant in known],
+            [mutant for mutant in known if mutant in one.get("not_run", ()) or mutant not in content["mutants"]],
+        )
+    return outcomes
 
-    outcomes: dict[str, Outcome] = field(default_factory=dict)
-    run: dict[str, set[str]] = field(default_factory=dict)
 
-    @staticmethod
-    def read(file: Path) -> Results:
-        """What `write` wrote."""
-        content = json.loads(file.read_text())
-        known = {mutant.name for mutant in CATALOGUE}
-        results = Results()
-        for name, one in content["architectures"].items():
-            killed = {mutant: test for test, mutants in one["killed"].items() for mutant in mutants}
-            results.run[name] = (set(content["mutants"]) & known) - set(one.get("not_run", ()))
-            results.outcomes[name] = Outcome(
-                {mutant: test for mutant, test in killed.items() if mutant in known},
-                [mutant for mutant in one["survived"] if mutant in known],
-                [mutant for mutant in one["inert"] if mutant in known],
-            )
-        return results
-
-    def write(self, file: Path) -> None:
-        """Write the file, whole or not at all."""
-        architectures = {}
-        for name, outcome in sorted(self.outcomes.items()):
-            killed: dict[str, list[str]] = {}
-            for mutant, test in outcome.killed.items():
-                killed.setdefault(test, []).append(mutant)
-            architectures[name] = {"killed": killed, "survived": outcome.survived, "inert": outcome.inert}
-            if not_run := [one.name for one in CATALOGUE if one.name not in self.run[name]]:
-                architectures[name]["not_run"] = not_run
-        versions = {package: version(package) for package in ("torch", "transformers")}
-        stands_for = {mutant.name: mutant.stands_for for mutant in CATALOGUE}
-        content = {"versions": versions, "mutants": stands_for, "architectures": architectures}
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(file, json.dumps(content, indent=1) + "\n")
+def _write(outcomes: Mapping[str, Outcome], file: Path) -> None:
+    """Write the file, whole or not at all."""
+    architectures = {}
+    for name, outcome in sorted(outcomes.items()):
+        killed: dict[str, list[str]] = {}
+        for mutant, test in outcome.killed.items():
+            killed.setdefault(test, []).append(mutant)
+        architectures[name] = {"killed": killed, "survived": outcome.survived, "inert": outcome.inert}
+        if outcome.not_run:
+            architectures[name]["not_run"] = outcome.not_run
+    versions = {package: version(package) for package in ("torch", "transformers")}
+    stands_for = {mutant.name: mutant.stands_for for mutant in CATALOGUE}
+    content = {"versions": versions, "mutants": stands_for, "architectures": architectures}
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(file, json.dumps(content, indent=1) + "\n")

@@ -13,20 +13,15 @@ from torch import nn
 from nrl_models.common import routing
 from nrl_models.parity.noise import logits_and_routing
 from nrl_models.testing.case import FamilyCase
-from nrl_models.testing.mutants.planting import InCode, Mutant, Patch, wrapped
+from nrl_models.testing.mutants.planting import Mutant, Patch, called_with, in_code, wrapped
 
 PACKED = ("test_packing", "test_documents_get_no_gradient_from_each_other")
 PADDED = ("test_padded_batch", "test_left_padding", *PACKED, "test_right_padding")
 
 
-def _forward(change: Callable[[nn.Module, dict[str, Any]], Any]) -> Callable[[FamilyCase], list[Patch]]:
+def _forward(change: Callable[[nn.Module, dict[str, Any]], dict[str, Any]]) -> Callable[[FamilyCase], list[Patch]]:
     """The model's forward is given other arguments."""
-
-    def forward(original: Callable[..., Any], self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        names = list(inspect.signature(original).parameters)[1:]
-        return original(self, **change(self, dict(zip(names, args, strict=False)) | kwargs))
-
-    return lambda case: [wrapped(case.model_class, "forward", forward)]
+    return lambda case: [wrapped(case.model_class, "forward", called_with(change))]
 
 
 def _takes(name: str) -> Callable[[FamilyCase], bool]:
@@ -73,19 +68,19 @@ MUTANTS = (
     Mutant(
         "mask of padding ignored",
         "attention_mask not passed on by a model's own forward",
-        InCode(_takes("attention_mask"), _forward(_without_mask), probed=True),
+        in_code(_takes("attention_mask"), _forward(_without_mask), probed=True),
         PADDED,
     ),
     Mutant(
         "positions counted with padding",
         "position_ids not passed on: those of the padded row are used",
-        InCode(_takes("position_ids"), _forward(_without_positions), probed=True),
+        in_code(_takes("position_ids"), _forward(_without_positions), probed=True),
         PADDED,
     ),
     Mutant(
         "packed documents see each other",
         "a mask of ones, or a cache, that hides where documents begin",
-        InCode(
+        in_code(
             _packs,
             lambda case: [(case.model_class, "forward", case.model_class.forward.__wrapped__)],  # keeps them apart
             probed=True,
@@ -95,7 +90,7 @@ MUTANTS = (
     Mutant(
         "a stale cache returned",
         "what a step computes is not in the cache that the next one gets",
-        InCode(
+        in_code(
             lambda case: _takes("past_key_values")(case) and case.model().can_generate(),
             lambda case: [wrapped(case.model_class, "forward", _stale_cache)],
             probed=True,
@@ -105,7 +100,7 @@ MUTANTS = (
     Mutant(
         "routing recorded and not replayed",
         "hooks on modules that are not called",
-        InCode(_routes, lambda case: [(routing._Replayer, "__torch_function__", _own_choice)]),
+        in_code(_routes, lambda case: [(routing._Replayer, "__torch_function__", _own_choice)]),
         ("test_router_replay",),
     ),
 )

@@ -15,7 +15,7 @@ from nrl_models.common.loading import install
 from nrl_models.common.state_dict_adapter import StateDictAdapter
 from nrl_models.common.views import HFTensor, Piece
 from nrl_models.testing.case import FamilyCase
-from nrl_models.testing.mutants.planting import InCode, Mutant, Patch, around, wrapped
+from nrl_models.testing.mutants.planting import Mutant, Patch, around, in_code, wrapped
 
 LOADING = ("test_load_from_transformers",)
 SAVING = ("test_new_model_saves_as_transformers", "test_save_equals_transformers")
@@ -55,10 +55,8 @@ def _experts_exchanged(table: dict[str, HFTensor]) -> dict[str, HFTensor]:
     for name, tensor in table.items():
         other = _neighbour(name)
         if other in table and table[other].shape == tensor.shape:
-            result[name], result[other] = (
-                replace(tensor, pieces=table[other].pieces),
-                replace(table[other], pieces=tensor.pieces),
-            )
+            result[name] = replace(tensor, pieces=table[other].pieces)
+            result[other] = replace(table[other], pieces=tensor.pieces)
     return result
 
 
@@ -187,85 +185,85 @@ MUTANTS = (
     Mutant(
         "experts in another order",
         "stacked experts cut in the order of strings, where 10 comes before 2",
-        InCode(_stored_one_by_one, _in_hub(_experts_exchanged)),
+        in_code(_stored_one_by_one, _in_hub(_experts_exchanged)),
         NAMES,
     ),
     Mutant(
         "exported transposed",
         "weights as (in, out) where the hub has (out, in): no shape tells of it where they are square",
-        InCode(lambda case: any(map(_is_square, case.model().state_dict_adapter.hub.values())), _in_hub(_transposed)),
+        in_code(lambda case: any(map(_is_square, case.model().state_dict_adapter.hub.values())), _in_hub(_transposed)),
         NAMES,
     ),
     Mutant(
         "persistent buffers not exported",
         "a refit that walks parameters, and forgets the router's correction",
-        InCode(_has_buffers, _without_buffers),
+        in_code(_has_buffers, _without_buffers),
         EXPORT,
     ),
     Mutant(
         "buckets written over",
         "one buffer for every tensor of a refit's bucket",
-        InCode(always, lambda case: [(state_dict_adapter, "_packed", _one_buffer_for_all)]),
+        in_code(always, lambda case: [(state_dict_adapter, "_packed", _one_buffer_for_all)]),
         EXPORT,
     ),
     Mutant(
         "a tensor not loaded",
         "a key that matches nothing, and nobody says so",
-        InCode(always, _after_loading(_last_layer_new)),
+        in_code(always, _after_loading(_last_layer_new)),
         LOADING,
     ),
     Mutant(
         "garbage in computed buffers",
         "rotary tables that are built on meta and never filled",
-        InCode(lambda case: bool(_computed_buffers(case.model())), _after_loading(_garbage_in_buffers)),
+        in_code(lambda case: bool(_computed_buffers(case.model())), _after_loading(_garbage_in_buffers)),
         LOADING,
     ),
     Mutant(
         "untied by loading",
         "a head with weights of its own after loading: it is trained, and not saved",
-        InCode(_can_tie, _after_loading(_untied)),
+        in_code(_can_tie, _after_loading(_untied)),
         ("test_tied_weights_share_storage",),
     ),
     Mutant(
         "never tied",
         "tie_word_embeddings not honoured",
-        InCode(_can_tie, _everything_tied_apart),
+        in_code(_can_tie, _everything_tied_apart),
         ("test_tied_weights_share_storage",),
     ),
     Mutant(
         "tied weights written twice",
         "a checkpoint with a head that its configuration says is tied",
-        InCode(_can_tie, lambda case: [wrapped(family_model, "to_checkpoint", _written_twice)]),
+        in_code(_can_tie, lambda case: [wrapped(family_model, "to_checkpoint", _written_twice)]),
         ("test_new_model_saves_as_transformers", "test_tied_weights_share_storage"),
     ),
     Mutant(
         "saved in the layout of memory",
         "a checkpoint of stacked experts, where engines read them one by one",
-        InCode(_is_converted, lambda case: [(family_model, "to_checkpoint", _own_names)]),
+        in_code(_is_converted, lambda case: [(family_model, "to_checkpoint", _own_names)]),
         SAVING,
     ),
     Mutant(
         "fp32 modules cast down",
         "a router's correction in bf16, where transformers keeps fp32",
-        InCode(_keeps_fp32, lambda case: [(loading, "_target_dtypes", _all_one_dtype)]),
+        in_code(_keeps_fp32, lambda case: [(loading, "_target_dtypes", _all_one_dtype)]),
         LOADING,
     ),
     Mutant(
         "requested dtype ignored",
         "fp32 masters asked for, bf16 loaded",
-        InCode(always, lambda case: [wrapped(pretrained, "_resolve_dtype", _stored_dtype)]),
+        in_code(always, lambda case: [wrapped(pretrained, "_resolve_dtype", _stored_dtype)]),
         ("test_load_in_another_dtype", *LOADING),
     ),
     Mutant(
         "initialised with other numbers",
         "a layer built twice: seeds give other weights than transformers'",
-        InCode(always, lambda case: [wrapped(pretrained, "from_config", _drawing_first)]),
+        in_code(always, lambda case: [wrapped(pretrained, "from_config", _drawing_first)]),
         ("test_from_config_is_bit_exact",),
     ),
     Mutant(
         "left in training mode",
         "dropout in what should be inference",
-        InCode(always, _after_loading(_training)),
+        in_code(always, _after_loading(_training)),
         LOADING,
     ),
 )

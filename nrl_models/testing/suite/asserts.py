@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from nrl_models.parity.compare import compare_state_dicts
 from nrl_models.parity.components import Call
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
@@ -36,13 +37,8 @@ def all_tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 def assert_same_tensors(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
     """The same names, dtypes and values, bit for bit."""
-    assert set(actual) == set(expected), f"names differ: {sorted(set(actual) ^ set(expected))[:8]}"
-    different = [
-        name
-        for name, tensor in expected.items()
-        if actual[name].dtype != tensor.dtype or not torch.equal(actual[name], tensor)
-    ]
-    assert not different, f"{len(different)} tensors differ: {different[:8]}"
+    found = compare_state_dicts(expected, actual)
+    assert found.equal, str(found)
 
 
 class _OperatorCounter(TorchDispatchMode):

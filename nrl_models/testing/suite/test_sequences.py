@@ -53,8 +53,10 @@ def check_padding(case: FamilyCase, place: Callable[[int, int], slice]) -> None:
 @proves("logits")
 def test_padded_batch(family_case: FamilyCase) -> None:
     """A padded batch has the reference's logits, on whichever side it is padded, with positions and without."""
-    left, right = padded_batches(family_case)
-    for inputs in (left, right, *with_positions(family_case, left)):
+    batches = padded_batches(family_case)
+    if "position_ids" in inspect.signature(family_case.reference_class.forward).parameters:
+        batches.append(batches[0] | {"position_ids": word_positions(batches[0]["attention_mask"])})
+    for inputs in batches:
         words = inputs["attention_mask"].bool()
         with torch.no_grad():
             actual, expected = family_case.model()(**inputs).logits, family_case.reference()(**inputs).logits
@@ -76,13 +78,6 @@ def padded_batches(case: FamilyCase) -> list[dict[str, torch.Tensor]]:
         batch["input_ids"][1, padding] = batch["attention_mask"][1, padding] = 0
         batches.append(batch)
     return batches
-
-
-def with_positions(case: FamilyCase, inputs: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
-    """The batch with positions that count its words alone; none for a model that takes no positions."""
-    if "position_ids" not in inspect.signature(case.reference_class.forward).parameters:
-        return []
-    return [inputs | {"position_ids": word_positions(inputs["attention_mask"])}]
 
 
 @proves("packed sequences")
@@ -163,12 +158,17 @@ def test_router_replay(family_case: FamilyCase) -> None:
         assert (logits_of(model, inputs) - expected).abs().max() > 1e-3
 
 
+def generating_model(case: FamilyCase) -> PreTrainedModel:
+    """The model under test; skips where it does not generate."""
+    if not case.model().can_generate():
+        pytest.skip("does not generate")
+    return case.model()
+
+
 @proves("cached decoding")
 def test_cached_decode(family_case: FamilyCase) -> None:
     """Decoding token by token with a cache gives the logits of one full forward."""
-    if not family_case.model().can_generate():
-        pytest.skip("does not generate")
-    model = family_case.model()
+    model = generating_model(family_case)
     input_ids = family_case.inputs(length=14, images=False)["input_ids"]
     with torch.no_grad():
         full = model(input_ids=input_ids, use_cache=False).logits
@@ -185,14 +185,12 @@ def test_cached_decode(family_case: FamilyCase) -> None:
 @proves("generate")
 def test_decoded_steps(family_case: FamilyCase) -> None:
     """Each step with a cache has the reference's logits, after images too, and where it reads another sequence."""
-    if not family_case.model().can_generate():
-        pytest.skip("does not generate")
-    inputs = family_case.inputs(length=12)
+    model, inputs = generating_model(family_case), family_case.inputs(length=12)
     try:
         expected = decoded_steps(family_case.reference(), inputs)
     except Exception as error:
         pytest.skip(f"transformers' own class takes no steps with a cache: {type(error).__name__}")
-    for actual, step in zip(decoded_steps(family_case.model(), inputs), expected, strict=True):
+    for actual, step in zip(decoded_steps(model, inputs), expected, strict=True):
         assert_close(actual, step, scale=10)
 
 
@@ -215,22 +213,19 @@ def decoded_steps(model: PreTrainedModel, inputs: Mapping[str, torch.Tensor], st
 @proves("generate")
 def test_greedy_generation(family_case: FamilyCase) -> None:
     """`generate` picks the reference's tokens."""
-    if not family_case.model().can_generate():
-        pytest.skip("does not generate")
     check_generation(family_case, family_case.inputs(length=12))
 
 
 @proves("generate")
 def test_padded_generation(family_case: FamilyCase) -> None:
     """So it does for sequences of different length, padded on the left."""
-    if not family_case.model().can_generate():
-        pytest.skip("does not generate")
+    generating_model(family_case)  # or it is skipped for that reason
     check_generation(family_case, padded_batches(family_case)[0], words=4)
 
 
 def check_generation(case: FamilyCase, inputs: Mapping[str, torch.Tensor], words: int = 8) -> None:
     """Compare greedy words with the reference's."""
     options = {"max_new_tokens": words, "do_sample": False, "min_new_tokens": words}
-    actual = case.model().generate(**inputs, **options)
+    actual = generating_model(case).generate(**inputs, **options)
     assert torch.equal(actual, case.reference().generate(**inputs, **options))
     assert actual.shape[1] >= words  # what stands before the new tokens is the model's own affair

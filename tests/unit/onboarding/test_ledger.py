@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -49,13 +49,13 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
 
 def test_only_what_is_missing_is_found_out(tmp_path: Path, asked: list[tuple[str, bool]]) -> None:
     file, names = tmp_path / "ledger.json", ["LlamaForCausalLM", "MistralForCausalLM"]
-    write_ledger(names[:1], survey=True, file=file)
-    write_ledger(names[:1], survey=True, file=file)
+    list(write_ledger(names[:1], survey=True, file=file))
+    list(write_ledger(names[:1], survey=True, file=file))
     assert asked == [(names[0], True)]
-    write_ledger(names, file=file)  # what was only surveyed is found out, too
-    write_ledger(names, file=file)
+    list(write_ledger(names, file=file))  # what was only surveyed is found out, too
+    list(write_ledger(names, file=file))
     assert asked[1:] == [(names[0], False), (names[1], False)]
-    write_ledger(names[1:], again=True, file=file)
+    list(write_ledger(names[1:], again=True, file=file))
     assert asked[3:] == [(names[1], False)]
     assert {name: one.kinds for name, one in read_ledgers(file).of.items()} == {
         name: {"a": "outputs"} for name in names
@@ -67,18 +67,17 @@ def test_ledgers_of_two_versions_do_not_mix(tmp_path: Path, asked: list[tuple[st
     Ledgers("4.0", {"LlamaForCausalLM": LEDGER}).write(file)
     before = file.read_text()
     with pytest.raises(LedgerError, match=r"is of transformers 4\.0"):
-        write_ledger(["MistralForCausalLM"], file=file)
+        list(write_ledger(["MistralForCausalLM"], file=file))
     with pytest.raises(UnknownArchitectureError, match="LlamaForCausalLLM"):
-        write_ledger(["LlamaForCausalLLM"], file=file)
+        list(write_ledger(["LlamaForCausalLLM"], file=file))
     assert not asked
     assert file.read_text() == before
 
 
 def test_the_command_fails_where_the_two_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    def write(names: Any, *, again: bool, survey: bool, tell: Callable[[str, Ledger], None]) -> Ledgers:
+    def write(names: Any, *, again: bool, survey: bool) -> Iterator[tuple[str, Ledger]]:
         assert (list(names), again, survey) == (["NovaForCausalLM"], True, False)
-        tell("NovaForCausalLM", LEDGER)
-        return Ledgers("5.0", {"NovaForCausalLM": LEDGER})
+        yield "NovaForCausalLM", LEDGER
 
     monkeypatch.setattr(ledger, "write_ledger", write)
     result = CliRunner().invoke(app, ["ledger", "NovaForCausalLM", "--again"])

@@ -3,46 +3,45 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import transformers
 
-from nrl_models.onboarding import timing
+sys.path.append(str(Path(__file__).parents[3]))
+
+from benchmarks import onboarding
+from benchmarks.reporting import Row
 
 
-def test_what_combines_is_timed_and_added_to_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    timed: list[str] = []
+def row(name: str, seconds: float, load: float = 1.0, decided: str = "yes") -> Row:
+    return {
+        "architecture": name,
+        "seconds": seconds,
+        "CPU seconds": seconds / 2,
+        "load": load,
+        "nothing left to decide": decided,
+    }
 
-    def time_one(model_class: type) -> dict[str, Any]:
-        timed.append(model_class.__name__)
-        seconds = 10.0 * len(timed)
-        return {
-            "architecture": model_class.__name__,
-            "seconds": seconds,
-            "cpu_seconds": seconds / 2,
-            "load": 1.0,
-            "green": len(timed) > 1,
-        }
 
-    monkeypatch.setattr(timing, "time_one", time_one)
-    file = tmp_path / "times.json"
-    file.write_text(
-        json.dumps(
-            {"timings": [{"architecture": "X", "seconds": 60.0, "cpu_seconds": 6.0, "load": 2.0, "green": True}]}
-        )
-    )
+def test_what_combines_is_drawn() -> None:
     classes = [transformers.MambaForCausalLM, transformers.OPTForCausalLM, transformers.LlamaForCausalLM]
-    timing.time_onboarding(classes, 3, file)
-    assert sorted(timed) == ["LlamaForCausalLM", "OPTForCausalLM"]  # Mamba has nothing to combine
-    found = timing.read_timings(file)
-    assert [one["architecture"] for one in found] == ["LlamaForCausalLM", "OPTForCausalLM", "X"]
-    words = timing.in_words(found)
-    assert "timed on 3 of them" in words
-    assert "a median of 20 s by the clock and 6 s of CPU time" in words
+    names = sorted(one.__name__ for one in onboarding.drawn(classes))
+    assert names == ["LlamaForCausalLM", "OPTForCausalLM"]  # Mamba has nothing to combine
+
+
+def test_what_was_timed_is_added_to_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    timed = iter((10.0, 20.0))
+    monkeypatch.setattr(onboarding, "time_one", lambda one: row(one.__name__, next(timed)))
+    file = tmp_path / "onboarding.json"
+    file.write_text(json.dumps({"rows": [row("X", 60.0, 2.0, "no"), row("OPTForCausalLM", 99.0)]}))
+    onboarding.measure([transformers.OPTForCausalLM, transformers.LlamaForCausalLM], tmp_path)
+    content = json.loads(file.read_text())
+    assert [(one["architecture"], one["seconds"]) for one in content["rows"]] == [
+        ("LlamaForCausalLM", 20.0), ("OPTForCausalLM", 10.0), ("X", 60.0)
+    ]  # fmt: skip
+    (words,) = content["notes"]
+    assert "timed on 3 decoders" in words
+    assert "a median of 20 s by the clock and 10 s of CPU time" in words
     assert "2 of 3 came out" in words
-
-
-def test_no_file_is_no_timings(tmp_path: Path) -> None:
-    assert timing.read_timings(tmp_path / "absent.json") == []

@@ -19,7 +19,7 @@ from nrl_models.errors import UnknownArchitectureError
 from nrl_models.testing.case import FamilyCase
 from nrl_models.testing.features import generated_tests
 from nrl_models.testing.mutants import CATALOGUE, Mutant, run
-from nrl_models.testing.mutants.planting import InCode, InModules, Misread, reads
+from nrl_models.testing.mutants.planting import in_code, in_modules, misread, reads
 from nrl_models.testing.mutants.run import Hunt, Outcome, architectures_in_order, checks, run_mutants
 
 pytestmark = pytest.mark.xdist_group("mutants")  # tests share the models below
@@ -122,18 +122,18 @@ def verdict(bug: object, case: FamilyCase) -> Outcome:
 
 
 def test_what_no_test_finds_survives(llama: FamilyCase) -> None:
-    assert verdict(InCode(lambda case: True, lambda case: []), llama).survived == ["one"]
+    assert verdict(in_code(lambda case: True, lambda case: []), llama).survived == ["one"]
 
 
 def test_what_changes_nothing_is_inert_and_not_counted(llama: FamilyCase) -> None:
-    same = InModules(lambda name, module: "Norm" in type(module).__name__, lambda module: {"weight": weight})
+    same = in_modules(lambda name, module: "Norm" in type(module).__name__, lambda module: {"weight": weight})
     weight = reads("weight", lambda weight: weight.clone())
     outcome = verdict(same, llama)
     assert (outcome.inert, outcome.applicable) == (["one"], 0)
 
 
 def test_what_a_model_lacks_is_not_tried(llama: FamilyCase) -> None:
-    assert verdict(Misread(lambda key, value: 1 if key == "no_such_key" else value), llama) == Outcome()
+    assert verdict(misread(lambda key, value: 1 if key == "no_such_key" else value), llama) == Outcome()
 
 
 def test_what_fails_without_the_bug_kills_nothing(llama: FamilyCase, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,15 +159,15 @@ def test_a_run_goes_on_where_another_was_cut(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(Hunt, "run", fake_run)
     first, second, third = CATALOGUE[:3]
     monkeypatch.setattr(run, "CATALOGUE", (first, second))
-    run_mutants(["LlamaForCausalLM"], file)
-    outcomes = run_mutants(["LlamaForCausalLM", "Qwen3ForCausalLM"], file)
+    list(run_mutants(["LlamaForCausalLM"], file))
+    outcomes = dict(run_mutants(["LlamaForCausalLM", "Qwen3ForCausalLM"], file))
     # What survived is tried again, as somebody may have closed the gap.
     both = [first.name, second.name]
     assert tried == [("LlamaForCausalLM", both), ("LlamaForCausalLM", both[1:]), ("Qwen3ForCausalLM", both)]
     assert outcomes["LlamaForCausalLM"] == Outcome({first.name: "test_lora"}, [second.name])
     # So is a mutant that is new; one that left is forgotten.
     monkeypatch.setattr(run, "CATALOGUE", (second, third))
-    outcomes = run_mutants(["LlamaForCausalLM"], file)
+    outcomes = dict(run_mutants(["LlamaForCausalLM"], file))
     assert tried[3:] == [("LlamaForCausalLM", [second.name, third.name])]
     assert outcomes["LlamaForCausalLM"] == Outcome({second.name: "test_lora"}, [third.name])
     content = json.loads(file.read_text())
@@ -193,10 +193,9 @@ def test_survivors_fail_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_no_bug_survives_in_the_committed_results() -> None:
-    results = run.Results.read(ROOT / "docs" / "model-coverage" / "mutants.json")
+    outcomes = run.read_outcomes(ROOT / "docs" / "model-coverage" / "mutants.json")
     registered = registry.architectures(aliases=False)
     expected = {name for name in registered if not registry.unmet_requirement(name)}
-    assert not expected - results.outcomes.keys(), "run `nrl-models mutate` and commit what it writes"
-    assert not {name: one.survived for name, one in results.outcomes.items() if one.survived}
-    names = {mutant.name for mutant in CATALOGUE}
-    assert not {name: missing for name, tried in results.run.items() if (missing := names - tried)}
+    assert not expected - outcomes.keys(), "run `nrl-models mutate` and commit what it writes"
+    assert not {name: one.survived for name, one in outcomes.items() if one.survived}
+    assert not {name: one.not_run for name, one in outcomes.items() if one.not_run}
