@@ -45,7 +45,7 @@ def inspect(path: CheckpointPath, json_file: JsonFile = None) -> None:
     table.add_row("flags", ", ".join(found.flags) or "none")
     table.add_row("combined", "\n".join(f"{count} x {group}" for group, count in found.groups.items()) or "nothing")
     table.add_row("parameters", f"{found.parameters:,}")
-    if found.stored_tensors is None:
+    if found.stored_tensors is None or found.stored_bytes is None:
         table.add_row("files", "no weights here")
     else:
         dtypes = ", ".join(f"{count} {dtype}" for dtype, count in found.dtypes.items())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, overload
 
 import typer
 
@@ -32,6 +32,12 @@ Threshold = Annotated[float, typer.Option(help="Bound on token_mult_prob_error."
 Device = Annotated[str, typer.Option(help="Where the trainer runs.", callback=existing_device)]
 
 
+@overload
+def dtype_of(name: None, option: str = "--dtype") -> None: ...
+@overload
+def dtype_of(name: str, option: str = "--dtype") -> torch.dtype: ...
+@overload
+def dtype_of(name: str | None, option: str = "--dtype") -> torch.dtype | None: ...
 def dtype_of(name: str | None, option: str = "--dtype") -> torch.dtype | None:
     """The dtype of that name.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
@@ -22,8 +22,13 @@ from nrl_models.common.saving import staged
 from nrl_models.common.soft_cap import drops_soft_cap
 from nrl_models.common.state_dict_adapter import StateDictAdapter, adapter_of
 
+if TYPE_CHECKING:
+    Upstream = PreTrainedModel  # of which every class made here is one, too
+else:
+    Upstream = object
 
-class FamilyModel:
+
+class FamilyModel(Upstream):
     """What the models of a family share; `head` makes the model classes.
 
         class LlamaFamily(FamilyModel):
@@ -86,9 +91,9 @@ class FamilyModel:
             cls._supports_sdpa = False
 
     def __init__(self, config: PreTrainedConfig, *args: Any, combine: bool = True, **kwargs: Any) -> None:
-        super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
+        super().__init__(config, *args, **kwargs)
         self.combine = combine
-        adopt_rewrites(self, self.rewrite_of, combine)  # type: ignore[arg-type]
+        adopt_rewrites(self, self.rewrite_of, combine)
 
     @classmethod
     def rewrite_of(cls, layer: type[nn.Module]) -> type[nn.Module] | None:
@@ -133,20 +138,20 @@ class FamilyModel:
         return cls.reference_class()._can_set_experts_implementation()
 
     @classmethod
-    def from_pretrained(cls, path_or_id: str | Path, **options: Any) -> PreTrainedModel:
+    def from_pretrained(cls, path_or_id: str | Path, **options: Any) -> Any:  # type: ignore[override]
         """Load a checkpoint into this class.
 
         Takes and raises what `nrl_models.AutoModelForCausalLM.from_pretrained` does.
         """
-        return pretrained.from_pretrained(lambda config, folder: cls, path_or_id, **options)  # type: ignore[arg-type, return-value]
+        return pretrained.from_pretrained(lambda config, folder: cls, path_or_id, **options)
 
     @classmethod
-    def from_config(cls, config: PreTrainedConfig, **options: Any) -> PreTrainedModel:
+    def from_config(cls, config: PreTrainedConfig, **options: Any) -> Any:
         """A model of this class with new weights.
 
         Takes what `nrl_models.AutoModelForCausalLM.from_config` does.
         """
-        return pretrained.from_config(lambda given, folder: cls, config, **options)  # type: ignore[arg-type, return-value]
+        return pretrained.from_config(lambda given, folder: cls, config, **options)
 
     @property
     def state_dict_adapter(self) -> StateDictAdapter:
@@ -155,9 +160,9 @@ class FamilyModel:
         Of a sharded model it is the one made when it was sharded.
         """
         sharding = getattr(self, "sharding", None)
-        return sharding.adapter if sharding is not None else adapter_of(self)  # type: ignore[arg-type]
+        return sharding.adapter if sharding is not None else adapter_of(self)
 
-    def save_pretrained(
+    def save_pretrained(  # type: ignore[override]
         self,
         save_directory: str | Path,
         *,
@@ -184,20 +189,19 @@ class FamilyModel:
             CheckpointError: the configuration says that embeddings are tied and they are not, or the reverse.
         """
         if getattr(self, "_hf_peft_config_loaded", False):  # transformers then writes the adapter only
-            super().save_pretrained(  # type: ignore[misc]
-                save_directory, state_dict=state_dict, max_shard_size=max_shard_size, **options
-            )
+            own: Any = state_dict
+            super().save_pretrained(save_directory, state_dict=own, max_shard_size=max_shard_size, **options)
             return
         if self.sharding is not None and state_dict is None:
             self.sharding.save_pretrained(
                 self, save_directory, max_shard_size, save_original_format=save_original_format, **options
             )
             return
-        tensors = to_checkpoint(self, state_dict, original_format=save_original_format)  # type: ignore[arg-type]
+        tensors = to_checkpoint(self, state_dict, original_format=save_original_format)
         if options.get("push_to_hub"):
             options.setdefault("repo_id", Path(save_directory).name)
         with staged(save_directory) as stage:
-            super().save_pretrained(  # type: ignore[misc]
+            super().save_pretrained(
                 stage, state_dict=tensors, max_shard_size=max_shard_size, save_original_format=False, **options
             )
 

@@ -88,9 +88,9 @@ def freeze(model: PreTrainedModel, config: Mapping[str, bool]) -> Frozen:
     for parameter in parameters:
         if id(parameter) in wanted:
             parameter.requires_grad_(not wanted[id(parameter)][1])
-    frozen = {key: _size(own.values(), requires_grad=False) for key, own in components.items()}
+    counts = {key: _size(own.values(), requires_grad=False) for key, own in components.items()}
     trainable = _size(parameters, requires_grad=True)
-    return Frozen(frozen, trainable, trainable + _size(parameters, requires_grad=False))
+    return Frozen(counts, trainable, trainable + _size(parameters, requires_grad=False))
 
 
 def _size(parameters: Iterable[nn.Parameter], *, requires_grad: bool) -> int:

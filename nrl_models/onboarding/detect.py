@@ -89,6 +89,7 @@ def detect(model_class: type[PreTrainedModel], overrides: Mapping[str, Any] | No
     Returns:
         What was found, also where a step failed: this raises nothing.
     """
+    assert model_class.config_class is not None
     tiny = find_tiny(model_class.config_class, overrides, model_class)
     found: dict[str, Any] = {}
     step = "configuration"
@@ -153,7 +154,7 @@ def _media_matter(model: PreTrainedModel, inputs: Inputs) -> bool:
     )
 
 
-def _by_class(model: nn.Module, trace: Trace) -> dict[str, Any]:
+def _by_class(model: PreTrainedModel, trace: Trace) -> dict[str, Any]:
     kinds = {name: f"{type(module).__module__}:{type(module).__qualname__}" for name, module in model.named_modules()}
     packed = _packed_on_disk(model)
     traced: dict[str, dict[str, list[tuple[str, ...]]]] = defaultdict(lambda: defaultdict(list))
@@ -187,7 +188,8 @@ def _by_class(model: nn.Module, trace: Trace) -> dict[str, Any]:
 
 def _keeping_offsets(model: PreTrainedModel, with_images: Inputs) -> tuple[str, ...]:
     """The classes that remember from forward to forward by how much an image shifts positions, if that does harm."""
-    found = [one for one in model.modules() if hasattr(one, "rope_deltas") and hasattr(one, "compute_3d_position_ids")]
+    remembering = ("rope_deltas", "compute_3d_position_ids")
+    found: list[Any] = [module for module in model.modules() if all(hasattr(module, name) for name in remembering)]
     if not found or not model.can_generate():
         return ()
     for module in found:
@@ -197,7 +199,7 @@ def _keeping_offsets(model: PreTrainedModel, with_images: Inputs) -> tuple[str, 
     return tuple(kinds) if offsets_stay(model, with_images, text) else ()
 
 
-def _packed_on_disk(model: nn.Module) -> dict[str, tuple[str, ...]]:
+def _packed_on_disk(model: PreTrainedModel) -> dict[str, tuple[str, ...]]:
     """For each module whose linears the hub keeps as rows of one tensor those linears, in the order of the rows."""
     found: dict[str, tuple[str, ...]] = {}
     for tensor in StateDictAdapter(model).hub.values():

@@ -35,7 +35,7 @@ class FamilyCase:
     device: torch.device = field(default_factory=lambda: torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     tiny: Mapping[str, Any] = field(default_factory=dict)
     _references: dict[torch.dtype, PreTrainedModel] = field(default_factory=dict, init=False)
-    _models: dict[torch.dtype, PreTrainedModel] = field(default_factory=dict, init=False)
+    _models: dict[torch.dtype, FamilyModel] = field(default_factory=dict, init=False)
     _inputs: dict[tuple[tuple[str, Any], ...], Inputs] = field(default_factory=dict, init=False)
 
     @property
@@ -49,15 +49,19 @@ class FamilyCase:
         return self.model_class.reference_class()
 
     @property
+    def config_class(self) -> type[PreTrainedConfig]:
+        """The class of its configurations."""
+        assert self.reference_class.config_class is not None
+        return self.reference_class.config_class
+
+    @property
     def config(self) -> PreTrainedConfig:
         """A tiny configuration, new at each call."""
         return copy.deepcopy(self._config)
 
     @cached_property
     def _config(self) -> PreTrainedConfig:
-        return tiny_config(
-            self.reference_class.config_class, {**self.model_class.tiny, **self.tiny}, self.reference_class
-        )
+        return tiny_config(self.config_class, {**self.model_class.tiny, **self.tiny}, self.reference_class)
 
     @property
     def full_configs(self) -> dict[str, PreTrainedConfig]:
@@ -65,9 +69,8 @@ class FamilyCase:
 
         Some classes' defaults are of no model: those that transformers cannot build are left out.
         """
-        config_class = self.reference_class.config_class
-        published = {name: config_class(**values) for name, values in self.model_class.published.items()}
-        default = config_class()
+        published = {name: self.config_class(**values) for name, values in self.model_class.published.items()}
+        default = self.config_class()
         try:
             with torch.device("meta"):
                 self.reference_class(copy.deepcopy(default))
@@ -86,6 +89,8 @@ class FamilyCase:
     def words_alone(self, **options: Any) -> torch.Tensor | None:
         """The `input_ids` of `inputs` without images; None where the reference does not run on them alone."""
         input_ids = self.inputs(images=False, **options).get("input_ids")
+        if input_ids is None:
+            return None
         try:
             self.reference()(input_ids=input_ids, attention_mask=torch.ones_like(input_ids))
         except Exception:  # whatever its code raises for want of an image, or of a decoder's words
@@ -99,19 +104,21 @@ class FamilyCase:
             attention = reference_attention(self.reference_class)
             reference = self.reference_class._from_config(self.config, dtype=dtype, **attention)
             randomise(reference)
-            self._references[dtype] = widen(reference, dtype).to(self.device).eval()
+            widen(reference, dtype)
+            reference.to(self.device)
+            self._references[dtype] = reference.eval()
         return self._references[dtype]
 
-    def model(self, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    def model(self, dtype: torch.dtype = torch.float32) -> FamilyModel:
         """The model under test with the reference's weights, in evaluation mode. Shared: do not change it."""
         if dtype not in self._models:
             model = self.model_class.from_config(self.config, dtype=dtype, device=self.device)
-            model = widen(model, dtype).eval()
+            widen(model, dtype)
             model.load_state_dict(self.reference(dtype).state_dict())
-            self._models[dtype] = model
+            self._models[dtype] = model.eval()
         return self._models[dtype]
 
-    def built_models(self) -> list[PreTrainedModel]:
+    def built_models(self) -> list[FamilyModel]:
         """The models under test that there are by now."""
         return list(self._models.values())
 
@@ -121,13 +128,13 @@ class FamilyCase:
         anew._models = {}
         return anew
 
-    def new_pair(self, dtype: torch.dtype = torch.float32) -> tuple[PreTrainedModel, PreTrainedModel]:
+    def new_pair(self, dtype: torch.dtype = torch.float32) -> tuple[PreTrainedModel, FamilyModel]:
         """Copies of `reference` and `model` to change at will."""
         return copy.deepcopy(self.reference(dtype)), copy.deepcopy(self.model(dtype))
 
 
 @torch.no_grad()
-def widen(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+def widen(model: PreTrainedModel, dtype: torch.dtype) -> None:
     """Keep in fp32, in place, what transformers does when it loads a model in `dtype`: a new one it leaves in `dtype`.
 
     Some run in bf16 only so.
@@ -136,7 +143,6 @@ def widen(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     for name, tensor in model.state_dict(keep_vars=True).items():
         if wide := kept(name):
             tensor.data = tensor.data.to(wide)
-    return model
 
 
 @torch.no_grad()

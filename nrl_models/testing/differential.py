@@ -10,7 +10,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
 from nrl_models.common.config_keys import (
@@ -52,7 +52,7 @@ class Behaviour:
     """
 
     config: PreTrainedConfig
-    model: PreTrainedModel | None = None
+    model: Any = None
     refused: str = ""
     weights: Tensors = field(default_factory=dict)
     outputs: Tensors = field(default_factory=dict)

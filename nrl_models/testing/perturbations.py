@@ -119,7 +119,7 @@ def _of_unset(key: str, annotated: Any) -> list[Any]:
         found.append(sizes.MISSING[key])
     if sizes.is_token(key):
         found.append(3)
-    by_type: Values = {bool: [True], int: [2, 8], float: [0.5, 30.0], str: ["gelu"], list: [[0, 1]]}
+    by_type: dict[Any, list[Any]] = {bool: [True], int: [2, 8], float: [0.5, 30.0], str: ["gelu"], list: [[0, 1]]}
     for one in _members(annotated):
         found += by_type.get(get_origin(one) or one, [])
     return found or [True, 2, 0.5]

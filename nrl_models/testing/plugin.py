@@ -167,7 +167,9 @@ def _tests_of(session: pytest.Session, family: str, feature: str) -> set[str]:
     chosen = {
         item.nodeid: item.function.__name__
         for item in session.items
-        if _class_name(item) == family and getattr(item.function, "feature", "") == feature
+        if isinstance(item, pytest.Function)
+        and _class_name(item) == family
+        and getattr(item.function, "feature", "") == feature
     }
     proving = {name for name, proven in generated_tests().items() if proven == feature}
     return chosen.keys() | (proving - set(chosen.values()))
@@ -191,7 +193,7 @@ def _case(name: str) -> FamilyCase:
     if unmet := registry.unmet_requirement(_architecture(name)):
         pytest.skip(f"{name} needs {unmet}")
     module, colon, attribute = name.partition("#")[0].partition(":")
-    model_class = getattr(import_module(module), attribute) if colon else registry.model_class(module)
+    model_class: Any = getattr(import_module(module), attribute) if colon else registry.model_class(module)
     return FamilyCase(model_class, tiny=_variants.get(name, {}))
 
 
@@ -216,12 +218,12 @@ class ResultsRecorder:
         name = report.nodeid.partition("::")[2].partition("@")[0]
         check = name.replace(f"[{architecture}]", "").replace(f"{architecture}-", "")
         limit = getattr(report, "wasxfail", "").removeprefix("reason: ")
-        skipped = report.outcome == "skipped" and isinstance(report.longrepr, tuple)
+        skipped = report.longrepr[2] if isinstance(report.longrepr, tuple) else None
         self.results[name] = {
             "architecture": architecture,
             "check": check,
             "outcome": "limited" if limit and report.outcome == "skipped" else report.outcome,
-            "reason": limit or (report.longrepr[2] if skipped else _crash(report)),
+            "reason": limit or skipped or _crash(report),
         }
 
     @pytest.hookimpl

@@ -6,12 +6,13 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 from transformers import PreTrainedConfig
 
+from nrl_models.common.cached import cached
 from nrl_models.common.configurations import all_values, own_values
 from nrl_models.testing import sizes
 from nrl_models.testing.kept_layers import KeptLayers
@@ -178,7 +179,7 @@ class _Shrinking:
 # What classes say about themselves
 
 
-@cache
+@cached
 def default_values(config_class: type[PreTrainedConfig]) -> dict[str, Any]:
     """What the class's default holds; nothing for a class that has none."""
     try:
@@ -187,7 +188,7 @@ def default_values(config_class: type[PreTrainedConfig]) -> dict[str, Any]:
         return {}
 
 
-@cache
+@cached
 def _given_by_default(config_class: type[PreTrainedConfig]) -> frozenset[str]:
     """Keys with a default of their own; the others are computed, or unset."""
     return frozenset(
@@ -197,7 +198,7 @@ def _given_by_default(config_class: type[PreTrainedConfig]) -> frozenset[str]:
     )
 
 
-@cache
+@cached
 def _read_only(config_class: type[PreTrainedConfig]) -> frozenset[str]:
     members = inspect.getmembers_static(config_class)
     return frozenset(name for name, member in members if isinstance(member, property) and member.fset is None)
@@ -227,8 +228,12 @@ def _size(key: str, value: Any, public: str) -> Any:
         if name in sizes.SIZES:
             return _in_form_of(value, sizes.SIZES[name])
         if name in sizes.AT_MOST:
-            return _each(value, lambda one, most=sizes.AT_MOST[name]: min(one, most) if type(one) is int else None)
+            return _each(value, partial(_at_most, sizes.AT_MOST[name]))
     return None
+
+
+def _at_most(most: int, value: Any) -> Any:
+    return min(value, most) if type(value) is int else None
 
 
 def _is_large_width(key: str, value: Any) -> bool:

@@ -103,7 +103,7 @@ def _find(source: Source, overrides: Mapping[str, Any], model_class: type[PreTra
         tiny = _attempt(default, overrides, needs, model_class)
         error = tiny.failure
         if isinstance(error, AttributeError) and isinstance(error.obj, PreTrainedConfig):
-            wanted = (type(error.obj), error.name)
+            wanted = (type(error.obj), str(error.name))
             if error.name in sizes.MISSING and wanted not in needs.undeclared:
                 return attempt(replace(needs, undeclared=(*needs.undeclared, wanted)))
         return tiny

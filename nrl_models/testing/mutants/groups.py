@@ -39,10 +39,10 @@ def combines(case: FamilyCase) -> bool:
 def _pair_of(group: LinearGroup, first: tuple[str, ...], second: tuple[str, ...]) -> tuple[int, int] | None:
     """The numbers of two parts of equal size, by what they are called."""
     names = list(group.parts)
-    pair = [next((at for at, name in enumerate(names) if name in wanted), None) for wanted in (first, second)]
-    if None in pair or len({group.parts[names[at]].out_features for at in pair}) > 1:
+    left, right = ([at for at, name in enumerate(names) if name in wanted] for wanted in (first, second))
+    if not (left and right) or len({group.parts[names[at]].out_features for at in (left[0], right[0])}) > 1:
         return None
-    return pair[0], pair[1]
+    return left[0], right[0]
 
 
 def _exchanged(name: str, stands_for: str, first: tuple[str, ...], second: tuple[str, ...]) -> Mutant:

@@ -34,7 +34,7 @@ EPSILONS = ("variance_epsilon", "eps", "epsilon", "layer_norm_epsilon", "layer_n
 SCALES = ("scaling", "scale", "softmax_scale", "norm_factor", "inv_norm_factor", "attention_scale")
 CORRECTIONS = ("e_score_correction_bias", "expert_bias", "expert_biases")
 OTHER_TYPE = {"sliding_attention": "full_attention", "full_attention": "sliding_attention"}
-ACTIVATIONS = tuple({one[0] if isinstance(one, tuple) else one for one in ACT2CLS.values()})
+ACTIVATIONS: Any = tuple({one[0] if isinstance(one, tuple) else one for one in ACT2CLS.values()})
 
 
 def _has(*names: str, kind: str = "") -> Callable[[str, nn.Module], bool]:
@@ -91,7 +91,7 @@ def _is_expert_stack(name: str, module: nn.Module) -> bool:
     return isinstance(weight, nn.Parameter) and weight.ndim == 3
 
 
-def _halves_exchanged(module: nn.Module) -> Mapping[str, Any]:
+def _halves_exchanged(module: Any) -> Mapping[str, Any]:
     gate_up, down = module.gate_up_proj, module.down_proj
     dim = next(at for at in (1, 2) if gate_up.shape[at] in (2 * down.shape[1], 2 * down.shape[2]))
     half = gate_up.shape[dim] // 2

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
+from nrl_models.common.cached import cached
 from nrl_models.testing.case import FamilyCase
 from nrl_models.testing.mutants.probe import probe, same
 
@@ -223,12 +224,12 @@ def called_with(change: Callable[[nn.Module, dict[str, Any]], dict[str, Any]]) -
     return forward
 
 
-@functools.cache
-def parameters_of(layer: type[nn.Module]) -> list[str]:
+@cached
+def parameters_of(layer: type) -> list[str]:
     """What a layer's forward takes, in order; of a rewritten one the layer it replaces, as its own takes anything."""
     for base in layer.__mro__:
         if "forward" in vars(base):
-            names = list(inspect.signature(base.forward).parameters)
+            names = list(inspect.signature(vars(base)["forward"]).parameters)
             if names != ["self", "args", "kwargs"]:
                 return names
     return []

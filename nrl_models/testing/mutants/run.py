@@ -205,7 +205,8 @@ def run_mutants(architectures: Iterable[str], file: Path, *, again: bool = False
         missing = [one for one in CATALOGUE if known is None or one.name in (*known.survived, *known.not_run)]
         if missing:
             with silent_transformers():
-                found = Hunt(FamilyCase(registry.model_class(architecture))).run(missing)
+                model_class: Any = registry.model_class(architecture)
+                found = Hunt(FamilyCase(model_class)).run(missing)
             outcomes[architecture] = found if known is None else known.followed_by(found)
             _write(outcomes, file)
         yield architecture, outcomes[architecture]

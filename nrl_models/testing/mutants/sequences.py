@@ -82,7 +82,7 @@ MUTANTS = (
         "a mask of ones, or a cache, that hides where documents begin",
         in_code(
             _packs,
-            lambda case: [(case.model_class, "forward", case.model_class.forward.__wrapped__)],  # keeps them apart
+            lambda case: [(case.model_class, "forward", inspect.unwrap(case.model_class.forward))],  # keeps them apart
             probed=True,
         ),
         PACKED,

@@ -42,7 +42,8 @@ def _in_hub(change: Callable[[dict[str, HFTensor]], dict[str, HFTensor]]) -> Cal
 
 
 def _stored_one_by_one(case: FamilyCase) -> bool:
-    return any(_neighbour(name) in case.model().state_dict_adapter.hub for name in case.model().state_dict_adapter.hub)
+    hub = case.model().state_dict_adapter.hub
+    return any(_neighbour(name) in hub for name in hub)
 
 
 def _neighbour(name: str) -> str | None:
@@ -66,8 +67,10 @@ def _is_square(tensor: HFTensor) -> bool:
 
 def _transposed(table: dict[str, HFTensor]) -> dict[str, HFTensor]:
     return {
-        name: replace(one, pieces=(Piece(one.view.then("transpose", 0, 1)),)) if _is_square(one) else one
-        for name, one in table.items()
+        name: replace(tensor, pieces=(Piece(view.then("transpose", 0, 1)),))
+        if _is_square(tensor) and (view := tensor.view) is not None
+        else tensor
+        for name, tensor in table.items()
     }
 
 
@@ -124,7 +127,7 @@ def _computed_buffers(model: nn.Module) -> list[tuple[nn.Module, str]]:
 
 def _garbage_in_buffers(model: PreTrainedModel) -> None:
     for module, name in _computed_buffers(model):
-        module._buffers[name] = torch.full_like(module._buffers[name], 3.0)
+        module._buffers[name] = torch.full_like(module.get_buffer(name), 3.0)
 
 
 def _untied(model: PreTrainedModel) -> None:
@@ -171,7 +174,7 @@ def _drawing_first(original: Callable[..., PreTrainedModel], *args: Any, **kwarg
     return original(*args, **kwargs)
 
 
-def _training(model: PreTrainedModel) -> None:
+def _training(model: Any) -> None:
     model.eval = lambda: model
 
 

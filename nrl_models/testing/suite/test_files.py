@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -54,7 +55,8 @@ def test_save_equals_transformers(family_case: FamilyCase, tmp_path: Path) -> No
         assert_same_tensors(all_tensors(ours), all_tensors(theirs))
         for path in theirs.glob("*config.json"):
             assert (ours / path.name).read_text() == path.read_text()
-        reloaded, info = family_case.reference_class.from_pretrained(ours, output_loading_info=True)
+        reference_class: Any = family_case.reference_class
+        reloaded, info = reference_class.from_pretrained(ours, output_loading_info=True)
         assert not any(info.values()), info
         assert_same_tensors(reloaded.state_dict(), reference.state_dict())
         assert_same_tensors(family_case.model_class.from_pretrained(ours).state_dict(), model.state_dict())

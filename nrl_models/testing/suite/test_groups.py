@@ -63,7 +63,7 @@ def test_called_twice(family_case: FamilyCase) -> None:
                 kept = {id(tensor): tensor for tensor in tensors_in((call.args, call.kwargs))}
                 args, kwargs = copy.deepcopy((call.args, call.kwargs), kept)
                 outputs = list(tensors_in(module(*args, **kwargs)))
-                loss = sum(tensor.float().pow(2).sum() for tensor in outputs)
+                loss = torch.stack([tensor.float().pow(2).sum() for tensor in outputs]).sum()
                 learned = list(module.parameters()) if loss.requires_grad else []  # an indexer computes without
                 gradients.append(
                     [loss.detach(), *(torch.autograd.grad(loss, learned, allow_unused=True) if learned else ())]
@@ -108,8 +108,8 @@ def test_edits_while_running(family_case: FamilyCase) -> None:
     for layer, original, call in _layers_with_groups(family_case):
         for names in _own_groups(layer):
             for what, how in itertools.product(("input", "weights"), ("in place", "data")):
-                outputs = [_run_edited(owner, names, what, how, call) for owner in (layer, original)]
-                assert_close(*outputs, message=f"{type(original).__name__}: {what} {how}")
+                actual, expected = (_run_edited(owner, names, what, how, call) for owner in (layer, original))
+                assert_close(actual, expected, message=f"{type(original).__name__}: {what} {how}")
 
 
 def _run_edited(owner: nn.Module, names: tuple[str, ...], what: str, how: str, call: Call) -> list[torch.Tensor]:
@@ -120,7 +120,7 @@ def _run_edited(owner: nn.Module, names: tuple[str, ...], what: str, how: str, c
     parts = [getattr(owner, name) for name in names]
     before = [part.weight.data for part in parts]
     values = [weight.clone() for weight in before]
-    done = []
+    done: list[bool] = []
 
     def edit(module: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
         if not done and any(module is part for part in parts):
@@ -153,7 +153,8 @@ def test_replaced_weights(family_case: FamilyCase) -> None:
                         part.weight.data = part.weight.data.flip(1)
                     else:
                         part.weight = nn.Parameter(part.weight.detach().flip(1))
-            assert_close(*(run_layer(layer, call) for layer in layers))
+            actual, expected = (run_layer(layer, call) for layer in layers)
+            assert_close(actual, expected)
     assert not any(group.joined for group in report(model) if group.name.rpartition(".")[0] in calls)
 
 

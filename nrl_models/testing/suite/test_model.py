@@ -8,6 +8,7 @@ import pickle
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -89,7 +90,7 @@ def test_gradient_equivalence(family_case: FamilyCase) -> None:
 @proves("gradients")
 def test_training_loss_decreases(family_case: FamilyCase) -> None:
     """A few optimiser steps lower the loss, and as they do in the reference."""
-    losses = []
+    losses: list[Any] = []
     for model in family_case.new_pair():
         torch.manual_seed(SEED)  # some routers draw lots in training
         model.train()
@@ -165,7 +166,9 @@ def test_lora(family_case: FamilyCase) -> None:
     """A PEFT adapter for the linears of the Hugging Face model loads here as it does there, and merges, equally."""
     peft = pytest.importorskip("peft", reason="PEFT is not installed")
     inputs, targets = family_case.inputs(), linears_for_lora(family_case.reference())
-    logits, adapters, unexpected = [], [], []
+    logits: list[Any] = []
+    adapters: list[Any] = []
+    unexpected: list[Any] = []
     for model in family_case.new_pair():
         torch.manual_seed(SEED)
         # Not initialised as PEFT does, which would make B zero and hide a lost adapter.
@@ -200,13 +203,15 @@ def linears_for_lora(model: nn.Module) -> list[str]:
 
     def refused(name: str) -> bool:
         try:
-            _check_lora_target_modules_mamba(SimpleNamespace(peft_type="LORA"), model, name.rpartition(".")[2])
+            config: Any = SimpleNamespace(peft_type="LORA")
+            _check_lora_target_modules_mamba(config, model, name.rpartition(".")[2])
         except ValueError:
             return True
         return False
 
+    head = model.get_output_embeddings()
     return [
         name
         for name, module in model.named_modules()
-        if type(module) is nn.Linear and module is not model.get_output_embeddings() and not refused(name)
+        if type(module) is nn.Linear and module is not head and not refused(name)
     ]

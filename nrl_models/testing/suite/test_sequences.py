@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import pytest
 import torch
@@ -115,7 +116,8 @@ def pack(case: FamilyCase, padding: int = 0) -> dict[str, torch.Tensor]:
         pytest.skip("a sequence classifier has one score a row")
     documents = documents_of(case)
     input_ids = torch.cat([*documents, documents[0].new_zeros(padding)])
-    position_ids = torch.cat([torch.arange(len(one)) for one in (*documents, range(padding))]).to(case.device)
+    lengths = [*map(len, documents), padding]
+    position_ids = torch.cat([torch.arange(length) for length in lengths]).to(case.device)
     mask = torch.ones_like(input_ids)
     mask[len(input_ids) - padding :] = 0
     return {"input_ids": input_ids[None], "position_ids": position_ids[None], "attention_mask": mask[None]}
@@ -226,6 +228,8 @@ def test_padded_generation(family_case: FamilyCase) -> None:
 def check_generation(case: FamilyCase, inputs: Mapping[str, torch.Tensor], words: int = 8) -> None:
     """Compare greedy words with the reference's."""
     options = {"max_new_tokens": words, "do_sample": False, "min_new_tokens": words}
-    actual = generating_model(case).generate(**inputs, **options)
-    assert torch.equal(actual, case.reference().generate(**inputs, **options))
+    model: Any = generating_model(case)
+    reference: Any = case.reference()
+    actual = model.generate(**inputs, **options)
+    assert torch.equal(actual, reference.generate(**inputs, **options))
     assert actual.shape[1] >= words  # what stands before the new tokens is the model's own affair

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ def test_state_dict_roundtrip(family_case: FamilyCase) -> None:
     model, reference = family_case.model(), family_case.reference()
     adapter = model.state_dict_adapter
     own = model.state_dict()
-    expected = {
+    expected: dict[Any, dict[str, torch.Tensor]] = {
         "transformers": reference.state_dict(),
         "hub": revert_weight_conversion(reference, dict(reference.state_dict())),
     }
