@@ -18,7 +18,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from nrl_models.logprobs.head import OutputHead
-from nrl_models.logprobs.sampling import Sampling, smallest_kept
+from nrl_models.logprobs.sampling import Sampling, processed, smallest_kept
 
 CHUNK_ELEMENTS = 2**25
 """Logits held at a time, forward and backward: 128 MiB in fp32."""
@@ -103,10 +103,7 @@ def statistics_of(
     """The same from full logits `(tokens, vocabulary)`, differentiable by autograd."""
     wide = torch.promote_types(logits.dtype, torch.float32)
     sampling = sampling.processing
-    scaled = logits.to(wide) / sampling.temperature
-    if sampling.truncates:
-        scaled = scaled.masked_fill(scaled < smallest_kept(scaled.detach(), sampling), float("-inf"))
-    logs = scaled.log_softmax(-1)
+    logs = processed(logits, sampling).log_softmax(-1)
     chosen = logs.gather(-1, tokens[:, None])[:, 0]
     kept = logs.clamp(min=_FLOOR)  # so that nothing is infinite times zero
     entropy = -(logs.exp() * kept).sum(-1)
