@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
-from nrl_models.consistency.cells import Cell, Settings
+from nrl_models.consistency.cells import Cell
 from nrl_models.consistency.divergence import Divergence, first_divergence, relation
 from nrl_models.consistency.explanations import Guesses, distance
-from nrl_models.consistency.measure import Measurement, order_by_error
+from nrl_models.consistency.measure import Measurement, Meter, order_by_error
 from nrl_models.consistency.references import References
-from nrl_models.engines.base import Engine
+from nrl_models.engines.base import final_scores
 from nrl_models.engines.hf import HFEngine
 from nrl_models.errors import NRLModelsError
 from nrl_models.logprobs.metrics import consistency_metrics, finite_or_none
@@ -95,17 +95,14 @@ class Judge:
     """Gives verdicts for one engine and one trainer.
 
     Args:
-        engine, trainer: the parties.
+        meter: measured the parties.
         references: transformers' models of the same weights.
-        settings: how was sampled.
         load_format: how the engine was started.
     """
 
-    def __init__(
-        self, engine: Engine, trainer: HFEngine, references: References, settings: Settings, load_format: str = "auto"
-    ) -> None:
-        self.engine, self.trainer, self.references, self.settings = engine, trainer, references, settings
-        self.load_format = load_format
+    def __init__(self, meter: Meter, references: References, load_format: str = "auto") -> None:
+        self.engine, self.trainer, self.settings = meter.engine, meter.trainer, meter.settings
+        self.references, self.load_format = references, load_format
 
     def judge(self, cell: Cell, found: Measurement) -> Verdict:
         """The verdict on one measurement of a cell; of one that agrees, kind `precision`."""
@@ -145,8 +142,7 @@ class Judge:
 
     def _reference(self, dtype: torch.dtype, tokens: torch.Tensor, generated: int, sampling: Sampling) -> torch.Tensor:
         engine = HFEngine(self.references.model(dtype), "reference", max_length=tokens.shape[1])
-        scores = engine.score(tokens.tolist(), sampling, last=generated)
-        return torch.tensor([row[-generated:] for row in scores], dtype=torch.float64)
+        return final_scores(engine, tokens, generated, sampling)
 
     def _dtypes(self, party: str) -> tuple[torch.dtype, ...]:
         """What a party may compute in, most precise first: what it says, or any if it does not say."""

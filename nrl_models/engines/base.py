@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from nrl_models.common.random_states import random_states_kept
 from nrl_models.errors import EngineError
@@ -308,13 +309,16 @@ def buckets(tensors: Iterable[NamedTensor], max_bytes: int | None) -> Iterator[l
         yield bucket
 
 
-def padded(rows: Sequence[Sequence[float]], width: int | None = None) -> torch.Tensor:
+def padded(rows: Sequence[Sequence[float]]) -> torch.Tensor:
     """Lists of different lengths as one fp64 tensor, NaN behind the end."""
-    width = max((len(row) for row in rows), default=0) if width is None else width
-    result = torch.full((len(rows), width), math.nan, dtype=torch.float64)
-    for index, row in enumerate(rows):
-        result[index, : len(row)] = torch.tensor(row, dtype=torch.float64)
-    return result
+    tensors = [torch.tensor(row, dtype=torch.float64) for row in rows]
+    return pad_sequence(tensors, batch_first=True, padding_value=math.nan)
+
+
+def final_scores(engine: Engine, tokens: torch.Tensor, count: int, sampling: Sampling, **options: Any) -> torch.Tensor:
+    """Log-probabilities that an engine gives the last `count` of `tokens` `(sequences, length)`, in fp64."""
+    scores = engine.score(tokens.tolist(), sampling, last=count, **options)
+    return torch.tensor([row[-count:] for row in scores], dtype=torch.float64)
 
 
 def tensor_digest(tensor: torch.Tensor) -> str:

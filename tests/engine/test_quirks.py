@@ -18,6 +18,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForC
 
 from nrl_models import AutoModelForCausalLM
 from nrl_models.common.switches import quirks_off
+from nrl_models.consistency.measure import Meter
 from nrl_models.consistency.prompts import Prompts
 from nrl_models.consistency.refit import RefitChecker, RefitStep
 from nrl_models.engines import start_engine
@@ -54,12 +55,11 @@ def refit(path: Path, engine: VLLMEngine, times: int = 1) -> RefitStep:
     forget(engine)
     trainer = HFEngine(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), "trainer")
     settings = replace(SETTINGS, threshold=1.0005)
-    cell = settings.cells()[0]
     prompts = Prompts(None, trainer.capabilities().vocabulary or 0)
-    checker = RefitChecker(str(path), engine, trainer, prompts, settings, cell)
+    checker = RefitChecker(str(path), Meter(engine, trainer, prompts, settings))
     for _ in range(times - 1):
         checker.refit("before")
-        checker.train(prompts.make(cell, cell.length, 7))
+        checker.train()
     return checker.refit("after")
 
 
