@@ -124,7 +124,7 @@ class Engine:
 
     Attributes:
         name: what reports call it.
-        bucket_bytes: of a refit, where its caller does not say; None sends everything at once.
+        bucket_bytes: of a refit whose caller leaves it to the engine; None sends everything at once.
     """
 
     name: str

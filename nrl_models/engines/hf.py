@@ -83,7 +83,13 @@ class HFEngine(Engine):
         device: str = "cpu",
         **unknown: Any,
     ) -> HFEngine:
-        """Load a checkpoint as transformers does: see `start_engine`, and `device` is where to run."""
+        """Load a checkpoint as transformers does.
+
+        Args:
+            path, dtype, max_length, load_format, seed: as for `start_engine`.
+            device: where to run.
+            unknown: refused.
+        """
         if unknown or load_format not in ("auto", "dummy"):
             wrong = [*unknown, *([f"load_format={load_format}"] if load_format not in ("auto", "dummy") else [])]
             raise EngineError(

@@ -12,18 +12,18 @@ from nrl_models.common import ModelFlag
 from nrl_models.quirks import predicates
 from nrl_models.quirks.quirk import Quirk
 
-ENGINE = ("engine decode", "engine prefill")
-
 
 def _engine_is_off_by_a_factor(seen: Any) -> bool:
     """What a constant that no weight update reaches looks like: everything behind it is the right one times it."""
-    return set(seen.odd) <= set(ENGINE) and seen.kind == "engine" and "the right one times" in seen.detail
+    return seen.kind == "engine" and seen.relation == "scaled"
 
 
 def _old_weights(word: str) -> Any:
-    return lambda seen: (
-        seen.kind == "engine" and word in seen.module and ("not refitted" in seen.detail or seen.load_format == "dummy")
-    )
+    def explains(seen: Any) -> bool:
+        may_be_old = seen.relation == "not refitted" or seen.load_format == "dummy"
+        return seen.kind == "engine" and word in seen.module and may_be_old
+
+    return explains
 
 
 LOADING = (
