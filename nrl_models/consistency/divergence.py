@@ -15,6 +15,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import nn
@@ -25,6 +26,10 @@ from nrl_models.logprobs.head import output_embedding
 
 TOLERANCE: Mapping[torch.dtype, float] = {torch.float32: 2e-4, torch.float16: 2e-2, torch.bfloat16: 8e-2}
 """How far a tensor may be off, of its scale, and still be right, by the engine's dtype. Roundings add up."""
+
+
+Relation = Literal["", "scaled", "not refitted"]
+"""What a wrong tensor is, if a known quirk may be why: the right one times a number, or that of the old weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +43,9 @@ class Divergence:
         after: the last module before it that is right.
         between: whether already its input is wrong: what diverges lies between `after` and `module`, in code that is no
             module of its own (an embedding's scale, rotary embedding, attention).
+        relative: whether the error is of the output's scale.
+        relation: of its tensor to the right one.
+        detail: that, and what else is known, in words.
     """
 
     module: str
@@ -46,10 +54,13 @@ class Divergence:
     after: str
     between: bool = False
     relative: bool = True
+    relation: Relation = ""
+    detail: str = ""
 
     def __str__(self) -> str:
         where = f"between {self.after} and {self.module}" if self.between else f"in {self.module} ({self.class_name})"
-        return f"{where}, off by {self.error:.1e}" + (" of its scale" if self.relative else "")
+        scale, detail = " of its scale" if self.relative else "", f"; {self.detail}" if self.detail else ""
+        return f"{where}, off by {self.error:.1e}{scale}{detail}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,8 +203,8 @@ def relation(
     reference: Mapping[str, ModuleCall],
     previous: nn.Module | None,
     dtype: torch.dtype,
-) -> str:
-    """How the engine's tensor relates to the right one where it diverges, in words; empty if in no simple way.
+) -> tuple[Relation, str]:
+    """How the engine's tensor relates to the right one where it diverges, also in words.
 
     Args:
         divergence: where.
@@ -207,20 +218,19 @@ def relation(
     what = "its input" if divergence.between else "its output"
     half, odd = divmod(right[0].shape[-1], 2)
     if not odd and _is_right(right[0].roll(half, -1), given, tolerance):
-        return f"{what} is the right one with its halves swapped"
+        return "", f"{what} is the right one with its halves swapped"
     if _is_right(-right[0], given, tolerance):
-        return f"{what} is the right one with its sign flipped"
+        return "", f"{what} is the right one with its sign flipped"
     if (factor := factor_of(right[0], given, tolerance)) is not None:
-        return f"{what} is the right one times {factor:.6g}"
+        return "scaled", f"{what} is the right one times {factor:.6g}"
     if previous is not None and not divergence.between:
         before = _output_of(previous, divergence.module, wanted)
         if before is not None and _is_right(before, given, tolerance):
-            return "its output is that of the weights of before: it was not refitted"
+            return "not refitted", "its output is that of the weights of before: it was not refitted"
     if divergence.module == LOGITS:
-        return _about_logits(reference, given, tolerance)
-    if divergence.between:
-        return "no module of its own computes what lies between: an embedding's scale, rotary embedding or attention"
-    return ""
+        return "", _about_logits(reference, given, tolerance)
+    elsewhere = "no module of its own computes what lies between: an embedding's scale, rotary embedding or attention"
+    return "", elsewhere if divergence.between else ""
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ import torch
 from nrl_models.consistency.cells import Cell, Settings
 from nrl_models.consistency.prompts import Prompts
 from nrl_models.consistency.store import Store
-from nrl_models.engines.base import Engine, padded
+from nrl_models.engines.base import Engine, final_scores, padded
 from nrl_models.engines.hf import HFEngine
 from nrl_models.logprobs.metrics import ConsistencyMetrics, consistency_metrics
 from nrl_models.parity.noise import rounded_otherwise
@@ -77,6 +77,7 @@ def order_by_error(trainer: torch.Tensor, *engine: torch.Tensor) -> list[int]:
 Arrays = dict[str, torch.Tensor]
 
 
+@dataclass
 class Meter:
     """Measures cells with an engine and a trainer, and keeps the results in a store.
 
@@ -88,11 +89,11 @@ class Meter:
         store: where results go, and come from if they are there; None keeps nothing.
     """
 
-    def __init__(
-        self, engine: Engine, trainer: HFEngine, prompts: Prompts, settings: Settings, store: Store | None = None
-    ) -> None:
-        self.engine, self.trainer = engine, trainer
-        self.prompts, self.settings, self.store = prompts, settings, store
+    engine: Engine
+    trainer: HFEngine
+    prompts: Prompts
+    settings: Settings
+    store: Store | None = None
 
     def measure(self, cell: Cell, repeat: int = 0, note: Callable[[str], None] = lambda step: None) -> Measurement:
         """Measure one repeat of a cell, or what is missing of it.
@@ -135,7 +136,7 @@ class Meter:
         samples = engine.generate(prompts, sampling, max_new_tokens=generated, seed=seed + offset)
         return {
             "tokens": torch.tensor([sample.sequence for sample in samples]),
-            "decode": padded([sample.logprobs for sample in samples], generated),
+            "decode": padded([sample.logprobs for sample in samples]),
         }
 
     def _rounded(self, tokens: torch.Tensor, cell: Cell) -> torch.Tensor:
@@ -155,5 +156,4 @@ class Meter:
         known = engine.capabilities()
         if not known.score or not (known.processed_scores or sampling.is_identity):
             return torch.zeros(0, generated, dtype=torch.float64)  # it cannot tell
-        scores = engine.score(tokens.tolist(), sampling, last=generated, **options)
-        return padded([row[-generated:] for row in scores], generated)
+        return final_scores(engine, tokens, generated, sampling, **options)

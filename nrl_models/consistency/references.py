@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from nrl_models.auto import auto_class_for
+from nrl_models.common.loading import owner_of
 from nrl_models.engines.hf import HFEngine, reference_model
 
 Weights = Callable[[], Iterable[tuple[str, torch.Tensor]]]
@@ -61,11 +62,11 @@ class References:
         with torch.device("meta"):
             changed = type(original)._from_config(config, dtype=torch.float32)
         changed.load_state_dict(original.state_dict(), strict=False, assign=True)
-        if any(True for _ in changed.buffers()):
+        if next(changed.buffers(), None) is not None:
             # Buffers (RoPE tables, scales) are what the other configuration makes of them.
             for name, buffer in type(original)._from_config(config, dtype=torch.float32).named_buffers():
-                owner, _, attribute = name.rpartition(".")
-                changed.get_submodule(owner)._buffers[attribute] = buffer.to(self.device)
+                owner, attribute = owner_of(changed, name)
+                owner._buffers[attribute] = buffer.to(self.device)
         changed.tie_weights()
         return changed.eval()
 

@@ -18,14 +18,14 @@ from transformers import PreTrainedModel
 
 from nrl_models.auto import auto_class_for
 from nrl_models.common.checkpoint_files import resolve_folder
-from nrl_models.consistency.cells import Cell, Settings
+from nrl_models.consistency.cells import Settings
 from nrl_models.consistency.measure import Measurement, Meter
 from nrl_models.consistency.prompts import Prompts
 from nrl_models.consistency.references import References
 from nrl_models.consistency.report import CellResult
 from nrl_models.consistency.verdict import Judge, Verdict
-from nrl_models.engines import Engine, start_engine
-from nrl_models.engines.base import NamedTensor, RefitReport, digested
+from nrl_models.engines import start_engine
+from nrl_models.engines.base import NamedTensor, RefitReport, digested, final_scores
 from nrl_models.engines.hf import HFEngine
 from nrl_models.errors import EngineError
 from nrl_models.logprobs.metrics import token_mult_prob_error
@@ -98,52 +98,42 @@ def check_refit(
     model = auto_class_for(path).from_pretrained(path, dtype=trainer_dtype or dtype or "auto", device=device)
     trainer = HFEngine(model, "trainer")
     prompts = Prompts.of_checkpoint(resolve_folder(path), trainer.capabilities().vocabulary or 0)
-    cell = settings.cells()[0]
     note("starting the engine on random weights")
-    options = {"max_length": cell.length + 1, **(engine_options or {})}
+    options = {"max_length": settings.cells()[0].length + 1, **(engine_options or {})}
     with start_engine(engine, path, dtype=dtype, load_format="dummy", seed=settings.seed + 1, **options) as started:
         if not started.capabilities().refit:
             raise EngineError(f"{engine} takes no new weights here, so there is nothing to check")
-        checker = RefitChecker(str(path), started, trainer, prompts, settings, cell, device=device)
+        checker = RefitChecker(str(path), Meter(started, trainer, prompts, settings), device)
         note("first refit")
         checker.refit("from random weights", bucket_bytes=bucket_bytes)
         note("a training step")
-        checker.train(prompts.make(cell, cell.length, settings.seed + 7))
+        checker.train()
         note("second refit")
         checker.refit("after a training step", bucket_bytes=bucket_bytes)
     return checker
 
 
+@dataclass
 class RefitChecker:
     """Refits an engine from a trainer and compares them.
 
     Args:
         path: the checkpoint.
-        engine, trainer: which.
-        prompts: where prompts come from.
-        settings: how to compare.
-        cell: what to compare on.
+        meter: compares them, on the first cell of its settings.
         device: where reference models run.
 
     Attributes:
         steps: the refits, in order.
     """
 
-    def __init__(
-        self,
-        path: str,
-        engine: Engine,
-        trainer: HFEngine,
-        prompts: Prompts,
-        settings: Settings,
-        cell: Cell,
-        *,
-        device: str = "cpu",
-    ) -> None:
-        self.path, self.engine, self.trainer, self.prompts = path, engine, trainer, prompts
-        self.settings, self.cell, self.device = settings, cell, device
+    path: str
+    meter: Meter
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        self.cell = self.meter.settings.cells()[0]
         self.steps: list[RefitStep] = []
-        self._described = {"engine": engine.describe(), "trainer": trainer.describe()}
+        self._described = {"engine": self.meter.engine.describe(), "trainer": self.meter.trainer.describe()}
         self._previous: dict[str, torch.Tensor] | None = None
         self._sent: dict[str, str] = {}
 
@@ -161,15 +151,15 @@ class RefitChecker:
             bucket_bytes: bytes at a time at most.
             change: applied to what is sent on its way; for tests.
         """
-        model: PreTrainedModel = self.trainer.model
+        model: PreTrainedModel = self.meter.trainer.model
         adapter = model.state_dict_adapter
-        before = self._measure()
+        before = self.meter.measure(self.cell)
         sent: dict[str, str] = {}
         exported = adapter.iter_export(model, max_bytes=bucket_bytes)
-        report = self.engine.refit(change(digested(exported, sent)), bucket_bytes=bucket_bytes)
+        report = self.meter.engine.refit(change(digested(exported, sent)), bucket_bytes=bucket_bytes)
         problems = tuple(self._problems(report, sent, adapter.export_plan()))
-        found = self._measure()
-        result = CellResult(self.cell, (found,), self.settings.threshold)
+        found = self.meter.measure(self.cell)
+        result = CellResult(self.cell, (found,), self.meter.settings.threshold)
         if not result.passed or problems:
             result = replace(result, verdict=self._judge(found))
         step = RefitStep(name, report, problems, result, before.metrics["decode"].token_mult_prob_error)
@@ -178,10 +168,12 @@ class RefitChecker:
         self._sent = sent
         return step
 
-    def train(self, tokens: list[list[int]]) -> float:
-        """One step of training on these sequences; returns how far it moves the trainer (`token_mult_prob_error`)."""
-        model = self.trainer.model
-        before = self._measure()
+    def train(self) -> float:
+        """One step of training, on new prompts; returns how far it moves the trainer (`token_mult_prob_error`)."""
+        trainer, settings = self.meter.trainer, self.meter.settings
+        model, tokens = trainer.model, self.meter.prompts.make(self.cell, self.cell.length, settings.seed + 7)
+        before = self.meter.measure(self.cell)
+        generated, sampling = before.decode.shape[1], settings.sampling_of(self.cell)
         for _ in range(5):
             batch = torch.tensor(tokens, device=model.device)
             loss = model(input_ids=batch, labels=batch, use_cache=False).loss
@@ -192,20 +184,11 @@ class RefitChecker:
                         size = parameter.float().std().nan_to_num().clamp(min=1e-3)
                         parameter.add_(parameter.grad.sign() * size.to(parameter.dtype), alpha=-LEARNING_RATE)
                         parameter.grad = None
-            moved = self._trainer_moved(before)
+            now = final_scores(trainer, before.tokens, generated, sampling)
+            moved = token_mult_prob_error(now, before.trainer, now.isfinite() & before.trainer.isfinite())
             if moved >= MIN_CHANGE:
                 break
         return moved
-
-    def _trainer_moved(self, before: Measurement) -> float:
-        generated = before.decode.shape[1]
-        sampling = self.settings.sampling_of(self.cell)
-        scores = self.trainer.score(before.tokens.tolist(), sampling, last=generated)
-        now = torch.tensor([row[-generated:] for row in scores], dtype=torch.float64)
-        return token_mult_prob_error(now, before.trainer, now.isfinite() & before.trainer.isfinite())
-
-    def _measure(self) -> Measurement:
-        return Meter(self.engine, self.trainer, self.prompts, self.settings).measure(self.cell)
 
     def _problems(
         self, report: RefitReport, sent: dict[str, str], plan: list[tuple[str, tuple[int, ...], torch.dtype]]
@@ -233,15 +216,14 @@ class RefitChecker:
             yield "the same weights were sent as the last time: the training step changed nothing"
 
     def _judge(self, found: Measurement) -> Verdict:
-        model, previous = self.trainer.model, self._previous
+        model, previous = self.meter.trainer.model, self._previous
         references = References(
             self.path,
             device=self.device,
             weights=lambda: model.state_dict_adapter.iter_export(model),
             previous=None if previous is None else lambda: previous.items(),
         )
-        judge = Judge(self.engine, self.trainer, references, self.settings, load_format="dummy")
-        return judge.judge(self.cell, found)
+        return Judge(self.meter, references, load_format="dummy").judge(self.cell, found)
 
     @property
     def passed(self) -> bool:
@@ -254,7 +236,7 @@ class RefitChecker:
             "verdict": "pass" if self.passed else "fail",
             "checkpoint": self.path,
             **self._described,
-            "threshold": self.settings.threshold,
+            "threshold": self.meter.settings.threshold,
             "refits": [
                 {
                     "name": step.name,
@@ -272,12 +254,13 @@ class RefitChecker:
     def table(self) -> Table:
         """A row for each refit."""
         title = escape(f"{self.path}: refit of {self._described['engine'].get('engine')}")
+        sides = ("decode", "prefill")
         table = Table("refit", title=title, title_justify="left")
-        for name in ("tensors", "MB", "seconds", "largest bucket, MB", "before", "decode", "prefill"):
+        for name in ("tensors", "MB", "seconds", "largest bucket, MB", "before", *sides):
             table.add_column(name, justify="right")
         table.add_column("verdict")
         for step in self.steps:
-            found, sides = step.result.comparisons, ("decode", "prefill")
+            found = step.result.comparisons
             table.add_row(
                 escape(step.name),
                 f"{step.report.tensors:,}",
@@ -289,7 +272,3 @@ class RefitChecker:
                 VERDICTS[step.passed],
             )
         return table
-
-
-SIDES = ("decode", "prefill")
-"""What of the engine the trainer is held against."""

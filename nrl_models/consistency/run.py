@@ -19,7 +19,7 @@ from nrl_models.consistency.references import References
 from nrl_models.consistency.report import CellResult, ConsistencyReport
 from nrl_models.consistency.store import Store
 from nrl_models.consistency.verdict import Judge, Verdict
-from nrl_models.engines import Engine, start_engine
+from nrl_models.engines import start_engine
 from nrl_models.engines.hf import HFEngine
 from nrl_models.errors import ConsistencyError, EngineError
 
@@ -91,18 +91,8 @@ def check_consistency(
     with start_engine(engine, path, dtype=dtype, load_format=load_format, seed=settings.seed, **options) as started:
         if load_format == "dummy":
             started.refit(model.state_dict_adapter.iter_export(model))
-        return run_matrix(
-            str(path),
-            started,
-            trainer,
-            prompts,
-            settings,
-            store,
-            References(path, device=device),
-            skipped=skipped,
-            load_format=load_format,
-            progress=progress,
-        )
+        meter, references = Meter(started, trainer, prompts, settings, store), References(path, device=device)
+        return run_matrix(str(path), meter, references, skipped=skipped, load_format=load_format, progress=progress)
 
 
 _MAY_CHANGE = ("lengths", "data", "modes", "batches", "repeats", "strict", "threshold")
@@ -111,11 +101,7 @@ _MAY_CHANGE = ("lengths", "data", "modes", "batches", "repeats", "strict", "thre
 
 def run_matrix(
     path: str,
-    engine: Engine,
-    trainer: HFEngine,
-    prompts: Prompts,
-    settings: Settings,
-    store: Store,
+    meter: Meter,
     references: References,
     *,
     skipped: dict[Cell, str] | None = None,
@@ -124,11 +110,13 @@ def run_matrix(
 ) -> ConsistencyReport:
     """Measure every cell with an engine and a trainer that are there, and judge those that fail.
 
-    What it takes and gives is as in `check_consistency`. An engine that fails ends the run; the report says so.
+    What it takes and gives is as in `check_consistency`; the meter has a store. An engine that fails ends the run; the
+    report says so.
     """
-    report = ConsistencyReport(path, settings, engine.describe(), trainer.describe(), skipped=skipped or {})
-    meter = Meter(engine, trainer, prompts, settings, store)
-    judge = Judge(engine, trainer, references, settings, load_format)
+    settings, store = meter.settings, meter.store
+    described = meter.engine.describe(), meter.trainer.describe()
+    report = ConsistencyReport(path, settings, *described, skipped=skipped or {})
+    judge = Judge(meter, references, load_format)
     report.running = dict.fromkeys(settings.cells(), "waiting")
     try:
         for cell in settings.cells():

@@ -10,7 +10,7 @@ from typing import Any
 
 import safetensors.torch
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
 from nrl_models.common.saving import write_whole
 from nrl_models.consistency.cells import Cell
@@ -57,12 +57,8 @@ class Store:
 
     def load(self, cell: Cell, repeat: int) -> dict[str, torch.Tensor]:
         """What is there of one repeat of a cell; empty if nothing, or if the file is damaged."""
-        file = self._file(cell, repeat)
-        if not file.exists():
-            return {}
         try:
-            with safe_open(file, "pt") as stored:
-                return {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118 (no mapping)
+            return safetensors.torch.load_file(self._file(cell, repeat))
         except (SafetensorError, OSError):
             return {}
 

@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
-from nrl_models.consistency.cells import Cell, Settings
-from nrl_models.consistency.divergence import Divergence, first_divergence, relation
+from nrl_models.consistency.cells import Cell
+from nrl_models.consistency.divergence import Divergence, Relation, first_divergence, relation
 from nrl_models.consistency.explanations import Guesses, distance
-from nrl_models.consistency.measure import Measurement, order_by_error
+from nrl_models.consistency.measure import Measurement, Meter, order_by_error
 from nrl_models.consistency.references import References
-from nrl_models.engines.base import Engine
+from nrl_models.engines.base import final_scores
 from nrl_models.engines.hf import HFEngine
 from nrl_models.errors import NRLModelsError
 from nrl_models.logprobs.metrics import consistency_metrics, finite_or_none
@@ -51,6 +51,7 @@ class Verdict:
         detail: where it diverges and what is known about that, in words.
         load_format: how the engine was started: `auto` or `dummy`.
         quirks: for each known quirk that matches, its name and what to do.
+        relation: of what the engine's module returns to what is right.
     """
 
     kind: str
@@ -61,6 +62,7 @@ class Verdict:
     detail: str = ""
     load_format: str = "auto"
     quirks: tuple[str, ...] = ()
+    relation: Relation = ""
 
     @property
     def summary(self) -> str:
@@ -95,17 +97,14 @@ class Judge:
     """Gives verdicts for one engine and one trainer.
 
     Args:
-        engine, trainer: the parties.
+        meter: measured the parties.
         references: transformers' models of the same weights.
-        settings: how was sampled.
         load_format: how the engine was started.
     """
 
-    def __init__(
-        self, engine: Engine, trainer: HFEngine, references: References, settings: Settings, load_format: str = "auto"
-    ) -> None:
-        self.engine, self.trainer, self.references, self.settings = engine, trainer, references, settings
-        self.load_format = load_format
+    def __init__(self, meter: Meter, references: References, load_format: str = "auto") -> None:
+        self.engine, self.trainer, self.settings = meter.engine, meter.trainer, meter.settings
+        self.references, self.load_format = references, load_format
 
     def judge(self, cell: Cell, found: Measurement) -> Verdict:
         """The verdict on one measurement of a cell; of one that agrees, kind `precision`."""
@@ -141,12 +140,11 @@ class Judge:
         guesses = Guesses(self.references, tokens, generated, sampling)
         cause = guesses.explain(parties[odd[0]], single, floors[odd[0]])
         kind = odd[0] if len(odd) == 1 else "engine" if TRAINER not in odd else "everybody"
-        return self._finish(kind, tuple(odd), errors, cause, *self._where(odd, tokens))
+        return self._finish(kind, tuple(odd), errors, cause, self._where(odd, tokens))
 
     def _reference(self, dtype: torch.dtype, tokens: torch.Tensor, generated: int, sampling: Sampling) -> torch.Tensor:
         engine = HFEngine(self.references.model(dtype), "reference", max_length=tokens.shape[1])
-        scores = engine.score(tokens.tolist(), sampling, last=generated)
-        return torch.tensor([row[-generated:] for row in scores], dtype=torch.float64)
+        return final_scores(engine, tokens, generated, sampling)
 
     def _dtypes(self, party: str) -> tuple[torch.dtype, ...]:
         """What a party may compute in, most precise first: what it says, or any if it does not say."""
@@ -165,58 +163,54 @@ class Judge:
         says = f"in what looks like {looks_like}" if engine is None else f"in {_name(engine)}"
         return f"the engine computes {says} and the trainer in {_name(trainer)}"
 
-    def _where(self, odd: Sequence[str], tokens: torch.Tensor) -> tuple[Divergence | None, str]:
-        """The first module where the odd one diverges, and what can be said about it."""
+    def _where(self, odd: Sequence[str], tokens: torch.Tensor) -> Divergence | str:
+        """The first module where the odd one diverges, or why none is known."""
+        only_decoding = tuple(odd) == (DECODE,)
+        look = self._in_trainer if TRAINER in odd else self._in_decode if only_decoding else self._in_engine
         for length in dict.fromkeys((min(MODULE_TOKENS, tokens.shape[1]), tokens.shape[1])):
-            some = tokens[:1, :length]
             try:
-                if TRAINER in odd:
-                    found, detail = self._in_trainer(some)
-                elif tuple(odd) == (DECODE,):
-                    found, detail = self._in_decode(some)
-                else:
-                    found, detail = self._in_engine(some)
+                found = look(tokens[:1, :length])
             except NRLModelsError as error:
-                return None, f"Where it diverges cannot be seen: {error}"
+                return f"Where it diverges cannot be seen: {error}"
             if found is not None:
-                return found, detail
-        return None, "None of its modules diverges"
+                return found
+        return "None of its modules diverges"
 
-    def _in_trainer(self, tokens: torch.Tensor) -> tuple[Divergence | None, str]:
+    def _in_trainer(self, tokens: torch.Tensor) -> Divergence | None:
         dtype = self.trainer.model.dtype
         model, reference = self.trainer.model, self.references.model(dtype)
         culprits = localise(model, reference, {"input_ids": tokens.to(model.device)}, max_culprits=3)
         if not culprits:
-            return None, ""
+            return None
         first = culprits[0]
         detail = first.cause
         if first.weights and (held := _holds(model, reference, first.weights[0])):
             detail += f"; {first.weights[0]} holds {held}"
         if len(culprits) > 1:
             detail += f"; then {', '.join(culprit.module for culprit in culprits[1:])}"
-        return Divergence(first.module, first.class_name, first.max_diff, after="", relative=False), detail
+        return Divergence(first.module, first.class_name, first.max_diff, after="", relative=False, detail=detail)
 
-    def _in_engine(self, tokens: torch.Tensor) -> tuple[Divergence | None, str]:
+    def _in_engine(self, tokens: torch.Tensor) -> Divergence | None:
         ids = tokens[0].tolist()
         dtype = self.engine.capabilities().dtype or torch.float32
         calls = self.engine.module_calls(ids)
         expected = HFEngine(self.references.model(torch.float32, combined=True)).module_calls(ids)
         divergence = first_divergence(calls, expected, dtype)
         if divergence is None:
-            return None, ""
+            return None
         before = self.references.with_previous_weights(torch.float32, combined=True)
-        return divergence, relation(divergence, calls, expected, before, dtype)
+        known, words = relation(divergence, calls, expected, before, dtype)
+        return replace(divergence, relation=known, detail=words)
 
-    def _in_decode(self, tokens: torch.Tensor) -> tuple[Divergence | None, str]:
+    def _in_decode(self, tokens: torch.Tensor) -> Divergence | None:
         """Decoding against prefill, within the engine."""
         prompt = tokens[0].tolist()
         step = self.engine.generate([prompt[:-1]], Sampling(0.0), max_new_tokens=1)[0]
         stepwise = self.engine.module_calls(step.sequence, decode_last=True)
         at_once = self.engine.module_calls(step.sequence)
         dtype = self.engine.capabilities().dtype or torch.float32
-        return first_divergence(
-            stepwise, at_once, dtype
-        ), "decoding one token after a cached prompt, against one prefill"
+        found = first_divergence(stepwise, at_once, dtype)
+        return found and replace(found, detail="decoding one token after a cached prompt, against one prefill")
 
     def _finish(
         self,
@@ -224,12 +218,11 @@ class Judge:
         odd: tuple[str, ...],
         errors: Mapping[str, tuple[float, float]],
         cause: str = "",
-        divergence: Divergence | None = None,
-        detail: str = "",
+        where: Divergence | str = "",
     ) -> Verdict:
-        module = divergence.module if divergence else ""
-        where = f"It diverges {divergence}" + (f"; {detail}" if detail else "") if divergence else detail
-        verdict = Verdict(kind, odd, errors, cause, module, where, self.load_format)
+        verdict = Verdict(kind, odd, errors, cause, detail=str(where), load_format=self.load_format)
+        if isinstance(where, Divergence):
+            verdict = replace(verdict, module=where.module, relation=where.relation, detail=f"It diverges {where}")
         subject = Subject(self.trainer.model)
         quirks = tuple(
             f"{quirk.name}: {quirk.symptom} {quirk.handling}"

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import math
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from nrl_models.common.random_states import random_states_kept
 from nrl_models.errors import EngineError
@@ -111,7 +113,7 @@ class ModuleCall:
     outputs: tuple[torch.Tensor, ...]
 
 
-_RANDOM = ("start", "_generate", "score", "refit", "module_calls", "close")
+_RANDOM = ("start", "_generate", "score", "_refit", "module_calls", "close")
 """Methods in which an engine may seed or draw random numbers."""
 
 
@@ -122,9 +124,11 @@ class Engine:
 
     Attributes:
         name: what reports call it.
+        bucket_bytes: of a refit whose caller leaves it to the engine; None sends everything at once.
     """
 
     name: str
+    bucket_bytes: int | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -198,17 +202,42 @@ class Engine:
         """
         raise EngineError(f"{self.name} gives no log-probabilities of given tokens")
 
-    def refit(self, tensors: Iterable[NamedTensor], *, bucket_bytes: int | None = None) -> RefitReport:
+    def refit(
+        self, tensors: Iterable[NamedTensor], *, bucket_bytes: int | None = None, digests: bool = True
+    ) -> RefitReport:
         """Give the engine new weights.
 
         Args:
             tensors: by hub name, as `StateDictAdapter.iter_export` yields them.
             bucket_bytes: send at most so many bytes at a time (one tensor that is larger goes alone); None leaves
                 it to the engine.
+            digests: whether to compute what `RefitReport.digests` holds.
 
         Raises:
             EngineError: the engine has not the capability, or refuses a tensor.
         """
+        started = time.perf_counter()
+        sizes: list[list[int]] = []
+
+        def sent() -> Iterator[list[NamedTensor]]:
+            for bucket in buckets(tensors, self.bucket_bytes if bucket_bytes is None else bucket_bytes):
+                sizes.append([tensor.nbytes for _, tensor in bucket])
+                yield bucket
+
+        found = self._refit(sent(), digests)
+        return RefitReport(
+            tensors=sum(map(len, sizes)),
+            nbytes=sum(map(sum, sizes)),
+            seconds=time.perf_counter() - started,
+            buckets=len(sizes),
+            largest_bucket=max(map(sum, sizes), default=0),
+            digests=found["digests"],
+            unwritten=tuple(found["unwritten"]),
+            stale_buffers=tuple(found["stale_buffers"]),
+        )
+
+    def _refit(self, sent: Iterator[list[NamedTensor]], digests: bool) -> dict[str, Any]:
+        """What `refit` does with the buckets: gives the report's `digests`, `unwritten` and `stale_buffers`."""
         raise EngineError(f"{self.name} takes no new weights")
 
     def module_calls(self, tokens: Tokens, *, decode_last: bool = False) -> dict[str, ModuleCall]:
@@ -280,13 +309,16 @@ def buckets(tensors: Iterable[NamedTensor], max_bytes: int | None) -> Iterator[l
         yield bucket
 
 
-def padded(rows: Sequence[Sequence[float]], width: int | None = None) -> torch.Tensor:
+def padded(rows: Sequence[Sequence[float]]) -> torch.Tensor:
     """Lists of different lengths as one fp64 tensor, NaN behind the end."""
-    width = max((len(row) for row in rows), default=0) if width is None else width
-    result = torch.full((len(rows), width), math.nan, dtype=torch.float64)
-    for index, row in enumerate(rows):
-        result[index, : len(row)] = torch.tensor(row, dtype=torch.float64)
-    return result
+    tensors = [torch.tensor(row, dtype=torch.float64) for row in rows]
+    return pad_sequence(tensors, batch_first=True, padding_value=math.nan)
+
+
+def final_scores(engine: Engine, tokens: torch.Tensor, count: int, sampling: Sampling, **options: Any) -> torch.Tensor:
+    """Log-probabilities that an engine gives the last `count` of `tokens` `(sequences, length)`, in fp64."""
+    scores = engine.score(tokens.tolist(), sampling, last=count, **options)
+    return torch.tensor([row[-count:] for row in scores], dtype=torch.float64)
 
 
 def tensor_digest(tensor: torch.Tensor) -> str:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from importlib.metadata import version
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +27,14 @@ from nrl_models.engines.base import (
     Engine,
     ModuleCall,
     NamedTensor,
-    RefitReport,
     Sample,
     Tokens,
-    buckets,
-    digested,
     require_lengths,
+    tensor_digest,
 )
 from nrl_models.errors import EngineError
 from nrl_models.logprobs.head import output_embedding
-from nrl_models.logprobs.sampling import Sampling, smallest_kept
+from nrl_models.logprobs.sampling import Sampling, processed
 from nrl_models.logprobs.tokens import token_logprobs
 from nrl_models.parity.check import load_reference
 
@@ -87,11 +86,7 @@ class HFEngine(Engine):
         """Load a checkpoint as transformers does.
 
         Args:
-            path: the checkpoint's folder.
-            dtype: to compute in; the checkpoint's by default.
-            max_length: tokens of a sequence at most.
-            load_format: `auto` reads the weights; `dummy` makes random ones.
-            seed: of random weights.
+            path, dtype, max_length, load_format, seed: as for `start_engine`.
             device: where to run.
             unknown: refused.
         """
@@ -197,15 +192,8 @@ class HFEngine(Engine):
                 batch = torch.tensor([list(sequences[index]) for index in some], device=self.model.device)
                 wanted = torch.ones_like(batch, dtype=torch.bool)
                 wanted[:, : 0 if last is None else max(0, batch.shape[1] - last)] = False
-                found = token_logprobs(
-                    self.model,
-                    batch,
-                    score=wanted,
-                    chunk_size=None if full_logits else "auto",
-                    temperature=processing.temperature,
-                    top_k=processing.top_k,
-                    top_p=processing.top_p,
-                )
+                chunk_size = None if full_logits else "auto"
+                found = token_logprobs(self.model, batch, score=wanted, chunk_size=chunk_size, **asdict(processing))
                 values = found.logprobs.double().masked_fill(found.outside, -math.inf)
                 values[~(found.mask | found.outside)] = math.nan
                 for index, row in zip(some, values.tolist(), strict=True):
@@ -213,41 +201,29 @@ class HFEngine(Engine):
         return [results[index] for index in range(len(sequences))]
 
     @torch.no_grad()
-    def refit(self, tensors: Iterable[NamedTensor], *, bucket_bytes: int | None = None) -> RefitReport:
-        """See `Engine.refit`."""
-        started = time.perf_counter()
+    def _refit(self, sent: Iterator[list[NamedTensor]], digests: bool) -> dict[str, Any]:
         adapter = adapter_of(self.model)
         own = {name: tensor.detach() for name, tensor in self.model.state_dict(keep_vars=True).items()}
-        digests: dict[str, str] = {}
-        sizes: list[int] = []
-        for bucket in buckets(digested(tensors, digests), bucket_bytes):
-            sizes.append(sum(tensor.nbytes for _, tensor in bucket))
-            for name, tensor in bucket:
-                target = adapter.hub.get(name)
-                if target is None or tuple(tensor.shape) != target.shape:
-                    expected = f"of shape {target.shape}" if target else "not at all (the model has no such tensor)"
-                    raise EngineError(
-                        f"{self.name} cannot take {name} of shape {tuple(tensor.shape)}: expected {expected}"
-                    )
-                for parameter in target.parameters:
-                    target.write_into(parameter, own[parameter], tensor)
-        missing = [
-            name
+        arrived: dict[str, str] = {}
+        for name, tensor in chain.from_iterable(sent):
+            target = adapter.hub.get(name)
+            if target is None or tuple(tensor.shape) != target.shape:
+                expected = f"of shape {target.shape}" if target else "not at all (the model has no such tensor)"
+                raise EngineError(f"{self.name} cannot take {name} of shape {tuple(tensor.shape)}: expected {expected}")
+            for parameter in target.parameters:
+                target.write_into(parameter, own[parameter], tensor)
+            arrived[name] = tensor_digest(tensor) if digests else ""
+        missing = {
+            name: target.parameters[0]
             for name, target in adapter.hub.items()
-            if name not in digests and not any(parameter in adapter.tied for parameter in target.parameters)
-        ]
+            if name not in arrived and adapter.tied.keys().isdisjoint(target.parameters)
+        }
         buffers = dict(self.model.named_buffers())
-        stale = [name for name in missing if adapter.hub[name].parameters[0] in buffers]
-        return RefitReport(
-            tensors=len(digests),
-            nbytes=sum(sizes),
-            seconds=time.perf_counter() - started,
-            buckets=len(sizes),
-            largest_bucket=max(sizes, default=0),
-            digests=digests,
-            unwritten=tuple(name for name in missing if name not in stale),
-            stale_buffers=tuple(stale),
-        )
+        return {
+            "digests": arrived if digests else {},
+            "unwritten": [name for name, parameter in missing.items() if parameter not in buffers],
+            "stale_buffers": [name for name, parameter in missing.items() if parameter in buffers],
+        }
 
     @torch.no_grad()
     def module_calls(self, tokens: Tokens, *, decode_last: bool = False) -> dict[str, ModuleCall]:
@@ -308,10 +284,7 @@ class _Recorder(LogitsProcessor):
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         self._note(input_ids[:, -1])
-        processing = self.sampling.processing
-        scores = scores.float() / processing.temperature
-        if processing.truncates:
-            scores = scores.masked_fill(scores < smallest_kept(scores, processing), -math.inf)
+        scores = processed(scores.float(), self.sampling)
         self.last = scores.log_softmax(-1)
         return scores
 

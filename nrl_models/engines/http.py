@@ -175,22 +175,17 @@ class HTTPEngine(Engine):
             with error:  # it holds the connection
                 text = error.read().decode(errors="replace")[:400]
             raise EngineError(f"{self.address}{path} answered {error.code} {error.reason}: {text}") from error
-        except TimeoutError as error:
-            raise EngineError(self._too_slow()) from error
         except (OSError, http.client.HTTPException) as error:
-            if isinstance(getattr(error, "reason", None), TimeoutError):
-                raise EngineError(self._too_slow()) from error
+            if isinstance(getattr(error, "reason", error), TimeoutError):  # while connecting, or while reading
+                raise EngineError(
+                    f"{self.address} gave no answer within {self.timeout:g} s. Shorter or fewer sequences, or a longer "
+                    "wait (--engine-option timeout=SECONDS)."
+                ) from error
             raise EngineError(f"{self.address} cannot be reached, or has died: {error}") from error
         try:
             return json.loads(answer)
         except ValueError as error:
             raise EngineError(f"{self.address}{path} answered something that is no JSON: {answer[:200]!r}") from error
-
-    def _too_slow(self) -> str:
-        return (
-            f"{self.address} gave no answer within {self.timeout:g} s. Shorter or fewer sequences, or a longer wait "
-            "(--engine-option timeout=SECONDS)."
-        )
 
 
 def _token_ids(choice: dict[str, Any]) -> tuple[int, ...]:

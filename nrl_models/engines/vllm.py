@@ -10,9 +10,9 @@ from __future__ import annotations
 import gc
 import math
 import os
-import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -29,10 +29,8 @@ from nrl_models.engines.base import (
     Engine,
     ModuleCall,
     NamedTensor,
-    RefitReport,
     Sample,
     Tokens,
-    buckets,
     require_lengths,
 )
 from nrl_models.errors import EngineError
@@ -59,6 +57,7 @@ class VLLMEngine(Engine):
         config = llm.llm_engine.vllm_config
         self.config = config
         self._in_process = not type(llm.llm_engine.engine_core).__name__.startswith(("Sync", "MP", "Async"))
+        self.bucket_bytes = None if self._in_process else 2**28
         if config.model_config.logprobs_mode != "processed_logprobs":
             raise EngineError(
                 f"this vLLM gives {config.model_config.logprobs_mode}: start it with "
@@ -81,11 +80,7 @@ class VLLMEngine(Engine):
         """Start vLLM on a checkpoint.
 
         Args:
-            path: the checkpoint's folder.
-            dtype: to compute in; the checkpoint's by default.
-            max_length: tokens of a sequence at most (`max_model_len`); by default what the configuration says.
-            load_format: `auto` reads the weights, `dummy` makes random ones.
-            seed: of random numbers.
+            path, dtype, max_length, load_format, seed: as for `start_engine`; `max_length` is vLLM's `max_model_len`.
             multiprocessing: whether the engine runs in a process of its own: it may then die without taking this one
                 along, but shows no modules. By default only where it has to: models that vLLM runs by transformers'
                 classes, which it changes for its purposes, so that a trainer's in the same process would break.
@@ -167,9 +162,7 @@ class VLLMEngine(Engine):
         shared = sampling.greedy or (split and not torch.cuda.is_available())
         requests = [
             self._parameters(
-                temperature=sampling.temperature,
-                top_k=sampling.top_k,
-                top_p=sampling.top_p,
+                **asdict(sampling),
                 max_tokens=max_new_tokens,
                 logprobs=0,
                 ignore_eos=ignore_end,
@@ -193,8 +186,7 @@ class VLLMEngine(Engine):
         require_lengths(self, sequences, 1)
         request = self._parameters(temperature=0.0, max_tokens=1, prompt_logprobs=0)
         if not sampling.is_identity:
-            processing = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
-            self._call("nrl_process_logits", processing)
+            self._call("nrl_process_logits", asdict(sampling))
         try:
             outputs = self._run(sequences, [request] * len(sequences))
         finally:
@@ -207,25 +199,11 @@ class VLLMEngine(Engine):
             scores.append([math.nan, *_chosen(list(output.prompt_logprobs)[1:], tokens[1:])])
         return scores
 
-    def refit(
-        self, tensors: Iterable[NamedTensor], *, bucket_bytes: int | None = None, digests: bool = True
-    ) -> RefitReport:
-        """See `Engine.refit`. In this process tensors are read where they are; else each bucket is a message.
-
-        Args:
-            tensors: by hub name.
-            bucket_bytes: bytes in a call at most.
-            digests: whether to compute what `RefitReport.digests` holds.
-        """
-        if bucket_bytes is None and not self._in_process:
-            bucket_bytes = 2**28
-        started = time.perf_counter()
-        sizes, count = [], 0
+    def _refit(self, sent: Iterator[list[NamedTensor]], digests: bool) -> dict[str, Any]:
+        """In this process tensors are read where they are; else each bucket is a message."""
         try:
             self._call("nrl_refit_start")
-            for bucket in buckets(tensors, bucket_bytes):
-                sizes.append(sum(tensor.nbytes for _, tensor in bucket))
-                count += len(bucket)
+            for bucket in sent:
                 try:
                     self._call("nrl_refit_load", bucket if self._in_process else _message(bucket), digests)
                 except Exception as error:
@@ -233,23 +211,13 @@ class VLLMEngine(Engine):
                         f"vLLM refuses a weight: {_first_lines(error)}. Some layers have new weights now, others old "
                         "ones: refit it again, with all of them"
                     ) from error
-            found = self._call("nrl_refit_finish")
+            return self._call("nrl_refit_finish")
         except BaseException:  # of whoever gives the tensors, too
             with suppress(Exception):  # an engine that has died
                 self._call("nrl_refit_abandon")
             raise
         finally:
             self.llm.reset_prefix_cache()  # it was computed with the old weights
-        return RefitReport(
-            tensors=count,
-            nbytes=sum(sizes),
-            seconds=time.perf_counter() - started,
-            buckets=len(sizes),
-            largest_bucket=max(sizes, default=0),
-            digests=found["digests"],
-            unwritten=tuple(found["unwritten"]),
-            stale_buffers=tuple(found["stale_buffers"]),
-        )
 
     def module_calls(self, tokens: Tokens, *, decode_last: bool = False) -> dict[str, ModuleCall]:
         """See `Engine.module_calls`. With `decode_last`, the last token must be the one greedy decoding takes."""
@@ -268,10 +236,10 @@ class VLLMEngine(Engine):
                 self._run([tokens], [self._parameters(temperature=0.0, max_tokens=1)])
         finally:
             calls = self._call("nrl_record_finish")
-        result = {name: _of_one_sequence(call) for name, call in calls.items() if name not in ("", "logits_processor")}
+        calls.pop("", None)
         if "logits_processor" in calls:
-            result[LOGITS] = _of_one_sequence(calls["logits_processor"])
-        return result
+            calls[LOGITS] = calls.pop("logits_processor")
+        return calls
 
     def close(self) -> None:
         """Shut vLLM down and free its memory."""
@@ -371,13 +339,6 @@ def _chosen(logprobs: Any, tokens: Sequence[int]) -> tuple[float, ...]:
             f"vLLM gave {0 if logprobs is None else len(logprobs)} log-probabilities for {len(tokens)} tokens"
         )
     return tuple(places[token].logprob for places, token in zip(logprobs, tokens, strict=True))
-
-
-def _of_one_sequence(call: ModuleCall) -> ModuleCall:
-    """vLLM's tensors are `(tokens, ...)`, without a batch."""
-    return ModuleCall(
-        call.class_name, tuple(one[None] for one in call.inputs), tuple(one[None] for one in call.outputs)
-    )
 
 
 def _message(bucket: list[NamedTensor]) -> bytes:

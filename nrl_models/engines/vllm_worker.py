@@ -6,8 +6,8 @@ vLLM gives its workers these methods and calls them by `LLM.collective_rpc`. The
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Set
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import safetensors.torch
@@ -16,7 +16,7 @@ import torch
 from nrl_models.common.recording import record_calls
 from nrl_models.common.switches import is_off
 from nrl_models.engines.base import ModuleCall, NamedTensor, digested
-from nrl_models.logprobs.sampling import Sampling, smallest_kept
+from nrl_models.logprobs.sampling import Sampling, processed
 
 
 class ConsistencyWorker:
@@ -45,19 +45,13 @@ class ConsistencyWorker:
         model.__dict__.pop("compute_logits", None)
         if sampling is None:
             return
-        processing = Sampling(**sampling).processing
         compute = model.compute_logits
 
-        def processed(*args: Any, **kwargs: Any) -> torch.Tensor | None:
+        def compute_processed(*args: Any, **kwargs: Any) -> torch.Tensor | None:
             logits = compute(*args, **kwargs)
-            if logits is None:  # on ranks that do not sample
-                return None
-            logits = logits.float() / processing.temperature
-            if processing.truncates:
-                logits = logits.masked_fill(logits < smallest_kept(logits, processing), float("-inf"))
-            return logits
+            return None if logits is None else processed(logits, Sampling(**sampling))  # None where nothing is sampled
 
-        model.__dict__["compute_logits"] = processed
+        model.__dict__["compute_logits"] = compute_processed
 
     # Weights
 
@@ -151,21 +145,16 @@ class ConsistencyWorker:
             if method.moe_kernel is None:  # of experts that were not sent
                 method.moe_kernel = kernel
 
-    def _nrl_left(self, expected: Iterable[tuple[str, ...]], missed: Collection[str] = ()) -> list[str]:
+    def _nrl_left(self, expected: Iterable[tuple[str, ...]], missed: Set[str] = frozenset()) -> list[str]:
         """The first names of tensors that were not written under any of their names."""
-        return [
-            names[0]
-            for names in expected
-            if self._nrl_loaded.isdisjoint(names) or any(name in missed for name in names)
-        ]
+        return [names[0] for names in expected if self._nrl_loaded.isdisjoint(names) or not missed.isdisjoint(names)]
 
-    def _nrl_loading(self) -> ExitStack:
+    @contextmanager
+    def _nrl_loading(self) -> Iterator[None]:
         from vllm.config import set_current_vllm_config
 
-        stack = ExitStack()
-        stack.enter_context(set_current_vllm_config(self.vllm_config))
-        stack.enter_context(torch.no_grad())
-        return stack
+        with set_current_vllm_config(self.vllm_config), torch.no_grad():
+            yield
 
     # Modules
 
@@ -175,12 +164,12 @@ class ConsistencyWorker:
         self._nrl_calls = self._nrl_recording.enter_context(record_calls(self.nrl_model(), copy=True))
 
     def nrl_record_finish(self) -> dict[str, ModuleCall]:
-        """What was kept, on the CPU."""
+        """What was kept, on the CPU; vLLM's tensors are `(tokens, ...)`, and get a batch of one sequence."""
         self._nrl_recording.close()
         classes = {name: type(module).__name__ for name, module in self.nrl_model().named_modules()}
         return {
             name: ModuleCall(
-                classes[name], tuple(one.cpu() for one in call.inputs), tuple(one.cpu() for one in call.outputs)
+                classes[name], *(tuple(one.cpu()[None] for one in side) for side in (call.inputs, call.outputs))
             )
             for name, call in self._nrl_calls.items()
         }

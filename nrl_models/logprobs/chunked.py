@@ -18,7 +18,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from nrl_models.logprobs.head import OutputHead
-from nrl_models.logprobs.sampling import Sampling, smallest_kept
+from nrl_models.logprobs.sampling import Sampling, processed, smallest_kept
 
 CHUNK_ELEMENTS = 2**25
 """Logits held at a time, forward and backward: 128 MiB in fp32."""
@@ -49,6 +49,10 @@ class Reference(NamedTuple):
 
     hidden: torch.Tensor
     head: OutputHead
+
+    def logits(self, temperature: float, elements: int) -> _Logits:
+        """What computes so many of its logits at a time."""
+        return _Logits(self.head, self.head.weight, self.head.bias, temperature, elements)
 
 
 def chunk_length(vocabulary: int) -> int:
@@ -103,10 +107,7 @@ def statistics_of(
     """The same from full logits `(tokens, vocabulary)`, differentiable by autograd."""
     wide = torch.promote_types(logits.dtype, torch.float32)
     sampling = sampling.processing
-    scaled = logits.to(wide) / sampling.temperature
-    if sampling.truncates:
-        scaled = scaled.masked_fill(scaled < smallest_kept(scaled.detach(), sampling), float("-inf"))
-    logs = scaled.log_softmax(-1)
+    logs = processed(logits, sampling).log_softmax(-1)
     chosen = logs.gather(-1, tokens[:, None])[:, 0]
     kept = logs.clamp(min=_FLOOR)  # so that nothing is infinite times zero
     entropy = -(logs.exp() * kept).sum(-1)
@@ -206,7 +207,7 @@ class _Chunked(torch.autograd.Function):
         wide = torch.promote_types(weight.dtype, torch.float32)
         chunk_size = min(chunk_size, max(count, 1))
         logits_of = _Logits(head, weight, bias, sampling.temperature, chunk_size * vocabulary)
-        reference_of = _reference_logits(reference, sampling, chunk_size * vocabulary)
+        reference_of = reference and reference.logits(sampling.temperature, chunk_size * vocabulary)
         chosen, log_sum, entropies, kl, bound, reference_sum = hidden.new_zeros((6, count), dtype=wide)
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         frozen = needs_hidden and not (needs_weight or needs_bias)
@@ -246,18 +247,12 @@ class _Chunked(torch.autograd.Function):
             if frozen:
                 logits.div_(total[:, None])
                 logs = shifted.sub_(log_total[:, None]) if weighed else None
-                _pull(
-                    pulls[:, rows],
-                    logits,
-                    logs,
-                    theirs,
-                    tokens[rows],
-                    slope,
-                    entropies[rows] if entropy else None,
-                    kl[rows] if reference is not None else None,
-                    weight,
-                    work,
-                )
+                of_entropy = entropies[rows] if entropy else None
+                derivatives = _by_logits(logits, logs, theirs, tokens[rows], of_entropy, kl[rows], work)
+                for pull, gradient in zip(pulls[:, rows], derivatives, strict=True):
+                    if isinstance(slope, torch.Tensor) or slope != 1.0:
+                        gradient.mul_(slope)
+                    pull.copy_(gradient.to(weight.dtype) @ weight)
 
         ctx.head, ctx.sampling, ctx.reference, ctx.entropy = head, sampling, reference, entropy
         ctx.elements = chunk_size * vocabulary
@@ -281,7 +276,7 @@ class _Chunked(torch.autograd.Function):
         weighed = ctx.entropy or ctx.reference is not None
         block, tile = _tile_shape(len(hidden), len(weight), ctx.elements)
         logits_of = _Logits(ctx.head, weight, bias, ctx.sampling.temperature, block * tile)
-        reference_of = _reference_logits(ctx.reference, ctx.sampling, block * tile)
+        reference_of = ctx.reference and ctx.reference.logits(ctx.sampling.temperature, block * tile)
         work = hidden.new_empty(block * tile, dtype=wide) if weighed else None
         narrow = None if wide == weight.dtype else logits_of.buffer
         of_hidden = torch.zeros_like(hidden, dtype=wide) if needs_hidden else None
@@ -369,13 +364,6 @@ def _reduce_by_tiles(
         chosen[rows] = picked - log_sum[rows]
 
 
-def _reference_logits(reference: Reference | None, sampling: Sampling, elements: int) -> _Logits | None:
-    if reference is None:
-        return None
-    weight, bias = reference.head.weight, reference.head.bias
-    return _Logits(reference.head, weight, bias, sampling.temperature, elements)
-
-
 def _add_product(target: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> None:
     """`target += first @ second`; in the product's own dtype if it is the target's."""
     if target.dtype == first.dtype:
@@ -384,29 +372,26 @@ def _add_product(target: torch.Tensor, first: torch.Tensor, second: torch.Tensor
         target.add_(first @ second)
 
 
-def _pull(
-    pulls: torch.Tensor,
+def _by_logits(
     probabilities: torch.Tensor,
     logs: torch.Tensor | None,
     theirs: torch.Tensor | None,
     tokens: torch.Tensor,
-    slope: torch.Tensor | float,
     entropies: torch.Tensor | None,
-    kl: torch.Tensor | None,
-    weight: torch.Tensor,
+    kl: torch.Tensor,
     work: torch.Tensor,
-) -> None:
-    """The derivatives of each row's numbers by its hidden state, into `pulls`: `(numbers, tokens, hidden)`."""
+) -> Iterator[torch.Tensor]:
+    """The derivatives by the logits of each row's log-probability, entropy and divergence, one after another in `work`.
+
+    Args:
+        probabilities, logs, theirs: `(tokens, vocabulary)`: of the distribution, and the reference's logarithms.
+        tokens, entropies, kl: `(tokens,)`; no entropies or no reference, no such derivatives.
+        work: as many elements at least.
+    """
     gradient = work[: probabilities.numel()].view_as(probabilities)
-    kinds = ["logprob", *(["entropy"] if entropies is not None else []), *(["kl"] if kl is not None else [])]
-    for kind, pull in zip(kinds, pulls, strict=True):
-        if kind == "logprob":
-            torch.neg(probabilities, out=gradient)
-            gradient.scatter_add_(1, tokens[:, None], torch.ones_like(gradient[:, :1]))
-        elif kind == "entropy":
-            torch.add(logs, entropies[:, None], out=gradient).mul_(probabilities).neg_()
-        else:
-            torch.sub(logs, theirs, out=gradient).sub_(kl[:, None]).mul_(probabilities)
-        if isinstance(slope, torch.Tensor) or slope != 1.0:
-            gradient.mul_(slope)
-        pull.copy_(gradient.to(weight.dtype) @ weight)
+    torch.neg(probabilities, out=gradient)
+    yield gradient.scatter_add_(1, tokens[:, None], torch.ones_like(gradient[:, :1]))
+    if entropies is not None:
+        yield torch.add(logs, entropies[:, None], out=gradient).mul_(probabilities).neg_()
+    if theirs is not None:
+        yield torch.sub(logs, theirs, out=gradient).sub_(kl[:, None]).mul_(probabilities)

@@ -74,6 +74,9 @@ def js_divergence_error(trainer: torch.Tensor, engine: torch.Tensor, mask: torch
     return _mean((_k3(trainer - mixture) + _k3(engine - mixture)) / 2)
 
 
+METRICS = (token_mult_prob_error, sampling_importance_ratio, kl_k1, kl_k2, kl_k3, js_divergence_error)
+
+
 def _k3(log_ratio: torch.Tensor) -> torch.Tensor:
     return torch.expm1(log_ratio) - log_ratio
 
@@ -137,21 +140,13 @@ def consistency_metrics(
     compared = mask & ~(nan | engine_infinite | trainer_infinite)
     first, second = _chosen(trainer, engine, compared)
     difference = (first - second).abs()
-    worst, index = math.nan, -1
-    for row in range(len(trainer)):
-        if compared[row].any():
-            error = token_mult_prob_error(trainer[row], engine[row], compared[row])
-            if index < 0 or error > worst:
-                worst, index = error, row
+    rows = compared.any(1).nonzero()[:, 0].tolist()
+    by_row = {row: token_mult_prob_error(trainer[row], engine[row], compared[row]) for row in rows}
+    index = max(by_row, key=by_row.__getitem__, default=-1)
     return ConsistencyMetrics(
         tokens=difference.numel(),
-        token_mult_prob_error=token_mult_prob_error(first, second),
-        sampling_importance_ratio=sampling_importance_ratio(first, second),
-        kl_k1=kl_k1(first, second),
-        kl_k2=kl_k2(first, second),
-        kl_k3=kl_k3(first, second),
-        js_divergence_error=js_divergence_error(first, second),
-        worst_sequence=worst,
+        **{metric.__name__: metric(first, second) for metric in METRICS},
+        worst_sequence=by_row.get(index, math.nan),
         worst_sequence_index=index,
         p99=quantile(difference, 0.99),
         max=difference.max().item() if difference.numel() else math.nan,

@@ -67,6 +67,15 @@ class Sampling:
         return ", ".join(parts)
 
 
+def processed(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """Logits `(rows, vocabulary)` as tokens are sampled from them, fp32 or wider; -inf for those that cannot be."""
+    sampling = sampling.processing
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / sampling.temperature
+    if sampling.truncates:
+        logits = logits.masked_fill(logits < smallest_kept(logits.detach(), sampling), float("-inf"))
+    return logits
+
+
 def smallest_kept(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     """A bound for each row of logits: tokens at or above it can be sampled, the others cannot.
 

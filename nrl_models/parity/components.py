@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from nrl_models.parity.inputs import Inputs
-from nrl_models.parity.noise import cast
+from nrl_models.parity.images import Inputs, cast
 
 
 @dataclass(frozen=True)

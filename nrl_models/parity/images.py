@@ -15,6 +15,7 @@ from itertools import product
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from nrl_models.common.configurations import parts
@@ -271,14 +272,18 @@ def _companions(known: dict[str, inspect.Parameter], g: Geometry, shape: Shape) 
 @torch.no_grad()
 def run_on(model: PreTrainedModel, function: Callable[..., Any], arguments: Inputs) -> Any:
     """What `function` of `model` returns for tensors moved to the model's device, and of its dtype."""
-    return function(
-        **{
-            name: value.to(model.device, model.dtype if value.is_floating_point() else None)
-            if isinstance(value, torch.Tensor)
-            else value
-            for name, value in arguments.items()
-        }
-    )
+    return function(**cast(arguments, model))
+
+
+def cast(inputs: Inputs, model: nn.Module) -> Inputs:
+    """The inputs, tensors on the model's device, floating-point ones in its dtype."""
+    own = next(model.parameters())
+    return {
+        name: value.to(own.device, own.dtype if value.is_floating_point() else None)
+        if isinstance(value, torch.Tensor)
+        else value
+        for name, value in inputs.items()
+    }
 
 
 def _without_method(model: PreTrainedModel, inputs: Inputs) -> Inputs:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from nrl_models.common.routing import RoutingRecord, flip_rate, record_routing, replay_routing
-from nrl_models.parity.inputs import Inputs
+from nrl_models.parity.images import Inputs, cast
 
 TOLERANCE: Mapping[torch.dtype, float] = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-3}
 """Differences below are never called one, per dtype (the parity guide's tolerances)."""
@@ -39,15 +39,6 @@ def logits_and_routing(model: nn.Module, inputs: Inputs) -> tuple[torch.Tensor, 
     """The model's logits, and the experts it chose for them."""
     with record_routing(model) as routing:
         return logits_of(model, inputs), routing
-
-
-def cast(inputs: Inputs, model: nn.Module) -> Inputs:
-    """The inputs on the model's device, floating-point ones in its dtype."""
-    parameter = next(model.parameters())
-    return {
-        name: value.to(parameter.device, parameter.dtype) if value.is_floating_point() else value.to(parameter.device)
-        for name, value in inputs.items()
-    }
 
 
 @contextmanager

@@ -1,32 +1,29 @@
 """The catalogue: every known quirk, what is done about it, how to switch that off, and how one knows that it is gone.
 
 An entry points at the code that handles it. `docs/quirks.md` is made from this; `tests/unit/quirks` and
-`tests/engine/quirks` have for each the symptom, the cure and the tripwire.
+`tests/engine/test_quirks.py` have for each the symptom, the cure and the tripwire.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from nrl_models.common import ModelFlag
-from nrl_models.quirks import predicates, probes
-from nrl_models.quirks.quirk import Probe, Quirk
-from nrl_models.quirks.subject import Subject
-
-ENGINE = ("engine decode", "engine prefill")
+from nrl_models.quirks import predicates
+from nrl_models.quirks.quirk import Quirk
 
 
 def _engine_is_off_by_a_factor(seen: Any) -> bool:
     """What a constant that no weight update reaches looks like: everything behind it is the right one times it."""
-    return set(seen.odd) <= set(ENGINE) and seen.kind == "engine" and "the right one times" in seen.detail
+    return seen.kind == "engine" and seen.relation == "scaled"
 
 
 def _old_weights(word: str) -> Any:
-    return lambda seen: (
-        seen.kind == "engine" and word in seen.module and ("not refitted" in seen.detail or seen.load_format == "dummy")
-    )
+    def explains(seen: Any) -> bool:
+        may_be_old = seen.relation == "not refitted" or seen.load_format == "dummy"
+        return seen.kind == "engine" and word in seen.module and may_be_old
+
+    return explains
 
 
 LOADING = (
@@ -40,11 +37,8 @@ LOADING = (
         "fp32.",
         code=("nrl_models.common.loading:load_weights", "nrl_models.common.pretrained:from_pretrained"),
         off='from_pretrained(path, dtype="auto")',
-        probe=Probe(
-            "behavioural",
-            "a step of 1e-6 leaves a bf16 weight of 1 as it is",
-            of_all=lambda: probes.small_updates_vanish(torch.bfloat16),
-        ),
+        probe="behavioural",
+        asks="a step of 1e-6 leaves a bf16 weight of 1 as it is",
         remove="nothing: advise bf16 masters in docs/loading.md",
         sources=("https://github.com/NVIDIA-NeMo/Automodel/pull/2419",),
     ),
@@ -56,7 +50,8 @@ LOADING = (
         handling="Integers are read as floats where the class takes floats only, with a warning; other types are an "
         "error that names the key.",
         code=("nrl_models.common.config_types:with_declared_types",),
-        probe=Probe("behavioural", "transformers refuses an integer for a float", of_class=probes.integers_are_refused),
+        probe="behavioural",
+        asks="transformers refuses an integer for a float",
         remove="nrl_models/common/config_types.py and its two uses in pretrained.py",
         sources=("https://github.com/NVIDIA-NeMo/RL/pull/2224",),
     ),
@@ -72,7 +67,8 @@ LOADING = (
         off="load with transformers' own class",
         fixed="transformers>=5.6",
         kept_for="trainers with an older transformers",
-        probe=Probe("data", "transformers does not know the towers' older names", of_class=probes.tower_names_are_lost),
+        probe="data",
+        asks="transformers does not know the towers' older names",
         remove="this entry",
         sources=("https://github.com/huggingface/transformers/pull/45358",),
         explains=lambda seen: seen.kind in ("trainer", "everybody") and "visual" in seen.detail,
@@ -86,11 +82,8 @@ LOADING = (
         handling="The family brings configuration and modelling code.",
         code=("nrl_models.registry:_CUSTOM_CONFIG_REGISTRATIONS", "nrl_models.registry:register_custom_configs"),
         off="AutoConfig.from_pretrained(path, trust_remote_code=True), outside this library",
-        probe=Probe(
-            "data",
-            "transformers' table of configurations lacks its model_type",
-            of_class=probes.transformers_has_no_configuration,
-        ),
+        probe="data",
+        asks="transformers' table of configurations lacks its model_type",
         remove="the family's modeling.py and configuration.py and its rows of _CUSTOM_CONFIG_REGISTRATIONS; make it a "
         "row of the table of standard families",
     ),
@@ -102,13 +95,8 @@ LOADING = (
         applies=predicates.shares_keys_and_values,
         handling="They stay with the model as pages of the file, and go into the next checkpoint as they were.",
         code=("nrl_models.common.kv_sharing:SharedKeyValues", "nrl_models.common.loading:keep_unused"),
-        probe=Probe(
-            "behavioural",
-            "transformers loses them when it loads and saves",
-            of_class=lambda case: probes.unused_weights_are_dropped(
-                case.reference_class.from_pretrained, case.reference()
-            ),
-        ),
+        probe="behavioural",
+        asks="transformers loses them when it loads and saves",
         remove="SharedKeyValues.keeps_unused and keep_unused",
     ),
     Quirk(
@@ -120,9 +108,8 @@ LOADING = (
         handling="What is loaded is frozen where the class froze it, sharded or not.",
         code=("nrl_models.common.loading:install",),
         off="set requires_grad on the parameters",
-        probe=Probe(
-            "behavioural", "transformers' from_pretrained unfreezes positions", of_all=probes.loading_unfreezes
-        ),
+        probe="behavioural",
+        asks="transformers' from_pretrained unfreezes positions",
         remove="this entry; what is loaded stays frozen by itself",
     ),
 )
@@ -136,11 +123,8 @@ FORWARD = (
         applies=predicates.declares("token-types"),
         handling="The family fills them in from the tokens, where there are images.",
         code=("nrl_models.common.token_types:with_token_types",),
-        probe=Probe(
-            "differential",
-            "upstream computes a batch with images otherwise if it has no token types",
-            of_class=lambda case: probes.images_are_causal(case.reference(), case.inputs(images=True)),
-        ),
+        probe="differential",
+        asks="upstream computes a batch with images otherwise if it has no token types",
         remove="with_token_types in the family that the tripwire names",
         sources=("https://github.com/NVIDIA-NeMo/RL/pull/2224",),
     ),
@@ -153,11 +137,8 @@ FORWARD = (
         every_model=True,
         handling="A mask of ones is dropped and no cache is made where positions start again.",
         code=("nrl_models.common.packing:keep_documents_apart",),
-        probe=Probe(
-            "behavioural",
-            "upstream lets packed documents meet under a mask of ones",
-            of_class=lambda case: probes.documents_meet(case.reference(), case.inputs(images=False), mask=True),
-        ),
+        probe="behavioural",
+        asks="upstream lets packed documents meet under a mask of ones",
         remove="keep_documents_apart, and its use in FamilyModel",
     ),
     Quirk(
@@ -168,11 +149,8 @@ FORWARD = (
         applies=predicates.declares("masks-without-positions"),
         handling="The family makes the masks with positions.",
         code=("nrl_models.common.family_model:FamilyModel.rewrites",),
-        probe=Probe(
-            "behavioural",
-            "upstream lets packed documents meet without any mask",
-            of_class=lambda case: probes.documents_meet(case.reference(), case.inputs(images=False), mask=False),
-        ),
+        probe="behavioural",
+        asks="upstream lets packed documents meet without any mask",
         remove="the decoder's rewrite in the family that the tripwire names",
     ),
     Quirk(
@@ -183,11 +161,8 @@ FORWARD = (
         applies=predicates.declares("mrope-packed-documents"),
         handling="Plain positions are given in four planes, of which the first is the text's.",
         code=("nrl_models.common.mrope:PackedTextPositions",),
-        probe=Probe(
-            "behavioural",
-            "upstream lets packed documents meet without any mask",
-            of_class=lambda case: probes.documents_meet(case.reference(), case.inputs(images=False), mask=False),
-        ),
+        probe="behavioural",
+        asks="upstream lets packed documents meet without any mask",
         remove="PackedTextPositions in the family that the tripwire names",
     ),
     Quirk(
@@ -197,13 +172,8 @@ FORWARD = (
         applies=predicates.declares("mrope-stale-offsets"),
         handling="Offsets are forgotten when a new sequence begins.",
         code=("nrl_models.common.mrope:FreshPositions",),
-        probe=Probe(
-            "behavioural",
-            "upstream decodes text otherwise after it has seen an image",
-            of_class=lambda case: probes.offsets_stay(
-                case.reference(), case.inputs(images=True), case.inputs(images=False)["input_ids"]
-            ),
-        ),
+        probe="behavioural",
+        asks="upstream decodes text otherwise after it has seen an image",
         remove="FreshPositions in the family that the tripwire names",
     ),
     Quirk(
@@ -217,9 +187,8 @@ FORWARD = (
         off="there is nothing to switch off: such layers have no projections any more",
         fixed="transformers>=5.5.2",
         kept_for="trainers with an older transformers, which have to force use_cache=True",
-        probe=Probe(
-            "differential", "upstream computes otherwise without a cache", of_class=probes.shared_keys_need_a_cache
-        ),
+        probe="differential",
+        asks="upstream computes otherwise without a cache",
         remove="this entry",
         sources=("https://github.com/huggingface/transformers/pull/45312",),
     ),
@@ -235,11 +204,8 @@ FORWARD = (
         off="load with transformers' own class",
         fixed="transformers>=5.21",
         kept_for="transformers 5.16 to 5.20, which this package takes",
-        probe=Probe(
-            "behavioural",
-            "upstream computes the same with and without a cap under sdpa",
-            of_class=probes.sdpa_drops_soft_caps,
-        ),
+        probe="behavioural",
+        asks="upstream computes the same with and without a cap under sdpa",
         remove="nrl_models/common/soft_cap.py and its uses",
         explains=lambda seen: seen.kind in ("trainer", "everybody") and "attn" in seen.module,
     ),
@@ -254,13 +220,8 @@ TRAINING = (
         applies=predicates.shares_keys_and_values,
         handling="Reentrant checkpointing is refused for such models; the other kind passes those gradients.",
         code=("nrl_models.common.kv_sharing:SharedKeyValues",),
-        probe=Probe(
-            "differential",
-            "reentrant checkpointing gives other gradients upstream",
-            of_class=lambda case: probes.reentrant_checkpointing_loses_gradients(
-                case.reference(), case.inputs(labels=True)
-            ),
-        ),
+        probe="differential",
+        asks="reentrant checkpointing gives other gradients upstream",
         remove="SharedKeyValues.gradient_checkpointing_enable and activation_checkpointing_enable",
     ),
     Quirk(
@@ -272,11 +233,8 @@ TRAINING = (
         handling="They are found by walking the loss's graph, frozen, and reported with the reason.",
         code=("nrl_models.common.freezing:freeze_unreachable", "nrl_models.common.freezing:unreachable_parameters"),
         off="do not call freeze_unreachable",
-        probe=Probe(
-            "behavioural",
-            "torch's AdamW keeps no state for what got no gradient",
-            of_all=probes.optimisers_keep_no_state_without_gradients,
-        ),
+        probe="behavioural",
+        asks="torch's AdamW keeps no state for what got no gradient",
         remove="freeze_unreachable",
         sources=("https://github.com/NVIDIA-NeMo/Automodel/pull/1687",),
     ),
@@ -289,9 +247,8 @@ TRAINING = (
         handling="Keys are strict: one that is no component of the model is an error that lists those that are.",
         code=("nrl_models.common.freezing:freeze",),
         off="set requires_grad on the parameters",
-        probe=Probe(
-            "behavioural", "torch takes a misspelt attribute for its own", of_all=probes.unknown_attributes_are_accepted
-        ),
+        probe="behavioural",
+        asks="torch takes a misspelt attribute for its own",
         remove="the check of keys in freeze",
         sources=("https://github.com/NVIDIA-NeMo/RL/pull/2224",),
     ),
@@ -309,7 +266,8 @@ TRAINING = (
             "nrl_models.common.flags:ModelFlag",
         ),
         off="torch's parallelize_module with a plan of one's own",
-        probe=Probe("differential", "torch's parallelize_module parts a tied pair", of_all=probes.untied_by_dividing),
+        probe="differential",
+        asks="torch's parallelize_module parts a tied pair",
         remove="the flag, and the vocabulary's rules in declared_tensor_plan",
         sources=("https://github.com/NVIDIA-NeMo/RL/issues/227", "https://github.com/NVIDIA-NeMo/Automodel/pull/2571"),
     ),
@@ -323,7 +281,8 @@ TRAINING = (
         "and the batch.",
         code=("nrl_models.distributed.context_parallel:check_context_parallel",),
         off="enter torch's context_parallel without check_context_parallel",
-        probe=Probe("behavioural", "torch's ring attention rejects a mask", of_all=probes.ring_attention_rejects_masks),
+        probe="behavioural",
+        asks="torch's ring attention rejects a mask",
         remove="context_parallel_problems' part on masks, and the families' limits",
     ),
     Quirk(
@@ -335,11 +294,8 @@ TRAINING = (
         handling="What one run chose is recorded and replayed in another, and in recomputation.",
         code=("nrl_models.common.routing:record_routing", "nrl_models.common.routing:replay_routing"),
         off="do not enter replay_routing",
-        probe=Probe(
-            "behavioural",
-            "rounding otherwise makes upstream choose other experts in bf16",
-            of_class=probes.routing_flips,
-        ),
+        probe="behavioural",
+        asks="rounding otherwise makes upstream choose other experts in bf16",
         remove="nothing: routing is discrete",
         sources=("https://arxiv.org/abs/2510.11370",),
         explains=lambda seen: seen.kind in ("precision", "unstable"),
@@ -354,11 +310,8 @@ TRAINING = (
         handling="token_logprobs works in chunks; the full logits never exist, forward or backward.",
         code=("nrl_models.logprobs.tokens:token_logprobs", "nrl_models.logprobs.chunked:chunked_statistics"),
         off="token_logprobs(..., chunk_size=None), or model(...).logits",
-        probe=Probe(
-            "behavioural",
-            "upstream's forward makes all logits",
-            of_class=lambda case: probes.whole_logits_are_made(case.reference(), case.inputs(images=False)),
-        ),
+        probe="behavioural",
+        asks="upstream's forward makes all logits",
         remove="nothing: let token_logprobs call what upstream offers then",
     ),
     Quirk(
@@ -370,11 +323,8 @@ TRAINING = (
         handling="`nrl-models diagnose embeddings` finds such rows in the files, and draws them anew.",
         code=("nrl_models.diagnostics.embeddings:diagnose_embeddings",),
         off="do not pass --reinitialise",
-        probe=Probe(
-            "behavioural",
-            "a row of zeros gets a gradient ten times that of any other",
-            of_class=lambda case: probes.a_new_row_explodes(case.reference(), case.inputs(images=False)),
-        ),
+        probe="behavioural",
+        asks="a row of zeros gets a gradient ten times that of any other",
         remove="nothing: a diagnostic",
     ),
     Quirk(
@@ -387,9 +337,8 @@ TRAINING = (
         "adapts in the Hugging Face model; elsewhere leave `out_proj` out of the adapter.",
         code=("nrl_models.testing.suite.test_model:test_lora",),
         off="name target_modules without out_proj",
-        probe=Probe(
-            "source", "upstream's mixer hands `out_proj.weight` to a kernel", of_class=probes.a_kernel_projects_out
-        ),
+        probe="source",
+        asks="upstream's mixer hands `out_proj.weight` to a kernel",
         remove="this entry",
         sources=("https://github.com/huggingface/transformers/pull/46487",),
     ),
@@ -405,11 +354,8 @@ EXPORT = (
         handling="Exports have the hub's names and layout, experts one by one; the refit checks that all arrive.",
         code=("nrl_models.common.state_dict_adapter:StateDictAdapter",),
         off='iter_export(model, layout="transformers")',
-        probe=Probe(
-            "differential",
-            "transformers saves under other names than it has in memory",
-            of_class=lambda case: predicates.has_several_names(Subject(case.reference())),
-        ),
+        probe="differential",
+        asks="transformers saves under other names than it has in memory",
         remove="nothing: the layouts are derived, and become equal",
     ),
 )
@@ -427,12 +373,8 @@ INFERENCE = (
         off='start_engine(..., load_format="dummy")',
         fixed="vllm>=0.9.2",
         kept_for="trainers that read the flag beside an older vLLM",
-        probe=Probe(
-            "behavioural",
-            "vLLM's dummy loader changes derived buffers",
-            of_engine=probes.dummy_loading_touches_buffers,
-            needs="vllm",
-        ),
+        probe="behavioural",
+        asks="vLLM's dummy loader changes derived buffers",
         remove="ModelFlag.VLLM_LOAD_FORMAT_AUTO, and the families' use of it",
         sources=("https://github.com/vllm-project/vllm/pull/19788",),
         explains=lambda seen: _engine_is_off_by_a_factor(seen) and seen.load_format == "dummy",
@@ -449,12 +391,8 @@ INFERENCE = (
         off="write to the engine's parameters past ConsistencyWorker",
         fixed="vllm>=0.32",
         kept_for="engines of an older version, reached over HTTP",
-        probe=Probe(
-            "behavioural",
-            "vLLM's reload changes a derived buffer",
-            of_all=probes.reloading_touches_buffers,
-            needs="vllm",
-        ),
+        probe="behavioural",
+        asks="vLLM's reload changes a derived buffer",
         remove="this entry",
         sources=("https://github.com/vllm-project/vllm/pull/44371",),
         explains=lambda seen: _engine_is_off_by_a_factor(seen) and seen.load_format != "auto",
@@ -467,12 +405,8 @@ INFERENCE = (
         applies=predicates.ties_embeddings,
         handling="Modules that share a parameter are prepared again once all weights are there.",
         code=("nrl_models.engines.vllm_worker:ConsistencyWorker.nrl_refit_finish",),
-        probe=Probe(
-            "behavioural",
-            "a refit with the quirk switched off leaves vLLM's head as it was",
-            of_engine=lambda refit: not refit().passed,
-            needs="vllm",
-        ),
+        probe="behavioural",
+        asks="a refit with the quirk switched off leaves vLLM's head as it was",
         remove="_nrl_tied in vllm_worker.py",
         explains=_old_weights("logits"),
     ),
@@ -484,12 +418,8 @@ INFERENCE = (
         applies=predicates.has_experts,
         handling="The kernel is made anew with each refit, which packs the experts.",
         code=("nrl_models.engines.vllm_worker:ConsistencyWorker.nrl_refit_start",),
-        probe=Probe(
-            "behavioural",
-            "a refit with the quirk switched off leaves vLLM's experts unpacked",
-            of_engine=lambda refit: not refit().passed,
-            needs="vllm",
-        ),
+        probe="behavioural",
+        asks="a refit with the quirk switched off leaves vLLM's experts unpacked",
         remove="_nrl_kernels in vllm_worker.py",
         explains=_old_weights("experts"),
     ),
@@ -501,12 +431,8 @@ INFERENCE = (
         applies=predicates.has_towers,
         handling="The tokenizer is left out for models of text alone.",
         code=("nrl_models.engines.vllm:VLLMEngine.start",),
-        probe=Probe(
-            "behavioural",
-            "vLLM's processor of images refuses to start without a tokenizer",
-            of_all=probes.processors_need_a_tokenizer,
-            needs="vllm",
-        ),
+        probe="behavioural",
+        asks="vLLM's processor of images refuses to start without a tokenizer",
         remove="_needs_tokenizer in engines/vllm.py",
         sources=("https://github.com/vllm-project/vllm/issues/31123",),
     ),

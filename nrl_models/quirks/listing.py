@@ -29,7 +29,7 @@ def as_json(quirks: Iterable[Quirk], subject: Subject | None = None) -> dict[str
     found = [
         {key: getattr(quirk, key) for key in as_it_is}
         | {"off": quirk.switch, "fixed": quirk.fixed or None, "fixed_here": quirk.is_fixed}
-        | {"probe": quirk.probe.kind if quirk.probe else None}
+        | {"probe": quirk.probe or None}
         for quirk in quirks
     ]
     return {"architecture": None if subject is None else type(subject.model).__name__, "quirks": found}

@@ -16,6 +16,7 @@ from vllm import ModelRegistry
 
 from nrl_models import registry
 from nrl_models.consistency.cells import Settings
+from nrl_models.consistency.measure import Meter
 from nrl_models.consistency.prompts import Prompts
 from nrl_models.consistency.references import References
 from nrl_models.consistency.refit import RefitChecker, RefitStep
@@ -215,17 +216,16 @@ def hold(architecture: str, start: Start, folder: Path, overrides: dict[str, Any
     trainer = HFEngine(model, "trainer")
     prompts = Prompts(None, min(FIRST_SPECIAL, trainer.capabilities().vocabulary))  # no images' tokens
     settings = replace(SETTINGS, sampling=Sampling(temperature))
-    cell = settings.cells()[0]
     try:
         engine = start(checkpoint, load_format="dummy", seed=1)
     except EngineError as error:
         return Outcome(architecture, NOT_RUN, reason=str(error))
     steps: list[RefitStep] = []
     try:
-        checker = RefitChecker(str(checkpoint), engine, trainer, prompts, settings, cell)
+        checker = RefitChecker(str(checkpoint), Meter(engine, trainer, prompts, settings))
         steps.append(checker.refit("from random weights"))
         if steps[-1].passed:
-            checker.train(prompts.make(cell, cell.length, 7))
+            checker.train()
             steps.append(checker.refit("after a training step"))
         problem = "; ".join(why(step) for step in steps if not step.passed)
     except Exception as error:  # the engine's, or the model's
@@ -237,15 +237,9 @@ def hold(architecture: str, start: Start, folder: Path, overrides: dict[str, Any
     unfit = DISAGREES if steps else NOT_RUN  # where nothing was measured nothing disagrees
     try:
         engine = start(checkpoint)
-        report = run_matrix(
-            str(checkpoint),
-            engine,
-            HFEngine(untrained, "trainer"),
-            prompts,
-            settings,
-            Store(folder / "measured", {}),
-            References(checkpoint),
-        )
+        store = Store(folder / "measured", {})
+        meter = Meter(engine, HFEngine(untrained, "trainer"), prompts, settings, store)
+        report = run_matrix(str(checkpoint), meter, References(checkpoint))
     except Exception as error:
         return Outcome(architecture, unfit, **numbers, reason=f"{problem}; from files: {in_words(error)}")
     if report.error:

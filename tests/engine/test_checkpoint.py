@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 from nrl_models import AutoModelForCausalLM
 from nrl_models.cli import app
 from nrl_models.consistency.cells import Settings
+from nrl_models.consistency.measure import Meter
 from nrl_models.consistency.prompts import Prompts
 from nrl_models.consistency.references import References
 from nrl_models.consistency.run import run_matrix
@@ -65,7 +66,7 @@ def test_every_cell_agrees(
     for number, settings in enumerate(matrix):
         settings = replace(settings, threshold=bound)
         store = Store(tmp_path / str(number), asdict(settings))
-        report = run_matrix(str(demo), engine, trainer, demo_prompts, settings, store, References(demo))
+        report = run_matrix(str(demo), Meter(engine, trainer, demo_prompts, settings, store), References(demo))
         assert report.verdict == "pass", report.markdown()
         assert len(report.results) == len(settings.cells())
         for result in report.results:

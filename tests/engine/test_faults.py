@@ -15,6 +15,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from nrl_models import AutoModelForCausalLM
 from nrl_models.consistency.cells import Settings
+from nrl_models.consistency.measure import Meter
 from nrl_models.consistency.prompts import Prompts
 from nrl_models.consistency.references import References
 from nrl_models.consistency.refit import RefitChecker, RefitStep
@@ -35,9 +36,8 @@ class Bench:
         """The verdict on the only cell; None if it passes."""
         forget(self.engine)
         store = Store(self.folder, asdict(settings), fresh=True)
-        report = run_matrix(
-            str(self.path), self.engine, self.trainer, self.prompts, settings, store, References(self.path)
-        )
+        meter = Meter(self.engine, self.trainer, self.prompts, settings, store)
+        report = run_matrix(str(self.path), meter, References(self.path))
         forget(self.engine)
         assert not report.error
         verdict = report.results[0].verdict
@@ -169,13 +169,12 @@ def refitted(bench: Bench, change: Callable[[Any], Any], settings: Settings = SE
     """Refit the engine, train a step, refit it again with a fault on the way; put everything back."""
     model = bench.trainer.model
     kept = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
-    cell = settings.cells()[0]
-    checker = RefitChecker(str(bench.path), bench.engine, bench.trainer, bench.prompts, settings, cell)
+    checker = RefitChecker(str(bench.path), Meter(bench.engine, bench.trainer, bench.prompts, settings))
     with ExitStack() as stack:
         stack.callback(lambda: bench.engine.refit(model.state_dict_adapter.iter_export(model)))
         stack.callback(lambda: model.load_state_dict(kept))
         assert checker.refit("first").passed
-        assert checker.train(bench.prompts.make(cell, cell.length, 7)) > 1.01
+        assert checker.train() > 1.01
         yield checker.refit("second", change=change)
 
 

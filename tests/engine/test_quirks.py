@@ -9,20 +9,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import quirk_probes as probes
 import torch
 from inside import SETTINGS, changed, forget, model_of
+from quirk_tripwires import tripwire
 from torch import nn
 from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM, MixtralConfig
 
 from nrl_models import AutoModelForCausalLM
 from nrl_models.common.switches import quirks_off
+from nrl_models.consistency.measure import Meter
 from nrl_models.consistency.prompts import Prompts
 from nrl_models.consistency.refit import RefitChecker, RefitStep
 from nrl_models.engines import start_engine
 from nrl_models.engines.hf import HFEngine
 from nrl_models.engines.vllm import VLLMEngine
 from nrl_models.errors import EngineError
-from nrl_models.quirks import CATALOGUE, Quirk, probes
+from nrl_models.quirks import CATALOGUE
 
 QUIRKS = {quirk.name: quirk for quirk in CATALOGUE}
 
@@ -52,12 +55,11 @@ def refit(path: Path, engine: VLLMEngine, times: int = 1) -> RefitStep:
     forget(engine)
     trainer = HFEngine(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), "trainer")
     settings = replace(SETTINGS, threshold=1.0005)
-    cell = settings.cells()[0]
     prompts = Prompts(None, trainer.capabilities().vocabulary or 0)
-    checker = RefitChecker(str(path), engine, trainer, prompts, settings, cell)
+    checker = RefitChecker(str(path), Meter(engine, trainer, prompts, settings))
     for _ in range(times - 1):
         checker.refit("before")
-        checker.train(prompts.make(cell, cell.length, 7))
+        checker.train()
     return checker.refit("after")
 
 
@@ -98,7 +100,7 @@ def test_cure_of_engine_dummy_buffers(with_constant: Path, vllm: Any) -> None:
     step = refit(with_constant, engine)
     assert step.passed, step.problems
     model = model_of(dummy(vllm, with_constant))
-    QUIRKS["engine-dummy-buffers"].tripwire(probes.dummy_loading_touches_buffers(model), "vLLM")
+    tripwire(QUIRKS["engine-dummy-buffers"], probes.dummy_loading_touches_buffers(model), "vLLM")
     vllm.stop()
 
 
@@ -127,7 +129,7 @@ def test_symptom_of_engine_tied_head(tied: Path, vllm: Any) -> None:
     with quirks_off("engine-tied-head"):
         missed = not refit(tied, engine).passed
     vllm.stop()
-    QUIRKS["engine-tied-head"].tripwire(missed, "vLLM")
+    tripwire(QUIRKS["engine-tied-head"], missed, "vLLM")
     assert missed
 
 
@@ -144,7 +146,7 @@ def test_symptom_of_engine_experts_on_cpu(with_experts: Path, vllm: Any) -> None
     with quirks_off("engine-experts-on-cpu"):
         missed = not refit(with_experts, engine).passed
     vllm.stop()
-    QUIRKS["engine-experts-on-cpu"].tripwire(missed, "vLLM")
+    tripwire(QUIRKS["engine-experts-on-cpu"], missed, "vLLM")
     assert missed
 
 
@@ -209,8 +211,7 @@ def test_cure_of_engine_v0_runtime(tied: Path, asked: dict[str, Any], monkeypatc
         start_engine("vllm", tied)
 
 
-@pytest.mark.parametrize("quirk", [one for one in CATALOGUE if one.probe and one.probe.needs], ids=lambda one: one.name)
-def test_vllm_still_has_it(quirk: Quirk) -> None:
+@pytest.mark.parametrize("name", [*probes.OF_VLLM, *probes.OF_RUNNING_VLLM])
+def test_vllm_still_has_it(name: str) -> None:
     """Those that a function answers; what needs a running engine is asked above."""
-    assert quirk.probe is not None
-    quirk.tripwire(quirk.probe.of_all() if quirk.probe.of_all else None, "vLLM")
+    tripwire(QUIRKS[name], probes.OF_VLLM[name]() if name in probes.OF_VLLM else None, "vLLM")

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 from nrl_models.cli import app
 from nrl_models.consistency.cells import Settings
+from nrl_models.consistency.measure import Meter
 from nrl_models.consistency.prompts import Prompts
 from nrl_models.consistency.references import References
 from nrl_models.consistency.report import ConsistencyReport
@@ -32,8 +33,8 @@ def run(checkpoint: Path, engine: HFEngine, trainer: HFEngine, prompts: Prompts,
     """Runs the matrix on the two models, and keeps measurements in one folder."""
 
     def run(settings: Settings = SETTINGS, **options: Any) -> ConsistencyReport:
-        store = Store(tmp_path / "kept", {})
-        return run_matrix(str(checkpoint), engine, trainer, prompts, settings, store, References(checkpoint), **options)
+        meter = Meter(engine, trainer, prompts, settings, Store(tmp_path / "kept", {}))
+        return run_matrix(str(checkpoint), meter, References(checkpoint), **options)
 
     return run
 

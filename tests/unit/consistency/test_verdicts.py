@@ -14,6 +14,7 @@ from small_cell import SETTINGS
 from transformers import DeepseekV3Config, Gemma2Config, LlamaConfig, MistralConfig, PreTrainedConfig
 
 from nrl_models import AutoModelForCausalLM
+from nrl_models.consistency.measure import Meter
 from nrl_models.consistency.prompts import Prompts
 from nrl_models.consistency.references import References
 from nrl_models.consistency.refit import RefitChecker
@@ -48,8 +49,8 @@ def judge(tmp_path: Path, prompts: Prompts) -> Judge:
         change(engine, trainer)
         store = Store(tmp_path / "store", {}, fresh=True)
         asked = replace(SETTINGS, **settings)
-        references = References(path)
-        report = run_matrix(str(path), engine, trainer, prompts, asked, store, references, load_format=load_format)
+        meter = Meter(engine, trainer, prompts, asked, store)
+        report = run_matrix(str(path), meter, References(path), load_format=load_format)
         return report.results[0].verdict
 
     return judge
@@ -152,14 +153,14 @@ def test_a_quirk_is_not_named_where_it_does_not_fit(judge: Judge) -> None:
 def checker(path: Path, engine: HFEngine, prompts: Prompts) -> RefitChecker:
     trainer = HFEngine(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), "trainer")
     settings = replace(SETTINGS, threshold=1.0001)
-    return RefitChecker(str(path), engine, trainer, prompts, settings, settings.cells()[0])
+    return RefitChecker(str(path), Meter(engine, trainer, prompts, settings))
 
 
 def test_two_refits_in_a_row_arrive(checkpoint: Path, prompts: Prompts) -> None:
     engine = HFEngine.start(checkpoint, dtype=torch.float32, load_format="dummy", seed=3)
     check = checker(checkpoint, engine, prompts)
     assert check.refit("first").passed
-    assert check.train(prompts.make(SETTINGS.cells()[0], 24, 7)) > 1.01
+    assert check.train() > 1.01
     step = check.refit("second")
     assert step.passed
     assert step.before > 1.01

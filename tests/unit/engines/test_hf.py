@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
-from nrl_models.engines import ModuleCall, RefitReport, Sample, start_engine, tensor_digest
+from nrl_models.engines import ModuleCall, Sample, start_engine, tensor_digest
 from nrl_models.engines.hf import HFEngine
 from nrl_models.errors import EngineError
 from nrl_models.logprobs import Sampling
@@ -64,9 +64,9 @@ class Restless(HFEngine):
         disturb()
         return super().score(*args, **options)
 
-    def refit(self, *args: Any, **options: Any) -> RefitReport:
+    def _refit(self, *args: Any, **options: Any) -> dict[str, Any]:
         disturb()
-        return super().refit(*args, **options)
+        return super()._refit(*args, **options)
 
     def module_calls(self, *args: Any, **options: Any) -> dict[str, ModuleCall]:
         disturb()

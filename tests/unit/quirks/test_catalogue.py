@@ -10,13 +10,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from quirk_probes import OF_CLASS, OF_INSTALLED, OF_RUNNING_VLLM, OF_VLLM
+from quirk_tripwires import CatalogueError, QuirkExpiredError, check_catalogue, tripwire
 
 from nrl_models.common import ModelFlag
 from nrl_models.common.switches import SWITCHES, VARIABLE, is_off, quirks_off
 from nrl_models.errors import UnknownArgumentError
-from nrl_models.quirks import CATALOGUE, Probe, Quirk, check_catalogue
+from nrl_models.quirks import CATALOGUE, Quirk
 from nrl_models.quirks.listing import BEGIN, END, as_markdown
-from nrl_models.quirks.quirk import CatalogueError, QuirkExpiredError
 
 TESTS = Path(__file__).parents[2]
 DOCS = TESTS.parent / "docs"
@@ -31,7 +32,8 @@ ONE = Quirk(
     code=("nrl_models.common.switches:is_off",),
     remove="it",
     off="do not do it",
-    probe=Probe("behavioural", "it hurts", of_all=lambda: True),
+    probe="behavioural",
+    asks="it hurts",
 )
 
 
@@ -43,10 +45,10 @@ def test_the_catalogue_is_whole() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"probe": None}, "one: has neither a probe nor a version bound"),
-        ({"probe": Probe("behavioural", "it hurts")}, "one: has a probe that is run in 0 ways"),
-        ({"probe": Probe("hearsay", "it hurts", of_all=lambda: True)}, "one: has a probe of kind 'hearsay'"),
-        ({"probe": None, "fixed": "the next one"}, "one: is fixed in 'the next one', which is no requirement"),
+        ({"probe": ""}, "one: has neither a probe nor a version bound"),
+        ({"asks": ""}, "one: has a probe that asks nothing"),
+        ({"probe": "hearsay"}, "one: has a probe of kind 'hearsay'"),
+        ({"probe": "", "fixed": "the next one"}, "one: is fixed in 'the next one', which is no requirement"),
         ({"where": ("everywhere",)}, "one: acts at everywhere: expected some of load, forward"),
         ({"where": ()}, "one: acts at no place"),
         ({"off": ""}, "one: has no switch"),
@@ -66,6 +68,11 @@ def test_what_is_there_twice_or_not_at_all_is_an_error() -> None:
         check_catalogue([*CATALOGUE, ONE, ONE])
     with pytest.raises(CatalogueError, match="token-types: can be switched off, but the catalogue does not say"):
         check_catalogue(quirk for quirk in CATALOGUE if quirk.name != "token-types")
+
+
+def test_every_probe_is_run_in_one_way() -> None:
+    run = [*OF_INSTALLED, *OF_CLASS, *OF_VLLM, *OF_RUNNING_VLLM]
+    assert sorted(run) == sorted(quirk.name for quirk in CATALOGUE if quirk.probe)
 
 
 @by_name
@@ -150,21 +157,21 @@ def test_the_environment_switches_for_a_process(value: str, expected: str) -> No
 
 
 def test_the_tripwire_names_the_quirk_and_what_to_delete() -> None:
-    ONE.tripwire(True)
-    ONE.tripwire(None)
+    tripwire(ONE, True)
+    tripwire(ONE, None)
     with pytest.raises(QuirkExpiredError, match=r"one: it is no longer so that it hurts; asked of Nova\. .*Delete it"):
-        ONE.tripwire(False, "Nova")
+        tripwire(ONE, False, "Nova")
 
 
 def test_the_tripwire_fires_when_no_supported_version_needs_it() -> None:
     past = replace(ONE, fixed="torch>=2.0")
     assert past.is_fixed
     with pytest.raises(QuirkExpiredError, match=r"one: every version .* is beyond torch>=2\.0\. Delete it"):
-        past.tripwire(None)
+        tripwire(past, None)
     kept = replace(past, kept_for="those who look back")
-    kept.tripwire(False)
+    tripwire(kept, False)
     with pytest.raises(QuirkExpiredError, match=r"said to be gone with torch>=2\.0, but upstream has it again"):
-        kept.tripwire(True)
+        tripwire(kept, True)
     later = replace(ONE, fixed="torch>=99")
     assert not later.is_fixed
-    later.tripwire(True)
+    tripwire(later, True)

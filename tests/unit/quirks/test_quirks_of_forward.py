@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import quirk_probes as probes
 import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from nrl_models import registry
 from nrl_models.common.switches import quirks_off
 from nrl_models.errors import UnknownArgumentError
-from nrl_models.quirks import probes
 from nrl_models.testing.case import FamilyCase, randomise
 
 PLAIN = FamilyCase(registry.model_class("LlamaForCausalLM"))

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import quirk_probes as probes
 import torch
 from checkpoints import assert_same, edit_weights, stored
 from transformers import AutoConfig, PreTrainedModel, conversion_mapping
@@ -15,7 +16,7 @@ from nrl_models import AutoModelForCausalLM, AutoModelForImageTextToText, regist
 from nrl_models.common.pretrained import read_config
 from nrl_models.common.switches import quirks_off
 from nrl_models.errors import CheckpointError, UnknownArchitectureError, UnknownArgumentError
-from nrl_models.quirks import Subject, predicates, probes
+from nrl_models.quirks import Subject, predicates
 from nrl_models.testing.case import FamilyCase
 
 

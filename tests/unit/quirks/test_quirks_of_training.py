@@ -6,6 +6,7 @@ import copy
 from pathlib import Path
 
 import pytest
+import quirk_probes as probes
 import torch
 from checkpoints import edit_weights
 from torch import nn
@@ -20,7 +21,6 @@ from nrl_models.distributed.plan import plan_for
 from nrl_models.errors import ShardingError, UnknownArgumentError
 from nrl_models.logprobs import token_logprobs
 from nrl_models.parity.noise import rounded_otherwise
-from nrl_models.quirks import probes
 from nrl_models.testing.case import FamilyCase
 
 IMAGES = FamilyCase(registry.model_class("Gemma3ForConditionalGeneration"))

@@ -8,6 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from quirk_probes import OF_CLASS, OF_INSTALLED
+from quirk_tripwires import tripwire
 
 from nrl_models import families, registry
 from nrl_models.families.standard.table import STANDARD
@@ -42,9 +44,7 @@ ARCHITECTURES = [
 
 @pytest.mark.parametrize("quirk", CATALOGUE, ids=lambda quirk: quirk.name)
 def test_what_is_installed_still_has_it(quirk: Quirk) -> None:
-    probe = quirk.probe
-    asked = probe is not None and probe.of_all is not None and not probe.needs
-    quirk.tripwire(probe.of_all() if asked else None, "what is installed")
+    tripwire(quirk, OF_INSTALLED[quirk.name]() if quirk.name in OF_INSTALLED else None, "what is installed")
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -53,7 +53,6 @@ def test_the_class_upstream_still_has_it(architecture: str) -> None:
     subject = Subject.of_class(model_class)
     case = FamilyCase(model_class, tiny=TINY.get(architecture, {}))
     for quirk in CATALOGUE:
-        if quirk.probe is None or quirk.probe.of_class is None or not quirk.applies(subject):
-            continue
-        if not quirk.every_model or architecture == OF_EVERY_MODEL:
-            quirk.tripwire(quirk.probe.of_class(case), architecture)
+        asked = quirk.name in OF_CLASS and (not quirk.every_model or architecture == OF_EVERY_MODEL)
+        if asked and quirk.applies(subject):
+            tripwire(quirk, OF_CLASS[quirk.name](case), architecture)

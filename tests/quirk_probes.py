@@ -1,0 +1,466 @@
+"""Probes: is a quirk there? Each runs a model or a package, or reads it, and answers yes where there is trouble.
+
+Some are asked of any model, upstream's and ours; the others of what is upstream's alone. Models are tiny and in
+evaluation mode; none is changed. At the end is which of them answers the question of which entry of the catalogue.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import json
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+from nrl_models.common.config_types import takes_floats_only
+from nrl_models.common.routing import flip_rate, record_routing
+from nrl_models.parity.inputs import Inputs
+from nrl_models.parity.noise import rounded_otherwise
+from nrl_models.quirks import Subject, predicates
+from nrl_models.quirks.probes import APART, differ, offsets_stay
+from nrl_models.testing.case import FamilyCase, randomise
+
+
+@torch.no_grad()
+def documents_meet(model: PreTrainedModel, inputs: Inputs, *, mask: bool) -> bool:
+    """Whether a document's logits depend on one packed before it, with positions that start again.
+
+    Args:
+        model: a decoder.
+        inputs: of which `input_ids` `(2, length)` are the two documents.
+        mask: whether to give a mask of ones and leave the cache at its default; else there is neither.
+    """
+    first, second = inputs["input_ids"][0, :-5], inputs["input_ids"][1]
+    positions = [torch.arange(len(one), device=second.device) for one in (first, second)]
+    packed: dict[str, Any] = {"input_ids": torch.cat([first, second])[None], "position_ids": torch.cat(positions)[None]}
+    packed |= {"attention_mask": torch.ones_like(packed["input_ids"])} if mask else {"use_cache": False}
+    together = model(**packed).logits[0, -len(second) :]
+    alone = model(input_ids=second[None], use_cache=False).logits[0]
+    return differ(together, alone)
+
+
+@torch.no_grad()
+def images_are_causal(model: PreTrainedModel, inputs: Inputs) -> bool:
+    """Whether a batch with images but without token types is computed otherwise than with them, or refused."""
+    kinds = [name for name in ("token_type_ids", "mm_token_type_ids") if name in inputs]
+    without = {name: value for name, value in inputs.items() if name not in kinds}
+    text = model.config.get_text_config()
+    is_unset = getattr(text, "use_bidirectional_attention", False) is None
+    if is_unset:
+        text.use_bidirectional_attention = "vision"  # as published; the class's default has none
+    try:
+        return differ(model(**without).logits, model(**inputs).logits)
+    except ValueError:
+        return True
+    finally:
+        if is_unset:
+            text.use_bidirectional_attention = None
+
+
+def reentrant_checkpointing_loses_gradients(model: PreTrainedModel, inputs: Inputs) -> bool:
+    """Whether reentrant checkpointing gives other gradients than none does.
+
+    Args:
+        model: some of whose layers share keys and values.
+        inputs: with labels.
+    """
+    gradients = []
+    for reentrant in (False, True):
+        one = copy.deepcopy(model).train()
+        if reentrant:
+            one.gradient_checkpointing_enable({"use_reentrant": True})
+            one.enable_input_require_grads()
+        one(**inputs, use_cache=False).loss.backward()
+        gradients.append({name: parameter.grad for name, parameter in one.named_parameters()})
+    expected, actual = gradients
+    return any(
+        gradient is not None and (actual[name] is None or differ(actual[name], gradient, 1e-4))
+        for name, gradient in expected.items()
+    )
+
+
+def unused_weights_are_dropped(load: Callable[[Path], PreTrainedModel], reference: PreTrainedModel) -> bool:
+    """Whether loading and saving drops keys and values that a checkpoint holds for layers that share.
+
+    Args:
+        load: loads a checkpoint.
+        reference: writes it.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        published, again = Path(folder, "published"), Path(folder, "again")
+        reference.save_pretrained(published)
+        file = published / "model.safetensors"
+        tensors = load_file(file)
+        queries = {name for name in tensors if name.endswith("self_attn.q_proj.weight") and "tower" not in name}
+        unused = {name.replace("q_proj", "k_proj") for name in queries} - tensors.keys()
+        save_file(tensors | {name: torch.randn(4, 4) for name in unused}, file, metadata={"format": "pt"})
+        load(published).save_pretrained(again)
+        return bool(unused) and not unused <= load_file(again / "model.safetensors").keys()
+
+
+def a_new_row_explodes(model: PreTrainedModel, inputs: Inputs) -> bool:
+    """Whether an embedding row of zeros gets a gradient ten times as large as any other row."""
+    model = copy.deepcopy(model)
+    tokens = inputs["input_ids"]
+    weight = model.get_input_embeddings().weight
+    row = int(tokens[0, 3])
+    with torch.no_grad():
+        weight[row] = 0
+    weight.requires_grad_(True)
+    loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+    (gradient,) = torch.autograd.grad(loss, weight)
+    sizes = gradient.norm(dim=1)
+    return bool(sizes[row] > 10 * torch.cat([sizes[:row], sizes[row + 1 :]]).max())
+
+
+def whole_logits_are_made(model: PreTrainedModel, inputs: Inputs) -> bool:
+    """Whether log-probabilities from the model's own forward take a tensor of tokens times vocabulary."""
+    tokens = inputs["input_ids"]
+    vocabulary = model.config.get_text_config().vocab_size
+    with new_tensors(vocabulary) as sizes, torch.no_grad():
+        model(input_ids=tokens, use_cache=False).logits.float().log_softmax(-1)
+    return max(sizes) >= tokens.numel() * vocabulary
+
+
+@contextmanager
+def new_tensors(width: int) -> Iterator[list[int]]:
+    """While open, note the numbers of elements of the tensors that are made whose last dimension is `width`."""
+    sizes: list[int] = [0]
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            given = {one.untyped_storage().data_ptr() for one in args if isinstance(one, torch.Tensor)}
+            for one in result if isinstance(result, (tuple, list)) else (result,):
+                is_wide = isinstance(one, torch.Tensor) and one.ndim > 0 and one.shape[-1] == width
+                if is_wide and one.untyped_storage().data_ptr() not in given:
+                    sizes.append(one.numel())
+            return result
+
+    with Sizes():
+        yield sizes
+
+
+def small_updates_vanish(dtype: torch.dtype) -> bool:
+    """Whether a step of AdamW at a learning rate of post-training leaves a weight of that dtype as it is."""
+    weight = nn.Parameter(torch.ones(4, dtype=dtype))
+    optimizer = torch.optim.AdamW([weight], lr=1e-6, weight_decay=0.0)
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    return torch.equal(weight.detach(), torch.ones(4, dtype=dtype))
+
+
+def an_integer_is_refused(read: Callable[[Path], Any], values: dict[str, Any], key: str) -> bool:
+    """Whether a `config.json` with `key: 0`, for a float of zero, is not read.
+
+    Args:
+        read: reads the configuration in a folder.
+        values: the configuration's.
+        key: one of them, a float.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(values | {key: 0}))
+        try:
+            return getattr(read(Path(folder)), key) != 0
+        except Exception:  # transformers' own, or what it is turned into
+            return True
+
+
+def frozen_parts_train(from_pretrained: Callable[[Path], PreTrainedModel], model: PreTrainedModel) -> bool:
+    """Whether something that the class freezes when it is built trains when it is loaded.
+
+    Args:
+        from_pretrained: loads a checkpoint.
+        model: one that was built, and has such parameters.
+    """
+    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        loaded = dict(from_pretrained(Path(folder)).named_parameters())
+    return any(loaded[name].requires_grad for name in frozen)
+
+
+@torch.no_grad()
+def soft_cap_is_dropped(model: PreTrainedModel, inputs: Inputs) -> bool:
+    """Whether logits are the same without the soft cap of attention scores that the configuration asks for."""
+    uncapped = copy.deepcopy(model)
+    for module in uncapped.modules():
+        if getattr(module, "attn_logit_softcapping", None) is not None:
+            module.attn_logit_softcapping = None
+    return not differ(model(**inputs).logits, uncapped(**inputs).logits)
+
+
+# Of what is upstream's
+
+
+class _WithComputedPositions(PreTrainedModel):
+    """A model that freezes a part when it is built."""
+
+    config_class = PreTrainedConfig
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        super().__init__(config)
+        self.positions = nn.Embedding(4, 4).requires_grad_(False)
+        self.post_init()
+
+
+def loading_unfreezes() -> bool:
+    """Of transformers, for positions that a class computes and freezes."""
+    return frozen_parts_train(_WithComputedPositions.from_pretrained, _WithComputedPositions(PreTrainedConfig()))
+
+
+def sdpa_drops_soft_caps(case: FamilyCase) -> bool:
+    """Of the class upstream, computed by `sdpa` if it says that it can be."""
+    upstream = case.reference_class
+    if not upstream._supports_sdpa:
+        return False
+    config = case.config
+    config.attn_logit_softcapping = 0.05
+    torch.manual_seed(0)
+    model = upstream._from_config(config, attn_implementation="sdpa").eval()
+    randomise(model)
+    return soft_cap_is_dropped(model, case.inputs())
+
+
+def shared_keys_need_a_cache(case: FamilyCase) -> bool:
+    """Of the class upstream: whether it computes otherwise without a cache."""
+    model, inputs = case.reference(), case.inputs()
+    with torch.no_grad():
+        with_cache, without = (model(**inputs, use_cache=use).logits for use in (True, False))
+    return bool((with_cache - without).abs().max() > APART)
+
+
+def integers_are_refused(case: FamilyCase) -> bool:
+    """Of transformers' reader, for a key of the class upstream that has to be a float."""
+    config = case.config
+    key = next(key for key in config.to_dict() if takes_floats_only(type(config), key))
+    return an_integer_is_refused(AutoConfig.from_pretrained, json.loads(config.to_json_string()), key)
+
+
+def transformers_has_no_configuration(case: FamilyCase) -> bool:
+    """Whether its table of configurations lacks the one that a family brings."""
+    return case.config.model_type not in CONFIG_MAPPING_NAMES
+
+
+def tower_names_are_lost(case: FamilyCase) -> bool:
+    """Whether transformers' conversions do not find a tower under the names checkpoints had from before."""
+    reference = case.reference()
+    tower = reference.get_encoder(modality="image")
+    where = next(name for name, module in reference.named_modules() if module is tower)
+    names = [name for name in reference.state_dict() if name.startswith(f"{where}.")]
+    older = [name.removeprefix(f"{reference.base_model_prefix}.") for name in names]
+    renamings = [one for one in get_model_conversion_mapping(reference) if isinstance(one, WeightRenaming)]
+    return [reduce(lambda key, renaming: renaming.rename_source_key(key)[0], renamings, key) for key in older] != names
+
+
+def routing_flips(case: FamilyCase) -> bool:
+    """Whether rounding otherwise makes the class upstream choose other experts, in bf16."""
+    model = case.reference(torch.bfloat16)
+    inputs = case.inputs(images=False, batch=16, length=128)
+    records = []
+    with torch.no_grad(), record_routing(model) as record:
+        model(**inputs, use_cache=False)
+        records.append(dict(record))
+        with rounded_otherwise(model):
+            model(**inputs, use_cache=False)
+        records.append(dict(record))
+    return flip_rate(*records) > 0
+
+
+@contextmanager
+def pretended_mesh(ranks: int, name: str = "tp") -> Iterator[DeviceMesh]:
+    """A mesh of one dimension, this process its first rank: tensors are divided, and collectives do nothing.
+
+    Raises:
+        RuntimeError: there are ranks already.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if dist.is_initialized():
+        raise RuntimeError("this process is a rank already")
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    try:
+        yield init_device_mesh("cpu", (ranks,), mesh_dim_names=(name,))
+    finally:
+        dist.destroy_process_group()
+
+
+def untied_by_dividing() -> bool:
+    """Whether torch's `parallelize_module` parts an embedding and a head that are one tensor."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.head = nn.Embedding(8, 4), nn.Linear(4, 8, bias=False)
+            self.head.weight = self.words.weight
+
+    with pretended_mesh(2) as mesh:
+        model = parallelize_module(Tied(), mesh, {"words": RowwiseParallel(), "head": ColwiseParallel()})
+        return model.words.weight is not model.head.weight
+
+
+def ring_attention_rejects_masks() -> bool:
+    """Whether torch's ring attention refuses a mask."""
+    try:
+        from torch.distributed.tensor.experimental._attention import (
+            _scaled_dot_product_ring_efficient_attention as ring,
+        )
+    except ImportError:
+        from torch.distributed.tensor.experimental._context_parallel._attention import (
+            _scaled_dot_product_ring_efficient_attention as ring,
+        )
+    one: Any = torch.zeros(1, 1, 2, 2)
+    try:
+        ring(None, one, one, one, attn_bias=one)
+    except NotImplementedError:
+        return True
+    except Exception:  # it went on, and has no mesh
+        return False
+    return False
+
+
+def a_kernel_projects_out(case: FamilyCase) -> bool:
+    """Whether a mixer hands the weight of its projection to a fused kernel, past the module's hooks."""
+    mixers = {type(one) for one in case.reference().modules() if hasattr(one, "A_log") and hasattr(one, "out_proj")}
+    return any("outproj_weight=self.out_proj.weight" in inspect.getsource(mixer) for mixer in mixers)
+
+
+def optimisers_keep_no_state_without_gradients() -> bool:
+    """Of torch's AdamW."""
+    used, unused = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.AdamW([used, unused])
+    used.square().sum().backward()
+    optimizer.step()
+    return unused not in optimizer.state
+
+
+def unknown_attributes_are_accepted() -> bool:
+    """Whether torch takes a misspelt freeze, `requires_gradient`, without a word."""
+    parameter = nn.Parameter(torch.ones(2))
+    parameter.requires_gradient = False  # type: ignore[attr-defined]
+    return parameter.requires_grad
+
+
+# Of vLLM: these run where it is installed
+
+
+def dummy_loading_touches_buffers(model: nn.Module) -> bool:
+    """Whether vLLM's dummy loader makes a model's derived buffers random.
+
+    Args:
+        model: one inside a running vLLM; its weights are random afterwards.
+    """
+    from vllm.config.load import LoadConfig
+    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+
+    # Names with an underscore are vLLM's own, which it sets afterwards (scales of a quantised cache).
+    derived = {name: one for name, one in model.named_buffers() if not name.rpartition(".")[2].startswith("_")}
+    before = {name: buffer.clone() for name, buffer in derived.items()}
+    DummyModelLoader(LoadConfig(load_format="dummy")).load_weights(model, None)
+    return any(not torch.equal(buffer, before[name]) for name, buffer in derived.items())
+
+
+def reloading_touches_buffers() -> bool:
+    """Whether vLLM's layerwise reload changes a buffer that is derived, beside a weight that is loaded."""
+    from vllm.model_executor.model_loader.reload.layerwise import (
+        finalize_layerwise_reload,
+        initialize_layerwise_reload,
+        record_metadata_for_reloading,
+    )
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4), requires_grad=False)
+            self.register_buffer("scale", torch.tensor(0.0188), persistent=False)
+
+    model = nn.Sequential(Scaled())
+    record_metadata_for_reloading(model)
+    initialize_layerwise_reload(model)
+    model[0].weight.weight_loader(model[0].weight, torch.full((4,), 2.0))
+    finalize_layerwise_reload(model, None)
+    assert torch.equal(model[0].weight, torch.full((4,), 2.0))
+    return bool(model[0].scale != torch.tensor(0.0188))
+
+
+def processors_need_a_tokenizer() -> bool:
+    """Whether vLLM's processor of images refuses to start without a tokenizer."""
+    from types import SimpleNamespace
+
+    from vllm.multimodal.processing.processor import BaseMultiModalProcessor
+
+    class Processor(BaseMultiModalProcessor):
+        """Abstract as it is: only its beginning is run."""
+
+    Processor.__abstractmethods__ = frozenset()
+    info = SimpleNamespace(ctx=SimpleNamespace(tokenizer=None), get_data_parser=lambda: None)
+    try:
+        Processor(info, None)  # type: ignore[arg-type]
+    except ValueError:
+        return True
+    return False
+
+
+# Which answers what
+
+OF_INSTALLED: dict[str, Callable[[], bool]] = {
+    "fp32-masters": lambda: small_updates_vanish(torch.bfloat16),
+    "frozen-parts": loading_unfreezes,
+    "unreachable-parameters": optimisers_keep_no_state_without_gradients,
+    "misspelt-freezing": unknown_attributes_are_accepted,
+    "tied-weights-under-tp": untied_by_dividing,
+    "context-parallel-masks": ring_attention_rejects_masks,
+}
+"""Of what is installed."""
+
+OF_CLASS: dict[str, Callable[[FamilyCase], bool]] = {
+    "strict-config-types": integers_are_refused,
+    "tower-names": tower_names_are_lost,
+    "own-configuration": transformers_has_no_configuration,
+    "shared-kv-unused-weights": lambda case: unused_weights_are_dropped(
+        case.reference_class.from_pretrained, case.reference()
+    ),
+    "token-types": lambda case: images_are_causal(case.reference(), case.inputs(images=True)),
+    "packed-documents": lambda case: documents_meet(case.reference(), case.inputs(images=False), mask=True),
+    "masks-without-positions": lambda case: documents_meet(case.reference(), case.inputs(images=False), mask=False),
+    "mrope-packed-documents": lambda case: documents_meet(case.reference(), case.inputs(images=False), mask=False),
+    "mrope-stale-offsets": lambda case: offsets_stay(
+        case.reference(), case.inputs(images=True), case.inputs(images=False)["input_ids"]
+    ),
+    "shared-kv-without-cache": shared_keys_need_a_cache,
+    "soft-cap-under-sdpa": sdpa_drops_soft_caps,
+    "shared-kv-reentrant-checkpointing": lambda case: reentrant_checkpointing_loses_gradients(
+        case.reference(), case.inputs(labels=True)
+    ),
+    "routing-flips": routing_flips,
+    "full-vocabulary-logits": lambda case: whole_logits_are_made(case.reference(), case.inputs(images=False)),
+    "untrained-rows": lambda case: a_new_row_explodes(case.reference(), case.inputs(images=False)),
+    "fused-out-projection": a_kernel_projects_out,
+    "names-on-the-hub": lambda case: predicates.has_several_names(Subject(case.reference())),
+}
+"""Of the class upstream that a family extends, at tiny size."""
+
+OF_VLLM: dict[str, Callable[[], bool]] = {
+    "engine-reload-buffers": reloading_touches_buffers,
+    "engine-tokenizer": processors_need_a_tokenizer,
+}
+"""Of vLLM, where it is installed."""
+
+OF_RUNNING_VLLM = ("engine-dummy-buffers", "engine-tied-head", "engine-experts-on-cpu")
+"""Of vLLM while it runs: `tests/engine/test_quirks.py` asks."""

@@ -1,0 +1,102 @@
+"""Whether the catalogue of quirks is whole, and whether upstream still is as it says: what its tests call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from importlib.metadata import requires
+
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+from nrl_models.common.switches import SWITCHES
+from nrl_models.quirks import Quirk
+from nrl_models.quirks.quirk import KINDS, PLACES
+
+
+class CatalogueError(Exception):
+    """The catalogue of quirks is not whole."""
+
+
+class QuirkExpiredError(Exception):
+    """Upstream has changed, and the catalogue has not."""
+
+
+def tripwire(quirk: Quirk, shows: bool | None, of: str = "upstream") -> None:
+    """Fail if upstream has changed.
+
+    Args:
+        quirk: of which.
+        shows: what the probe says; None if it was not run.
+        of: of whom.
+
+    Raises:
+        QuirkExpiredError: what the quirk is about is gone, so that its handling is to be deleted; or it is back.
+    """
+    asked = quirk.asks or quirk.symptom
+    if quirk.is_beyond(lowest_version) and not quirk.kept_for:
+        raise QuirkExpiredError(
+            f"{quirk.name}: every version this package takes is beyond {quirk.fixed}. Delete {quirk.remove}, and the "
+            "entry; or say in the entry whom it is kept for."
+        )
+    if shows is False and not quirk.fixed:
+        raise QuirkExpiredError(
+            f"{quirk.name}: it is no longer so that {asked}; asked of {of}. "
+            f"Upstream has fixed it. Delete {quirk.remove}; and the entry, if that was the last. Or give the "
+            "release as its `fixed`, as long as older ones are supported."
+        )
+    if shows and quirk.is_fixed:
+        raise QuirkExpiredError(f"{quirk.name} is said to be gone with {quirk.fixed}, but {of} has it again: {asked}.")
+
+
+def lowest_version(package: str) -> str | None:
+    """The lowest version of `package` that this package takes; None if it does not say."""
+    for line in requires("nrl_models") or ():
+        requirement = Requirement(line)
+        bounds = [one.version for one in requirement.specifier if one.operator in (">=", "==", "~=")]
+        if requirement.name == package and bounds:
+            return max(bounds, key=Version)
+    return None
+
+
+def check_catalogue(quirks: Iterable[Quirk]) -> None:
+    """Whether every entry says what it has to.
+
+    Raises:
+        CatalogueError: everything that is missing or wrong.
+    """
+    problems: list[str] = []
+    seen: set[str] = set()
+    for quirk in quirks:
+        wrong = list(_problems_of(quirk))
+        if quirk.name in seen:
+            wrong.append("is in the catalogue twice")
+        seen.add(quirk.name)
+        problems += [f"{quirk.name}: {one}" for one in wrong]
+    if unknown := sorted(SWITCHES - seen):
+        problems.append(f"{', '.join(unknown)}: can be switched off, but the catalogue does not say what it is")
+    if problems:
+        raise CatalogueError("the catalogue of quirks is not whole:\n" + "\n".join(f"  - {one}" for one in problems))
+
+
+def _problems_of(quirk: Quirk) -> Iterable[str]:
+    if not quirk.probe and not quirk.fixed:
+        yield "has neither a probe nor a version bound, so nobody would notice that it is gone"
+    if quirk.probe:
+        if not quirk.asks:
+            yield "has a probe that asks nothing"
+        if quirk.probe not in KINDS:
+            yield f"has a probe of kind {quirk.probe!r}: expected one of {', '.join(KINDS)}"
+    if quirk.fixed:
+        try:
+            Requirement(quirk.fixed)
+        except ValueError as error:
+            yield f"is fixed in {quirk.fixed!r}, which is no requirement: {error}"
+    if not quirk.where or set(quirk.where) - set(PLACES):
+        yield f"acts at {', '.join(quirk.where) or 'no place'}: expected some of {', '.join(PLACES)}"
+    for field in ("symptom", "handling", "remove", "switch"):
+        if not getattr(quirk, field):
+            yield f"has no {field}"
+    if not quirk.code:
+        yield "does not say where it is handled"
+    if quirk.off and quirk.name in SWITCHES:
+        yield "has a switch of its own and says another way (`off`)"
