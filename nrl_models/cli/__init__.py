@@ -246,17 +246,3 @@ def new(
         print_table("The family is written; a person has to go on from here.")
         raise typer.Exit(1)
     print_table("All generated tests pass.")
-
-
-@app.command()
-def reach(
-    results: Annotated[Path, typer.Option(help="The generated tests' results.")] = Path(
-        "docs/model-coverage/results.json"
-    ),
-    out: Annotated[Path, typer.Option(help="The page to write.")] = Path("docs/onboarding-reach.md"),
-) -> None:
-    """Look at every decoder of the installed transformers, and write what onboarding makes of it."""
-    from nrl_models.onboarding.reach import write_reach
-
-    counts = write_reach(results, out)
-    print_table(f"wrote {out}: " + ", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items())))

@@ -3,10 +3,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import onboarding_reach as reach
 import pytest
 import transformers
 
-from nrl_models.onboarding import reach
 from nrl_models.onboarding.coverage import CoverageError
 
 
