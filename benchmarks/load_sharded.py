@@ -43,10 +43,8 @@ def _load_rank(rank: int, which: str, layout: str, path: str, folder: str) -> No
     transformers.utils.logging.set_verbosity_error()
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     if which == "nrl_models":
-        import nrl_models.distributed.loading
-        import nrl_models.families.llama.model
-        import nrl_models.families.mixtral.model  # noqa: F401
         from nrl_models import AutoModelForCausalLM
+        from nrl_models.families.standard.model import MixtralForCausalLM  # noqa: F401
 
         options = {"mesh": init_device_mesh("cpu", (2,), mesh_dim_names=(layout,))}
     else:

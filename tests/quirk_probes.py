@@ -29,11 +29,16 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from nrl_models.common.config_types import takes_floats_only
 from nrl_models.common.routing import flip_rate, record_routing
+from nrl_models.onboarding.detect import APART, offsets_stay
 from nrl_models.parity.inputs import Inputs
 from nrl_models.parity.noise import rounded_otherwise
 from nrl_models.quirks import Subject, predicates
-from nrl_models.quirks.probes import APART, differ, offsets_stay
 from nrl_models.testing.case import FamilyCase, randomise
+
+
+def differ(actual: torch.Tensor, expected: torch.Tensor, by: float = APART) -> bool:
+    """Whether two tensors differ by more than rounding."""
+    return bool((actual - expected).abs().max() > by)
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Reading configurations whole, every key in every part; and writing sizes down."""
+"""Reading configurations whole, every key in every part."""
 
 from __future__ import annotations
 
@@ -30,18 +30,3 @@ def all_values(config: PreTrainedConfig) -> Iterator[tuple[str, Any]]:
 def parts(config: PreTrainedConfig) -> dict[str, PreTrainedConfig]:
     """The configurations nested in `config`, by key."""
     return {key: value for key, value in own_values(config).items() if isinstance(value, PreTrainedConfig)}
-
-
-def decoder_sizes(
-    vocab: int, hidden: int, intermediate: int, layers: int, heads: int, key_values: int, **more: Any
-) -> dict[str, Any]:
-    """A decoder's sizes under the keys that most configurations have for them, and whatever else is given."""
-    return {
-        "vocab_size": vocab,
-        "hidden_size": hidden,
-        "intermediate_size": intermediate,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": key_values,
-        **more,
-    }

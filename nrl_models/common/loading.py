@@ -27,7 +27,7 @@ from nrl_models.common.conversions import conversions_of
 from nrl_models.common.dtypes import kept_dtypes
 from nrl_models.common.garbage import no_collections
 from nrl_models.common.layer_patterns import Names, Pattern, Renamer, ignore_indices
-from nrl_models.common.matching import Given, Match, is_wide_float, match
+from nrl_models.common.matching import Match, is_wide_float, match
 from nrl_models.common.projections import Buffer, join, neighbouring_parameters
 from nrl_models.common.state_dict_adapter import StateDictAdapter
 from nrl_models.common.switches import is_off
@@ -156,7 +156,7 @@ def fit_checkpoint(
         return "the model has no such tensor"
 
     found = match(
-        {key: Given(stored.shape, stored.dtype, stored.file) for key, stored in files.tensors.items()},
+        files.tensors,
         names.found.get,
         adapter.own,
         adapter.absent,

@@ -14,18 +14,10 @@ from itertools import pairwise
 
 import torch
 
+from nrl_models.common.checkpoint_files import StoredTensor
 from nrl_models.common.layouts import TensorSpec
 from nrl_models.common.views import HFTensor, Place, View
 from nrl_models.errors import Problem
-
-
-@dataclass(frozen=True, slots=True)
-class Given:
-    """A tensor that is offered under some key: what is known of it without reading it."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    file: str | None = None
 
 
 @dataclass(slots=True)
@@ -46,7 +38,7 @@ class Match:
 
 
 def match(
-    given: Mapping[str, Given],
+    given: Mapping[str, TensorSpec | StoredTensor],
     find: Callable[[str], HFTensor | None],
     own: Mapping[str, TensorSpec],
     absent: Callable[[str, Collection[HFTensor]], list[str]],
@@ -72,11 +64,11 @@ def match(
         target = find(key)
         if target is None:
             if (why := why_unexpected(key)) is not None:
-                result.problems.append(Problem("unexpected", key, why, tensor.file))
+                result.problems.append(Problem("unexpected", key, why, _file(tensor)))
         elif tensor.shape != target.shape:
             misfits.update(target.parameters)
             detail = f"has shape {tensor.shape}, the model expects {target.shape}"
-            result.problems.append(Problem("shape", key, detail, tensor.file))
+            result.problems.append(Problem("shape", key, detail, _file(tensor)))
         else:
             for parameter in target.parameters:
                 result.sources[parameter].append((key, target))
@@ -96,7 +88,7 @@ def _coverage(
     name: str,
     spec: TensorSpec,
     sources: list[tuple[str, HFTensor]],
-    given: Mapping[str, Given],
+    given: Mapping[str, TensorSpec | StoredTensor],
     absent: Callable[[str, Collection[HFTensor]], list[str]],
 ) -> list[Problem]:
     """Problems with the sources of one own tensor: they must fill it exactly once, in one dtype."""
@@ -104,7 +96,7 @@ def _coverage(
     views = [piece.view for _, target in sources for piece in target.pieces if piece.view.parameter == name]
     places = [view.place_in(spec.shape) for view in views]
     filled, wanted = sum(math.prod(place.shape) for place in places), math.prod(spec.shape)
-    files = sorted({file for key in keys if (file := given[key].file)})
+    files = sorted({file for key in keys if (file := _file(given[key]))})
     file = ", ".join(files) or None
     if filled > wanted or (wanted and _overlap(views, places)):  # nothing is filled twice where nothing is
         return [Problem("duplicated", _listed(keys), f"fill {name} more than once", file)]
@@ -116,6 +108,10 @@ def _coverage(
         listed = _listed(sorted(map(str, dtypes)))
         return [Problem("dtype", _listed(keys), f"cannot be one tensor: they are {listed}", file)]
     return []
+
+
+def _file(tensor: TensorSpec | StoredTensor) -> str | None:
+    return tensor.file if isinstance(tensor, StoredTensor) else None
 
 
 def _overlap(views: Sequence[View], places: Sequence[Place]) -> bool:

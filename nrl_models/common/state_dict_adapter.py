@@ -16,12 +16,12 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from nrl_models.common import layouts
 from nrl_models.common.garbage import no_collections
 from nrl_models.common.layouts import TensorSpec
-from nrl_models.common.matching import Given, match
+from nrl_models.common.matching import match
 from nrl_models.common.views import HFTensor, Piece, place_of
 from nrl_models.errors import Problem, StateDictError
 
@@ -35,9 +35,8 @@ class StateDictAdapter:
     """Translates between a model's own tensors and Hugging Face's names and shapes.
 
     Args:
-        source: the model the table is made from; real or on meta. Only names,
+        model: the model the table is made from; real or on meta. Only names,
             shapes, dtypes and the conversions of its checkpoint are read, and no reference is kept.
-            A configuration stands for the model that an auto class builds from it.
 
     Attributes:
         own: the model's own tensors, by name.
@@ -47,8 +46,7 @@ class StateDictAdapter:
     """
 
     @no_collections()
-    def __init__(self, source: PreTrainedModel | PreTrainedConfig) -> None:
-        model = _on_meta(source) if isinstance(source, PreTrainedConfig) else source
+    def __init__(self, model: PreTrainedModel) -> None:
         self.own: dict[str, TensorSpec] = layouts.own_tensors(model)
         self.tied: dict[str, str] = layouts.tied_names(model)
         self.transformers: dict[str, HFTensor] = {
@@ -110,7 +108,7 @@ class StateDictAdapter:
                 part, shapes or dtypes that do not fit; all of them at once.
         """
         found = match(
-            {key: Given(tuple(tensor.shape), tensor.dtype) for key, tensor in state_dict.items()},
+            {key: TensorSpec(tuple(tensor.shape), tensor.dtype) for key, tensor in state_dict.items()},
             self.table_for(state_dict).get,
             self.own,
             self.absent,
@@ -300,13 +298,6 @@ def adapter_of(model: PreTrainedModel) -> StateDictAdapter:
             return adapter
     _kept[model] = StateDictAdapter(model), conversions
     return _kept[model][0]
-
-
-def _on_meta(config: PreTrainedConfig) -> PreTrainedModel:
-    """The model of `config`, without weights."""
-    from nrl_models.auto import auto_class_of  # built upon this module; only whoever has no model asks for it
-
-    return auto_class_of(config).from_config(config, device="meta")
 
 
 def _by_parameter(table: Mapping[str, HFTensor]) -> dict[str, list[HFTensor]]:

@@ -3,6 +3,8 @@
 Importing this imports no model: `nrl_models.registry` reads it.
 """
 
+from typing import Any
+
 FAMILIES: dict[str, tuple[str, ...]] = {
     "baichuan": (
         "BaichuanForCausalLM",
@@ -26,9 +28,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "llama": ("LlamaForCausalLM", "LlamaForSequenceClassification", "LlamaForTokenClassification"),
     "mistral": ("MistralForCausalLM", "MistralForSequenceClassification", "MistralForTokenClassification"),
     "mistral3": ("Mistral3ForConditionalGeneration",),
-    "mixtral": ("MixtralForCausalLM", "MixtralForSequenceClassification", "MixtralForTokenClassification"),
     "nemotron_h": ("NemotronHForCausalLM",),
-    "phi3": ("Phi3ForCausalLM", "Phi3ForSequenceClassification", "Phi3ForTokenClassification"),
     "qwen2": ("Qwen2ForCausalLM", "Qwen2ForSequenceClassification", "Qwen2ForTokenClassification"),
     "qwen2_5_vl": ("Qwen2_5_VLForConditionalGeneration",),
     "qwen2_vl": ("Qwen2VLForConditionalGeneration",),
@@ -51,3 +51,18 @@ REQUIREMENTS: dict[str, str] = {"Gemma3nForConditionalGeneration": "timm>=1.0"}
 def module_of(family: str) -> str:
     """The name of the module that has a family's classes."""
     return f"nrl_models.families.{family if family in FAMILIES else 'standard'}.model"
+
+
+def decoder_sizes(
+    vocab: int, hidden: int, intermediate: int, layers: int, heads: int, key_values: int, **more: Any
+) -> dict[str, Any]:
+    """A decoder's sizes under the keys that most configurations have for them, and whatever else is given."""
+    return {
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": key_values,
+        **more,
+    }

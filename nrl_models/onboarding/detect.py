@@ -22,7 +22,6 @@ from nrl_models.errors import in_words
 from nrl_models.parity.audio import AUDIO, takes_audio
 from nrl_models.parity.images import PIXELS, Inputs, takes_images
 from nrl_models.parity.inputs import inputs_for
-from nrl_models.quirks.probes import offsets_stay
 from nrl_models.testing.case import randomise
 from nrl_models.testing.tiny import find_tiny
 
@@ -34,6 +33,9 @@ MEDIA = {"images": PIXELS, "audio": AUDIO}
 
 STEPS = ("configuration", "build", "text", "images", "backward")
 """What is done with a class, in this order."""
+
+APART = 1e-3
+"""Logits of tiny models with random weights differ by more than this, if they differ in more than rounding."""
 
 
 @dataclass(frozen=True)
@@ -253,3 +255,18 @@ def _place(right: list[str], wrong: list[str]) -> str:
         if all(is_at(name, piece) for name in right) and not any(is_at(name, piece) for name in wrong):
             return piece
     return ""
+
+
+@torch.no_grad()
+def offsets_stay(model: PreTrainedModel, with_images: Inputs, text: torch.Tensor) -> bool:
+    """Whether decoding `text` `(batch, length)` from a cache depends on a sequence with images seen before."""
+    model = copy.deepcopy(model)
+    expected = _decoded(model, text)
+    model(**with_images, use_cache=True)
+    return bool((_decoded(model, text) - expected).abs().max() > APART)
+
+
+def _decoded(model: PreTrainedModel, text: torch.Tensor) -> torch.Tensor:
+    """The logits of the last token, by way of a cache."""
+    cache = model(input_ids=text[:, :-1], use_cache=True).past_key_values
+    return model(input_ids=text[:, -1:], past_key_values=cache, use_cache=True).logits

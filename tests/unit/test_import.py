@@ -242,10 +242,10 @@ def test_no_unit_imports_what_imports_it() -> None:
     TopologicalSorter(graph).prepare()  # raises on a cycle, naming it
 
 
-def test_two_imports_run_against_the_order() -> None:
-    """A configuration stands for a model, which only the auto classes build; `mesh=` asks for a sharded one."""
+def test_one_import_runs_against_the_order() -> None:
+    """`mesh=` asks for a sharded model."""
     against = {(one.file, one.target) for one in IMPORTS if one.excused and rank(one.target) < rank(one.source)}
-    assert against == {("common/state_dict_adapter.py", "auto"), ("common/pretrained.py", "distributed")}
+    assert against == {("common/pretrained.py", "distributed")}
 
 
 def test_families_import_common_and_transformers_only() -> None:

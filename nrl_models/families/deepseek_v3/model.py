@@ -3,7 +3,7 @@
 from transformers.models.deepseek_v3 import modeling_deepseek_v3 as hf
 
 from nrl_models.common import CombinedGateUp, FamilyModel, combine
-from nrl_models.common.configurations import decoder_sizes
+from nrl_models.families import decoder_sizes
 
 
 class DeepseekV3Family(FamilyModel):

@@ -3,7 +3,7 @@
 from transformers.models.gemma2 import modeling_gemma2 as hf
 
 from nrl_models.common import CombinedGateUp, CombinedQKV, FamilyModel, ModelFlag
-from nrl_models.common.configurations import decoder_sizes
+from nrl_models.families import decoder_sizes
 
 
 class Gemma2Family(FamilyModel):

@@ -4,8 +4,8 @@ from transformers.models.gemma3 import modeling_gemma3 as hf
 from transformers.models.siglip import modeling_siglip as siglip
 
 from nrl_models.common import CombinedGateUp, CombinedQKV, FamilyModel, ModelFlag
-from nrl_models.common.configurations import decoder_sizes
 from nrl_models.common.token_types import with_token_types
+from nrl_models.families import decoder_sizes
 
 
 class Gemma3Family(FamilyModel):

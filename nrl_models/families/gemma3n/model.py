@@ -3,8 +3,8 @@
 from transformers.models.gemma3n import modeling_gemma3n as hf
 
 from nrl_models.common import CombinedGateUp, CombinedQKV, FamilyModel
-from nrl_models.common.configurations import decoder_sizes
 from nrl_models.common.kv_sharing import SharedKeyValues
+from nrl_models.families import decoder_sizes
 
 
 class Gemma3nFamily(SharedKeyValues, FamilyModel):

@@ -8,8 +8,8 @@ from transformers.models.gpt_oss import modeling_gpt_oss as hf
 
 from nrl_models.common import CombinedQKV, FamilyModel
 from nrl_models.common.config_keys import declared_keys
-from nrl_models.common.configurations import decoder_sizes
 from nrl_models.common.switches import is_off
+from nrl_models.families import decoder_sizes
 
 
 class GptOssModel(hf.GptOssModel):

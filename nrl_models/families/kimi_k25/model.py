@@ -4,7 +4,7 @@ from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek_v3
 from transformers.models.kimi_k25 import modeling_kimi_k25 as hf
 
 from nrl_models.common import CombinedGateUp, CombinedQKV, FamilyModel, combine
-from nrl_models.common.configurations import decoder_sizes
+from nrl_models.families import decoder_sizes
 
 
 class KimiK25Family(FamilyModel):

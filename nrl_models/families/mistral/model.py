@@ -3,7 +3,7 @@
 from transformers.models.mistral import modeling_mistral as hf
 
 from nrl_models.common import CombinedGateUp, CombinedQKV, FamilyModel
-from nrl_models.common.configurations import decoder_sizes
+from nrl_models.families import decoder_sizes
 
 
 class MistralFamily(FamilyModel):

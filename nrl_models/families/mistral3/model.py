@@ -7,7 +7,7 @@ from transformers.models.mistral4 import modeling_mistral4 as mistral4
 from transformers.models.pixtral import modeling_pixtral as pixtral
 
 from nrl_models.common import CombinedGateUp, CombinedQKV, FamilyModel, combine
-from nrl_models.common.configurations import decoder_sizes
+from nrl_models.families import decoder_sizes
 
 
 class Mistral3Family(FamilyModel):

@@ -3,7 +3,7 @@
 from transformers.models.qwen2 import modeling_qwen2 as hf
 
 from nrl_models.common import CombinedGateUp, CombinedQKV, FamilyModel
-from nrl_models.common.configurations import decoder_sizes
+from nrl_models.families import decoder_sizes
 
 
 class Qwen2Family(FamilyModel):

@@ -3,8 +3,8 @@
 from transformers.models.qwen2_vl import modeling_qwen2_vl as hf
 
 from nrl_models.common import CombinedGateUp, CombinedQKV, FamilyModel
-from nrl_models.common.configurations import decoder_sizes
 from nrl_models.common.mrope import FreshPositions, PackedTextPositions
+from nrl_models.families import decoder_sizes
 
 
 class Qwen2VLFamily(FamilyModel):

@@ -3,7 +3,7 @@
 from transformers.models.qwen3_moe import modeling_qwen3_moe as hf
 
 from nrl_models.common import CombinedGateUp, CombinedQKV, FamilyModel
-from nrl_models.common.configurations import decoder_sizes
+from nrl_models.families import decoder_sizes
 
 
 class Qwen3MoeFamily(FamilyModel):

@@ -92,6 +92,7 @@ def __getattr__(name: str) -> Any:
             config_values=entry.config_values,
             ignored_config_keys=entry.ignored,
             tensor_parallel=entry.tensor_parallel,
+            published=entry.published if name == entry.architectures[0] else {},
         )
     globals()[name] = made
     return made

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
+from nrl_models.families import decoder_sizes
+
 
 @dataclass(frozen=True)
 class Standard:
@@ -35,6 +37,7 @@ class Standard:
         modeling: the module that has the classes, where it is not called as the package.
         config_values: as `FamilyModel.config_values`.
         tensor_parallel: as `FamilyModel.tensor_parallel`.
+        published: as `FamilyModel.published`, of the first of `heads`.
     """
 
     prefix: str
@@ -48,6 +51,7 @@ class Standard:
     modeling: str = ""
     config_values: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     tensor_parallel: Mapping[str, str] = field(default_factory=dict)
+    published: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     @property
     def architectures(self) -> tuple[str, ...]:
@@ -543,6 +547,12 @@ STANDARD: dict[str, Standard] = {
         ALL_HEADS,
         {"Attention": "qkv_a_proj: q_a_proj q_proj kv_a_proj_with_mqa", "MLP": GATE_UP},
     ),
+    "mixtral": Standard(
+        "Mixtral",
+        ALL_HEADS,
+        {"Attention": QKV},
+        published={"Mixtral-8x22B": decoder_sizes(32768, 6144, 16384, 56, 48, 8)},
+    ),
     "mllama": Standard(
         "Mllama",
         CONDITIONAL,
@@ -623,6 +633,8 @@ STANDARD: dict[str, Standard] = {
     "parakeet": Standard("Parakeet", (), {"EncoderAttention": QKV}),
     "pegasus": Standard("Pegasus", CAUSAL, {"Attention": QKV}, lacks(LEFT, PACKED)),
     "phi": Standard("Phi", ALL_HEADS, {"Attention": QKV}),
+    # On the hub QKV and gate-up are packed already.
+    "phi3": Standard("Phi3", ALL_HEADS, published={"Phi-4": decoder_sizes(100352, 5120, 17920, 40, 40, 10)}),
     "phimoe": Standard("Phimoe", CAUSAL, {"Attention": QKV}),
     "pix2struct": Standard(
         "Pix2Struct",

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from nrl_models.common.checkpoint_files import StoredTensor
 from nrl_models.common.layouts import TensorSpec
-from nrl_models.common.matching import Given, Match, match
+from nrl_models.common.matching import Match, match
 from nrl_models.common.views import HFTensor, Piece, View
 
 
@@ -61,7 +62,7 @@ def absent(name: str, given: Collection[HFTensor]) -> list[str]:
 def matched(*keys: str, tied: dict[str, str] | None = None, **options: Any) -> Match:
     """The match of these keys, with the shapes and dtype that fit; `changed` gives others."""
     changed = options.pop("changed", {})
-    given = {key: Given(TABLE[key].shape if key in TABLE else (1,), torch.float32) for key in keys} | changed
+    given = {key: TensorSpec(TABLE[key].shape if key in TABLE else (1,), torch.float32) for key in keys} | changed
     options = {"why_unexpected": lambda key: "nobody knows it"} | options
     return match(given, TABLE.get, OWN, absent, tied or {}, **options)
 
@@ -108,7 +109,7 @@ def test_a_part_that_is_missing_is_partial_whatever_may_miss() -> None:
 
 
 def test_a_packed_tensor_of_the_wrong_size_is_reported_once() -> None:
-    found = matched("q", "k", "v", "head", changed={"norm and embed": Given((6, 4), torch.float32)})
+    found = matched("q", "k", "v", "head", changed={"norm and embed": TensorSpec((6, 4), torch.float32)})
     assert kinds(found) == {("shape", "norm and embed")}
 
 
@@ -128,23 +129,25 @@ def test_what_fills_a_tensor_twice_is_duplicated(keys: tuple[str, ...], listed: 
 
 
 def test_a_wrong_shape_is_reported_once() -> None:
-    found = matched("q", "k", "norm", "head", changed={"v": Given((3, 4), torch.float32), "embed": Given((), None)})
+    found = matched(
+        "q", "k", "norm", "head", changed={"v": TensorSpec((3, 4), torch.float32), "embed": TensorSpec((), None)}
+    )
     assert kinds(found) == {("shape", "v"), ("shape", "embed")}
     assert "(3, 4), the model expects (2, 4)" in str(found.problems[0])
 
 
 @pytest.mark.parametrize("second", [torch.bfloat16, torch.float64])
 def test_floating_point_parts_of_several_widths_are_one_tensor(second: torch.dtype) -> None:
-    assert not matched(*EVERYTHING, changed={"k": Given((2, 4), second)}).problems
+    assert not matched(*EVERYTHING, changed={"k": TensorSpec((2, 4), second)}).problems
 
 
 @pytest.mark.parametrize("second", [torch.int8, torch.float8_e4m3fn])
 def test_parts_that_need_scales_are_no_tensor_with_others(second: torch.dtype) -> None:
-    found = matched(*EVERYTHING, changed={"k": Given((2, 4), second)})
+    found = matched(*EVERYTHING, changed={"k": TensorSpec((2, 4), second)})
     assert kinds(found) == {("dtype", "q, k, v")}
     assert str(second) in found.problems[0].detail
     # All alike they are: it is not for a match to say what they mean.
-    alike = {key: Given(TABLE[key].shape, second) for key in ("q", "k", "v")}
+    alike = {key: TensorSpec(TABLE[key].shape, second) for key in ("q", "k", "v")}
     assert not matched(*EVERYTHING, changed=alike).problems
 
 
@@ -173,10 +176,10 @@ def test_tied_tensors_that_are_both_given_or_both_absent() -> None:
 
 def test_everything_is_listed_at_once_with_its_file() -> None:
     files = {
-        "q": Given((4, 4), torch.float32, "one"),
-        "older q": Given((4, 4), torch.float32, "two"),
-        "embed": Given((6,), torch.float32, "two"),
-        "other": Given((1,), torch.float32, "three"),
+        "q": StoredTensor("", "one", (4, 4), torch.float32, 0),
+        "older q": StoredTensor("", "two", (4, 4), torch.float32, 0),
+        "embed": StoredTensor("", "two", (6,), torch.float32, 0),
+        "other": StoredTensor("", "three", (1,), torch.float32, 0),
     }
     found = matched(changed=files)
     assert {(problem.kind, problem.subject, problem.file) for problem in found.problems} == {
@@ -191,7 +194,7 @@ def test_everything_is_listed_at_once_with_its_file() -> None:
 def test_a_long_list_is_cut_and_counted() -> None:
     table = {f"e{index}": rows(f"e{index}", "w", index, 1) for index in range(20)}
     found = match(
-        {key: Given((1, 4), torch.float32) for key in list(table)[:10]},
+        {key: TensorSpec((1, 4), torch.float32) for key in list(table)[:10]},
         table.get,
         {"w": TensorSpec((20, 4), torch.float32)},
         lambda name, given: [key for key in table if key not in {tensor.name for tensor in given}],
@@ -208,7 +211,7 @@ def test_what_is_empty_is_not_filled_twice() -> None:
     # Shared experts of no width: gate and up are both the whole of nothing.
     own = {"gate_up": TensorSpec((0, 4), torch.float32)}
     table = {name: rows(name, "gate_up", 0, 0) for name in ("gate", "up")}
-    given = {name: Given((0, 4), torch.float32) for name in table}
+    given = {name: TensorSpec((0, 4), torch.float32) for name in table}
     result = match(given, table.get, own, absent, {}, why_unexpected=str)
     assert not result.problems
     assert set(result.sources) == {"gate_up"}

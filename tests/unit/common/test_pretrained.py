@@ -43,8 +43,8 @@ from nrl_models.errors import ShardingError
 from nrl_models.families.gemma3.model import Gemma3ForCausalLM
 from nrl_models.families.llama.model import LlamaForCausalLM
 from nrl_models.families.mistral.model import MistralForCausalLM
-from nrl_models.families.mixtral.model import MixtralForCausalLM
 from nrl_models.families.qwen2.model import Qwen2ForCausalLM
+from nrl_models.families.standard.model import MixtralForCausalLM
 from nrl_models.testing.tiny import tiny_config
 
 # The model

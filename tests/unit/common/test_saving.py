@@ -21,7 +21,7 @@ from nrl_models import AutoModelForCausalLM, CheckpointError, StateDictError
 from nrl_models.common.projections import own_storage
 from nrl_models.common.saving import staged
 from nrl_models.families.llama.model import LlamaForCausalLM
-from nrl_models.families.mixtral.model import MixtralForCausalLM
+from nrl_models.families.standard.model import MixtralForCausalLM
 
 SIZES = {"single": "5GB", "three shards": "160KB", "more shards": "90KB"}
 """`max_shard_size` for the small models here."""

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from quirk_guide import BEGIN, END, as_markdown
 from quirk_probes import OF_CLASS, OF_INSTALLED, OF_RUNNING_VLLM, OF_VLLM
 from quirk_tripwires import CatalogueError, QuirkExpiredError, check_catalogue, tripwire
 
@@ -17,7 +18,6 @@ from nrl_models.common import ModelFlag
 from nrl_models.common.switches import SWITCHES, VARIABLE, is_off, quirks_off
 from nrl_models.errors import UnknownArgumentError
 from nrl_models.quirks import CATALOGUE, Quirk
-from nrl_models.quirks.listing import BEGIN, END, as_markdown
 
 TESTS = Path(__file__).parents[2]
 DOCS = TESTS.parent / "docs"
@@ -116,7 +116,7 @@ def test_it_has_a_test_of_its_symptom_and_one_of_its_cure(quirk: Quirk, part: st
 def test_the_guide_has_the_catalogue() -> None:
     page = (DOCS / "quirks.md").read_text()
     shown = page.partition(BEGIN)[2].partition(END)[0].strip()
-    assert shown == as_markdown(CATALOGUE), "run python -m nrl_models.quirks.listing"
+    assert shown == as_markdown(CATALOGUE), "run python -m tests.quirk_guide"
 
 
 # Switches

@@ -1,1 +1,0 @@
-"""Mixtral: Llama's attention over a sparse mixture of stacked experts."""
