@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -33,10 +33,10 @@ class _AutoModel:
         raise TypeError(f"{type(self).__name__} is made with from_pretrained(path) or from_config(config)")
 
     @classmethod
-    def from_pretrained(cls, path_or_id: str | Path, **options: Any) -> PreTrainedModel:
+    def from_pretrained(cls, path_or_id: str | Path, **options: Any) -> FamilyModel:
         """A model with a checkpoint's weights, in evaluation mode.
 
-        An architecture that no family serves loads as transformers' own class, with one warning.
+        An architecture that no family serves loads as transformers' own class, with the same adapter and one warning.
 
         Args:
             path_or_id: a folder, or the name of a hub repository.
@@ -59,9 +59,7 @@ class _AutoModel:
         return _with_adapter(pretrained.from_pretrained(class_for, path_or_id, **options))
 
     @classmethod
-    def from_config(
-        cls, config: PreTrainedConfig, *, trust_remote_code: bool = False, **options: Any
-    ) -> PreTrainedModel:
+    def from_config(cls, config: PreTrainedConfig, *, trust_remote_code: bool = False, **options: Any) -> FamilyModel:
         """A model with new weights, in training mode: under a seed, bit for bit those of transformers.
 
         Args:
@@ -214,8 +212,8 @@ def _kinds_of(config: PreTrainedConfig) -> str:
     return "No auto class serves it; a family can register it (CONTRIBUTING.md)."
 
 
-def _with_adapter(model: PreTrainedModel) -> PreTrainedModel:
+def _with_adapter(model: Any) -> FamilyModel:
     """Give a plain Hugging Face model the adapter that a family's model has."""
     if not isinstance(model, FamilyModel):
-        cast(Any, model).state_dict_adapter = StateDictAdapter(model)
+        model.state_dict_adapter = StateDictAdapter(model)
     return model

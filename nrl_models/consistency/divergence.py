@@ -116,9 +116,9 @@ def _earlier(pairs: Sequence[_Pair], tolerance: float) -> Divergence | None:
     """Norms hide a wrong scale, which shows only where it is added to something: look for it in their inputs."""
     after = "the tokens"
     for pair in pairs:
-        wrong = pair.of_input is not None and pair.of_input > tolerance
-        if wrong and factor_of(pair.right.inputs[0], pair.given.inputs, tolerance) is not None:
-            return pair.divergence(pair.of_input, after, between=True)
+        wrong = pair.of_input if pair.of_input is not None and pair.of_input > tolerance else None
+        if wrong is not None and factor_of(pair.right.inputs[0], pair.given.inputs, tolerance) is not None:
+            return pair.divergence(wrong, after, between=True)
         after = pair.name
     return None
 

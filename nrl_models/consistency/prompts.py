@@ -29,7 +29,8 @@ class Prompts:
 
     def __init__(self, tokenizer: Any | None, vocabulary: int, text: str | None = None) -> None:
         self.tokenizer, self.vocabulary = tokenizer, vocabulary
-        self._text, self._ids = text, None
+        self._text = text
+        self._ids: list[int] | None = None
         if tokenizer is not None and len(tokenizer) > vocabulary:
             raise ConsistencyError(
                 f"the tokenizer has {len(tokenizer):,} tokens and the model's embedding {vocabulary:,} rows: token ids "
@@ -83,20 +84,19 @@ class Prompts:
             )
         if self._ids is None:
             self._ids = self._encode(text_of_this_machine() if self._text is None else self._text)
-        start = self._start()
+        ids, start = self._ids, self._start()
         size = length - len(start)
-        if len(self._ids) < size:
-            raise ConsistencyError(
-                f"the text has {len(self._ids):,} tokens, and a prompt needs {size:,}: give a longer one"
-            )
-        place = generator.randrange(len(self._ids) - size + 1)
-        return [*start, *self._ids[place : place + size]]
+        if len(ids) < size:
+            raise ConsistencyError(f"the text has {len(ids):,} tokens, and a prompt needs {size:,}: give a longer one")
+        place = generator.randrange(len(ids) - size + 1)
+        return [*start, *ids[place : place + size]]
 
     def _dummy(self, length: int, generator: random.Random) -> list[int]:
         first = generator.randrange(1, 1000)
         if self.tokenizer is None:
             return self._ids_that_count(first, length)
-        count, ids = length, []
+        ids: list[int] = []
+        count = length
         while len(ids) < length:
             ids = [*self._start(), *self._encode(" ".join(map(str, range(first, first + count))))]
             count *= 2
@@ -107,17 +107,20 @@ class Prompts:
         return [FIRST_WORD + place % words for place in range(first, first + count)] if words > 1 else [0] * count
 
     def _encode(self, text: str) -> list[int]:
-        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        ids = self._tokenized(text, add_special_tokens=False)
         if ids and max(ids) >= self.vocabulary:
             raise ConsistencyError(
                 f"the tokenizer gives token {max(ids)}, and the model's embedding has {self.vocabulary:,} rows"
             )
         return ids
 
+    def _tokenized(self, text: str, **options: Any) -> list[int]:
+        assert self.tokenizer is not None
+        return self.tokenizer(text, **options)["input_ids"]
+
     def _start(self) -> list[int]:
         """What the tokenizer puts before a text."""
-        plain = self.tokenizer("a", add_special_tokens=False)["input_ids"]
-        marked = self.tokenizer("a")["input_ids"]
+        plain, marked = self._tokenized("a", add_special_tokens=False), self._tokenized("a")
         return marked[: max(0, len(marked) - len(plain))] if marked[-len(plain) :] == plain else []
 
 

@@ -71,6 +71,7 @@ class References:
         return changed.eval()
 
     def _load(self, dtype: torch.dtype, combined: bool, weights: Weights | None) -> PreTrainedModel:
+        model: PreTrainedModel
         if combined:
             model = auto_class_for(self.path).from_pretrained(self.path, dtype=dtype, device=self.device)
         else:

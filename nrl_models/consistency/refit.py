@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from rich.markup import escape
 from rich.table import Table
-from transformers import PreTrainedModel
 
 from nrl_models.auto import auto_class_for
+from nrl_models.common import FamilyModel
 from nrl_models.common.checkpoint_files import resolve_folder
 from nrl_models.consistency.cells import Settings
 from nrl_models.consistency.measure import Measurement, Meter
@@ -151,7 +151,7 @@ class RefitChecker:
             bucket_bytes: bytes at a time at most.
             change: applied to what is sent on its way; for tests.
         """
-        model: PreTrainedModel = self.meter.trainer.model
+        model: FamilyModel = self.meter.trainer.model
         adapter = model.state_dict_adapter
         before = self.meter.measure(self.cell)
         sent: dict[str, str] = {}
@@ -216,7 +216,8 @@ class RefitChecker:
             yield "the same weights were sent as the last time: the training step changed nothing"
 
     def _judge(self, found: Measurement) -> Verdict:
-        model, previous = self.meter.trainer.model, self._previous
+        model: FamilyModel = self.meter.trainer.model
+        previous = self._previous
         references = References(
             self.path,
             device=self.device,

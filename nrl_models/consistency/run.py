@@ -114,6 +114,7 @@ def run_matrix(
     report says so.
     """
     settings, store = meter.settings, meter.store
+    assert store is not None
     described = meter.engine.describe(), meter.trainer.describe()
     report = ConsistencyReport(path, settings, *described, skipped=skipped or {})
     judge = Judge(meter, references, load_format)

@@ -236,12 +236,15 @@ def _case(found: Measurement, threshold: float, count: int) -> tuple[torch.Tenso
     """The sequences to look at, with every party's log-probabilities: the worst of what fails."""
     others = [metrics for name, metrics in found.metrics.items() if name in ("decode", "prefill")]
     if "strict" in found.metrics and all(metrics.token_mult_prob_error <= threshold for metrics in others):
-        tokens, parties = found.strict_tokens, {TRAINER: found.strict_trainer, PREFILL: found.strict_engine}
+        tokens = found.strict_tokens
+        parties = {TRAINER: found.strict_trainer, PREFILL: found.strict_engine}
     else:
-        tokens, parties = found.tokens, {TRAINER: found.trainer, DECODE: found.decode}
-        parties |= {} if found.prefill is None else {PREFILL: found.prefill}
-    rows = order_by_error(*parties.values())[:count]
-    return tokens[rows], {name: values[rows] for name, values in parties.items()}
+        tokens = found.tokens
+        parties = {TRAINER: found.trainer, DECODE: found.decode, PREFILL: found.prefill}
+    assert tokens is not None
+    there = {name: values for name, values in parties.items() if values is not None}
+    rows = order_by_error(*there.values())[:count]
+    return tokens[rows], {name: values[rows] for name, values in there.items()}
 
 
 def _error(party: torch.Tensor, exact: torch.Tensor) -> tuple[float, float]:

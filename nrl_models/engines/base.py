@@ -329,7 +329,7 @@ def tensor_digest(tensor: torch.Tensor) -> str:
     value = tensor.detach().cpu().contiguous()
     digest = hashlib.sha256(f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)} ".encode())
     if value.numel():
-        digest.update(value.reshape(-1).view(torch.uint8).numpy())
+        digest.update(value.reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()[:32]
 
 

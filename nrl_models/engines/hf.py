@@ -66,7 +66,7 @@ class HFEngine(Engine):
         max_length: tokens of a sequence at most; by default what the configuration says.
     """
 
-    def __init__(self, model: PreTrainedModel, name: str = "hf-generate", max_length: int | None = None) -> None:
+    def __init__(self, model: Any, name: str = "hf-generate", max_length: int | None = None) -> None:
         self.model, self.name = model, name
         text = model.config.get_text_config()
         self.max_length = max_length or getattr(text, "max_position_embeddings", None)

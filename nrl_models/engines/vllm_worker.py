@@ -45,7 +45,7 @@ class ConsistencyWorker:
         model.__dict__.pop("compute_logits", None)
         if sampling is None:
             return
-        compute = model.compute_logits
+        compute: Any = model.compute_logits
 
         def compute_processed(*args: Any, **kwargs: Any) -> torch.Tensor | None:
             logits = compute(*args, **kwargs)
@@ -75,7 +75,7 @@ class ConsistencyWorker:
         self._nrl_kernels: list[tuple[Any, Any]] = []
         if next(model.parameters()).device.type == "cpu" and not is_off("engine-experts-on-cpu"):
             for module in model.modules():
-                method = getattr(module, "quant_method", None)
+                method: Any = getattr(module, "quant_method", None)
                 if getattr(method, "moe_kernel", None) is not None:
                     self._nrl_kernels.append((method, method.moe_kernel))
                     method.moe_kernel = None
@@ -93,7 +93,8 @@ class ConsistencyWorker:
         """Take some weights, by hub name; bytes are a safetensors file, as another process sends it."""
         given = safetensors.torch.load(tensors).items() if isinstance(tensors, bytes) else tensors
         with self._nrl_loading():
-            loaded = self.nrl_model().load_weights(digested(given, self._nrl_digests) if digests else iter(given))
+            model: Any = self.nrl_model()
+            loaded = model.load_weights(digested(given, self._nrl_digests) if digests else iter(given))
         self._nrl_loaded |= set(loaded or ())
 
     def nrl_refit_finish(self) -> dict[str, Any]:

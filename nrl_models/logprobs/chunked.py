@@ -52,6 +52,7 @@ class Reference(NamedTuple):
 
     def logits(self, temperature: float, elements: int) -> _Logits:
         """What computes so many of its logits at a time."""
+        assert self.head.weight is not None
         return _Logits(self.head, self.head.weight, self.head.bias, temperature, elements)
 
 
@@ -207,12 +208,14 @@ class _Chunked(torch.autograd.Function):
         wide = torch.promote_types(weight.dtype, torch.float32)
         chunk_size = min(chunk_size, max(count, 1))
         logits_of = _Logits(head, weight, bias, sampling.temperature, chunk_size * vocabulary)
-        reference_of = reference and reference.logits(sampling.temperature, chunk_size * vocabulary)
+        reference_of: Any = reference and reference.logits(sampling.temperature, chunk_size * vocabulary)
         chosen, log_sum, entropies, kl, bound, reference_sum = hidden.new_zeros((6, count), dtype=wide)
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         frozen = needs_hidden and not (needs_weight or needs_bias)
-        pulls = hidden.new_zeros((1 + entropy + (reference is not None), *hidden.shape), dtype=wide) if frozen else None
-        work = hidden.new_empty(chunk_size * vocabulary, dtype=wide) if frozen else None
+        pulls: Any = (
+            hidden.new_zeros((1 + entropy + (reference is not None), *hidden.shape), dtype=wide) if frozen else None
+        )
+        work: Any = hidden.new_empty(chunk_size * vocabulary, dtype=wide) if frozen else None
         weighed = entropy or reference is not None
         by_tiles = not (frozen or weighed or sampling.truncates)
         if by_tiles:
@@ -221,24 +224,24 @@ class _Chunked(torch.autograd.Function):
         for rows in () if by_tiles else _slices(count, chunk_size):
             logits = logits_of(hidden[rows])
             picked = logits.gather(1, tokens[rows, None])[:, 0]
-            slope = logits_of.slope(logits) if frozen else None
+            slope: Any = logits_of.slope(logits) if frozen else None
             if sampling.truncates:
                 bound[rows] = smallest_kept(logits, sampling)[:, 0]
                 logits.masked_fill_(logits < bound[rows, None], float("-inf"))
                 picked = picked.masked_fill(picked < bound[rows], float("-inf"))
             largest = logits.amax(1)
             logits.sub_(largest[:, None])
-            shifted = logits.clone().clamp_(min=_FLOOR) if weighed else None
+            shifted: Any = logits.clone().clamp_(min=_FLOOR) if weighed else None
             total = logits.exp_().sum(1)
             log_total = total.log()
             log_sum[rows] = largest + log_total
             chosen[rows] = picked - log_sum[rows]
-            mean = None
+            mean: Any = None
             if weighed:
                 mean = torch.linalg.vecdot(logits, shifted) / total
                 if entropy:
                     entropies[rows] = log_total - mean
-            theirs = None
+            theirs: Any = None
             if reference is not None:
                 theirs = reference_of(reference.hidden[rows])
                 reference_sum[rows] = theirs.logsumexp(1)
@@ -268,20 +271,20 @@ class _Chunked(torch.autograd.Function):
         nothing = (None,) * 6
         if pulls is not None:
             upstream = [of_logprobs, *([of_entropy] if ctx.entropy else []), *([of_kl] if ctx.reference else [])]
-            of_hidden = sum(grad[:, None] * pull for grad, pull in zip(upstream, pulls, strict=True))
-            return of_hidden.to(hidden.dtype), None, None, *nothing
+            total: Any = sum(grad[:, None] * pull for grad, pull in zip(upstream, pulls, strict=True))
+            return total.to(hidden.dtype), None, None, *nothing
 
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         wide = chosen.dtype
         weighed = ctx.entropy or ctx.reference is not None
         block, tile = _tile_shape(len(hidden), len(weight), ctx.elements)
         logits_of = _Logits(ctx.head, weight, bias, ctx.sampling.temperature, block * tile)
-        reference_of = ctx.reference and ctx.reference.logits(ctx.sampling.temperature, block * tile)
-        work = hidden.new_empty(block * tile, dtype=wide) if weighed else None
+        reference_of: Any = ctx.reference and ctx.reference.logits(ctx.sampling.temperature, block * tile)
+        work: Any = hidden.new_empty(block * tile, dtype=wide) if weighed else None
         narrow = None if wide == weight.dtype else logits_of.buffer
-        of_hidden = torch.zeros_like(hidden, dtype=wide) if needs_hidden else None
-        of_weight = torch.zeros_like(weight) if needs_weight else None
-        of_bias = torch.zeros_like(bias) if needs_bias else None
+        of_hidden: Any = torch.zeros_like(hidden, dtype=wide) if needs_hidden else None
+        of_weight: Any = torch.zeros_like(weight) if needs_weight else None
+        of_bias: Any = torch.zeros_like(bias) if needs_bias else None
         for columns in _slices(len(weight), tile):
             tile_weight = weight[columns]
             of_tile = of_weight[columns] if needs_weight else None
@@ -374,7 +377,7 @@ def _add_product(target: torch.Tensor, first: torch.Tensor, second: torch.Tensor
 
 def _by_logits(
     probabilities: torch.Tensor,
-    logs: torch.Tensor | None,
+    logs: Any,
     theirs: torch.Tensor | None,
     tokens: torch.Tensor,
     entropies: torch.Tensor | None,

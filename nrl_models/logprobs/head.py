@@ -46,8 +46,9 @@ class OutputHead:
     @property
     def weight(self) -> torch.Tensor | None:
         """`(vocabulary, hidden)` if logits before scale and cap are `hidden @ weight.T + bias`; else None."""
-        plain = isinstance(self.module, nn.Linear) and type(self.module).forward is nn.Linear.forward
-        return _whole(self.module.weight) if plain else None
+        if isinstance(self.module, nn.Linear) and type(self.module).forward is nn.Linear.forward:
+            return _whole(self.module.weight)
+        return None
 
     @property
     def bias(self) -> torch.Tensor | None:

@@ -185,7 +185,8 @@ def _logits_at(
 
 def _unwrapped(model: nn.Module) -> nn.Module:
     """The model inside PEFT's wrapper."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
+    base_model: Any = getattr(model, "get_base_model", None)
+    return model if base_model is None else base_model()
 
 
 def _placed(values: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

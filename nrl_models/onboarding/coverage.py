@@ -194,7 +194,10 @@ def _family_page(
     reasons = [f"not tested: {reason.rpartition(': ')[0]}" for reason in _by_reason(untested, "skipped")]
     if not rows:
         return "\n".join([GENERATED, f"# {family}", "", *_bullets(reasons), ""])
-    subjects = {name: Subject.of_class(registry.model_class(name)) for name in tested}  # type: ignore[arg-type]
+    subjects: dict[str, Any] = {
+        name: Subject.of_class(registry.model_class(name))  # type: ignore[arg-type]
+        for name in tested
+    }
     flags = next(iter(subjects.values())).flags.names
     groups = grouped((group, name) for name, subject in subjects.items() for group in combined_groups(subject.model))
     limits = grouped(

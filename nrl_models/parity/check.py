@@ -97,7 +97,8 @@ def load_reference(
     attention = reference_attention(reference_class)
     if weights:
         config = type(model.config).from_pretrained(path)
-        reference = reference_class.from_pretrained(path, config=config, dtype=dtype, **attention)
+        options: dict[str, Any] = {"dtype": dtype, **attention}
+        reference: Any = reference_class.from_pretrained(path, config=config, **options)
     else:
         own = model.config.dtype if dtype == "auto" else dtype
         reference = reference_class._from_config(model.config, dtype=own, **attention)

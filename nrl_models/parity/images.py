@@ -193,7 +193,7 @@ def image_inputs(model: PreTrainedModel, inputs: Inputs, generator: torch.Genera
     Raises:
         ImageInputsError: none of the known layouts.
     """
-    text = inputs.get("input_ids", inputs.get("decoder_input_ids"))
+    text = inputs["input_ids"] if "input_ids" in inputs else inputs["decoder_input_ids"]
     geometry = Geometry.of(model.config, *text.shape)
     forward = parameters_of(model.forward)
     method = feature_method(model, "get_image_features")

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from nrl_models.common import FamilyModel
 from nrl_models.common.routing import RoutingRecord, can_replay, flip_rate, replay_routing
 from nrl_models.parity.compare import StateDictComparison, compare_state_dicts, compare_tensors
 from nrl_models.parity.components import calls_of, run_layer
@@ -31,7 +32,7 @@ MIN_FLIPS = 0.01
 """A share of differing choices of experts that is never called a difference: few tokens make a coarse noise floor."""
 
 
-def compare_weights(model: PreTrainedModel, reference: PreTrainedModel) -> list[ParityRow]:
+def compare_weights(model: FamilyModel, reference: PreTrainedModel) -> list[ParityRow]:
     """Level 1: every weight and buffer is the reference's, exactly, and survives the way there and back.
 
     Args:
@@ -156,7 +157,7 @@ def _choices(model: nn.Module, reference: nn.Module, inputs: Inputs, routing: Ro
     )
 
 
-def compare_gradients(model: PreTrainedModel, reference: PreTrainedModel, inputs: Inputs) -> list[ParityRow]:
+def compare_gradients(model: FamilyModel, reference: PreTrainedModel, inputs: Inputs) -> list[ParityRow]:
     """The gradients of the loss, mapped to the reference's names, equal the reference's.
 
     Args:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from nrl_models.common import FamilyModel
 from nrl_models.common.recording import RecordedCall, record_calls
 from nrl_models.parity.compare import compare_tensors
 from nrl_models.parity.inputs import Inputs
@@ -46,9 +47,7 @@ class Culprit:
         return f"{self.module} ({self.class_name}): output off by {self.max_diff:.1e}; {self.cause}; {proof}"
 
 
-def localise(
-    model: PreTrainedModel, reference: PreTrainedModel, inputs: Inputs, max_culprits: int = 8
-) -> list[Culprit]:
+def localise(model: FamilyModel, reference: PreTrainedModel, inputs: Inputs, max_culprits: int = 8) -> list[Culprit]:
     """The modules that make `model` differ from `reference`, first to last; empty if it does not.
 
     Both are run with hooks on every module they share. At fault is the first module, in the order in

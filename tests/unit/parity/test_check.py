@@ -2,6 +2,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers.models.mixtral.modeling_mixtral import MixtralAttention
 
 from nrl_models import registry
 from nrl_models.parity import check_parity
@@ -26,8 +27,7 @@ def test_passes_on_a_checkpoint(checkpoint: Path) -> None:
 
 def test_names_the_culprit_of_a_broken_family(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A family whose rewrite computes something else fails, and the report says where."""
-    attention = registry.model_class("MixtralForCausalLM").rewrites
-    rewritten = next(new for old, new in attention.items() if old.__name__ == "MixtralAttention")
+    rewritten = registry.model_class("MixtralForCausalLM").rewrite_of(MixtralAttention)
     upstream = rewritten.forward
 
     def louder(self: torch.nn.Module, *args: object, **kwargs: object) -> tuple[torch.Tensor, object]:
