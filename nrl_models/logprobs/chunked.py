@@ -287,7 +287,7 @@ class _Chunked(torch.autograd.Function):
         of_bias: Any = torch.zeros_like(bias) if needs_bias else None
         for columns in _slices(len(weight), tile):
             tile_weight = weight[columns]
-            of_tile = of_weight[columns] if needs_weight else None
+            of_tile: Any = of_weight[columns] if needs_weight else None
             if needs_weight and wide != weight.dtype:
                 of_tile = torch.zeros_like(tile_weight, dtype=wide)
             for rows in _slices(len(hidden), block):
