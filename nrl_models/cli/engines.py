@@ -114,6 +114,7 @@ def consistency(
 
     An interrupted run goes on where it stopped: give the same command again.
     """
+    import shlex
     import sys
 
     from nrl_models.consistency.cells import BATCHES, DATA, LENGTHS, MODES, Settings
@@ -176,7 +177,7 @@ def consistency(
         from nrl_models.consistency.html import write_html
         from nrl_models.consistency.prompts import load_tokenizer
 
-        write_html(report, html, load_tokenizer(path))
+        write_html(report, html, load_tokenizer(path), command=shlex.join(["nrl-models", *sys.argv[1:]]))
     if report.error:
         from nrl_models.errors import EngineError
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import base64
 import io
 from collections.abc import Iterator
+from datetime import UTC, datetime
+from importlib.metadata import version
+from math import log
 from pathlib import Path
 from typing import Any
 
@@ -22,56 +25,8 @@ WORST_SEQUENCES = 2
 CONTEXT_TOKENS = 24
 """Tokens of the prompt that are shown before the generated ones."""
 
-PAGE = """
-{%- macro verdict(word) %}<span class="{{ 'pass' if word == 'pass' else 'fail' }}">{{ word }}</span>{% endmacro -%}
-<!doctype html>
-<html lang="en">
-<head><meta charset="utf-8"><title>{{ report.title }}</title>
-<style>
-body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 72rem; padding: 0 1rem; color: #222; }
-h1 { font-size: 1.4rem; } h2 { font-size: 1.15rem; margin-top: 2.5rem; } h3 { font-size: 1rem; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-th, td { border: 1px solid #ccc; padding: .25rem .6rem; text-align: right; }
-th { background: #f2f2f2; } td.text { text-align: left; }
-.pass { color: #17692b; } .fail { color: #b00020; font-weight: 600; }
-.judgement { border-left: 4px solid #b00020; background: #fdf1f2; padding: .5rem 1rem; }
-.tokens { font: 13px/1.9 ui-monospace, monospace; white-space: pre-wrap; }
-.tokens span { padding: 2px 0; border-radius: 3px; } .prompt { color: #888; }
-img { max-width: 100%; } details > summary { cursor: pointer; }
-</style></head>
-<body>
-<h1>{{ report.title }}</h1>
-<p>Verdict: {{ verdict(report.verdict) }}, threshold {{ "%g" % report.settings.threshold }}. Numbers are
-<code>token_mult_prob_error</code>, 1 if trainer and engine agree; the largest difference is in nats.</p>
-{% if report.error %}<p class="fail">The run ended early: {{ report.error }}</p>{% endif %}
-<table>
-<tr>{% for name in header %}<th>{{ name }}</th>{% endfor %}</tr>
-{% for cells, key, word in rows %}
-<tr>{% for cell in cells %}<td>{{ cell }}</td>{% endfor %}
-<td class="text">{% if key %}<a href="#{{ key }}">{{ verdict(word) }}</a>{% else %}{{ word }}{% endif %}</td></tr>
-{% endfor %}
-</table>
-<p>Engine: {{ engine }}</p><p>Trainer: {{ trainer }}</p>
-{% for result, image, sequences in sections %}
-<h2 id="{{ result.cell.key }}">{{ result.cell }}: {{ verdict("pass" if result.passed else "FAIL") }}</h2>
-{% if not result.passed %}
-<div class="judgement">{% for line in result.explanation %}<p>{{ line }}</p>{% endfor %}</div>
-{% endif %}
-{# Plots of cells that pass are there, but folded: a page of 36 cells stays readable. #}
-<details{{ "" if result.passed else " open" }}><summary>plots and worst sequences</summary>
-<img alt="error by position; trainer against engine" src="data:image/png;base64,{{ image }}">
-{% for title, before, tokens in sequences %}
-<h3>{{ title }}</h3>
-<p class="tokens"><span class="prompt">{{ before }}</span>
-{%- for text, redness, numbers in tokens -%}
-<span style="background: rgba(200, 0, 30, {{ '%.2f' % redness }})" title="{{ numbers }}">{{ text }}</span>
-{%- endfor %}</p>
-{% endfor %}
-</details>
-{% endfor %}
-</body>
-</html>
-"""
+FULL_RED = 0.6
+"""How opaque the red behind a token is whose probability is off by the threshold's factor, or more."""
 
 
 def require_matplotlib() -> None:
@@ -88,19 +43,20 @@ def require_matplotlib() -> None:
         ) from error
 
 
-def write_html(report: ConsistencyReport, file: Path, tokenizer: Any | None = None) -> None:
+def write_html(report: ConsistencyReport, file: Path, tokenizer: Any | None = None, command: str = "") -> None:
     """Write a report as one self-contained page.
 
     Args:
         report: the matrix.
         file: where to.
         tokenizer: to show tokens as text; ids are shown without.
+        command: what made the report, if it is to be shown.
 
     Raises:
         ConsistencyError: matplotlib is not installed.
     """
     require_matplotlib()
-    from jinja2 import Environment
+    from jinja2 import Environment, PackageLoader
 
     rows = [
         ([*shown(result.cell), *report.numbers(result)], result.cell.key, "pass" if result.passed else "FAIL")
@@ -108,10 +64,14 @@ def write_html(report: ConsistencyReport, file: Path, tokenizer: Any | None = No
     ]
     rows += [([*shown(cell), *[""] * len(report.columns)], "", reason) for cell, reason in report.skipped.items()]
     sections = []
+    full_red = max(log(report.settings.threshold), 1e-9)
     for result in report.results:
         worst = max(result.repeats, key=lambda repeat: last_if_nan(repeat.metrics["decode"].token_mult_prob_error))
-        sections.append((result, _plots(result, str(report.engine.get("engine"))), _sequences(worst, tokenizer)))
-    page = Environment(autoescape=True, trim_blocks=True).from_string(PAGE)
+        sections.append(
+            (result, _plots(result, str(report.engine.get("engine"))), _sequences(worst, tokenizer, full_red))
+        )
+    environment = Environment(loader=PackageLoader("nrl_models.consistency", "."), autoescape=True, trim_blocks=True)
+    page = environment.get_template("report.html.jinja")
     file.parent.mkdir(parents=True, exist_ok=True)
     text = page.render(
         report=report,
@@ -120,6 +80,10 @@ def write_html(report: ConsistencyReport, file: Path, tokenizer: Any | None = No
         engine=in_a_line(report.engine),
         trainer=in_a_line(report.trainer),
         sections=sections,
+        full_red=full_red,
+        made=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        versions=", ".join(f"{name} {version(name)}" for name in ("nrl_models", "transformers", "torch")),
+        command=command,
     )
     file.write_text(text, encoding="utf-8")
 
@@ -170,16 +134,24 @@ def _by_column(differences: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Ten
     return kept.sum(0) / finite.sum(0).clamp(min=1), kept.amax(0)
 
 
-def _sequences(worst: Measurement, tokenizer: Any | None) -> Iterator[tuple[str, str, list[tuple[str, float, str]]]]:
-    """The sequences with the largest errors: title, end of the prompt, tokens; the redder a token, the further off."""
+def _sequences(
+    worst: Measurement, tokenizer: Any | None, full_red: float
+) -> Iterator[tuple[str, str, list[tuple[str, float, str]]]]:
+    """The sequences with the largest errors: title, end of the prompt, tokens with how red each is.
+
+    Args:
+        worst: the measurement.
+        tokenizer: to show tokens as text.
+        full_red: the difference in nats from which on a token is as red as any.
+    """
     for row in order_by_error(worst.trainer, worst.decode)[:WORST_SEQUENCES]:
         trainer, engine, ids = worst.trainer[row], worst.decode[row], worst.tokens[row].tolist()
         difference = (trainer - engine).abs()
-        scale = max(1e-12, difference.nan_to_num(posinf=0.0).max().item())
-        redness = (0.6 * difference / scale).nan_to_num(nan=0.6, posinf=0.6).tolist()
+        largest = difference.nan_to_num(posinf=0.0).max().item()
+        redness = (FULL_RED * (difference / full_red).clamp(max=1.0)).nan_to_num(nan=FULL_RED).tolist()
         prompt, generated = ids[: worst.prompt_length], ids[worst.prompt_length :]
         yield (
-            f"sequence {row}: {token_mult_prob_error(trainer, engine):.7f}, largest difference {scale:.1e} nats",
+            f"sequence {row}: {token_mult_prob_error(trainer, engine):.7f}, largest difference {largest:.1e} nats",
             "".join(_token(tokenizer, token) for token in prompt[-CONTEXT_TOKENS:]),
             [
                 (

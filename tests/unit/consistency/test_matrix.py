@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import re
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +18,7 @@ from typer.testing import CliRunner
 
 from nrl_models.cli import app
 from nrl_models.consistency.cells import Settings
+from nrl_models.consistency.html import write_html
 from nrl_models.consistency.measure import Meter
 from nrl_models.consistency.prompts import Prompts
 from nrl_models.consistency.references import References
@@ -171,18 +174,31 @@ def test_the_report_as_markdown_is_the_guides_table(run: Run) -> None:
 
 
 def test_the_page_is_self_contained_and_shows_the_worst_tokens(run: Run, engine: HFEngine, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    from nrl_models.consistency.html import write_html
-
     with torch.no_grad():
         engine.model.model.layers[1].mlp.down_proj.weight.mul_(1.2)
     report = run()
-    write_html(report, tmp_path / "report.html")
+    write_html(report, tmp_path / "report.html", command="nrl-models consistency demo")
     page = (tmp_path / "report.html").read_text()
     assert page.count("data:image/png;base64,") == 1
     assert "http" not in page
     assert report.results[0].verdict.summary.replace("'", "&#x27;") in page
     assert f"token {report.results[0].repeats[0].tokens[0, -1]}: trainer" in page
+    assert f"torch {torch.__version__.partition('+')[0]}" in page
+    assert "by <code>nrl-models consistency demo</code>" in page
+
+
+def test_colours_stand_for_the_same_differences_on_every_page(run: Run, engine: HFEngine, tmp_path: Path) -> None:
+    """A token is red by how far it is off, not by how far beside others: one that agrees to 1e-6 is white."""
+
+    def reds() -> set[str]:
+        shutil.rmtree(tmp_path / "kept", ignore_errors=True)
+        write_html(run(), tmp_path / "report.html")
+        return set(re.findall(r"rgba\(200, 0, 30, ([0-9.]+)\)", (tmp_path / "report.html").read_text()))
+
+    assert reds() == {"0.00"}
+    with torch.no_grad():
+        engine.model.model.layers[1].mlp.down_proj.weight.mul_(1.2)
+    assert "0.60" in reds()
 
 
 # The command
