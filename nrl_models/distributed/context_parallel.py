@@ -35,27 +35,19 @@ def context_parallel_problems(model: PreTrainedModel, batch: Mapping[str, Any] |
     """
     name, config = class_name(model), model.config.get_text_config()
     declared = getattr(model, "limits", {}).get("context parallelism")
-    problems = [Problem("context", name, declared)] if declared else []
-    kinds = dict.fromkeys(_layer_types(config))
-    problems += [
-        Problem(
-            "context", name, f"has layers ({kind}) that {_OTHER_LAYERS.get(kind, 'carry a state along the sequence')}"
-        )
-        for kind in kinds
-        if kind != "full_attention"
-    ]
+    reasons = [declared] if declared else []
+    for kind in dict.fromkeys(_layer_types(config)):
+        if kind != "full_attention":
+            reasons.append(f"has layers ({kind}) that {_OTHER_LAYERS.get(kind, 'carry a state along the sequence')}")
     if getattr(config, "attn_logit_softcapping", None) is not None:
-        problems.append(Problem("context", name, "caps its attention scores, which torch's ring attention does not"))
+        reasons.append("caps its attention scores, which torch's ring attention does not")
     if any("sinks" in parameter for parameter, _ in model.named_parameters()):
-        problems.append(Problem("context", name, "has attention sinks, which torch's ring attention lacks"))
+        reasons.append("has attention sinks, which torch's ring attention lacks")
     if config is not model.config:
-        problems.append(
-            Problem("context", name, "lets the tokens of an image see each other, for which it keeps a mask")
-        )
+        reasons.append("lets the tokens of an image see each other, for which it keeps a mask")
     if config._attn_implementation != "sdpa":
-        problems.append(
-            Problem("context", name, f"runs attention as {config._attn_implementation!r}; torch replaces 'sdpa' only")
-        )
+        reasons.append(f"runs attention as {config._attn_implementation!r}; torch replaces 'sdpa' only")
+    problems = [Problem("context", name, reason) for reason in reasons]
     return problems + (_batch_problems(batch) if batch is not None else [])
 
 

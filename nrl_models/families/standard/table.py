@@ -436,6 +436,20 @@ STANDARD: dict[str, Standard] = {
     "jais2": Standard("Jais2", CAUSAL, {"Attention": QKV}),
     "jamba": Standard("Jamba", CAUSAL_AND_SEQUENCE, {"MLP": GATE_UP, "Attention": QKV}, lacks(PACKED)),
     "janus": Standard("Janus", CONDITIONAL, {"VisionAttention": QKV}),
+    "kimi_k25": Standard(
+        "Kimi_K25",
+        CONDITIONAL,
+        {"VisionAttention": QKV},
+        config_values={"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,)},
+        published={
+            "Kimi-K2.5 (1T)": {
+                "text_config": decoder_sizes(163840, 7168, 18432, 61, 64, 64, model_type="deepseek_v3")
+                | {"moe_intermediate_size": 2048, "n_routed_experts": 384, "n_shared_experts": 1}
+                | {"num_experts_per_tok": 8, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+                | {"q_lora_rank": 1536, "kv_lora_rank": 512}
+            }
+        },
+    ),
     "kimi_linear": Standard(
         "KimiLinear",
         CAUSAL,
@@ -541,6 +555,17 @@ STANDARD: dict[str, Standard] = {
         {"TextAttention": "q_proj kv_a_proj_with_mqa", "TextIndexer": "wk weights_proj", "TextMLP": GATE_UP},
         lacks(CACHED),
         since="5.23",
+    ),
+    "mistral3": Standard(
+        "Mistral3",
+        CONDITIONAL,
+        published={
+            "Mistral-Small-3.1-24B": {
+                "text_config": decoder_sizes(131072, 5120, 32768, 40, 32, 8, head_dim=128, model_type="mistral"),
+                "vision_config": {"model_type": "pixtral", "hidden_size": 1024, "intermediate_size": 4096}
+                | {"num_hidden_layers": 24, "num_attention_heads": 16},
+            }
+        },
     ),
     "mistral4": Standard(
         "Mistral4",

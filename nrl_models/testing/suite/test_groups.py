@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -30,7 +31,7 @@ def test_groups_run_as_one_matmul(family_case: FamilyCase) -> None:
 @proves("gradients")
 def test_names_are_transformers(family_case: FamilyCase) -> None:
     """Parameters, modules, state dict, optimizer state, what distributed checkpoints hold: all as in transformers."""
-    seen = []
+    seen: list[Any] = []
     for model in family_case.new_pair():
         torch.manual_seed(SEED)  # some routers draw lots in training
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)

@@ -1,1 +1,0 @@
-"""Kimi K2.5: a vision tower before DeepSeek-V3."""

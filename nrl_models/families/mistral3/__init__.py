@@ -1,1 +1,0 @@
-"""Mistral 3: a Pixtral vision tower before Mistral."""
