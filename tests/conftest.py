@@ -2,13 +2,23 @@
 
 import gc
 
-from nrl_models.testing.plugin import share_cores
+import pytest
+
+from nrl_models.testing.plugin import CHOSEN, share_cores
 
 pytest_plugins = ["pytester"]
 
 
-def pytest_configure() -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all-families", action="store_true", help="run the generated tests for every architecture")
+
+
+def pytest_configure(config: pytest.Config) -> None:
     share_cores()
+    if not config.getoption("--all-families"):
+        from chosen_families import chosen
+
+        config.stash[CHOSEN] = chosen()
 
 
 def pytest_collection_finish() -> None:

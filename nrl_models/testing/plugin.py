@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from nrl_models.testing.case import FamilyCase
 
 
+CHOSEN = pytest.StashKey[list[str]]()
+"""In a configuration's stash: the architectures that are tested where `--nrl-family` names none; by default all."""
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the options."""
     group = parser.getgroup("nrl_models", "equivalence tests of model families")
@@ -62,7 +66,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     else:
         from nrl_models import registry
 
-        names = registry.architectures(aliases=False)
+        names = metafunc.config.stash.get(CHOSEN, None) or registry.architectures(aliases=False)
     metafunc.parametrize("family_case", [_param(name) for name in names], indirect=True)
 
 

@@ -1,0 +1,53 @@
+"""Which architectures the generated tests of `make test` are run for: one family of each pattern, and what changed.
+
+`make test-all` (`pytest --all-families`) runs them for all.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+from patterns import ONE_OF_EACH_PATTERN
+
+from nrl_models import registry
+from nrl_models.families.standard.table import STANDARD
+
+ROOT = Path(__file__).parents[1]
+FAMILIES = "nrl_models/families/"
+TABLE = f"{FAMILIES}standard/table.py"
+ALSO = ("baichuan", "gemma3n", "gemma4", "kimi_vl", "nemotron_h", "qwen2_5_vl", "qwen3_5")
+"""Patterns that `ONE_OF_EACH_PATTERN` leaves to whoever has more time: images, audio, states, code of our own."""
+
+
+def chosen() -> list[str]:
+    """The architectures, in the registry's order."""
+    families = {*ONE_OF_EACH_PATTERN, *ALSO, *changed()}
+    wanted = {architecture for family in families for architecture in registry.FAMILIES.get(family, ())}
+    return [architecture for architecture in registry.architectures(aliases=False) if architecture in wanted]
+
+
+def changed() -> set[str]:
+    """The families whose folder or row is not as on the main branch, or as committed where there is no such branch."""
+    base = git("merge-base", "HEAD", "origin/main").strip() or "HEAD"
+    files = git("diff", "--name-only", base, "--", FAMILIES).splitlines()
+    files += git("ls-files", "--others", "--exclude-standard", "--", FAMILIES).splitlines()
+    found = {file.removeprefix(FAMILIES).partition("/")[0] for file in files}
+    if TABLE in files and (source := git("show", f"{base}:{TABLE}")):
+        before = ModuleType("table_before")
+        sys.modules[before.__name__] = before  # where dataclasses look for it
+        exec(source, before.__dict__)
+        rows = {name: repr(row) for name, row in before.STANDARD.items()}
+        found |= {name for name, row in STANDARD.items() if rows.get(name) != repr(row)}
+    return found
+
+
+def git(*arguments: str) -> str:
+    """What git prints; nothing where this is no checkout."""
+    try:
+        done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+    except OSError:
+        return ""
+    return done.stdout if done.returncode == 0 else ""
