@@ -18,14 +18,15 @@ from nrl_models.families.standard.table import STANDARD
 ROOT = Path(__file__).parents[1]
 FAMILIES = "nrl_models/families/"
 TABLE = f"{FAMILIES}standard/table.py"
-ALSO = ("baichuan", "gemma3n", "gemma4", "kimi_vl", "nemotron_h", "qwen2_5_vl", "qwen3_5")
+ALSO = ("baichuan", "gemma4", "kimi_vl", "nemotron_h", "qwen2_5_vl", "qwen3_5")
 """Patterns that `ONE_OF_EACH_PATTERN` leaves to whoever has more time: images, audio, states, code of our own."""
 
 
 def chosen() -> list[str]:
     """The architectures, in the registry's order."""
-    families = {*ONE_OF_EACH_PATTERN, *ALSO, *changed()}
-    wanted = {architecture for family in families for architecture in registry.FAMILIES.get(family, ())}
+    whole = {ONE_OF_EACH_PATTERN[0], *changed()}  # with classifiers
+    wanted = {architecture for family in whole for architecture in registry.FAMILIES.get(family, ())}
+    wanted |= {registry.FAMILIES[family][0] for family in (*ONE_OF_EACH_PATTERN, *ALSO)}
     return [architecture for architecture in registry.architectures(aliases=False) if architecture in wanted]
 
 
