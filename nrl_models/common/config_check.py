@@ -18,9 +18,8 @@ from nrl_models.common.config_keys import (
     keys_in_class,
     parts_of,
     value_at,
-    walk,
 )
-from nrl_models.common.configurations import own_values
+from nrl_models.common.configurations import own_values, walk
 from nrl_models.common.ledger import recorded
 from nrl_models.errors import ConfigurationError, Problem
 

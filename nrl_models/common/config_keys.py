@@ -58,15 +58,6 @@ NEAR = 0.85
 """How like a known key an unknown one has to be to be taken for a misspelt one (`difflib`'s ratio)."""
 
 
-def walk(config: PreTrainedConfig, prefix: str = "") -> Iterator[tuple[str, PreTrainedConfig, str, Any]]:
-    """Every key: its path (`text_config.hidden_size`), the part it stands in, its name there, and its value."""
-    for key, value in own_values(config).items():
-        if isinstance(value, PreTrainedConfig):
-            yield from walk(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, config, key, value
-
-
 def set_in(values: Mapping[str, Any], path: str, value: Any) -> dict[str, Any]:
     """A copy of nested `values` with another value at `path`."""
     key, _, rest = path.partition(".")

@@ -18,13 +18,18 @@ def own_values(config: PreTrainedConfig) -> dict[str, Any]:
     return {key: value if key == "per_layer_config" else read(key, value) for key, value in config.to_dict().items()}
 
 
-def all_values(config: PreTrainedConfig) -> Iterator[tuple[str, Any]]:
-    """The keys and values of `config` and of its parts, theirs in place of them."""
+def walk(config: PreTrainedConfig, prefix: str = "") -> Iterator[tuple[str, PreTrainedConfig, str, Any]]:
+    """Every key: its path (`text_config.hidden_size`), the part it stands in, its name there, and its value."""
     for key, value in own_values(config).items():
         if isinstance(value, PreTrainedConfig):
-            yield from all_values(value)
+            yield from walk(value, f"{prefix}{key}.")
         else:
-            yield key, value
+            yield prefix + key, config, key, value
+
+
+def all_values(config: PreTrainedConfig) -> Iterator[tuple[str, Any]]:
+    """The keys and values of `config` and of its parts, theirs in place of them."""
+    return ((key, value) for _, _, key, value in walk(config))
 
 
 def parts(config: PreTrainedConfig) -> dict[str, PreTrainedConfig]:

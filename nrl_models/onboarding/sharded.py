@@ -21,10 +21,8 @@ FEATURES = {"fsdp": "FSDP2", "tp": "TP", "ep": "EP", "qlora": "QLoRA"}
 """What is tried of an architecture, and what the pages call it."""
 
 AGREES = "agrees"
-ORDER = (AGREES, "refused", "limited", "disagrees", "error")
-"""What may come of a try, best first."""
-
-_VERDICTS = {AGREES: "yes", "refused": "refused", "limited": "limited", "disagrees": "fails", "error": "fails"}
+VERDICTS = {AGREES: "yes", "refused": "refused", "limited": "limited", "disagrees": "fails", "error": "fails"}
+"""What may come of a try, best first, and what the pages call it."""
 
 _MEANING = (
     'FSDP2, TP and EP stand for loading over two processes with `plan="auto"`: exported weights bit for bit those of '
@@ -38,7 +36,7 @@ MOST = 400
 
 
 def status(outcome: str) -> str:
-    """An outcome's first word, one of `ORDER`."""
+    """An outcome's first word, one of `VERDICTS`."""
     return outcome.partition(":")[0]
 
 
@@ -64,7 +62,7 @@ class Sharded:
             return dict.fromkeys(FEATURES.values(), "not tested")
         untried = {"ep": "n/a"}  # of models without experts it is not tried
         return {
-            name: _VERDICTS[status(outcome[key])] if key in outcome else untried.get(key, "not tested")
+            name: VERDICTS[status(outcome[key])] if key in outcome else untried.get(key, "not tested")
             for key, name in FEATURES.items()
         }
 
@@ -84,8 +82,8 @@ class Sharded:
             return []
         lines = []
         for key, feature in FEATURES.items():
-            counts = Counter(_VERDICTS[status(one[key])] for one in self.outcomes.values() if key in one)
-            words = ", ".join(f"{counts[verdict]} {verdict}" for verdict in dict.fromkeys(_VERDICTS.values()))
+            counts = Counter(VERDICTS[status(one[key])] for one in self.outcomes.values() if key in one)
+            words = ", ".join(f"{counts[verdict]} {verdict}" for verdict in dict.fromkeys(VERDICTS.values()))
             lines.append(f"- {feature}: {words}")
         tried = f"{len(self.outcomes)} architectures were tried, with {in_words(self.versions)}"
         return [f"{_MEANING} {tried}:", "", *lines, ""]

@@ -19,8 +19,8 @@ from nrl_models.common.config_keys import (
     generation_keys,
     keys_in_class,
     keys_in_model,
-    walk,
 )
+from nrl_models.common.configurations import walk
 from nrl_models.common.ledger import INERT, UNTRIED
 from nrl_models.parity.inputs import Inputs, inputs_for
 from nrl_models.testing.case import SEED, FamilyCase, randomise

@@ -66,7 +66,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     else:
         from nrl_models import registry
 
-        names = metafunc.config.stash.get(CHOSEN, None) or registry.architectures(aliases=False)
+        names = metafunc.config.stash.get(CHOSEN, []) or registry.architectures(aliases=False)
     metafunc.parametrize("family_case", [_param(name) for name in names], indirect=True)
 
 

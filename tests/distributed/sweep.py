@@ -29,7 +29,7 @@ from jobs import sweep as jobs
 from world import RanksFailedError, RanksLostError, World
 
 from nrl_models import registry
-from nrl_models.onboarding.sharded import AGREES, ORDER, RESULTS, status
+from nrl_models.onboarding.sharded import AGREES, RESULTS, VERDICTS, status
 from nrl_models.quirks.quirk import installed
 from nrl_models.testing.mutants.run import architectures_in_order
 from tests.sweep import Outcome, Sweep
@@ -71,7 +71,7 @@ def worsened(before: Outcome, now: Outcome) -> str:
     return "; ".join(
         f"{what}: {status(before[what])} before, now {outcome}"
         for what, outcome in now.items()
-        if what in before and ORDER.index(status(outcome)) > ORDER.index(status(before[what]))
+        if what in before and list(VERDICTS).index(status(outcome)) > list(VERDICTS).index(status(before[what]))
     )
 
 

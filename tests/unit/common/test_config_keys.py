@@ -8,7 +8,8 @@ import pytest
 from transformers import LlamaConfig, PreTrainedConfig
 
 from nrl_models.common import config_keys
-from nrl_models.common.config_keys import declared_keys, is_read, keys_in_class, keys_in_model, set_in, value_at, walk
+from nrl_models.common.config_keys import declared_keys, is_read, keys_in_class, keys_in_model, set_in, value_at
+from nrl_models.common.configurations import walk
 from nrl_models.families.deepseek_v3.model import DeepseekV3ForCausalLM
 from nrl_models.families.gemma3.model import Gemma3ForConditionalGeneration
 from nrl_models.families.llama.model import LlamaForCausalLM

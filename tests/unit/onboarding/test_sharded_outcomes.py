@@ -44,5 +44,5 @@ def test_outcomes_are_of_registered_architectures_and_in_known_words() -> None:
     assert outcomes.keys() <= {name for names in registry.FAMILIES.values() for name in names}
     for name, outcome in outcomes.items():
         assert {"fsdp", "tp"} <= outcome.keys() <= sharded.FEATURES.keys(), name
-        assert {sharded.status(one) for one in outcome.values()} <= set(sharded.ORDER), name
+        assert {sharded.status(one) for one in outcome.values()} <= set(sharded.VERDICTS), name
         assert all(one == sharded.AGREES or one.partition(": ")[2] for one in outcome.values()), f"{name}: no reason"
