@@ -12,6 +12,7 @@ import json
 import os
 import tempfile
 import time
+from importlib import import_module
 from pathlib import Path
 
 from benchmarks.load import MAKE
@@ -43,8 +44,11 @@ def _load_rank(rank: int, which: str, layout: str, path: str, folder: str) -> No
     transformers.utils.logging.set_verbosity_error()
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     if which == "nrl_models":
-        from nrl_models import AutoModelForCausalLM
-        from nrl_models.families.standard.model import MixtralForCausalLM  # noqa: F401
+        from nrl_models import AutoModelForCausalLM, registry
+
+        for architecture in ("LlamaForCausalLM", "MixtralForCausalLM"):
+            registry.model_class(architecture)  # imports do not count
+        import_module("nrl_models.distributed.loading")
 
         options = {"mesh": init_device_mesh("cpu", (2,), mesh_dim_names=(layout,))}
     else:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import re
+import shlex
+import sys
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, overload
@@ -60,8 +64,6 @@ def options_of(given: list[str] | None) -> dict[str, Any]:
     Raises:
         typer.BadParameter: something without a `=`.
     """
-    import json
-
     result: dict[str, Any] = {}
     for one in given or []:
         key, equals, value = one.partition("=")
@@ -114,9 +116,6 @@ def consistency(
 
     An interrupted run goes on where it stopped: give the same command again.
     """
-    import shlex
-    import sys
-
     from nrl_models.consistency.cells import BATCHES, DATA, LENGTHS, MODES, Settings
     from nrl_models.logprobs.sampling import Sampling
 
@@ -177,7 +176,7 @@ def consistency(
         from nrl_models.consistency.html import write_html
         from nrl_models.consistency.prompts import load_tokenizer
 
-        write_html(report, html, load_tokenizer(path), command=shlex.join(["nrl-models", *sys.argv[1:]]))
+        write_html(report, html, load_tokenizer(path), command=_command(sys.argv[1:]))
     if report.error:
         from nrl_models.errors import EngineError
 
@@ -233,11 +232,15 @@ def refit_check(
         raise typer.Exit(1)
 
 
+def _command(arguments: list[str]) -> str:
+    """The command with these arguments, without the secrets among them: keys and passwords of servers."""
+    hidden = [re.sub(r"(?i)((?:key|secret|password|[_-]token)=).+", r"\1...", argument) for argument in arguments]
+    return shlex.join(["nrl-models", *(re.sub(r"//[^/@]+@", "//...@", argument) for argument in hidden)])
+
+
 @contextmanager
 def _live_table() -> Iterator[Callable[[ConsistencyReport], None]]:
     """A table that changes as cells are measured; where there is no terminal, a line for each cell that is done."""
-    import sys
-
     from rich.console import Console
     from rich.live import Live
 

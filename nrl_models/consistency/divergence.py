@@ -45,7 +45,7 @@ class Divergence:
             module of its own (an embedding's scale, rotary embedding, attention).
         relative: whether the error is of the output's scale.
         relation: of its tensor to the right one.
-        detail: that, and what else is known, in words.
+        detail: a message that says so, and what else is known.
     """
 
     module: str
@@ -204,7 +204,7 @@ def relation(
     previous: nn.Module | None,
     dtype: torch.dtype,
 ) -> tuple[Relation, str]:
-    """How the engine's tensor relates to the right one where it diverges, also in words.
+    """How the engine's tensor relates to the right one where it diverges, and a message that says so.
 
     Args:
         divergence: where.

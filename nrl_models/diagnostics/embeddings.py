@@ -83,7 +83,7 @@ def diagnose_embeddings(
         path: the checkpoint's folder. Text models nested in others count, and so do tied embeddings.
         near_zero: a row is near zero if no value is larger.
         identical: a row's values are identical if their standard deviation is smaller.
-        reinitialise: where to write the checkpoint with such rows drawn anew, from a normal distribution with the
+        reinitialise: where to write the checkpoint with such rows reinitialised, from a normal distribution with the
             standard deviation of the healthy rows; None writes nothing.
         seed: of the new rows.
 
@@ -108,7 +108,7 @@ def diagnose_embeddings(
     }
     if reinitialise is not None:
         changed = write_reinitialised(folder, reinitialise, summaries, seed)
-        result.lines += ["", f"Wrote {reinitialise} with {changed} rows drawn anew."]
+        result.lines += ["", f"Wrote {reinitialise} with {changed} rows reinitialised."]
         result.measured["reinitialised"] = str(reinitialise)
     result.lines += ["", "=== Final Summary ===", f"Model: {path}", "Analysis complete."]
     result.passed = not any(summary.untrained for summary in summaries)
@@ -208,7 +208,7 @@ def ranges(indices: Sequence[int]) -> str:
 
 
 def write_reinitialised(folder: Path, target: Path, summaries: Sequence[EmbeddingSummary], seed: int) -> int:
-    """Write the checkpoint to `target` with untrained rows drawn anew; everything else is copied byte for byte.
+    """Write the checkpoint to `target` with untrained rows reinitialised; everything else is copied byte for byte.
 
     Returns:
         How many rows were drawn.

@@ -100,11 +100,11 @@ def _special_tokens(config: PreTrainedConfig) -> list[int]:
 
 def _labels(model: PreTrainedModel, input_ids: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     name, config = type(model).__name__, model.config
-    labels_count = config.num_labels or 1
+    num_labels: Any = config.num_labels
     if name.endswith("ForSequenceClassification"):
-        return torch.randint(0, labels_count, (len(input_ids),), generator=generator)
+        return torch.randint(0, num_labels, (len(input_ids),), generator=generator)
     if name.endswith("ForTokenClassification"):
-        return torch.randint(0, labels_count, tuple(input_ids.shape), generator=generator)
+        return torch.randint(0, num_labels, tuple(input_ids.shape), generator=generator)
     labels = input_ids.clone()
     for token in (image_token(config), audio_token(config)):
         if token is not None:

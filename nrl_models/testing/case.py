@@ -124,9 +124,9 @@ class FamilyCase:
 
     def with_new_models(self) -> FamilyCase:
         """The same case with the same references; the models under test are built again."""
-        anew = copy.copy(self)
-        anew._models = {}
-        return anew
+        case = copy.copy(self)
+        case._models = {}
+        return case
 
     def new_pair(self, dtype: torch.dtype = torch.float32) -> tuple[PreTrainedModel, FamilyModel]:
         """Copies of `reference` and `model` to change at will."""

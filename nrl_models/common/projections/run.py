@@ -31,21 +31,19 @@ class Run:
         parts: its linears.
 
     Attributes:
-        fit: the modes in which parts are answered.
+        begun: the modes in which the forward began.
         modes: those in which the last joined matmul ran.
         outputs: of the last joined matmul, those that are not taken yet; None for the others.
         left: how many are not taken yet.
         thread: where the forward runs.
     """
 
-    __slots__ = ("fit", "group", "input", "left", "modes", "outputs", "parts", "place", "seen", "thread", "version")
+    __slots__ = ("begun", "group", "input", "left", "modes", "outputs", "parts", "place", "seen", "thread", "version")
 
     def __init__(self, group: LinearGroup, parts: Sequence[nn.Linear]) -> None:
         self.group, self.parts = group, parts
         self.thread = get_ident()
-        now = _modes(parts)
-        # A forward may turn gradients off itself, as indexers of sparse attention do. Nothing else may be different.
-        self.fit = (now, now.without_gradients())
+        self.begun = _modes(parts)
         self.left = 0
 
     def take(self, number: int, input: torch.Tensor) -> torch.Tensor | None:
@@ -55,7 +53,8 @@ class Run:
             return None
         modes = _modes(self.parts)
         if not self.left:
-            if modes not in self.fit:
+            # A forward may turn gradients off itself, as indexers of sparse attention do. No more may be different.
+            if modes != self.begun and modes != self.begun.without_gradients():
                 return None
             self.modes = modes
             return self._start(number, input)

@@ -17,6 +17,7 @@ from small_cell import SETTINGS
 from typer.testing import CliRunner
 
 from nrl_models.cli import app
+from nrl_models.cli.engines import _command
 from nrl_models.consistency.cells import Settings
 from nrl_models.consistency.html import write_html
 from nrl_models.consistency.measure import Meter
@@ -202,6 +203,14 @@ def test_colours_stand_for_the_same_differences_on_every_page(run: Run, engine: 
 
 
 # The command
+
+
+def test_the_report_shows_the_command_without_its_secrets() -> None:
+    arguments = ["consistency", "demo", "--engine", "http://me:hunter2@host:1", "--engine-option", "api_key=hunter2"]
+    command = _command([*arguments, "--engine-option=api_key=hunter2", "--new-tokens=8"])
+    assert "hunter2" not in command
+    assert "//...@host:1" in command
+    assert "--new-tokens=8" in command
 
 
 def test_the_command_writes_what_was_asked_for(checkpoint: Path, tmp_path: Path) -> None:

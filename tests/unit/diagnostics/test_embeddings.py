@@ -98,7 +98,7 @@ def test_tied_embeddings_of_a_nested_text_model_are_found(tmp_path: Path) -> Non
 def test_rows_are_drawn_anew_and_nothing_else_changes(untrained: Path, tmp_path: Path) -> None:
     target = tmp_path / "mended"
     result = diagnose_embeddings(untrained, reinitialise=target)
-    assert "with 5 rows drawn anew" in "\n".join(result.lines)
+    assert "with 5 rows reinitialised" in "\n".join(result.lines)
     assert diagnose_embeddings(target).passed
     before, after = stored(untrained), stored(target)
     rows = sorted(ZERO + CONSTANT)
