@@ -48,7 +48,7 @@ def _load_rank(rank: int, which: str, layout: str, path: str, folder: str) -> No
 
         for architecture in ("LlamaForCausalLM", "MixtralForCausalLM"):
             registry.model_class(architecture)  # imports do not count
-        import_module("nrl_models.distributed.loading")
+        import_module("nrl_models.loading.sharded")
 
         options = {"mesh": init_device_mesh("cpu", (2,), mesh_dim_names=(layout,))}
     else:

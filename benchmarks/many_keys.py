@@ -63,7 +63,7 @@ if which == "transformers":
 else:
     from nrl_models import AutoModelForCausalLM
     import nrl_models.families.deepseek_v3.model
-    from nrl_models.distributed.estimate import Setting, estimate
+    from nrl_models.onboarding.estimate import Setting, estimate
     from nrl_models.onboarding.inspect import inspect
 figures = {}
 if which in ("transformers", "nrl_models"):

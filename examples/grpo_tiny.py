@@ -20,11 +20,11 @@ import torch
 import typer
 
 from nrl_models import AutoModelForCausalLM
-from nrl_models.common.pretrained import read_config
 from nrl_models.consistency.cells import Cell
 from nrl_models.consistency.prompts import Prompts
 from nrl_models.engines import start_engine
 from nrl_models.engines.base import Engine, Sample
+from nrl_models.loading.pretrained import read_config
 from nrl_models.logprobs import Sampling, token_logprobs, token_mult_prob_error
 
 PROMPT_TOKENS = 16

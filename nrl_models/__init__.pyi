@@ -4,15 +4,10 @@ from .auto import (
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
 )
-from .common import (
-    BackendConfig,
-    ModelFlag,
-    StateDictAdapter,
-    freeze,
-    freeze_unreachable,
-    trainable_parameters,
-    unreachable_parameters,
-)
+from .common.backend import BackendConfig
+from .common.flags import ModelFlag
+from .common.freezing import freeze, freeze_unreachable, trainable_parameters, unreachable_parameters
+from .common.state_dict.adapter import StateDictAdapter
 from .errors import (
     CheckpointError,
     ConfigurationError,

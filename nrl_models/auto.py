@@ -12,8 +12,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from nrl_models import registry
-from nrl_models.common import FamilyModel, StateDictAdapter, pretrained
+from nrl_models.common.state_dict.adapter import StateDictAdapter
 from nrl_models.errors import RemoteCodeError, UnknownArchitectureError
+from nrl_models.family import FamilyModel
+from nrl_models.loading import pretrained
 
 
 class _AutoModel:
@@ -40,7 +42,7 @@ class _AutoModel:
 
         Args:
             path_or_id: a folder, or the name of a hub repository.
-            options: see `nrl_models.common.pretrained.LoadOptions` (`dtype`, `device`, `mesh`, `strict`, ...); all
+            options: see `nrl_models.loading.pretrained.LoadOptions` (`dtype`, `device`, `mesh`, `strict`, ...); all
                 others are values of the configuration, by its own names.
 
         Raises:
@@ -66,7 +68,7 @@ class _AutoModel:
             config: the configuration; not changed.
             trust_remote_code: as in `from_pretrained`.
             options: `dtype`, `device`, `combine`, `backend` and `ignore_config_keys`, see
-                `nrl_models.common.pretrained.from_config`.
+                `nrl_models.loading.pretrained.from_config`.
 
         Raises:
             ConfigurationError, UnknownArchitectureError, FamilyImportError, RemoteCodeError: as in `from_pretrained`.

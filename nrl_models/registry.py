@@ -14,7 +14,7 @@ from packaging.requirements import Requirement
 
 from nrl_models import families
 from nrl_models.errors import FamilyImportError, RegistrationError
-from nrl_models.families.standard.table import STANDARD
+from nrl_models.families.table.rows import STANDARD
 
 _ROWS = {name: entry.architectures for name, entry in STANDARD.items() if entry.architectures}
 

@@ -13,7 +13,7 @@ from types import ModuleType
 from patterns import ONE_OF_EACH_PATTERN
 
 from nrl_models import registry
-from nrl_models.families.standard.table import STANDARD
+from nrl_models.families.table.rows import STANDARD
 
 ROOT = Path(__file__).parents[1]
 FAMILIES = "nrl_models/families/"

@@ -16,9 +16,9 @@ from transformers import PreTrainedModel
 from transformers.models.auto import modeling_auto
 
 from nrl_models import registry
-from nrl_models.onboarding.coverage import read_results
+from nrl_models.devtools.coverage import read_results
+from nrl_models.devtools.overview import table
 from nrl_models.onboarding.detect import Detection, detect
-from nrl_models.onboarding.overview import table
 
 MAPPINGS = (
     "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",

@@ -27,10 +27,10 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-from nrl_models.common.config_types import takes_floats_only
-from nrl_models.common.routing import flip_rate, record_routing
+from nrl_models.common.config.types import takes_floats_only
+from nrl_models.common.forward.routing import flip_rate, record_routing
+from nrl_models.inputs.model_inputs import Inputs
 from nrl_models.onboarding.detect import APART, offsets_stay
-from nrl_models.parity.inputs import Inputs
 from nrl_models.parity.noise import rounded_otherwise
 from nrl_models.quirks import Subject, predicates
 from nrl_models.testing.case import FamilyCase, randomise

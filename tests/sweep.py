@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nrl_models.common.saving import write_whole
+from nrl_models.common.checkpoint.writing import write_whole
 
 Outcome = dict[str, Any]
 

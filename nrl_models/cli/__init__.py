@@ -19,7 +19,7 @@ def demo(
     json_file: JsonFile = None,
 ) -> None:
     """Train a small Llama on text of this machine, load it here, and check everything about it."""
-    from nrl_models.demo import run_demo
+    from nrl_models.cli.demo import run_demo
 
     report = run_demo(out, steps=steps)
     show_report(report, json_file)
@@ -121,7 +121,7 @@ def plan(
     """Say what training a model takes on every rank of a mesh, and what to change if that is too much."""
     from dataclasses import asdict
 
-    from nrl_models.distributed.report import plan_report
+    from nrl_models.onboarding.estimate_report import plan_report
 
     report = plan_report(
         path, mesh, seq_len=seq_len, micro_batch=micro_batch, dtype=dtype_of(dtype),
@@ -149,12 +149,12 @@ def coverage(
 ) -> None:
     """Write the model coverage pages from the results of the generated tests; or look something up in them."""
     if kind or feature:
-        from nrl_models.onboarding import overview
+        from nrl_models.devtools import overview
 
         found, names = overview.chosen(overview.read(out / overview.FILE), kind or (), feature or ())
         print_table(overview.as_table(found, names))
         return
-    from nrl_models.onboarding.coverage import run_generated_tests, write_pages
+    from nrl_models.devtools.coverage import run_generated_tests, write_pages
 
     pages = write_pages(results or run_generated_tests(out / "results.json"), out)
     print_table(f"wrote {len(pages)} pages to {out}")
@@ -167,8 +167,8 @@ def ledger(
     survey: Annotated[bool, typer.Option(help="Only say which keys nothing reads; try none.")] = False,
 ) -> None:
     """Change each key of each configuration, here and in transformers, and record what it does in the ledger."""
-    from nrl_models.common.ledger import DEFAULT_ONLY, INERT, UNTRIED, read_ledgers
-    from nrl_models.onboarding.ledger import write_ledger
+    from nrl_models.common.config.ledger import DEFAULT_ONLY, INERT, UNTRIED, read_ledgers
+    from nrl_models.devtools.record_ledger import write_ledger
 
     departing = False
     for name, found in write_ledger(architectures or (), again=again, survey=survey):
@@ -194,7 +194,7 @@ def mutate(
     again: Annotated[bool, typer.Option("--again", help="Try those that are in the results, too.")] = False,
 ) -> None:
     """Plant bugs into every architecture, one by one, and see that the generated tests find each."""
-    from nrl_models.testing.mutants.run import architectures_in_order, run_mutants
+    from nrl_models.devtools.mutants.campaign import architectures_in_order, run_mutants
 
     outcomes = {}
     for architecture, outcome in run_mutants(architectures_in_order(architectures), results, again=again):

@@ -40,9 +40,9 @@ def _engine(path: Path, name: str, dtype: str | None, options: list[str] | None,
 
 
 def _prompts(path: Path) -> Prompts:
-    from nrl_models.common.checkpoint_files import resolve_folder
-    from nrl_models.common.pretrained import read_config
+    from nrl_models.common.checkpoint.files import resolve_folder
     from nrl_models.consistency.prompts import Prompts
+    from nrl_models.loading.pretrained import read_config
 
     folder = resolve_folder(path)
     return Prompts.of_checkpoint(folder, read_config(folder).get_text_config().vocab_size)
@@ -66,7 +66,7 @@ def max_model_len(
     json_file: JsonFile = None,
 ) -> None:
     """1: the engine keeps to the longest sequence it was told."""
-    from nrl_models.diagnostics.engines import PROMPT_TOKENS, diagnose_max_model_len
+    from nrl_models.diagnostics.engine_checks import PROMPT_TOKENS, diagnose_max_model_len
 
     prompt = _made(_prompts(path), PROMPT_TOKENS, 1)[0]
     # A server has its own limit, chosen where it was started.
@@ -90,7 +90,7 @@ def decode_vs_prefill(
     json_file: JsonFile = None,
 ) -> None:
     """2: decoding gives the log-probabilities of one prefill."""
-    from nrl_models.diagnostics.engines import diagnose_decode_vs_prefill
+    from nrl_models.diagnostics.engine_checks import diagnose_decode_vs_prefill
 
     made = _made(_prompts(path), length, prompts, seed)
     with _engine(path, engine, dtype, engine_option, seed=seed) as started:
@@ -133,7 +133,7 @@ def precision(
     json_file: JsonFile = None,
 ) -> None:
     """4: compiled modes give eager's log-probabilities. Informative: failures are common, and exit with 0."""
-    from nrl_models.diagnostics.engines import diagnose_precision
+    from nrl_models.diagnostics.engine_checks import diagnose_precision
 
     def start(mode: dict[str, Any]) -> Any:
         return _engine(path, engine, dtype, engine_option, **mode)
@@ -154,7 +154,7 @@ def prefix_caching(
     json_file: JsonFile = None,
 ) -> None:
     """5: no NaN once an answer is part of the next prompt."""
-    from nrl_models.diagnostics.engines import diagnose_prefix_caching
+    from nrl_models.diagnostics.engine_checks import diagnose_prefix_caching
 
     made = _prompts(path)
     prompt = made.counting(count)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from nrl_models.consistency.report import ConsistencyReport
+    from nrl_models.consistency.consistency_report import ConsistencyReport
 
 EngineName = Annotated[str, typer.Option("--engine", help="vllm, hf-generate, or the address of a server.")]
 EngineOptions = Annotated[
@@ -140,7 +140,7 @@ def consistency(
         from nrl_models.consistency.html import require_matplotlib
 
         require_matplotlib()
-    from nrl_models.consistency.run import check_consistency
+    from nrl_models.consistency.matrix import check_consistency
 
     try:
         with _live_table() as progress:

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from nrl_models.consistency.consistency_report import CELL, CellResult, ConsistencyReport, in_a_line, last_if_nan, shown
 from nrl_models.consistency.measure import Measurement, order_by_error
-from nrl_models.consistency.report import CELL, CellResult, ConsistencyReport, in_a_line, last_if_nan, shown
 from nrl_models.errors import ConsistencyError
 from nrl_models.logprobs.metrics import token_mult_prob_error
 

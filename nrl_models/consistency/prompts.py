@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from nrl_models.common.text import text_of_this_machine
 from nrl_models.consistency.cells import Cell
 from nrl_models.errors import ConsistencyError
+from nrl_models.inputs.real_text import text_of_this_machine
 
 FIRST_WORD = 16
 """Without a tokenizer, token ids below are left to special tokens."""

@@ -16,20 +16,20 @@ from rich.markup import escape
 from rich.table import Table
 
 from nrl_models.auto import auto_class_for
-from nrl_models.common import FamilyModel
-from nrl_models.common.checkpoint_files import resolve_folder
+from nrl_models.common.checkpoint.files import resolve_folder
 from nrl_models.consistency.cells import Settings
+from nrl_models.consistency.consistency_report import CellResult
 from nrl_models.consistency.measure import Measurement, Meter
 from nrl_models.consistency.prompts import Prompts
 from nrl_models.consistency.references import References
-from nrl_models.consistency.report import CellResult
 from nrl_models.consistency.verdict import Judge, Verdict
 from nrl_models.engines import start_engine
 from nrl_models.engines.base import NamedTensor, RefitReport, digested, final_scores
 from nrl_models.engines.hf import HFEngine
 from nrl_models.errors import EngineError
+from nrl_models.family import FamilyModel
 from nrl_models.logprobs.metrics import token_mult_prob_error
-from nrl_models.parity.report import VERDICTS
+from nrl_models.parity.parity_report import VERDICTS
 
 Tensors = Iterable[NamedTensor]
 

@@ -12,7 +12,7 @@ import safetensors.torch
 import torch
 from safetensors import SafetensorError
 
-from nrl_models.common.saving import write_whole
+from nrl_models.common.checkpoint.writing import write_whole
 from nrl_models.consistency.cells import Cell
 from nrl_models.errors import ConsistencyError
 

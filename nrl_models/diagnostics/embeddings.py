@@ -19,12 +19,12 @@ import torch
 from safetensors import safe_open
 
 from nrl_models.auto import auto_class_for
-from nrl_models.common import StateDictAdapter
-from nrl_models.common.checkpoint_files import CheckpointFiles, StoredTensor, resolve_folder
-from nrl_models.common.pretrained import read_config
-from nrl_models.common.saving import staged
+from nrl_models.common.checkpoint.files import CheckpointFiles, StoredTensor, resolve_folder
+from nrl_models.common.checkpoint.writing import staged
+from nrl_models.common.state_dict.adapter import StateDictAdapter
 from nrl_models.diagnostics.result import Diagnosis
 from nrl_models.errors import CheckpointError, Problem
+from nrl_models.loading.pretrained import read_config
 
 NEAR_ZERO = 1e-10
 IDENTICAL = 1e-8

@@ -1,10 +1,10 @@
 """Models larger than one device: sharding, checkpoints and refit, on torch.distributed."""
 
-from nrl_models.distributed.checkpoint import load_checkpoint, save_checkpoint
 from nrl_models.distributed.context_parallel import check_context_parallel, context_parallel
 from nrl_models.distributed.mesh import parse_mesh
+from nrl_models.distributed.parallel_plan import ParallelPlan, plan_for
 from nrl_models.distributed.parallelize import parallelize
-from nrl_models.distributed.plan import ParallelPlan, plan_for
+from nrl_models.distributed.resume import load_checkpoint, save_checkpoint
 from nrl_models.distributed.saving import save_pretrained
 from nrl_models.distributed.shards import share_of
 

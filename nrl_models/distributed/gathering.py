@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from nrl_models.common.views import HFTensor
+from nrl_models.common.state_dict.views import HFTensor
 from nrl_models.distributed.mesh import reporting_the_dead
 from nrl_models.distributed.shards import blocks_of, divided_over
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from nrl_models.common.projections import groups_of
 from nrl_models.distributed.mesh import agree, describe, rank_in, size_of
-from nrl_models.distributed.plan import (
+from nrl_models.distributed.parallel_plan import (
     ParallelPlan,
     Plan,
     experts_over,

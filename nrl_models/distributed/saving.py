@@ -14,10 +14,10 @@ from safetensors.torch import save_file
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
-from nrl_models.common.checkpoint_files import INDEX_NAME
-from nrl_models.common.hf_names import checkpoint_layout
+from nrl_models.common.checkpoint.files import INDEX_NAME
+from nrl_models.common.checkpoint.writing import staged
 from nrl_models.common.projections import own_storage
-from nrl_models.common.saving import staged
+from nrl_models.common.state_dict.to_checkpoint import checkpoint_layout
 from nrl_models.distributed.gathering import DEFAULT_BUCKET, gathered
 from nrl_models.distributed.mesh import agree, gather_over, is_first, reporting_the_dead
 from nrl_models.errors import UnknownArgumentError

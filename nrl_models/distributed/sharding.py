@@ -12,14 +12,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from nrl_models.common.state_dict_adapter import Layout, StateDictAdapter
-from nrl_models.common.views import HFTensor
+from nrl_models.common.state_dict.adapter import Layout, StateDictAdapter
+from nrl_models.common.state_dict.views import HFTensor
 from nrl_models.distributed.gathering import DEFAULT_BUCKET, gathered
 from nrl_models.distributed.saving import save_pretrained
 from nrl_models.distributed.shards import blocks_of
 
 if TYPE_CHECKING:
-    from nrl_models.distributed.plan import ParallelPlan
+    from nrl_models.distributed.parallel_plan import ParallelPlan
 
 
 class Sharding:

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch.distributed.tensor import DTensor
 
-from nrl_models.common.blocks import Block, through
-from nrl_models.common.views import HFTensor
+from nrl_models.common.state_dict.blocks import Block, through
+from nrl_models.common.state_dict.views import HFTensor
 
 
 def own_block(tensor: torch.Tensor) -> Block:

@@ -28,7 +28,7 @@ from torch.nn import functional as F
 
 from nrl_models.common.cached import cached
 from nrl_models.common.projections import Buffer, LinearGroup
-from nrl_models.common.projections.layout import JoinedWeights
+from nrl_models.common.projections.group_memory import JoinedWeights
 
 
 def entering(tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:

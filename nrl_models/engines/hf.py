@@ -16,11 +16,10 @@ import torch
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 from nrl_models.auto import auto_class_for
-from nrl_models.common.checkpoint_files import resolve_folder
-from nrl_models.common.pretrained import read_config
+from nrl_models.common.checkpoint.files import resolve_folder
 from nrl_models.common.projections import groups_of
 from nrl_models.common.recording import record_calls
-from nrl_models.common.state_dict_adapter import adapter_of
+from nrl_models.common.state_dict.adapter import adapter_of
 from nrl_models.engines.base import (
     LOGITS,
     Capabilities,
@@ -33,6 +32,7 @@ from nrl_models.engines.base import (
     tensor_digest,
 )
 from nrl_models.errors import EngineError
+from nrl_models.loading.pretrained import read_config
 from nrl_models.logprobs.head import output_embedding
 from nrl_models.logprobs.sampling import Sampling, processed
 from nrl_models.logprobs.tokens import token_logprobs

@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 
-from nrl_models.common.checkpoint_files import resolve_folder
-from nrl_models.common.pretrained import read_config
+from nrl_models.common.checkpoint.files import resolve_folder
 from nrl_models.engines.base import Capabilities, Engine, Sample, Tokens, require_lengths
 from nrl_models.errors import EngineError
+from nrl_models.loading.pretrained import read_config
 from nrl_models.logprobs.sampling import Sampling
 
 TIMEOUT = 600.0

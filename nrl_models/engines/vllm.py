@@ -20,8 +20,7 @@ from typing import Any
 import safetensors.torch
 import torch
 
-from nrl_models.common.checkpoint_files import resolve_folder
-from nrl_models.common.pretrained import read_config
+from nrl_models.common.checkpoint.files import resolve_folder
 from nrl_models.common.switches import is_off
 from nrl_models.engines.base import (
     LOGITS,
@@ -34,6 +33,7 @@ from nrl_models.engines.base import (
     require_lengths,
 )
 from nrl_models.errors import EngineError
+from nrl_models.loading.pretrained import read_config
 from nrl_models.logprobs.sampling import Sampling
 
 WORKER = "nrl_models.engines.vllm_worker.ConsistencyWorker"

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from nrl_models.common.packing import word_positions
+from nrl_models.common.forward.packing import word_positions
 from nrl_models.logprobs.chunked import Reference, chunked_statistics, statistics_of
 from nrl_models.logprobs.head import forward_inputs, hidden_states_and_head
 from nrl_models.logprobs.sampling import Sampling

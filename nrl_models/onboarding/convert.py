@@ -8,7 +8,7 @@ from pathlib import Path
 from huggingface_hub import split_torch_state_dict_into_shards
 
 from nrl_models.auto import auto_class_for
-from nrl_models.common.checkpoint_files import CheckpointFiles, resolve_folder
+from nrl_models.common.checkpoint.files import CheckpointFiles, resolve_folder
 from nrl_models.errors import CheckpointError, Problem, UnknownArgumentError
 
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "*.onnx_data")

@@ -15,13 +15,13 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from nrl_models.common.projections.combined import is_at
+from nrl_models.common.projections.tracing import Trace, trace_linears
 from nrl_models.common.random_states import random_states_kept
-from nrl_models.common.state_dict_adapter import StateDictAdapter
-from nrl_models.common.tracing import Trace, trace_linears
+from nrl_models.common.state_dict.adapter import StateDictAdapter
 from nrl_models.errors import in_words
-from nrl_models.parity.audio import AUDIO, takes_audio
-from nrl_models.parity.images import PIXELS, Inputs, takes_images
-from nrl_models.parity.inputs import inputs_for
+from nrl_models.inputs.audio import AUDIO, takes_audio
+from nrl_models.inputs.images import PIXELS, Inputs, takes_images
+from nrl_models.inputs.model_inputs import inputs_for
 from nrl_models.testing.case import randomise
 from nrl_models.testing.tiny import find_tiny
 

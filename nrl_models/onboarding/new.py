@@ -17,9 +17,9 @@ from typing import Any
 
 import nrl_models
 from nrl_models import families
-from nrl_models.common.ledger import FILE as LEDGER
-from nrl_models.onboarding.plan import FamilyPlan, OnboardingError, plan_family
-from nrl_models.onboarding.writing import plain_source, write_package, write_project
+from nrl_models.common.config.ledger import FILE as LEDGER
+from nrl_models.onboarding.family_plan import FamilyPlan, OnboardingError, plan_family
+from nrl_models.onboarding.family_source import plain_source, write_package, write_project
 from nrl_models.testing.features import INVARIANCES, SUITE, generated_tests
 
 Result = dict[str, Any]

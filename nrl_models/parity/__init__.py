@@ -13,7 +13,7 @@ from nrl_models.parity.compare import (
 )
 from nrl_models.parity.levels import compare_components, compare_end_to_end, compare_gradients, compare_weights
 from nrl_models.parity.localise import Culprit, localise
-from nrl_models.parity.report import ParityReport, ParityRow
+from nrl_models.parity.parity_report import ParityReport, ParityRow
 
 __all__ = [
     "Culprit",

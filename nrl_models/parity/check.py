@@ -10,12 +10,12 @@ import torch
 from transformers import PreTrainedModel
 
 from nrl_models.auto import auto_class_for
-from nrl_models.common import FamilyModel
-from nrl_models.common.soft_cap import reference_attention
-from nrl_models.parity.inputs import inputs_for
+from nrl_models.common.forward.soft_cap import reference_attention
+from nrl_models.family import FamilyModel
+from nrl_models.inputs.model_inputs import inputs_for
 from nrl_models.parity.levels import compare_components, compare_end_to_end, compare_gradients, compare_weights
 from nrl_models.parity.localise import localise
-from nrl_models.parity.report import ParityReport, ParityRow
+from nrl_models.parity.parity_report import ParityReport, ParityRow
 
 CHECKS = ("1", "2", "3", "gradients")
 """The levels by name."""

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from nrl_models.parity.images import Inputs, cast
+from nrl_models.inputs.images import Inputs, cast
 
 
 @dataclass(frozen=True)

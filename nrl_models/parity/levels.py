@@ -8,11 +8,11 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from nrl_models.common import FamilyModel
-from nrl_models.common.routing import RoutingRecord, can_replay, flip_rate, replay_routing
+from nrl_models.common.forward.routing import RoutingRecord, can_replay, flip_rate, replay_routing
+from nrl_models.family import FamilyModel
+from nrl_models.inputs.model_inputs import Inputs
 from nrl_models.parity.compare import StateDictComparison, compare_state_dicts, compare_tensors
 from nrl_models.parity.components import calls_of, run_layer
-from nrl_models.parity.inputs import Inputs
 from nrl_models.parity.noise import (
     NOISE_FACTOR,
     TOLERANCE,
@@ -24,7 +24,7 @@ from nrl_models.parity.noise import (
     logits_of,
     routing_noise,
 )
-from nrl_models.parity.report import ParityRow
+from nrl_models.parity.parity_report import ParityRow
 
 MIN_COSINE = 0.9999
 

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from nrl_models.common import FamilyModel
 from nrl_models.common.recording import RecordedCall, record_calls
+from nrl_models.family import FamilyModel
+from nrl_models.inputs.model_inputs import Inputs
 from nrl_models.parity.compare import compare_tensors
-from nrl_models.parity.inputs import Inputs
 from nrl_models.parity.noise import TOLERANCE, limit, logits_noise, logits_of
 
 

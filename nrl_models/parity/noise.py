@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from nrl_models.common.routing import RoutingRecord, flip_rate, record_routing, replay_routing
-from nrl_models.parity.images import Inputs, cast
+from nrl_models.common.forward.routing import RoutingRecord, flip_rate, record_routing, replay_routing
+from nrl_models.inputs.images import Inputs, cast
 
 TOLERANCE: Mapping[torch.dtype, float] = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-3}
 """Differences below are never called one, per dtype (the parity guide's tolerances)."""

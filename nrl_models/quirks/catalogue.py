@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from nrl_models.common import ModelFlag
+from nrl_models.common.flags import ModelFlag
 from nrl_models.quirks import predicates
 from nrl_models.quirks.quirk import Quirk
 
@@ -35,7 +35,7 @@ LOADING = (
         every_model=True,
         handling="The dtype that is asked for is what every parameter has; those that upstream keeps in fp32 stay "
         "fp32.",
-        code=("nrl_models.common.loading:load_weights", "nrl_models.common.pretrained:from_pretrained"),
+        code=("nrl_models.loading.weights:load_weights", "nrl_models.loading.pretrained:from_pretrained"),
         off='from_pretrained(path, dtype="auto")',
         probe="behavioural",
         asks="a step of 1e-6 leaves a bf16 weight of 1 as it is",
@@ -49,10 +49,10 @@ LOADING = (
         every_model=True,
         handling="Integers are read as floats where the class takes floats only, with a warning; other types are an "
         "error that names the key.",
-        code=("nrl_models.common.config_types:with_declared_types",),
+        code=("nrl_models.common.config.types:with_declared_types",),
         probe="behavioural",
         asks="transformers refuses an integer for a float",
-        remove="nrl_models/common/config_types.py and its two uses in pretrained.py",
+        remove="nrl_models/common/config/types.py and its two uses in pretrained.py",
         sources=("https://github.com/NVIDIA-NeMo/RL/pull/2224",),
     ),
     Quirk(
@@ -63,7 +63,7 @@ LOADING = (
         applies=predicates.declares("tower-names"),
         handling="Keys are renamed by transformers' own rules and looked for with and without the inner model's "
         "prefix; a tensor that is missing all the same is an error before anything is written.",
-        code=("nrl_models.common.loading:CheckpointNames", "nrl_models.common.matching:match"),
+        code=("nrl_models.loading.weights:CheckpointNames", "nrl_models.common.state_dict.matching:match"),
         off="load with transformers' own class",
         fixed="transformers>=5.6",
         kept_for="trainers with an older transformers",
@@ -94,7 +94,7 @@ LOADING = (
         where=("load", "export"),
         applies=predicates.shares_keys_and_values,
         handling="They stay with the model as pages of the file, and go into the next checkpoint as they were.",
-        code=("nrl_models.common.kv_sharing:SharedKeyValues", "nrl_models.common.loading:keep_unused"),
+        code=("nrl_models.common.forward.kv_sharing:SharedKeyValues", "nrl_models.loading.weights:keep_unused"),
         probe="behavioural",
         asks="transformers loses them when it loads and saves",
         remove="SharedKeyValues.keeps_unused and keep_unused",
@@ -106,7 +106,7 @@ LOADING = (
         where=("load", "trainer"),
         applies=predicates.freezes_a_part,
         handling="What is loaded is frozen where the class froze it, sharded or not.",
-        code=("nrl_models.common.loading:install",),
+        code=("nrl_models.loading.weights:install",),
         off="set requires_grad on the parameters",
         probe="behavioural",
         asks="transformers' from_pretrained unfreezes positions",
@@ -122,7 +122,7 @@ FORWARD = (
         where=("forward",),
         applies=predicates.declares("token-types"),
         handling="The family fills them in from the tokens, where there are images.",
-        code=("nrl_models.common.token_types:with_token_types",),
+        code=("nrl_models.common.forward.token_types:with_token_types",),
         probe="differential",
         asks="upstream computes a batch with images otherwise if it has no token types",
         remove="with_token_types in the family that the tripwire names",
@@ -136,7 +136,7 @@ FORWARD = (
         applies=predicates.packs,
         every_model=True,
         handling="A mask of ones is dropped and no cache is made where positions start again.",
-        code=("nrl_models.common.packing:keep_documents_apart",),
+        code=("nrl_models.common.forward.packing:keep_documents_apart",),
         probe="behavioural",
         asks="upstream lets packed documents meet under a mask of ones",
         remove="keep_documents_apart, and its use in FamilyModel",
@@ -148,7 +148,7 @@ FORWARD = (
         where=("forward",),
         applies=predicates.declares("masks-without-positions"),
         handling="The family makes the masks with positions.",
-        code=("nrl_models.common.family_model:FamilyModel.rewrites",),
+        code=("nrl_models.family:FamilyModel.rewrites",),
         probe="behavioural",
         asks="upstream lets packed documents meet without any mask",
         remove="the decoder's rewrite in the family that the tripwire names",
@@ -160,7 +160,7 @@ FORWARD = (
         where=("forward",),
         applies=predicates.declares("mrope-packed-documents"),
         handling="Plain positions are given in four planes, of which the first is the text's.",
-        code=("nrl_models.common.mrope:PackedTextPositions",),
+        code=("nrl_models.common.forward.mrope:PackedTextPositions",),
         probe="behavioural",
         asks="upstream lets packed documents meet without any mask",
         remove="PackedTextPositions in the family that the tripwire names",
@@ -171,7 +171,7 @@ FORWARD = (
         where=("forward",),
         applies=predicates.declares("mrope-stale-offsets"),
         handling="Offsets are forgotten when a new sequence begins.",
-        code=("nrl_models.common.mrope:FreshPositions",),
+        code=("nrl_models.common.forward.mrope:FreshPositions",),
         probe="behavioural",
         asks="upstream decodes text otherwise after it has seen an image",
         remove="FreshPositions in the family that the tripwire names",
@@ -183,7 +183,7 @@ FORWARD = (
         where=("forward",),
         applies=predicates.shares_keys_and_values,
         handling="transformers hands them on beside the cache; a test holds both ways to the same logits.",
-        code=("nrl_models.common.kv_sharing:SharedKeyValues",),
+        code=("nrl_models.common.forward.kv_sharing:SharedKeyValues",),
         off="there is nothing to switch off: such layers have no projections any more",
         fixed="transformers>=5.5.2",
         kept_for="trainers with an older transformers, which have to force use_cache=True",
@@ -200,13 +200,16 @@ FORWARD = (
         applies=predicates.caps_attention_scores,
         handling="Where transformers would drop the cap, a family's class, and what it is compared with, is computed "
         "by `eager`.",
-        code=("nrl_models.common.soft_cap:drops_soft_cap", "nrl_models.common.soft_cap:reference_attention"),
+        code=(
+            "nrl_models.common.forward.soft_cap:drops_soft_cap",
+            "nrl_models.common.forward.soft_cap:reference_attention",
+        ),
         off="load with transformers' own class",
         fixed="transformers>=5.21",
         kept_for="transformers 5.16 to 5.20, which this package takes",
         probe="behavioural",
         asks="upstream computes the same with and without a cap under sdpa",
-        remove="nrl_models/common/soft_cap.py and its uses",
+        remove="nrl_models/common/forward/soft_cap.py and its uses",
         explains=lambda seen: seen.kind in ("trainer", "everybody") and "attn" in seen.module,
     ),
 )
@@ -219,7 +222,7 @@ TRAINING = (
         where=("trainer",),
         applies=predicates.shares_keys_and_values,
         handling="Reentrant checkpointing is refused for such models; the other kind passes those gradients.",
-        code=("nrl_models.common.kv_sharing:SharedKeyValues",),
+        code=("nrl_models.common.forward.kv_sharing:SharedKeyValues",),
         probe="differential",
         asks="reentrant checkpointing gives other gradients upstream",
         remove="SharedKeyValues.gradient_checkpointing_enable and activation_checkpointing_enable",
@@ -261,7 +264,7 @@ TRAINING = (
         handling="Both are divided alike, over the vocabulary, or neither, and what is one tensor stays one; families "
         "that tie at every size say so by ModelFlag.SKIP_DTENSOR_TIED_WEIGHTS_CHECK.",
         code=(
-            "nrl_models.distributed.plan:declared_tensor_plan",
+            "nrl_models.distributed.parallel_plan:declared_tensor_plan",
             "nrl_models.distributed.parallelize:divide_model",
             "nrl_models.common.flags:ModelFlag",
         ),
@@ -292,7 +295,7 @@ TRAINING = (
         where=("trainer", "engine"),
         applies=predicates.has_experts,
         handling="What one run chose is recorded and replayed in another, and in recomputation.",
-        code=("nrl_models.common.routing:record_routing", "nrl_models.common.routing:replay_routing"),
+        code=("nrl_models.common.forward.routing:record_routing", "nrl_models.common.forward.routing:replay_routing"),
         off="do not enter replay_routing",
         probe="behavioural",
         asks="rounding otherwise makes upstream choose other experts in bf16",
@@ -352,7 +355,7 @@ EXPORT = (
         where=("export", "engine"),
         applies=predicates.has_several_names,
         handling="Exports have the hub's names and layout, experts one by one; the refit checks that all arrive.",
-        code=("nrl_models.common.state_dict_adapter:StateDictAdapter",),
+        code=("nrl_models.common.state_dict.adapter:StateDictAdapter",),
         off='iter_export(model, layout="transformers")',
         probe="differential",
         asks="transformers saves under other names than it has in memory",

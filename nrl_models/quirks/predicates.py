@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from nrl_models.common import FamilyModel
+from nrl_models.common.forward.kv_sharing import SharedKeyValues
 from nrl_models.common.freezing import components_of
-from nrl_models.common.kv_sharing import SharedKeyValues
-from nrl_models.common.state_dict_adapter import StateDictAdapter
+from nrl_models.common.state_dict.adapter import StateDictAdapter
 from nrl_models.distributed.context_parallel import context_parallel_problems
+from nrl_models.family import FamilyModel
 from nrl_models.quirks.subject import Subject
 
 LARGE_VOCABULARY = 2**15

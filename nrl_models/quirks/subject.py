@@ -10,9 +10,10 @@ from typing import Any
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from nrl_models.auto import auto_class_for
-from nrl_models.common import FamilyModel, ModelFlag
-from nrl_models.common.checkpoint_files import CONFIG_NAME, resolve_folder
-from nrl_models.common.pretrained import read_config
+from nrl_models.common.checkpoint.files import CONFIG_NAME, resolve_folder
+from nrl_models.common.flags import ModelFlag
+from nrl_models.family import FamilyModel
+from nrl_models.loading.pretrained import read_config
 from nrl_models.testing.case import FamilyCase
 
 

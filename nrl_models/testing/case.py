@@ -12,10 +12,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from nrl_models.common import FamilyModel
 from nrl_models.common.dtypes import kept_dtypes
-from nrl_models.common.soft_cap import reference_attention
-from nrl_models.parity.inputs import Inputs, inputs_for
+from nrl_models.common.forward.soft_cap import reference_attention
+from nrl_models.family import FamilyModel
+from nrl_models.inputs.model_inputs import Inputs, inputs_for
 from nrl_models.testing.tiny import tiny_config
 
 SEED = 42

@@ -100,7 +100,7 @@ def _class_name(item: pytest.Item) -> str | None:
 def _problem_with(name: str) -> str | None:
     """Why a name given to `--nrl-family` is none of a family's class. Code that fails is left to the tests to show."""
     from nrl_models import registry
-    from nrl_models.common import FamilyModel
+    from nrl_models.family import FamilyModel
 
     module, colon, attribute = name.partition(":")
     if not colon:

@@ -13,7 +13,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from nrl_models.common.cached import cached
-from nrl_models.common.configurations import all_values, own_values
+from nrl_models.common.config.walk import all_values, own_values
 from nrl_models.testing import sizes
 from nrl_models.testing.kept_layers import KeptLayers
 

@@ -13,9 +13,9 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from nrl_models.common.configurations import all_values
+from nrl_models.common.config.walk import all_values
 from nrl_models.errors import NRLModelsError, in_words
-from nrl_models.parity.inputs import inputs_for
+from nrl_models.inputs.model_inputs import inputs_for
 from nrl_models.testing import sizes
 from nrl_models.testing.shrink import Needs, shrink
 

@@ -29,9 +29,9 @@ from jobs import sweep as jobs
 from world import RanksFailedError, RanksLostError, World
 
 from nrl_models import registry
-from nrl_models.onboarding.sharded import AGREES, RESULTS, VERDICTS, status
+from nrl_models.devtools.mutants.campaign import architectures_in_order
+from nrl_models.devtools.sharding_outcomes import AGREES, RESULTS, VERDICTS, status
 from nrl_models.quirks.quirk import installed
-from nrl_models.testing.mutants.run import architectures_in_order
 from tests.sweep import Outcome, Sweep
 
 DOCS = Path(__file__).parents[2] / "docs" / "model-coverage"
@@ -55,7 +55,7 @@ def main() -> int:
 
 def write_pages() -> None:
     """Write the coverage pages, which show what was found."""
-    from nrl_models.onboarding.coverage import write_pages
+    from nrl_models.devtools.coverage import write_pages
 
     write_pages(DOCS / "results.json", DOCS)
 
@@ -76,7 +76,7 @@ def worsened(before: Outcome, now: Outcome) -> str:
 
 
 def run(names: list[str]) -> Iterator[tuple[str, Outcome]]:
-    """Try architectures one after another; yields each one's outcome by layout, see `nrl_models.onboarding.sharded`.
+    """Try architectures one after another; yields each one's outcome by layout, see `devtools.sharding_outcomes`.
 
     Those that need what is not installed are left out.
     """

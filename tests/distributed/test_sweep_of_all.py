@@ -10,7 +10,7 @@ import torch.distributed as dist
 from jobs import faults
 from world import RanksLostError, World
 
-from nrl_models.onboarding.sharded import AGREES, status
+from nrl_models.devtools.sharding_outcomes import AGREES, status
 from tests.distributed import sweep
 
 

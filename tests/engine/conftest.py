@@ -12,9 +12,9 @@ import torch
 import transformers
 
 from nrl_models import AutoModelForCausalLM
-from nrl_models.common.pretrained import read_config
 from nrl_models.consistency.prompts import Prompts
 from nrl_models.engines.hf import HFEngine
+from nrl_models.loading.pretrained import read_config
 from nrl_models.testing.case import randomise
 from nrl_models.testing.tiny import tiny_config
 
@@ -41,7 +41,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The demo's checkpoint, trained on real text; made if `make demo` has not made it."""
     if (DEMO / "config.json").exists():
         return DEMO
-    from nrl_models.demo import run_demo
+    from nrl_models.cli.demo import run_demo
 
     folder = tmp_path_factory.mktemp("demo")
     run_demo(folder)

@@ -16,11 +16,11 @@ from vllm import ModelRegistry
 
 from nrl_models import registry
 from nrl_models.consistency.cells import Settings
+from nrl_models.consistency.matrix import run_matrix
 from nrl_models.consistency.measure import Meter
 from nrl_models.consistency.prompts import Prompts
 from nrl_models.consistency.references import References
 from nrl_models.consistency.refit import RefitChecker, RefitStep
-from nrl_models.consistency.run import run_matrix
 from nrl_models.consistency.store import Store
 from nrl_models.engines.hf import HFEngine
 from nrl_models.engines.vllm import VLLMEngine

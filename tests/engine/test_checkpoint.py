@@ -21,12 +21,12 @@ from typer.testing import CliRunner
 from nrl_models import AutoModelForCausalLM
 from nrl_models.cli import app
 from nrl_models.consistency.cells import Settings
+from nrl_models.consistency.matrix import run_matrix
 from nrl_models.consistency.measure import Meter
 from nrl_models.consistency.prompts import Prompts
 from nrl_models.consistency.references import References
-from nrl_models.consistency.run import run_matrix
 from nrl_models.consistency.store import Store
-from nrl_models.diagnostics.engines import (
+from nrl_models.diagnostics.engine_checks import (
     diagnose_decode_vs_prefill,
     diagnose_max_model_len,
     diagnose_precision,
@@ -231,9 +231,9 @@ def test_backend_eager_gives_eagers_logprobs(demo: Path, vllm: Vllm, demo_prompt
 def test_a_mode_that_computes_otherwise_is_reported_and_no_failure(
     demo: Path, vllm: Vllm, demo_prompts: Prompts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from nrl_models.diagnostics import engines
+    from nrl_models.diagnostics import engine_checks
 
-    monkeypatch.setitem(engines.MODES, "half as precise", {"dtype": torch.bfloat16})
+    monkeypatch.setitem(engine_checks.MODES, "half as precise", {"dtype": torch.bfloat16})
 
     @contextmanager
     def start(mode: dict[str, Any]) -> Iterator[VLLMEngine]:

@@ -15,11 +15,11 @@ from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from nrl_models import AutoModelForCausalLM
 from nrl_models.consistency.cells import Settings
+from nrl_models.consistency.matrix import run_matrix
 from nrl_models.consistency.measure import Meter
 from nrl_models.consistency.prompts import Prompts
 from nrl_models.consistency.references import References
 from nrl_models.consistency.refit import RefitChecker, RefitStep
-from nrl_models.consistency.run import run_matrix
 from nrl_models.consistency.store import Store
 from nrl_models.consistency.verdict import Verdict
 from nrl_models.engines.hf import HFEngine

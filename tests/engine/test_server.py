@@ -20,8 +20,8 @@ from typer.testing import CliRunner
 
 from nrl_models.cli import app
 from nrl_models.consistency.cells import Settings
-from nrl_models.consistency.report import ConsistencyReport
-from nrl_models.consistency.run import check_consistency
+from nrl_models.consistency.consistency_report import ConsistencyReport
+from nrl_models.consistency.matrix import check_consistency
 from nrl_models.engines import start_engine
 from nrl_models.engines.hf import HFEngine
 from nrl_models.errors import EngineError

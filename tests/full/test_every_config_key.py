@@ -6,8 +6,8 @@ from importlib.metadata import version
 
 import pytest
 
-from nrl_models.common.ledger import UNTRIED, recorded
-from nrl_models.onboarding.ledger import ledger_of
+from nrl_models.common.config.ledger import UNTRIED, recorded
+from nrl_models.devtools.record_ledger import ledger_of
 from nrl_models.testing.case import FamilyCase
 
 

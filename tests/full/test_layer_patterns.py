@@ -9,11 +9,11 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from nrl_models.common import layouts
-from nrl_models.common.conversions import conversions_of
-from nrl_models.common.layer_patterns import Names, Renamer
-from nrl_models.common.layouts import convert_layout, hub_conversions, own_tensors, transformers_views
-from nrl_models.common.views import HFTensor, Piece
+from nrl_models.common.state_dict import layouts
+from nrl_models.common.state_dict.conversions import conversions_of
+from nrl_models.common.state_dict.layer_patterns import Names, Renamer
+from nrl_models.common.state_dict.layouts import convert_layout, hub_conversions, own_tensors, transformers_views
+from nrl_models.common.state_dict.views import HFTensor, Piece
 from nrl_models.testing.case import FamilyCase
 
 

@@ -34,9 +34,10 @@ from nrl_models import (
     register_architecture,
 )
 from nrl_models.auto import auto_class_for, auto_class_of
-from nrl_models.common import BackendConfig, FamilyModel
+from nrl_models.common.backend import BackendConfig
 from nrl_models.common.projections import report
 from nrl_models.families.llama import model as llama_family
+from nrl_models.family import FamilyModel
 from nrl_models.testing.tiny import tiny_config
 
 AUTO = {
@@ -294,7 +295,8 @@ def test_a_family_that_needs_a_newer_version(llama_checkpoint: Path) -> None:
 
 OUTSIDE = """
 from transformers.models.mixtral import modeling_mixtral as hf
-from nrl_models.common import CombinedQKV, FamilyModel
+from nrl_models.common.projections import CombinedQKV
+from nrl_models.family import FamilyModel
 
 class {config}(hf.MixtralConfig):
     model_type = "{model_type}"

@@ -14,9 +14,9 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from nrl_models import demo, registry
-from nrl_models.cli import app
-from nrl_models.common.checkpoint_files import INDEX_NAME, CheckpointFiles
+from nrl_models import registry
+from nrl_models.cli import app, demo
+from nrl_models.common.checkpoint.files import INDEX_NAME, CheckpointFiles
 from nrl_models.parity import ParityReport, ParityRow
 from nrl_models.testing.case import FamilyCase
 

@@ -11,9 +11,8 @@ import transformers
 from checkpoints import assert_same, stored
 from typer.testing import CliRunner
 
-from nrl_models import demo
-from nrl_models.cli import app
-from nrl_models.common.text import END, text_of_this_machine
+from nrl_models.cli import app, demo
+from nrl_models.inputs.real_text import END, text_of_this_machine
 
 
 def test_training_text_is_found_here_and_always_the_same() -> None:

@@ -19,7 +19,7 @@ import pytest
 
 import nrl_models
 from nrl_models import families, registry
-from nrl_models.families.standard.table import STANDARD
+from nrl_models.families.table.rows import STANDARD
 
 ROOT = Path(nrl_models.__file__).parent
 PYPROJECT = tomllib.loads((ROOT.parent / "pyproject.toml").read_text())

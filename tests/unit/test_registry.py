@@ -24,7 +24,8 @@ from nrl_models.families.llama.model import LlamaForCausalLM
 
 FAMILY = """
 from transformers.models.llama import modeling_llama as hf
-from nrl_models.common import CombinedGateUp, CombinedQKV, FamilyModel
+from nrl_models.common.projections import CombinedGateUp, CombinedQKV
+from nrl_models.family import FamilyModel
 
 class OutsideConfig(hf.LlamaConfig):
     model_type = "outside"

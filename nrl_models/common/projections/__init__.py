@@ -11,8 +11,8 @@ from nrl_models.common.projections.combined import (
     groups_of,
 )
 from nrl_models.common.projections.group import LinearGroup
+from nrl_models.common.projections.group_report import GroupReport, join, neighbouring_parameters, report
 from nrl_models.common.projections.memory import Buffer, own_storage
-from nrl_models.common.projections.report import GroupReport, join, neighbouring_parameters, report
 
 __all__ = [
     "KNOWN_GROUPS",

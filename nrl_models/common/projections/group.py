@@ -25,7 +25,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import _disable_current_modes
 
-from nrl_models.common.projections.layout import JoinedWeights, Layout
+from nrl_models.common.projections.group_memory import JoinedWeights, Layout
 from nrl_models.common.projections.matmul import joined_linear
 from nrl_models.common.projections.memory import Buffer, is_its_own
 from nrl_models.common.projections.run import Answer, OwnForward, Run

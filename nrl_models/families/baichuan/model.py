@@ -1,7 +1,8 @@
 """Baichuan 1 and 2: Llama's block with packed projections on the hub; rotary positions (7B) or ALiBi (13B)."""
 
-from nrl_models.common import CombinedGateUp, CombinedQKV, FamilyModel
+from nrl_models.common.projections import CombinedGateUp, CombinedQKV
 from nrl_models.families.baichuan import modeling as hf
+from nrl_models.family import FamilyModel
 
 
 class BaichuanFamily(FamilyModel):

@@ -2,8 +2,9 @@
 
 from transformers.models.deepseek_v3 import modeling_deepseek_v3 as hf
 
-from nrl_models.common import CombinedGateUp, FamilyModel, combine
+from nrl_models.common.projections import CombinedGateUp, combine
 from nrl_models.families import decoder_sizes
+from nrl_models.family import FamilyModel
 
 
 class DeepseekV3Family(FamilyModel):

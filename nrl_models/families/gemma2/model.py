@@ -2,8 +2,10 @@
 
 from transformers.models.gemma2 import modeling_gemma2 as hf
 
-from nrl_models.common import CombinedGateUp, CombinedQKV, FamilyModel, ModelFlag
+from nrl_models.common.flags import ModelFlag
+from nrl_models.common.projections import CombinedGateUp, CombinedQKV
 from nrl_models.families import decoder_sizes
+from nrl_models.family import FamilyModel
 
 
 class Gemma2Family(FamilyModel):

@@ -3,9 +3,11 @@
 from transformers.models.gemma3 import modeling_gemma3 as hf
 from transformers.models.siglip import modeling_siglip as siglip
 
-from nrl_models.common import CombinedGateUp, CombinedQKV, FamilyModel, ModelFlag
-from nrl_models.common.token_types import with_token_types
+from nrl_models.common.flags import ModelFlag
+from nrl_models.common.forward.token_types import with_token_types
+from nrl_models.common.projections import CombinedGateUp, CombinedQKV
 from nrl_models.families import decoder_sizes
+from nrl_models.family import FamilyModel
 
 
 class Gemma3Family(FamilyModel):

@@ -2,9 +2,10 @@
 
 from transformers.models.gemma3n import modeling_gemma3n as hf
 
-from nrl_models.common import CombinedGateUp, CombinedQKV, FamilyModel
-from nrl_models.common.kv_sharing import SharedKeyValues
+from nrl_models.common.forward.kv_sharing import SharedKeyValues
+from nrl_models.common.projections import CombinedGateUp, CombinedQKV
 from nrl_models.families import decoder_sizes
+from nrl_models.family import FamilyModel
 
 
 class Gemma3nFamily(SharedKeyValues, FamilyModel):

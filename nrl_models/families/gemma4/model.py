@@ -2,9 +2,10 @@
 
 from transformers.models.gemma4 import modeling_gemma4 as hf
 
-from nrl_models.common import CombinedGateUp, CombinedQKV, FamilyModel
-from nrl_models.common.kv_sharing import SharedKeyValues
-from nrl_models.common.token_types import with_token_types
+from nrl_models.common.forward.kv_sharing import SharedKeyValues
+from nrl_models.common.forward.token_types import with_token_types
+from nrl_models.common.projections import CombinedGateUp, CombinedQKV
+from nrl_models.family import FamilyModel
 
 
 class Gemma4Family(SharedKeyValues, FamilyModel):

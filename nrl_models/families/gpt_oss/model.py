@@ -6,10 +6,11 @@ import torch
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.models.gpt_oss import modeling_gpt_oss as hf
 
-from nrl_models.common import CombinedQKV, FamilyModel
-from nrl_models.common.config_keys import declared_keys
+from nrl_models.common.config.keys import declared_keys
+from nrl_models.common.projections import CombinedQKV
 from nrl_models.common.switches import is_off
 from nrl_models.families import decoder_sizes
+from nrl_models.family import FamilyModel
 
 
 class GptOssModel(hf.GptOssModel):

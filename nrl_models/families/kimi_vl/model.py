@@ -2,8 +2,9 @@
 
 from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek_v3
 
-from nrl_models.common import CombinedGateUp, FamilyModel, combine
+from nrl_models.common.projections import CombinedGateUp, combine
 from nrl_models.families.kimi_vl import modeling as hf
+from nrl_models.family import FamilyModel
 
 
 class KimiVLFamily(FamilyModel):

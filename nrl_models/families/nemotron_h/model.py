@@ -4,7 +4,8 @@ from typing import Any
 
 from transformers.models.nemotron_h import modeling_nemotron_h as hf
 
-from nrl_models.common import CombinedQKV, FamilyModel
+from nrl_models.common.projections import CombinedQKV
+from nrl_models.family import FamilyModel
 
 
 class NemotronHFamily(FamilyModel):

@@ -2,8 +2,9 @@
 
 from transformers.models.qwen2 import modeling_qwen2 as hf
 
-from nrl_models.common import CombinedGateUp, CombinedQKV, FamilyModel
+from nrl_models.common.projections import CombinedGateUp, CombinedQKV
 from nrl_models.families import decoder_sizes
+from nrl_models.family import FamilyModel
 
 
 class Qwen2Family(FamilyModel):

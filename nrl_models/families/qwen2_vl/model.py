@@ -2,9 +2,10 @@
 
 from transformers.models.qwen2_vl import modeling_qwen2_vl as hf
 
-from nrl_models.common import CombinedGateUp, CombinedQKV, FamilyModel
-from nrl_models.common.mrope import FreshPositions, PackedTextPositions
+from nrl_models.common.forward.mrope import FreshPositions, PackedTextPositions
+from nrl_models.common.projections import CombinedGateUp, CombinedQKV
 from nrl_models.families import decoder_sizes
+from nrl_models.family import FamilyModel
 
 
 class Qwen2VLFamily(FamilyModel):

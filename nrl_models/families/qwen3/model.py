@@ -2,8 +2,9 @@
 
 from transformers.models.qwen3 import modeling_qwen3 as hf
 
-from nrl_models.common import CombinedGateUp, CombinedQKV, FamilyModel
+from nrl_models.common.projections import CombinedGateUp, CombinedQKV
 from nrl_models.families import decoder_sizes
+from nrl_models.family import FamilyModel
 
 
 class Qwen3Family(FamilyModel):

@@ -2,8 +2,9 @@
 
 from transformers.models.qwen3_moe import modeling_qwen3_moe as hf
 
-from nrl_models.common import CombinedGateUp, CombinedQKV, FamilyModel
+from nrl_models.common.projections import CombinedGateUp, CombinedQKV
 from nrl_models.families import decoder_sizes
+from nrl_models.family import FamilyModel
 
 
 class Qwen3MoeFamily(FamilyModel):

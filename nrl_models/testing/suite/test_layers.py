@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from nrl_models.common.projections import groups_of
+from nrl_models.common.projections.tracing import trace_groups
 from nrl_models.common.recording import record_calls
-from nrl_models.common.tracing import trace_groups
 from nrl_models.parity.components import calls_of, run_layer
 from nrl_models.testing.case import SEED, FamilyCase
 from nrl_models.testing.features import proves

@@ -14,10 +14,10 @@ import pytest
 import torch
 from torch import nn
 
+from nrl_models.common.forward.routing import can_replay, replay_routing
 from nrl_models.common.projections import groups_of, report
-from nrl_models.common.routing import can_replay, replay_routing
-from nrl_models.parity.images import image_token
-from nrl_models.parity.inputs import count_words, written
+from nrl_models.inputs.images import image_token
+from nrl_models.inputs.model_inputs import count_words, written
 from nrl_models.parity.noise import gradients, limit, logits_and_routing, logits_noise, logits_of
 from nrl_models.testing.case import SEED, FamilyCase
 from nrl_models.testing.features import proves

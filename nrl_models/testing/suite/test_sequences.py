@@ -10,10 +10,10 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from nrl_models.common.packing import word_positions
-from nrl_models.common.routing import replay_routing
-from nrl_models.parity.images import in_order
-from nrl_models.parity.inputs import FIRST_WORD
+from nrl_models.common.forward.packing import word_positions
+from nrl_models.common.forward.routing import replay_routing
+from nrl_models.inputs.images import in_order
+from nrl_models.inputs.model_inputs import FIRST_WORD
 from nrl_models.parity.noise import logits_and_routing, logits_of
 from nrl_models.testing.case import FamilyCase
 from nrl_models.testing.features import proves

@@ -12,8 +12,8 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
 from jobs.setting import case_of, mesh_of, new_optimizer, train
-from nrl_models.distributed import checkpoint as dcp_checkpoint
 from nrl_models.distributed import load_checkpoint, parallelize, save_checkpoint
+from nrl_models.distributed import resume as dcp_checkpoint
 
 
 def train_and_save(folder: str, architecture: str, **sizes: int) -> list[float]:

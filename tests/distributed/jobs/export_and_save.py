@@ -15,8 +15,8 @@ from transformers import LlamaConfig
 from jobs.memory import Peak
 from jobs.setting import assert_same, case_of, full, local, mesh_of
 from nrl_models import AutoModelForCausalLM
-from nrl_models.distributed import checkpoint as dcp_checkpoint
 from nrl_models.distributed import gathering, parallelize, save_checkpoint, saving, share_of
+from nrl_models.distributed import resume as dcp_checkpoint
 
 
 def exports_and_saves(architecture: str, folder: str, **sizes: int) -> None:

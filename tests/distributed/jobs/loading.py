@@ -16,8 +16,9 @@ from jobs.memory import Peak
 from jobs.setting import assert_same, case_of, mesh_of
 from nrl_models import AutoModelForCausalLM, AutoModelForSequenceClassification
 from nrl_models.common.projections import report
-from nrl_models.distributed import loading, parallelize
+from nrl_models.distributed import parallelize
 from nrl_models.errors import NRLModelsError
+from nrl_models.loading import sharded
 
 
 def loads(folder: str, architecture: str, **sizes: int) -> dict[str, Any]:
@@ -55,7 +56,7 @@ def loads_over(folder: str, sizes: tuple[int, ...], names: tuple[str, ...] | Non
 
 def loads_plainly(folder: str, plan: Any = "auto", **sizes: int) -> None:
     """Load over a mesh; if that is refused, the rank has not begun to read, nor to allocate what it reads into."""
-    with mock.patch.object(loading, "_fill", side_effect=loading._fill) as fill:
+    with mock.patch.object(sharded, "_fill", side_effect=sharded._fill) as fill:
         try:
             AutoModelForCausalLM.from_pretrained(folder, mesh=mesh_of(**sizes), plan=plan)
         except NRLModelsError:
@@ -79,7 +80,7 @@ def shards_what_differs(**sizes: int) -> None:
 def dies_while_loading(folder: str, dying: int, **sizes: int) -> None:
     """One rank ends where it reads."""
     if dist.get_rank() == dying:
-        loading._fill = lambda *_: os._exit(3)  # type: ignore[assignment]
+        sharded._fill = lambda *_: os._exit(3)  # type: ignore[assignment]
     AutoModelForCausalLM.from_pretrained(folder, mesh=mesh_of(**sizes))
 
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from jobs.equality import expected, step, whole_gradients
 from jobs.setting import batches, case_of, mesh_of
 from nrl_models.distributed.mesh import size_of
-from nrl_models.distributed.plan import declared_expert_plan
+from nrl_models.distributed.parallel_plan import declared_expert_plan
 from nrl_models.onboarding.inspect import kinds_of
 from nrl_models.testing.case import SEED, FamilyCase
 

@@ -7,8 +7,8 @@ import random
 import pytest
 import torch
 
-from nrl_models.common.blocks import Block, through
-from nrl_models.common.views import View, apply_steps
+from nrl_models.common.state_dict.blocks import Block, through
+from nrl_models.common.state_dict.views import View, apply_steps
 
 VIEWS = {
     "itself": View("p"),

@@ -17,8 +17,8 @@ from checkpoints import INDEX, WEIGHTS, edit_index, problems, stored, weight_map
 from safetensors.torch import load_file, save_file
 
 from nrl_models import CheckpointError
-from nrl_models.common import checkpoint_files
-from nrl_models.common.checkpoint_files import CheckpointFiles, resolve_folder
+from nrl_models.common.checkpoint import files
+from nrl_models.common.checkpoint.files import CheckpointFiles, resolve_folder
 
 
 def first_shard(folder: Path) -> Path:
@@ -111,7 +111,7 @@ def test_a_file_is_opened_and_mapped_once_by_many_threads(
         return open(*args, **options)
 
     files = CheckpointFiles(llama_checkpoint)
-    monkeypatch.setattr(checkpoint_files, "open", slow_open, raising=False)
+    monkeypatch.setattr(files, "open", slow_open, raising=False)
     with ThreadPoolExecutor(8) as pool:
         values = list(pool.map(files.read, files.tensors.values()))
     assert len(opened) == len(files._maps) == 1
@@ -212,7 +212,7 @@ def test_a_corrupt_header(tmp_path: Path, content: bytes) -> None:
 
 def test_a_readable_dtype_that_torch_lacks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_file({"a": torch.ones(2, dtype=torch.float64), "b": torch.ones(2)}, tmp_path / WEIGHTS)
-    monkeypatch.delitem(checkpoint_files.DTYPES, "F64")
+    monkeypatch.delitem(files.DTYPES, "F64")
     error = refuse(tmp_path)
     assert problems(error) == {("dtype", "a")}
     assert "has dtype F64; readable are BOOL, U8" in str(error)
@@ -373,7 +373,7 @@ def test_only_configuration_code_and_safetensors_are_fetched(
         asked.update(options, repository=repository)
         return str(llama_checkpoint.parent)
 
-    monkeypatch.setattr(checkpoint_files, "snapshot_download", download)
+    monkeypatch.setattr(files, "snapshot_download", download)
     found = resolve_folder("a/b", subfolder=llama_checkpoint.name, revision="r", token="t", cache_dir="c")
     assert found == llama_checkpoint
     assert asked == {

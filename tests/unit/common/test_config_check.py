@@ -12,11 +12,11 @@ from checkpoints import edit_config
 from transformers import AutoConfig, LlamaConfig, PreTrainedConfig
 
 from nrl_models import AutoModelForCausalLM, registry
-from nrl_models.common.config_check import check_config
-from nrl_models.common.family_model import FamilyModel
+from nrl_models.common.config.validate import check_config
 from nrl_models.errors import ConfigurationError
 from nrl_models.families.gemma3.model import Gemma3ForConditionalGeneration
 from nrl_models.families.llama.model import LlamaForCausalLM
+from nrl_models.family import FamilyModel
 from nrl_models.testing.case import FamilyCase
 from nrl_models.testing.tiny import tiny_config
 

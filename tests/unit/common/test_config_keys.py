@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from transformers import LlamaConfig, PreTrainedConfig
 
-from nrl_models.common import config_keys
-from nrl_models.common.config_keys import declared_keys, is_read, keys_in_class, keys_in_model, set_in, value_at
-from nrl_models.common.configurations import walk
+from nrl_models.common.config import keys
+from nrl_models.common.config.keys import declared_keys, is_read, keys_in_class, keys_in_model, set_in, value_at
+from nrl_models.common.config.walk import walk
 from nrl_models.families.deepseek_v3.model import DeepseekV3ForCausalLM
 from nrl_models.families.gemma3.model import Gemma3ForConditionalGeneration
 from nrl_models.families.llama.model import LlamaForCausalLM
@@ -66,10 +66,10 @@ def in_a_docstring(config):
 def function(config):
     return config.height
 '''
-    monkeypatch.setattr(config_keys, "_source", {"module": source}.get)
-    assert "width" in config_keys._keys_beside("width", "module")
-    assert config_keys._keys_beside("height", "module") == {"height"}
-    assert not config_keys._keys_beside("depth", "module")
+    monkeypatch.setattr(keys, "_source", {"module": source}.get)
+    assert "width" in keys._keys_beside("width", "module")
+    assert keys._keys_beside("height", "module") == {"height"}
+    assert not keys._keys_beside("depth", "module")
 
 
 def test_paths() -> None:

@@ -13,7 +13,7 @@ from checkpoints import assert_same, edit_config, edit_weights, hf_tensors, new_
 from transformers import DeepseekV3Config, GptOssConfig, PreTrainedModel
 
 from nrl_models import AutoModelForCausalLM, CheckpointError
-from nrl_models.common.dequantised import FP4_VALUES, from_fp8, from_mxfp4
+from nrl_models.common.checkpoint.dequantised import FP4_VALUES, from_fp8, from_mxfp4
 from nrl_models.testing.tiny import tiny_config
 
 BLOCK = (128, 128)

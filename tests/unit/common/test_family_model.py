@@ -9,7 +9,7 @@ from transformers import LlamaConfig, MixtralConfig, PreTrainedModel
 from transformers.models.llama import modeling_llama
 
 from nrl_models import AutoModelForCausalLM, BackendConfig, registry
-from nrl_models.common import FamilyModel
+from nrl_models.family import FamilyModel
 
 QUESTIONS = ("_can_set_attn_implementation", "_can_set_experts_implementation")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from nrl_models import registry
-from nrl_models.common import ModelFlag
+from nrl_models.common.flags import ModelFlag
 
 
 def test_names_are_of_the_flags_that_are_set() -> None:

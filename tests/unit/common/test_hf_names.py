@@ -12,8 +12,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from nrl_models import AutoModelForCausalLM, StateDictError
-from nrl_models.common.hf_names import to_checkpoint
 from nrl_models.common.projections import report
+from nrl_models.common.state_dict.to_checkpoint import to_checkpoint
 
 ATTENTION = "model.layers.0.self_attn"
 PARTS = [f"{ATTENTION}.{part}_proj.weight" for part in "qkv"]

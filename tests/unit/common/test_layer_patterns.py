@@ -21,11 +21,11 @@ from transformers.core_model_loading import (
 )
 
 from nrl_models import registry
-from nrl_models.common import layer_patterns, layouts
-from nrl_models.common.conversions import Deferred, conversions_of
-from nrl_models.common.layer_patterns import Names, Renamer, convert_by_layer, ignore_indices
-from nrl_models.common.layouts import convert_layout, hub_conversions, own_tensors, transformers_views
-from nrl_models.common.views import HFTensor, Piece, View
+from nrl_models.common.state_dict import layer_patterns, layouts
+from nrl_models.common.state_dict.conversions import Deferred, conversions_of
+from nrl_models.common.state_dict.layer_patterns import Names, Renamer, convert_by_layer, ignore_indices
+from nrl_models.common.state_dict.layouts import convert_layout, hub_conversions, own_tensors, transformers_views
+from nrl_models.common.state_dict.views import HFTensor, Piece, View
 
 SHAPE = (6, 4)
 

@@ -18,7 +18,7 @@ from transformers.models.llama import modeling_llama
 
 from nrl_models import StateDictAdapter
 from nrl_models.auto import auto_class_of
-from nrl_models.common.layouts import (
+from nrl_models.common.state_dict.layouts import (
     TensorSpec,
     convert_layout,
     hub_conversions,

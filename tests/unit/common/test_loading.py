@@ -38,11 +38,12 @@ from nrl_models import (
     CheckpointError,
     ConfigurationError,
 )
-from nrl_models.common import FamilyModel, loading
-from nrl_models.common.checkpoint_files import CheckpointFiles
-from nrl_models.common.loading import load_weights
+from nrl_models.common.checkpoint.files import CheckpointFiles
 from nrl_models.common.projections import neighbouring_parameters, report
 from nrl_models.families.llama.model import LlamaForCausalLM
+from nrl_models.family import FamilyModel
+from nrl_models.loading import weights
+from nrl_models.loading.weights import load_weights
 from nrl_models.testing.tiny import tiny_config
 
 Tensors = dict[str, torch.Tensor]
@@ -652,7 +653,7 @@ def test_progress_is_shown_of_what_takes_long(
 ) -> None:
     from transformers.utils import logging as hf_logging
 
-    monkeypatch.setattr(loading, "PROGRESS_AFTER_SECONDS", seconds)
+    monkeypatch.setattr(weights, "PROGRESS_AFTER_SECONDS", seconds)
     monkeypatch.setattr(CheckpointFiles, "read_joined", lambda *_: None)
     hf_logging.enable_progress_bar()
     try:

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from nrl_models.common.checkpoint_files import StoredTensor
-from nrl_models.common.layouts import TensorSpec
-from nrl_models.common.matching import Match, match
-from nrl_models.common.views import HFTensor, Piece, View
+from nrl_models.common.checkpoint.files import StoredTensor
+from nrl_models.common.state_dict.layouts import TensorSpec
+from nrl_models.common.state_dict.matching import Match, match
+from nrl_models.common.state_dict.views import HFTensor, Piece, View
 
 
 def rows(name: str, parameter: str, start: int, length: int) -> HFTensor:

@@ -11,7 +11,7 @@ import torch
 from transformers import LlamaForCausalLM, PreTrainedModel
 
 from nrl_models import AutoModelForCausalLM
-from nrl_models.common.packing import keep_documents_apart
+from nrl_models.common.forward.packing import keep_documents_apart
 
 PACKED = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 0, 1, 2, 3, 4]])
 

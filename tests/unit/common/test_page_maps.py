@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from nrl_models.common import page_maps
-from nrl_models.common.page_maps import HUGE, MAX_RUNS, PAGE, Run, joined, map_runs
+from nrl_models.common.checkpoint import page_maps
+from nrl_models.common.checkpoint.page_maps import HUGE, MAX_RUNS, PAGE, Run, joined, map_runs
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="pages of files are mapped on Linux only")
 

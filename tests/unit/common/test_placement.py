@@ -14,10 +14,10 @@ from torch import nn
 from transformers import LlamaConfig, PreTrainedModel
 
 from nrl_models import AutoModelForCausalLM
-from nrl_models.common import pretrained
 from nrl_models.errors import DeviceError, NRLModelsError
 from nrl_models.families.gemma3n.model import Gemma3nForCausalLM
 from nrl_models.families.llama.model import LlamaForCausalLM
+from nrl_models.loading import pretrained
 from nrl_models.testing.case import FamilyCase
 
 # Device maps
@@ -156,7 +156,7 @@ def test_a_device_around_a_load_is_where_the_model_goes(
         return []
 
     monkeypatch.setattr(pretrained, "load_weights", load)
-    monkeypatch.setattr("nrl_models.common.placement.device_in_context", lambda: torch.device("cuda:1"))
+    monkeypatch.setattr("nrl_models.loading.placement.device_in_context", lambda: torch.device("cuda:1"))
     AutoModelForCausalLM.from_pretrained(llama_checkpoint)
     AutoModelForCausalLM.from_pretrained(llama_checkpoint, device="cpu")
     assert told == [torch.device("cuda:1"), torch.device("cpu")]

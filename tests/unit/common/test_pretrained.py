@@ -35,16 +35,16 @@ from nrl_models import (
     UnknownArchitectureError,
     UnknownArgumentError,
 )
-from nrl_models.common import pretrained
-from nrl_models.common.checkpoint_files import CheckpointFiles
-from nrl_models.common.pretrained import read_config
+from nrl_models.common.checkpoint.files import CheckpointFiles
 from nrl_models.common.projections import report
 from nrl_models.errors import ShardingError
 from nrl_models.families.gemma3.model import Gemma3ForCausalLM
 from nrl_models.families.llama.model import LlamaForCausalLM
 from nrl_models.families.mistral.model import MistralForCausalLM
 from nrl_models.families.qwen2.model import Qwen2ForCausalLM
-from nrl_models.families.standard.model import MixtralForCausalLM
+from nrl_models.families.table.classes import MixtralForCausalLM
+from nrl_models.loading import pretrained
+from nrl_models.loading.pretrained import read_config
 from nrl_models.testing.tiny import tiny_config
 
 # The model
@@ -422,7 +422,7 @@ def test_no_file_stays_open_where_sharded_loading_fails(folder: Path, monkeypatc
         assert open_files(folder)
         raise ShardingError("another rank failed", [])
 
-    monkeypatch.setattr("nrl_models.distributed.loading.load_sharded", fails)
+    monkeypatch.setattr("nrl_models.loading.sharded.load_sharded", fails)
     with pytest.raises(ShardingError) as caught:
         AutoModelForCausalLM.from_pretrained(folder, mesh=object(), device="cpu")
     assert open_files(folder) == []

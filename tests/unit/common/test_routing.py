@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from nrl_models.common.routing import flip_rate, record_routing, replay_routing
+from nrl_models.common.forward.routing import flip_rate, record_routing, replay_routing
 
 GATES = ["model.layers.0.mlp.gate", "model.layers.1.mlp.gate"]
 

@@ -18,10 +18,10 @@ from transformers import LlamaForCausalLM as HFLlama
 from transformers import MixtralForCausalLM as HFMixtral
 
 from nrl_models import AutoModelForCausalLM, CheckpointError, StateDictError
+from nrl_models.common.checkpoint.writing import staged
 from nrl_models.common.projections import own_storage
-from nrl_models.common.saving import staged
 from nrl_models.families.llama.model import LlamaForCausalLM
-from nrl_models.families.standard.model import MixtralForCausalLM
+from nrl_models.families.table.classes import MixtralForCausalLM
 
 SIZES = {"single": "5GB", "three shards": "160KB", "more shards": "90KB"}
 """`max_shard_size` for the small models here."""

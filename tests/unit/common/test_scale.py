@@ -10,10 +10,10 @@ import torch
 from transformers import MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.core_model_loading import PrefixChange, WeightRenaming
 
-from nrl_models.common.conversions import are_alike, conversions_of
 from nrl_models.common.garbage import no_collections
-from nrl_models.common.loading import BATCHES, READERS, run_readers
 from nrl_models.common.projections import own_storage
+from nrl_models.common.state_dict.conversions import are_alike, conversions_of
+from nrl_models.loading.weights import BATCHES, READERS, run_readers
 
 
 def test_collections_are_off_inside_and_on_again_after_errors() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import Gemma2ForCausalLM, LlamaForCausalLM
 
-from nrl_models.common import soft_cap
+from nrl_models.common.forward import soft_cap
 from nrl_models.families.gemma2.model import Gemma2ForCausalLM as Ours
 from nrl_models.testing.case import FamilyCase
 from nrl_models.testing.tiny import tiny_config

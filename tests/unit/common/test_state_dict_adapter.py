@@ -33,8 +33,8 @@ from transformers.models.llama import modeling_llama
 
 from nrl_models import AutoModelForCausalLM, StateDictAdapter, StateDictError
 from nrl_models.auto import auto_class_of
-from nrl_models.common.layouts import convert_layout
-from nrl_models.common.views import NotAViewError
+from nrl_models.common.state_dict.layouts import convert_layout
+from nrl_models.common.state_dict.views import NotAViewError
 from nrl_models.families.llama.model import LlamaFamily
 from nrl_models.testing.tiny import tiny_config
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from nrl_models.common import CombinedProjections
-from nrl_models.common.tracing import Readers, Trace, trace_groups, trace_linears
+from nrl_models.common.projections import CombinedProjections
+from nrl_models.common.projections.tracing import Readers, Trace, trace_groups, trace_linears
 from nrl_models.parity.components import Call
 from nrl_models.testing.suite.asserts import count_matmuls
 

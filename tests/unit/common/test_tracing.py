@@ -13,7 +13,7 @@ from transformers import DeepseekV3Config, PreTrainedModel
 
 from nrl_models import AutoModelForCausalLM
 from nrl_models.common import projections
-from nrl_models.common.tracing import trace_groups
+from nrl_models.common.projections.tracing import trace_groups
 from nrl_models.families.deepseek_v3.model import DeepseekV3ForCausalLM
 from nrl_models.testing.tiny import tiny_config
 

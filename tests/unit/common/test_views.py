@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from nrl_models.common.views import HFTensor, NotAViewError, Piece, Place, TracedTensor, View
+from nrl_models.common.state_dict.views import HFTensor, NotAViewError, Piece, Place, TracedTensor, View
 
 SHAPE = (6, 4, 10)
 

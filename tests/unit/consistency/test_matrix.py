@@ -19,12 +19,12 @@ from typer.testing import CliRunner
 from nrl_models.cli import app
 from nrl_models.cli.engines import _command
 from nrl_models.consistency.cells import Settings
+from nrl_models.consistency.consistency_report import ConsistencyReport
 from nrl_models.consistency.html import write_html
+from nrl_models.consistency.matrix import check_consistency, run_matrix
 from nrl_models.consistency.measure import Meter
 from nrl_models.consistency.prompts import Prompts
 from nrl_models.consistency.references import References
-from nrl_models.consistency.report import ConsistencyReport
-from nrl_models.consistency.run import check_consistency, run_matrix
 from nrl_models.consistency.store import Store
 from nrl_models.engines.hf import HFEngine
 from nrl_models.errors import ConsistencyError, EngineError

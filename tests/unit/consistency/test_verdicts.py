@@ -14,11 +14,11 @@ from small_cell import SETTINGS
 from transformers import DeepseekV3Config, Gemma2Config, LlamaConfig, MistralConfig, PreTrainedConfig
 
 from nrl_models import AutoModelForCausalLM
+from nrl_models.consistency.matrix import run_matrix
 from nrl_models.consistency.measure import Meter
 from nrl_models.consistency.prompts import Prompts
 from nrl_models.consistency.references import References
 from nrl_models.consistency.refit import RefitChecker
-from nrl_models.consistency.run import run_matrix
 from nrl_models.consistency.store import Store
 from nrl_models.consistency.verdict import Verdict
 from nrl_models.engines.hf import HFEngine

@@ -13,7 +13,7 @@ from transformers import Gemma3Config, LlamaConfig
 from typer.testing import CliRunner
 
 from nrl_models.cli import app
-from nrl_models.common.checkpoint_files import CheckpointFiles
+from nrl_models.common.checkpoint.files import CheckpointFiles
 from nrl_models.diagnostics.embeddings import diagnose_embeddings, ranges
 from nrl_models.errors import CheckpointError
 from nrl_models.testing.tiny import tiny_config

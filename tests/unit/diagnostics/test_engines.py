@@ -15,7 +15,7 @@ import torch
 from typer.testing import CliRunner
 
 from nrl_models.cli import app
-from nrl_models.diagnostics.engines import (
+from nrl_models.diagnostics.engine_checks import (
     diagnose_decode_vs_prefill,
     diagnose_max_model_len,
     diagnose_precision,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from transformers import MixtralConfig
 
-from nrl_models.distributed.estimate import Setting, estimate
+from nrl_models.onboarding.estimate import Setting, estimate
 from nrl_models.testing.tiny import tiny_config
 
 

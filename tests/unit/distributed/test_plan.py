@@ -10,9 +10,9 @@ import torch
 from transformers import LlamaConfig, PreTrainedModel
 
 from nrl_models import AutoModelForCausalLM
-from nrl_models.distributed.estimate import _fake_mesh
-from nrl_models.distributed.plan import Plan, plan_for
+from nrl_models.distributed.parallel_plan import Plan, plan_for
 from nrl_models.errors import ShardingError
+from nrl_models.onboarding.estimate import _fake_mesh
 from nrl_models.testing.tiny import tiny_config
 
 ATTENTION, MLP = "model.layers.*.self_attn", "model.layers.*.mlp"

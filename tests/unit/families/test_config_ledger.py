@@ -9,10 +9,10 @@ from packaging.version import Version
 from patterns import ONE_OF_EACH_PATTERN
 
 from nrl_models import registry
-from nrl_models.common.ledger import DEFAULT_ONLY, UNTRIED, recorded
-from nrl_models.onboarding.ledger import ledger_of
+from nrl_models.common.config.ledger import DEFAULT_ONLY, UNTRIED, recorded
+from nrl_models.devtools.differential import keys_at_default_only, ledger_keys
+from nrl_models.devtools.record_ledger import ledger_of
 from nrl_models.testing.case import FamilyCase
-from nrl_models.testing.differential import keys_at_default_only, ledger_keys
 
 REMEDY = "run `nrl-models ledger {}` and commit nrl_models/families/ledger.json"
 

@@ -14,5 +14,5 @@ FAMILY_VARIANTS = {
         {"q_lora_rank": None, "attention_bias": True},
     ),
     # Queries, keys and values with, the gate of the output without.
-    "gated": ("nrl_models.families.standard.model:LagunaForCausalLM", {"attention_bias": True}),
+    "gated": ("nrl_models.families.table.classes:LagunaForCausalLM", {"attention_bias": True}),
 }

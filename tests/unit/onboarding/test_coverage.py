@@ -7,11 +7,11 @@ import pytest
 from families import test_families
 
 from nrl_models import registry
-from nrl_models.common.ledger import DEFAULT_ONLY, INERT, Ledger, Ledgers, recorded
-from nrl_models.onboarding import coverage
-from nrl_models.onboarding.coverage import CoverageError, mutants_section, mutants_summary, verdict, write_pages
+from nrl_models.common.config.ledger import DEFAULT_ONLY, INERT, Ledger, Ledgers, recorded
+from nrl_models.devtools import coverage
+from nrl_models.devtools.coverage import CoverageError, mutants_section, mutants_summary, verdict, write_pages
+from nrl_models.devtools.mutants.campaign import Outcome
 from nrl_models.testing.features import FEATURES, generated_tests
-from nrl_models.testing.mutants.run import Outcome
 
 DOCS = Path(__file__).parents[3] / "docs" / "model-coverage"
 

@@ -13,7 +13,7 @@ from transformers import Gemma3ForConditionalGeneration, LlamaConfig, LlamaForCa
 from transformers.models.llama import modeling_llama
 
 from nrl_models import registry
-from nrl_models.common import CombinedProjections
+from nrl_models.common.projections import CombinedProjections
 from nrl_models.onboarding.detect import detect
 
 LLAMA = "transformers.models.llama.modeling_llama"

@@ -27,8 +27,8 @@ def test_kinds(model_type: str, kinds: list[str]) -> None:
 
 def test_reads_no_weight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     FamilyCase(registry.model_class("MixtralForCausalLM")).reference().save_pretrained(tmp_path)
-    monkeypatch.setattr("nrl_models.common.checkpoint_files.CheckpointFiles.read", None)
-    monkeypatch.setattr("nrl_models.common.checkpoint_files.CheckpointFiles.read_joined", None)
+    monkeypatch.setattr("nrl_models.common.checkpoint.files.CheckpointFiles.read", None)
+    monkeypatch.setattr("nrl_models.common.checkpoint.files.CheckpointFiles.read_joined", None)
     found = inspect(tmp_path)
     assert found.stored_tensors == 41
     assert found.groups == {"MixtralAttention: q_proj + k_proj + v_proj": 2}

@@ -12,10 +12,10 @@ from typer.testing import CliRunner
 
 from nrl_models import registry
 from nrl_models.cli import app
-from nrl_models.common.ledger import DEFAULT_ONLY, INERT, UNTRIED, Ledger, Ledgers, read_ledgers, recorded
+from nrl_models.common.config.ledger import DEFAULT_ONLY, INERT, UNTRIED, Ledger, Ledgers, read_ledgers, recorded
+from nrl_models.devtools import record_ledger
+from nrl_models.devtools.record_ledger import LedgerError, write_ledger
 from nrl_models.errors import UnknownArchitectureError
-from nrl_models.onboarding import ledger
-from nrl_models.onboarding.ledger import LedgerError, write_ledger
 
 LEDGER = Ledger(
     {"hidden_size": "shapes", "vision_config.hidden_size": "shapes", "eos_token_id": INERT, "mlp_bias": DEFAULT_ONLY},
@@ -43,7 +43,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
         found.append((case.architecture, survey))
         return Ledger({"a": UNTRIED if survey else "outputs"})
 
-    monkeypatch.setattr(ledger, "ledger_of", find)
+    monkeypatch.setattr(record_ledger, "ledger_of", find)
     return found
 
 
@@ -79,7 +79,7 @@ def test_the_command_fails_where_the_two_part(monkeypatch: pytest.MonkeyPatch) -
         assert (list(names), again, survey) == (["NovaForCausalLM"], True, False)
         yield "NovaForCausalLM", LEDGER
 
-    monkeypatch.setattr(ledger, "write_ledger", write)
+    monkeypatch.setattr(record_ledger, "write_ledger", write)
     result = CliRunner().invoke(app, ["ledger", "NovaForCausalLM", "--again"])
     assert result.exit_code == 1
     assert "NovaForCausalLM: 2 consumed, 1 inert, 1 default only" in result.output
@@ -87,7 +87,7 @@ def test_the_command_fails_where_the_two_part(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_the_file_is_shipped_and_orderly() -> None:
-    content = json.loads(ledger.FILE.read_text())
+    content = json.loads(record_ledger.FILE.read_text())
     assert list(content["ledgers"]) == sorted(content["ledgers"])
     assert recorded().transformers == content["transformers"]
 

@@ -15,12 +15,12 @@ import transformers
 from checkpoints import new_model
 
 import nrl_models
-from nrl_models.common.ledger import read_ledgers
+from nrl_models.common.config.ledger import read_ledgers
 from nrl_models.errors import RemoteCodeError
 from nrl_models.onboarding import new
+from nrl_models.onboarding.family_plan import OnboardingError, heads_beside, plan_family, structure_of
+from nrl_models.onboarding.family_source import model_source
 from nrl_models.onboarding.new import new_family, prove
-from nrl_models.onboarding.plan import OnboardingError, heads_beside, plan_family, structure_of
-from nrl_models.onboarding.writing import model_source
 from nrl_models.testing.tiny import tiny_config
 
 ROOT = Path(nrl_models.__path__[0]).parent

@@ -6,8 +6,8 @@ import pytest
 from typer.testing import CliRunner
 
 from nrl_models.cli import app
-from nrl_models.onboarding import overview
-from nrl_models.onboarding.overview import OverviewError, Row, chosen, sections
+from nrl_models.devtools import overview
+from nrl_models.devtools.overview import OverviewError, Row, chosen, sections
 
 ROWS = [
     Row("nova", "NovaForCausalLM", "nova", ("dense",), {"generate": "yes", "TP": "yes"}, 3),

@@ -7,7 +7,7 @@ import onboarding_reach as reach
 import pytest
 import transformers
 
-from nrl_models.onboarding.coverage import CoverageError
+from nrl_models.devtools.coverage import CoverageError
 
 
 def results(folder: Path, **outcomes: str) -> Path:

@@ -1,13 +1,13 @@
-"""What pages say of architectures that were sharded, and what the sweep's outcomes are."""
+"""What pages say of architectures that were sharding_outcomes, and what the sweep's outcomes are."""
 
 import json
 from pathlib import Path
 
 from nrl_models import registry
-from nrl_models.onboarding import sharded
-from nrl_models.onboarding.sharded import Sharded
+from nrl_models.devtools import sharding_outcomes
+from nrl_models.devtools.sharding_outcomes import Sharded
 
-FILE = Path(__file__).parents[3] / "docs" / "model-coverage" / sharded.RESULTS
+FILE = Path(__file__).parents[3] / "docs" / "model-coverage" / sharding_outcomes.RESULTS
 
 REFUSAL = """NovaForCausalLM cannot be sharded over tp=2 (1 problem)
   - plan: NovaForCausalLM: has no tensor-parallel plan
@@ -43,6 +43,8 @@ def test_outcomes_are_of_registered_architectures_and_in_known_words() -> None:
     outcomes = json.loads(FILE.read_text())["outcomes"]
     assert outcomes.keys() <= {name for names in registry.FAMILIES.values() for name in names}
     for name, outcome in outcomes.items():
-        assert {"fsdp", "tp"} <= outcome.keys() <= sharded.FEATURES.keys(), name
-        assert {sharded.status(one) for one in outcome.values()} <= set(sharded.VERDICTS), name
-        assert all(one == sharded.AGREES or one.partition(": ")[2] for one in outcome.values()), f"{name}: no reason"
+        assert {"fsdp", "tp"} <= outcome.keys() <= sharding_outcomes.FEATURES.keys(), name
+        assert {sharding_outcomes.status(one) for one in outcome.values()} <= set(sharding_outcomes.VERDICTS), name
+        assert all(one == sharding_outcomes.AGREES or one.partition(": ")[2] for one in outcome.values()), (
+            f"{name}: no reason"
+        )

@@ -10,9 +10,9 @@ import transformers
 from transformers import PreTrainedModel
 
 from nrl_models import registry
+from nrl_models.inputs.audio import audio_token
+from nrl_models.inputs.model_inputs import inputs_for
 from nrl_models.onboarding.detect import detect
-from nrl_models.parity.audio import audio_token
-from nrl_models.parity.inputs import inputs_for
 from nrl_models.testing.case import randomise
 from nrl_models.testing.tiny import tiny_config
 

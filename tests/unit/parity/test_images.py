@@ -10,8 +10,8 @@ import transformers
 from torch import nn
 from transformers import PreTrainedModel
 
-from nrl_models.parity.images import ImageInputsError, image_token, takes_images
-from nrl_models.parity.inputs import inputs_for
+from nrl_models.inputs.images import ImageInputsError, image_token, takes_images
+from nrl_models.inputs.model_inputs import inputs_for
 from nrl_models.testing.case import randomise
 from nrl_models.testing.tiny import tiny_config
 

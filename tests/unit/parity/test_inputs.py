@@ -10,7 +10,7 @@ import torch
 from transformers import Gemma3Config, LlamaConfig, PreTrainedModel
 
 from nrl_models import registry
-from nrl_models.parity.inputs import FIRST_WORD, inputs_for
+from nrl_models.inputs.model_inputs import FIRST_WORD, inputs_for
 from nrl_models.testing.tiny import tiny_config
 
 

@@ -14,7 +14,7 @@ from quirk_guide import BEGIN, END, as_markdown
 from quirk_probes import OF_CLASS, OF_INSTALLED, OF_RUNNING_VLLM, OF_VLLM
 from quirk_tripwires import CatalogueError, QuirkExpiredError, check_catalogue, tripwire
 
-from nrl_models.common import ModelFlag
+from nrl_models.common.flags import ModelFlag
 from nrl_models.common.switches import SWITCHES, VARIABLE, is_off, quirks_off
 from nrl_models.errors import UnknownArgumentError
 from nrl_models.quirks import CATALOGUE, Quirk

@@ -13,11 +13,11 @@ from torch import nn
 
 from nrl_models import AutoModelForCausalLM, freeze, freeze_unreachable, registry, trainable_parameters
 from nrl_models.common.flags import ModelFlag
-from nrl_models.common.routing import flip_rate, record_routing, replay_routing
+from nrl_models.common.forward.routing import flip_rate, record_routing, replay_routing
 from nrl_models.diagnostics.embeddings import diagnose_embeddings
 from nrl_models.distributed.context_parallel import check_context_parallel
+from nrl_models.distributed.parallel_plan import plan_for
 from nrl_models.distributed.parallelize import divide_model
-from nrl_models.distributed.plan import plan_for
 from nrl_models.errors import ShardingError, UnknownArgumentError
 from nrl_models.logprobs import token_logprobs
 from nrl_models.parity.noise import rounded_otherwise

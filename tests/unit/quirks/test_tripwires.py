@@ -12,7 +12,7 @@ from quirk_probes import OF_CLASS, OF_INSTALLED
 from quirk_tripwires import tripwire
 
 from nrl_models import families, registry
-from nrl_models.families.standard.table import STANDARD
+from nrl_models.families.table.rows import STANDARD
 from nrl_models.quirks import CATALOGUE, Quirk, Subject
 from nrl_models.testing.case import FamilyCase
 

@@ -8,8 +8,8 @@ import torch
 from transformers.models.llama import modeling_llama as hf
 from transformers.models.qwen2 import modeling_qwen2 as biased
 
-from nrl_models.common import CombinedGateUp, CombinedProjections, CombinedQKV, FamilyModel
-from nrl_models.common.projections import LinearGroup
+from nrl_models.common.projections import CombinedGateUp, CombinedProjections, CombinedQKV, LinearGroup
+from nrl_models.family import FamilyModel
 
 
 class LlamaAttention(CombinedQKV, hf.LlamaAttention):

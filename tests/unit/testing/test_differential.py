@@ -12,12 +12,12 @@ from transformers import LlamaConfig, PreTrainedConfig
 from transformers.models.gpt_oss import modeling_gpt_oss
 from transformers.models.llama import modeling_llama as hf
 
-from nrl_models.common import FamilyModel
-from nrl_models.common.ledger import INERT, UNTRIED
-from nrl_models.onboarding.ledger import ledger_of
+from nrl_models.common.config.ledger import INERT, UNTRIED
+from nrl_models.devtools.differential import Differential, Finding, keys_that_are_read, ledger_keys
+from nrl_models.devtools.perturbations import other_values, perturbed
+from nrl_models.devtools.record_ledger import ledger_of
+from nrl_models.family import FamilyModel
 from nrl_models.testing.case import FamilyCase
-from nrl_models.testing.differential import Differential, Finding, keys_that_are_read, ledger_keys
-from nrl_models.testing.perturbations import other_values, perturbed
 from nrl_models.testing.tiny import tiny_config
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from nrl_models.common import CombinedGateUp
+from nrl_models.common.projections import CombinedGateUp
 from nrl_models.parity.components import Call
 from nrl_models.testing.suite.asserts import count_matmuls
 

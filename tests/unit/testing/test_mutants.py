@@ -14,13 +14,13 @@ from typer.testing import CliRunner
 
 from nrl_models import registry
 from nrl_models.cli import app
-from nrl_models.common.ledger import recorded
+from nrl_models.common.config.ledger import recorded
+from nrl_models.devtools.mutants import CATALOGUE, Mutant, campaign
+from nrl_models.devtools.mutants.campaign import Hunt, Outcome, architectures_in_order, checks, run_mutants
+from nrl_models.devtools.mutants.planting import in_code, in_modules, misread, reads
 from nrl_models.errors import UnknownArchitectureError
 from nrl_models.testing.case import FamilyCase
 from nrl_models.testing.features import generated_tests
-from nrl_models.testing.mutants import CATALOGUE, Mutant, run
-from nrl_models.testing.mutants.planting import in_code, in_modules, misread, reads
-from nrl_models.testing.mutants.run import Hunt, Outcome, architectures_in_order, checks, run_mutants
 
 pytestmark = pytest.mark.xdist_group("mutants")  # tests share the models below
 
@@ -158,7 +158,7 @@ def test_a_run_goes_on_where_another_was_cut(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr(Hunt, "run", fake_run)
     first, second, third = CATALOGUE[:3]
-    monkeypatch.setattr(run, "CATALOGUE", (first, second))
+    monkeypatch.setattr(campaign, "CATALOGUE", (first, second))
     list(run_mutants(["LlamaForCausalLM"], file))
     outcomes = dict(run_mutants(["LlamaForCausalLM", "Qwen3ForCausalLM"], file))
     # What survived is tried again, as somebody may have closed the gap.
@@ -166,7 +166,7 @@ def test_a_run_goes_on_where_another_was_cut(tmp_path: Path, monkeypatch: pytest
     assert tried == [("LlamaForCausalLM", both), ("LlamaForCausalLM", both[1:]), ("Qwen3ForCausalLM", both)]
     assert outcomes["LlamaForCausalLM"] == Outcome({first.name: "test_lora"}, [second.name])
     # So is a mutant that is new; one that left is forgotten.
-    monkeypatch.setattr(run, "CATALOGUE", (second, third))
+    monkeypatch.setattr(campaign, "CATALOGUE", (second, third))
     outcomes = dict(run_mutants(["LlamaForCausalLM"], file))
     assert tried[3:] == [("LlamaForCausalLM", [second.name, third.name])]
     assert outcomes["LlamaForCausalLM"] == Outcome({second.name: "test_lora"}, [third.name])
@@ -193,7 +193,7 @@ def test_survivors_fail_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_no_bug_survives_in_the_committed_results() -> None:
-    outcomes = run.read_outcomes(ROOT / "docs" / "model-coverage" / "mutants.json")
+    outcomes = campaign.read_outcomes(ROOT / "docs" / "model-coverage" / "mutants.json")
     registered = registry.architectures(aliases=False)
     expected = {name for name in registered if not registry.unmet_requirement(name)}
     assert not expected - outcomes.keys(), "run `nrl-models mutate` and commit what it writes"

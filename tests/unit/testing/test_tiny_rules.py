@@ -24,7 +24,7 @@ from transformers import (
 from transformers.models.auto import modeling_auto
 from transformers.utils import logging
 
-from nrl_models.common.configurations import all_values, parts
+from nrl_models.common.config.walk import all_values, parts
 from nrl_models.testing import sizes
 from nrl_models.testing.tiny import TinyModelError, find_tiny, tiny_config
 

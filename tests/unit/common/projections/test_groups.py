@@ -31,8 +31,17 @@ from toy_attention import (
     outcome,
 )
 
-from nrl_models.common import CombinedGateUp, CombinedProjections, CombinedQKV, combine, combine_groups
-from nrl_models.common.projections import LinearGroup, combined_name, groups_of, report
+from nrl_models.common.projections import (
+    CombinedGateUp,
+    CombinedProjections,
+    CombinedQKV,
+    LinearGroup,
+    combine,
+    combine_groups,
+    combined_name,
+    groups_of,
+    report,
+)
 
 Forward = Callable[[Any, torch.Tensor], torch.Tensor]
 

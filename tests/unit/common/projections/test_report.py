@@ -11,8 +11,7 @@ from torch import nn
 from torch.nn.utils import parametrize, prune
 from toy_attention import HIDDEN, KV, PARTS, Attention, CombinedAttention, assert_same, combined_from, matmuls
 
-from nrl_models.common import CombinedQKV
-from nrl_models.common.projections import GroupReport, groups_of, join, neighbouring_parameters, report
+from nrl_models.common.projections import CombinedQKV, GroupReport, groups_of, join, neighbouring_parameters, report
 
 NAME, MOVED = "qkv_proj", "weights are not side by side in memory"
 

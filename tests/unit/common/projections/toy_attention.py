@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from nrl_models.common import CombinedQKV
+from nrl_models.common.projections import CombinedQKV
 from nrl_models.parity.components import Call
 from nrl_models.testing.suite.asserts import count_matmuls
 

@@ -9,7 +9,7 @@ import torch
 from checkpoints import assert_same_model, edit_config
 
 from nrl_models import AutoModelForImageTextToText
-from nrl_models.families.standard.model import Kimi_K25ForConditionalGeneration
+from nrl_models.families.table.classes import Kimi_K25ForConditionalGeneration
 from nrl_models.testing.case import FamilyCase
 
 

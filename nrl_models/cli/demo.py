@@ -1,0 +1,182 @@
+"""The main job, once, on real input: train a model with transformers, take it over here, prove it, give it back."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoModelForCausalLM as HFAutoModelForCausalLM
+from transformers import LlamaConfig, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM as HFLlamaForCausalLM
+from transformers.utils import logging
+
+from nrl_models.auto import AutoModelForCausalLM
+from nrl_models.common.projections import report
+from nrl_models.inputs.real_text import END, text_of_this_machine
+from nrl_models.parity import check_parity, compare_state_dicts
+from nrl_models.parity.parity_report import ParityReport, ParityRow
+
+VOCAB_SIZE = 4096
+LENGTH = 128
+BATCH = 16
+PAD = "<|pad|>"
+
+CONFIG = LlamaConfig(
+    vocab_size=VOCAB_SIZE,
+    hidden_size=256,
+    intermediate_size=704,
+    num_hidden_layers=4,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    max_position_embeddings=16_384,  # the longest sequences that consistency is checked on fit
+    bos_token_id=0,
+    eos_token_id=0,
+    pad_token_id=1,
+)
+"""About five million parameters."""
+
+PROMPTS = ("def main(", "import os\n", "The function returns", "class Error(Exception):\n")
+
+
+def run_demo(folder: str | Path, *, steps: int = 150, seed: int = 0) -> ParityReport:
+    """Run everything; the trained checkpoint stays in `folder/checkpoint`.
+
+    Args:
+        folder: where to work; what an earlier run left there is replaced.
+        steps: training steps.
+        seed: of weights and batches.
+
+    Returns:
+        A row with a verdict for each thing that was checked.
+    """
+    folder = Path(folder)
+    checkpoint, resaved = folder / "checkpoint", folder / "resaved"
+    for path in (checkpoint, resaved):
+        shutil.rmtree(path, ignore_errors=True)
+    report = ParityReport("demo: a Llama trained with transformers, taken over by nrl_models and given back")
+    console = Console(stderr=True)
+    torch.manual_seed(seed)
+    with console.status("reading text of this machine's Python"):
+        text = text_of_this_machine()
+        tokenizer = train_tokenizer(text)
+        tokens = torch.tensor(tokenizer(text)["input_ids"])
+    logging.disable_progress_bar()
+    with console.status(f"training on {len(tokens):,} tokens") as status:
+        started, losses = time.perf_counter(), []
+        model: Any = HFLlamaForCausalLM(CONFIG)
+        for step, loss in enumerate(train(model, tokens, steps)):
+            losses.append(loss)
+            status.update(f"training: step {step + 1}/{steps}, loss {loss:.2f}")
+        seconds = time.perf_counter() - started
+    report.add([_learnt(model, losses, seconds)])
+    model.to(torch.bfloat16).save_pretrained(checkpoint, max_shard_size="3MB")
+    tokenizer.save_pretrained(checkpoint)
+    with console.status("checking parity with transformers"):
+        report.add(_loads(checkpoint))
+        report.add(check_parity(checkpoint).rows)
+    with console.status("generating and giving it back"):
+        report.add(_generates(checkpoint, tokenizer))
+        report.add(_gives_back(checkpoint, resaved))
+    return report
+
+
+def train_tokenizer(text: str) -> PreTrainedTokenizerFast:
+    """A byte-pair tokenizer of `VOCAB_SIZE` tokens."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=[END, PAD],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(re.split(r"(?<=\n\n)", text), trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=END, eos_token=END, pad_token=PAD)
+
+
+def train(model: torch.nn.Module, tokens: torch.Tensor, steps: int) -> Iterator[float]:
+    """Train on random windows of `tokens`; yields the loss of each step."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95), weight_decay=0.1)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=2e-3, total_steps=steps, pct_start=0.1)
+    model.train()
+    for _ in range(steps):
+        starts = torch.randint(len(tokens) - LENGTH, (BATCH,))
+        batch = torch.stack([tokens[start : start + LENGTH] for start in starts])
+        loss = model(input_ids=batch, labels=batch).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        yield loss.item()
+    model.eval()
+
+
+def _learnt(model: torch.nn.Module, losses: list[float], seconds: float) -> ParityRow:
+    size = sum(parameter.numel() for parameter in model.parameters()) / 1e6
+    window = max(1, len(losses) // 10)
+    last = sum(losses[-window:]) / window
+    return ParityRow(
+        "trained with transformers",
+        last < losses[0] - 1.0,
+        f"loss {losses[0]:.2f} to {last:.2f}",
+        "at least 1 lower",
+        f"{size:.1f}M parameters, {len(losses)} steps in {seconds:.0f} s",
+    )
+
+
+def _loads(checkpoint: Path) -> Iterator[ParityRow]:
+    shards = sorted(checkpoint.glob("*.safetensors"))
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    combined = sum(group.joined for group in report(model))
+    expected = 2 * CONFIG.num_hidden_layers
+    yield ParityRow(
+        "loaded through the registry",
+        combined == expected and len(shards) > 1 and type(model).__module__.startswith("nrl_models."),
+        f"{combined} combined projections from {len(shards)} shards",
+        f"{expected} from several",
+        f"{type(model).__module__}:{type(model).__name__}",
+    )
+
+
+def _generates(checkpoint: Path, tokenizer: PreTrainedTokenizerFast) -> Iterator[ParityRow]:
+    ours: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    theirs: Any = HFAutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    options = {"max_new_tokens": 32, "do_sample": False, "pad_token_id": tokenizer.pad_token_id}
+    same, sample = 0, ""
+    for prompt in PROMPTS:
+        inputs = {"input_ids": tokenizer(prompt, return_tensors="pt")["input_ids"]}
+        generated = ours.generate(**inputs, **options)
+        same += torch.equal(generated, theirs.generate(**inputs, **options))
+        sample = sample or str(tokenizer.decode(generated[0]))
+    yield ParityRow(
+        "generated text",
+        same == len(PROMPTS),
+        f"{same} of {len(PROMPTS)} equal",
+        "all, token for token",
+        repr(sample[:90]),
+    )
+
+
+def _gives_back(checkpoint: Path, resaved: Path) -> Iterator[ParityRow]:
+    AutoModelForCausalLM.from_pretrained(checkpoint).save_pretrained(resaved, max_shard_size="3MB")
+    upstream: Any = HFAutoModelForCausalLM
+    original = upstream.from_pretrained(checkpoint)
+    returned, info = upstream.from_pretrained(resaved, output_loading_info=True)
+    different = compare_state_dicts(original.state_dict(), returned.state_dict())
+    complaints = {kind: names for kind, names in info.items() if names}
+    yield ParityRow(
+        "saved, and loaded by transformers",
+        different.equal and not complaints,
+        str(different),
+        "all tensors match exactly",
+        str(complaints) if complaints else "no missing, unexpected or mismatched keys",
+    )

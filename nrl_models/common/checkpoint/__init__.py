@@ -1,0 +1,1 @@
+"""Safetensors files: mapped, read, dequantised, written."""

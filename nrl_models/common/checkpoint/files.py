@@ -1,0 +1,284 @@
+"""A checkpoint's safetensors files: what is in them, checked before anything is read from them."""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+import threading
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path, PurePosixPath
+from typing import Any, BinaryIO, NoReturn
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from safetensors import SafetensorError, safe_open
+from transformers.modeling_utils import str_to_torch_dtype
+
+from nrl_models.common.checkpoint.page_maps import Run, joined, map_file, map_runs
+from nrl_models.common.garbage import no_collections
+from nrl_models.errors import CheckpointError, Problem
+
+CONFIG_NAME = "config.json"
+ADAPTER_CONFIG_NAME = "adapter_config.json"
+WEIGHTS_NAME = "model.safetensors"
+INDEX_NAME = "model.safetensors.index.json"
+
+DTYPES: dict[str, torch.dtype] = str_to_torch_dtype | {"F8_E8M0": torch.float8_e8m0fnu}
+"""safetensors' names of dtypes."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor in a file, unread.
+
+    Args:
+        key: its name in the file.
+        file: the file's name in the checkpoint.
+        shape: its shape.
+        dtype: its dtype.
+        start: its first byte in the file.
+    """
+
+    key: str
+    file: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    start: int
+
+    @property
+    def nbytes(self) -> int:
+        """Its size in bytes."""
+        return self.numel * self.dtype.itemsize
+
+    @property
+    def numel(self) -> int:
+        """How many elements it has."""
+        return math.prod(self.shape)
+
+
+class CheckpointFiles:
+    """The tensors of a checkpoint folder, by key, without reading them.
+
+    Args:
+        folder: a folder with `model.safetensors`, or `model.safetensors.index.json` and its shards.
+
+    Attributes:
+        folder: the folder.
+        tensors: every tensor by key.
+        dequantised: keys of tensors whose values are computed when they are read; here none.
+
+    Raises:
+        CheckpointError: no safetensors weights, a damaged or missing file, an index that is wrong or
+            leaves the folder, a tensor in two files or not where the index says; all of them at once.
+    """
+
+    dequantised: frozenset[str] = frozenset()
+
+    @no_collections()
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self.tensors: dict[str, StoredTensor] = {}
+        problems: list[Problem] = []
+        files = self._files(problems)
+        for file, expected in files.items():
+            self._read_header(file, expected, problems)
+        if problems:
+            raise CheckpointError(f"cannot load {self.folder}", problems, _advice(problems, self.folder))
+        self._maps: dict[str, tuple[mmap.mmap, int]] = {}
+        self._handles: dict[str, BinaryIO] = {}
+        self._opening = threading.Lock()
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Size of all tensors in bytes."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def read(self, tensor: StoredTensor) -> torch.Tensor:
+        """The tensor's values, as a private (copy-on-write) view of the file's pages: nothing is copied."""
+        if tensor.numel == 0:
+            return torch.empty(tensor.shape, dtype=tensor.dtype)
+        with self._opening:  # several threads read, and a file is to be mapped once
+            if tensor.file not in self._maps:
+                self._maps[tensor.file] = map_file(self._descriptor(tensor.file))
+        pages, first = self._maps[tensor.file]
+        flat = torch.frombuffer(pages, dtype=tensor.dtype, count=tensor.numel, offset=first + tensor.start)
+        return flat.view(tensor.shape)
+
+    def read_joined(self, tensors: Sequence[StoredTensor], shape: tuple[int, ...]) -> torch.Tensor | None:
+        """One tensor of `shape` whose elements are those of `tensors` in turn, over the files' pages.
+
+        None where it cannot be had without copying, see `map_runs`.
+        """
+        runs = [Run(self._descriptor(tensor.file), tensor.start, tensor.nbytes) for tensor in tensors if tensor.numel]
+        mapped = map_runs(joined(runs)) if runs else None
+        if mapped is None:
+            return None
+        memory, offset = mapped
+        dtype, count = tensors[0].dtype, torch.Size(shape).numel()
+        if offset % dtype.itemsize:  # a file whose header has an odd length
+            return None
+        return torch.frombuffer(memory, dtype=dtype, count=count, offset=offset).view(shape)
+
+    def close(self) -> None:
+        """Close the files. Tensors that `read` returned keep the pages they show."""
+        for handle in self._handles.values():
+            handle.close()
+        self._handles.clear()
+        self._maps.clear()
+
+    def _descriptor(self, file: str) -> int:
+        if file not in self._handles:
+            self._handles[file] = open(self.folder / file, "rb")  # noqa: SIM115
+        return self._handles[file].fileno()
+
+    def _files(self, problems: list[Problem]) -> dict[str, set[str] | None]:
+        """The files to read and, where an index says so, the keys each must hold."""
+        if (self.folder / WEIGHTS_NAME).is_file():
+            return {WEIGHTS_NAME: None}
+        if (self.folder / INDEX_NAME).is_file():
+            return self._indexed_files(problems)
+        found = sorted(path.name for path in self.folder.glob("*") if path.suffix in (".bin", ".pt", ".pth", ".gguf"))
+        if found:
+            detail = f"only {', '.join(found)} found, and only safetensors are read: other formats can run code"
+            problems.append(Problem("format", str(self.folder), detail))
+        else:
+            problems.append(Problem("file", str(self.folder), f"has neither {WEIGHTS_NAME} nor {INDEX_NAME}"))
+        return {}
+
+    def _indexed_files(self, problems: list[Problem]) -> dict[str, set[str] | None]:
+        try:
+            weight_map: dict[str, str] = json.loads((self.folder / INDEX_NAME).read_text())["weight_map"]
+            entries = list(weight_map.items())
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            detail = f"is not an index with a weight_map: {type(error).__name__}: {error}"
+            problems.append(Problem("index", INDEX_NAME, detail))
+            return {}
+        keys_in: dict[str, set[str]] = defaultdict(set)
+        for key, file in entries:
+            keys_in[str(file)].add(key)
+        files: dict[str, set[str] | None] = {}
+        for file, keys in keys_in.items():
+            path = PurePosixPath(file)
+            if path.is_absolute() or ".." in path.parts or "\\" in file:
+                detail = f"points to {file!r}, outside the checkpoint folder"
+                problems += [Problem("index", key, detail, INDEX_NAME) for key in sorted(keys)]
+            elif path.suffix != ".safetensors":
+                detail = f"points to {file!r}, which is not safetensors"
+                problems += [Problem("format", key, detail, INDEX_NAME) for key in sorted(keys)]
+            else:
+                files[file] = keys
+        return files
+
+    def _read_header(self, file: str, expected: set[str] | None, problems: list[Problem]) -> None:
+        path = self.folder / file
+        if not path.is_file():
+            keys = f", which should hold {len(expected)} tensors" if expected else ""
+            problems.append(Problem("file", file, f"is missing{keys}"))
+            return
+        try:
+            with safe_open(path, framework="pt"):  # checks the header and that the file is all there
+                pass
+        except (SafetensorError, OSError) as error:
+            detail = f"is damaged or cut off ({path.stat().st_size} bytes on disk): {error}"
+            problems.append(Problem("file", file, detail))
+            return
+        found = set()
+        for tensor in _stored_tensors(path, file, problems):
+            found.add(tensor.key)
+            if tensor.key in self.tensors:
+                other = self.tensors[tensor.key].file
+                problems.append(Problem("duplicated", tensor.key, f"is in {other} and in {file}"))
+            self.tensors[tensor.key] = tensor
+        for key in sorted((expected or set()) - found):
+            problems.append(Problem("index", key, f"is not in {file}, where {INDEX_NAME} says it is", file))
+
+
+def _stored_tensors(path: Path, file: str, problems: list[Problem]) -> Iterator[StoredTensor]:
+    """The tensors of a safetensors file, from its header (https://huggingface.co/docs/safetensors#format)."""
+    with open(path, "rb") as handle:
+        length = int.from_bytes(handle.read(8), "little")
+        header: dict[str, Any] = json.loads(handle.read(length))
+    for key, entry in header.items():
+        if key == "__metadata__":
+            continue
+        if entry["dtype"] not in DTYPES:
+            known = ", ".join(DTYPES)
+            problems.append(Problem("dtype", key, f"has dtype {entry['dtype']}; readable are {known}", file))
+            continue
+        start = 8 + length + entry["data_offsets"][0]
+        yield StoredTensor(key, file, tuple(entry["shape"]), DTYPES[entry["dtype"]], start)
+
+
+def _advice(problems: list[Problem], folder: Path) -> list[str]:
+    kinds = {problem.kind for problem in problems}
+    advice = []
+    if "format" in kinds:
+        code = "from transformers import AutoModelForCausalLM as M; "
+        code += f"M.from_pretrained('{folder}').save_pretrained('{folder}-safetensors')"
+        advice.append(f'convert the checkpoint once with transformers: python -c "{code}"')
+    if "file" in kinds:
+        advice.append("download or save the checkpoint again")
+    if "index" in kinds or "duplicated" in kinds:
+        advice.append("do not trust this folder: its index and its files disagree; save or download it again")
+    return advice
+
+
+def resolve_folder(
+    path_or_id: str | Path,
+    *,
+    subfolder: str = "",
+    revision: str | None = None,
+    token: str | bool | None = None,
+    cache_dir: str | Path | None = None,
+) -> Path:
+    """The local folder of a checkpoint: `path_or_id` itself, or the hub repository of that name, downloaded.
+
+    Of a repository only configuration, code and safetensors weights are fetched.
+
+    Raises:
+        CheckpointError: there is no such folder, no `config.json` in it, or a PEFT adapter is in it.
+    """
+    folder = Path(path_or_id).expanduser()
+    if not folder.is_dir():
+        prefix = f"{subfolder.strip('/')}/" if subfolder else ""
+        patterns = [prefix + name for name in ("*.json", "*.py", "model*.safetensors")]
+        try:
+            folder = Path(
+                snapshot_download(
+                    str(path_or_id), revision=revision, token=token, cache_dir=cache_dir, allow_patterns=patterns
+                )
+            )
+        except (HfHubHTTPError, HFValidationError, OSError) as error:
+            detail = f"is no folder, and cannot be fetched as a hub repository: {error}"
+            raise CheckpointError(
+                f"cannot load {path_or_id}",
+                [Problem("file", str(path_or_id), detail)],
+                ["check the path; for a hub repository check its name, your token and the network"],
+            ) from error
+    folder = folder / subfolder
+    if (folder / ADAPTER_CONFIG_NAME).is_file():
+        _refuse_adapter(folder)
+    if not (folder / CONFIG_NAME).is_file():
+        raise CheckpointError(
+            f"cannot load {folder}",
+            [Problem("file", CONFIG_NAME, "is missing")],
+            ["give the folder that holds config.json and the weights (see `subfolder`)"],
+        )
+    return folder
+
+
+def _refuse_adapter(folder: Path) -> NoReturn:
+    """transformers loads a folder with an adapter in it as a model with the adapter; here each is loaded on its own."""
+    then = "then the adapter with peft.PeftModel.from_pretrained(model, folder) or model.load_adapter(folder)"
+    if (folder / CONFIG_NAME).is_file():
+        detail = "is that of a PEFT adapter beside the model's files, which would be left out"
+        advice = f"move the adapter's files to a folder of their own; load the model, {then}"
+    else:
+        detail = "is that of a PEFT adapter, and the model's files are elsewhere"
+        advice = f"load the model it names as base_model_name_or_path, {then}"
+    raise CheckpointError(f"cannot load {folder}", [Problem("format", ADAPTER_CONFIG_NAME, detail)], [advice])

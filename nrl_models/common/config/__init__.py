@@ -1,0 +1,1 @@
+"""What a configuration asks for, and whether code honours it."""

@@ -1,0 +1,205 @@
+"""The keys of a configuration, parts included: which there are, which code reads, and which say nothing of a model."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import re
+from collections.abc import Iterator, Mapping
+from functools import cache
+from importlib.util import find_spec
+from itertools import pairwise
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+
+from nrl_models.common.cached import cached
+from nrl_models.common.config.walk import own_values, parts
+
+BOOKKEEPING = frozenset(
+    {
+        # Who wrote it, with what, and which class it is.
+        *("architectures", "auto_map", "model_type", "name_or_path", "transformers_version", "transformers_weights"),
+        *("transformers.js_config", "unsloth_version", "unsloth_fixed", "task_specific_params", "finetuning_task"),
+        *("tokenizer_class", "processor_class", "prefix", "neuron", "adapters", "model_name", "license", "sub_configs"),
+        # Precision, kernels and devices: chosen when a model is loaded, never by what is computed.
+        *("dtype", "torch_dtype", "params_dtype", "quantization_config", "compression_config", "quantize"),
+        *("attn_implementation", "experts_implementation", "use_flash_attn", "use_flash_attention", "flash_attn"),
+        *("use_bfloat16", "torchscript", "ep_size", "tp_size", "pretraining_tp"),
+        # Losses of a pretraining that is over.
+        *("aux_loss_alpha", "seq_aux", "z_loss_weight", "num_nextn_predict_layers"),
+        # Names of labels, which have a number besides.
+        *("id2label", "label2id", "num_labels"),
+    }
+)
+"""Keys that are no part of what a model computes, whatever their value."""
+
+SHARED = tuple(
+    f"transformers.{name}"
+    for name in (
+        *("cache_utils", "masking_utils", "modeling_layers", "modeling_rope_utils", "utils.output_capturing"),
+        *("modeling_flash_attention_utils", "loss.loss_utils", "integrations.moe"),
+    )
+)
+"""Modules of transformers' that read configurations of any model, beside `modeling_utils`."""
+
+FORMER = frozenset(
+    {
+        *("add_cross_attention", "cross_attention_hidden_size", "is_decoder", "pruned_heads", "tf_legacy_loss"),
+        *("tie_encoder_decoder", "output_attentions"),
+    }
+)
+"""Keys that transformers once wrote into every configuration, mostly unset: no misspelt ones, however like others."""
+
+NEAR = 0.85
+"""How like a known key an unknown one has to be to be taken for a misspelt one (`difflib`'s ratio)."""
+
+
+def set_in(values: Mapping[str, Any], path: str, value: Any) -> dict[str, Any]:
+    """A copy of nested `values` with another value at `path`."""
+    key, _, rest = path.partition(".")
+    return {**values, key: set_in(values[key], rest, value) if rest else value}
+
+
+def value_at(config: PreTrainedConfig, path: str) -> Any:
+    """The value of the key at `path`."""
+    *parents, key = path.split(".")
+    for parent in parents:
+        config = getattr(config, parent)
+    return own_values(config)[key]
+
+
+def parts_of(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
+    """A configuration, and those in it."""
+    yield config
+    for part in parts(config).values():
+        yield from parts_of(part)
+
+
+@cached
+def declared_keys(config_class: type[PreTrainedConfig]) -> frozenset[str]:
+    """The keys a configuration class declares, and their other names."""
+    fields = {field.name for field in dataclasses.fields(config_class)}
+    names = {*config_class.attribute_map, *config_class.attribute_map.values()}
+    return frozenset(fields | names | set(config_class.sub_configs))
+
+
+@cache
+def generation_keys() -> frozenset[str]:
+    """Keys of generation, which older `config.json`s have; transformers drops them."""
+    return frozenset(GenerationConfig().to_dict())
+
+
+# What code reads
+
+
+@cached
+def keys_in_class(config_class: type[PreTrainedConfig]) -> frozenset[str]:
+    """Names and strings in the methods of a configuration class: what it makes of keys that it does not declare."""
+    found: set[str] = set()
+    for owner in config_class.__mro__:
+        if owner in PreTrainedConfig.__mro__:
+            continue
+        for member in vars(owner).values():
+            for function in (member, getattr(member, "fget", None), getattr(member, "fset", None)):
+                function = inspect.unwrap(function) if callable(function) else getattr(function, "__func__", None)
+                code = getattr(function, "__code__", None)
+                if code is not None and code.co_filename != "<string>":  # dataclasses' own, which has every field
+                    found |= {*_names(code), *code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]}
+    return frozenset(found)
+
+
+def _names(code: CodeType) -> set[str]:
+    found = set(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, str):
+            found.add(constant)
+        elif isinstance(constant, tuple):
+            found |= {part for part in constant if isinstance(part, str)}
+        elif isinstance(constant, CodeType):
+            found |= _names(constant)
+    return found
+
+
+def keys_in_model(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> frozenset[str]:
+    """The keys that the modelling code of a class and of the parts of its configuration reads from configurations."""
+    return frozenset().union(*map(_keys_in_module, _modules_of(model_class, config)))
+
+
+def is_read(key: str, model_class: type[PreTrainedModel], config: PreTrainedConfig) -> bool:
+    """Whether `key` is one of `keys_in_model`; nothing is parsed but the definitions it occurs in."""
+    return any(key in _keys_beside(key, module) for module in _modules_of(model_class, config))
+
+
+def _modules_of(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> list[str]:
+    """Names of the modules whose code reads configurations for the model, its own first."""
+    modules = [base.__module__ for base in model_class.__mro__ if issubclass(base, PreTrainedModel)]
+    for part in parts_of(config):
+        package, _, name = type(part).__module__.rpartition(".")
+        modules.append(f"{package}.{name.replace('configuration', 'modeling')}")
+    return list(dict.fromkeys([*modules, *SHARED]))
+
+
+@cache
+def _source(module: str) -> str:
+    """A module's source; empty if there is none."""
+    try:
+        return Path(find_spec(module).origin).read_text(encoding="utf-8")  # type: ignore[union-attr, arg-type]
+    except (ImportError, AttributeError, OSError, TypeError, UnicodeDecodeError, ValueError):
+        return ""
+
+
+_DEFINITION = re.compile(r"^(?:@.*\n)*(?:class |def )", re.MULTILINE)
+"""How a definition of a module's top level begins; or text in a docstring that looks like it."""
+
+
+def _keys_beside(key: str, module: str) -> frozenset[str]:
+    """The keys that are read in those definitions of a module in whose source `key` occurs."""
+    source = _source(module)
+    if key not in source:
+        return frozenset()
+    starts = [0, *(match.start() for match in _DEFINITION.finditer(source)), len(source)]
+    parts = [source[start:end] for start, end in pairwise(starts)]
+    found = [_keys_in_source(part) for part in parts if key in part]
+    whole = [keys for keys in found if keys is not None]
+    # Half a docstring is no source, nor is what ends within a decorator of the next definition.
+    return frozenset().union(*whole) if len(whole) == len(found) else _keys_in_module(module)
+
+
+def _keys_in_module(module: str) -> frozenset[str]:
+    return _keys_in_source(_source(module)) or frozenset()
+
+
+@cache
+def _keys_in_source(source: str) -> frozenset[str] | None:
+    """The keys that are read in a source; None if it is none."""
+    try:
+        tree = ast.parse(source)
+    except SyntaxError:
+        return None
+    return frozenset(key for node in ast.walk(tree) for key in _key_read_by(node))
+
+
+def _key_read_by(node: ast.AST) -> Iterator[str]:
+    """`config.key`, `getattr(config, "key", ...)`, `hasattr(config, "key")`, `config.get("key")`."""
+    if isinstance(node, ast.Attribute) and _is_config(node.value):
+        yield node.attr
+    if isinstance(node, ast.Call):
+        strings = [
+            argument.value
+            for argument in node.args
+            if isinstance(argument, ast.Constant) and isinstance(argument.value, str)
+        ]
+        function = node.func
+        if isinstance(function, ast.Name) and function.id in ("getattr", "hasattr") and _is_config(node.args[0]):
+            yield from strings
+        if isinstance(function, ast.Attribute) and function.attr in ("get", "pop") and _is_config(function.value):
+            yield from strings
+
+
+def _is_config(node: ast.AST) -> bool:
+    name = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+    return "config" in name.lower() or name == "cfg"

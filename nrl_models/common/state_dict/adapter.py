@@ -1,0 +1,333 @@
+"""The way between a model's own tensors and Hugging Face's, as data.
+
+An adapter holds, for each Hugging Face tensor, which parameter holds it and which view of it; every
+method is a walk over that table. It keeps no tensor, talks to nobody, and does not depend on the
+order in which it is asked: the same adapter serves weights, gradients and optimiser states.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from functools import reduce
+from typing import Any, Literal
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from nrl_models.common.garbage import no_collections
+from nrl_models.common.state_dict import layouts
+from nrl_models.common.state_dict.layouts import TensorSpec
+from nrl_models.common.state_dict.matching import match
+from nrl_models.common.state_dict.views import HFTensor, Piece, place_of
+from nrl_models.errors import Problem, StateDictError
+
+Layout = Literal["hub", "transformers"]
+"""`hub`: the names and shapes of published checkpoints, what engines read and `save_pretrained`
+writes (experts one by one). `transformers`: those of transformers' modules in memory (experts
+stacked). They differ only where transformers converts on loading."""
+
+
+class StateDictAdapter:
+    """Translates between a model's own tensors and Hugging Face's names and shapes.
+
+    Args:
+        model: the model the table is made from; real or on meta. Only names,
+            shapes, dtypes and the conversions of its checkpoint are read, and no reference is kept.
+
+    Attributes:
+        own: the model's own tensors, by name.
+        hub: the hub's tensors, by name, in the order transformers saves them.
+        transformers: transformers' in-memory tensors, by name, in the order of its `state_dict()`.
+        tied: for each own tensor that is tied to another, the name of the one that is saved.
+    """
+
+    @no_collections()
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.own: dict[str, TensorSpec] = layouts.own_tensors(model)
+        self.tied: dict[str, str] = layouts.tied_names(model)
+        self.transformers: dict[str, HFTensor] = {
+            name: HFTensor(name, view.place_in(self.own[view.parameter].shape).shape, (Piece(view),))
+            for name, view in layouts.transformers_views(model)
+        }
+        self.hub: dict[str, HFTensor] = layouts.convert_layout(
+            model, self.transformers, self.own, layouts.hub_conversions(model)
+        )
+        self._in_hub = _by_parameter(self.hub)
+        self._in_transformers = _by_parameter(self.transformers)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> StateDictAdapter:
+        return self  # a table that nobody changes
+
+    def tensors_in(self, name: str, layout: Layout) -> list[HFTensor]:
+        """The Hugging Face tensors that hold some of own tensor `name`, in one layout.
+
+        Raises:
+            KeyError: `name` is no tensor of the model.
+        """
+        if name not in self.own:
+            raise KeyError(f"{name} is no tensor of this model")
+        return (self._in_hub if self.layout(layout) is self.hub else self._in_transformers)[name]
+
+    def layout(self, layout: Layout) -> dict[str, HFTensor]:
+        """The table of one layout."""
+        if layout not in ("hub", "transformers"):
+            raise ValueError(f"unknown layout {layout!r}: expected 'hub' or 'transformers'")
+        return self.hub if layout == "hub" else self.transformers
+
+    def table_for(self, keys: Collection[str]) -> Mapping[str, HFTensor]:
+        """The layout that `keys` are named in; both together if they are mixed."""
+        for table in (self.transformers, self.hub):
+            if all(key in table for key in keys):
+                return table
+        return self.hub | self.transformers
+
+    def absent(self, name: str, given: Collection[HFTensor]) -> list[str]:
+        """Names of what own tensor `name` lacks when `given` are there, in the layout that `given` are named in."""
+        layout: Layout = "transformers" if all(tensor.name in self.transformers for tensor in given) else "hub"
+        there = {tensor.pieces for tensor in given}  # names of one region differ between layouts
+        return [tensor.name for tensor in self.tensors_in(name, layout) if tensor.pieces not in there]
+
+    # Whole state dicts
+
+    def from_hf(self, state_dict: Mapping[str, torch.Tensor], *, strict: bool = True) -> dict[str, torch.Tensor]:
+        """The model's own tensors from Hugging Face ones, in either layout.
+
+        Tensors that are a whole parameter are passed on, not copied.
+
+        Args:
+            state_dict: tensors by Hugging Face name: weights, or anything of their shapes.
+            strict: whether every tensor of the model must be given. Otherwise parameters of which
+                nothing is given are left out; a parameter given in part is an error all the same.
+
+        Raises:
+            StateDictError: keys that are missing, unexpected, given in two layouts at once or in
+                part, shapes or dtypes that do not fit; all of them at once.
+        """
+        found = match(
+            {key: TensorSpec(tuple(tensor.shape), tensor.dtype) for key, tensor in state_dict.items()},
+            self.table_for(state_dict).get,
+            self.own,
+            self.absent,
+            self.tied,
+            may_miss=lambda name: not strict,
+            why_unexpected=lambda key: "the model has no such tensor",
+        )
+        if found.problems:
+            raise StateDictError("state dict does not fit the model", found.problems)
+        result = {
+            name: self._assemble(name, found.sources[name], state_dict) for name in self.own if name in found.sources
+        }
+        return result | {name: result[kept] for name, kept in found.copies.items()}
+
+    def to_hf(
+        self,
+        state_dict: Mapping[str, torch.Tensor],
+        exclude_key_regex: str | None = None,
+        *,
+        layout: Layout = "hub",
+    ) -> dict[str, torch.Tensor]:
+        """Hugging Face tensors from the model's own: views of them wherever the layout allows.
+
+        A tied tensor given under both names is returned under both.
+
+        Args:
+            state_dict: the model's own tensors by name, all or some.
+            exclude_key_regex: Hugging Face names that match (`re.search`) are left out.
+            layout: whose names and shapes to give.
+
+        Raises:
+            StateDictError: names that are not the model's, or shapes that are not the parameter's.
+        """
+        self.check_own(state_dict)
+        excluded = re.compile(exclude_key_regex) if exclude_key_regex else None
+        result = {}
+        for name, tensor in self.layout(layout).items():
+            if excluded is not None and excluded.search(name):
+                continue
+            if all(parameter in state_dict for parameter in tensor.parameters):
+                result[name] = tensor.read(state_dict)
+        return result
+
+    def check_own(self, state_dict: Mapping[str, torch.Tensor]) -> None:
+        """See that tensors are the model's own, all or some.
+
+        Raises:
+            StateDictError: names that are not the model's, or shapes that are not the parameter's.
+        """
+        unknown = [name for name in state_dict if name not in self.own]
+        problems = [Problem("unexpected", name, "is no tensor of this model") for name in unknown]
+        if problems := problems + self._other_shapes(state_dict):
+            raise StateDictError("state dict is not this model's", problems)
+
+    def convert_single_tensor_to_hf(
+        self, name: str, tensor: torch.Tensor, *, layout: Layout = "hub"
+    ) -> list[tuple[str, torch.Tensor]]:
+        """Hugging Face names and tensors inside one of the model's own: views of `tensor`.
+
+        Args:
+            name: the model's own name.
+            tensor: of that tensor's shape.
+
+        Raises:
+            StateDictError: an unknown name or another shape.
+            ValueError: the Hugging Face tensor also needs another parameter (a hub tensor that packs
+                what this model keeps apart); convert them together with `to_hf`.
+        """
+        if name not in self.own or tuple(tensor.shape) != self.own[name].shape:
+            return list(self.to_hf({name: tensor}).items())  # raises, saying which
+        inside = self.tensors_in(name, layout)
+        for hf_tensor in inside:
+            if len(hf_tensor.parameters) > 1:
+                raise ValueError(
+                    f"{hf_tensor.name} is made of {', '.join(hf_tensor.parameters)}: convert them together with to_hf"
+                )
+        return [(hf_tensor.name, hf_tensor.read({name: tensor})) for hf_tensor in inside]
+
+    # A live model
+
+    def hf_views(self, model: nn.Module, *, layout: Layout = "hub") -> dict[str, torch.Tensor]:
+        """Live Hugging Face tensors of `model`: writing into them changes the model.
+
+        Tensors that are no view of one parameter (see `HFTensor`) are left out; `to_hf` computes them. Of a sharded
+        model they are DTensors over this rank's shards; those whose shards no placement describes are left out, too.
+        """
+        if (sharding := getattr(model, "sharding", None)) is not None:
+            return sharding.hf_views(model, layout)
+        own = self._own_tensors(model)
+        return {name: tensor.read(own) for name, tensor in self._exported(layout).items() if self._is_zero_copy(tensor)}
+
+    def export_plan(self, *, layout: Layout = "hub") -> list[tuple[str, tuple[int, ...], torch.dtype]]:
+        """Name, shape and dtype of every tensor `iter_export` yields, in its order."""
+        exported = self._exported(layout)
+        return [(name, tensor.shape, self.own[tensor.parameters[0]].dtype) for name, tensor in exported.items()]
+
+    def iter_export(
+        self, model: nn.Module, max_bytes: int | None = None, *, layout: Layout = "hub"
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield every Hugging Face tensor of `model`, persistent buffers included, in `export_plan`'s order.
+
+        Args:
+            model: a model of this adapter's architecture and configuration.
+            max_bytes: None yields live views, without copying. A number yields contiguous copies,
+                packed into buffers of at most that many bytes (one tensor that is larger gets a
+                buffer of its own), for consumers that send buckets. A buffer lives as long as its tensors.
+                A sharded model has no whole tensors to show: one buffer after the other is gathered, by default of
+                half a gibibyte. Every rank gets every tensor, and has to go on to the end.
+            layout: whose names and shapes to give.
+        """
+        if (sharding := getattr(model, "sharding", None)) is not None:
+            yield from sharding.iter_export(model, self._exported(layout), max_bytes)
+            return
+        own = self._own_tensors(model)
+        exported = self._exported(layout)
+        if max_bytes is None:
+            for name, tensor in exported.items():
+                yield name, tensor.read(own)
+            return
+        bucket: list[tuple[str, torch.Tensor]] = []
+        size = 0
+        for name, tensor in exported.items():
+            value = tensor.read(own)
+            if bucket and size + _aligned(value.nbytes) > max_bytes:
+                yield from _packed(bucket)
+                bucket, size = [], 0
+            bucket.append((name, value))
+            size += _aligned(value.nbytes)
+        yield from _packed(bucket)
+
+    # Inside
+
+    def _own_tensors(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        """The model's own tensors, detached.
+
+        Raises:
+            StateDictError: they are not those this adapter was made for.
+        """
+        own = {name: tensor.detach() for name, tensor in model.state_dict(keep_vars=True).items()}
+        problems = [Problem("missing", name, "is no more in the model") for name in self.own if name not in own]
+        if problems := problems + self._other_shapes(own):
+            advice = ["take model.state_dict_adapter again: it is made again when the structure has changed"]
+            raise StateDictError("the model is not the one this adapter was made for", problems, advice)
+        return own
+
+    def _other_shapes(self, tensors: Mapping[str, torch.Tensor]) -> list[Problem]:
+        return [
+            Problem("shape", name, f"has shape {tuple(tensor.shape)}, expected {self.own[name].shape}")
+            for name, tensor in tensors.items()
+            if name in self.own and tuple(tensor.shape) != self.own[name].shape
+        ]
+
+    def _is_zero_copy(self, tensor: HFTensor) -> bool:
+        return (
+            tensor.view is not None and tensor.view.place_in(self.own[tensor.view.parameter].shape).strides is not None
+        )
+
+    def _exported(self, layout: Layout) -> dict[str, HFTensor]:
+        """A layout's table without tied duplicates."""
+        return {name: tensor for name, tensor in self.layout(layout).items() if tensor.parameters[0] not in self.tied}
+
+    def _assemble(
+        self, name: str, sources: list[tuple[str, HFTensor]], state_dict: Mapping[str, torch.Tensor]
+    ) -> torch.Tensor:
+        """One own tensor from the given tensors in it: itself where it is given whole, else a new one."""
+        first, target = sources[0]
+        shape = self.own[name].shape
+        if len(sources) == 1 and target.view is not None and target.view.place_in(shape) == place_of(shape):
+            return state_dict[first]
+        dtype = widest(state_dict[key].dtype for key, _ in sources)
+        own = state_dict[first].new_empty(shape, dtype=dtype)
+        for key, target in sources:
+            target.write_into(name, own, state_dict[key])
+        return own
+
+
+_kept: WeakKeyDictionary[nn.Module, tuple[StateDictAdapter, Any]] = WeakKeyDictionary()
+
+
+def adapter_of(model: PreTrainedModel) -> StateDictAdapter:
+    """The adapter of a model that is not sharded: the same object until the model's structure changes."""
+    conversions = getattr(model, "_weight_conversions", None)
+    if model in _kept:
+        adapter, made_with = _kept[model]
+        is_same = adapter.own == layouts.own_tensors(model) and adapter.tied == layouts.tied_names(model)
+        if is_same and made_with is conversions:
+            return adapter
+    _kept[model] = StateDictAdapter(model), conversions
+    return _kept[model][0]
+
+
+def _by_parameter(table: Mapping[str, HFTensor]) -> dict[str, list[HFTensor]]:
+    """The tensors of a table, by the own tensors that hold them."""
+    result: dict[str, list[HFTensor]] = defaultdict(list)
+    for tensor in table.values():
+        for parameter in tensor.parameters:
+            result[parameter].append(tensor)
+    return dict(result)
+
+
+def widest(dtypes: Iterable[torch.dtype]) -> torch.dtype:
+    """The dtype that holds values of all `dtypes`, whatever their order."""
+    return reduce(torch.promote_types, dtypes)
+
+
+def _aligned(nbytes: int) -> int:
+    """Bytes a tensor takes in a bucket: tensors of any dtype start at a multiple of 16."""
+    return -(-nbytes // 16) * 16
+
+
+def _packed(bucket: list[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The bucket's tensors, copied one after the other into one buffer."""
+    if not bucket:
+        return
+    device = bucket[0][1].device
+    buffer = torch.empty(sum(_aligned(value.nbytes) for _, value in bucket), dtype=torch.uint8, device=device)
+    start = 0
+    for name, value in bucket:
+        packed = buffer[start : start + value.nbytes].view(value.dtype).view(value.shape)
+        packed.copy_(value)
+        start += _aligned(value.nbytes)
+        yield name, packed

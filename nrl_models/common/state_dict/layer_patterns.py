@@ -1,0 +1,249 @@
+"""What transformers' conversions make of one layer, said of every layer like it.
+
+A large model's names are few patterns with many numbers in them: DeepSeek-V3's 45,395 tensors have 36. Conversions are
+regular expressions over names and operations on shapes, and none that transformers has asks which layer it is at. Here
+that is made sure of before it is used: an expression with a number of its own in it, a conversion that counts or
+remembers, an operation of somebody else's, or a result that is not the same for several numbers means that every name
+is converted by itself.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import count, groupby
+from typing import Any
+
+import torch
+from transformers.core_model_loading import PrefixChange, WeightConverter, WeightRenaming, dot_natural_key
+
+from nrl_models.common.state_dict.views import HFTensor, Piece, View
+
+_INDEX = re.compile(r"(?<![^.])([0-9]+)(?![^.])")
+"""A part of a name that is a number: a layer's, an expert's."""
+
+_ESCAPE = re.compile(r"\\.")
+_LITERAL_INDEX = re.compile(r"(?<![A-Za-z_0-9])[0-9]")
+_PLAIN = (WeightRenaming, WeightConverter, PrefixChange)
+"""Conversions that treat each name by itself. Others of transformers' remember what they saw, or count."""
+
+
+def ignore_indices(conversions: Iterable[Any]) -> bool:
+    """Whether `conversions` do the same to names that differ in numbers of equally many digits only.
+
+    A regular expression without digits and back-references cannot tell digits apart. One that has a digit right after a
+    letter (`w1`) is harmless, too: numbers of layers and experts come after a dot.
+    """
+    return all(
+        type(conversion) in _PLAIN
+        and all(
+            type(operation).__module__ == WeightConverter.__module__
+            for operation in getattr(conversion, "operations", ())
+        )
+        and not re.search(r"\\[1-9]", conversion.compiled_sources.pattern)
+        and not any(
+            _LITERAL_INDEX.search(_ESCAPE.sub(".", pattern))
+            for pattern in (
+                conversion.compiled_sources.pattern,
+                *conversion.target_patterns,
+                *conversion._original_source_patterns,
+                *conversion._original_target_patterns,
+                f"{conversion.scope_prefix or ''}.{conversion.base_model_prefix or ''}",
+            )
+        )
+        for conversion in conversions
+    )
+
+
+# Names
+
+Pattern = tuple[tuple[str, ...], tuple[int, ...]]
+"""A name without its numbers: what stands around them, and how many digits they have."""
+
+
+class Names(dict[str, tuple[Pattern, tuple[str, ...]]]):
+    """Of names that are looked up the pattern and the numbers; each is taken apart once."""
+
+    def __missing__(self, name: str) -> tuple[Pattern, tuple[str, ...]]:
+        parts = _INDEX.split(name)
+        numbers = tuple(parts[1::2])
+        self[name] = apart = (tuple(parts[::2]), tuple(map(len, numbers))), numbers
+        return apart
+
+
+class Renamer:
+    """transformers' renamings, run once for each pattern of names where that is enough.
+
+    Args:
+        conversions: of which only the renamings are used. As if each name had been renamed they know afterwards
+            whether they were used.
+        names: where names are taken apart.
+    """
+
+    def __init__(self, conversions: Iterable[Any], names: Names) -> None:
+        self._renamings = [conversion for conversion in conversions if isinstance(conversion, WeightRenaming)]
+        self._shares = ignore_indices(self._renamings)
+        self._names = names
+        self._templates: dict[Pattern, str | None] = {}
+
+    def rename(self, keys: Iterable[str]) -> dict[str, str]:
+        """For each key what it is renamed to, by keys in transformers' order where the order matters."""
+        if not self._shares:
+            return {key: self._one(key) for key in sorted(keys, key=dot_natural_key)}
+        return {key: self._by_pattern(key) for key in keys}
+
+    def _one(self, name: str) -> str:
+        for renaming in self._renamings:
+            name, _ = renaming.rename_source_key(name)
+        return name
+
+    def _by_pattern(self, key: str) -> str:
+        pattern, numbers = self._names[key]
+        if pattern not in self._templates:
+            self._templates[pattern] = self._template(key, numbers)
+        template = self._templates[pattern]
+        return self._one(key) if template is None else template.format(*numbers)
+
+    def _template(self, name: str, numbers: Sequence[str]) -> str | None:
+        """What becomes of names like `name`, with `{0}` for their first number; None if that depends on numbers."""
+        if len(numbers) > 10:
+            return None
+        places = count()
+        given = _INDEX.sub(lambda _: f"{{{next(places)}}}", _escaped(name))
+        # Numbers that can be told apart; and all of them alike, because what a renaming finds is replaced where its
+        # text first stands, which with other numbers might be elsewhere.
+        examples = [
+            [str((step * place + 2) % 10) * len(number) for place, number in enumerate(numbers)] for step in (3, 7, 0)
+        ]
+        renamed = [self._one(given.format(*example)) for example in examples]
+        try:
+            template = _INDEX.sub(lambda found: f"{{{examples[0].index(found[0])}}}", _escaped(renamed[0]))
+        except ValueError:  # a number that the name does not have
+            return None
+        fits = all(template.format(*example) == name for example, name in zip(examples, renamed, strict=True))
+        return template if fits else None
+
+
+def _escaped(text: str) -> str:
+    return text.replace("{", "{{").replace("}", "}}")
+
+
+# Layers
+
+Layer = tuple[str, str]
+"""What stands before a name's first number, and that number: `("model.layers.", "5")`."""
+
+Table = dict[str, HFTensor]
+
+
+def layer_of(name: str) -> Layer | None:
+    """The layer a name is in; None if there is no number in the name."""
+    found = _INDEX.search(name)
+    return (name[: found.start()], found.group()) if found else None
+
+
+def convert_by_layer(
+    tensors: Mapping[str, HFTensor], dtype_of: Callable[[str], torch.dtype], convert: Callable[[Table], Table]
+) -> Table:
+    """What `convert` makes of `tensors`, converting two layers of every kind and no more.
+
+    Layers are of a kind if their tensors are, but for the layers' number: names, shapes, dtypes, views of parameters.
+
+    Args:
+        tensors: by name.
+        dtype_of: the dtype of a tensor of the model's own, by name.
+        convert: converts a table; has to be one for which `ignore_indices` holds.
+    """
+    kinds = _kinds(tensors, dtype_of)
+    left_out = {layer for like in kinds for layer in like[1:-1]}
+    if not left_out:
+        return convert(dict(tensors))
+    converted = convert({name: tensor for name, tensor in tensors.items() if layer_of(name) not in left_out})
+    return _for_all(converted, kinds) or convert(dict(tensors))
+
+
+def _kinds(tensors: Mapping[str, HFTensor], dtype_of: Callable[[str], torch.dtype]) -> list[list[Layer]]:
+    """The layers, those of a kind together, in the order of their numbers."""
+    inside: dict[Layer, list[Any]] = defaultdict(list)
+    for name, tensor in tensors.items():
+        layer = layer_of(name)
+        if layer is not None:
+            start = len("".join(layer))
+            places = tuple(
+                (_within(layer, piece.view.parameter), piece.view.steps, piece.region) for piece in tensor.pieces
+            )
+            inside[layer].append((name[start:], tensor.shape, dtype_of(tensor.parameters[0]), places))
+    kinds: dict[Any, list[Layer]] = defaultdict(list)
+    for layer, content in inside.items():
+        stack, index = layer
+        kinds[stack, len(index), tuple(content)].append(layer)
+    return [sorted(like, key=lambda layer: int(layer[1])) for like in kinds.values()]
+
+
+def _within(layer: Layer, name: str) -> str | tuple[str, ...]:
+    """The rest of a name that is in `layer`; of one that is elsewhere itself, and then no other layer is like it."""
+    prefix = "".join(layer)
+    return name.removeprefix(prefix) if name.startswith(f"{prefix}.") else (*layer, name)
+
+
+def _for_all(converted: Table, kinds: list[list[Layer]]) -> Table | None:
+    """The whole table from that of two layers of each kind, in its order; None if it cannot be had from them."""
+    blocks: dict[Layer, list[HFTensor]] = {}
+    for layer, group in groupby(converted.values(), key=_only_layer):
+        if layer is _SEVERAL or layer in blocks:
+            return None
+        blocks[layer or (f"outside {len(blocks)}", "0")] = list(group)
+    stacks = [stack for stack, _ in groupby(stack for stack, _ in blocks)]
+    place = {stack: at for at, stack in enumerate(stacks)}
+    if len(place) < len(stacks):
+        return None
+    for like in kinds:
+        templates = _templates(like[0], like[-1], blocks.get(like[0], []), blocks.get(like[-1], []))
+        if templates is None:
+            return None
+        blocks |= {layer: [_filled(template, layer) for template in templates] for layer in like[1:-1]}
+    in_order = sorted(blocks, key=lambda layer: (place.get(layer[0], 0), int(layer[1])))
+    tensors = [tensor for layer in in_order for tensor in blocks[layer]]
+    result = {tensor.name: tensor for tensor in tensors}
+    return result if len(result) == len(tensors) else None
+
+
+_SEVERAL: Any = ("", "")
+"""Stands for the layer of a tensor that is made of several layers' parameters."""
+
+
+def _only_layer(tensor: HFTensor) -> Layer | None:
+    layers = {layer_of(parameter) for parameter in tensor.parameters}
+    return next(iter(layers)) if len(layers) == 1 else _SEVERAL
+
+
+def _templates(first: Layer, last: Layer, of_first: list[HFTensor], of_last: list[HFTensor]) -> list[HFTensor] | None:
+    """What both layers became, the layer's number left open; None if they differ in more than that.
+
+    A template's name has `{0}` for the number, and its parameters' names are the rest of them in the layer.
+    """
+    if len(of_first) != len(of_last):
+        return None
+    templates = []
+    for tensor, other in zip(of_first, of_last, strict=True):
+        # A part that is the number in both is the layer's; any other has to be the same.
+        parts = zip(tensor.name.split("."), other.name.split("."), strict=False)
+        name = ".".join("{0}" if part != its else _escaped(part) for part, its in parts)
+        pieces = tuple(
+            Piece(View(piece.view.parameter.removeprefix("".join(first)), piece.view.steps), piece.region)
+            for piece in tensor.pieces
+        )
+        template = HFTensor(name, tensor.shape, pieces)
+        if _filled(template, first) != tensor or _filled(template, last) != other:
+            return None
+        templates.append(template)
+    return templates
+
+
+def _filled(template: HFTensor, layer: Layer) -> HFTensor:
+    prefix = "".join(layer)
+    pieces = tuple(
+        Piece(View(prefix + piece.view.parameter, piece.view.steps), piece.region) for piece in template.pieces
+    )
+    return HFTensor(template.name.format(layer[1]), template.shape, pieces)

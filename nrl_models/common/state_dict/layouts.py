@@ -1,0 +1,141 @@
+"""The names and shapes a model's tensors have elsewhere, as views of its parameters.
+
+A tensor has up to two names: transformers' in memory, which is the model's own (`mlp.experts.gate_up_proj`), and the
+hub's (`experts.0.w1.weight`). transformers holds the way from its names to the hub's in conversion mappings, made to
+be run on tensors; here they are run once on shapes that record what happens to them, which yields views. No mapping is
+retyped, and no family writes one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.core_model_loading import PrefixChange, revert_weight_conversion
+
+from nrl_models.common.garbage import no_collections
+from nrl_models.common.state_dict.conversions import are_alike, conversions_of
+from nrl_models.common.state_dict.layer_patterns import convert_by_layer, ignore_indices
+from nrl_models.common.state_dict.views import HFTensor, TracedTensor, View
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """A tensor's shape and dtype."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def own_tensors(model: nn.Module) -> dict[str, TensorSpec]:
+    """Every entry of `model.state_dict()`: parameters and persistent buffers under the model's own names."""
+    return {
+        name: TensorSpec(tuple(tensor.shape), tensor.dtype)
+        for name, tensor in model.state_dict(keep_vars=True).items()
+        if isinstance(tensor, torch.Tensor)
+    }
+
+
+def transformers_views(model: nn.Module) -> Iterator[tuple[str, View]]:
+    """transformers' name and the view of every tensor, in the order of transformers' own `state_dict()`."""
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        dot = f"{prefix}." if prefix else ""
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                yield f"{dot}{name}", _packed_view(f"{dot}{name}", parameter.shape, module, name)
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                yield f"{dot}{name}", View(f"{dot}{name}")
+
+
+def _packed_view(own_name: str, shape: Sequence[int], module: nn.Module, name: str) -> View:
+    """The whole of a parameter; rows put in order where each rank holds its share of several equal blocks of them.
+
+    Tensor parallelism says so on the module that has the parameter: `packed_over[name]` is the dimension, the
+    number of blocks and the number of ranks.
+    """
+    dim, blocks, ranks = getattr(module, "packed_over", {}).get(name, (0, 1, 1))
+    if ranks == 1:
+        return View(own_name)
+    before, size, after = shape[:dim], shape[dim], shape[dim + 1 :]
+    by_rank = View(own_name).then("reshape", *before, ranks, blocks, size // ranks // blocks, *after)
+    return by_rank.then("transpose", dim, dim + 1).then("reshape", *shape)
+
+
+def tied_names(model: PreTrainedModel) -> dict[str, str]:
+    """For each of transformers' names that is tied to another, the name of the tensor that is kept."""
+    return dict(getattr(model, "all_tied_weights_keys", None) or {})
+
+
+def hub_conversions(model: PreTrainedModel) -> list[Any] | None:
+    """transformers' conversions between the hub's layout and the model's, as it would save them; None if none.
+
+    A prefix that only some checkpoints carry (`PrefixChange`) is kept only if the checkpoint this
+    model came from carried it, which is transformers' rule.
+    """
+    loaded_with = getattr(model, "_weight_conversions", None) or ()
+    conversions = [
+        conversion
+        for conversion in conversions_of(model, add_legacy=False)
+        if not isinstance(conversion, PrefixChange) or any(are_alike([conversion], [other]) for other in loaded_with)
+    ]
+    return conversions or None
+
+
+@no_collections()
+def convert_layout(
+    model: PreTrainedModel,
+    tensors: Mapping[str, HFTensor],
+    specs: Mapping[str, TensorSpec],
+    conversions: list[Any] | None,
+) -> dict[str, HFTensor]:
+    """The layout that transformers' `conversions`, reverted as when saving, make of `tensors`.
+
+    Args:
+        model: whose configuration the conversions may ask.
+        tensors: transformers' in-memory layout, by name.
+        specs: the model's own tensors.
+        conversions: `WeightRenaming`s and `WeightConverter`s in loading order. An empty list sorts the
+            tensors, as transformers does then; None leaves them as they are.
+
+    Raises:
+        NotAViewError: a conversion computes something, so that its result is no view.
+    """
+    if conversions is None:
+        return dict(tensors)
+
+    def dtype_of(name: str) -> torch.dtype:
+        return specs[name].dtype
+
+    def convert(table: Mapping[str, HFTensor]) -> dict[str, HFTensor]:
+        return _traced(model, table, dtype_of, conversions)
+
+    if ignore_indices(conversions):
+        return convert_by_layer(tensors, dtype_of, convert)
+    return convert(tensors)
+
+
+def _traced(
+    model: PreTrainedModel,
+    tensors: Mapping[str, HFTensor],
+    dtype_of: Callable[[str], torch.dtype],
+    conversions: list[Any],
+) -> dict[str, HFTensor]:
+    """What transformers' code makes of `tensors`, run on shapes."""
+    traced: dict[str, Any] = {
+        name: TracedTensor.of_pieces(tensor.shape, dtype_of(tensor.parameters[0]), tensor.pieces)
+        for name, tensor in tensors.items()
+    }
+    # `revert_weight_conversion` asks its model for these and nothing else.
+    asked: Any = SimpleNamespace(
+        _weight_conversions=conversions, config=model.config, get_parameter=traced.__getitem__, name_or_path=""
+    )
+    return {
+        name: HFTensor(name, tuple(tensor.shape), tensor.pieces)
+        for name, tensor in revert_weight_conversion(asked, traced).items()
+    }

@@ -1,0 +1,149 @@
+"""Which given tensors fill which of the model's own, and everything about them that does not fit.
+
+The same rules hold for a checkpoint's files, for a plain dict and for `load_state_dict`: strict both
+ways, every problem named at once, nothing written before all is known.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import torch
+
+from nrl_models.common.checkpoint.files import StoredTensor
+from nrl_models.common.state_dict.layouts import TensorSpec
+from nrl_models.common.state_dict.views import HFTensor, Place, View
+from nrl_models.errors import Problem
+
+
+@dataclass(slots=True)
+class Match:
+    """The outcome of `match`.
+
+    Attributes:
+        sources: for each own tensor that is filled, the keys that fill it and what each of them is.
+        copies: for each own tensor that is given only under a name tied to it, the own tensor to share with.
+        missing: own tensors of which nothing is given.
+        problems: what does not fit. Nothing may be written unless this is empty.
+    """
+
+    sources: dict[str, list[tuple[str, HFTensor]]] = field(default_factory=lambda: defaultdict(list))
+    copies: dict[str, str] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+
+
+def match(
+    given: Mapping[str, TensorSpec | StoredTensor],
+    find: Callable[[str], HFTensor | None],
+    own: Mapping[str, TensorSpec],
+    absent: Callable[[str, Collection[HFTensor]], list[str]],
+    tied: Mapping[str, str],
+    *,
+    may_miss: Callable[[str], bool] = lambda name: False,
+    why_unexpected: Callable[[str], str | None],
+) -> Match:
+    """Match `given` tensors to the model's `own`.
+
+    Args:
+        given: what is offered, by key.
+        find: the Hugging Face tensor a key stands for, or None.
+        own: the model's own tensors.
+        absent: names of what is not there of an own tensor when these Hugging Face tensors of it are, for messages.
+        tied: for each tied own name the own name it shares storage with.
+        may_miss: own tensors that need not be given at all.
+        why_unexpected: words for a key that `find` does not know; None lets it pass unused.
+    """
+    result = Match()
+    misfits: set[str] = set()  # own tensors whose source was refused, so that they are not reported again
+    for key, tensor in given.items():
+        target = find(key)
+        if target is None:
+            if (why := why_unexpected(key)) is not None:
+                result.problems.append(Problem("unexpected", key, why, _file(tensor)))
+        elif tensor.shape != target.shape:
+            misfits.update(target.parameters)
+            detail = f"has shape {tensor.shape}, the model expects {target.shape}"
+            result.problems.append(Problem("shape", key, detail, _file(tensor)))
+        else:
+            for parameter in target.parameters:
+                result.sources[parameter].append((key, target))
+    for name, sources in result.sources.items():
+        if name not in misfits:
+            result.problems += _coverage(name, own[name], sources, given, absent)
+    _resolve_ties(result, tied)
+    for name in own:
+        if name not in result.sources and name not in result.copies and name not in misfits:
+            result.missing.append(name)
+            if not may_miss(name):
+                result.problems.append(Problem("missing", _listed(absent(name, ())), "is not there"))
+    return result
+
+
+def _coverage(
+    name: str,
+    spec: TensorSpec,
+    sources: list[tuple[str, HFTensor]],
+    given: Mapping[str, TensorSpec | StoredTensor],
+    absent: Callable[[str, Collection[HFTensor]], list[str]],
+) -> list[Problem]:
+    """Problems with the sources of one own tensor: they must fill it exactly once, in one dtype."""
+    keys = [key for key, _ in sources]
+    views = [piece.view for _, target in sources for piece in target.pieces if piece.view.parameter == name]
+    places = [view.place_in(spec.shape) for view in views]
+    filled, wanted = sum(math.prod(place.shape) for place in places), math.prod(spec.shape)
+    files = sorted({file for key in keys if (file := _file(given[key]))})
+    file = ", ".join(files) or None
+    if filled > wanted or (wanted and _overlap(views, places)):  # nothing is filled twice where nothing is
+        return [Problem("duplicated", _listed(keys), f"fill {name} more than once", file)]
+    if filled < wanted:
+        missing = _listed(absent(name, [target for _, target in sources]))
+        return [Problem("partial", _listed(keys), f"fill only a part of {name}; {missing} is not there", file)]
+    dtypes = {given[key].dtype for key in keys}
+    if len(dtypes) > 1 and not all(is_wide_float(dtype) for dtype in dtypes):
+        listed = _listed(sorted(map(str, dtypes)))
+        return [Problem("dtype", _listed(keys), f"cannot be one tensor: they are {listed}", file)]
+    return []
+
+
+def _file(tensor: TensorSpec | StoredTensor) -> str | None:
+    return tensor.file if isinstance(tensor, StoredTensor) else None
+
+
+def _overlap(views: Sequence[View], places: Sequence[Place]) -> bool:
+    """Whether two views fill the same elements: of regions that are runs in memory any, of others the same one."""
+    if len(views) == 1:
+        return False
+    if len({view.steps for view in views}) < len(views):
+        return True
+    runs = sorted((place.offset, place.offset + math.prod(place.shape)) for place in places if place.is_block)
+    return any(end > start for (_, end), (start, _) in pairwise(runs))
+
+
+def is_wide_float(dtype: torch.dtype) -> bool:
+    """Whether values of `dtype` can be cast to what models compute in; others need scales, or are no weights."""
+    return dtype.is_floating_point and dtype.itemsize > 1
+
+
+def _resolve_ties(result: Match, tied: Mapping[str, str]) -> None:
+    """A tied tensor is there when any name it is known under is given."""
+    groups: dict[str, list[str]] = defaultdict(list)
+    for name, kept in tied.items():
+        groups[kept].append(name)
+    for kept, names in groups.items():
+        present = [name for name in (kept, *names) if name in result.sources]
+        if present:
+            for name in (kept, *names):
+                if name not in result.sources:
+                    result.copies[name] = present[0]
+
+
+def _listed(names: Iterable[str], limit: int = 8) -> str:
+    names = list(names)
+    if len(names) <= limit:
+        return ", ".join(names)
+    return ", ".join(names[:limit]) + f" and {len(names) - limit} more"

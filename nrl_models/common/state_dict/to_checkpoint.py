@@ -1,0 +1,120 @@
+"""A live model as a checkpoint: what `save_pretrained` writes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from accelerate.utils import has_offloaded_params
+from accelerate.utils.modeling import get_state_dict_offloaded_model
+from transformers import PreTrainedModel
+
+from nrl_models.common.garbage import no_collections
+from nrl_models.common.projections import own_storage
+from nrl_models.common.state_dict.adapter import StateDictAdapter, adapter_of
+from nrl_models.common.state_dict.conversions import are_alike
+from nrl_models.common.state_dict.layouts import convert_layout, hub_conversions
+from nrl_models.common.state_dict.views import HFTensor
+from nrl_models.errors import CheckpointError, Problem
+
+
+@no_collections()
+def to_checkpoint(
+    model: PreTrainedModel, state_dict: Mapping[str, torch.Tensor] | None = None, *, original_format: bool = True
+) -> dict[str, torch.Tensor]:
+    """The tensors transformers would save for `model`, see `checkpoint_layout`.
+
+    With them those the checkpoint held and the model keeps unused (`FamilyModel.keeps_unused`).
+
+    Args:
+        model: the model.
+        state_dict: own tensors to use in place of the model's; all or some.
+        original_format: see `checkpoint_layout`.
+
+    Raises:
+        CheckpointError: what the configuration says of tied weights is not so, or tensors have no values.
+        StateDictError: `state_dict` is not this model's.
+    """
+    adapter = adapter_of(model)
+    if state_dict is None:
+        state_dict = _values(model)
+        _check_ties(model, adapter, state_dict)
+    adapter.check_own(state_dict)
+    table = checkpoint_layout(model, adapter, original_format=original_format)
+    available = {
+        name: tensor
+        for name, tensor in table.items()
+        if all(parameter in state_dict for parameter in tensor.parameters)
+    }
+    tensors = {name: tensor.read(state_dict) for name, tensor in available.items()}
+    # transformers and safetensors take tensors that share a storage for tied ones; experts of one stack are not tied.
+    return {name: own_storage(tensor) for name, tensor in (tensors | getattr(model, "_unused_tensors", {})).items()}
+
+
+def checkpoint_layout(
+    model: PreTrainedModel, adapter: StateDictAdapter, *, original_format: bool = True
+) -> dict[str, HFTensor]:
+    """The tensors transformers would save for `model`, by name.
+
+    transformers saves a model in the layout it was loaded from, whatever the hub's is; a new model in the hub's.
+
+    Args:
+        model: the model.
+        adapter: its adapter.
+        original_format: False for the layout that transformers' class has in memory (`save_original_format`).
+    """
+    left_out = set(model._keys_to_ignore_on_save or ()) | adapter.tied.keys()
+    loaded_with = getattr(model, "_weight_conversions", None)
+    if not original_format:
+        table = adapter.transformers
+    elif loaded_with is None or (not adapter.tied and are_alike(loaded_with, hub_conversions(model))):
+        table = adapter.hub
+    else:
+        in_memory = {name: tensor for name, tensor in adapter.transformers.items() if name not in adapter.tied}
+        table = convert_layout(model, in_memory, adapter.own, loaded_with)
+    return {name: tensor for name, tensor in table.items() if not left_out.intersection(tensor.parameters)}
+
+
+def _values(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """The model's own tensors; those that accelerate keeps elsewhere (in memory, on disk) are fetched."""
+    own = {name: tensor.detach() for name, tensor in model.state_dict(keep_vars=True).items()}
+    if any(has_offloaded_params(module) for module in model.modules()):
+        fetched = get_state_dict_offloaded_model(model)
+        own = {name: fetched.get(name, tensor) if tensor.is_meta else tensor for name, tensor in own.items()}
+    if problems := [Problem("missing", name, "is on meta") for name, tensor in own.items() if tensor.is_meta]:
+        raise CheckpointError(
+            f"{type(model).__name__} has tensors without values",
+            problems,
+            ["load a checkpoint into it: from_config(device='meta') gives shapes only"],
+        )
+    return own
+
+
+def _check_ties(model: PreTrainedModel, adapter: StateDictAdapter, values: Mapping[str, torch.Tensor]) -> None:
+    """The configuration and the storage must agree on what is tied, or reloading would not give this model.
+
+    Of what accelerate keeps elsewhere only `values` can be compared.
+    """
+    own = model.state_dict(keep_vars=True)
+    problems = [
+        Problem("tied", name, f"is not the same tensor as {kept}, but the configuration ties them")
+        for name, kept in adapter.tied.items()
+        if name in own and kept in own and not _same_storage(own[name], own[kept])
+        if not (own[name].is_meta and torch.equal(values[name], values[kept]))
+    ]
+    head = getattr(model.get_output_embeddings(), "weight", None)
+    embeddings = getattr(model.get_input_embeddings(), "weight", None)
+    if not adapter.tied and head is not None and embeddings is not None and _same_storage(head, embeddings):
+        problems.append(Problem("tied", "the output embeddings", "share the input embeddings' storage, untied"))
+    if problems:
+        raise CheckpointError(
+            f"{type(model).__name__} and its configuration disagree on tied weights",
+            problems,
+            ["call model.tie_weights(), or set model.config.tie_word_embeddings to what the model is"],
+        )
+
+
+def _same_storage(first: torch.Tensor, second: torch.Tensor) -> bool:
+    if first.device.type == "meta":
+        return first is second
+    return first.data_ptr() == second.data_ptr() and first.shape == second.shape

@@ -1,0 +1,186 @@
+"""The whole check: every cell of the matrix, verdicts for those that fail, and all of it on disk as it goes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nrl_models.auto import auto_class_for
+from nrl_models.common.checkpoint.files import resolve_folder
+from nrl_models.consistency.cells import Cell, Settings
+from nrl_models.consistency.consistency_report import CellResult, ConsistencyReport
+from nrl_models.consistency.measure import Measurement, Meter
+from nrl_models.consistency.prompts import Prompts
+from nrl_models.consistency.references import References
+from nrl_models.consistency.store import Store
+from nrl_models.consistency.verdict import Judge, Verdict
+from nrl_models.engines import start_engine
+from nrl_models.engines.hf import HFEngine
+from nrl_models.errors import ConsistencyError, EngineError
+from nrl_models.loading.pretrained import read_config
+
+MAX_VERDICTS = 3
+"""For how many failing cells a verdict is worked out; it takes a few times as long as measuring."""
+
+
+def check_consistency(
+    path: str | Path,
+    *,
+    engine: str = "vllm",
+    settings: Settings | None = None,
+    out: Path | None = None,
+    dtype: torch.dtype | None = None,
+    trainer_dtype: torch.dtype | None = None,
+    device: str = "cpu",
+    text_file: Path | None = None,
+    fresh: bool = False,
+    load_format: str = "auto",
+    engine_options: dict[str, Any] | None = None,
+    skip_too_long: bool = False,
+    progress: Callable[[ConsistencyReport], None] = lambda report: None,
+) -> ConsistencyReport:
+    """Check that a checkpoint's trainer and an engine give the same log-probabilities.
+
+    Args:
+        path: the checkpoint's folder.
+        engine: see `nrl_models.engines.ENGINES`.
+        settings: what to check.
+        out: where measurements are kept; a run with the same settings goes on from there.
+        dtype: the engine's; the checkpoint's by default.
+        trainer_dtype: the trainer's; the engine's by default.
+        device: where the trainer runs.
+        text_file: real text; that of this machine's Python by default.
+        fresh: whether to discard earlier measurements.
+        load_format: `auto`, or `dummy` for an engine that starts on random weights and is refitted by the trainer.
+        engine_options: what the engine itself takes.
+        skip_too_long: whether to leave out lengths that the model does not take, and say so, in place of an error.
+        progress: told of every step, with the report as it is so far.
+
+    Returns:
+        The report. If the engine failed on the way, it says so and holds what was measured before.
+
+    Raises:
+        EngineError: the engine does not start.
+        ConsistencyError: the check cannot be run as asked for.
+        CheckpointError, UnknownArchitectureError, ...: as `from_pretrained`.
+    """
+    settings = settings or Settings()
+    folder = resolve_folder(path)
+    out = out or Path("consistency") / Path(path).resolve().name
+    settings, skipped = _fitting(folder, settings, skip_too_long)
+    decides = {
+        "checkpoint": fingerprint(folder),
+        "engine": engine,
+        "engine_options": {key: str(value) for key, value in (engine_options or {}).items()},
+        "load_format": load_format,
+        "dtype": str(dtype),
+        "trainer_dtype": str(trainer_dtype or dtype),
+        "text": None if text_file is None else str(text_file.resolve()),
+        **{key: value for key, value in asdict(settings).items() if key not in _MAY_CHANGE},
+    }
+    store = Store(out, decides, fresh=fresh)
+    model = auto_class_for(path).from_pretrained(path, dtype=trainer_dtype or dtype or "auto", device=device)
+    trainer = HFEngine(model, "trainer")
+    prompts = Prompts.of_checkpoint(folder, trainer.capabilities().vocabulary or 0, text_file)
+    # vLLM has to sample one more token to score.
+    options = {"max_length": max(settings.lengths) + 1 if engine == "vllm" else None, **(engine_options or {})}
+    with start_engine(engine, path, dtype=dtype, load_format=load_format, seed=settings.seed, **options) as started:
+        if load_format == "dummy":
+            started.refit(model.state_dict_adapter.iter_export(model))
+        meter, references = Meter(started, trainer, prompts, settings, store), References(path, device=device)
+        return run_matrix(str(path), meter, references, skipped=skipped, load_format=load_format, progress=progress)
+
+
+_MAY_CHANGE = ("lengths", "data", "modes", "batches", "repeats", "strict", "threshold")
+"""Settings that do not change what a cell's measurement is: others may be added later."""
+
+
+def run_matrix(
+    path: str,
+    meter: Meter,
+    references: References,
+    *,
+    skipped: dict[Cell, str] | None = None,
+    load_format: str = "auto",
+    progress: Callable[[ConsistencyReport], None] = lambda report: None,
+) -> ConsistencyReport:
+    """Measure every cell with an engine and a trainer that are there, and judge those that fail.
+
+    What it takes and gives is as in `check_consistency`; the meter has a store. An engine that fails ends the run; the
+    report says so.
+    """
+    settings, store = meter.settings, meter.store
+    assert store is not None
+    described = meter.engine.describe(), meter.trainer.describe()
+    report = ConsistencyReport(path, settings, *described, skipped=skipped or {})
+    judge = Judge(meter, references, load_format)
+    report.running = dict.fromkeys(settings.cells(), "waiting")
+    try:
+        for cell in settings.cells():
+
+            def note(step: str, cell: Cell = cell) -> None:
+                report.running[cell] = step
+                progress(report)
+
+            repeats = tuple(meter.measure(cell, repeat, note) for repeat in range(settings.repeats))
+            result = CellResult(cell, repeats, settings.threshold)
+            judged = sum(earlier.verdict is not None for earlier in report.results)
+            if not result.passed and judged < MAX_VERDICTS:
+                note("judging")
+                result = replace(result, verdict=_verdict(judge, result, store))
+            del report.running[cell]
+            report.results.append(result)
+            progress(report)
+    except EngineError as error:
+        report.error = str(error)
+    finally:  # the report is kept, whatever ends the run
+        report.running.clear()
+        store.save_note("report", report.to_json())
+    return report
+
+
+def _verdict(judge: Judge, result: CellResult, store: Store) -> Verdict:
+    name = f"verdict-{result.cell.key}"
+    if (kept := store.load_note(name)) is not None:
+        return Verdict.from_json(kept)
+    verdict = judge.judge(result.cell, max(result.repeats, key=_badness))
+    store.save_note(name, verdict.to_json())
+    return verdict
+
+
+def _badness(found: Measurement) -> float:
+    return max(
+        (metrics.nan + metrics.engine_infinite) * 1e6 + (metrics.token_mult_prob_error if metrics.tokens else 1e6)
+        for name, metrics in found.metrics.items()
+        if name in ("decode", "prefill")
+    )
+
+
+def _fitting(folder: Path, settings: Settings, skip: bool) -> tuple[Settings, dict[Cell, str]]:
+    """The settings without lengths the model does not take, and the cells this leaves out."""
+    limit = getattr(read_config(folder).get_text_config(), "max_position_embeddings", None)
+    too_long = [length for length in settings.lengths if limit is not None and length > limit]
+    if not too_long:
+        return settings, {}
+    fitting = tuple(length for length in settings.lengths if length not in too_long)
+    if not skip or not fitting:
+        raise ConsistencyError(
+            f"the model takes {limit:,} tokens (max_position_embeddings), and a length of "
+            f"{', '.join(f'{one:,}' for one in too_long)} is asked for: leave it out"
+            + (f" (--length {' --length '.join(map(str, fitting))})" if fitting else "")
+        )
+    left_out = replace(settings, lengths=tuple(too_long)).cells()
+    return replace(settings, lengths=fitting), dict.fromkeys(left_out, f"the model takes {limit:,} tokens")
+
+
+def fingerprint(folder: Path) -> dict[str, Any]:
+    """What tells whether a checkpoint is still the same: names, sizes and times of its files."""
+    return {
+        file.name: [file.stat().st_size, file.stat().st_mtime_ns]
+        for file in sorted(folder.iterdir())
+        if file.is_file() and file.suffix in (".json", ".safetensors", ".model")
+    }

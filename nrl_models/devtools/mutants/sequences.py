@@ -1,0 +1,106 @@
+"""Bugs in what surrounds a forward: masks, positions, packed documents, caches, replayed routing."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from nrl_models.common.forward import routing
+from nrl_models.devtools.mutants.planting import Mutant, Patch, called_with, in_code, wrapped
+from nrl_models.parity.noise import logits_and_routing
+from nrl_models.testing.case import FamilyCase
+
+PACKED = ("test_packing", "test_documents_get_no_gradient_from_each_other")
+PADDED = ("test_padded_batch", "test_left_padding", *PACKED, "test_right_padding")
+
+
+def _forward(change: Callable[[nn.Module, dict[str, Any]], dict[str, Any]]) -> Callable[[FamilyCase], list[Patch]]:
+    """The model's forward is given other arguments."""
+    return lambda case: [wrapped(case.model_class, "forward", called_with(change))]
+
+
+def _takes(name: str) -> Callable[[FamilyCase], bool]:
+    return lambda case: name in inspect.signature(case.model_class.forward).parameters
+
+
+def _without_mask(model: nn.Module, given: dict[str, Any]) -> dict[str, Any]:
+    return given | {"attention_mask": None}
+
+
+def _without_positions(model: nn.Module, given: dict[str, Any]) -> dict[str, Any]:
+    positions = given.get("position_ids")
+    if given.get("attention_mask") is None or positions is None or positions.ndim != 2:
+        return given
+    # As many as there are words and padding together, from wherever a cache ends.
+    first = positions.max() - positions.shape[1] + 1 if given.get("past_key_values") is not None else 0
+    return given | {"position_ids": (torch.arange(positions.shape[1], device=positions.device) + first)[None]}
+
+
+def _stale_cache(forward: Callable[..., Any], self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    cache = kwargs.get("past_key_values")
+    if cache is None or not kwargs.get("use_cache"):
+        return forward(self, *args, **kwargs)
+    output = forward(self, *args, **(kwargs | {"past_key_values": copy.deepcopy(cache)}))
+    output.past_key_values = cache
+    return output
+
+
+def _packs(case: FamilyCase) -> bool:
+    is_limited = "packed sequences" in case.model_class.limits
+    return _takes("position_ids")(case) and not is_limited and not case.architecture.endswith("SequenceClassification")
+
+
+def _routes(case: FamilyCase) -> bool:
+    is_limited = "router replay" in case.model_class.limits
+    return not is_limited and bool(logits_and_routing(case.model(), case.inputs())[1])
+
+
+def _own_choice(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    return func(*args, **(kwargs or {}))
+
+
+MUTANTS = (
+    Mutant(
+        "mask of padding ignored",
+        "attention_mask not passed on by a model's own forward",
+        in_code(_takes("attention_mask"), _forward(_without_mask), probed=True),
+        PADDED,
+    ),
+    Mutant(
+        "positions counted with padding",
+        "position_ids not passed on: those of the padded row are used",
+        in_code(_takes("position_ids"), _forward(_without_positions), probed=True),
+        PADDED,
+    ),
+    Mutant(
+        "packed documents see each other",
+        "a mask of ones, or a cache, that hides where documents begin",
+        in_code(
+            _packs,
+            lambda case: [(case.model_class, "forward", inspect.unwrap(case.model_class.forward))],  # keeps them apart
+            probed=True,
+        ),
+        PACKED,
+    ),
+    Mutant(
+        "a stale cache returned",
+        "what a step computes is not in the cache that the next one gets",
+        in_code(
+            lambda case: _takes("past_key_values")(case) and case.model().can_generate(),
+            lambda case: [wrapped(case.model_class, "forward", _stale_cache)],
+            probed=True,
+        ),
+        ("test_cached_decode", "test_decoded_steps"),
+    ),
+    Mutant(
+        "routing recorded and not replayed",
+        "hooks on modules that are not called",
+        in_code(_routes, lambda case: [(routing._Replayer, "__torch_function__", _own_choice)]),
+        ("test_router_replay",),
+    ),
+)

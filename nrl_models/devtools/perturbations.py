@@ -1,0 +1,152 @@
+"""Other values for a configuration's keys: what a differential test changes, one key at a time."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import types
+from collections.abc import Iterator
+from functools import reduce
+from typing import Any, Literal, Union, get_args, get_origin
+
+from transformers import PreTrainedConfig
+from transformers.activations import ACT2FN
+
+from nrl_models.common.config.keys import set_in
+from nrl_models.testing import sizes
+
+ACTIVATIONS = ("relu", "gelu", "silu")
+Values = dict[str, Any]
+
+
+def perturbed(config: PreTrainedConfig, path: str) -> Iterator[PreTrainedConfig | Exception]:
+    """Configurations that differ from `config` in the key at `path`, as a `config.json` that has it so would be read.
+
+    Lists with an entry for each layer follow a changed number of layers. In place of a value that the configuration
+    class refuses comes the error.
+    """
+    *parents, key = path.split(".")
+    part = reduce(getattr, parents, config)
+    everything = config.to_dict()
+    own = part.to_dict()
+    for value in other_values(type(part), key, own[key]):
+        changes = {key: value, **_lists_that_follow(own, key, value)}
+        values = everything
+        for name, one in changes.items():
+            values = set_in(values, ".".join((*parents, name)), one)
+        try:
+            yield type(config).from_dict(values)
+        except Exception as error:  # whatever a configuration class raises
+            yield error
+
+
+def other_values(config_class: type[PreTrainedConfig], key: str, value: Any) -> list[Any]:
+    """Values to try in place of `value`, the likeliest to be legal first."""
+    annotated = _annotation(config_class, key)
+    found = [*_choices(annotated), *_by_type(key, value)]
+    if value is None:
+        found += _of_unset(key, annotated)
+    return [one for one in found if type(one) is not type(value) or one != value]
+
+
+def _by_type(key: str, value: Any) -> list[Any]:
+    if isinstance(value, bool):
+        return [not value]
+    if isinstance(value, str):
+        return list(ACTIVATIONS) if value in ACT2FN else [f"other-{value}"]
+    if isinstance(value, int):
+        return _whole_numbers(key, value)
+    if isinstance(value, float):
+        return _numbers(key, value)
+    if isinstance(value, (list, tuple)):
+        return _lists(key, list(value))
+    if isinstance(value, dict):
+        return _rope(value) if key.startswith("rope") else _dicts(key, value)
+    return []
+
+
+def _whole_numbers(key: str, value: int) -> list[int]:
+    if sizes.is_token(key):
+        return [value + 1 if value < sizes.FIRST_SPECIAL else value + 16]
+    if key in sizes.LAYERS:
+        return [value + 1, value - 1]
+    if "vocab" in key:
+        return [value + 64]
+    if value <= 0:
+        return [1, 2]
+    return [one for one in (value // 2, value * 2, value + 1, value - 1, 0) if one >= 0]
+
+
+def _numbers(key: str, value: float) -> list[float]:
+    if "eps" in key:
+        return [0.1]
+    return [0.5, 0.1] if value == 0 else [value * 2, value / 2, value + 0.25]
+
+
+def _lists(key: str, value: list[Any]) -> list[Any]:
+    if not value:
+        return [[0], [1]]
+    found: list[Any] = [value[::-1], [value[0]] * len(value), [value[-1]] * len(value), value[:-1]]
+    if all(type(one) is int for one in value):
+        found += [[one + 1 for one in value], [max(1, one // 2) for one in value], [one * 2 for one in value]]
+    elif all(isinstance(one, (int, float)) for one in value):
+        found.append([one * 2 for one in value])
+    return [one for one in found if one != value]
+
+
+def _rope(value: Values) -> list[Values]:
+    """Rotary parameters with another base and twice the wavelengths; or with one of the two."""
+    if nested := {key: one for key, one in value.items() if isinstance(one, dict)}:
+        changed = {key: _rope(one) for key, one in nested.items()}
+        return [{**value, **{key: ones[place] for key, ones in changed.items()}} for place in range(3)]
+    based = {**value, "rope_theta": 3 * (value.get("rope_theta") or 1e4)}
+    kind = value.get("rope_type", "default")
+    scaled = {"rope_type": "linear", "factor": 2.0} if kind == "default" else {"factor": 2.0 * value.get("factor", 1.0)}
+    return [{**based, **scaled}, based, {**value, **scaled}]
+
+
+def _dicts(key: str, value: Values) -> list[Any]:
+    found: list[Any] = []
+    for name, one in value.items():
+        found += [{**value, name: other} for other in _by_type(str(name), one)[:1]]
+    return [*found[:2], {}]
+
+
+def _of_unset(key: str, annotated: Any) -> list[Any]:
+    """Values for a key that has none: what tiny models get where theirs needs one, else what its annotation allows."""
+    found = []
+    if key in sizes.MISSING and not callable(sizes.MISSING[key]):
+        found.append(sizes.MISSING[key])
+    if sizes.is_token(key):
+        found.append(3)
+    by_type: dict[Any, list[Any]] = {bool: [True], int: [2, 8], float: [0.5, 30.0], str: ["gelu"], list: [[0, 1]]}
+    for one in _members(annotated):
+        found += by_type.get(get_origin(one) or one, [])
+    return found or [True, 2, 0.5]
+
+
+def _lists_that_follow(own: Values, key: str, value: Any) -> Values:
+    if key not in sizes.LAYERS or type(value) is not int:
+        return {}
+    lists = {name: one for name, one in own.items() if isinstance(one, list) and len(one) == own[key]}
+    return {name: [*one, *one[-1:]][:value] for name, one in lists.items()}
+
+
+def _choices(annotated: Any) -> list[Any]:
+    return [choice for one in _members(annotated) if get_origin(one) is Literal for choice in get_args(one)]
+
+
+def _members(annotated: Any) -> list[Any]:
+    return list(get_args(annotated)) if get_origin(annotated) in (Union, types.UnionType) else [annotated]
+
+
+def _annotation(config_class: type[PreTrainedConfig], key: str) -> Any:
+    """What a class says of a key; strings as what they mean in the module of the class; None if that is not known."""
+    annotated = next((field.type for field in dataclasses.fields(config_class) if field.name == key), None)
+    if not isinstance(annotated, str):
+        return annotated
+    owner = next(one for one in config_class.__mro__ if key in vars(one).get("__annotations__", ()))
+    try:
+        return eval(annotated, vars(sys.modules[owner.__module__]))
+    except (NameError, TypeError):  # of a name that is there for type checkers only
+        return None

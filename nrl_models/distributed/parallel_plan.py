@@ -1,0 +1,366 @@
+"""What is divided, and how: a plan for a model, from what transformers and the family declare.
+
+transformers names, for each architecture, the linears that tensor parallelism divides and the stacks that
+expert parallelism divides. What is divided by data parallelism needs no names.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import PreTrainedModel
+
+from nrl_models.distributed.mesh import check_mesh, describe, size_of
+from nrl_models.distributed.styles import EXPERT_STYLES, TENSOR_STYLES, ExpertsOfThisRank, Style, VocabularyParallel
+from nrl_models.errors import Problem, ShardingError
+from nrl_models.loading.weights import class_name
+
+Plan = Literal["auto"] | Mapping[str, str]
+"""`"auto"`, or rules that take the place of the model's own where they speak of the same modules."""
+
+
+@dataclass(frozen=True)
+class ParallelPlan:
+    """How a model is divided.
+
+    Names may have `*` for a number, as transformers' plans do: `model.layers.*.self_attn.q_proj`.
+
+    Args:
+        tensor: for each module or parameter the `TENSOR_STYLES` word that says how `tp` divides it; None takes what
+            transformers and the family declare.
+        expert: likewise for `ep`, from `EXPERT_STYLES`.
+        units: class names of the modules that `fsdp` gathers and frees as one; None takes those that transformers
+            never splits.
+        param_dtype: of parameters while they compute under `fsdp`; None is their own.
+        reduce_dtype: in which `fsdp` sums gradients; None is `param_dtype`.
+        reshard_after_forward: whether `fsdp` frees a unit's parameters between forward and backward.
+        offload: whether `fsdp` keeps parameters and gradients on the CPU.
+    """
+
+    tensor: Mapping[str, str] | None = None
+    expert: Mapping[str, str] | None = None
+    units: tuple[str, ...] | None = None
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    reshard_after_forward: bool = True
+    offload: bool = False
+
+
+def plan_for(model: PreTrainedModel, mesh: DeviceMesh, plan: Plan | ParallelPlan = "auto") -> ParallelPlan:
+    """The plan by which to shard `model` over `mesh`, checked.
+
+    Args:
+        model: real or on meta.
+        mesh: with dimensions named `fsdp`, `ep`, `tp` (any of them, in this order).
+        plan: see `Plan`; of a `ParallelPlan`, what it leaves open is filled in.
+
+    Returns:
+        A plan that leaves nothing open.
+
+    Raises:
+        ShardingError: everything about mesh and plan that does not fit the model.
+    """
+    check_mesh(mesh)
+    problems: list[Problem] = []
+    if isinstance(plan, ParallelPlan):
+        problems += _unknown_names(model, {**(plan.tensor or {}), **(plan.expert or {})})
+        problems += _unknown_units(model, plan.units or ())
+        chosen = _completed(model, mesh, plan)
+    elif plan == "auto" or isinstance(plan, Mapping):
+        chosen = _completed(model, mesh, ParallelPlan())
+        if not isinstance(plan, str):
+            problems += _unknown_names(model, plan)
+            chosen = _overridden(model, chosen, plan)
+    else:
+        raise ShardingError("no such plan", [Problem("plan", repr(plan), "is neither 'auto' nor rules by name")])
+    unknown = _unknown_styles(chosen)
+    problems += unknown
+    if not unknown:  # of which nobody can say what they would divide
+        problems += [*_tensor_problems(model, mesh, chosen), *_expert_problems(model, mesh, chosen)]
+    if problems:
+        summary = f"{class_name(model)} cannot be sharded over {describe(mesh)}"
+        raise ShardingError(summary, _one_for_all_layers(problems), _advice(model, mesh, problems))
+    return chosen
+
+
+def _completed(model: PreTrainedModel, mesh: DeviceMesh, plan: ParallelPlan) -> ParallelPlan:
+    """`plan`, with what is declared where it leaves something open."""
+    tensor, expert = declared_tensor_plan(model), declared_expert_plan(model)
+    # A declared word that is not known here stands in nobody's way where its dimension divides nothing.
+    if size_of(mesh, "tp") == 1:
+        tensor = {name: word for name, word in tensor.items() if word in TENSOR_STYLES}
+    if size_of(mesh, "ep") == 1:
+        expert = {name: word for name, word in expert.items() if word in EXPERT_STYLES}
+    return replace(
+        plan,
+        tensor=tensor if plan.tensor is None else plan.tensor,
+        expert=expert if plan.expert is None else plan.expert,
+        units=units_of(model) if plan.units is None else plan.units,
+    )
+
+
+def declared_tensor_plan(model: PreTrainedModel) -> dict[str, str]:
+    """transformers' tensor-parallel plan for a model, with what its family adds, and its vocabulary divided.
+
+    The words' vectors and the head are divided alike, over the vocabulary, so that they can stay tied; over ranks
+    that do not divide the vocabulary, both stay whole.
+    """
+    plan = dict(getattr(model, "_tp_plan", None) or {}) | dict(getattr(model, "tensor_parallel", {}))
+    names = {module: name for name, module in model.named_modules()}
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if isinstance(embedding, nn.Embedding):
+        plan[names[embedding]] = "embedding_rowwise"
+    if isinstance(head, nn.Linear) and head in names:
+        plan[names[head]] = "colwise_gather_output"
+    return plan
+
+
+def declared_expert_plan(model: PreTrainedModel) -> dict[str, str]:
+    """transformers' expert-parallel plan for a model, without the linears that it divides too.
+
+    There one set of ranks divides both; here `ep` divides experts, and linears are divided by `tp`, by its own plan.
+    """
+    plan = getattr(model, "_ep_plan", None) or {}
+    linears = {word for word, style in TENSOR_STYLES.items() if style.dim(2) is not None}
+    return {name: word for name, word in plan.items() if word not in linears}
+
+
+def units_of(model: PreTrainedModel) -> tuple[str, ...]:
+    """Class names of the modules that data parallelism gathers as one: those transformers never splits."""
+    declared: set[str] = set()
+    for module in model.modules():
+        declared.update(getattr(module, "_no_split_modules", None) or ())
+    return tuple(sorted(declared))
+
+
+def rules_by_module(model: nn.Module, plan: Mapping[str, str] | None) -> dict[str, str]:
+    """For each module and parameter that a plan names, the word it has for it."""
+    names = _names(model)
+    found: dict[str, str] = {}
+    for pattern, style in (plan or {}).items():
+        found |= dict.fromkeys(filter(_pattern(pattern).fullmatch, names), style)
+    return found
+
+
+def is_vocabulary(model: PreTrainedModel, module: nn.Module) -> bool:
+    """Whether `module` is the model's embedding or its head."""
+    return module is model.get_input_embeddings() or module is model.get_output_embeddings()
+
+
+def vocabulary_is_divided(model: PreTrainedModel, mesh: DeviceMesh) -> bool:
+    """Whether `tp` divides the vocabulary: only if it divides that of both embedding and head."""
+    both: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]
+    return all(module is None or module.weight.shape[0] % size_of(mesh, "tp") == 0 for module in both)
+
+
+def experts_over(model: nn.Module, mesh: DeviceMesh, plan: ParallelPlan) -> str | None:
+    """The mesh dimension that divides the experts of a stack: `ep`; or `tp`, where it has no rule of its own for it.
+
+    None if the experts stay together: no stack, no such dimension, or one that does not divide their number.
+    """
+    rules = rules_by_module(model, plan.expert)
+    divided = [name for name, word in rules.items() if EXPERT_STYLES[word].dim(3) is not None]
+    if not divided:
+        return None
+    if size_of(mesh, "ep") > 1:
+        return "ep"
+    ranks, tensor = size_of(mesh, "tp"), rules_by_module(model, plan.tensor)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    fits = all(name not in tensor and parameters[name].shape[0] % ranks == 0 for name in divided)
+    fits &= not any(_without_rule(model, name, rules) for name in _stacks(rules))
+    return "tp" if ranks > 1 and fits else None
+
+
+def _pattern(name: str) -> re.Pattern[str]:
+    return re.compile(re.escape(name).replace(r"\*", r"\d+"))
+
+
+def _names(model: nn.Module) -> list[str]:
+    """The names of a model's modules, then of its parameters."""
+    return [name for name, _ in (*model.named_modules(), *model.named_parameters(remove_duplicate=False))]
+
+
+def _overridden(model: PreTrainedModel, declared: ParallelPlan, rules: Mapping[str, str]) -> ParallelPlan:
+    """`declared` with `rules` in the place of what it says of the same modules."""
+    spoken_of = rules_by_module(model, rules).keys()
+    tensor = {name: style for name, style in rules_by_module(model, declared.tensor).items() if name not in spoken_of}
+    return replace(declared, tensor={**tensor, **rules})
+
+
+def _one_for_all_layers(problems: list[Problem]) -> list[Problem]:
+    """The same, what several layers have in common said once."""
+    alike: dict[tuple[str, str, str], list[Problem]] = {}
+    for problem in problems:
+        key = (problem.kind, re.sub(r"\.\d+(?=\.|$)", ".*", problem.subject), problem.detail)
+        alike.setdefault(key, []).append(problem)
+    return [
+        several[0] if len(several) == 1 else Problem(kind, f"{subject} ({len(several)} times)", detail)
+        for (kind, subject, detail), several in alike.items()
+    ]
+
+
+def _unknown_names(model: nn.Module, rules: Mapping[str, str]) -> list[Problem]:
+    names = _names(model)
+    return [
+        Problem("plan", name, "names no module or parameter of the model")
+        for name in rules
+        if not any(map(_pattern(name).fullmatch, names))
+    ]
+
+
+def _unknown_units(model: nn.Module, units: tuple[str, ...]) -> list[Problem]:
+    classes = {class_name(module) for module in model.modules()}
+    return [Problem("plan", unit, "is no class of a module of the model") for unit in units if unit not in classes]
+
+
+def _unknown_styles(plan: ParallelPlan) -> list[Problem]:
+    problems = []
+    for rules, styles in ((plan.tensor, TENSOR_STYLES), (plan.expert, EXPERT_STYLES)):
+        known = ", ".join(styles)
+        problems += [
+            Problem("plan", name, f"has the style {style!r}; known are {known}")
+            for name, style in (rules or {}).items()
+            if style not in styles
+        ]
+    return problems
+
+
+def _tensor_problems(model: PreTrainedModel, mesh: DeviceMesh, plan: ParallelPlan) -> list[Problem]:
+    """Why `tp` does not divide a model."""
+    ranks = size_of(mesh, "tp")
+    if ranks == 1:
+        return []
+    rules = rules_by_module(model, plan.tensor)
+    modules = dict(model.named_modules())
+    inside = {name for name in rules if not (name in modules and is_vocabulary(model, modules[name]))}
+    if not any(TENSOR_STYLES[rules[name]].dim(2) is not None for name in inside):
+        why = "has no tensor-parallel plan, neither transformers' nor its family's"
+        return [Problem("plan", class_name(model), why)]
+    if declared := getattr(model, "limits", {}).get("tensor parallelism"):
+        return [Problem("plan", class_name(model), f"declares that it lacks tensor parallelism: {declared}")]
+    problems = []
+    for name, word in rules.items():
+        style = TENSOR_STYLES[word]
+        if name not in modules:
+            owner, _, attribute = name.rpartition(".")
+            problems += _uneven(name, getattr(modules[owner], attribute), style, ranks)
+            continue
+        module = modules[name]
+        if is_vocabulary(model, module):
+            continue
+        if not isinstance(module, nn.Linear):
+            problems += _unsuited(name, module, word)
+            continue
+        heads = _uneven_heads(model, name, module, modules, ranks) if style.dim(2) == 0 else []
+        problems += heads or _uneven(name, module.weight, style, ranks)  # whichever says more
+    lora = [name for name, module in modules.items() if hasattr(module, "lora_A")]
+    if lora:
+        problems.append(
+            Problem("plan", lora[0], f"and {len(lora) - 1} more have LoRA adapters, which tp does not divide")
+        )
+    return problems
+
+
+def _unsuited(name: str, module: nn.Module, word: str) -> list[Problem]:
+    """A style whose computation a module that is no linear does not do."""
+    style = TENSOR_STYLES[word]
+    if style.compute is VocabularyParallel and isinstance(module, nn.Embedding):
+        if module.max_norm is not None:
+            return [Problem("plan", name, "normalises its vectors (max_norm), which no share of them can")]
+        return []
+    if style.compute is None or style.dim(2) is None:
+        return []
+    return [Problem("plan", name, f"is a {type(module).__name__}, and {word} divides nn.Linear")]
+
+
+def _uneven(name: str, parameter: torch.Tensor | None, style: Style, ranks: int) -> list[Problem]:
+    if parameter is None or (dim := style.dim(parameter.ndim)) is None:
+        return []
+    size = parameter.shape[dim]
+    if size % (ranks * style.blocks) == 0:
+        return []
+    packed = f", packed of {style.blocks}," if style.blocks > 1 else ""
+    return [Problem("divide", name, f"has {size} in dimension {dim}{packed} which tp={ranks} does not divide")]
+
+
+def _uneven_heads(
+    model: PreTrainedModel, name: str, module: nn.Linear, modules: Mapping[str, nn.Module], ranks: int
+) -> list[Problem]:
+    """A projection to heads whose heads the ranks cannot share evenly: heads are whole on a rank."""
+    owner = modules[name.rpartition(".")[0]]
+    head_dim = getattr(owner, "head_dim", None)
+    if not isinstance(head_dim, int) or module.out_features % head_dim or "Attention" not in type(owner).__name__:
+        return []
+    heads = module.out_features // head_dim
+    if heads % ranks == 0:
+        return []
+    config = model.config.get_text_config()
+    named = [key for key in ("num_key_value_heads", "num_attention_heads") if getattr(config, key, None) == heads]
+    kind = f" ({named[0]})" if named else ""
+    return [Problem("divide", name, f"has {heads} heads of {head_dim}{kind}, which tp={ranks} does not divide")]
+
+
+def _expert_problems(model: PreTrainedModel, mesh: DeviceMesh, plan: ParallelPlan) -> list[Problem]:
+    """Why `ep` does not divide a model."""
+    ranks = size_of(mesh, "ep")
+    if ranks == 1:
+        return []
+    rules = rules_by_module(model, plan.expert)
+    modules = dict(model.named_modules())
+    stacks = _stacks(rules)
+    if not stacks:
+        return [Problem("plan", class_name(model), "has no experts that an expert-parallel plan divides")]
+    problems = []
+    for name, word in rules.items():
+        if name in modules:
+            continue
+        owner, _, attribute = name.rpartition(".")
+        parameter = getattr(modules[owner], attribute)
+        if EXPERT_STYLES[word].dim(parameter.ndim) is not None and parameter.shape[0] % ranks:
+            problems.append(
+                Problem("divide", name, f"has {parameter.shape[0]} experts, which ep={ranks} does not divide")
+            )
+    for name in stacks:
+        if not hasattr(modules[name], "num_experts"):
+            problems.append(Problem("plan", name, "does not say how many experts it has (num_experts)"))
+        problems += [
+            Problem("plan", parameter, "is in a stack that ep divides, and no rule says how")
+            for parameter in _without_rule(model, name, rules)
+        ]
+    return problems
+
+
+def _stacks(rules: Mapping[str, str]) -> list[str]:
+    """The stacks of experts among the modules that rules speak of."""
+    return [name for name, word in rules.items() if EXPERT_STYLES[word].compute is ExpertsOfThisRank]
+
+
+def _without_rule(model: nn.Module, stack: str, rules: Mapping[str, str]) -> list[str]:
+    """Parameters within a stack of experts that no rule speaks of, neither by their name nor by their module's."""
+    names = [f"{stack}.{name}" for name, _ in model.get_submodule(stack).named_parameters()]
+    return [name for name in names if not {name, name.rpartition(".")[0]} & (rules.keys() - {stack})]
+
+
+def _advice(model: PreTrainedModel, mesh: DeviceMesh, problems: list[Problem]) -> list[str]:
+    advice = []
+    config = model.config.get_text_config()
+    if any(problem.kind == "divide" for problem in problems):
+        heads = [getattr(config, key, None) for key in ("num_key_value_heads", "num_attention_heads")]
+        sizes = [count for count in heads if isinstance(count, int)]
+        fitting = [n for n in range(1, max(sizes, default=1) + 1) if all(count % n == 0 for count in sizes)]
+        advice.append(f"take tp among {fitting} (heads are never split or copied), and put the other ranks into fsdp")
+    by_words = {
+        "no tensor-parallel plan": "use fsdp alone; or give rules as plan={name: style}, or in the family's "
+        "`tensor_parallel`",
+        "LoRA": "use fsdp alone for LoRA",
+        "no experts": "leave out ep",
+        "names no module": "names are those of transformers' model, with * for layer numbers, e.g. "
+        "model.layers.*.mlp.up_proj",
+    }
+    return advice + [text for words, text in by_words.items() if any(words in problem.detail for problem in problems)]

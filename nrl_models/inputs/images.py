@@ -1,0 +1,349 @@
+"""Random images, in whatever form a vision-language model takes them.
+
+What a model wants is read off the names of the arguments of its `get_image_features`, the method transformers gives
+every such model, and how many tokens an image is off what that returns. Where a name does not say in which layout an
+image comes, the likely ones are tried on the model.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from nrl_models.common.config.walk import parts
+from nrl_models.errors import NRLModelsError, in_words
+
+Inputs = dict[str, Any]
+Shape = tuple[int, ...]
+
+PIXELS = ("pixel_values", "image_pixel_values", "flattened_patches", "image_patches")
+"""What the argument that holds an image is called."""
+
+
+class ImageInputsError(NRLModelsError, ValueError):
+    """A model that takes images in a form that is not known here."""
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """One image for each sequence, as a configuration describes it.
+
+    Args:
+        batch: number of sequences, and of images.
+        length: tokens in a sequence.
+        channels: of an image.
+        patch: side of a patch, in pixels.
+        frames: that a patch spans.
+        merge: side of the square of patches that become one token.
+        side: of an image, in pixels, where it is fixed.
+        tiles: that an image may be cut into.
+        flat: numbers in a flattened patch.
+    """
+
+    batch: int
+    length: int
+    channels: int
+    patch: int
+    frames: int
+    merge: int
+    side: int
+    tiles: int
+    flat: int
+
+    @property
+    def grid(self) -> int:
+        """Patches along a side, where a model takes any number: four tokens, and sixteen patches at least."""
+        return 2 * max(self.merge, 2)
+
+    @classmethod
+    def of(cls, config: PreTrainedConfig, batch: int, length: int) -> Geometry:
+        """The geometry that `config` describes."""
+        vision = _vision_part(config)
+
+        def first(*names: str, default: int) -> int:
+            for part, name in product((vision, config), names):
+                value = getattr(part, name, None)
+                value = value[0] if isinstance(value, (list, tuple)) and value else value
+                if isinstance(value, int) and value:
+                    return value
+            return default
+
+        patch = first("patch_size", "spatial_patch_size", default=14)
+        channels = first("num_channels", "in_channels", "in_chans", default=3)
+        return cls(
+            batch=batch,
+            length=length,
+            channels=channels,
+            patch=patch,
+            frames=first("temporal_patch_size", "patch_temporal", default=1),
+            merge=first("spatial_merge_size", "merge_kernel_size", "merge_size", "pooling_kernel_size", default=2),
+            side=first("image_size", default=4 * patch),
+            tiles=first("max_num_tiles", default=1),
+            flat=first("patch_embed_hidden_size", default=channels * patch**2),
+        )
+
+    def layouts(self, pixels: str, names: Collection[str]) -> list[Shape]:
+        """Shapes that the argument `pixels` may have beside arguments of these `names`, the likeliest first."""
+        b, c, p, s, m, n = self.batch, self.channels, self.patch, self.side, self.merge, self.grid**2
+        if pixels == "flattened_patches":
+            return [(b, n, 2 + self.flat)]
+        if {"image_grid_thw", "image_grid_hw", "image_grid_hws"} & set(names):
+            return [(b * n, c * self.frames * p * p), (b * n, c, p, p), (b * n, c * p * p), (b * n, m * p, m * p, c)]
+        if {"spatial_shapes", "image_position_ids", "image_token_pooling"} & set(names):
+            return [(b, n, c * p * p), (b, n, c * m * m * p * p)]
+        if "target_sizes" in names:
+            return [(1, c, p, b * n * p), (b, c, p, n * p)]
+        if "aspect_ratio_ids" in names:
+            return [(b, 1, self.tiles, c, s, s)]
+        whole = [(b, c, s, s), (b, 1, c, s, s), (b, n, c * p * p)]
+        if "image_sizes" in names:  # tiles of an image of two by two, the whole as one more
+            return [(b, 5, c, s, s), *whole]
+        if {"pixel_attention_mask", "image_attention_mask"} & set(names):
+            return [whole[1], whole[0]]
+        return whole
+
+
+def _vision_part(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The part of `config` that describes images; the whole where there is none."""
+    text = config.get_text_config()
+    others = [part for part in parts(config).values() if part is not text]
+    keys = ("patch_size", "image_size", "resolution", "patch_embed_hidden_size")
+    return next((part for key, part in product(keys, others) if hasattr(part, key)), config)
+
+
+def _grid(g: Geometry, shape: Shape) -> torch.Tensor:
+    return torch.tensor([[g.grid, g.grid]] * g.batch)
+
+
+def _positions(g: Geometry, shape: Shape) -> torch.Tensor:
+    rows, columns = torch.meshgrid(torch.arange(g.grid), torch.arange(g.grid), indexing="ij")
+    return torch.stack([columns, rows], dim=-1).view(1, -1, 2).repeat(g.batch, 1, 1)
+
+
+def _pooling(g: Geometry, shape: Shape) -> torch.Tensor:
+    """For each token the four patches, of all images, that it pools."""
+    half = g.grid // 2
+    return torch.arange(g.batch * g.grid**2).view(g.batch, half, 2, half, 2).transpose(2, 3).reshape(-1, 4)
+
+
+def _size(g: Geometry, shape: Shape) -> torch.Tensor:
+    return torch.tensor([[g.side * (2 if len(shape) == 5 else 1)] * 2] * g.batch)
+
+
+def _ones(*shape: int, dtype: torch.dtype = torch.long) -> torch.Tensor:
+    return torch.ones(shape, dtype=dtype)
+
+
+COMPANIONS: dict[str, tuple[Callable[[Geometry, Shape], torch.Tensor], ...]] = {
+    "image_grid_thw": (lambda g, shape: torch.cat([_ones(g.batch, 1), _grid(g, shape)], dim=1),),
+    "image_grid_hw": (_grid,),
+    "image_grid_hws": (_grid,),
+    "spatial_shapes": (_grid,),
+    "target_sizes": (_grid,),
+    "image_sizes": (_size,),
+    "pixel_attention_mask": (
+        lambda g, shape: _ones(*shape[:2], *shape[3:], dtype=torch.bool),
+        lambda g, shape: _ones(*shape[:2], dtype=torch.bool),
+    ),
+    "pixel_mask": (lambda g, shape: _ones(g.batch, g.side, g.side, dtype=torch.bool),),
+    "image_attention_mask": (lambda g, shape: _ones(g.batch, g.length, 1),),
+    "image_position_ids": (_positions,),
+    "image_merge_sizes": (lambda g, shape: torch.tensor([g.merge] * g.batch),),
+    "image_token_pooling": (_pooling,),
+    "image_grids": (lambda g, shape: torch.tensor([[g.grid // 2, g.grid // 2, 0, 0]] * g.batch),),
+    "image_num_crops": (lambda g, shape: _ones(g.batch),),
+    "qformer_input_ids": (lambda g, shape: torch.arange(16, 22).repeat(g.batch, 1),),
+    "high_res_pixel_values": (lambda g, shape: torch.linspace(-1, 1, math.prod(shape)).view(shape),),
+    "aspect_ratio_ids": (lambda g, shape: _ones(g.batch, 1),),
+    "aspect_ratio_mask": (lambda g, shape: _ones(g.batch, 1, g.tiles),),
+    "cross_attention_mask": (lambda g, shape: _ones(g.batch, g.length, 1, g.tiles),),
+}
+"""How to make the arguments that come with an image; where a name has two meanings, both."""
+
+
+def accepts_images(model: PreTrainedModel) -> bool:
+    """Whether the model's forward has an argument for images."""
+    return any(name in parameters_of(model.forward) for name in PIXELS)
+
+
+def takes_images(model: PreTrainedModel) -> bool:
+    """Whether the model can do something with an image: it accepts them and was not made without a tower."""
+    return accepts_images(model) and getattr(model.config, "vision_config", model.config) is not None
+
+
+def image_inputs(model: PreTrainedModel, inputs: Inputs, generator: torch.Generator) -> Inputs:
+    """`inputs` with one random image for each sequence, its tokens after the third word.
+
+    Args:
+        model: the model; it is run on images alone (or, without `get_image_features`, whole) to see what it takes.
+        inputs: of text; `input_ids`, if there are any, become longer where an image leaves room for too few words.
+        generator: of the random numbers.
+
+    Returns:
+        The inputs, floating-point ones in fp32.
+
+    Raises:
+        ImageInputsError: none of the known layouts.
+    """
+    text = inputs["input_ids"] if "input_ids" in inputs else inputs["decoder_input_ids"]
+    geometry = Geometry.of(model.config, *text.shape)
+    forward = parameters_of(model.forward)
+    method = feature_method(model, "get_image_features")
+    known = parameters_of(method or model.forward)
+    pixels = next((name for name in PIXELS if name in known), None) or next(name for name in PIXELS if name in forward)
+    failures: dict[str, str] = {}
+    for shape in geometry.layouts(pixels, known):
+        values = torch.randn(shape, generator=generator)
+        if pixels == "flattened_patches":
+            values[..., :2] = _positions(geometry, shape)
+        for companions in _companions(known, geometry, shape):
+            image = {pixels: values} | companions
+            result = inputs | {name: value for name, value in image.items() if name in forward}
+            try:
+                if method is None:
+                    return _without_method(model, result)
+                count = token_count(run_on(model, method, image | _settings(model.config, known)), len(text))
+                return result | {"input_ids": _with_tokens(model.config, text, count)}
+            except Exception as error:
+                failures[str(tuple(shape))] = in_words(error)
+    tried = "; ".join(f"{pixels} of shape {shape}: {failure}" for shape, failure in failures.items())
+    raise ImageInputsError(
+        f"{type(model).__name__} takes images in a form that is not known here ({tried}). "
+        "Run it on text with images=False, or add the form to nrl_models/inputs/images.py."
+    )
+
+
+def in_order(inputs: Inputs, order: torch.Tensor) -> Inputs:
+    """The inputs of a batch with its sequences, and an image's patches with its sequence, in another order.
+
+    Args:
+        inputs: of `len(order)` sequences, with one image each or none, as `image_inputs` makes them.
+        order: the place each sequence had.
+    """
+
+    def moved(value: torch.Tensor) -> torch.Tensor:
+        # Several rows to a sequence; or all images of a batch in one row, side by side.
+        dim = 0 if len(value) % len(order) == 0 else value.ndim - 1
+        rows = value.unflatten(dim, (len(order), -1))
+        return rows.index_select(dim, order.to(value.device)).flatten(dim, dim + 1)
+
+    # Numbers of patches, of all images together: images are of one size, so each keeps the numbers of its place.
+    return {name: value if name == "image_token_pooling" else moved(value) for name, value in inputs.items()}
+
+
+def parameters_of(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    """The parameters of a function or method, by name."""
+    return dict(inspect.signature(function).parameters)
+
+
+def feature_method(model: PreTrainedModel, name: str) -> Callable[..., Any] | None:
+    """The model's method of this name that computes features of images or audio; None if it has none."""
+    # The head's method hands its arguments on and may not name them all.
+    return next((getattr(one, name) for one in (model.base_model, model) if hasattr(one, name)), None)
+
+
+def _settings(config: PreTrainedConfig, known: dict[str, inspect.Parameter]) -> dict[str, Any]:
+    """Values of the configuration that the method has no defaults for."""
+    values = {**vars(_vision_part(config)), **vars(config)}
+    return {
+        name: values[name]
+        for name, parameter in known.items()
+        if parameter.default is parameter.empty and name in values and name not in COMPANIONS
+    }
+
+
+def _companions(known: dict[str, inspect.Parameter], g: Geometry, shape: Shape) -> Iterator[Inputs]:
+    """Arguments to go with an image of this shape: all that are known, then those alone that have no default."""
+    required = [name for name, parameter in known.items() if parameter.default is parameter.empty]
+    for names in (known, required):
+        makers = {name: COMPANIONS[name] for name in names if name in COMPANIONS}
+        for choice in range(max((len(maker) for maker in makers.values()), default=1)):
+            yield {name: maker[min(choice, len(maker) - 1)](g, shape) for name, maker in makers.items()}
+
+
+@torch.no_grad()
+def run_on(model: PreTrainedModel, function: Callable[..., Any], arguments: Inputs) -> Any:
+    """What `function` of `model` returns for tensors moved to the model's device, and of its dtype."""
+    return function(**cast(arguments, model))
+
+
+def cast(inputs: Inputs, model: nn.Module) -> Inputs:
+    """The inputs, tensors on the model's device, floating-point ones in its dtype."""
+    own = next(model.parameters())
+    return {
+        name: value.to(own.device, own.dtype if value.is_floating_point() else None)
+        if isinstance(value, torch.Tensor)
+        else value
+        for name, value in inputs.items()
+    }
+
+
+def _without_method(model: PreTrainedModel, inputs: Inputs) -> Inputs:
+    """Inputs for a model that does not say how many tokens an image is: its configuration may, or it takes none."""
+    config, result = model.config, dict(inputs)
+    keys = ("mm_tokens_per_image", "image_seq_length", "num_image_tokens", "num_query_tokens")
+    if "input_ids" in inputs and image_token(config) is not None and (count := first_token(config, keys)):
+        result["input_ids"] = _with_tokens(config, inputs["input_ids"], count)
+    if "image_embeds_position_mask" in parameters_of(model.forward):
+        result["image_embeds_position_mask"] = torch.zeros_like(result["input_ids"])
+        result["image_embeds_position_mask"][:, 3 : 3 + config.latent_query_num] = 1
+    run_on(model, model, result)
+    return result
+
+
+def token_count(features: Any, images: int) -> int:
+    """How many tokens each of `images` images (or audio clips) is, from what was returned as features of them all."""
+    deep = getattr(features, "deepstack_features", None)
+    if hasattr(features, "pooler_output"):
+        last = getattr(features, "last_hidden_state", None)
+        features = next(one for one in (features.pooler_output, last, deep and deep[0][1]) if one is not None)
+    total = _rows(features)
+    if not total or total % images:
+        raise ValueError(f"{total} tokens for {images} images")
+    return total // images
+
+
+def _rows(features: Any) -> int:
+    if isinstance(features, (list, tuple)):
+        return sum(_rows(one) for one in features)
+    return features.numel() // features.shape[-1]
+
+
+# Tokens
+
+IMAGE_TOKENS = ("image_token_id", "image_token_index", "video_token_index")
+BEFORE_IMAGE = ("vision_start_token_id", "image_start_token_id", "boi_token_id", "boi_token_index")
+AFTER_IMAGE = ("vision_end_token_id", "image_end_token_id", "eoi_token_id", "eoi_token_index")
+WORDS_BEFORE, WORDS_AFTER = 3, 5
+
+
+def image_token(config: PreTrainedConfig) -> int | None:
+    """The id that stands for a piece of an image; None if the model has none."""
+    return first_token(config, IMAGE_TOKENS)
+
+
+def first_token(config: PreTrainedConfig, keys: Collection[str]) -> int | None:
+    """The first of the ids under these keys that the configuration has."""
+    return next((value for key in keys if type(value := getattr(config, key, None)) is int), None)
+
+
+def _with_tokens(config: PreTrainedConfig, input_ids: torch.Tensor, count: int) -> torch.Tensor:
+    """`input_ids` with `count` image tokens after the third, longer where fewer than five words would be left."""
+    if (token := image_token(config)) is None:
+        raise ValueError(f"the configuration has none of {', '.join(IMAGE_TOKENS)}")
+    short = max(0, WORDS_BEFORE + count + WORDS_AFTER - input_ids.shape[1])
+    input_ids = torch.cat([input_ids, input_ids[:, :1].expand(-1, short)], dim=1).clone()
+    end = WORDS_BEFORE + count
+    input_ids[:, WORDS_BEFORE:end] = token
+    for keys, place in ((BEFORE_IMAGE, WORDS_BEFORE - 1), (AFTER_IMAGE, end)):
+        if (mark := first_token(config, keys)) is not None:
+            input_ids[:, place] = mark
+    return input_ids

@@ -1,0 +1,112 @@
+"""Random inputs of the kind a model takes: text alone, or text with images and audio."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from nrl_models.common.config.walk import all_values
+from nrl_models.inputs.audio import audio_inputs, audio_token
+from nrl_models.inputs.images import Inputs, accepts_images, image_inputs, image_token, takes_images
+
+__all__ = ["FIRST_WORD", "Inputs", "count_words", "inputs_for", "takes_images", "written"]
+
+FIRST_WORD = 16
+"""Token ids below are left to special tokens."""
+
+
+def inputs_for(
+    model: PreTrainedModel,
+    *,
+    batch: int = 2,
+    length: int = 24,
+    images: bool | None = None,
+    labels: bool = False,
+    seed: int = 0,
+) -> Inputs:
+    """Keyword arguments for a forward of `model`, on its device, floating-point ones in fp32.
+
+    Args:
+        model: the model. One that takes images is run on one, to see in which form.
+        batch: number of sequences.
+        length: tokens in each, images included; more where an image alone is as long.
+        images: whether to put an image (and audio) in each sequence of a model that accepts them; None puts one
+            wherever the model has a tower for it.
+        labels: whether to add labels for the loss.
+        seed: of the random numbers.
+
+    Raises:
+        ImageInputsError: the model takes images in a form that is not known.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    config = model.config
+    forward = inspect.signature(model.forward).parameters
+    # Some take words for a decoder if they are built around a model with an encoder, which they need not be.
+    sequences = ("input_ids", "decoder_input_ids") if has_encoder(config) else ("input_ids",)
+    result: Inputs = {name: _words(config, (batch, length), generator) for name in sequences if name in forward}
+    if has_encoder(config) and type(model).__name__.endswith("ForSequenceClassification"):
+        result["input_ids"][:, -1] = config.eos_token_id  # whose state is what is classified
+    audio = images is not False
+    images = takes_images(model) if images is None else images and accepts_images(model)
+    if images:
+        result = image_inputs(model, result, generator)
+    if audio:
+        result = audio_inputs(model, result, generator) or result
+    if labels:
+        result["labels"] = _labels(model, written(result), generator)
+    token = image_token(config)
+    if token is not None and (images or (labels and accepts_images(model))):
+        # Which positions are an image's; some models want to know in training, also where there is none.
+        kinds = (result["input_ids"] == token).long()
+        result |= {name: kinds for name in ("token_type_ids", "mm_token_type_ids") if name in forward}
+    return {name: value.to(model.device) for name, value in result.items()}
+
+
+def has_encoder(config: PreTrainedConfig) -> bool:
+    """Whether the model reads one sequence and writes another."""
+    return config.is_encoder_decoder or config.get_text_config().is_encoder_decoder
+
+
+def count_words(config: PreTrainedConfig) -> int:
+    """How many words a model has logits for: not more than it has embeddings of."""
+    text = config.get_text_config(decoder=True)
+    return min(text.vocab_size, getattr(text, "unpadded_vocab_size", None) or text.vocab_size)
+
+
+def written(inputs: Inputs) -> torch.Tensor:
+    """The tokens `(batch, length)` that logits follow: the decoder's, where an encoder reads others."""
+    return inputs["decoder_input_ids"] if "decoder_input_ids" in inputs else inputs["input_ids"]
+
+
+def _words(config: PreTrainedConfig, shape: tuple[int, int], generator: torch.Generator) -> torch.Tensor:
+    words = torch.randint(FIRST_WORD, count_words(config), shape, generator=generator)
+    words[torch.isin(words, torch.tensor(_special_tokens(config)))] = FIRST_WORD
+    return words
+
+
+def _special_tokens(config: PreTrainedConfig) -> list[int]:
+    """Ids that stand for something else than a word: ends, padding, images."""
+    found: list[Any] = []
+    for key, value in all_values(config):
+        if key == "vocabulary_map":
+            found.extend((value or {}).values())
+        elif key.endswith(("_id", "token_ids", "token_index")):
+            found.extend(value if isinstance(value, (list, tuple)) else [value])
+    return [one for one in found if type(one) is int]
+
+
+def _labels(model: PreTrainedModel, input_ids: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    name, config = type(model).__name__, model.config
+    num_labels: Any = config.num_labels
+    if name.endswith("ForSequenceClassification"):
+        return torch.randint(0, num_labels, (len(input_ids),), generator=generator)
+    if name.endswith("ForTokenClassification"):
+        return torch.randint(0, num_labels, tuple(input_ids.shape), generator=generator)
+    labels = input_ids.clone()
+    for token in (image_token(config), audio_token(config)):
+        if token is not None:
+            labels[labels == token] = -100
+    return labels

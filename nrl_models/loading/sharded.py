@@ -1,0 +1,205 @@
+"""Loading a checkpoint into a sharded model: each rank reads the slices it holds, and no rank the whole.
+
+The order is that of `nrl_models.loading.weights`, with agreement where one process only has to be sure itself: the
+model on meta, sharded there; names, shapes and mesh checked on every rank; then, when all ranks have said that they
+can go on, and that they see the same, the slices.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from nrl_models.common.checkpoint.files import CheckpointFiles, StoredTensor
+from nrl_models.common.projections import Buffer, join, neighbouring_parameters
+from nrl_models.common.random_states import random_states_kept
+from nrl_models.common.state_dict.blocks import Block, through
+from nrl_models.common.state_dict.views import Piece, apply_steps
+from nrl_models.distributed.mesh import agree, check_mesh, gather_over
+from nrl_models.distributed.parallel_plan import ParallelPlan, Plan, plan_for
+from nrl_models.distributed.parallelize import divide_data, divide_model
+from nrl_models.distributed.sharding import sharding_of
+from nrl_models.distributed.shards import over_shard, own_block, share_of
+from nrl_models.loading.pretrained import Prepared
+from nrl_models.loading.weights import (
+    Fit,
+    fit_checkpoint,
+    install,
+    keep_unused,
+    move_buffers,
+    run_readers,
+    share_copies,
+)
+
+
+def load_sharded(
+    prepare: Callable[[], Prepared], mesh: DeviceMesh, plan: Plan | ParallelPlan, *, strict: bool
+) -> tuple[Prepared, list[str]]:
+    """Build a model and fill each rank's shards of it.
+
+    Args:
+        prepare: gives the model on meta and its checkpoint's files; run on every rank.
+        mesh: see `parallelize`.
+        plan: see `parallelize`.
+        strict: see `nrl_models.loading.weights.load_weights`.
+
+    Returns:
+        What was prepared, its model filled; and the keys stored with more precision than they are loaded in.
+
+    Raises:
+        CheckpointError, ShardingError: whatever is wrong on this rank, or on another; before memory is spent.
+    """
+    check_mesh(mesh)
+    error, prepared, files, fit = None, None, None, None
+    facts: dict[str, object] = {}
+    try:
+        prepared = prepare()
+        model, files = prepared.model, prepared.files
+        assert files is not None  # what is quantised is refused with a mesh
+        model.tie_weights()
+        chosen = plan_for(model, mesh, plan)
+        sharding = divide_model(model, mesh, chosen)
+        share = (mesh.get_coordinate() or [0])[-1], mesh.size(mesh.ndim - 1)
+        fit = fit_checkpoint(model, files, dtype=prepared.dtype, strict=strict, share=share)
+        cast(Any, model)._weight_conversions = fit.names.used_conversions()
+        _retype(model, fit)
+        sharding.finish(model)
+        divide_data(model, sharding)
+        facts = {
+            "class": type(model).__name__,
+            "config": prepared.model.config.to_json_string(),
+            "dtype": prepared.dtype,
+            "plan": chosen,
+            "checkpoint": sorted((key, tensor.shape, tensor.dtype) for key, tensor in files.tensors.items()),
+        }
+    except Exception as caught:
+        error = caught
+    agree(mesh, "load the checkpoint", facts, error)
+    assert prepared is not None
+    assert files is not None
+    assert fit is not None
+    try:
+        _fill(prepared, fit, files)
+        keep_unused(prepared.model, fit, files)
+    except Exception as caught:
+        error = caught
+    agree(mesh, "load the checkpoint", {}, error)
+    fit.warn(prepared.model, files)
+    return prepared, fit.narrowed(files)
+
+
+def _retype(model: nn.Module, fit: Fit) -> None:
+    """Give parameters on meta the dtypes they are loaded in, before FSDP takes note of them."""
+    done: dict[int, nn.Parameter] = {}
+    for module_name, module in model.named_modules():
+        for attribute, parameter in module._parameters.items():
+            name = f"{module_name}.{attribute}" if module_name else attribute
+            if parameter is None or name not in fit.dtypes or parameter.dtype == fit.dtypes[name]:
+                continue
+            if id(parameter) not in done:
+                cast = parameter.detach().to(fit.dtypes[name])
+                done[id(parameter)] = nn.Parameter(cast, requires_grad=parameter.requires_grad)
+            module._parameters[attribute] = done[id(parameter)]
+
+
+def _fill(prepared: Prepared, fit: Fit, files: CheckpointFiles) -> None:
+    """Read this rank's shard of every tensor, several at a time."""
+    model, device = prepared.model, prepared.device
+    sharding = sharding_of(model)
+    own = sharding.own_tensors(model)
+    laid = _neighbouring_shards(model, fit, own, device)
+    shards: dict[str, torch.Tensor] = {}
+    wanted: dict[str, list[tuple[Piece, Block]]] = defaultdict(list)
+    for name, sources in fit.found.sources.items():
+        whole = own[name]
+        meta = own_block(whole)
+        # Where FSDP offloads, its shards are on the CPU.
+        place = torch.device("cpu") if sharding.plan.offload and isinstance(whole, DTensor) else device
+        shard = laid[name] if name in laid else torch.empty(meta.shape, dtype=fit.dtypes[name], device=place)
+        shards[name] = over_shard(whole, shard) if isinstance(whole, DTensor) else shard
+        for key, target in sources:
+            for piece in target.pieces:
+                if piece.view.parameter == name:
+                    blocks = through(piece.view.steps, whole.shape, Block(meta.offset, shard))
+                    wanted[key] += [(piece, block) for block in blocks]
+    jobs = [(files.tensors[key], slices) for key, slices in wanted.items() if slices]
+    sharding.loaded_bytes = sum(
+        block.tensor.numel() * stored.dtype.itemsize for stored, slices in jobs for _, block in slices
+    )
+
+    def read(job: tuple[StoredTensor, list[tuple[Piece, Block]]]) -> None:
+        stored, slices = job
+        pages = files.read(stored)  # nothing is read until a slice is copied
+        for piece, block in slices:
+            block.take_from(apply_steps(pages, piece.region))
+
+    jobs.sort(key=lambda job: -sum(block.tensor.nbytes for _, block in job[1]))
+    run_readers(read, jobs)
+    for name, tensor in shards.items():
+        install(model, name, tensor)
+    _initialise_missing(model, fit, device)
+    share_copies(model, fit.found.copies)
+    share_copies(model, fit.adapter.tied)
+    move_buffers(model, device)
+    join(model)
+    unwritten = [name for name, tensor in model.state_dict(keep_vars=True).items() if tensor.device.type == "meta"]
+    if unwritten:  # cannot happen: matching has accounted for every tensor
+        raise AssertionError(f"not written: {', '.join(unwritten)}")
+
+
+def _neighbouring_shards(
+    model: PreTrainedModel, fit: Fit, own: Mapping[str, torch.Tensor], device: torch.device
+) -> dict[str, torch.Tensor]:
+    """Memory for this rank's shards of parameters that are to be neighbours, by name. `fsdp` keeps its own."""
+    result: dict[str, torch.Tensor] = {}
+    if "fsdp" in (sharding_of(model).mesh.mesh_dim_names or ()):
+        return result
+    for names in neighbouring_parameters(model):
+        if any(name not in fit.found.sources for name in names):
+            continue
+        shapes = [own_block(own[name]).shape for name in names]
+        if len({(*shape[1:], fit.dtypes[name]) for name, shape in zip(names, shapes, strict=True)}) == 1:
+            lengths = [shape[0] for shape in shapes]
+            rows = torch.empty(sum(lengths), *shapes[0][1:], dtype=fit.dtypes[names[0]], device=device)
+            result.update(zip(names, Buffer(rows, lengths).neighbours(), strict=True))
+    return result
+
+
+def _initialise_missing(model: PreTrainedModel, fit: Fit, device: torch.device) -> None:
+    """Initialise missing parameters as transformers does, module by module, the same on every rank."""
+    mesh = sharding_of(model).mesh
+    (seed, *_) = gather_over(mesh, torch.initial_seed()) if fit.found.missing else (0,)
+    by_module: dict[str, list[str]] = defaultdict(list)
+    for name in fit.found.missing:
+        owner, _, attribute = name.rpartition(".")
+        by_module[owner].append(attribute)
+    for owner, attributes in by_module.items():
+        module = model.get_submodule(owner)
+        whole = copy.copy(module)  # the same module with whole tensors, which the initialisation may fill
+        whole.__dict__["_parameters"] = {
+            attribute: None if parameter is None else nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype))
+            for attribute, parameter in module._parameters.items()
+        }
+        whole.__dict__["_is_hf_initialized"] = False
+        with random_states_kept(), torch.no_grad():
+            torch.manual_seed(seed)
+            model._init_weights(whole)
+        for attribute in attributes:
+            placeholder = module._parameters.get(attribute)
+            if placeholder is None:  # a buffer, which is real, and as it was built
+                continue
+            value = whole.get_parameter(attribute).detach()
+            if isinstance(placeholder, DTensor):
+                share = share_of(placeholder, value).to(device, copy=True).contiguous()
+                value = over_shard(placeholder, share)
+            else:
+                value = value.to(device)
+            install(model, f"{owner}.{attribute}", value)

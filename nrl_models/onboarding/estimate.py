@@ -1,0 +1,362 @@
+"""What a model takes on every rank of a mesh that is not there: memory and traffic, from its configuration alone.
+
+The model is built and sharded on meta by the code that shards real ones, over torch's `fake` process group, so that
+bytes of parameters are those that a rank will have. A forward and a backward on meta say what activations are kept and
+what is exchanged; only the inside of expert stacks, which depends on the data, is counted by hand (evenly routed).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+from unittest import mock
+from weakref import ref
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
+
+from nrl_models.auto import auto_class_of
+from nrl_models.distributed import styles
+from nrl_models.distributed.mesh import DIMENSIONS, size_of
+from nrl_models.distributed.parallel_plan import plan_for
+from nrl_models.distributed.parallelize import divide_data, divide_model
+from nrl_models.distributed.sharding import sharding_of
+from nrl_models.distributed.styles import ExpertsOfThisRank
+from nrl_models.errors import Problem, ShardingError
+
+GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What is to be trained, and how.
+
+    Args:
+        mesh: sizes by dimension, e.g. `{"fsdp": 16, "tp": 8}`.
+        seq_len: tokens of a sequence.
+        micro_batch: sequences of one forward on a rank.
+        dtype: in which parameters, gradients and optimiser states are kept.
+        compute: in which `fsdp` gathers parameters, and the model computes.
+        checkpointing: whether layers' activations are recomputed in the backward.
+    """
+
+    mesh: Mapping[str, int]
+    seq_len: int = 4096
+    micro_batch: int = 1
+    dtype: torch.dtype = torch.float32
+    compute: torch.dtype = torch.bfloat16
+    checkpointing: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """Bytes on one rank, and bytes it sends in one step of one micro-batch.
+
+    Attributes:
+        parameters, gradients, optimizer: kept; the optimiser is AdamW, with two states of a parameter's size.
+        gathered: parameters and gradients that `fsdp` has whole for a while: two units and the outermost one.
+        activations: kept from forward to backward, and recomputed at a time.
+        buffers: what is no parameter.
+        traffic: bytes a rank sends, by dimension of the mesh.
+        total_parameters: of the whole model, as a number.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    gathered: int
+    activations: int
+    buffers: int
+    traffic: Mapping[str, int]
+    total_parameters: int
+
+    @property
+    def total(self) -> int:
+        """All memory at its peak."""
+        kept = self.parameters + self.gradients + self.optimizer + self.buffers
+        return kept + self.gathered + self.activations
+
+    def to_json(self) -> dict[str, Any]:
+        """The figures, and the total."""
+        return asdict(self) | {"total": self.total}
+
+
+def estimate(config: PreTrainedConfig, setting: Setting) -> Estimate:
+    """What the model of a configuration takes on a rank of a mesh.
+
+    Raises:
+        ShardingError: the mesh does not divide the model, or this process is in a process group already.
+    """
+    with _fake_mesh(setting.mesh) as mesh:
+        kept = _sharded(config, setting.dtype, setting, mesh)
+        divide_data(kept, sharding_of(kept))
+        local = _local_bytes(kept)
+        computing = _sharded(config, setting.compute, setting, mesh)
+        fsdp_traffic, gathered = _data_parallel(computing, mesh)
+        activations, traffic = _run(computing, setting, mesh)
+        total = sum(parameter.numel() for parameter in kept.parameters())
+    if "fsdp" in mesh.mesh_dim_names:  # type: ignore[operator]
+        traffic = {"fsdp": fsdp_traffic} | traffic
+    buffers = sum(buffer.nbytes for buffer in kept.buffers())
+    return Estimate(local, local, 2 * local, gathered, activations, buffers, traffic, total)
+
+
+def remedies(config: PreTrainedConfig, setting: Setting, memory: int) -> list[tuple[str, Estimate]]:
+    """Changes of a setting, the smallest first, each with what it then takes; those that fit in `memory` bytes.
+
+    At most two are given. Changes: recomputing activations, a smaller micro-batch, states in bf16, more ranks.
+    """
+    changes: list[tuple[str, Setting]] = []
+    if not setting.checkpointing:
+        changes.append(("recompute activations (gradient_checkpointing_enable)", replace(setting, checkpointing=True)))
+    if setting.micro_batch > 1:
+        changes.append(("take one sequence at a time", replace(setting, micro_batch=1, checkpointing=True)))
+    base = replace(setting, checkpointing=True, micro_batch=1)
+    for dimension in ("fsdp", "tp", "ep"):
+        for factor in (2, 4, 8, 16):
+            more = {**setting.mesh, dimension: setting.mesh.get(dimension, 1) * factor}
+            sizes = {name: more[name] for name in DIMENSIONS if name in more}
+            changes.append((f"{dimension}={sizes[dimension]}", replace(base, mesh=sizes)))
+    if setting.dtype == torch.float32:
+        changes.append(("keep parameters and states in bfloat16", replace(base, dtype=torch.bfloat16)))
+    found: dict[str, tuple[str, Estimate]] = {}  # by what is changed
+    for words, changed in changes:
+        kind = words.partition("=")[0]
+        if kind in found or len(found) == 2:
+            continue
+        with suppress(ShardingError):
+            if (result := estimate(config, changed)).total <= memory:
+                found[kind] = words, result
+    return list(found.values())
+
+
+@contextmanager
+def _fake_mesh(sizes: Mapping[str, int]) -> Iterator[DeviceMesh]:
+    """A mesh of ranks that are not there; this process is the first."""
+    if dist.is_initialized():
+        problem = Problem("mesh", "this process", "is in a process group; estimates need one of their own")
+        raise ShardingError("cannot estimate here", [problem], ["run nrl-models plan in a process of its own"])
+    dist.init_process_group("fake", rank=0, world_size=math.prod(sizes.values()))
+    try:
+        yield init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    finally:
+        dist.destroy_process_group()
+
+
+def _sharded(config: PreTrainedConfig, dtype: torch.dtype, setting: Setting, mesh: DeviceMesh) -> PreTrainedModel:
+    """The model on meta, its linears and experts divided; without the tables that loading and saving need."""
+    model = auto_class_of(config).from_config(config, device="meta", dtype=dtype).train()
+    model.sharding = divide_model(model, mesh, plan_for(model, mesh))
+    return model
+
+
+def _local_bytes(model: nn.Module) -> int:
+    return sum(_local(parameter).nbytes for parameter in model.parameters())
+
+
+def _local(parameter: torch.Tensor) -> torch.Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def _data_parallel(model: PreTrainedModel, mesh: DeviceMesh) -> tuple[int, int]:
+    """Bytes that `fsdp` sends in a step, and bytes it has gathered at a time."""
+    ranks = size_of(mesh, "fsdp")
+    if ranks == 1:
+        return 0, 0
+    units = [module for module in model.modules() if type(module).__name__ in _unit_names(model)]
+    whole = _local_bytes(model)
+    sizes = [_local_bytes(unit) for unit in units]
+    outermost, largest = whole - sum(sizes), max(sizes, default=0)
+    # Parameters before the forward and, having been freed, before the backward; gradients after it.
+    sent = 3 * whole * (ranks - 1) // ranks
+    # The unit at work, the one gathered ahead, and gradients of one; and the outermost, with its gradients.
+    return sent, 3 * largest + 2 * outermost
+
+
+def _unit_names(model: PreTrainedModel) -> Collection[str]:
+    return sharding_of(model).plan.units or ()
+
+
+class _Exchanges(TorchDispatchMode):
+    """Counts what collectives send, by the size of their group."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.sent: dict[str, int] = {}
+        self.names = {str(mesh.get_group(dim).group_name): name for dim, name in enumerate(mesh.mesh_dim_names or ())}
+        self.sizes = {str(mesh.get_group(dim).group_name): mesh.size(dim) for dim in range(mesh.ndim)}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func._schema.name
+        if name in _TIMES_SENT:
+            group = next(argument for argument in args if isinstance(argument, str) and argument in self.names)
+            ranks = self.sizes[group]
+            sent = _TIMES_SENT[name] * max(args[0].nbytes, result.nbytes) * (ranks - 1) // ranks
+            self.sent[self.names[group]] = self.sent.get(self.names[group], 0) + sent
+        return result
+
+
+_TIMES_SENT = {
+    "_c10d_functional::all_reduce": 2,
+    "_c10d_functional::all_gather_into_tensor": 1,
+    "_c10d_functional::reduce_scatter_tensor": 1,
+    "_c10d_functional::all_to_all_single": 1,
+}
+"""How often a rank sends each byte in a ring, but for its own share."""
+
+
+def _run(model: PreTrainedModel, setting: Setting, mesh: DeviceMesh) -> tuple[int, dict[str, int]]:
+    """Bytes of activations at their peak, and bytes sent by dimension, of one micro-batch."""
+    units = {module for module in model.modules() if type(module).__name__ in _unit_names(model)}
+    kept: list[ref[_Kept]] = []  # until their graph is dropped
+    inputs: dict[nn.Module, int] = {}
+    running: list[nn.Module | None] = [None]
+
+    def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+        if module in units:
+            running.append(module)
+            hidden = next(value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
+            inputs[module] = hidden.nbytes
+
+    def leave(module: nn.Module, *_: Any) -> None:
+        if module in units:
+            running.pop()
+
+    def pack(tensor: torch.Tensor) -> _Kept:
+        packed = _Kept(tensor, running[-1])
+        kept.append(ref(packed))
+        return packed
+
+    with ExitStack() as stack:
+        experts = _stub_experts(model, setting, stack)
+        for module in units:
+            stack.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
+            stack.callback(module.register_forward_hook(leave).remove)
+        # It looks at values, of which there are none here.
+        stack.enter_context(mock.patch.object(masking_utils, "find_packed_sequence_indices", return_value=None))
+        # On meta torch would take its plain formulas, which keep every score; devices have a kernel that does not.
+        stack.enter_context(mock.patch.object(nn.functional, "scaled_dot_product_attention", _fused_attention))
+        exchanges = stack.enter_context(_Exchanges(mesh))
+        tokens = torch.zeros(setting.micro_batch, setting.seq_len, dtype=torch.long, device="meta")
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed.tensor):
+            logits = model(input_ids=tokens, use_cache=False).logits
+            # As trainers compute it: log-probabilities in fp32.
+            scores = logits.float().flatten(0, -2)
+            loss = nn.functional.cross_entropy(scores, tokens.flatten()) if logits.ndim == 3 else scores.sum()
+        forward = dict(exchanges.sent)
+        sizes = _sizes(model, [packed for reference in kept if (packed := reference()) is not None])
+        loss.backward()
+        if setting.checkpointing:  # what was exchanged is exchanged again
+            exchanges.sent = {name: sent + forward.get(name, 0) for name, sent in exchanges.sent.items()}
+    for stack_of_experts, nbytes in experts.items():
+        unit = next((module for module in units if stack_of_experts in set(module.modules())), None)
+        sizes[unit] = sizes.get(unit, 0) + nbytes
+    outside = sizes.pop(None, 0)
+    layers = sum(sizes.values())
+    if setting.checkpointing and sizes:
+        layers = sum(nbytes for module, nbytes in inputs.items() if module in sizes) + max(sizes.values())
+    return outside + layers, exchanges.sent
+
+
+@dataclass(eq=False)
+class _Kept:
+    """A tensor that autograd keeps for the backward, and the unit that ran when it did."""
+
+    tensor: torch.Tensor
+    unit: nn.Module | None
+
+
+def _sizes(model: nn.Module, kept: list[_Kept]) -> dict[nn.Module | None, int]:
+    """Bytes that autograd keeps for each unit, apart from parameters; of storages that several keep for the first."""
+    counted = set(map(_storage, model.parameters()))  # all of them live, so that no two are told by one address
+    sizes: dict[nn.Module | None, int] = {}
+    for packed in sorted(kept, key=lambda packed: packed.unit is not None):
+        if _storage(packed.tensor) not in counted:
+            counted.add(_storage(packed.tensor))
+            sizes[packed.unit] = sizes.get(packed.unit, 0) + _local(packed.tensor).untyped_storage().nbytes()
+    return sizes
+
+
+class _FusedAttention(torch.autograd.Function):
+    """The shapes of attention as kernels compute it: the scores are not kept, but a sum for each query."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        output = query.new_empty(*query.shape[:-1], value.shape[-1])
+        sums = query.new_empty(query.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, output, sums, *(() if mask is None else (mask,)))
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        query, key, value = ctx.saved_tensors[:3]
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None
+
+
+def _fused_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    *_: Any,
+    **__: Any,
+) -> torch.Tensor:
+    return _FusedAttention.apply(query, key, value, attn_mask)
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return _local(tensor).untyped_storage()._cdata
+
+
+def _stub_experts(model: PreTrainedModel, setting: Setting, stack: ExitStack) -> dict[nn.Module, int]:
+    """Let stacks of experts pass their input on; the bytes each would keep, tokens being routed evenly.
+
+    A token's choice keeps its input and output, the gate's and up's outputs, the activation and their product.
+    """
+    keys = ("num_experts_per_tok", "moe_topk", "top_k")
+    top_k = next((value for key in keys if (value := getattr(_text(model), key, None))), 1)
+    found: dict[nn.Module, int] = {}
+    for module in model.modules():
+        stacked = [
+            parameter for parameter in module._parameters.values() if parameter is not None and parameter.ndim == 3
+        ]
+        if not stacked:
+            continue
+        locals_ = [_local(parameter).shape for parameter in stacked]
+        share = module.num_experts / stacked[0].shape[0] if isinstance(module, ExpertsOfThisRank) else 1.0
+        hidden = _text(model).hidden_size
+        features = min(math.prod(shape[1:]) // hidden for shape in locals_)
+        choices = setting.seq_len * setting.micro_batch * top_k * share
+        found[module] = int(choices * (2 * hidden + 4 * features) * setting.compute.itemsize)
+        computes = next(
+            cls
+            for cls in type(module).__mro__
+            if "forward" in vars(cls) and cls.__module__ != styles.__name__ and "mixed_into" not in vars(cls)
+        )
+        stack.enter_context(mock.patch.object(computes, "forward", lambda self, hidden, *_, **__: hidden * 1))
+    stack.enter_context(mock.patch.object(ExpertsOfThisRank, "forward", _exchanged))
+    return found
+
+
+def _text(model: PreTrainedModel) -> PreTrainedConfig:
+    return model.config.get_text_config()
+
+
+def _exchanged(
+    module: ExpertsOfThisRank, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    """What a divided stack exchanges, without choosing."""
+    scale = styles.entering(weights, module.ep_mesh).sum(-1, keepdim=True)
+    tokens = styles.entering(hidden, module.ep_mesh).reshape(-1, hidden.shape[-1])
+    return styles.leaving(tokens * scale.reshape(-1, 1), module.ep_mesh).reshape(hidden.shape)

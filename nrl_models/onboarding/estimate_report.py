@@ -1,0 +1,106 @@
+"""`nrl-models plan`: an estimate as a table, and what to change if it does not fit."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.table import Table
+
+from nrl_models import registry
+from nrl_models.distributed.mesh import parse_mesh
+from nrl_models.loading import pretrained
+from nrl_models.onboarding.estimate import GIB, Setting, estimate, remedies
+
+ROWS = {
+    "parameters": "kept, sharded",
+    "gradients": "kept, sharded",
+    "optimizer": "two states of AdamW, sharded",
+    "gathered": "whole at a time: two units and the outermost one, and their gradients",
+    "activations": "of one micro-batch",
+    "buffers": "on every rank",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PlanReport:
+    """What a model takes on a rank.
+
+    Attributes:
+        model, mesh: what was asked, in words.
+        ranks: how many there are.
+        memory: bytes of a device.
+        figures: bytes by kind, see `Estimate`.
+        verdict: whether it fits, and what to change if not.
+        fits: the same.
+    """
+
+    model: str
+    mesh: str
+    ranks: int
+    memory: int
+    figures: dict[str, Any]
+    verdict: str
+    fits: bool
+
+    def table(self) -> Table:
+        """For people."""
+        table = Table(title=f"{self.model} over {self.mesh}: each of {self.ranks} ranks", title_justify="left")
+        table.add_column("")
+        table.add_column("GiB", justify="right")
+        table.add_column("")
+        for name, words in ROWS.items():
+            table.add_row(name, f"{self.figures[name] / GIB:.2f}", words)
+        table.add_row("total", f"{self.figures['total'] / GIB:.2f}", f"of {self.memory / GIB:.0f}")
+        for dimension, sent in self.figures["traffic"].items():
+            table.add_row(f"sent over {dimension}", f"{sent / GIB:.2f}", "in a step of one micro-batch")
+        return table
+
+
+def plan_report(
+    path: str | Path,
+    mesh: str,
+    *,
+    seq_len: int,
+    micro_batch: int,
+    dtype: torch.dtype,
+    compute: torch.dtype,
+    checkpointing: bool,
+    memory: float,
+) -> PlanReport:
+    """Estimate, and judge.
+
+    Args:
+        path: a folder with a configuration.
+        mesh: as `parse_mesh` reads it.
+        seq_len, micro_batch, dtype, compute, checkpointing: see `Setting`.
+        memory: GiB of a device.
+
+    Raises:
+        ShardingError: no such mesh, or one that does not divide the model.
+    """
+    registry.register_custom_configs()
+    config = pretrained.read_config(pretrained.resolve_folder(path))
+    setting = Setting(parse_mesh(mesh), seq_len, micro_batch, dtype, compute, checkpointing=checkpointing)
+    found = estimate(config, setting)
+    limit = int(memory * GIB)
+    fits = found.total <= limit
+    verdict = f"fits: {found.total / GIB:.1f} of {memory:g} GiB"
+    if not fits:
+        kinds = ("parameters", "gradients", "optimizer", "gathered", "activations")
+        largest = max(kinds, key=lambda kind: getattr(found, kind))
+        lines = [f"does not fit: {found.total / GIB:.1f} of {memory:g} GiB; most of it is {largest}"]
+        changes = remedies(config, setting, limit)
+        lines += [f"  what to change: {words} takes {result.total / GIB:.1f} GiB" for words, result in changes]
+        if not changes:
+            lines.append(
+                "  no single change makes it fit: combine more ranks of fsdp with tp or ep, and shorter sequences"
+            )
+        verdict = "\n".join(lines)
+    name = (config.architectures or [type(config).__name__])[0]
+    words = ", ".join(f"{dimension}={size}" for dimension, size in setting.mesh.items())
+    model = f"{name} ({found.total_parameters / 1e9:.1f}B parameters)"
+    return PlanReport(model, words, math.prod(setting.mesh.values()), limit, found.to_json(), verdict, fits)

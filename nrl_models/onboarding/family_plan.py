@@ -1,0 +1,192 @@
+"""What a new family consists of: found out from a configuration and the model class it names."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+
+from nrl_models import registry
+from nrl_models.common.checkpoint.files import CheckpointFiles
+from nrl_models.common.config.keys import BOOKKEEPING
+from nrl_models.errors import NRLModelsError, StateDictError, in_words
+from nrl_models.families import FAMILIES
+from nrl_models.loading.pretrained import read_config
+from nrl_models.loading.weights import fit_checkpoint
+from nrl_models.onboarding.detect import Detection, detect
+from nrl_models.onboarding.inspect import kinds_of
+
+HEADS = ("ForSequenceClassification", "ForTokenClassification")
+"""Heads of the same model that a family serves beside the one that was asked for."""
+
+NOT_STRUCTURE = BOOKKEEPING | {"output_attentions", "output_hidden_states", "problem_type", "return_dict", "use_cache"}
+"""Configuration keys that say nothing about layers."""
+
+
+class OnboardingError(NRLModelsError, ValueError):
+    """A family cannot be made, or must not be: nothing was written."""
+
+
+@dataclass(frozen=True)
+class FamilyPlan:
+    """A family that is not written yet.
+
+    Args:
+        name: of its package: the configuration's `model_type`.
+        architectures: what it serves, the one that was asked for first.
+        model_class: the Hugging Face class of that one.
+        config: the configuration it was made from.
+        kinds: some of `dense`, `moe`, `vlm`, `hybrid`.
+        nearest: the family whose configurations share most keys with this one's, and the share; None if none does.
+        detection: what the class combines.
+        tiny: values of the configuration that are neither sizes nor the class's defaults: the tests' model has them.
+        undecided: what a person has to look at, found without running a test.
+    """
+
+    name: str
+    architectures: tuple[str, ...]
+    model_class: type[PreTrainedModel]
+    config: PreTrainedConfig
+    kinds: tuple[str, ...]
+    nearest: tuple[str, float] | None
+    detection: Detection
+    tiny: Mapping[str, Any] = field(default_factory=dict)
+    undecided: tuple[str, ...] = ()
+
+    @property
+    def notes(self) -> list[str]:
+        """What linears read one input and are not combined, and why: nothing that a person could decide otherwise."""
+        return [f"{layer}: {one}" for layer, ones in self.detection.obstacles.items() for one in ones]
+
+
+def plan_family(source: str | Path, name: str | None = None, *, again: bool = False) -> FamilyPlan:
+    """Read a configuration, and the headers of the weights beside it if there are some, and find out what is combined.
+
+    Args:
+        source: a folder with a `config.json`, or such a file.
+        name: of the package; the configuration's `model_type` if None.
+        again: plan also what a family serves already (to see what it would be today).
+
+    Raises:
+        OnboardingError: no such file, an architecture that the installed transformers lacks, or one that is served.
+        RemoteCodeError: the model brings code of its own.
+    """
+    path = Path(source)
+    folder = path if path.is_dir() else path.parent
+    if not (folder / "config.json" if path.is_dir() else path).is_file():
+        raise OnboardingError(f"{source}: expected a folder with a config.json, or such a file")
+    config = read_config(folder) if path.is_dir() else AutoConfig.from_pretrained(path)
+    model_class = _class_of(config, source)
+    architecture = model_class.__name__
+    if not again and architecture in registry.architectures():
+        module, _ = registry.MODEL_ARCH_MAPPING[architecture]
+        raise OnboardingError(f"{architecture} is served already, by {module}: nothing was written")
+    tiny = structure_of(config)
+    found = detect(model_class, overrides=tiny)
+    undecided = []
+    if not found.ok:
+        undecided.append(
+            f"the tiny model fails at the step '{found.step}': {found.failure}. Find values for `tiny` with which it "
+            "is built and run (nrl_models/testing/sizes.py has the rules)."
+        )
+    undecided += [
+        f"{layer}: {', '.join(names)} was never called; say whether it joins a group"
+        for layer, names in found.uncalled.items()
+    ]
+    undecided += misfits(model_class, config, folder)
+    return FamilyPlan(
+        name=(name or config.model_type).replace("-", "_").replace(".", "_"),
+        architectures=(architecture, *heads_beside(model_class, config)),
+        model_class=model_class,
+        config=config,
+        kinds=tuple(kinds_of(config)),
+        nearest=nearest_family(config),
+        detection=found,
+        tiny=tiny,
+        undecided=tuple(undecided),
+    )
+
+
+def _class_of(config: PreTrainedConfig, source: str | Path) -> type[PreTrainedModel]:
+    names = config.architectures or []
+    if len(names) != 1:
+        raise OnboardingError(f"{source}: its `architectures` is {names}, expected one name")
+    found = getattr(transformers, names[0], None)
+    if not (isinstance(found, type) and issubclass(found, PreTrainedModel)):
+        raise OnboardingError(
+            f"{source} is a {names[0]}, which transformers {transformers.__version__} does not have. Install one that "
+            "has it, or write the family by hand with modelling code of its own (CONTRIBUTING.md)."
+        )
+    return found
+
+
+def heads_beside(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> tuple[str, ...]:
+    """Names of the classification heads that the module of a causal language model has for the same model.
+
+    Not of those that are built around another one: an encoder with its decoder, where the decoder alone writes.
+    """
+    base, causal, _ = model_class.__name__.partition("ForCausalLM")
+    names = [base + head for head in HEADS] if causal else []
+    module = import_module(model_class.__module__)
+    heads = [name for name in names if hasattr(module, name) and hasattr(transformers, name)]
+    trunk = _trunk_of(model_class, config) if heads else None
+    return tuple(name for name in heads if _trunk_of(getattr(module, name), config) is trunk)
+
+
+def _trunk_of(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> type | None:
+    """The class of what a model's head is put on; None if the model is not built from this configuration."""
+    try:
+        with torch.device("meta"):
+            return type(model_class._from_config(copy.deepcopy(config)).base_model)
+    except Exception:  # detection says why
+        return None
+
+
+def structure_of(config: PreTrainedConfig) -> dict[str, Any]:
+    """What a configuration chooses other than its class does by default: flags, names, what is absent; no sizes."""
+    default = type(config)().to_dict()
+    return {
+        key: value
+        for key, value in config.to_dict().items()
+        if not (key in default and default[key] == value)
+        and not (key in NOT_STRUCTURE or key.startswith("_") or key.endswith("_token_id"))
+        and (value is None or isinstance(value, bool | str))
+    }
+
+
+def nearest_family(config: PreTrainedConfig) -> tuple[str, float] | None:
+    """The family with a folder of its own whose configuration has most keys in common (Jaccard index)."""
+    keys = set(config.to_dict()) - NOT_STRUCTURE
+    scores = {}
+    for family, architectures in FAMILIES.items():
+        if not any(registry.unmet_requirement(name) for name in architectures):
+            found: Any = registry.model_class(architectures[0])
+            other = set(found.reference_class().config_class().to_dict()) - NOT_STRUCTURE
+            scores[family] = len(keys & other) / len(keys | other)
+    best = max(scores, key=scores.__getitem__)
+    return (best, round(scores[best], 2)) if scores[best] > 0 else None
+
+
+def misfits(model_class: type[PreTrainedModel], config: PreTrainedConfig, folder: Path) -> list[str]:
+    """Keys of the weights in `folder`, if there are some, that do not fit the class; no weight is read."""
+    if not any(folder.glob("*.safetensors")):
+        return []
+    try:
+        files = CheckpointFiles(folder)
+        with torch.device("meta"):
+            model = model_class._from_config(config)
+        with closing(files):
+            fit_checkpoint(model, files, dtype=torch.float32)
+    except StateDictError as error:
+        return [str(problem) for problem in error.problems]
+    except Exception as error:
+        return [f"the class cannot be built at full size: {in_words(error)}"]
+    return []

@@ -1,0 +1,150 @@
+"""A family's package as text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from importlib.metadata import version
+from json import dumps
+from pathlib import Path
+from textwrap import fill
+from typing import Any
+
+from nrl_models.common.projections import KNOWN_GROUPS, combined_name
+from nrl_models.onboarding.family_plan import FamilyPlan
+
+WIDTH = 120
+
+
+def write_package(plan: FamilyPlan, limits: Mapping[str, str], folder: Path) -> None:
+    """Write the family's package to `folder`, which must not exist.
+
+    Args:
+        plan: the family.
+        limits: as `FamilyModel.limits`.
+        folder: the package's own.
+    """
+    folder.mkdir(parents=True)
+    (folder / "__init__.py").write_text(f'"""{title(plan)}."""\n')
+    (folder / "model.py").write_text(model_source(plan, limits))
+
+
+def write_project(plan: FamilyPlan, package: str, folder: Path) -> None:
+    """Write what makes the package beside it installable: `pyproject.toml` with the entry points, and a README."""
+    targets = "\n".join(f'{name} = "{package}.model:{name}"' for name in plan.architectures)
+    (folder / "pyproject.toml").write_text(
+        f"""[build-system]
+requires = ["hatchling>=1.25"]
+build-backend = "hatchling.build"
+
+[project]
+name = "{package.replace("_", "-")}"
+version = "0.1.0"
+description = "{title(plan)}, for nrl_models."
+requires-python = ">=3.11"
+dependencies = ["nrl_models>={version("nrl_models")}"]
+
+[project.entry-points."nrl_models.families"]
+{targets}
+
+[tool.hatch.build.targets.wheel]
+packages = ["{package}"]
+"""
+    )
+    (folder / "README.md").write_text(
+        f"""# {package}
+
+{title(plan)}, for [nrl_models](https://pypi.org/project/nrl_models). Once it is installed, `from_pretrained` finds it:
+
+```console
+$ pip install --editable .
+$ pytest --nrl-family {package}.model:{plan.architectures[0]}
+```
+"""
+    )
+
+
+def plain_source(plan: FamilyPlan) -> str:
+    """A module with the same architectures and nothing rewritten: what fails there is not the family's doing."""
+    hf = plan.model_class.__module__.rpartition(".")
+    heads = "\n".join(f"{name} = Plain.head(hf.{name})" for name in plan.architectures)
+    return (
+        f"from {hf[0]} import {hf[2]} as hf\n\nfrom nrl_models.common import FamilyModel\n\n\n"
+        f"class Plain(FamilyModel):\n    tiny = {dict(plan.tiny)!r}\n\n\n{heads}\n"
+    )
+
+
+def title(plan: FamilyPlan) -> str:
+    """What the family is, in a line."""
+    kinds = {"dense": "dense", "moe": "mixture of experts", "vlm": "vision-language", "hybrid": "hybrid"}
+    return f"{plan.config.model_type}: {', '.join(kinds[kind] for kind in plan.kinds)}"
+
+
+def model_source(plan: FamilyPlan, limits: Mapping[str, str]) -> str:
+    """The family's `model.py`."""
+    modules = _aliases(plan)
+    rows, used = [], {"FamilyModel"}
+    for name in plan.detection.groups:
+        module, _, layer = name.partition(":")
+        maker, arguments = _made_of(plan, name)
+        used.add(maker)
+        rows += _row(f"{modules[module]}.{layer}", maker, arguments)
+    for module, _, layer in (name.partition(":") for name in plan.detection.keeps_offsets):
+        rows.append(f"        {modules[module]}.{layer}: FreshPositions,")
+    model = plan.model_class.__name__.partition("For")[0]
+    paths = [(*module.rpartition(".")[::2], alias) for module, alias in sorted(modules.items())]
+    first, *others = plan.architectures
+    lines = [
+        *(f'"""{title(plan)}."""', ""),
+        *(f"from {package} import {name} as {alias}" for package, name, alias in paths),
+        *("", f"from nrl_models.common import {', '.join(sorted(used, key=lambda name: (name.islower(), name)))}"),
+        *(["from nrl_models.common.forward.mrope import FreshPositions"] if plan.detection.keeps_offsets else []),
+        *("", "", f"class {model}Family(FamilyModel):", f'    """What every {model} model shares."""', ""),
+        *("    rewrites = {", *rows, "    }", *_mapping("tiny", plan.tiny), *_mapping("limits", limits)),
+        *("", "", f"{first} = ModelClass = {model}Family.head(hf.{first})"),
+        *(f"{name} = {model}Family.head(hf.{name})" for name in others),
+    ]
+    return "\n".join([*lines, ""])
+
+
+def _aliases(plan: FamilyPlan) -> dict[str, str]:
+    """What the modules of the rewritten layers are called; the model's own is `hf`."""
+    own = plan.model_class.__module__
+    found = {own: "hf"}
+    for name in (*plan.detection.groups, *plan.detection.keeps_offsets):
+        module = name.partition(":")[0]
+        found.setdefault(module, module.rpartition(".")[2].removeprefix("modeling_"))
+    return found
+
+
+def _made_of(plan: FamilyPlan, layer: str) -> tuple[str, list[str]]:
+    """What makes the class that takes a layer's place: a class, or a function with its arguments."""
+    groups = plan.detection.groups[layer]
+    if layer in plan.detection.places:
+        return "combine_groups", list(map(dumps, plan.detection.declarations(layer)))
+    if len(groups) == 1 and (known := KNOWN_GROUPS.get(tuple(groups[0]))):
+        return known.__name__, []
+    return "combine", [f"{combined_name(one)}=({', '.join(map(dumps, one))})" for one in groups]
+
+
+def _row(layer: str, maker: str, arguments: list[str]) -> list[str]:
+    """A layer's line in `rewrites`; several lines if it is long."""
+    line = f"        {layer}: {maker}" + (f"({', '.join(arguments)})," if arguments else ",")
+    if len(line) <= WIDTH or not arguments:
+        return [line]
+    return [f"        {layer}: {maker}(", *(f"            {one}," for one in arguments), "        ),"]
+
+
+def _mapping(name: str, values: Mapping[str, Any]) -> Iterator[str]:
+    if values:
+        yield f"    {name} = {{"
+        for key, value in values.items():
+            text = dumps(value) if isinstance(value, str) else repr(value)
+            line = f'        "{key}": {text},'
+            if len(line) <= WIDTH:
+                yield line
+            else:
+                words = fill(value, WIDTH - 18, drop_whitespace=False).split("\n")
+                yield f'        "{key}": ('
+                yield from (f"            {dumps(one)}" for one in words)
+                yield "        ),"
+        yield "    }"
