@@ -11,8 +11,8 @@ import torch
 from transformers import PreTrainedModel
 
 from nrl_models.auto import auto_class_for
+from nrl_models.common.modules import owner_of
 from nrl_models.engines.hf import HFEngine, reference_model
-from nrl_models.loading.weights import owner_of
 
 Weights = Callable[[], Iterable[tuple[str, torch.Tensor]]]
 """Gives tensors by hub name, anew at each call."""

@@ -17,8 +17,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from nrl_models.common.modules import class_name
 from nrl_models.errors import Problem, ShardingError
-from nrl_models.loading.weights import class_name
 
 _OTHER_LAYERS = {
     "sliding_attention": "see a window of the sequence, and keep a mask for it, which torch's ring attention rejects",

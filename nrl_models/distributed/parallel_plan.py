@@ -16,10 +16,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
+from nrl_models.common.modules import class_name
 from nrl_models.distributed.mesh import check_mesh, describe, size_of
 from nrl_models.distributed.styles import EXPERT_STYLES, TENSOR_STYLES, ExpertsOfThisRank, Style, VocabularyParallel
 from nrl_models.errors import Problem, ShardingError
-from nrl_models.loading.weights import class_name
 
 Plan = Literal["auto"] | Mapping[str, str]
 """`"auto"`, or rules that take the place of the model's own where they speak of the same modules."""

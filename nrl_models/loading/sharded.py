@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from nrl_models.common.checkpoint.files import CheckpointFiles, StoredTensor
+from nrl_models.common.modules import install, move_buffers, share_copies
 from nrl_models.common.projections import Buffer, join, neighbouring_parameters
 from nrl_models.common.random_states import random_states_kept
 from nrl_models.common.state_dict.blocks import Block, through
@@ -29,15 +30,7 @@ from nrl_models.distributed.parallelize import divide_data, divide_model
 from nrl_models.distributed.sharding import sharding_of
 from nrl_models.distributed.shards import over_shard, own_block, share_of
 from nrl_models.loading.pretrained import Prepared
-from nrl_models.loading.weights import (
-    Fit,
-    fit_checkpoint,
-    install,
-    keep_unused,
-    move_buffers,
-    run_readers,
-    share_copies,
-)
+from nrl_models.loading.weights import Fit, fit_checkpoint, keep_unused, run_readers
 
 
 def load_sharded(

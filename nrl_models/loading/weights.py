@@ -25,6 +25,7 @@ from transformers.utils import logging
 from nrl_models.common.checkpoint.files import CheckpointFiles, StoredTensor
 from nrl_models.common.dtypes import kept_dtypes
 from nrl_models.common.garbage import no_collections
+from nrl_models.common.modules import class_name, install, move_buffers, owner_of, share_copies
 from nrl_models.common.projections import Buffer, join, neighbouring_parameters
 from nrl_models.common.state_dict.adapter import StateDictAdapter
 from nrl_models.common.state_dict.conversions import conversions_of
@@ -177,11 +178,6 @@ def keep_unused(model: PreTrainedModel, fit: Fit, files: CheckpointFiles) -> Non
     """Leave with the model, as the files' pages, what it does not use and is to save again."""
     if fit.unused and not is_off("shared-kv-unused-weights"):
         cast(Any, model)._unused_tensors = {key: files.read(files.tensors[key]) for key in fit.unused}
-
-
-def class_name(model: nn.Module) -> str:
-    """The name of a model's class, whatever FSDP made of it."""
-    return type(model).__name__.removeprefix("FSDP")
 
 
 class CheckpointNames:
@@ -404,38 +400,6 @@ def _over_pages(
             blocks.append((place.offset, stored))
         runs += [stored for _, stored in sorted(blocks, key=lambda block: block[0])]
     return files.read_joined(runs, whole)
-
-
-def install(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
-    """Put `tensor` in the place of the parameter or buffer `name`; what the class freezes stays frozen."""
-    module, attribute = owner_of(model, name)
-    tensors: dict[str, Any] = module._buffers if attribute in module._buffers else module._parameters
-    if tensors is not module._buffers:
-        learns = tensor.is_floating_point() and tensors[attribute].requires_grad
-        tensor = nn.Parameter(tensor, requires_grad=learns)
-    tensors[attribute] = tensor
-    tensors[attribute]._is_hf_initialized = True  # transformers' mark of what its initialisation must leave alone
-
-
-def owner_of(model: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """The module that a parameter or buffer is in, and what it is called there."""
-    owner, _, attribute = name.rpartition(".")
-    return model.get_submodule(owner), attribute
-
-
-def share_copies(model: nn.Module, copies: Mapping[str, str]) -> None:
-    """Let each parameter that `copies` names be the one that it names for it."""
-    for name, given in copies.items():
-        module, attribute = owner_of(model, name)
-        module._parameters[attribute] = model.get_parameter(given)
-
-
-def move_buffers(model: nn.Module, device: torch.device) -> None:
-    """Put a model's real buffers on a device."""
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.device != device and buffer.device.type != "meta":
-                module._buffers[name] = buffer.to(device)
 
 
 def _finish(model: PreTrainedModel, fit: Fit, device: torch.device) -> None:

@@ -11,12 +11,12 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from nrl_models import family
+from nrl_models.common.modules import install
 from nrl_models.common.state_dict import adapter, layouts, to_checkpoint
 from nrl_models.common.state_dict.adapter import StateDictAdapter
 from nrl_models.common.state_dict.views import HFTensor, Piece
 from nrl_models.devtools.mutants.planting import Mutant, Patch, around, in_code, wrapped
 from nrl_models.loading import pretrained, weights
-from nrl_models.loading.weights import install
 from nrl_models.testing.case import FamilyCase
 
 LOADING = ("test_load_from_transformers",)

@@ -1,0 +1,46 @@
+"""The modules of a model, and putting tensors into them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def class_name(model: nn.Module) -> str:
+    """The name of a model's class, whatever FSDP made of it."""
+    return type(model).__name__.removeprefix("FSDP")
+
+
+def owner_of(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """The module that a parameter or buffer is in, and what it is called there."""
+    owner, _, attribute = name.rpartition(".")
+    return model.get_submodule(owner), attribute
+
+
+def install(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
+    """Put `tensor` in the place of the parameter or buffer `name`; what the class freezes stays frozen."""
+    module, attribute = owner_of(model, name)
+    tensors: dict[str, Any] = module._buffers if attribute in module._buffers else module._parameters
+    if tensors is not module._buffers:
+        learns = tensor.is_floating_point() and tensors[attribute].requires_grad
+        tensor = nn.Parameter(tensor, requires_grad=learns)
+    tensors[attribute] = tensor
+    tensors[attribute]._is_hf_initialized = True  # transformers' mark of what its initialisation must leave alone
+
+
+def share_copies(model: nn.Module, copies: Mapping[str, str]) -> None:
+    """Let each parameter that `copies` names be the one that it names for it."""
+    for name, given in copies.items():
+        module, attribute = owner_of(model, name)
+        module._parameters[attribute] = model.get_parameter(given)
+
+
+def move_buffers(model: nn.Module, device: torch.device) -> None:
+    """Put a model's real buffers on a device."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.device != device and buffer.device.type != "meta":
+                module._buffers[name] = buffer.to(device)
