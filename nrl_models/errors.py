@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import StrEnum
 
 
 class NRLModelsError(Exception):
@@ -15,22 +16,50 @@ def in_words(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split()).rstrip('.')}"
 
 
+class ProblemKind(StrEnum):
+    """What is wrong, in a word."""
+
+    MISSING = "missing"
+    UNEXPECTED = "unexpected"
+    DUPLICATED = "duplicated"
+    PARTIAL = "partial"
+    SHAPE = "shape"
+    DTYPE = "dtype"
+    TIED = "tied"
+    FILE = "file"
+    INDEX = "index"
+    FORMAT = "format"
+    CONFIG = "config"
+    UNKNOWN = "unknown"
+    """A configuration key that nothing reads."""
+    UNSUPPORTED = "unsupported"
+    """A configuration value that the model does not honour."""
+    MESH = "mesh"
+    PLAN = "plan"
+    DIVIDE = "divide"
+    """A size that ranks do not divide."""
+    CONTEXT = "context"
+    """What context parallelism does not compute."""
+    RANK = "rank"
+
+
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing that is wrong with a checkpoint or a state dict.
+    """One thing that is wrong with a checkpoint, a state dict, a configuration or a mesh.
 
     Args:
-        kind: `missing`, `unexpected`, `duplicated`, `shape`, `dtype`, `partial`, `tied`, `file`, `index`,
-            `format`, `config`, or of a configuration `unknown` or `unsupported`.
+        kind: what sort of problem it is.
         subject: the key or file it is about.
         detail: what was found and what was expected.
         file: the file it was found in, where there is one.
+        advice: what to do about it, where that is known; an error says it once for all problems that share it.
     """
 
-    kind: str
+    kind: ProblemKind
     subject: str
     detail: str
     file: str | None = None
+    advice: str = field(default="", compare=False)
 
     def __str__(self) -> str:
         where = f" ({self.file})" if self.file else ""
@@ -48,7 +77,8 @@ class StateDictError(NRLModelsError, ValueError):
         self.problems = tuple(problems)
         lines = [f"{summary} ({len(self.problems)} problem{'s' if len(self.problems) != 1 else ''})"]
         lines += [f"  - {problem}" for problem in self.problems]
-        lines += [f"  What to do: {line}" for line in advice]
+        own_advice = (problem.advice for problem in self.problems if problem.advice)
+        lines += [f"  What to do: {line}" for line in dict.fromkeys((*advice, *own_advice))]
         super().__init__("\n".join(lines))
 
 

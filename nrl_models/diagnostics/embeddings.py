@@ -23,7 +23,7 @@ from nrl_models.common.checkpoint.files import CheckpointFiles, StoredTensor, re
 from nrl_models.common.checkpoint.writing import staged
 from nrl_models.common.state_dict.adapter import StateDictAdapter
 from nrl_models.diagnostics.result import Diagnosis
-from nrl_models.errors import CheckpointError, Problem
+from nrl_models.errors import CheckpointError, Problem, ProblemKind
 from nrl_models.loading.pretrained import read_config
 
 NEAR_ZERO = 1e-10
@@ -141,7 +141,7 @@ def find_embeddings(folder: Path, files: CheckpointFiles) -> tuple[dict[str, tup
     if "Input" not in result:
         raise CheckpointError(
             f"{folder} holds no input embeddings",
-            [Problem("missing", names[id(modules["Input"])] + ".weight", "is in none of the files")],
+            [Problem(ProblemKind.MISSING, names[id(modules["Input"])] + ".weight", "is in none of the files")],
         )
     tied = "Output" not in result or result["Output"][0] == result["Input"][0]
     return result, tied and modules["Output"] is not None
@@ -219,14 +219,17 @@ def write_reinitialised(folder: Path, target: Path, summaries: Sequence[Embeddin
     if target.exists() and target.resolve() == folder.resolve():
         raise CheckpointError(
             "cannot re-initialise in place",
-            [Problem("file", str(target), "is the checkpoint itself")],
+            [Problem(ProblemKind.FILE, str(target), "is the checkpoint itself")],
             ["give another folder"],
         )
     hopeless = [one for one in summaries if one.untrained and one.healthy_std == 0.0]
     if hopeless:
         raise CheckpointError(
             "cannot re-initialise",
-            [Problem("format", one.key, "has no healthy row to take a standard deviation from") for one in hopeless],
+            [
+                Problem(ProblemKind.FORMAT, one.key, "has no healthy row to take a standard deviation from")
+                for one in hopeless
+            ],
         )
     changed = {one.key: one for one in summaries if one.untrained}
     generator = torch.Generator().manual_seed(seed)

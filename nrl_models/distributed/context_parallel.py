@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from nrl_models.common.modules import class_name
-from nrl_models.errors import Problem, ShardingError
+from nrl_models.errors import Problem, ProblemKind, ShardingError
 
 _OTHER_LAYERS = {
     "sliding_attention": "see a window of the sequence, and keep a mask for it, which torch's ring attention rejects",
@@ -47,7 +47,7 @@ def context_parallel_problems(model: PreTrainedModel, batch: Mapping[str, Any] |
         reasons.append("lets the tokens of an image see each other, for which it keeps a mask")
     if config._attn_implementation != "sdpa":
         reasons.append(f"runs attention as {config._attn_implementation!r}; torch replaces 'sdpa' only")
-    problems = [Problem("context", name, reason) for reason in reasons]
+    problems = [Problem(ProblemKind.CONTEXT, name, reason) for reason in reasons]
     return problems + (_batch_problems(batch) if batch is not None else [])
 
 
@@ -63,16 +63,18 @@ def _batch_problems(batch: Mapping[str, Any]) -> list[Problem]:
     problems = []
     mask = batch.get("attention_mask")
     if mask is not None and not bool(torch.as_tensor(mask).bool().all()):
-        problems.append(Problem("context", "attention_mask", "has padding: ring attention takes no mask"))
+        problems.append(Problem(ProblemKind.CONTEXT, "attention_mask", "has padding: ring attention takes no mask"))
     positions = batch.get("position_ids")
     if positions is not None and bool((positions.diff(dim=-1) <= 0).any()):
-        problems.append(Problem("context", "position_ids", "begin anew: packed documents need a mask to be told apart"))
+        problems.append(
+            Problem(ProblemKind.CONTEXT, "position_ids", "begin anew: packed documents need a mask to be told apart")
+        )
     if "labels" in batch:
         detail = "would be shifted within each rank's piece; give `shift_labels`, shifted beforehand"
-        problems.append(Problem("context", "labels", detail))
+        problems.append(Problem(ProblemKind.CONTEXT, "labels", detail))
     for name in ("pixel_values", "token_type_ids", "mm_token_type_ids"):
         if batch.get(name) is not None:
-            problems.append(Problem("context", name, "is not divided along the sequence"))
+            problems.append(Problem(ProblemKind.CONTEXT, name, "is not divided along the sequence"))
     return problems
 
 
@@ -92,14 +94,16 @@ def check_context_parallel(
     if mesh is not None:
         if mesh.ndim != 1:
             problems.append(
-                Problem("mesh", str(mesh.mesh_dim_names), "has several dimensions; give the one of the sequence")
+                Problem(
+                    ProblemKind.MESH, str(mesh.mesh_dim_names), "has several dimensions; give the one of the sequence"
+                )
             )
         if mesh.device_type == "cpu":
-            problems.append(Problem("mesh", "cpu", "torch has ring attention on accelerators only"))
+            problems.append(Problem(ProblemKind.MESH, "cpu", "torch has ring attention on accelerators only"))
         length = batch["input_ids"].shape[1] if batch is not None else 0
         if length % (2 * mesh.size()):
             detail = f"has {length} tokens; expected a multiple of {2 * mesh.size()}, two pieces for each rank"
-            problems.append(Problem("context", "input_ids", detail))
+            problems.append(Problem(ProblemKind.CONTEXT, "input_ids", detail))
     if problems:
         advice = [
             "run it without context parallelism: divide the batch (fsdp), or the heads (tp), or shorten the sequence"

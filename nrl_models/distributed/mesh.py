@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from nrl_models.errors import NRLModelsError, Problem, ShardingError
+from nrl_models.errors import NRLModelsError, Problem, ProblemKind, ShardingError
 
 DIMENSIONS = ("fsdp", "ep", "tp")
 """What a mesh's dimensions may be, in the order they have to stand.
@@ -32,7 +32,7 @@ def parse_mesh(text: str) -> dict[str, int]:
         name, _, size = item.strip().partition("=")
         if name not in DIMENSIONS or not size.isdigit() or int(size) < 1 or name in sizes:
             expected = f"expected name=size once for each of some of {', '.join(DIMENSIONS)}"
-            problems.append(Problem("mesh", repr(item), expected))
+            problems.append(Problem(ProblemKind.MESH, repr(item), expected))
         else:
             sizes[name] = int(size)
     if problems:
@@ -49,14 +49,16 @@ def check_mesh(mesh: DeviceMesh) -> None:
     names = mesh.mesh_dim_names or ()
     expected = f"expected some of {', '.join(DIMENSIONS)}, in this order"
     problems = [
-        Problem("mesh", repr(name), f"is no dimension a model has; {expected}")
+        Problem(ProblemKind.MESH, repr(name), f"is no dimension a model has; {expected}")
         for name in names
         if name not in DIMENSIONS
     ]
     if not names:
-        problems = [Problem("mesh", str(tuple(mesh.shape)), f"has dimensions without names; {expected}")]
+        problems = [Problem(ProblemKind.MESH, str(tuple(mesh.shape)), f"has dimensions without names; {expected}")]
     elif not problems and list(names) != [name for name in DIMENSIONS if name in names]:
-        problems = [Problem("mesh", ", ".join(names), f"are in another order than models are sharded in; {expected}")]
+        problems = [
+            Problem(ProblemKind.MESH, ", ".join(names), f"are in another order than models are sharded in; {expected}")
+        ]
     if problems:
         advice = ['name the dimensions: init_device_mesh(device, (2, 4), mesh_dim_names=("fsdp", "tp"))']
         raise ShardingError("the mesh does not fit a model", problems, advice)
@@ -116,10 +118,12 @@ def agree(mesh: DeviceMesh, what: str, facts: dict[str, Any], error: Exception |
         raise (dead if error is None else error) from dead
     if error is not None:
         raise error
-    problems = [Problem("rank", f"rank {rank}", message) for rank, message, _ in ranks if message is not None]
+    problems = [Problem(ProblemKind.RANK, f"rank {rank}", message) for rank, message, _ in ranks if message is not None]
     if not problems:
         problems = [
-            Problem("rank", f"{key} of rank {rank}", f"is {theirs.get(key)}, but rank {ranks[0][0]} has {value}")
+            Problem(
+                ProblemKind.RANK, f"{key} of rank {rank}", f"is {theirs.get(key)}, but rank {ranks[0][0]} has {value}"
+            )
             for key, value in ranks[0][2].items()
             for rank, _, theirs in ranks
             if theirs.get(key) != value
@@ -140,7 +144,9 @@ def reporting_the_dead(what: str) -> Iterator[None]:
     except (RuntimeError, ValueError) as error:
         if isinstance(error, NRLModelsError):
             raise
-        problem = Problem("rank", "a rank that this one waited for", f"is gone, or did not come in time: {error}")
+        problem = Problem(
+            ProblemKind.RANK, "a rank that this one waited for", f"is gone, or did not come in time: {error}"
+        )
         advice = ["see the output of the other ranks: one of them ended first"]
         raise ShardingError(f"cannot {what}", [problem], advice) from error
 

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from nrl_models.common.modules import class_name
 from nrl_models.distributed.mesh import check_mesh, describe, size_of
 from nrl_models.distributed.styles import EXPERT_STYLES, TENSOR_STYLES, ExpertsOfThisRank, Style, VocabularyParallel
-from nrl_models.errors import Problem, ShardingError
+from nrl_models.errors import Problem, ProblemKind, ShardingError
 
 Plan = Literal["auto"] | Mapping[str, str]
 """`"auto"`, or rules that take the place of the model's own where they speak of the same modules."""
@@ -78,7 +78,9 @@ def plan_for(model: PreTrainedModel, mesh: DeviceMesh, plan: Plan | ParallelPlan
             problems += _unknown_names(model, plan)
             chosen = _overridden(model, chosen, plan)
     else:
-        raise ShardingError("no such plan", [Problem("plan", repr(plan), "is neither 'auto' nor rules by name")])
+        raise ShardingError(
+            "no such plan", [Problem(ProblemKind.PLAN, repr(plan), "is neither 'auto' nor rules by name")]
+        )
     unknown = _unknown_styles(chosen)
     problems += unknown
     if not unknown:  # of which nobody can say what they would divide
@@ -195,7 +197,7 @@ def _overridden(model: PreTrainedModel, declared: ParallelPlan, rules: Mapping[s
 
 def _one_for_all_layers(problems: list[Problem]) -> list[Problem]:
     """The same, what several layers have in common said once."""
-    alike: dict[tuple[str, str, str], list[Problem]] = {}
+    alike: dict[tuple[ProblemKind, str, str], list[Problem]] = {}
     for problem in problems:
         key = (problem.kind, re.sub(r"\.\d+(?=\.|$)", ".*", problem.subject), problem.detail)
         alike.setdefault(key, []).append(problem)
@@ -208,7 +210,7 @@ def _one_for_all_layers(problems: list[Problem]) -> list[Problem]:
 def _unknown_names(model: nn.Module, rules: Mapping[str, str]) -> list[Problem]:
     names = _names(model)
     return [
-        Problem("plan", name, "names no module or parameter of the model")
+        Problem(ProblemKind.PLAN, name, "names no module or parameter of the model")
         for name in rules
         if not any(map(_pattern(name).fullmatch, names))
     ]
@@ -216,7 +218,9 @@ def _unknown_names(model: nn.Module, rules: Mapping[str, str]) -> list[Problem]:
 
 def _unknown_units(model: nn.Module, units: tuple[str, ...]) -> list[Problem]:
     classes = {class_name(module) for module in model.modules()}
-    return [Problem("plan", unit, "is no class of a module of the model") for unit in units if unit not in classes]
+    return [
+        Problem(ProblemKind.PLAN, unit, "is no class of a module of the model") for unit in units if unit not in classes
+    ]
 
 
 def _unknown_styles(plan: ParallelPlan) -> list[Problem]:
@@ -224,7 +228,7 @@ def _unknown_styles(plan: ParallelPlan) -> list[Problem]:
     for rules, styles in ((plan.tensor, TENSOR_STYLES), (plan.expert, EXPERT_STYLES)):
         known = ", ".join(styles)
         problems += [
-            Problem("plan", name, f"has the style {style!r}; known are {known}")
+            Problem(ProblemKind.PLAN, name, f"has the style {style!r}; known are {known}")
             for name, style in (rules or {}).items()
             if style not in styles
         ]
@@ -241,9 +245,9 @@ def _tensor_problems(model: PreTrainedModel, mesh: DeviceMesh, plan: ParallelPla
     inside = {name for name in rules if not (name in modules and is_vocabulary(model, modules[name]))}
     if not any(TENSOR_STYLES[rules[name]].dim(2) is not None for name in inside):
         why = "has no tensor-parallel plan, neither transformers' nor its family's"
-        return [Problem("plan", class_name(model), why)]
+        return [Problem(ProblemKind.PLAN, class_name(model), why)]
     if declared := getattr(model, "limits", {}).get("tensor parallelism"):
-        return [Problem("plan", class_name(model), f"declares that it lacks tensor parallelism: {declared}")]
+        return [Problem(ProblemKind.PLAN, class_name(model), f"declares that it lacks tensor parallelism: {declared}")]
     problems = []
     for name, word in rules.items():
         style = TENSOR_STYLES[word]
@@ -262,7 +266,7 @@ def _tensor_problems(model: PreTrainedModel, mesh: DeviceMesh, plan: ParallelPla
     lora = [name for name, module in modules.items() if hasattr(module, "lora_A")]
     if lora:
         problems.append(
-            Problem("plan", lora[0], f"and {len(lora) - 1} more have LoRA adapters, which tp does not divide")
+            Problem(ProblemKind.PLAN, lora[0], f"and {len(lora) - 1} more have LoRA adapters, which tp does not divide")
         )
     return problems
 
@@ -272,11 +276,11 @@ def _unsuited(name: str, module: nn.Module, word: str) -> list[Problem]:
     style = TENSOR_STYLES[word]
     if style.compute is VocabularyParallel and isinstance(module, nn.Embedding):
         if module.max_norm is not None:
-            return [Problem("plan", name, "normalises its vectors (max_norm), which no share of them can")]
+            return [Problem(ProblemKind.PLAN, name, "normalises its vectors (max_norm), which no share of them can")]
         return []
     if style.compute is None or style.dim(2) is None:
         return []
-    return [Problem("plan", name, f"is a {type(module).__name__}, and {word} divides nn.Linear")]
+    return [Problem(ProblemKind.PLAN, name, f"is a {type(module).__name__}, and {word} divides nn.Linear")]
 
 
 def _uneven(name: str, parameter: torch.Tensor | None, style: Style, ranks: int) -> list[Problem]:
@@ -286,7 +290,9 @@ def _uneven(name: str, parameter: torch.Tensor | None, style: Style, ranks: int)
     if size % (ranks * style.blocks) == 0:
         return []
     packed = f", packed of {style.blocks}," if style.blocks > 1 else ""
-    return [Problem("divide", name, f"has {size} in dimension {dim}{packed} which tp={ranks} does not divide")]
+    return [
+        Problem(ProblemKind.DIVIDE, name, f"has {size} in dimension {dim}{packed} which tp={ranks} does not divide")
+    ]
 
 
 def _uneven_heads(
@@ -303,7 +309,9 @@ def _uneven_heads(
     config = model.config.get_text_config()
     named = [key for key in ("num_key_value_heads", "num_attention_heads") if getattr(config, key, None) == heads]
     kind = f" ({named[0]})" if named else ""
-    return [Problem("divide", name, f"has {heads} heads of {head_dim}{kind}, which tp={ranks} does not divide")]
+    return [
+        Problem(ProblemKind.DIVIDE, name, f"has {heads} heads of {head_dim}{kind}, which tp={ranks} does not divide")
+    ]
 
 
 def _expert_problems(model: PreTrainedModel, mesh: DeviceMesh, plan: ParallelPlan) -> list[Problem]:
@@ -315,7 +323,7 @@ def _expert_problems(model: PreTrainedModel, mesh: DeviceMesh, plan: ParallelPla
     modules = dict(model.named_modules())
     stacks = _stacks(rules)
     if not stacks:
-        return [Problem("plan", class_name(model), "has no experts that an expert-parallel plan divides")]
+        return [Problem(ProblemKind.PLAN, class_name(model), "has no experts that an expert-parallel plan divides")]
     problems = []
     for name, word in rules.items():
         if name in modules:
@@ -324,13 +332,13 @@ def _expert_problems(model: PreTrainedModel, mesh: DeviceMesh, plan: ParallelPla
         parameter = getattr(modules[owner], attribute)
         if EXPERT_STYLES[word].dim(parameter.ndim) is not None and parameter.shape[0] % ranks:
             problems.append(
-                Problem("divide", name, f"has {parameter.shape[0]} experts, which ep={ranks} does not divide")
+                Problem(ProblemKind.DIVIDE, name, f"has {parameter.shape[0]} experts, which ep={ranks} does not divide")
             )
     for name in stacks:
         if not hasattr(modules[name], "num_experts"):
-            problems.append(Problem("plan", name, "does not say how many experts it has (num_experts)"))
+            problems.append(Problem(ProblemKind.PLAN, name, "does not say how many experts it has (num_experts)"))
         problems += [
-            Problem("plan", parameter, "is in a stack that ep divides, and no rule says how")
+            Problem(ProblemKind.PLAN, parameter, "is in a stack that ep divides, and no rule says how")
             for parameter in _without_rule(model, name, rules)
         ]
     return problems

@@ -36,7 +36,7 @@ from nrl_models.distributed.styles import (
     VocabularyParallel,
     become,
 )
-from nrl_models.errors import Problem, ShardingError
+from nrl_models.errors import Problem, ProblemKind, ShardingError
 
 
 def parallelize(model: PreTrainedModel, mesh: DeviceMesh, plan: Plan | ParallelPlan = "auto") -> PreTrainedModel:
@@ -63,7 +63,8 @@ def parallelize(model: PreTrainedModel, mesh: DeviceMesh, plan: Plan | ParallelP
     try:
         if getattr(model, "sharding", None) is not None:
             raise ShardingError(
-                "the model is sharded already", [Problem("mesh", describe(sharding_of(model).mesh), "is its mesh")]
+                "the model is sharded already",
+                [Problem(ProblemKind.MESH, describe(sharding_of(model).mesh), "is its mesh")],
             )
         chosen = plan_for(model, mesh, plan)
     except ShardingError as caught:

@@ -39,7 +39,7 @@ from nrl_models.distributed.mesh import agree, gather_over, reporting_the_dead
 from nrl_models.distributed.saving import Attempt, write_together
 from nrl_models.distributed.sharding import sharding_of
 from nrl_models.distributed.shards import blocks_of
-from nrl_models.errors import CheckpointError, Problem, ShardingError
+from nrl_models.errors import CheckpointError, Problem, ProblemKind, ShardingError
 
 MODEL, OPTIMIZER, TRAINING = "model", "optimizer", "training.json"
 
@@ -214,7 +214,7 @@ def _naming_ranks(what: str) -> Iterator[None]:
             yield
     except CheckpointException as error:  # not an Exception
         problems = [
-            Problem("rank", f"rank {rank}", f"{type(cause).__name__}: {cause}")
+            Problem(ProblemKind.RANK, f"rank {rank}", f"{type(cause).__name__}: {cause}")
             for rank, (cause, _) in sorted(error.failures.items())
         ]
         raise ShardingError(f"cannot {what}", problems) from error
@@ -264,7 +264,9 @@ def _parameters(model: nn.Module, optimizer: Optimizer) -> dict[str, nn.Paramete
     given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if foreign := sum(id(parameter) not in names for parameter in given):
         detail = f"{foreign} of its {len(given)} parameters are not the model's: make it after the model is sharded"
-        raise CheckpointError("the optimiser is not this model's", [Problem("unexpected", "optimizer", detail)])
+        raise CheckpointError(
+            "the optimiser is not this model's", [Problem(ProblemKind.UNEXPECTED, "optimizer", detail)]
+        )
     return {names[id(parameter)]: parameter for parameter in given}
 
 
@@ -280,7 +282,7 @@ def _optimizer_tensors(model: PreTrainedModel, optimizer: Optimizer, *, is_sourc
             if not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
                 shape = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
                 detail = f"is {shape}, neither a scalar nor of the parameter's shape {tuple(parameter.shape)}"
-                problems.append(Problem("shape", f"{name}: {key}", detail))
+                problems.append(Problem(ProblemKind.SHAPE, f"{name}: {key}", detail))
                 continue
             if blocks := blocks_of(tensors[name], {name: value.detach()}):
                 result[f"{name}.{key}"] = ShardOfTensor.of(parameter.shape, blocks, is_source=is_source)
@@ -365,9 +367,9 @@ def _check_files(folder: Path, training: Mapping[str, Any], parts: Collection[st
         if name.partition("/")[0] not in parts:
             continue
         if not (folder / name).is_file():
-            problems.append(Problem("file", name, "is not there"))
+            problems.append(Problem(ProblemKind.FILE, name, "is not there"))
         elif (found := (folder / name).stat().st_size) != size:
-            problems.append(Problem("file", name, f"has {found} bytes; {size} were written"))
+            problems.append(Problem(ProblemKind.FILE, name, f"has {found} bytes; {size} were written"))
     if problems:
         raise CheckpointError(f"{folder} is not whole", problems, ["take an earlier checkpoint, or copy it again"])
 
@@ -379,17 +381,19 @@ def _read_training(folder: Path) -> dict[str, Any]:
         detail = f"cannot be read, so this is no whole checkpoint: {error}"
         raise CheckpointError(
             f"cannot resume from {folder}",
-            [Problem("file", TRAINING, detail)],
+            [Problem(ProblemKind.FILE, TRAINING, detail)],
             ["give a folder that save_checkpoint wrote; a plain Hugging Face checkpoint loads with from_pretrained"],
         ) from error
 
 
 def _check_tensors(folder: Path, saved: Metadata, expected: Mapping[str, tuple[int, ...]]) -> None:
     stored = {name: tuple(stored_tensor.size) for name, stored_tensor in saved.state_dict_metadata.items()}  # type: ignore[union-attr]
-    problems = [Problem("missing", name, "is not there") for name in expected.keys() - stored.keys()]
-    problems += [Problem("unexpected", name, "is no tensor of this model") for name in stored.keys() - expected.keys()]
+    problems = [Problem(ProblemKind.MISSING, name, "is not there") for name in expected.keys() - stored.keys()]
     problems += [
-        Problem("shape", name, f"has shape {shape}, the model expects {expected[name]}")
+        Problem(ProblemKind.UNEXPECTED, name, "is no tensor of this model") for name in stored.keys() - expected.keys()
+    ]
+    problems += [
+        Problem(ProblemKind.SHAPE, name, f"has shape {shape}, the model expects {expected[name]}")
         for name, shape in stored.items()
         if name in expected and shape != tuple(expected[name])
     ]
@@ -404,10 +408,14 @@ def _check_optimizer(folder: Path, model: PreTrainedModel, optimizer: Optimizer,
     problems = []
     if len(groups) != len(stored):
         detail = f"has {len(stored)} parameter groups, this optimiser {len(groups)}"
-        problems.append(Problem("unexpected", "optimizer", detail))
+        problems.append(Problem(ProblemKind.UNEXPECTED, "optimizer", detail))
     for number, (ours, theirs) in enumerate(zip(groups, stored, strict=False)):
         where = f"is in group {number}"
-        problems += [Problem("missing", name, f"{where} here, and not there") for name in sorted(ours - theirs)]
-        problems += [Problem("unexpected", name, f"{where} there, and not here") for name in sorted(theirs - ours)]
+        problems += [
+            Problem(ProblemKind.MISSING, name, f"{where} here, and not there") for name in sorted(ours - theirs)
+        ]
+        problems += [
+            Problem(ProblemKind.UNEXPECTED, name, f"{where} there, and not here") for name in sorted(theirs - ours)
+        ]
     if problems:
         raise CheckpointError(f"{folder} is a checkpoint of another optimiser", problems)

@@ -30,6 +30,7 @@ from nrl_models.common.state_dict.matching import is_wide_float
 from nrl_models.errors import (
     CheckpointError,
     Problem,
+    ProblemKind,
     RemoteCodeError,
     UnknownArchitectureError,
     UnknownArgumentError,
@@ -224,7 +225,7 @@ def _prepare(class_for: ClassFor, path_or_id: str | Path, given: LoadOptions, ov
     is_read_plain = given.quantization_config is None and _method(quantised_as) in METHODS
     if quantised_as is not None and not is_read_plain:
         if given.mesh is not None:
-            problem = Problem("dtype", "quantization_config", "a quantised model is not sharded")
+            problem = Problem(ProblemKind.DTYPE, "quantization_config", "a quantised model is not sharded")
             raise CheckpointError(f"cannot load {path_or_id}", [problem], ["load it without mesh"])
         quantised = _load_quantised(model_class, folder, config, given, construction, device)
         return Prepared(quantised, folder, None, quantised.dtype, device)
@@ -255,7 +256,11 @@ def _load_quantised(
         options |= {name: getattr(given, name) for name in asked}
     load = vars(PreTrainedModel)["from_pretrained"].__func__  # a family's class has another of that name
     model, info = load(model_class, folder, output_loading_info=True, **options)
-    kinds = {"missing_keys": "missing", "unexpected_keys": "unexpected", "mismatched_keys": "shape"}
+    kinds = {
+        "missing_keys": ProblemKind.MISSING,
+        "unexpected_keys": ProblemKind.UNEXPECTED,
+        "mismatched_keys": ProblemKind.SHAPE,
+    }
     problems = [
         Problem(kind, str(key), "reported by transformers, which loads quantised checkpoints")
         for name, kind in kinds.items()
@@ -403,7 +408,7 @@ def read_config(folder: Path, *, trust_remote_code: bool = False) -> PreTrainedC
         except StrictDataclassFieldValidationError as error:
             raise CheckpointError(
                 f"cannot load {folder}",
-                [Problem("config", CONFIG_NAME, in_words(error))],
+                [Problem(ProblemKind.CONFIG, CONFIG_NAME, in_words(error))],
                 ["give the value in the type that is expected"],
             ) from refused
 
@@ -422,7 +427,7 @@ def _needs_its_code(folder: Path, trust_remote_code: bool) -> bool:
         model_type = content.get("model_type")
     except (ValueError, AttributeError) as error:
         raise CheckpointError(
-            f"cannot load {folder}", [Problem("file", CONFIG_NAME, f"is not a JSON object: {error}")]
+            f"cannot load {folder}", [Problem(ProblemKind.FILE, CONFIG_NAME, f"is not a JSON object: {error}")]
         ) from error
     if model_type in CONFIG_MAPPING:
         return False

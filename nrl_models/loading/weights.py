@@ -33,7 +33,7 @@ from nrl_models.common.state_dict.layer_patterns import Names, Pattern, Renamer,
 from nrl_models.common.state_dict.matching import Match, is_wide_float, match
 from nrl_models.common.state_dict.views import HFTensor
 from nrl_models.common.switches import is_off
-from nrl_models.errors import CheckpointError, Problem
+from nrl_models.errors import CheckpointError, Problem, ProblemKind
 
 logger = logging.get_logger(__name__)
 
@@ -266,7 +266,7 @@ def _dtype_problems(adapter: StateDictAdapter, found: Match, files: CheckpointFi
             stored = files.tensors[key]
             if adapter.own[name].dtype.is_floating_point and not is_wide_float(stored.dtype):
                 detail = f"is stored quantised, as {stored.dtype}; the model's is {adapter.own[name].dtype}"
-                problems.append(Problem("dtype", key, detail, stored.file))
+                problems.append(Problem(ProblemKind.DTYPE, key, detail, stored.file))
     return problems
 
 
@@ -282,16 +282,16 @@ def _tie_problems(
             shares = [torch.tensor_split(files.read(files.tensors[key]), count)[index] for key in (first, second)]
             if not torch.equal(*shares):
                 detail = f"differs from {second}, but the configuration ties them (tie_word_embeddings)"
-                problems.append(Problem("tied", first, detail, files.tensors[first].file))
+                problems.append(Problem(ProblemKind.TIED, first, detail, files.tensors[first].file))
     return problems
 
 
 _ADVICE = {
-    "partial": "the checkpoint lost tensors: download or save it again",
-    "duplicated": "keep one of the tensors that are there more than once",
-    "tied": "pass tie_word_embeddings=False to keep both",
-    "shape": "config.json and the weights disagree: one of them is of another model",
-    "dtype": (
+    ProblemKind.PARTIAL: "the checkpoint lost tensors: download or save it again",
+    ProblemKind.DUPLICATED: "keep one of the tensors that are there more than once",
+    ProblemKind.TIED: "pass tie_word_embeddings=False to keep both",
+    ProblemKind.SHAPE: "config.json and the weights disagree: one of them is of another model",
+    ProblemKind.DTYPE: (
         "quantised weights need a quantization_config that says how: FP8 by blocks and MXFP4 are read as plain "
         "weights, other methods by transformers' quantisers"
     ),
@@ -302,12 +302,12 @@ _ADVICE = {
 def _advice(model: PreTrainedModel, found: Match) -> list[str]:
     kinds = {problem.kind for problem in found.problems}
     advice = []
-    if "missing" in kinds or "unexpected" in kinds:
+    if ProblemKind.MISSING in kinds or ProblemKind.UNEXPECTED in kinds:
         advice.append(
             f"check that the checkpoint is one of {class_name(model)} and whole; to start from a part of it "
             "(a new head on a base model) pass strict=False"
         )
-    if "missing" in kinds and any("lm_head" in problem.subject for problem in found.problems):
+    if ProblemKind.MISSING in kinds and any("lm_head" in problem.subject for problem in found.problems):
         advice.append("if the checkpoint ties its head to the embeddings, pass tie_word_embeddings=True")
     return advice + [text for kind, text in _ADVICE.items() if kind in kinds]
 

@@ -9,7 +9,7 @@ from huggingface_hub import split_torch_state_dict_into_shards
 
 from nrl_models.auto import auto_class_for
 from nrl_models.common.checkpoint.files import CheckpointFiles, resolve_folder
-from nrl_models.errors import CheckpointError, Problem, UnknownArgumentError
+from nrl_models.errors import CheckpointError, Problem, ProblemKind, UnknownArgumentError
 
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "*.onnx_data")
 """Files of these kinds do not come along: they would hold the old weights, or others."""
@@ -40,7 +40,7 @@ def convert(source: str | Path, target: str | Path, *, dtype: str = "auto", max_
     if folder.resolve() == target.resolve():
         detail = "is the checkpoint itself"
         raise CheckpointError(
-            "cannot convert in place", [Problem("file", str(target), detail)], ["give another folder"]
+            "cannot convert in place", [Problem(ProblemKind.FILE, str(target), detail)], ["give another folder"]
         )
     # Nothing is computed, so nothing has to be side by side in memory: tensors go from file to file.
     model = auto_class_for(folder).from_pretrained(folder, dtype=dtype, combine=False)

@@ -30,7 +30,7 @@ from nrl_models.distributed.parallel_plan import plan_for
 from nrl_models.distributed.parallelize import divide_data, divide_model
 from nrl_models.distributed.sharding import sharding_of
 from nrl_models.distributed.styles import ExpertsOfThisRank
-from nrl_models.errors import Problem, ShardingError
+from nrl_models.errors import Problem, ProblemKind, ShardingError
 
 GIB = 2**30
 
@@ -142,7 +142,7 @@ def remedies(config: PreTrainedConfig, setting: Setting, memory: int) -> list[tu
 def _fake_mesh(sizes: Mapping[str, int]) -> Iterator[DeviceMesh]:
     """A mesh of ranks that are not there; this process is the first."""
     if dist.is_initialized():
-        problem = Problem("mesh", "this process", "is in a process group; estimates need one of their own")
+        problem = Problem(ProblemKind.MESH, "this process", "is in a process group; estimates need one of their own")
         raise ShardingError("cannot estimate here", [problem], ["run nrl-models plan in a process of its own"])
     dist.init_process_group("fake", rank=0, world_size=math.prod(sizes.values()))
     try:

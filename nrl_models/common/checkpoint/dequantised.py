@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from nrl_models.common.checkpoint.files import CheckpointFiles, StoredTensor
-from nrl_models.errors import CheckpointError, Problem
+from nrl_models.errors import CheckpointError, Problem, ProblemKind
 
 METHODS = ("fp8", "mxfp4")
 """What `quantization_config` calls the methods that are read here."""
@@ -99,7 +99,9 @@ class DequantisedFiles(CheckpointFiles):
                 continue
             scales = self.tensors.pop(f"{key}{SCALE}", None)
             if scales is None:
-                problems.append(Problem("missing", f"{key}{SCALE}", f"is not there, and {key} is FP8", values.file))
+                problems.append(
+                    Problem(ProblemKind.MISSING, f"{key}{SCALE}", f"is not there, and {key} is FP8", values.file)
+                )
                 continue
             # One scale for the whole, whatever its shape, or one for each block; the last of a row may be cut short.
             expected = () if block is None else _block_counts(values.shape, block)
@@ -107,13 +109,17 @@ class DequantisedFiles(CheckpointFiles):
                 detail = (
                     f"has shape {scales.shape}; {key} of shape {values.shape} in blocks of {block} needs {expected}"
                 )
-                problems.append(Problem("shape", scales.key, detail, scales.file))
+                problems.append(Problem(ProblemKind.SHAPE, scales.key, detail, scales.file))
             elif not scales.dtype.is_floating_point:
-                problems.append(Problem("dtype", scales.key, f"is {scales.dtype}, and scales are floats", scales.file))
+                problems.append(
+                    Problem(ProblemKind.DTYPE, scales.key, f"is {scales.dtype}, and scales are floats", scales.file)
+                )
             self._quantised[key] = Quantised(values, scales, block)
             self.tensors[key] = replace(values, dtype=torch.float32)
         left = [tensor for key, tensor in self.tensors.items() if key.endswith(SCALE)]
-        return problems + [Problem("unexpected", tensor.key, "scales no FP8 tensor", tensor.file) for tensor in left]
+        return problems + [
+            Problem(ProblemKind.UNEXPECTED, tensor.key, "scales no FP8 tensor", tensor.file) for tensor in left
+        ]
 
     def _pair_mxfp4(self) -> list[Problem]:
         problems = []
@@ -124,22 +130,26 @@ class DequantisedFiles(CheckpointFiles):
             del self.tensors[key]
             scales = self.tensors.pop(f"{name}{SCALES}", None)
             if scales is None:
-                problems.append(Problem("missing", f"{name}{SCALES}", f"is not there, and {key} is", values.file))
+                problems.append(
+                    Problem(ProblemKind.MISSING, f"{name}{SCALES}", f"is not there, and {key} is", values.file)
+                )
                 continue
             if (values.dtype, scales.dtype) != (torch.uint8, torch.uint8):
                 detail = f"is {values.dtype} with scales of {scales.dtype}; both are bytes in MXFP4"
-                problems.append(Problem("dtype", key, detail, values.file))
+                problems.append(Problem(ProblemKind.DTYPE, key, detail, values.file))
             if len(values.shape) < 3 or values.shape[-1] != 16 or scales.shape != values.shape[:-1]:
                 detail = f"has shape {scales.shape}; {key} of shape {values.shape} needs {values.shape[:-1]}"
-                problems.append(Problem("shape", scales.key, detail, scales.file))
+                problems.append(Problem(ProblemKind.SHAPE, scales.key, detail, scales.file))
                 continue
             if name in self.tensors:
-                problems.append(Problem("duplicated", name, f"is there beside {key}", values.file))
+                problems.append(Problem(ProblemKind.DUPLICATED, name, f"is there beside {key}", values.file))
             *stack, rows, groups, _ = values.shape
             self._quantised[name] = Quantised(values, scales, ())
             self.tensors[name] = StoredTensor(name, values.file, (*stack, groups * 32, rows), torch.bfloat16, 0)
         left = [tensor for key, tensor in self.tensors.items() if key.endswith(SCALES) and tensor.dtype == torch.uint8]
-        return problems + [Problem("unexpected", tensor.key, "scales no MXFP4 blocks", tensor.file) for tensor in left]
+        return problems + [
+            Problem(ProblemKind.UNEXPECTED, tensor.key, "scales no MXFP4 blocks", tensor.file) for tensor in left
+        ]
 
 
 def from_fp8(values: torch.Tensor, scales: torch.Tensor, block: tuple[int, ...] | None) -> torch.Tensor:

@@ -21,7 +21,7 @@ from transformers.modeling_utils import str_to_torch_dtype
 
 from nrl_models.common.checkpoint.page_maps import Run, joined, map_file, map_runs
 from nrl_models.common.garbage import no_collections
-from nrl_models.errors import CheckpointError, Problem
+from nrl_models.errors import CheckpointError, Problem, ProblemKind
 
 CONFIG_NAME = "config.json"
 ADAPTER_CONFIG_NAME = "adapter_config.json"
@@ -145,9 +145,9 @@ class CheckpointFiles:
         found = sorted(path.name for path in self.folder.glob("*") if path.suffix in (".bin", ".pt", ".pth", ".gguf"))
         if found:
             detail = f"only {', '.join(found)} found, and only safetensors are read: other formats can run code"
-            problems.append(Problem("format", str(self.folder), detail))
+            problems.append(Problem(ProblemKind.FORMAT, str(self.folder), detail))
         else:
-            problems.append(Problem("file", str(self.folder), f"has neither {WEIGHTS_NAME} nor {INDEX_NAME}"))
+            problems.append(Problem(ProblemKind.FILE, str(self.folder), f"has neither {WEIGHTS_NAME} nor {INDEX_NAME}"))
         return {}
 
     def _indexed_files(self, problems: list[Problem]) -> dict[str, set[str] | None]:
@@ -156,7 +156,7 @@ class CheckpointFiles:
             entries = list(weight_map.items())
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             detail = f"is not an index with a weight_map: {type(error).__name__}: {error}"
-            problems.append(Problem("index", INDEX_NAME, detail))
+            problems.append(Problem(ProblemKind.INDEX, INDEX_NAME, detail))
             return {}
         keys_in: dict[str, set[str]] = defaultdict(set)
         for key, file in entries:
@@ -166,10 +166,10 @@ class CheckpointFiles:
             path = PurePosixPath(file)
             if path.is_absolute() or ".." in path.parts or "\\" in file:
                 detail = f"points to {file!r}, outside the checkpoint folder"
-                problems += [Problem("index", key, detail, INDEX_NAME) for key in sorted(keys)]
+                problems += [Problem(ProblemKind.INDEX, key, detail, INDEX_NAME) for key in sorted(keys)]
             elif path.suffix != ".safetensors":
                 detail = f"points to {file!r}, which is not safetensors"
-                problems += [Problem("format", key, detail, INDEX_NAME) for key in sorted(keys)]
+                problems += [Problem(ProblemKind.FORMAT, key, detail, INDEX_NAME) for key in sorted(keys)]
             else:
                 files[file] = keys
         return files
@@ -178,24 +178,24 @@ class CheckpointFiles:
         path = self.folder / file
         if not path.is_file():
             keys = f", which should hold {len(expected)} tensors" if expected else ""
-            problems.append(Problem("file", file, f"is missing{keys}"))
+            problems.append(Problem(ProblemKind.FILE, file, f"is missing{keys}"))
             return
         try:
             with safe_open(path, framework="pt"):  # checks the header and that the file is all there
                 pass
         except (SafetensorError, OSError) as error:
             detail = f"is damaged or cut off ({path.stat().st_size} bytes on disk): {error}"
-            problems.append(Problem("file", file, detail))
+            problems.append(Problem(ProblemKind.FILE, file, detail))
             return
         found = set()
         for tensor in _stored_tensors(path, file, problems):
             found.add(tensor.key)
             if tensor.key in self.tensors:
                 other = self.tensors[tensor.key].file
-                problems.append(Problem("duplicated", tensor.key, f"is in {other} and in {file}"))
+                problems.append(Problem(ProblemKind.DUPLICATED, tensor.key, f"is in {other} and in {file}"))
             self.tensors[tensor.key] = tensor
         for key in sorted((expected or set()) - found):
-            problems.append(Problem("index", key, f"is not in {file}, where {INDEX_NAME} says it is", file))
+            problems.append(Problem(ProblemKind.INDEX, key, f"is not in {file}, where {INDEX_NAME} says it is", file))
 
 
 def _stored_tensors(path: Path, file: str, problems: list[Problem]) -> Iterator[StoredTensor]:
@@ -208,7 +208,7 @@ def _stored_tensors(path: Path, file: str, problems: list[Problem]) -> Iterator[
             continue
         if entry["dtype"] not in DTYPES:
             known = ", ".join(DTYPES)
-            problems.append(Problem("dtype", key, f"has dtype {entry['dtype']}; readable are {known}", file))
+            problems.append(Problem(ProblemKind.DTYPE, key, f"has dtype {entry['dtype']}; readable are {known}", file))
             continue
         start = 8 + length + entry["data_offsets"][0]
         yield StoredTensor(key, file, tuple(entry["shape"]), DTYPES[entry["dtype"]], start)
@@ -257,7 +257,7 @@ def resolve_folder(
             detail = f"is no folder, and cannot be fetched as a hub repository: {error}"
             raise CheckpointError(
                 f"cannot load {path_or_id}",
-                [Problem("file", str(path_or_id), detail)],
+                [Problem(ProblemKind.FILE, str(path_or_id), detail)],
                 ["check the path; for a hub repository check its name, your token and the network"],
             ) from error
     folder = folder / subfolder
@@ -266,7 +266,7 @@ def resolve_folder(
     if not (folder / CONFIG_NAME).is_file():
         raise CheckpointError(
             f"cannot load {folder}",
-            [Problem("file", CONFIG_NAME, "is missing")],
+            [Problem(ProblemKind.FILE, CONFIG_NAME, "is missing")],
             ["give the folder that holds config.json and the weights (see `subfolder`)"],
         )
     return folder
@@ -281,4 +281,4 @@ def _refuse_adapter(folder: Path) -> NoReturn:
     else:
         detail = "is that of a PEFT adapter, and the model's files are elsewhere"
         advice = f"load the model it names as base_model_name_or_path, {then}"
-    raise CheckpointError(f"cannot load {folder}", [Problem("format", ADAPTER_CONFIG_NAME, detail)], [advice])
+    raise CheckpointError(f"cannot load {folder}", [Problem(ProblemKind.FORMAT, ADAPTER_CONFIG_NAME, detail)], [advice])

@@ -21,7 +21,7 @@ from nrl_models.common.config.keys import (
 )
 from nrl_models.common.config.ledger import recorded
 from nrl_models.common.config.walk import own_values, walk
-from nrl_models.errors import ConfigurationError, Problem
+from nrl_models.errors import ConfigurationError, Problem, ProblemKind
 
 
 def check_config(
@@ -74,14 +74,14 @@ class _Check:
                 close = near or get_close_matches(key, sorted(declared_keys(type(part))), n=3)
                 meant = f"; did you mean {' or '.join(close)}?" if close else ""
                 detail = f"is {_shown(value)}, and neither {type(part).__name__} nor the model reads it{meant}"
-                yield Problem("unknown", path, detail)
+                yield Problem(ProblemKind.UNKNOWN, path, detail)
 
     def unsupported(self) -> Iterator[Problem]:
         """Values that are read by nobody, or of which it is known that the model does something else."""
         for path, _, key, value in walk(self.config):
             if key in self.values and not self._is_ignored(path, key) and value not in self.values[key]:
                 valid = " or ".join(map(_shown, self.values[key]))
-                yield Problem("unsupported", path, f"is {_shown(value)}; only {valid} is supported")
+                yield Problem(ProblemKind.UNSUPPORTED, path, f"is {_shown(value)}; only {valid} is supported")
         ledger = recorded().of.get(self.model_class.__name__)
         for path, default in (ledger.supported if ledger else {}).items():
             key = path.rpartition(".")[2]
@@ -89,7 +89,7 @@ class _Check:
             if value in (default, None) or self._is_ignored(path, key) or self._is_read(key):
                 continue
             detail = f"is {_shown(value)}, which no code honours; only {_shown(default)} is supported"
-            yield Problem("unsupported", path, detail)
+            yield Problem(ProblemKind.UNSUPPORTED, path, detail)
 
     def _is_ignored(self, path: str, key: str) -> bool:
         return path in self.ignored or key in self.ignored

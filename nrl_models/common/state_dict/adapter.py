@@ -23,7 +23,7 @@ from nrl_models.common.state_dict import layouts
 from nrl_models.common.state_dict.layouts import TensorSpec
 from nrl_models.common.state_dict.matching import match
 from nrl_models.common.state_dict.views import HFTensor, Piece, place_of
-from nrl_models.errors import Problem, StateDictError
+from nrl_models.errors import Problem, ProblemKind, StateDictError
 
 Layout = Literal["hub", "transformers"]
 """`hub`: the names and shapes of published checkpoints, what engines read and `save_pretrained`
@@ -159,7 +159,7 @@ class StateDictAdapter:
             StateDictError: names that are not the model's, or shapes that are not the parameter's.
         """
         unknown = [name for name in state_dict if name not in self.own]
-        problems = [Problem("unexpected", name, "is no tensor of this model") for name in unknown]
+        problems = [Problem(ProblemKind.UNEXPECTED, name, "is no tensor of this model") for name in unknown]
         if problems := problems + self._other_shapes(state_dict):
             raise StateDictError("state dict is not this model's", problems)
 
@@ -248,7 +248,9 @@ class StateDictAdapter:
             StateDictError: they are not those this adapter was made for.
         """
         own = {name: tensor.detach() for name, tensor in model.state_dict(keep_vars=True).items()}
-        problems = [Problem("missing", name, "is no more in the model") for name in self.own if name not in own]
+        problems = [
+            Problem(ProblemKind.MISSING, name, "is no more in the model") for name in self.own if name not in own
+        ]
         if problems := problems + self._other_shapes(own):
             advice = ["take model.state_dict_adapter again: it is made again when the structure has changed"]
             raise StateDictError("the model is not the one this adapter was made for", problems, advice)
@@ -256,7 +258,7 @@ class StateDictAdapter:
 
     def _other_shapes(self, tensors: Mapping[str, torch.Tensor]) -> list[Problem]:
         return [
-            Problem("shape", name, f"has shape {tuple(tensor.shape)}, expected {self.own[name].shape}")
+            Problem(ProblemKind.SHAPE, name, f"has shape {tuple(tensor.shape)}, expected {self.own[name].shape}")
             for name, tensor in tensors.items()
             if name in self.own and tuple(tensor.shape) != self.own[name].shape
         ]

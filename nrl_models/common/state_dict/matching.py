@@ -17,7 +17,7 @@ import torch
 from nrl_models.common.checkpoint.files import StoredTensor
 from nrl_models.common.state_dict.layouts import TensorSpec
 from nrl_models.common.state_dict.views import HFTensor, Place, View
-from nrl_models.errors import Problem
+from nrl_models.errors import Problem, ProblemKind
 
 
 @dataclass(slots=True)
@@ -64,11 +64,11 @@ def match(
         target = find(key)
         if target is None:
             if (why := why_unexpected(key)) is not None:
-                result.problems.append(Problem("unexpected", key, why, _file(tensor)))
+                result.problems.append(Problem(ProblemKind.UNEXPECTED, key, why, _file(tensor)))
         elif tensor.shape != target.shape:
             misfits.update(target.parameters)
             detail = f"has shape {tensor.shape}, the model expects {target.shape}"
-            result.problems.append(Problem("shape", key, detail, _file(tensor)))
+            result.problems.append(Problem(ProblemKind.SHAPE, key, detail, _file(tensor)))
         else:
             for parameter in target.parameters:
                 result.sources[parameter].append((key, target))
@@ -80,7 +80,7 @@ def match(
         if name not in result.sources and name not in result.copies and name not in misfits:
             result.missing.append(name)
             if not may_miss(name):
-                result.problems.append(Problem("missing", _listed(absent(name, ())), "is not there"))
+                result.problems.append(Problem(ProblemKind.MISSING, _listed(absent(name, ())), "is not there"))
     return result
 
 
@@ -99,14 +99,16 @@ def _coverage(
     files = sorted({file for key in keys if (file := _file(given[key]))})
     file = ", ".join(files) or None
     if filled > wanted or (wanted and _overlap(views, places)):  # nothing is filled twice where nothing is
-        return [Problem("duplicated", _listed(keys), f"fill {name} more than once", file)]
+        return [Problem(ProblemKind.DUPLICATED, _listed(keys), f"fill {name} more than once", file)]
     if filled < wanted:
         missing = _listed(absent(name, [target for _, target in sources]))
-        return [Problem("partial", _listed(keys), f"fill only a part of {name}; {missing} is not there", file)]
+        return [
+            Problem(ProblemKind.PARTIAL, _listed(keys), f"fill only a part of {name}; {missing} is not there", file)
+        ]
     dtypes = {given[key].dtype for key in keys}
     if len(dtypes) > 1 and not all(is_wide_float(dtype) for dtype in dtypes):
         listed = _listed(sorted(map(str, dtypes)))
-        return [Problem("dtype", _listed(keys), f"cannot be one tensor: they are {listed}", file)]
+        return [Problem(ProblemKind.DTYPE, _listed(keys), f"cannot be one tensor: they are {listed}", file)]
     return []
 
 

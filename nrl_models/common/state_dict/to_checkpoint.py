@@ -15,7 +15,7 @@ from nrl_models.common.state_dict.adapter import StateDictAdapter, adapter_of
 from nrl_models.common.state_dict.conversions import are_alike
 from nrl_models.common.state_dict.layouts import convert_layout, hub_conversions
 from nrl_models.common.state_dict.views import HFTensor
-from nrl_models.errors import CheckpointError, Problem
+from nrl_models.errors import CheckpointError, Problem, ProblemKind
 
 
 @no_collections()
@@ -81,7 +81,7 @@ def _values(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     if any(has_offloaded_params(module) for module in model.modules()):
         fetched = get_state_dict_offloaded_model(model)
         own = {name: fetched.get(name, tensor) if tensor.is_meta else tensor for name, tensor in own.items()}
-    if problems := [Problem("missing", name, "is on meta") for name, tensor in own.items() if tensor.is_meta]:
+    if problems := [Problem(ProblemKind.MISSING, name, "is on meta") for name, tensor in own.items() if tensor.is_meta]:
         raise CheckpointError(
             f"{type(model).__name__} has tensors without values",
             problems,
@@ -97,7 +97,7 @@ def _check_ties(model: PreTrainedModel, adapter: StateDictAdapter, values: Mappi
     """
     own = model.state_dict(keep_vars=True)
     problems = [
-        Problem("tied", name, f"is not the same tensor as {kept}, but the configuration ties them")
+        Problem(ProblemKind.TIED, name, f"is not the same tensor as {kept}, but the configuration ties them")
         for name, kept in adapter.tied.items()
         if name in own and kept in own and not _same_storage(own[name], own[kept])
         if not (own[name].is_meta and torch.equal(values[name], values[kept]))
@@ -105,7 +105,9 @@ def _check_ties(model: PreTrainedModel, adapter: StateDictAdapter, values: Mappi
     head = getattr(model.get_output_embeddings(), "weight", None)
     embeddings = getattr(model.get_input_embeddings(), "weight", None)
     if not adapter.tied and head is not None and embeddings is not None and _same_storage(head, embeddings):
-        problems.append(Problem("tied", "the output embeddings", "share the input embeddings' storage, untied"))
+        problems.append(
+            Problem(ProblemKind.TIED, "the output embeddings", "share the input embeddings' storage, untied")
+        )
     if problems:
         raise CheckpointError(
             f"{type(model).__name__} and its configuration disagree on tied weights",
