@@ -17,7 +17,7 @@ from nrl_models.families.table.rows import STANDARD
 
 ROOT = Path(__file__).parents[1]
 FAMILIES = "nrl_models/families/"
-TABLE = f"{FAMILIES}standard/table.py"
+TABLE = f"{FAMILIES}table/rows.py"
 ALSO = ("baichuan", "gemma4", "kimi_vl", "nemotron_h", "qwen2_5_vl", "qwen3_5")
 """Patterns that `ONE_OF_EACH_PATTERN` leaves to whoever has more time: images, audio, states, code of our own."""
 

@@ -1,4 +1,4 @@
-"""Model families: which architectures each serves, one folder for a family, and `standard` for those that need none.
+"""Model families: which architectures each serves, one folder for a family, and `table` for those that need none.
 
 Importing this imports no model: `nrl_models.registry` reads it.
 """
@@ -48,7 +48,7 @@ REQUIREMENTS: dict[str, str] = {"Gemma3nForConditionalGeneration": "timm>=1.0"}
 
 def module_of(family: str) -> str:
     """The name of the module that has a family's classes."""
-    return f"nrl_models.families.{family if family in FAMILIES else 'standard'}.model"
+    return f"nrl_models.families.{family}.model" if family in FAMILIES else "nrl_models.families.table.classes"
 
 
 def decoder_sizes(

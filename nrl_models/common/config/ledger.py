@@ -30,7 +30,7 @@ the family does not do (`FamilyModel.config_values`). It is refused (`nrl_models
 UNTRIED = "untried"
 """The kind of a key that something reads, and that was not changed yet (`nrl-models ledger` goes on with those)."""
 
-FILE = Path(__file__).parents[1] / "families" / "ledger.json"
+FILE = Path(__file__).parents[2] / "families" / "ledger.json"
 """The recorded ledgers; `nrl-models ledger` writes it."""
 
 

@@ -80,7 +80,7 @@ def test_into_this_repository_with_its_entry_and_its_page(tmp_path: Path, config
     shutil.copytree(ROOT / "docs", tmp_path / "copy" / "docs")
     table = tmp_path / "copy" / "nrl_models" / "families" / "__init__.py"
     before = table.read_text()
-    standard = table.parent / "standard" / "table.py"
+    standard = table.parent / "table" / "rows.py"
     rows = standard.read_text()
     row = next(row for row in rows.splitlines(keepends=True) if row.startswith('    "cwm": Standard('))
     standard.write_text(rows.replace(row, ""))

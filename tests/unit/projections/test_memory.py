@@ -278,3 +278,26 @@ def test_parameters_stay_the_same_objects(plain: Attention) -> None:
     expected = plain.q_proj.weight.detach() - 1
     optimizer.step()
     assert torch.equal(plain.qkv_proj.weight[:12], expected)
+
+
+def test_storages_of_their_own_over_the_same_memory() -> None:
+    stack = torch.arange(24, dtype=torch.bfloat16).view(4, 2, 3)
+    alone = torch.ones(3)
+    tensors = {f"experts.{index}": stack[index] for index in range(4)} | {
+        "alone": alone,
+        "a part": torch.zeros(4, 4)[1:],
+        "transposed": stack[0].t(),
+        "none": torch.empty(0, 3),
+    }
+    separate = {name: own_storage(tensor) for name, tensor in tensors.items()}
+    assert list(separate) == list(tensors)
+    assert all(
+        torch.equal(separate[name], tensor) and separate[name].dtype == tensor.dtype for name, tensor in tensors.items()
+    )
+    stored = [tensor for tensor in separate.values() if tensor.numel()]
+    assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in stored)
+    assert len({tensor.untyped_storage().data_ptr() for tensor in stored if tensor.is_contiguous()}) == len(stored)
+    for index in range(4):
+        assert separate[f"experts.{index}"].data_ptr() == stack[index].data_ptr()
+    del tensors, stack
+    assert separate["experts.3"].tolist() == [[18, 19, 20], [21, 22, 23]]  # the memory is still there

@@ -1,0 +1,23 @@
+"""Collections are switched off while much is made."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+
+from nrl_models.common.garbage import no_collections
+
+
+def test_collections_are_off_inside_and_on_again_after_errors() -> None:
+    @no_collections()
+    def fails() -> None:
+        assert not gc.isenabled()
+        with no_collections():
+            pass
+        assert not gc.isenabled()
+        raise KeyError
+
+    with pytest.raises(KeyError):
+        fails()
+    assert gc.isenabled()
