@@ -14,14 +14,24 @@ from packaging.requirements import Requirement
 
 from nrl_models import families
 from nrl_models.errors import FamilyImportError, RegistrationError
-from nrl_models.families.table.rows import STANDARD
+from nrl_models.families.facts import Family
+from nrl_models.families.table import TABLE
 
-_ROWS = {name: entry.architectures for name, entry in STANDARD.items() if entry.architectures}
 
-FAMILIES: dict[str, tuple[str, ...]] = dict(sorted((families.FAMILIES | _ROWS).items()))
+def _split(target: str) -> tuple[str, str]:
+    module, _, attribute = target.partition(":")
+    return module.strip(), attribute.strip()
+
+
+_FAMILIES: dict[str, Family] = dict(
+    sorted((families.folders() | {name: row.family for name, row in TABLE.items() if row.architectures}).items())
+)
+
+FAMILIES: dict[str, tuple[str, ...]] = {name: family.architectures for name, family in _FAMILIES.items()}
 """The families in this repository and the architectures each serves."""
 
-ALIASES = families.ALIASES
+ALIASES: dict[str, str] = {alias: name for family in _FAMILIES.values() for alias, name in family.aliases.items()}
+"""Other names that configurations have for an architecture."""
 
 MODEL_ARCH_MAPPING: OrderedDict[str, tuple[str, str]] = OrderedDict(
     (architecture, (families.module_of(family), architecture))
@@ -32,14 +42,14 @@ MODEL_ARCH_MAPPING.update((alias, MODEL_ARCH_MAPPING[name]) for alias, name in A
 """For each architecture (`config.architectures`) the module and class that serve it, imported on first use."""
 
 _CUSTOM_CONFIG_REGISTRATIONS: dict[str, tuple[str, str]] = {
-    "baichuan": ("nrl_models.families.baichuan.configuration", "BaichuanConfig"),
-    "kimi_vl": ("nrl_models.families.kimi_vl.configuration", "KimiVLConfig"),
-    "moonvit": ("nrl_models.families.kimi_vl.configuration", "MoonViTConfig"),
+    model_type: _split(f"{families.__name__}.{name}.{where}")
+    for name, family in _FAMILIES.items()
+    for model_type, where in family.configs.items()
 }
 """For each `model_type` that transformers lacks the module and class of its configuration."""
 
-_REQUIREMENTS: dict[str, str] = families.REQUIREMENTS | {
-    name: f"transformers>={entry.since}" for entry in STANDARD.values() if entry.since for name in entry.architectures
+_REQUIREMENTS: dict[str, str] = {
+    name: requirement for family in _FAMILIES.values() for name, requirement in family.requires.items()
 }
 """For each architecture that needs more than this package does the requirement, e.g. `transformers>=5.18`."""
 
@@ -194,11 +204,6 @@ def _read_entry_points() -> None:
             _shadowing[point.name] = point.value
         else:
             MODEL_ARCH_MAPPING[point.name] = _split(point.value)
-
-
-def _split(target: str) -> tuple[str, str]:
-    module, _, attribute = target.partition(":")
-    return module.strip(), attribute.strip()
 
 
 def _entry(name: str, target: str | type) -> tuple[str, str]:

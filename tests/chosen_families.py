@@ -5,19 +5,18 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
-import sys
+from collections.abc import Iterable
 from pathlib import Path
-from types import ModuleType
 
 from patterns import ONE_OF_EACH_PATTERN
 
 from nrl_models import registry
-from nrl_models.families.table.rows import STANDARD
 
 ROOT = Path(__file__).parents[1]
 FAMILIES = "nrl_models/families/"
-TABLE = f"{FAMILIES}table/rows.py"
+TABLE = f"{FAMILIES}table"
 ALSO = ("baichuan", "gemma4", "kimi_vl", "nemotron_h", "qwen2_5_vl", "qwen3_5")
 """Patterns that `ONE_OF_EACH_PATTERN` leaves to whoever has more time: images, audio, states, code of our own."""
 
@@ -36,13 +35,22 @@ def changed() -> set[str]:
     files = git("diff", "--name-only", base, "--", FAMILIES).splitlines()
     files += git("ls-files", "--others", "--exclude-standard", "--", FAMILIES).splitlines()
     found = {file.removeprefix(FAMILIES).partition("/")[0] for file in files}
-    if TABLE in files and (source := git("show", f"{base}:{TABLE}")):
-        before = ModuleType("table_before")
-        sys.modules[before.__name__] = before  # where dataclasses look for it
-        exec(source, before.__dict__)
-        rows = {name: repr(row) for name, row in before.STANDARD.items()}
-        found |= {name for name, row in STANDARD.items() if rows.get(name) != repr(row)}
-    return found
+    was = git("ls-tree", "-r", "--name-only", base, "--", FAMILIES).splitlines()
+    before = rows_in(git("show", f"{base}:{file}") for file in was if file.endswith(".py"))
+    now = rows_in(file.read_text() for file in (ROOT / TABLE).glob("*.py"))
+    return found | {name for name, row in now.items() if before.get(name) != row}
+
+
+def rows_in(sources: Iterable[str]) -> dict[str, str]:
+    """The rows of the table in Python files, by family: what each is made with."""
+    return {
+        key.value: " ".join(map(ast.unparse, [*value.args, *value.keywords]))
+        for source in sources
+        for table in ast.walk(ast.parse(source))
+        if isinstance(table, ast.Dict)
+        for key, value in zip(table.keys, table.values, strict=True)
+        if isinstance(key, ast.Constant) and isinstance(value, ast.Call)
+    }
 
 
 def git(*arguments: str) -> str:

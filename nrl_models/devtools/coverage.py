@@ -264,9 +264,9 @@ def _ledger_lines(architectures: Iterable[str]) -> list[str]:
 
 def _about(family: str) -> str:
     """What a family's module says of it; a row of the table says nothing."""
-    if family in families.FAMILIES:
+    if family in families.folders():
         return (sys.modules[families.module_of(family)].__doc__ or "").strip()
-    return f"`transformers.models.{family}`, as a row of `nrl_models/families/table/rows.py`."
+    return f"`transformers.models.{family}`, as a row of `nrl_models/families/table`."
 
 
 def _by_reason(results: Results, outcome: str) -> list[str]:

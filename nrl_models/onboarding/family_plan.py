@@ -18,7 +18,7 @@ from nrl_models import registry
 from nrl_models.common.checkpoint.files import CheckpointFiles
 from nrl_models.common.config.keys import BOOKKEEPING
 from nrl_models.errors import NRLModelsError, StateDictError, in_words
-from nrl_models.families import FAMILIES
+from nrl_models.families import folders
 from nrl_models.loading.pretrained import read_config
 from nrl_models.loading.weights import fit_checkpoint
 from nrl_models.onboarding.detect import Detection, detect
@@ -166,9 +166,9 @@ def nearest_family(config: PreTrainedConfig) -> tuple[str, float] | None:
     """The family with a folder of its own whose configuration has most keys in common (Jaccard index)."""
     keys = set(config.to_dict()) - NOT_STRUCTURE
     scores = {}
-    for family, architectures in FAMILIES.items():
-        if not any(registry.unmet_requirement(name) for name in architectures):
-            found: Any = registry.model_class(architectures[0])
+    for family, facts in folders().items():
+        if not any(registry.unmet_requirement(name) for name in facts.architectures):
+            found: Any = registry.model_class(facts.architectures[0])
             other = set(found.reference_class().config_class().to_dict()) - NOT_STRUCTURE
             scores[family] = len(keys & other) / len(keys | other)
     best = max(scores, key=scores.__getitem__)

@@ -63,12 +63,21 @@ $ pytest --nrl-family {package}.model:{plan.architectures[0]}
     )
 
 
+def facts_source(plan: FamilyPlan) -> str:
+    """The `__init__.py` of a family in this repository, which says what the registry has to know."""
+    names = "".join(f"\n        {dumps(name)}," for name in plan.architectures)
+    return (
+        f'"""{title(plan)}."""\n\nfrom nrl_models.families.facts import Family\n\n'
+        f"FAMILY = Family(\n    ({names}\n    )\n)\n"
+    )
+
+
 def plain_source(plan: FamilyPlan) -> str:
     """A module with the same architectures and nothing rewritten: what fails there is not the family's doing."""
     hf = plan.model_class.__module__.rpartition(".")
     heads = "\n".join(f"{name} = Plain.head(hf.{name})" for name in plan.architectures)
     return (
-        f"from {hf[0]} import {hf[2]} as hf\n\nfrom nrl_models.common import FamilyModel\n\n\n"
+        f"from {hf[0]} import {hf[2]} as hf\n\nfrom nrl_models.family import FamilyModel\n\n\n"
         f"class Plain(FamilyModel):\n    tiny = {dict(plan.tiny)!r}\n\n\n{heads}\n"
     )
 
@@ -82,7 +91,7 @@ def title(plan: FamilyPlan) -> str:
 def model_source(plan: FamilyPlan, limits: Mapping[str, str]) -> str:
     """The family's `model.py`."""
     modules = _aliases(plan)
-    rows, used = [], {"FamilyModel"}
+    rows, used = [], set()
     for name in plan.detection.groups:
         module, _, layer = name.partition(":")
         maker, arguments = _made_of(plan, name)
@@ -93,11 +102,14 @@ def model_source(plan: FamilyPlan, limits: Mapping[str, str]) -> str:
     model = plan.model_class.__name__.partition("For")[0]
     paths = [(*module.rpartition(".")[::2], alias) for module, alias in sorted(modules.items())]
     first, *others = plan.architectures
+    makers = sorted(used, key=lambda name: (name.islower(), name))
     lines = [
         *(f'"""{title(plan)}."""', ""),
         *(f"from {package} import {name} as {alias}" for package, name, alias in paths),
-        *("", f"from nrl_models.common import {', '.join(sorted(used, key=lambda name: (name.islower(), name)))}"),
+        "",
         *(["from nrl_models.common.forward.mrope import FreshPositions"] if plan.detection.keeps_offsets else []),
+        *([f"from nrl_models.common.projections import {', '.join(makers)}"] if makers else []),
+        "from nrl_models.family import FamilyModel",
         *("", "", f"class {model}Family(FamilyModel):", f'    """What every {model} model shares."""', ""),
         *("    rewrites = {", *rows, "    }", *_mapping("tiny", plan.tiny), *_mapping("limits", limits)),
         *("", "", f"{first} = ModelClass = {model}Family.head(hf.{first})"),

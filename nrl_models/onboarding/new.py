@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import nrl_models
-from nrl_models import families
 from nrl_models.common.config.ledger import FILE as LEDGER
 from nrl_models.onboarding.family_plan import FamilyPlan, OnboardingError, plan_family
-from nrl_models.onboarding.family_source import plain_source, write_package, write_project
+from nrl_models.onboarding.family_source import facts_source, plain_source, write_package, write_project
 from nrl_models.testing.features import INVARIANCES, SUITE, generated_tests
 
 Result = dict[str, Any]
@@ -61,7 +60,7 @@ def new_family(
         source: a folder with `config.json`, with or without weights, or such a file.
         name: of the package; the configuration's `model_type` if None.
         out_of_tree: a new folder for an installable package with entry points; into this repository if None: the
-            package, its entry in `nrl_models/families/__init__.py`, its ledger, and its coverage page.
+            package, its ledger, and its coverage page.
         again: see `plan_family`.
 
     Raises:
@@ -188,23 +187,18 @@ def _place(made: Path, target: Path) -> list[Path]:
 
 
 def _register(plan: FamilyPlan, root: Path, results: list[Result]) -> tuple[list[Path], list[str]]:
-    """Enter the family in the table, and its results in the coverage pages: what was written, and what was not."""
-    table = root / "nrl_models" / "families" / "__init__.py"
-    names = ", ".join(f'"{name}"' for name in plan.architectures) + ("," if len(plan.architectures) == 1 else "")
-    entries = families.FAMILIES | {plan.name: plan.architectures}
-    following = next((name for name in sorted(entries) if name > plan.name and name in families.FAMILIES), None)
-    entry, text = f'    "{plan.name}": ({names}),\n', table.read_text()
-    place = text.index(f'    "{following}": (') if following else text.index("\n}", text.index("FAMILIES")) + 1
-    table.write_text(text[:place] + entry + text[place:])
+    """Declare the family, and enter its results in the coverage pages: what was written, and what was not."""
+    facts = root / "nrl_models" / "families" / plan.name / "__init__.py"
+    facts.write_text(facts_source(plan))
     if not results:
-        return [table], []
+        return [], []
     pages = root / "docs" / "model-coverage"
     content = json.loads((pages / "results.json").read_text())
     kept = [one for one in content["results"] if one["architecture"] not in plan.architectures]
     content["results"] = sorted([*kept, *results], key=lambda one: one["architecture"])
     (pages / "results.json").write_text(json.dumps(content, indent=1) + "\n")
     # The registry of this process does not know the family: another one writes its ledger, and the pages.
-    written, problems = [table, pages / "results.json"], []
+    written, problems = [pages / "results.json"], []
     coverage = ["coverage", "--results", str(pages / "results.json"), "--out", str(pages)]
     for what, arguments, made in (
         ("the ledger of its configuration's keys", ["ledger", "--again", *plan.architectures], LEDGER),

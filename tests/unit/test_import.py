@@ -19,7 +19,7 @@ import pytest
 
 import nrl_models
 from nrl_models import families, registry
-from nrl_models.families.table.rows import STANDARD
+from nrl_models.families.table import TABLE
 
 ROOT = Path(nrl_models.__file__).parent
 PYPROJECT = tomllib.loads((ROOT.parent / "pyproject.toml").read_text())
@@ -279,15 +279,15 @@ def test_nothing_is_imported_from_transformers_integrations() -> None:
 
 # What knows models by name
 
-STEMS = {re.split(r"[\d_]", family)[0] for family in families.FAMILIES}
-MODEL_NAMES = {family.replace("_", "") for family in families.FAMILIES} | {
+STEMS = {re.split(r"[\d_]", family)[0] for family in families.folders()}
+MODEL_NAMES = {family.replace("_", "") for family in families.folders()} | {
     stem for stem in STEMS if len(stem) > 4 or stem == "qwen"
 }
 """Names of families as one word, `qwen3moe`, and what they begin with, unless that may be an ordinary word."""
 
 SERVED = (
     family.replace("_", "")
-    for family, entry in STANDARD.items()
+    for family, entry in TABLE.items()
     if entry.architectures and family != "git"  # also the program, whose folder is passed over
 )
 ROWS = re.compile(f"({'|'.join(SERVED)})(for|config|model|$)")

@@ -74,9 +74,9 @@ def test_every_built_in_architecture_imports_and_is_a_class_of_that_name() -> No
 
 
 def test_every_family_names_a_default_class() -> None:
-    for family, architectures in families.FAMILIES.items():
+    for family, facts in families.folders().items():
         module = import_module(f"nrl_models.families.{family}.model")
-        assert module.ModelClass.__name__ in architectures
+        assert module.ModelClass.__name__ in facts.architectures
 
 
 def test_an_unknown_architecture_is_none() -> None:

@@ -3,7 +3,7 @@
 from transformers.models.deepseek_v3 import modeling_deepseek_v3 as hf
 
 from nrl_models.common.projections import CombinedGateUp, combine
-from nrl_models.families import decoder_sizes
+from nrl_models.families.published import decoder_sizes
 from nrl_models.family import FamilyModel
 
 

@@ -4,7 +4,7 @@ from transformers.models.gemma2 import modeling_gemma2 as hf
 
 from nrl_models.common.flags import ModelFlag
 from nrl_models.common.projections import CombinedGateUp, CombinedQKV
-from nrl_models.families import decoder_sizes
+from nrl_models.families.published import decoder_sizes
 from nrl_models.family import FamilyModel
 
 

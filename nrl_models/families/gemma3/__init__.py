@@ -1,1 +1,12 @@
 """Gemma 3: q/k norms, five sliding-window layers to each full one; text alone or with a SigLIP vision tower."""
+
+from nrl_models.families.facts import Family
+
+FAMILY = Family(
+    (
+        "Gemma3ForCausalLM",
+        "Gemma3ForConditionalGeneration",
+        "Gemma3ForSequenceClassification",
+        "Gemma3TextForSequenceClassification",
+    )
+)

@@ -6,7 +6,7 @@ from transformers.models.siglip import modeling_siglip as siglip
 from nrl_models.common.flags import ModelFlag
 from nrl_models.common.forward.token_types import with_token_types
 from nrl_models.common.projections import CombinedGateUp, CombinedQKV
-from nrl_models.families import decoder_sizes
+from nrl_models.families.published import decoder_sizes
 from nrl_models.family import FamilyModel
 
 

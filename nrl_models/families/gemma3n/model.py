@@ -4,7 +4,8 @@ from transformers.models.gemma3n import modeling_gemma3n as hf
 
 from nrl_models.common.forward.kv_sharing import SharedKeyValues
 from nrl_models.common.projections import CombinedGateUp, CombinedQKV
-from nrl_models.families import decoder_sizes
+from nrl_models.families.limits import lacks
+from nrl_models.families.published import decoder_sizes
 from nrl_models.family import FamilyModel
 
 
@@ -16,7 +17,7 @@ class Gemma3nFamily(SharedKeyValues, FamilyModel):
         hf.Gemma3nTextMLP: CombinedGateUp,
         hf.Gemma3nAudioAttention: CombinedQKV,
     }
-    limits = {"tensor parallelism": "divided by transformers' plan it is not the model that one process computes"}
+    limits = lacks("tensor parallelism")
 
 
 E2B = decoder_sizes(262400, 2048, 8192, 30, 8, 2, num_kv_shared_layers=10, activation_sparsity_pattern=None)

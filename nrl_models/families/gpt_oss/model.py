@@ -9,7 +9,7 @@ from transformers.models.gpt_oss import modeling_gpt_oss as hf
 from nrl_models.common.config.keys import declared_keys
 from nrl_models.common.projections import CombinedQKV
 from nrl_models.common.switches import is_off
-from nrl_models.families import decoder_sizes
+from nrl_models.families.published import decoder_sizes
 from nrl_models.family import FamilyModel
 
 

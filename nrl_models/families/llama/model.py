@@ -3,7 +3,7 @@
 from transformers.models.llama import modeling_llama as hf
 
 from nrl_models.common.projections import CombinedGateUp, CombinedQKV
-from nrl_models.families import decoder_sizes
+from nrl_models.families.published import decoder_sizes
 from nrl_models.family import FamilyModel
 
 

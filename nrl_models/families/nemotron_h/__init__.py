@@ -1,1 +1,5 @@
 """Nemotron-H: Mamba-2, attention and MLPs or experts."""
+
+from nrl_models.families.facts import Family
+
+FAMILY = Family(("NemotronHForCausalLM",))

@@ -4,7 +4,7 @@ from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl as hf
 
 from nrl_models.common.forward.mrope import FreshPositions, PackedTextPositions
 from nrl_models.common.projections import CombinedGateUp, CombinedQKV
-from nrl_models.families import decoder_sizes
+from nrl_models.families.published import decoder_sizes
 from nrl_models.family import FamilyModel
 
 

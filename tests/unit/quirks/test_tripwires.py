@@ -12,7 +12,7 @@ from quirk_probes import OF_CLASS, OF_INSTALLED
 from quirk_tripwires import tripwire
 
 from nrl_models import families, registry
-from nrl_models.families.table.rows import STANDARD
+from nrl_models.families.table import TABLE
 from nrl_models.quirks import CATALOGUE, Quirk, Subject
 from nrl_models.testing.case import FamilyCase
 
@@ -32,10 +32,10 @@ TINY: dict[str, dict[str, Any]] = {
 OF_EVERY_MODEL = "LlamaForCausalLM"
 """The one that quirks of every model are asked of."""
 
-ROWS = {name: entry.architectures for name, entry in STANDARD.items() if entry.mixins}
+ROWS = {name: entry.architectures for name, entry in TABLE.items() if entry.mixins}
 ARCHITECTURES = [
     name
-    for names in (families.FAMILIES | ROWS).values()
+    for names in ({name: facts.architectures for name, facts in families.folders().items()} | ROWS).values()
     for name in names
     if not name.endswith("Classification") and not registry.unmet_requirement(name)
 ]

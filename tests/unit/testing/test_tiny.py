@@ -21,7 +21,7 @@ from nrl_models import families, registry
 from nrl_models.testing.case import FamilyCase
 from nrl_models.testing.tiny import tiny_config
 
-ARCHITECTURES = [name for names in families.FAMILIES.values() for name in names]
+ARCHITECTURES = [name for facts in families.folders().values() for name in facts.architectures]
 """Of families with a folder of their own: those of the table are held by their generated tests alone."""
 
 

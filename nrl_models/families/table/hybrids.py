@@ -1,0 +1,66 @@
+"""Decoders with layers that keep a state: state-space models, gated delta nets, recurrences, convolutions."""
+
+from nrl_models.families.limits import CACHED, LEFT, PACKED, lacks
+from nrl_models.families.table.row import ALL_HEADS, CAUSAL, CAUSAL_AND_SEQUENCE, GATE_UP, QKV, Row
+
+ROWS: dict[str, Row] = {
+    "bailing_hybrid": Row(
+        "BailingHybrid",
+        CAUSAL,
+        {
+            "DeltaAttention": "q_proj k_proj v_proj b_proj g_proj",
+            "MLP": GATE_UP,
+            "Attention": "q_proj kv_a_proj_with_mqa g_proj",
+        },
+        lacks(PACKED),
+        since="5.23",
+    ),
+    "bamba": Row("Bamba", CAUSAL, {"MLP": GATE_UP, "Attention": QKV}, lacks(PACKED, CACHED)),
+    "falcon_h1": Row("FalconH1", CAUSAL, {"Attention": QKV, "MLP": "up_proj gate_proj"}, lacks(PACKED)),
+    "granitemoehybrid": Row("GraniteMoeHybrid", CAUSAL, {"Attention": QKV}, lacks(PACKED)),
+    "inkling": Row(
+        "Inkling", CAUSAL, {"Attention": "q_proj k_proj v_proj r_proj"}, lacks(PACKED, "tensor parallelism")
+    ),
+    "jamba": Row("Jamba", CAUSAL_AND_SEQUENCE, {"MLP": GATE_UP, "Attention": QKV}, lacks(PACKED)),
+    "kimi_linear": Row(
+        "KimiLinear",
+        CAUSAL,
+        {
+            "DeltaAttention": "q_proj k_proj v_proj b_proj g_a_proj",
+            "MLP": GATE_UP,
+            "Attention": "q_proj kv_a_proj_with_mqa",
+        },
+        lacks(PACKED),
+        since="5.18",
+    ),
+    "lfm2": Row("Lfm2", CAUSAL, {"Attention": QKV, "MLP": "w1 w3"}),
+    "lfm2_moe": Row("Lfm2Moe", CAUSAL, {"MLP": "w1 w3", "Attention": QKV}, lacks(PACKED)),
+    "lfm3": Row(
+        "Lfm3", CAUSAL, {"MLP": "w1 w3", "Attention": "q_proj k_proj v_proj g_proj"}, lacks(PACKED), since="5.23"
+    ),
+    "minimax": Row(
+        "MiniMax",
+        ALL_HEADS,
+        {"Attention": "attention_qkv: q_proj k_proj v_proj", "LightningAttention": "qkv_proj output_gate"},
+        lacks(PACKED),
+    ),
+    "olmo_hybrid": Row(
+        "OlmoHybrid",
+        CAUSAL,
+        {"GatedDeltaNet": "q_proj k_proj v_proj b_proj a_proj g_proj", "MLP": GATE_UP, "Attention": QKV},
+        lacks(PACKED),
+    ),
+    "qwen3_next": Row(
+        "Qwen3Next",
+        ALL_HEADS,
+        {"GatedDeltaNet": "in_proj_qkvz in_proj_ba", "MLP": GATE_UP, "Attention": QKV},
+        lacks(PACKED),
+    ),
+    "recurrent_gemma": Row(
+        "RecurrentGemma",
+        CAUSAL,
+        {"RecurrentBlock": "linear_y linear_x", "Mlp": GATE_UP, "Attention": QKV},
+        lacks(LEFT, PACKED, CACHED),
+    ),
+    "xlstm": Row("xLSTM", CAUSAL, {"FeedForward": "proj_up_gate proj_up"}, lacks(LEFT, PACKED, CACHED)),
+}
