@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib import import_module
-from types import SimpleNamespace
 from typing import Any
 
 from torch import nn
@@ -68,7 +67,9 @@ def _package_of(layer: type[nn.Module]) -> str:
 
 def __getattr__(name: str) -> Any:
     if name in TABLE:
-        made: Any = SimpleNamespace(**{layer.__name__: layer for layer in _layers_of(name)})
+        # A class, because pickle finds attributes of nothing else in a module under its older protocols.
+        layers = {layer.__name__: layer for layer in _layers_of(name)}
+        made: Any = type(name, (), {"__module__": __name__, "__doc__": f"The rewritten layers of {name}."} | layers)
     else:
         package = next((package for package, row in TABLE.items() if name in row.architectures), None)
         if package is None:
