@@ -5,7 +5,6 @@ from nrl_models.distributed.mesh import parse_mesh
 from nrl_models.distributed.parallel_plan import ParallelPlan, plan_for
 from nrl_models.distributed.parallelize import parallelize
 from nrl_models.distributed.resume import load_checkpoint, save_checkpoint
-from nrl_models.distributed.saving import save_pretrained
 from nrl_models.distributed.shards import share_of
 
 __all__ = [
@@ -17,6 +16,5 @@ __all__ = [
     "parse_mesh",
     "plan_for",
     "save_checkpoint",
-    "save_pretrained",
     "share_of",
 ]

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from nrl_models.common.state_dict.views import HFTensor
-from nrl_models.distributed.mesh import reporting_the_dead
+from nrl_models.distributed.mesh import reporting_dead_ranks
 from nrl_models.distributed.shards import blocks_of, divided_over
 
 DEFAULT_BUCKET = 512 * 2**20
@@ -75,7 +75,7 @@ def _gather(
         if all(dim in divided[name] or mesh.get_local_rank(dim) == 0 for dim in summed_over):
             for block in blocks_of(tensor, own):
                 block.put_into(whole)
-    with reporting_the_dead("gather the model's tensors"):
+    with reporting_dead_ranks("gather the model's tensors"):
         for dim in summed_over:
             dist.all_reduce(buffer.view(torch.int32), group=mesh.get_group(dim))
     yield from result.items()

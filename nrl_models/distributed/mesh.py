@@ -112,7 +112,7 @@ def agree(mesh: DeviceMesh, what: str, facts: dict[str, Any], error: Exception |
     own = {key: _short(repr(value)) for key, value in facts.items()}
     message = None if error is None else f"{type(error).__name__}: {error}"
     try:
-        with reporting_the_dead(what):
+        with reporting_dead_ranks(what):
             ranks = gather_over(mesh, (dist.get_rank(), message, own))
     except ShardingError as dead:
         raise (dead if error is None else error) from dead
@@ -133,7 +133,7 @@ def agree(mesh: DeviceMesh, what: str, facts: dict[str, Any], error: Exception |
 
 
 @contextmanager
-def reporting_the_dead(what: str) -> Iterator[None]:
+def reporting_dead_ranks(what: str) -> Iterator[None]:
     """Say what a collective's failure means: a rank is gone, or slower than the process group waits.
 
     Raises:

@@ -18,7 +18,15 @@ from transformers import PreTrainedModel
 
 from nrl_models.common.modules import class_name
 from nrl_models.distributed.mesh import check_mesh, describe, size_of
-from nrl_models.distributed.styles import EXPERT_STYLES, TENSOR_STYLES, ExpertsOfThisRank, Style, VocabularyParallel
+from nrl_models.distributed.styles import (
+    DIVIDED_EMBEDDING,
+    DIVIDED_HEAD,
+    EXPERT_STYLES,
+    TENSOR_STYLES,
+    ExpertsOfThisRank,
+    Style,
+    VocabularyParallel,
+)
 from nrl_models.errors import Problem, ProblemKind, ShardingError
 
 Plan = Literal["auto"] | Mapping[str, str]
@@ -76,25 +84,26 @@ def plan_for(model: PreTrainedModel, mesh: DeviceMesh, plan: Plan | ParallelPlan
         chosen = _completed(model, mesh, ParallelPlan())
         if not isinstance(plan, str):
             problems += _unknown_names(model, plan)
-            chosen = _overridden(model, chosen, plan)
+            overridden = _matches(model, plan)
+            kept = {name: word for name, word in _matches(model, chosen.tensor).items() if name not in overridden}
+            chosen = replace(chosen, tensor={**kept, **plan})
     else:
-        raise ShardingError(
-            "no such plan", [Problem(ProblemKind.PLAN, repr(plan), "is neither 'auto' nor rules by name")]
-        )
+        problem = Problem(ProblemKind.PLAN, repr(plan), "is neither 'auto' nor rules by name")
+        raise ShardingError("no such plan", [problem])
     unknown = _unknown_styles(chosen)
     problems += unknown
-    if not unknown:  # of which nobody can say what they would divide
+    if not unknown:  # nobody can say what an unknown style would divide
         problems += [*_tensor_problems(model, mesh, chosen), *_expert_problems(model, mesh, chosen)]
     if problems:
         summary = f"{class_name(model)} cannot be sharded over {describe(mesh)}"
-        raise ShardingError(summary, _one_for_all_layers(problems), _advice(model, mesh, problems))
+        raise ShardingError(summary, _merged_over_layers(problems))
     return chosen
 
 
 def _completed(model: PreTrainedModel, mesh: DeviceMesh, plan: ParallelPlan) -> ParallelPlan:
     """`plan`, with what is declared where it leaves something open."""
     tensor, expert = declared_tensor_plan(model), declared_expert_plan(model)
-    # A declared word that is not known here stands in nobody's way where its dimension divides nothing.
+    # A declared style that is not known here does no harm where its dimension divides nothing.
     if size_of(mesh, "tp") == 1:
         tensor = {name: word for name, word in tensor.items() if word in TENSOR_STYLES}
     if size_of(mesh, "ep") == 1:
@@ -110,16 +119,16 @@ def _completed(model: PreTrainedModel, mesh: DeviceMesh, plan: ParallelPlan) -> 
 def declared_tensor_plan(model: PreTrainedModel) -> dict[str, str]:
     """transformers' tensor-parallel plan for a model, with what its family adds, and its vocabulary divided.
 
-    The words' vectors and the head are divided alike, over the vocabulary, so that they can stay tied; over ranks
+    The embedding and the head are divided alike, over the vocabulary, so that they can stay tied; over ranks
     that do not divide the vocabulary, both stay whole.
     """
     plan = dict(getattr(model, "_tp_plan", None) or {}) | dict(getattr(model, "tensor_parallel", {}))
     names = {module: name for name, module in model.named_modules()}
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if isinstance(embedding, nn.Embedding):
-        plan[names[embedding]] = "embedding_rowwise"
+        plan[names[embedding]] = DIVIDED_EMBEDDING.word
     if isinstance(head, nn.Linear) and head in names:
-        plan[names[head]] = "colwise_gather_output"
+        plan[names[head]] = DIVIDED_HEAD.word
     return plan
 
 
@@ -129,7 +138,7 @@ def declared_expert_plan(model: PreTrainedModel) -> dict[str, str]:
     There one set of ranks divides both; here `ep` divides experts, and linears are divided by `tp`, by its own plan.
     """
     plan = getattr(model, "_ep_plan", None) or {}
-    linears = {word for word, style in TENSOR_STYLES.items() if style.dim(2) is not None}
+    linears = {word for word, style in TENSOR_STYLES.items() if style.divides_linears}
     return {name: word for name, word in plan.items() if word not in linears}
 
 
@@ -141,13 +150,14 @@ def units_of(model: PreTrainedModel) -> tuple[str, ...]:
     return tuple(sorted(declared))
 
 
-def rules_by_module(model: nn.Module, plan: Mapping[str, str] | None) -> dict[str, str]:
-    """For each module and parameter that a plan names, the word it has for it."""
-    names = _names(model)
-    found: dict[str, str] = {}
-    for pattern, style in (plan or {}).items():
-        found |= dict.fromkeys(filter(_pattern(pattern).fullmatch, names), style)
-    return found
+def tensor_styles(model: nn.Module, plan: ParallelPlan) -> dict[str, Style]:
+    """For each module and parameter that a checked plan names, how `tp` divides it."""
+    return {name: TENSOR_STYLES[word] for name, word in _matches(model, plan.tensor).items()}
+
+
+def expert_styles(model: nn.Module, plan: ParallelPlan) -> dict[str, Style]:
+    """For each module and parameter that a checked plan names, how `ep` divides it."""
+    return {name: EXPERT_STYLES[word] for name, word in _matches(model, plan.expert).items()}
 
 
 def is_vocabulary(model: PreTrainedModel, module: nn.Module) -> bool:
@@ -166,17 +176,26 @@ def experts_over(model: nn.Module, mesh: DeviceMesh, plan: ParallelPlan) -> str 
 
     None if the experts stay together: no stack, no such dimension, or one that does not divide their number.
     """
-    rules = rules_by_module(model, plan.expert)
-    divided = [name for name, word in rules.items() if EXPERT_STYLES[word].dim(3) is not None]
+    styles = expert_styles(model, plan)
+    divided = [name for name, style in styles.items() if style.dim(3) is not None]
     if not divided:
         return None
     if size_of(mesh, "ep") > 1:
         return "ep"
-    ranks, tensor = size_of(mesh, "tp"), rules_by_module(model, plan.tensor)
+    ranks, tensor = size_of(mesh, "tp"), _matches(model, plan.tensor)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     fits = all(name not in tensor and parameters[name].shape[0] % ranks == 0 for name in divided)
-    fits &= not any(_without_rule(model, name, rules) for name in _stacks(rules))
+    fits &= not any(_without_rule(model, name, styles) for name in _stacks(styles))
     return "tp" if ranks > 1 and fits else None
+
+
+def _matches(model: nn.Module, plan: Mapping[str, str] | None) -> dict[str, str]:
+    """For each module and parameter that a plan names, the word it has for it."""
+    names = _names(model)
+    found: dict[str, str] = {}
+    for pattern, word in (plan or {}).items():
+        found |= dict.fromkeys(filter(_pattern(pattern).fullmatch, names), word)
+    return found
 
 
 def _pattern(name: str) -> re.Pattern[str]:
@@ -188,29 +207,23 @@ def _names(model: nn.Module) -> list[str]:
     return [name for name, _ in (*model.named_modules(), *model.named_parameters(remove_duplicate=False))]
 
 
-def _overridden(model: PreTrainedModel, declared: ParallelPlan, rules: Mapping[str, str]) -> ParallelPlan:
-    """`declared` with `rules` in the place of what it says of the same modules."""
-    spoken_of = rules_by_module(model, rules).keys()
-    tensor = {name: style for name, style in rules_by_module(model, declared.tensor).items() if name not in spoken_of}
-    return replace(declared, tensor={**tensor, **rules})
-
-
-def _one_for_all_layers(problems: list[Problem]) -> list[Problem]:
-    """The same, what several layers have in common said once."""
-    alike: dict[tuple[ProblemKind, str, str], list[Problem]] = {}
+def _merged_over_layers(problems: list[Problem]) -> list[Problem]:
+    """The same problems, with what several layers have in common said once."""
+    alike: dict[Problem, list[Problem]] = {}
     for problem in problems:
-        key = (problem.kind, re.sub(r"\.\d+(?=\.|$)", ".*", problem.subject), problem.detail)
-        alike.setdefault(key, []).append(problem)
+        subject = re.sub(r"\.\d+(?=\.|$)", ".*", problem.subject)
+        alike.setdefault(replace(problem, subject=subject), []).append(problem)
     return [
-        several[0] if len(several) == 1 else Problem(kind, f"{subject} ({len(several)} times)", detail)
-        for (kind, subject, detail), several in alike.items()
+        several[0] if len(several) == 1 else replace(common, subject=f"{common.subject} ({len(several)} times)")
+        for common, several in alike.items()
     ]
 
 
 def _unknown_names(model: nn.Module, rules: Mapping[str, str]) -> list[Problem]:
     names = _names(model)
+    advice = "names are those of transformers' model, with * for layer numbers, e.g. model.layers.*.mlp.up_proj"
     return [
-        Problem(ProblemKind.PLAN, name, "names no module or parameter of the model")
+        Problem(ProblemKind.PLAN, name, "names no module or parameter of the model", advice=advice)
         for name in rules
         if not any(map(_pattern(name).fullmatch, names))
     ]
@@ -218,21 +231,17 @@ def _unknown_names(model: nn.Module, rules: Mapping[str, str]) -> list[Problem]:
 
 def _unknown_units(model: nn.Module, units: tuple[str, ...]) -> list[Problem]:
     classes = {class_name(module) for module in model.modules()}
-    return [
-        Problem(ProblemKind.PLAN, unit, "is no class of a module of the model") for unit in units if unit not in classes
-    ]
+    unknown = [unit for unit in units if unit not in classes]
+    return [Problem(ProblemKind.PLAN, unit, "is no class of a module of the model") for unit in unknown]
 
 
 def _unknown_styles(plan: ParallelPlan) -> list[Problem]:
-    problems = []
-    for rules, styles in ((plan.tensor, TENSOR_STYLES), (plan.expert, EXPERT_STYLES)):
-        known = ", ".join(styles)
-        problems += [
-            Problem(ProblemKind.PLAN, name, f"has the style {style!r}; known are {known}")
-            for name, style in (rules or {}).items()
-            if style not in styles
-        ]
-    return problems
+    return [
+        Problem(ProblemKind.PLAN, name, f"has the style {word!r}; known are {', '.join(known)}")
+        for rules, known in ((plan.tensor, TENSOR_STYLES), (plan.expert, EXPERT_STYLES))
+        for name, word in (rules or {}).items()
+        if word not in known
+    ]
 
 
 def _tensor_problems(model: PreTrainedModel, mesh: DeviceMesh, plan: ParallelPlan) -> list[Problem]:
@@ -240,59 +249,59 @@ def _tensor_problems(model: PreTrainedModel, mesh: DeviceMesh, plan: ParallelPla
     ranks = size_of(mesh, "tp")
     if ranks == 1:
         return []
-    rules = rules_by_module(model, plan.tensor)
+    styles = tensor_styles(model, plan)
     modules = dict(model.named_modules())
-    inside = {name for name in rules if not (name in modules and is_vocabulary(model, modules[name]))}
-    if not any(TENSOR_STYLES[rules[name]].dim(2) is not None for name in inside):
+    inside = {name for name in styles if not (name in modules and is_vocabulary(model, modules[name]))}
+    if not any(styles[name].divides_linears for name in inside):
         why = "has no tensor-parallel plan, neither transformers' nor its family's"
-        return [Problem(ProblemKind.PLAN, class_name(model), why)]
+        advice = "use fsdp alone; or give rules as plan={name: style}, or in the family's `tensor_parallel`"
+        return [Problem(ProblemKind.PLAN, class_name(model), why, advice=advice)]
     if declared := getattr(model, "limits", {}).get("tensor parallelism"):
-        return [Problem(ProblemKind.PLAN, class_name(model), f"declares that it lacks tensor parallelism: {declared}")]
+        why = f"declares that it lacks tensor parallelism: {declared}"
+        return [Problem(ProblemKind.PLAN, class_name(model), why)]
     problems = []
-    for name, word in rules.items():
-        style = TENSOR_STYLES[word]
+    for name, style in styles.items():
         if name not in modules:
-            owner, _, attribute = name.rpartition(".")
-            problems += _uneven(name, getattr(modules[owner], attribute), style, ranks)
+            problems += _uneven(model, name, model.get_parameter(name), style, ranks)
             continue
         module = modules[name]
         if is_vocabulary(model, module):
             continue
         if not isinstance(module, nn.Linear):
-            problems += _unsuited(name, module, word)
+            problems += _unsuited(name, module, style)
             continue
         heads = _uneven_heads(model, name, module, modules, ranks) if style.dim(2) == 0 else []
-        problems += heads or _uneven(name, module.weight, style, ranks)  # whichever says more
-    lora = [name for name, module in modules.items() if hasattr(module, "lora_A")]
-    if lora:
-        problems.append(
-            Problem(ProblemKind.PLAN, lora[0], f"and {len(lora) - 1} more have LoRA adapters, which tp does not divide")
-        )
+        problems += heads or _uneven(model, name, module.weight, style, ranks)  # whichever says more
+    if lora := [name for name, module in modules.items() if hasattr(module, "lora_A")]:
+        detail = f"and {len(lora) - 1} more have LoRA adapters, which tp does not divide"
+        problems.append(Problem(ProblemKind.PLAN, lora[0], detail, advice="use fsdp alone for LoRA"))
     return problems
 
 
-def _unsuited(name: str, module: nn.Module, word: str) -> list[Problem]:
+def _unsuited(name: str, module: nn.Module, style: Style) -> list[Problem]:
     """A style whose computation a module that is no linear does not do."""
-    style = TENSOR_STYLES[word]
     if style.compute is VocabularyParallel and isinstance(module, nn.Embedding):
-        if module.max_norm is not None:
-            return [Problem(ProblemKind.PLAN, name, "normalises its vectors (max_norm), which no share of them can")]
+        if module.max_norm is None:
+            return []
+        detail = "normalises its vectors (max_norm), which a share of them cannot"
+    elif style.compute is None or not style.divides_linears:
         return []
-    if style.compute is None or style.dim(2) is None:
-        return []
-    return [Problem(ProblemKind.PLAN, name, f"is a {type(module).__name__}, and {word} divides nn.Linear")]
+    else:
+        detail = f"is a {type(module).__name__}, and {style.word} divides nn.Linear"
+    return [Problem(ProblemKind.PLAN, name, detail)]
 
 
-def _uneven(name: str, parameter: torch.Tensor | None, style: Style, ranks: int) -> list[Problem]:
+def _uneven(
+    model: PreTrainedModel, name: str, parameter: torch.Tensor | None, style: Style, ranks: int
+) -> list[Problem]:
     if parameter is None or (dim := style.dim(parameter.ndim)) is None:
         return []
     size = parameter.shape[dim]
     if size % (ranks * style.blocks) == 0:
         return []
     packed = f", packed of {style.blocks}," if style.blocks > 1 else ""
-    return [
-        Problem(ProblemKind.DIVIDE, name, f"has {size} in dimension {dim}{packed} which tp={ranks} does not divide")
-    ]
+    detail = f"has {size} in dimension {dim}{packed} which tp={ranks} does not divide"
+    return [Problem(ProblemKind.DIVIDE, name, detail, advice=_fitting_ranks(model))]
 
 
 def _uneven_heads(
@@ -307,11 +316,21 @@ def _uneven_heads(
     if heads % ranks == 0:
         return []
     config = model.config.get_text_config()
-    named = [key for key in ("num_key_value_heads", "num_attention_heads") if getattr(config, key, None) == heads]
+    named = [key for key in _HEADS if getattr(config, key, None) == heads]
     kind = f" ({named[0]})" if named else ""
-    return [
-        Problem(ProblemKind.DIVIDE, name, f"has {heads} heads of {head_dim}{kind}, which tp={ranks} does not divide")
-    ]
+    detail = f"has {heads} heads of {head_dim}{kind}, which tp={ranks} does not divide"
+    return [Problem(ProblemKind.DIVIDE, name, detail, advice=_fitting_ranks(model))]
+
+
+_HEADS = ("num_key_value_heads", "num_attention_heads")
+
+
+def _fitting_ranks(model: PreTrainedModel) -> str:
+    """What `tp` can be, as advice."""
+    config = model.config.get_text_config()
+    sizes = [count for key in _HEADS if isinstance(count := getattr(config, key, None), int)]
+    fitting = [n for n in range(1, max(sizes, default=1) + 1) if all(count % n == 0 for count in sizes)]
+    return f"take tp among {fitting} (heads are never split or copied), and put the other ranks into fsdp"
 
 
 def _expert_problems(model: PreTrainedModel, mesh: DeviceMesh, plan: ParallelPlan) -> list[Problem]:
@@ -319,56 +338,35 @@ def _expert_problems(model: PreTrainedModel, mesh: DeviceMesh, plan: ParallelPla
     ranks = size_of(mesh, "ep")
     if ranks == 1:
         return []
-    rules = rules_by_module(model, plan.expert)
+    styles = expert_styles(model, plan)
     modules = dict(model.named_modules())
-    stacks = _stacks(rules)
+    stacks = _stacks(styles)
     if not stacks:
-        return [Problem(ProblemKind.PLAN, class_name(model), "has no experts that an expert-parallel plan divides")]
+        why = "has no experts that an expert-parallel plan divides"
+        return [Problem(ProblemKind.PLAN, class_name(model), why, advice="leave out ep")]
     problems = []
-    for name, word in rules.items():
-        if name in modules:
-            continue
-        owner, _, attribute = name.rpartition(".")
-        parameter = getattr(modules[owner], attribute)
-        if EXPERT_STYLES[word].dim(parameter.ndim) is not None and parameter.shape[0] % ranks:
-            problems.append(
-                Problem(ProblemKind.DIVIDE, name, f"has {parameter.shape[0]} experts, which ep={ranks} does not divide")
-            )
+    for name in (name for name in styles if name not in modules):
+        parameter = model.get_parameter(name)
+        if styles[name].dim(parameter.ndim) is not None and parameter.shape[0] % ranks:
+            detail = f"has {parameter.shape[0]} experts, which ep={ranks} does not divide"
+            advice = "take an ep that divides the number of experts, and put the other ranks into fsdp"
+            problems.append(Problem(ProblemKind.DIVIDE, name, detail, advice=advice))
     for name in stacks:
         if not hasattr(modules[name], "num_experts"):
             problems.append(Problem(ProblemKind.PLAN, name, "does not say how many experts it has (num_experts)"))
         problems += [
             Problem(ProblemKind.PLAN, parameter, "is in a stack that ep divides, and no rule says how")
-            for parameter in _without_rule(model, name, rules)
+            for parameter in _without_rule(model, name, styles)
         ]
     return problems
 
 
-def _stacks(rules: Mapping[str, str]) -> list[str]:
-    """The stacks of experts among the modules that rules speak of."""
-    return [name for name, word in rules.items() if EXPERT_STYLES[word].compute is ExpertsOfThisRank]
+def _stacks(styles: Mapping[str, Style]) -> list[str]:
+    """The stacks of experts among the modules that have a style."""
+    return [name for name, style in styles.items() if style.compute is ExpertsOfThisRank]
 
 
-def _without_rule(model: nn.Module, stack: str, rules: Mapping[str, str]) -> list[str]:
-    """Parameters within a stack of experts that no rule speaks of, neither by their name nor by their module's."""
+def _without_rule(model: nn.Module, stack: str, styles: Mapping[str, Style]) -> list[str]:
+    """Parameters within a stack of experts that have no style, neither of their own nor their module's."""
     names = [f"{stack}.{name}" for name, _ in model.get_submodule(stack).named_parameters()]
-    return [name for name in names if not {name, name.rpartition(".")[0]} & (rules.keys() - {stack})]
-
-
-def _advice(model: PreTrainedModel, mesh: DeviceMesh, problems: list[Problem]) -> list[str]:
-    advice = []
-    config = model.config.get_text_config()
-    if any(problem.kind == "divide" for problem in problems):
-        heads = [getattr(config, key, None) for key in ("num_key_value_heads", "num_attention_heads")]
-        sizes = [count for count in heads if isinstance(count, int)]
-        fitting = [n for n in range(1, max(sizes, default=1) + 1) if all(count % n == 0 for count in sizes)]
-        advice.append(f"take tp among {fitting} (heads are never split or copied), and put the other ranks into fsdp")
-    by_words = {
-        "no tensor-parallel plan": "use fsdp alone; or give rules as plan={name: style}, or in the family's "
-        "`tensor_parallel`",
-        "LoRA": "use fsdp alone for LoRA",
-        "no experts": "leave out ep",
-        "names no module": "names are those of transformers' model, with * for layer numbers, e.g. "
-        "model.layers.*.mlp.up_proj",
-    }
-    return advice + [text for words, text in by_words.items() if any(words in problem.detail for problem in problems)]
+    return [name for name in names if not {name, name.rpartition(".")[0]} & (styles.keys() - {stack})]

@@ -18,16 +18,16 @@ from nrl_models.distributed.mesh import agree, describe, rank_in, size_of
 from nrl_models.distributed.parallel_plan import (
     ParallelPlan,
     Plan,
+    expert_styles,
     experts_over,
     is_vocabulary,
     plan_for,
-    rules_by_module,
+    tensor_styles,
     vocabulary_is_divided,
 )
 from nrl_models.distributed.sharding import Sharding, sharding_of
 from nrl_models.distributed.styles import (
-    EXPERT_STYLES,
-    TENSOR_STYLES,
+    REPLICATE,
     DividedGroup,
     ExpertsOfThisRank,
     LatentKeys,
@@ -116,9 +116,9 @@ class _ModelDivision:
 
     def __init__(self, model: PreTrainedModel, mesh: DeviceMesh, inner: DeviceMesh, plan: ParallelPlan) -> None:
         self.model, self.mesh, self.inner = model, mesh, inner
-        self.tensor = rules_by_module(model, plan.tensor) if size_of(mesh, "tp") > 1 else {}
+        self.tensor = tensor_styles(model, plan) if size_of(mesh, "tp") > 1 else {}
         self.experts_over = experts_over(model, mesh, plan)
-        self.expert = rules_by_module(model, plan.expert) if self.experts_over else {}
+        self.expert = expert_styles(model, plan) if self.experts_over else {}
         self.units = plan.units or ()
         self.summed_over: dict[tuple[int, str], str] = {}
         self.done: dict[int, nn.Parameter] = {}  # by the identity of what they replace: tied ones stay one
@@ -139,14 +139,12 @@ class _ModelDivision:
             DividedGroup.take_over(group, self.mesh["tp"] if self.tensor else None, self.inner)
 
     def _divide_module(self, name: str, module: nn.Module) -> None:
-        style = TENSOR_STYLES[self.tensor.get(name, "replicate")]
-        expert = EXPERT_STYLES[self.expert.get(name, "replicate")]
+        style, expert = self.tensor.get(name, REPLICATE), self.expert.get(name, REPLICATE)
         for attribute, parameter in list(module._parameters.items()):
             if parameter is None:
                 continue
             own = f"{name}.{attribute}" if name else attribute
-            by_tensor = TENSOR_STYLES[self.tensor[own]] if own in self.tensor else style
-            by_expert = EXPERT_STYLES[self.expert[own]] if own in self.expert else expert
+            by_tensor, by_expert = self.tensor.get(own, style), self.expert.get(own, expert)
             if by_tensor.sums_gradient or style.sums_gradient:
                 self.summed_over[id(module), attribute] = "tp"
             elif expert.sums_gradient and self.experts_over:
@@ -162,7 +160,7 @@ class _ModelDivision:
             return
         placements, local = [], parameter.detach()
         for dimension in self.inner.mesh_dim_names or ():
-            style = TENSOR_STYLES["replicate"] if dimension == "ep" else tensor
+            style = REPLICATE if dimension == "ep" else tensor
             if dimension == self.experts_over and expert.dim(parameter.ndim) is not None:
                 style = expert
             ranks, rank = size_of(self.mesh, dimension), rank_in(self.mesh, dimension)

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from huggingface_hub import split_torch_state_dict_into_shards
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
@@ -35,8 +34,8 @@ from nrl_models.common.projections import own_storage
 from nrl_models.common.state_dict.blocks import Block
 from nrl_models.common.state_dict.views import HFTensor
 from nrl_models.distributed.gathering import DEFAULT_BUCKET, gathered
-from nrl_models.distributed.mesh import agree, gather_over, reporting_the_dead
-from nrl_models.distributed.saving import Attempt, write_together
+from nrl_models.distributed.mesh import agree, gather_over, reporting_dead_ranks
+from nrl_models.distributed.saving import Attempt, on_meta, split_into_files, write_together
 from nrl_models.distributed.sharding import sharding_of
 from nrl_models.distributed.shards import blocks_of
 from nrl_models.errors import CheckpointError, Problem, ProblemKind, ShardingError
@@ -115,7 +114,7 @@ def save_checkpoint(
     """
     sharding = sharding_of(model)
     adapter, mesh = sharding.adapter, sharding.mesh
-    own = sharding.own_tensors(model)
+    own = model.state_dict()
     exported = adapter._exported("hub")
     weights = _shards(exported, own, mesh, is_source=True)
     states: dict[str, torch.Tensor] = {}
@@ -124,13 +123,7 @@ def save_checkpoint(
         states = _optimizer_tensors(model, optimizer, is_source=True)
         training |= {"groups": _groups(model, optimizer), "scalars": _scalars(model, optimizer)}
     json.dumps(training)  # before anything is written
-    meta = {
-        name: torch.empty(tensor.shape, dtype=own[tensor.parameters[0]].dtype, device="meta")
-        for name, tensor in exported.items()
-    }
-    files = split_torch_state_dict_into_shards(
-        meta, filename_pattern="model{suffix}.safetensors", max_shard_size=_FILE_BYTES
-    ).filename_to_tensors
+    files = split_into_files(on_meta(exported, own), _FILE_BYTES).filename_to_tensors
     file_of = {name: number for number, names in enumerate(files.values(), start=1) for name in names}
 
     def write(stage: Path | None, attempt: Attempt) -> None:
@@ -170,7 +163,7 @@ def load_checkpoint(folder: str | Path, model: PreTrainedModel, optimizer: Optim
     folder = Path(folder)
     sharding = sharding_of(model)
     adapter, mesh = sharding.adapter, sharding.mesh
-    own = sharding.own_tensors(model)
+    own = model.state_dict()
     exported = adapter._exported("hub")
     error, training, saved_states = None, {}, None
     try:
@@ -210,7 +203,7 @@ def _naming_ranks(what: str) -> Iterator[None]:
         ShardingError: it failed. Every rank raises it.
     """
     try:
-        with reporting_the_dead(what):
+        with reporting_dead_ranks(what):
             yield
     except CheckpointException as error:  # not an Exception
         problems = [

@@ -6,29 +6,30 @@ import json
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from huggingface_hub import split_torch_state_dict_into_shards
+from huggingface_hub import StateDictSplit, split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from nrl_models.common.checkpoint.files import INDEX_NAME
 from nrl_models.common.checkpoint.writing import staged
+from nrl_models.common.modules import class_name
 from nrl_models.common.projections import own_storage
+from nrl_models.common.state_dict.adapter import StateDictAdapter
 from nrl_models.common.state_dict.to_checkpoint import checkpoint_layout
+from nrl_models.common.state_dict.views import HFTensor
 from nrl_models.distributed.gathering import DEFAULT_BUCKET, gathered
-from nrl_models.distributed.mesh import agree, gather_over, is_first, reporting_the_dead
+from nrl_models.distributed.mesh import agree, gather_over, is_first, reporting_dead_ranks
 from nrl_models.errors import UnknownArgumentError
-
-if TYPE_CHECKING:
-    from nrl_models.distributed.sharding import Sharding
 
 
 def save_pretrained(
     model: PreTrainedModel,
-    sharding: Sharding,
+    adapter: StateDictAdapter,
+    mesh: DeviceMesh,
     folder: str | Path,
     *,
     max_shard_size: int | str = "5GB",
@@ -42,8 +43,9 @@ def save_pretrained(
 
     Args:
         model: a sharded model.
-        sharding: how it is sharded.
-        folder: the folder, as the first rank sees it; made if need be.
+        adapter: the model's.
+        mesh: over which it is sharded.
+        folder: the directory, as the first rank sees it; made if need be.
         max_shard_size: no file is larger, unless a single tensor is.
         save_original_format: see `FamilyModel.save_pretrained`.
         options: none. What else transformers' `save_pretrained` takes needs the whole model.
@@ -56,27 +58,18 @@ def save_pretrained(
         raise UnknownArgumentError(
             f"save_pretrained of a sharded model takes no {', '.join(options)}: save it, then do that with the folder"
         )
-    own = sharding.own_tensors(model)
-    table = checkpoint_layout(model, sharding.adapter, original_format=save_original_format)
-    meta = {
-        name: torch.empty(tensor.shape, dtype=own[tensor.parameters[0]].dtype, device="meta")
-        for name, tensor in table.items()
-    }
-    unused = getattr(model, "_unused_tensors", {})  # the first rank's, who writes them
-    with reporting_the_dead(f"save into {folder}"):
-        (shapes, *_) = gather_over(
-            sharding.mesh, {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in unused.items()}
-        )
-    meta |= {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in shapes.items()}
-    split = split_torch_state_dict_into_shards(
-        meta, filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_size
-    )
+    own = model.state_dict()
+    table = checkpoint_layout(model, adapter, original_format=save_original_format)
+    unused = getattr(model, "_unused_tensors", {})  # the first rank's, which writes them
+    with reporting_dead_ranks(f"save into {folder}"):
+        (unused_on_meta, *_) = gather_over(mesh, {name: tensor.to("meta") for name, tensor in unused.items()})
+    split = split_into_files(on_meta(table, own) | unused_on_meta, max_shard_size)
 
     def write(stage: Path | None, attempt: Attempt) -> None:
         for file, names in split.filename_to_tensors.items():
             found = {name: table[name] for name in names if name in table}
             tensors: dict[str, torch.Tensor] = {}
-            for name, tensor in gathered(own, found, sharding.mesh, DEFAULT_BUCKET):
+            for name, tensor in gathered(own, found, mesh, DEFAULT_BUCKET):
                 if stage is not None:  # each in a storage of its own; other ranks keep nothing
                     tensors[name] = tensor.to("cpu", copy=True)
             if stage is not None:
@@ -89,7 +82,22 @@ def save_pretrained(
                 index = {"metadata": metadata, "weight_map": split.tensor_to_filename}
                 attempt((stage / INDEX_NAME).write_text, json.dumps(index, indent=2, sort_keys=True) + "\n")
 
-    write_together(folder, sharding.mesh, write)
+    write_together(folder, mesh, write)
+
+
+def on_meta(table: Mapping[str, HFTensor], own: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Hugging Face tensors without values; `own` says their dtypes."""
+    return {
+        name: torch.empty(tensor.shape, dtype=own[tensor.parameters[0]].dtype, device="meta")
+        for name, tensor in table.items()
+    }
+
+
+def split_into_files(tensors: dict[str, torch.Tensor], max_shard_size: int | str) -> StateDictSplit:
+    """Which file of a checkpoint each tensor goes to, as `save_pretrained` divides them."""
+    return split_torch_state_dict_into_shards(
+        tensors, filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_size
+    )
 
 
 _IMPLIED = ("is_main_process", "safe_serialization")
@@ -136,7 +144,7 @@ def write_together(folder: str | Path, mesh: DeviceMesh, write: Callable[[Path |
             stages: list[Path] = []
             if is_first(mesh):
                 attempt(lambda: stages.append(stack.enter_context(staged(folder))))
-            with reporting_the_dead(what):
+            with reporting_dead_ranks(what):
                 write(stages[0] if stages else None, attempt)
             agree(mesh, what, {}, attempt.error)
             agreed = True
@@ -151,7 +159,7 @@ def _write_configuration(model: PreTrainedModel, own: Mapping[str, torch.Tensor]
     """The configuration as transformers writes it beside weights."""
     dtype = next(tensor.dtype for tensor in own.values() if tensor.is_floating_point())
     model.config.dtype = str(dtype).removeprefix("torch.")
-    model.config.architectures = [type(model).__name__.removeprefix("FSDP")]
+    model.config.architectures = [class_name(model)]
     model.config.save_pretrained(stage)
     if model.can_generate():
         model.generation_config.save_pretrained(stage)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -15,11 +15,9 @@ from transformers import PreTrainedModel
 from nrl_models.common.state_dict.adapter import Layout, StateDictAdapter
 from nrl_models.common.state_dict.views import HFTensor
 from nrl_models.distributed.gathering import DEFAULT_BUCKET, gathered
+from nrl_models.distributed.parallel_plan import ParallelPlan
 from nrl_models.distributed.saving import save_pretrained
 from nrl_models.distributed.shards import blocks_of
-
-if TYPE_CHECKING:
-    from nrl_models.distributed.parallel_plan import ParallelPlan
 
 
 class Sharding:
@@ -51,7 +49,7 @@ class Sharding:
 
     def hf_views(self, model: nn.Module, layout: Layout) -> dict[str, torch.Tensor]:
         """Live Hugging Face tensors as DTensors, see `StateDictAdapter.hf_views`."""
-        own = self.own_tensors(model)
+        own = model.state_dict()
         # Of a region of a parameter no placement tells which ranks have it; nor of one that is packed over ranks.
         return {
             name: own[tensor.view.parameter]
@@ -63,17 +61,13 @@ class Sharding:
         self, model: nn.Module, exported: Mapping[str, HFTensor], max_bytes: int | None
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Whole tensors, bucket by bucket, see `StateDictAdapter.iter_export`."""
-        yield from gathered(self.own_tensors(model), exported, self.mesh, max_bytes or DEFAULT_BUCKET)
+        yield from gathered(model.state_dict(), exported, self.mesh, max_bytes or DEFAULT_BUCKET)
 
     def save_pretrained(
         self, model: PreTrainedModel, folder: str | Path, max_shard_size: int | str, **options: Any
     ) -> None:
         """Write a plain Hugging Face checkpoint, see `FamilyModel.save_pretrained`."""
-        save_pretrained(model, self, folder, max_shard_size=max_shard_size, **options)
-
-    def own_tensors(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        """The model's own tensors, detached: DTensors, and buffers as they are."""
-        return {name: tensor.detach() for name, tensor in model.state_dict(keep_vars=True).items()}
+        save_pretrained(model, self.adapter, self.mesh, folder, max_shard_size=max_shard_size, **options)
 
 
 def sharding_of(model: nn.Module) -> Sharding:
@@ -87,7 +81,7 @@ def _fill_shards(model: nn.Module, state_dict: dict[str, Any], prefix: str, *_: 
     Nothing is communicated. What does not fit stays as it is: torch says so when it loads.
     """
     sharding = sharding_of(model)
-    own = sharding.own_tensors(model)
+    own = model.state_dict()
     for name, target in sharding.adapter.transformers.items():
         value, whole = state_dict.get(prefix + name), own[name]
         if not isinstance(whole, DTensor) or not isinstance(value, torch.Tensor) or isinstance(value, DTensor):

@@ -216,19 +216,26 @@ def _is_float(value: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Style:
-    """What a plan's word means.
+    """What a word of a plan means.
 
     Args:
+        word: the word.
         dim: the dimension of a parameter that is divided, given how many it has; None divides nothing.
         compute: the mixin that exchanges activations; None where nothing is exchanged.
         blocks: how many equal blocks the divided dimension holds, of each of which a rank has its share.
         sums_gradient: whether the parameters are whole on every rank, yet see only its share of the work.
     """
 
+    word: str
     dim: Callable[[int], int | None] = lambda ndim: None
     compute: type[_Parallel] | None = None
     blocks: int = 1
     sums_gradient: bool = False
+
+    @property
+    def divides_linears(self) -> bool:
+        """Whether it divides the weight of a linear."""
+        return self.dim(2) is not None
 
 
 def _output(ndim: int) -> int:
@@ -243,34 +250,42 @@ def _first(ndim: int) -> int:
     return 0
 
 
-TENSOR_STYLES: dict[str, Style] = {
-    "colwise": Style(_output, Colwise),
-    "colwise_gather_output": Style(_output, ColwiseGathered),
-    "colwise_rep": Style(_output, ColwiseGathered),
-    "rowwise": Style(_input, Rowwise),
-    "rowwise_split_input": Style(_input, RowwiseSplit),
-    "rowwise_rep": Style(_input, RowwiseSplit),
-    "packed_colwise": Style(_output, Colwise, blocks=2),
-    "packed_rowwise": Style(_input, Rowwise, blocks=2),
-    "embedding_rowwise": Style(_first, VocabularyParallel),
-    "moe_tp_experts": Style(compute=DividedExperts),
-    "moe_identity_expert": Style(compute=ScaledIdentity),
-    "mla_kv_a_proj": Style(compute=LatentKeys),
-    "all_reduce": Style(compute=SummedOutput),
-    "replicated_with_grad_allreduce": Style(sums_gradient=True),
-    "local_params": Style(),  # every module computes on its rank's tensors here
-    "replicate": Style(),
-}
+def _by_word(*styles: Style) -> dict[str, Style]:
+    return {style.word: style for style in styles}
+
+
+REPLICATE = Style("replicate")
+DIVIDED_EMBEDDING = Style("embedding_rowwise", _first, VocabularyParallel)
+DIVIDED_HEAD = Style("colwise_gather_output", _output, ColwiseGathered)
+
+TENSOR_STYLES = _by_word(
+    REPLICATE,
+    DIVIDED_EMBEDDING,
+    DIVIDED_HEAD,
+    Style("colwise", _output, Colwise),
+    Style("colwise_rep", _output, ColwiseGathered),
+    Style("rowwise", _input, Rowwise),
+    Style("rowwise_split_input", _input, RowwiseSplit),
+    Style("rowwise_rep", _input, RowwiseSplit),
+    Style("packed_colwise", _output, Colwise, blocks=2),
+    Style("packed_rowwise", _input, Rowwise, blocks=2),
+    Style("moe_tp_experts", compute=DividedExperts),
+    Style("moe_identity_expert", compute=ScaledIdentity),
+    Style("mla_kv_a_proj", compute=LatentKeys),
+    Style("all_reduce", compute=SummedOutput),
+    Style("replicated_with_grad_allreduce", sums_gradient=True),
+    Style("local_params"),  # every module computes on its rank's tensors here
+)
 """What a tensor-parallel plan may say of a module or a parameter."""
 
-EXPERT_STYLES: dict[str, Style] = {
-    "grouped_gemm": Style(_first),
-    "ep_dispatch_experts": Style(compute=ExpertsOfThisRank),
-    "moe_tp_experts": Style(compute=ExpertsOfThisRank),  # so called before transformers 5.2x
-    "replicated_with_grad_allreduce": Style(sums_gradient=True),
-    "ep_router": Style(),  # routes as ever: choosing this rank's experts is the stack's affair here
-    "replicate": Style(),
-}
+EXPERT_STYLES = _by_word(
+    REPLICATE,
+    Style("grouped_gemm", _first),
+    Style("ep_dispatch_experts", compute=ExpertsOfThisRank),
+    Style("moe_tp_experts", compute=ExpertsOfThisRank),  # so called before transformers 5.2x
+    Style("replicated_with_grad_allreduce", sums_gradient=True),
+    Style("ep_router"),  # routes as ever: the stack itself chooses this rank's experts here
+)
 """What an expert-parallel plan may say."""
 
 

@@ -107,7 +107,7 @@ def _fill(prepared: Prepared, fit: Fit, files: CheckpointFiles) -> None:
     """Read this rank's shard of every tensor, several at a time."""
     model, device = prepared.model, prepared.device
     sharding = sharding_of(model)
-    own = sharding.own_tensors(model)
+    own = model.state_dict()
     laid = _neighbouring_shards(model, fit, own, device)
     shards: dict[str, torch.Tensor] = {}
     wanted: dict[str, list[tuple[Piece, Block]]] = defaultdict(list)

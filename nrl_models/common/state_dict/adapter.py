@@ -247,7 +247,7 @@ class StateDictAdapter:
         Raises:
             StateDictError: they are not those this adapter was made for.
         """
-        own = {name: tensor.detach() for name, tensor in model.state_dict(keep_vars=True).items()}
+        own = model.state_dict()
         problems = [
             Problem(ProblemKind.MISSING, name, "is no more in the model") for name in self.own if name not in own
         ]

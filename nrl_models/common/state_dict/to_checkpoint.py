@@ -77,7 +77,7 @@ def checkpoint_layout(
 
 def _values(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """The model's own tensors; those that accelerate keeps elsewhere (in memory, on disk) are fetched."""
-    own = {name: tensor.detach() for name, tensor in model.state_dict(keep_vars=True).items()}
+    own = dict(model.state_dict())
     if any(has_offloaded_params(module) for module in model.modules()):
         fetched = get_state_dict_offloaded_model(model)
         own = {name: fetched.get(name, tensor) if tensor.is_meta else tensor for name, tensor in own.items()}
