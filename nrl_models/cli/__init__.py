@@ -237,10 +237,10 @@ def new(
         table.add_row(f"limit: {feature}", reason)
     table.add_row("generated tests", f"{passed} passed" if made.results else "not run")
     table.add_row("written", "\n".join(map(str, made.files)))
-    for one in plan.notes:
-        table.add_row("note", one)
-    for one in made.undecided:
-        table.add_row("to decide", one)
+    for note in plan.notes:
+        table.add_row("note", note)
+    for decision in made.undecided:
+        table.add_row("to decide", decision.message)
     print_table(table)
     if not made.ok:
         print_table("The family is written; a person has to go on from here.")

@@ -370,15 +370,15 @@ def _mixed(cls: Any, mixins: tuple[type[nn.Module], ...]) -> Any:
 
 
 class DividedGroup(LinearGroup):
-    """A group of projections whose parts are DTensors, computed on local tensors.
+    """A group of projections whose linears are DTensors, computed on local tensors.
 
-    The input enters the divided region once for all parts that are divided, so that its gradient is summed once.
+    The input enters the divided region once for all linears that are divided, so that its gradient is summed once.
     This rank's shares of the weights are neighbours in memory, unless `fsdp` has them.
 
     Attributes:
-        tp_mesh: the ranks that divide parts; None if none is divided.
-        held_over: the mesh of the parts' DTensors. `fsdp` divides them over another, and keeps their memory itself.
-        always_answers: whether a part is divided.
+        tp_mesh: the ranks that divide linears; None if none is divided.
+        held_over: the mesh of the linears' DTensors. `fsdp` divides them over another, and keeps their memory itself.
+        always_answers: whether a linear is divided.
     """
 
     tp_mesh: DeviceMesh | None
@@ -386,45 +386,45 @@ class DividedGroup(LinearGroup):
 
     @staticmethod
     def take_over(group: Any, tp_mesh: DeviceMesh | None, held_over: DeviceMesh) -> None:
-        """Let a group be one of these, if its parts are linears that read a whole input; else its parts stay alone."""
-        parts = group.parts.values()
-        if not all(_is_linear_of_whole_input(type(part)) for part in parts):
+        """Make a group one of these if all its linears read a whole input; else each linear computes itself."""
+        linears = group.linears.values()
+        if not all(_is_linear_of_whole_input(type(linear)) for linear in linears):
             return
         group.__class__ = DividedGroup
         group.tp_mesh, group.held_over = tp_mesh, held_over
-        group.always_answers = any(getattr(part, "is_divided", False) for part in parts)
+        group.always_answers = any(getattr(linear, "is_divided", False) for linear in linears)
         group.accept_classes()
         group.join()
 
     def outputs_with(self, input: torch.Tensor, weights: JoinedWeights | None) -> tuple[torch.Tensor, ...]:
-        """`input`: `(..., I)`, the same on every rank. Returns what each part returns."""
+        """`input`: `(..., I)`, the same on every rank. Returns what each linear returns."""
         return tuple(
-            part.exchange(output) if isinstance(part, LinearOfWholeInput) else output
-            for part, output in zip(self.parts.values(), super().outputs_with(input, weights), strict=True)
+            linear.exchange(output) if isinstance(linear, LinearOfWholeInput) else output
+            for linear, output in zip(self.linears.values(), super().outputs_with(input, weights), strict=True)
         )
 
-    def inputs_of_parts(self, input: torch.Tensor) -> list[torch.Tensor]:
-        """The input, entered once for all parts that are divided."""
+    def inputs_of_linears(self, input: torch.Tensor) -> list[torch.Tensor]:
+        """The input, entered once for all linears that are divided."""
         if not self.always_answers:
-            return super().inputs_of_parts(input)
+            return super().inputs_of_linears(input)
         assert self.tp_mesh is not None
         entered = entering(input, self.tp_mesh)
-        return [entered if getattr(part, "is_divided", False) else input for part in self.parts.values()]
+        return [entered if getattr(linear, "is_divided", False) else input for linear in self.linears.values()]
 
     def begin(self) -> Any:
-        """Answer the parts' calls, if a module around them has exchanged parameters for local tensors."""
-        parameters = [parameter for part in self.parts.values() for parameter in part._parameters.values()]
+        """Answer the linears' calls, if a module around them has exchanged parameters for local tensors."""
+        parameters = [parameter for linear in self.linears.values() for parameter in linear._parameters.values()]
         return None if any(isinstance(parameter, DTensor) for parameter in parameters) else super().begin()
 
     def join(self) -> bool:
         """Lay this rank's shares of the weights side by side, see `LinearGroup.join`."""
-        if any(type(part._parameters["weight"]) is torch.Tensor for part in self.parts.values()):
+        if any(type(linear._parameters["weight"]) is torch.Tensor for linear in self.linears.values()):
             return True  # exchanged at present
         return super().join()
 
     def _rows(self, kind: str) -> torch.Tensor:
         """This rank's shares."""
-        held = [part._parameters[kind].detach() for part in self.parts.values()]  # type: ignore[union-attr]
+        held = [linear._parameters[kind].detach() for linear in self.linears.values()]  # type: ignore[union-attr]
         shares = [parameter.to_local() if isinstance(parameter, DTensor) else parameter for parameter in held]
         buffer = Buffer.of(shares)
         return torch.cat(shares) if buffer is None else buffer.rows

@@ -253,7 +253,7 @@ class HFEngine(Engine):
         names = {id(module): name for name, module in self.model.named_modules()}
         groups: dict[str, tuple[str, list[str]]] = {}
         for owner, name, group in groups_of(self.model):
-            parts = [names.get(id(part), "") for part in group.parts.values()]
+            parts = [names.get(id(part), "") for part in group.linears.values()]
             if parts and all(part in calls for part in parts):
                 groups[min(parts, key=list(calls).index)] = f"{owner}.{name}", parts
         result: dict[str, ModuleCall] = {}

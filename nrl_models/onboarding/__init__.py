@@ -1,1 +1,1 @@
-"""Getting a model in: what a checkpoint is, and what is documented of every family."""
+"""From a checkpoint to a family: what it is, what it needs, what its linears combine to."""

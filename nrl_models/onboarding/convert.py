@@ -1,4 +1,4 @@
-"""Writing a checkpoint again, in another dtype."""
+"""Rewriting a checkpoint in another dtype or with other shards."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ LEFT_BEHIND = (*WEIGHTS, "*.index.json", ".git", ".cache")
 def convert(source: str | Path, target: str | Path, *, dtype: str = "auto", max_shard_size: str = "5GB") -> str:
     """Write the checkpoint in `source` to `target`, in another dtype or other shards.
 
-    Everything else in the folder (tokenizer, templates, licence) is copied, over what `target` has of it.
+    Everything else in the directory (tokenizer, templates, licence) is copied, over what `target` has of it.
 
     Returns:
-        What was written, in words.
+        What was written, as text.
 
     Raises:
         CheckpointError: `source` does not load, or `target` is `source`.
@@ -40,7 +40,7 @@ def convert(source: str | Path, target: str | Path, *, dtype: str = "auto", max_
     if folder.resolve() == target.resolve():
         detail = "is the checkpoint itself"
         raise CheckpointError(
-            "cannot convert in place", [Problem(ProblemKind.FILE, str(target), detail)], ["give another folder"]
+            "cannot convert in place", [Problem(ProblemKind.FILE, str(target), detail)], ["give another directory"]
         )
     # Nothing is computed, so nothing has to be side by side in memory: tensors go from file to file.
     model = auto_class_for(folder).from_pretrained(folder, dtype=dtype, combine=False)

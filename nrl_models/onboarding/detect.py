@@ -1,4 +1,4 @@
-"""What a model class combines: found by building a tiny model of it and running that."""
+"""What a model class combines: found by building and running a tiny model of it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any
 
 import torch
@@ -31,8 +32,16 @@ AUDIO_ARGUMENTS = {*AUDIO, "audio_input_ids", "audio_input_features"}
 MEDIA = {"images": PIXELS, "audio": AUDIO}
 """What a model may read beside text, and the arguments that hold it."""
 
-STEPS = ("configuration", "build", "text", "images", "backward")
-"""What is done with a class, in this order."""
+
+class Step(StrEnum):
+    """What is done with a class, in this order."""
+
+    CONFIGURATION = "configuration"
+    BUILD = "build"
+    TEXT = "text"
+    MEDIA = "images"
+    BACKWARD = "backward"
+
 
 APART = 1e-3
 """Logits of tiny models with random weights differ by more than this, if they differ in more than rounding."""
@@ -53,8 +62,8 @@ class Detection:
         obstacles: for each layer class, linears that read one input and cannot be combined, with the reason.
         uncalled: for each layer class with groups, linears that some layer has and never called.
         keeps_offsets: classes that keep the offset which an image gives to later positions, see `FreshPositions`.
-        note: what is worth knowing about a class that is right.
-        step: the step that failed, one of `STEPS`; empty if none did.
+        note: a remark on a class for which every step succeeded.
+        step: the step that failed; None if none did.
         failure: how it failed.
     """
 
@@ -67,13 +76,13 @@ class Detection:
     uncalled: dict[str, tuple[str, ...]] = field(default_factory=dict)
     keeps_offsets: tuple[str, ...] = ()
     note: str = ""
-    step: str = ""
+    step: Step | None = None
     failure: str = ""
 
     @property
     def ok(self) -> bool:
         """Whether every step succeeded."""
-        return not self.step
+        return self.step is None
 
     def declarations(self, layer: str) -> list[str]:
         """The groups of a layer class as `nrl_models.common.projections.combine_groups` takes them."""
@@ -82,7 +91,7 @@ class Detection:
 
 
 def detect(model_class: type[PreTrainedModel], overrides: Mapping[str, Any] | None = None) -> Detection:
-    """Build a tiny model of `model_class`, run it on text, on images if it takes any, and backwards, and look.
+    """Build a tiny model of `model_class`, run it on text, on images if it takes any, and backwards, and trace it.
 
     Args:
         model_class: a Hugging Face class.
@@ -94,16 +103,16 @@ def detect(model_class: type[PreTrainedModel], overrides: Mapping[str, Any] | No
     assert model_class.config_class is not None
     tiny = find_tiny(model_class.config_class, overrides, model_class)
     found: dict[str, Any] = {}
-    step = "configuration"
+    step: Step | None = Step.CONFIGURATION
     try:
         if tiny.config is None:
             raise tiny.failure or ValueError("no configuration")
-        step = "build"
+        step = Step.BUILD
         with random_states_kept():
             torch.manual_seed(0)
             model = model_class._from_config(copy.deepcopy(tiny.config)).eval()
             randomise(model)  # zeros would keep a gated image, say, from the logits
-        step = "text"
+        step = Step.TEXT
         multimodal = takes_images(model) or takes_audio(model)
         try:
             trace = _run(model, inputs_for(model, images=False))
@@ -113,7 +122,7 @@ def detect(model_class: type[PreTrainedModel], overrides: Mapping[str, Any] | No
                 raise
             found["note"] = f"takes no text alone: {in_words(error)}"  # it describes images, say
         if multimodal:
-            step = "images"
+            step = Step.MEDIA
             inputs = inputs_for(model)
             trace = _run(model, inputs)
             media = [kind for kind, arguments in MEDIA.items() if set(arguments) & set(inputs)]
@@ -125,13 +134,13 @@ def detect(model_class: type[PreTrainedModel], overrides: Mapping[str, Any] | No
         found |= _by_class(model, trace)
         if found["modalities"] == ("text", "images"):
             found["keeps_offsets"] = _keeping_offsets(model, inputs)
-        step = "backward"
+        step = Step.BACKWARD
         model.train()
         loss = model(**inputs_for(model, labels=True)).loss
         if loss is None or not torch.isfinite(loss):
             raise ValueError(f"the loss is {loss}")
         loss.backward()
-        step = ""
+        step = None
     except Exception as error:
         found["failure"] = in_words(error)
     return Detection(model_class.__name__, model_class.config_class.model_type, **found, step=step)
@@ -161,11 +170,12 @@ def _by_class(model: PreTrainedModel, trace: Trace) -> dict[str, Any]:
     packed = _packed_on_disk(model)
     traced: dict[str, dict[str, list[tuple[str, ...]]]] = defaultdict(lambda: defaultdict(list))
     obstacles: dict[str, dict[str, None]] = defaultdict(dict)
-    for one in trace.readers:
-        if one.obstacle:
-            obstacles[kinds[one.owner]][f"{' + '.join(one.names)}: {one.obstacle}"] = None
+    for readers in trace.readers:
+        owner = readers.owner
+        if readers.obstacle:
+            obstacles[kinds[owner]][f"{' + '.join(readers.names)}: {readers.obstacle}"] = None
         else:
-            traced[kinds[one.owner]][one.owner].append(_sorted(one.names, packed.get(one.owner, ())))
+            traced[kinds[owner]][owner].append(_sorted(readers.names, packed.get(owner, ())))
     groups: dict[str, list[tuple[str, ...]]] = {}
     places: dict[str, dict[tuple[str, ...], str]] = {}
     uncalled: dict[str, set[str]] = {}
@@ -176,7 +186,7 @@ def _by_class(model: PreTrainedModel, trace: Trace) -> dict[str, Any]:
             if kinds[name] == kind
         }
         called = {name: linears - set(trace.uncalled.get(name, ())) for name, linears in every.items()}
-        # Of a layer that was not called at all (a decoder's cross-attention) others tell.
+        # A layer that was not called at all (a decoder's cross-attention) says nothing; others of its class do.
         uncalled[kind] = set().union(*(every[name] - linears for name, linears in called.items() if linears))
         groups[kind], places[kind], failures = _with_places(found, called)
         obstacles[kind].update(dict.fromkeys(failures))
@@ -227,13 +237,13 @@ def _with_places(
         traced: by a layer's name the groups that were seen.
         called: by a layer's name its linears that were called.
     """
-    every = dict.fromkeys(group for ones in traced.values() for group in ones)
+    every = dict.fromkeys(group for groups in traced.values() for group in groups)
     holds: dict[tuple[str, ...], list[str]] = {}
     places: dict[tuple[str, ...], str] = {}
     failures: list[str] = []
     for group in sorted(every, key=len, reverse=True):
-        seen_in = {name for name, ones in traced.items() if group in ones}
-        if any(set(group) < set(one) and seen_in <= set(layers) for one, layers in holds.items()):
+        seen_in = {name for name, groups in traced.items() if group in groups}
+        if any(set(group) < set(larger) and seen_in <= set(layers) for larger, layers in holds.items()):
             continue  # all that these layers have of a larger group
         own = {name: set(group) & linears for name, linears in called.items() if len(set(group) & linears) > 1}
         right = [name for name in own if own[name] in map(set, traced.get(name, ()))]
@@ -249,7 +259,7 @@ def _with_places(
 
 def _place(right: list[str], wrong: list[str]) -> str:
     """A piece of the dotted names, of one component or two, that all that are `right` have and none that is `wrong`."""
-    components = [one for one in right[0].split(".") if not one.isdigit()]
+    components = [component for component in right[0].split(".") if not component.isdigit()]
     pairs = [f"{first}.{second}" for first, second in itertools.pairwise(components)]
     for piece in (*reversed(components), *reversed(pairs)):
         if all(is_at(name, piece) for name in right) and not any(is_at(name, piece) for name in wrong):

@@ -1,4 +1,4 @@
-"""What a model takes on every rank of a mesh that is not there: memory and traffic, from its configuration alone.
+"""Memory and traffic of a model on each rank of a mesh, estimated from its configuration alone.
 
 The model is built and sharded on meta by the code that shards real ones, over torch's `fake` process group, so that
 bytes of parameters are those that a rank will have. A forward and a backward on meta say what activations are kept and
@@ -37,7 +37,7 @@ GIB = 2**30
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What is to be trained, and how.
+    """How a model is to be trained.
 
     Args:
         mesh: sizes by dimension, e.g. `{"fsdp": 16, "tp": 8}`.
@@ -109,38 +109,57 @@ def estimate(config: PreTrainedConfig, setting: Setting) -> Estimate:
     return Estimate(local, local, 2 * local, gathered, activations, buffers, traffic, total)
 
 
-def remedies(config: PreTrainedConfig, setting: Setting, memory: int) -> list[tuple[str, Estimate]]:
-    """Changes of a setting, the smallest first, each with what it then takes; those that fit in `memory` bytes.
+@dataclass(frozen=True, slots=True)
+class Remedy:
+    """A change of a setting, and what the model then takes.
 
-    At most two are given. Changes: recomputing activations, a smaller micro-batch, states in bf16, more ranks.
+    Args:
+        change: what to change, as text.
+        estimate: what the model then takes.
     """
-    changes: list[tuple[str, Setting]] = []
+
+    change: str
+    estimate: Estimate
+
+
+def remedies(config: PreTrainedConfig, setting: Setting, memory: int) -> list[Remedy]:
+    """Changes of a setting, the smallest first, with which a model fits in `memory` bytes: two at most.
+
+    Changes: recomputing activations, a smaller micro-batch, more ranks of a dimension, states in bf16.
+    """
+    found: list[Remedy] = []
+    for alternatives in _changes(setting):
+        for change, changed in alternatives.items():
+            with suppress(ShardingError):
+                if (result := estimate(config, changed)).total <= memory:
+                    found.append(Remedy(change, result))
+                    break
+        if len(found) == 2:
+            break
+    return found
+
+
+def _changes(setting: Setting) -> Iterator[dict[str, Setting]]:
+    """For each sort of change the settings it leads to, by what is changed, the smallest change first."""
     if not setting.checkpointing:
-        changes.append(("recompute activations (gradient_checkpointing_enable)", replace(setting, checkpointing=True)))
-    if setting.micro_batch > 1:
-        changes.append(("take one sequence at a time", replace(setting, micro_batch=1, checkpointing=True)))
+        yield {"recompute activations (gradient_checkpointing_enable)": replace(setting, checkpointing=True)}
     base = replace(setting, checkpointing=True, micro_batch=1)
+    if setting.micro_batch > 1:
+        yield {"take one sequence at a time": base}
     for dimension in ("fsdp", "tp", "ep"):
+        alternatives = {}
         for factor in (2, 4, 8, 16):
             more = {**setting.mesh, dimension: setting.mesh.get(dimension, 1) * factor}
             sizes = {name: more[name] for name in DIMENSIONS if name in more}
-            changes.append((f"{dimension}={sizes[dimension]}", replace(base, mesh=sizes)))
+            alternatives[f"{dimension}={sizes[dimension]}"] = replace(base, mesh=sizes)
+        yield alternatives
     if setting.dtype == torch.float32:
-        changes.append(("keep parameters and states in bfloat16", replace(base, dtype=torch.bfloat16)))
-    found: dict[str, tuple[str, Estimate]] = {}  # by what is changed
-    for words, changed in changes:
-        kind = words.partition("=")[0]
-        if kind in found or len(found) == 2:
-            continue
-        with suppress(ShardingError):
-            if (result := estimate(config, changed)).total <= memory:
-                found[kind] = words, result
-    return list(found.values())
+        yield {"keep parameters and states in bfloat16": replace(base, dtype=torch.bfloat16)}
 
 
 @contextmanager
 def _fake_mesh(sizes: Mapping[str, int]) -> Iterator[DeviceMesh]:
-    """A mesh of ranks that are not there; this process is the first."""
+    """A mesh of ranks that do not exist; this process is the first."""
     if dist.is_initialized():
         problem = Problem(ProblemKind.MESH, "this process", "is in a process group; estimates need one of their own")
         raise ShardingError("cannot estimate here", [problem], ["run nrl-models plan in a process of its own"])

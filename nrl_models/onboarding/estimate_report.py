@@ -30,7 +30,7 @@ class PlanReport:
     """What a model takes on a rank.
 
     Attributes:
-        model, mesh: what was asked, in words.
+        model, mesh: what was asked, as text.
         ranks: how many there are.
         memory: bytes of a device.
         figures: bytes by kind, see `Estimate`.
@@ -47,13 +47,13 @@ class PlanReport:
     fits: bool
 
     def table(self) -> Table:
-        """For people."""
+        """The figures by kind, with what each of them is."""
         table = Table(title=f"{self.model} over {self.mesh}: each of {self.ranks} ranks", title_justify="left")
         table.add_column("")
         table.add_column("GiB", justify="right")
         table.add_column("")
-        for name, words in ROWS.items():
-            table.add_row(name, f"{self.figures[name] / GIB:.2f}", words)
+        for name, remark in ROWS.items():
+            table.add_row(name, f"{self.figures[name] / GIB:.2f}", remark)
         table.add_row("total", f"{self.figures['total'] / GIB:.2f}", f"of {self.memory / GIB:.0f}")
         for dimension, sent in self.figures["traffic"].items():
             table.add_row(f"sent over {dimension}", f"{sent / GIB:.2f}", "in a step of one micro-batch")
@@ -74,7 +74,7 @@ def plan_report(
     """Estimate, and judge.
 
     Args:
-        path: a folder with a configuration.
+        path: a directory with a configuration.
         mesh: as `parse_mesh` reads it.
         seq_len, micro_batch, dtype, compute, checkpointing: see `Setting`.
         memory: GiB of a device.
@@ -94,13 +94,15 @@ def plan_report(
         largest = max(kinds, key=lambda kind: getattr(found, kind))
         lines = [f"does not fit: {found.total / GIB:.1f} of {memory:g} GiB; most of it is {largest}"]
         changes = remedies(config, setting, limit)
-        lines += [f"  what to change: {words} takes {result.total / GIB:.1f} GiB" for words, result in changes]
+        lines += [
+            f"  what to change: {remedy.change} takes {remedy.estimate.total / GIB:.1f} GiB" for remedy in changes
+        ]
         if not changes:
             lines.append(
                 "  no single change makes it fit: combine more ranks of fsdp with tp or ep, and shorter sequences"
             )
         verdict = "\n".join(lines)
     name = (config.architectures or [type(config).__name__])[0]
-    words = ", ".join(f"{dimension}={size}" for dimension, size in setting.mesh.items())
+    sizes = ", ".join(f"{dimension}={size}" for dimension, size in setting.mesh.items())
     model = f"{name} ({found.total_parameters / 1e9:.1f}B parameters)"
-    return PlanReport(model, words, math.prod(setting.mesh.values()), limit, found.to_json(), verdict, fits)
+    return PlanReport(model, sizes, math.prod(setting.mesh.values()), limit, found.to_json(), verdict, fits)

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
+from enum import Enum
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from nrl_models.families import folders
 from nrl_models.loading.pretrained import read_config
 from nrl_models.loading.weights import fit_checkpoint
 from nrl_models.onboarding.detect import Detection, detect
-from nrl_models.onboarding.inspect import kinds_of
+from nrl_models.onboarding.inspect import ModelKind, kinds_of
 
 HEADS = ("ForSequenceClassification", "ForTokenClassification")
 """Heads of the same model that a family serves beside the one that was asked for."""
@@ -35,6 +36,32 @@ class OnboardingError(NRLModelsError, ValueError):
     """A family cannot be made, or must not be: nothing was written."""
 
 
+class DecisionKind(Enum):
+    """Why something about a family is left to a person."""
+
+    TINY_MODEL = "the tiny model does not run"
+    UNCALLED = "a linear was never called"
+    MISFIT = "weights do not fit the class"
+    TEST = "a generated test fails"
+    UNWRITTEN = "a generated file could not be written"
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Something that a person has to decide or mend.
+
+    Args:
+        kind: what sort of decision it is.
+        message: what was found.
+    """
+
+    kind: DecisionKind
+    message: str
+
+    def __str__(self) -> str:
+        return self.message
+
+
 @dataclass(frozen=True)
 class FamilyPlan:
     """A family that is not written yet.
@@ -44,7 +71,7 @@ class FamilyPlan:
         architectures: what it serves, the one that was asked for first.
         model_class: the Hugging Face class of that one.
         config: the configuration it was made from.
-        kinds: some of `dense`, `moe`, `vlm`, `hybrid`.
+        kinds: what sort of model it is.
         nearest: the family whose configurations share most keys with this one's, and the share; None if none does.
         detection: what the class combines.
         tiny: values of the configuration that are neither sizes nor the class's defaults: the tests' model has them.
@@ -55,23 +82,23 @@ class FamilyPlan:
     architectures: tuple[str, ...]
     model_class: type[PreTrainedModel]
     config: PreTrainedConfig
-    kinds: tuple[str, ...]
+    kinds: tuple[ModelKind, ...]
     nearest: tuple[str, float] | None
     detection: Detection
     tiny: Mapping[str, Any] = field(default_factory=dict)
-    undecided: tuple[str, ...] = ()
+    undecided: tuple[Decision, ...] = ()
 
     @property
     def notes(self) -> list[str]:
-        """What linears read one input and are not combined, and why: nothing that a person could decide otherwise."""
-        return [f"{layer}: {one}" for layer, ones in self.detection.obstacles.items() for one in ones]
+        """Which linears read one input and cannot be combined, and why: nothing is left to decide about them."""
+        return [f"{layer}: {reason}" for layer, reasons in self.detection.obstacles.items() for reason in reasons]
 
 
 def plan_family(source: str | Path, name: str | None = None, *, again: bool = False) -> FamilyPlan:
     """Read a configuration, and the headers of the weights beside it if there are some, and find out what is combined.
 
     Args:
-        source: a folder with a `config.json`, or such a file.
+        source: a directory with a `config.json`, or such a file.
         name: of the package; the configuration's `model_type` if None.
         again: plan also what a family serves already (to see what it would be today).
 
@@ -82,7 +109,7 @@ def plan_family(source: str | Path, name: str | None = None, *, again: bool = Fa
     path = Path(source)
     folder = path if path.is_dir() else path.parent
     if not (folder / "config.json" if path.is_dir() else path).is_file():
-        raise OnboardingError(f"{source}: expected a folder with a config.json, or such a file")
+        raise OnboardingError(f"{source}: expected a directory with a config.json, or such a file")
     config = read_config(folder) if path.is_dir() else AutoConfig.from_pretrained(path)
     model_class = _class_of(config, source)
     architecture = model_class.__name__
@@ -93,15 +120,13 @@ def plan_family(source: str | Path, name: str | None = None, *, again: bool = Fa
     found = detect(model_class, overrides=tiny)
     undecided = []
     if not found.ok:
-        undecided.append(
-            f"the tiny model fails at the step '{found.step}': {found.failure}. Find values for `tiny` with which it "
-            "is built and run (nrl_models/testing/sizes.py has the rules)."
-        )
-    undecided += [
-        f"{layer}: {', '.join(names)} was never called; say whether it joins a group"
-        for layer, names in found.uncalled.items()
-    ]
-    undecided += misfits(model_class, config, folder)
+        message = f"the tiny model fails at the step '{found.step}': {found.failure}. Find values for `tiny` with which"
+        message += " it is built and run (nrl_models/testing/sizes.py has the rules)."
+        undecided.append(Decision(DecisionKind.TINY_MODEL, message))
+    for layer, names in found.uncalled.items():
+        message = f"{layer}: {', '.join(names)} was never called; say whether it joins a group"
+        undecided.append(Decision(DecisionKind.UNCALLED, message))
+    undecided += [Decision(DecisionKind.MISFIT, message) for message in misfits(model_class, config, folder)]
     return FamilyPlan(
         name=(name or config.model_type).replace("-", "_").replace(".", "_"),
         architectures=(architecture, *heads_beside(model_class, config)),
@@ -131,7 +156,8 @@ def _class_of(config: PreTrainedConfig, source: str | Path) -> type[PreTrainedMo
 def heads_beside(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> tuple[str, ...]:
     """Names of the classification heads that the module of a causal language model has for the same model.
 
-    Not of those that are built around another one: an encoder with its decoder, where the decoder alone writes.
+    Heads that are built around another model are left out: an encoder with its decoder, of which only the decoder
+    generates.
     """
     base, causal, _ = model_class.__name__.partition("ForCausalLM")
     names = [base + head for head in HEADS] if causal else []
@@ -176,7 +202,7 @@ def nearest_family(config: PreTrainedConfig) -> tuple[str, float] | None:
 
 
 def misfits(model_class: type[PreTrainedModel], config: PreTrainedConfig, folder: Path) -> list[str]:
-    """Keys of the weights in `folder`, if there are some, that do not fit the class; no weight is read."""
+    """What does not fit the class of the weights in `folder`, if there are any; no weight is read."""
     if not any(folder.glob("*.safetensors")):
         return []
     try:

@@ -11,6 +11,7 @@ from typing import Any
 
 from nrl_models.common.projections import KNOWN_GROUPS, combined_name
 from nrl_models.onboarding.family_plan import FamilyPlan
+from nrl_models.onboarding.inspect import ModelKind
 
 WIDTH = 120
 
@@ -73,7 +74,7 @@ def facts_source(plan: FamilyPlan) -> str:
 
 
 def plain_source(plan: FamilyPlan) -> str:
-    """A module with the same architectures and nothing rewritten: what fails there is not the family's doing."""
+    """A module with the same architectures and nothing rewritten: what fails there is not caused by the family."""
     hf = plan.model_class.__module__.rpartition(".")
     heads = "\n".join(f"{name} = Plain.head(hf.{name})" for name in plan.architectures)
     return (
@@ -84,8 +85,8 @@ def plain_source(plan: FamilyPlan) -> str:
 
 def title(plan: FamilyPlan) -> str:
     """What the family is, in a line."""
-    kinds = {"dense": "dense", "moe": "mixture of experts", "vlm": "vision-language", "hybrid": "hybrid"}
-    return f"{plan.config.model_type}: {', '.join(kinds[kind] for kind in plan.kinds)}"
+    kinds = {ModelKind.MOE: "mixture of experts", ModelKind.VLM: "vision-language"}
+    return f"{plan.config.model_type}: {', '.join(kinds.get(kind, kind) for kind in plan.kinds)}"
 
 
 def model_source(plan: FamilyPlan, limits: Mapping[str, str]) -> str:
@@ -135,7 +136,7 @@ def _made_of(plan: FamilyPlan, layer: str) -> tuple[str, list[str]]:
         return "combine_groups", list(map(dumps, plan.detection.declarations(layer)))
     if len(groups) == 1 and (known := KNOWN_GROUPS.get(tuple(groups[0]))):
         return known.__name__, []
-    return "combine", [f"{combined_name(one)}=({', '.join(map(dumps, one))})" for one in groups]
+    return "combine", [f"{combined_name(group)}=({', '.join(map(dumps, group))})" for group in groups]
 
 
 def _row(layer: str, maker: str, arguments: list[str]) -> list[str]:
@@ -143,7 +144,7 @@ def _row(layer: str, maker: str, arguments: list[str]) -> list[str]:
     line = f"        {layer}: {maker}" + (f"({', '.join(arguments)})," if arguments else ",")
     if len(line) <= WIDTH or not arguments:
         return [line]
-    return [f"        {layer}: {maker}(", *(f"            {one}," for one in arguments), "        ),"]
+    return [f"        {layer}: {maker}(", *(f"            {argument}," for argument in arguments), "        ),"]
 
 
 def _mapping(name: str, values: Mapping[str, Any]) -> Iterator[str]:
@@ -155,8 +156,8 @@ def _mapping(name: str, values: Mapping[str, Any]) -> Iterator[str]:
             if len(line) <= WIDTH:
                 yield line
             else:
-                words = fill(value, WIDTH - 18, drop_whitespace=False).split("\n")
+                wrapped = fill(value, WIDTH - 18, drop_whitespace=False).split("\n")
                 yield f'        "{key}": ('
-                yield from (f"            {dumps(one)}" for one in words)
+                yield from (f"            {dumps(piece)}" for piece in wrapped)
                 yield "        ),"
         yield "    }"

@@ -1,9 +1,10 @@
-"""What a checkpoint is, from its configuration and its files' headers: no weight is read."""
+"""What a checkpoint contains, from its configuration and its files' headers: no weight is read."""
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +27,23 @@ SIZES = (
 """The sizes that are shown, by the configuration's own keys."""
 
 
+class ModelKind(StrEnum):
+    """What sort of model a configuration describes; one of the first two, and any of the others."""
+
+    DENSE = "dense"
+    MOE = "moe"
+    VLM = "vlm"
+    HYBRID = "hybrid"
+
+
 @dataclass(frozen=True, slots=True)
 class Inspection:
-    """What a checkpoint is.
+    """What a checkpoint contains.
 
     Args:
         architecture: the architecture it loads as.
         family: the module that serves it; None if it falls back to transformers' own class.
-        kinds: some of `dense`, `moe`, `vlm`, `hybrid`.
+        kinds: what sort of model it is.
         sizes: sizes of the (text) model, by configuration key.
         tied: whether the output embeddings are the input embeddings.
         flags: names of the family's `ModelFlag`s.
@@ -46,7 +56,7 @@ class Inspection:
 
     architecture: str
     family: str | None
-    kinds: tuple[str, ...]
+    kinds: tuple[ModelKind, ...]
     sizes: dict[str, int]
     tied: bool
     flags: tuple[str, ...]
@@ -58,11 +68,11 @@ class Inspection:
 
 
 def inspect(path: str | Path) -> Inspection:
-    """Look at the checkpoint in `path`: a folder with `config.json`, with or without weights.
+    """Look at the checkpoint in `path`: a directory with `config.json`, with or without weights.
 
     Raises:
         CheckpointError: no configuration, or damaged files.
-        UnknownArchitectureError: an architecture nobody serves.
+        UnknownArchitectureError: an architecture that no class serves.
     """
     folder = resolve_folder(path)
     auto_class = auto_class_for(folder)
@@ -87,18 +97,16 @@ def inspect(path: str | Path) -> Inspection:
     )
 
 
-def kinds_of(config: PreTrainedConfig) -> list[str]:
-    """What a configuration says the model is: `dense` or `moe`, and `vlm`, `hybrid`."""
+def kinds_of(config: PreTrainedConfig) -> list[ModelKind]:
+    """What sort of model a configuration describes."""
     text: Any = config.get_text_config()
     experts = [value for key in EXPERT_KEYS if (value := getattr(text, key, None)) is not None]
-    kinds = ["moe" if any(value > 1 for value in experts) else "dense"]
+    kinds = [ModelKind.MOE if any(value > 1 for value in experts) else ModelKind.DENSE]
     if getattr(config, "vision_config", None) is not None:
-        kinds.append("vlm")
+        kinds.append(ModelKind.VLM)
     layer_types = set(getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or ())
-    if any(one not in ("attention", "hybrid") and "attention" not in one for one in layer_types) or (
-        "linear_attention" in layer_types
-    ):
-        kinds.append("hybrid")
+    if "linear_attention" in layer_types or any("attention" not in name for name in layer_types - {"hybrid"}):
+        kinds.append(ModelKind.HYBRID)
     return kinds
 
 
@@ -106,7 +114,7 @@ def combined_groups(model: torch.nn.Module) -> dict[str, int]:
     """The groups of a model, `Class: a + b`, and how many of each it has."""
     return dict(
         Counter(
-            f"{type(model.get_submodule(owner)).__name__}: {' + '.join(group.parts)}"
+            f"{type(model.get_submodule(owner)).__name__}: {' + '.join(group.linears)}"
             for owner, _, group in groups_of(model)
         )
     )

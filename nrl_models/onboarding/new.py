@@ -17,7 +17,7 @@ from typing import Any
 
 import nrl_models
 from nrl_models.common.config.ledger import FILE as LEDGER
-from nrl_models.onboarding.family_plan import FamilyPlan, OnboardingError, plan_family
+from nrl_models.onboarding.family_plan import Decision, DecisionKind, FamilyPlan, OnboardingError, plan_family
 from nrl_models.onboarding.family_source import facts_source, plain_source, write_package, write_project
 from nrl_models.testing.features import INVARIANCES, SUITE, generated_tests
 
@@ -26,7 +26,7 @@ Result = dict[str, Any]
 
 @dataclass(frozen=True)
 class Onboarding:
-    """What became of a new family.
+    """The outcome of onboarding a family.
 
     Args:
         plan: what was found out.
@@ -40,7 +40,7 @@ class Onboarding:
     limits: Mapping[str, str]
     results: tuple[Result, ...]
     files: tuple[Path, ...]
-    undecided: tuple[str, ...]
+    undecided: tuple[Decision, ...]
 
     @property
     def ok(self) -> bool:
@@ -57,9 +57,9 @@ def new_family(
     there), and not at all when something stops the command.
 
     Args:
-        source: a folder with `config.json`, with or without weights, or such a file.
+        source: a directory with `config.json`, with or without weights, or such a file.
         name: of the package; the configuration's `model_type` if None.
-        out_of_tree: a new folder for an installable package with entry points; into this repository if None: the
+        out_of_tree: a new directory for an installable package with entry points; into this repository if None: the
             package, its ledger, and its coverage page.
         again: see `plan_family`.
 
@@ -90,11 +90,11 @@ def new_family(
     return Onboarding(plan, limits, tuple(results), tuple(files), (*plan.undecided, *undecided))
 
 
-def prove(plan: FamilyPlan, package: str, folder: Path) -> tuple[dict[str, str], list[Result], list[str]]:
+def prove(plan: FamilyPlan, package: str, folder: Path) -> tuple[dict[str, str], list[Result], list[Decision]]:
     """Write the package to `folder / package`, run the generated tests on it, and find its limits.
 
     Returns:
-        The limits, which the package then states; the tests' outcomes with them; what failed all the same, in words.
+        The limits, which the package then states; the tests' outcomes with them; tests that still fail.
     """
     limits: dict[str, str] = {}
     write_package(plan, limits, folder / package)
@@ -114,13 +114,17 @@ def prove(plan: FamilyPlan, package: str, folder: Path) -> tuple[dict[str, str],
             write_package(plan, limits, folder / package)
             # What is limited is refused; nothing else is, but replaying, which the logits' tests do.
             concerned = {name for name, feature in generated_tests().items() if feature in (*limits, "logits")}
-            anew = run_tests(f"{package}.model", plan.architectures, folder, sorted(concerned))
-            kept = [one for one in results if _test(one) not in concerned]
-            results = sorted([*kept, *anew], key=lambda one: (one["architecture"], one["check"]))
+            rerun = run_tests(f"{package}.model", plan.architectures, folder, sorted(concerned))
+            kept = [result for result in results if _test(result) not in concerned]
+            results = sorted([*kept, *rerun], key=lambda result: (result["architecture"], result["check"]))
     shutil.rmtree(folder / package / "__pycache__", ignore_errors=True)
     shutil.rmtree(folder / "__pycache__", ignore_errors=True)
-    failures = [one for one in results if one["outcome"] == "failed"]
-    return limits, results, [f"{one['architecture']}: {one['check']} failed: {one['reason']}" for one in failures]
+    failures = [
+        Decision(DecisionKind.TEST, f"{result['architecture']}: {result['check']} failed: {result['reason']}")
+        for result in results
+        if result["outcome"] == "failed"
+    ]
+    return limits, results, failures
 
 
 def run_tests(module: str, architectures: Iterable[str], folder: Path, tests: Iterable[str] = ()) -> list[Result]:
@@ -158,22 +162,23 @@ def _test(result: Result) -> str:
 
 def _features(results: Iterable[Result], outcome: str) -> set[str]:
     proofs = generated_tests()
-    return {proofs[name] for one in results if one["outcome"] == outcome and (name := _test(one)) in proofs}
+    return {proofs[name] for result in results if result["outcome"] == outcome and (name := _test(result)) in proofs}
 
 
 def _reason(plan: FamilyPlan, plain: Iterable[Result], feature: str) -> str:
     proofs = generated_tests()
-    names = sorted({_test(one) for one in plain if one["outcome"] == "failed" and proofs[_test(one)] == feature})
+    failed = {_test(result) for result in plain if result["outcome"] == "failed"}
+    names = sorted(name for name in failed if proofs[name] == feature)
     return f"transformers' own {plan.model_class.__name__.partition('For')[0]} fails {', '.join(names)}, too"
 
 
 def _check_room(plan: FamilyPlan, out_of_tree: Path | None, root: Path) -> None:
-    """Refuse before work is done what would be overwritten, or would not be found."""
+    """Refuse, before any work is done, to overwrite something or to write where nothing would find it."""
     if not re.fullmatch(r"[a-z][a-z0-9_]*", plan.name):
         raise OnboardingError(f"{plan.name!r} cannot name a package; give another with --name, in lower case")
     target = out_of_tree or root / "nrl_models" / "families" / plan.name
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise OnboardingError(f"{target} exists; nothing was written. Remove it, or choose another name or folder.")
+        raise OnboardingError(f"{target} exists; nothing was written. Remove it, or choose another name or directory.")
     if out_of_tree is None and not (root / "docs" / "model-coverage" / "results.json").is_file():
         raise OnboardingError(f"{root} is no checkout of nrl_models: use --out-of-tree DIR")
 
@@ -186,7 +191,7 @@ def _place(made: Path, target: Path) -> list[Path]:
     return sorted(path for path in target.rglob("*") if path.is_file())
 
 
-def _register(plan: FamilyPlan, root: Path, results: list[Result]) -> tuple[list[Path], list[str]]:
+def _register(plan: FamilyPlan, root: Path, results: list[Result]) -> tuple[list[Path], list[Decision]]:
     """Declare the family, and enter its results in the coverage pages: what was written, and what was not."""
     facts = root / "nrl_models" / "families" / plan.name / "__init__.py"
     facts.write_text(facts_source(plan))
@@ -194,11 +199,12 @@ def _register(plan: FamilyPlan, root: Path, results: list[Result]) -> tuple[list
         return [], []
     pages = root / "docs" / "model-coverage"
     content = json.loads((pages / "results.json").read_text())
-    kept = [one for one in content["results"] if one["architecture"] not in plan.architectures]
-    content["results"] = sorted([*kept, *results], key=lambda one: one["architecture"])
+    kept = [result for result in content["results"] if result["architecture"] not in plan.architectures]
+    content["results"] = sorted([*kept, *results], key=lambda result: result["architecture"])
     (pages / "results.json").write_text(json.dumps(content, indent=1) + "\n")
     # The registry of this process does not know the family: another one writes its ledger, and the pages.
-    written, problems = [pages / "results.json"], []
+    written: list[Path] = [pages / "results.json"]
+    problems: list[Decision] = []
     coverage = ["coverage", "--results", str(pages / "results.json"), "--out", str(pages)]
     for what, arguments, made in (
         ("the ledger of its configuration's keys", ["ledger", "--again", *plan.architectures], LEDGER),
@@ -208,7 +214,7 @@ def _register(plan: FamilyPlan, root: Path, results: list[Result]) -> tuple[list
         done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=root)
         if done.returncode != 0:
             said = (done.stderr.strip() or done.stdout.strip())[-1000:]
-            problems.append(f"{what} could not be written: {said}")
+            problems.append(Decision(DecisionKind.UNWRITTEN, f"{what} could not be written: {said}"))
         else:
             written.append(made)
     return written, problems

@@ -111,7 +111,7 @@ class UndeclaredForCausalLM(Nova, hf.LlamaForCausalLM):
 class Unbiased(LinearGroup):
     def outputs_with(self, *given: Any) -> tuple[torch.Tensor, ...]:
         outputs = super().outputs_with(*given)
-        return tuple(output - part.bias for output, part in zip(outputs, self.parts.values(), strict=True))
+        return tuple(output - part.bias for output, part in zip(outputs, self.linears.values(), strict=True))
 
 
 class UnbiasedAttention(CombinedQKV, biased.Qwen2Attention):

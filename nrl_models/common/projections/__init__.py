@@ -13,6 +13,7 @@ from nrl_models.common.projections.combined import (
 from nrl_models.common.projections.group import LinearGroup
 from nrl_models.common.projections.group_report import GroupReport, join, neighbouring_parameters, report
 from nrl_models.common.projections.memory import Buffer, own_storage
+from nrl_models.common.projections.obstacles import Obstacle, ObstacleKind
 
 __all__ = [
     "KNOWN_GROUPS",
@@ -22,6 +23,8 @@ __all__ = [
     "CombinedQKV",
     "GroupReport",
     "LinearGroup",
+    "Obstacle",
+    "ObstacleKind",
     "combine",
     "combine_groups",
     "combined_name",

@@ -56,11 +56,12 @@ class CombinedProjections(nn.Module):
         Args:
             name: of this module in its model; groups that have a place elsewhere are not formed.
         """
-        for group_name, part_names in self.combined.items():
+        for group_name, names in self.combined.items():
             if group_name in self.places and not is_at(name, self.places[group_name]):
                 continue
-            found = {part: linear for part in part_names if (linear := getattr(self, part, None)) is not None}
-            linears = _alike_in_bias(found)
+            linears = _alike_in_bias(
+                {each: linear for each in names if (linear := getattr(self, each, None)) is not None}
+            )
             if len(linears) >= 2 and group_name not in self.__dict__:
                 # Not registered: whoever walks the model finds Hugging Face's modules, and no other.
                 self.__dict__[group_name] = group = LinearGroup(linears)
@@ -178,7 +179,7 @@ class CombinedGateUp(CombinedProjections):
 
 
 KNOWN_GROUPS: Mapping[tuple[str, ...], type[CombinedProjections]] = {
-    tuple(parts): made for made in (CombinedQKV, CombinedGateUp) for parts in made.combined.values()
+    tuple(linears): made for made in (CombinedQKV, CombinedGateUp) for linears in made.combined.values()
 }
 """Groups that have a class of their own."""
 
@@ -192,11 +193,11 @@ def combine_groups(*groups: str) -> type[CombinedProjections]:
     """
     named, places = {}, {}
     for group in groups:
-        linears, _, place = group.partition("@")
-        name, _, linears = linears.rpartition(":")
-        parts = tuple(linears.split())
-        name = name or combined_name(parts)
-        named[name] = parts
+        text, _, place = group.partition("@")
+        name, _, text = text.rpartition(":")
+        linears = tuple(text.split())
+        name = name or combined_name(linears)
+        named[name] = linears
         if place:
             places[name] = place.strip()
     made = combine(**named)

@@ -28,12 +28,13 @@ from torch.utils._python_dispatch import _disable_current_modes
 from nrl_models.common.projections.group_memory import JoinedWeights, Layout
 from nrl_models.common.projections.matmul import joined_linear
 from nrl_models.common.projections.memory import Buffer, is_its_own
+from nrl_models.common.projections.obstacles import Obstacle, ObstacleKind
 from nrl_models.common.projections.run import Answer, OwnForward, Run
 
 KINDS = ("weight", "bias")
 
 _LINEAR, _LINEAR_FORWARD = F.linear, nn.Linear.forward
-"""What parts compute; where somebody patched them for everyone, parts are left to themselves."""
+"""What linears compute; where these are patched globally, linears compute themselves."""
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -48,7 +49,7 @@ class LinearGroup(nn.Module):
         linears: the linears by name, in the order their rows take.
 
     Attributes:
-        always_answers: whether the group answers its parts' calls even where it computes them one by one: a subclass
+        always_answers: whether the group answers its linears' calls even where it computes them one by one: a subclass
             has something to do with their input.
     """
 
@@ -56,13 +57,13 @@ class LinearGroup(nn.Module):
 
     def __init__(self, linears: Mapping[str, nn.Linear]) -> None:
         super().__init__()
-        self._set_parts(linears)
+        self._set_linears(linears)
         self.join()
 
-    def _set_parts(self, linears: Mapping[str, nn.Linear]) -> None:
+    def _set_linears(self, linears: Mapping[str, nn.Linear]) -> None:
         self._names = tuple(linears)
         # Weakly, so that a linear that was replaced (by a quantised one, say) takes its weights with it.
-        self._linears = tuple(weakref.ref(linear) for linear in linears.values())
+        self._references = tuple(weakref.ref(linear) for linear in linears.values())
         self._types: tuple[type[nn.Module], ...] = (nn.Linear,) * len(linears)
         self._answers = tuple(Answer(self, number) for number in range(len(linears)))
         for linear in linears.values():
@@ -75,13 +76,13 @@ class LinearGroup(nn.Module):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of all parts, in the order of their rows, whether they are still there or not."""
+        """The names of all linears, in the order of their rows, whether they are still there or not."""
         return self._names
 
     @property
-    def parts(self) -> dict[str, nn.Linear]:
+    def linears(self) -> dict[str, nn.Linear]:
         """The linears by name, in the order of their rows; those that are no more are left out."""
-        pairs = zip(self._names, (linear() for linear in self._linears), strict=True)
+        pairs = zip(self._names, (linear() for linear in self._references), strict=True)
         return {name: linear for name, linear in pairs if linear is not None}
 
     @property
@@ -92,12 +93,12 @@ class LinearGroup(nn.Module):
     @property
     def bias(self) -> torch.Tensor | None:
         """All biases, `(C,)`, detached, or None."""
-        return None if next(iter(self.parts.values())).bias is None else self._rows("bias")
+        return None if next(iter(self.linears.values())).bias is None else self._rows("bias")
 
     def _rows(self, kind: str) -> torch.Tensor:
-        weights = None if self._layout is None else self._layout.weights_of(linear() for linear in self._linears)
+        weights = None if self._layout is None else self._layout.weights_of(linear() for linear in self._references)
         if weights is None:
-            return torch.cat([getattr(part, kind).detach() for part in self.parts.values()])
+            return torch.cat([getattr(linear, kind).detach() for linear in self.linears.values()])
         rows = weights.weight_rows if kind == "weight" else weights.bias_rows
         assert rows is not None
         return rows
@@ -105,21 +106,21 @@ class LinearGroup(nn.Module):
     # Memory
 
     def join(self) -> bool:
-        """Lay the parts' weights, and their biases, side by side in memory, unless there is an `obstacle`.
+        """Lay the linears' weights, and their biases, side by side in memory, unless there is an `obstacle`.
 
         The parameters stay the same objects, with the same values. Weights that are neighbours already stay where they
-        are. Memory that somebody else looks at, too, is left alone: a state dict that was assigned, and is still held.
+        are. Memory that is also referenced elsewhere is left alone: a state dict that was assigned, and is still held.
 
         Returns:
-            Whether it is worth trying again later: somebody else looks at a parameter's memory, or a transform of
-            `torch.func` is on.
+            Whether it is worth trying again later: a parameter's memory is referenced elsewhere, or a transform of
+            `torch.func` is active.
         """
         self._layout, self._uncalled = None, ()
         if self.obstacle():
             return False
         if torch._C._are_functorch_transforms_active():
             return True
-        # Whatever is on around this (inference mode, fake tensors, something that counts operations) is not for it.
+        # Modes that are active around this (inference mode, fake tensors, operation counters) must not affect it.
         with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunction(), _disable_current_modes():
             return self._lay_side_by_side()
 
@@ -140,7 +141,7 @@ class LinearGroup(nn.Module):
 
     @property
     def is_joined(self) -> bool:
-        """Whether `join` has laid the parts' weights side by side; they may have been moved since."""
+        """Whether `join` has laid the linears' weights side by side; they may have been moved since."""
         return self._layout is not None
 
     def memory_of(self, parameter: torch.Tensor) -> torch.Tensor | None:
@@ -152,67 +153,71 @@ class LinearGroup(nn.Module):
         parameter.data = neighbour
 
     def accept_classes(self) -> None:
-        """Take the parts' classes, as they are now, for linears: whoever changed them knows what they compute."""
-        self._types = tuple(type(linear) for linear in self.parts.values())
+        """Treat the linears' present classes as linears: the caller knows what they compute."""
+        self._types = tuple(type(linear) for linear in self.linears.values())
 
     def has_its_linears(self) -> bool:
-        """Whether every part is there, and of the class it had."""
-        return all(type(linear()) is expected for linear, expected in zip(self._linears, self._types, strict=True))
+        """Whether every linear is there, and of the class it had."""
+        return all(type(linear()) is expected for linear, expected in zip(self._references, self._types, strict=True))
 
-    def obstacle(self) -> str:
-        """Why the parts' parameters cannot be neighbours in memory; empty if they can."""
-        parts = self.parts
-        if lost := [name for name in self._names if name not in parts]:
-            return f"replaced: {', '.join(lost)}"
-        for (name, part), expected in zip(parts.items(), self._types, strict=True):
-            if type(part) is not expected:
-                return f"{name} is a {type(part).__name__}"
+    def obstacle(self) -> Obstacle | None:
+        """Why the linears' parameters cannot be neighbours in memory; None if they can."""
+        linears = self.linears
+        if lost := [name for name in self._names if name not in linears]:
+            return Obstacle(ObstacleKind.REPLACED, f"replaced: {', '.join(lost)}")
+        for (name, linear), expected in zip(linears.items(), self._types, strict=True):
+            if type(linear) is not expected:
+                return Obstacle(ObstacleKind.CLASS, f"{name} is a {type(linear).__name__}")
             for kind in KINDS:
-                parameter = part._parameters.get(kind)
+                parameter = linear._parameters.get(kind)
                 if kind == "weight" and parameter is None:
-                    return f"{name} has no weight of its own"
+                    return Obstacle(ObstacleKind.PARAMETER, f"{name} has no weight of its own")
                 if parameter is not None and (why := _unfit(parameter, self.memory_of(parameter))):
-                    return f"the {kind} of {name} {why}"
+                    return Obstacle(ObstacleKind.PARAMETER, f"the {kind} of {name} {why}")
         facts: dict[str, dict[str, Any]] = {
-            "input size": {name: part.weight.shape[1] for name, part in parts.items()},
-            "dtype": {name: part.weight.dtype for name, part in parts.items()},
-            "device": {name: part.weight.device for name, part in parts.items()},
-            "having a bias": {name: part._parameters.get("bias") is not None for name, part in parts.items()},
+            "input size": {name: linear.weight.shape[1] for name, linear in linears.items()},
+            "dtype": {name: linear.weight.dtype for name, linear in linears.items()},
+            "device": {name: linear.weight.device for name, linear in linears.items()},
+            "having a bias": {name: linear._parameters.get("bias") is not None for name, linear in linears.items()},
         }
         for what, values in facts.items():
             if len(set(values.values())) > 1:
-                return f"parts disagree in {what}: {', '.join(f'{name} {value}' for name, value in values.items())}"
+                listed = ", ".join(f"{name} {value}" for name, value in values.items())
+                return Obstacle(ObstacleKind.UNLIKE, f"linears disagree in {what}: {listed}")
         parameters = [parameter for kind in self._parameters_by_kind().values() for parameter in kind]
         if len(set(map(id, parameters))) < len(parameters):
-            return "parts share a parameter"
+            return Obstacle(ObstacleKind.SHARED, "linears share a parameter")
         if len({parameter.dtype for parameter in parameters}) > 1:
-            return "weights and biases differ in dtype"
-        return ""
+            return Obstacle(ObstacleKind.UNLIKE, "weights and biases differ in dtype")
+        return None
 
-    def why_separate(self) -> str:
-        """Why the parts compute themselves at present; empty if they run as one matmul."""
+    def why_separate(self) -> Obstacle | None:
+        """Why the linears compute themselves at present; None if they run as one matmul."""
         if obstacle := self.obstacle():
             return obstacle
         if not self._are_neighbours():
-            return "weights are not side by side in memory: they were moved or replaced (`join` lays them so again)"
-        parts = self.parts
-        for name, part in parts.items():
-            if hooked := [kind for kind in _HOOKS if part.__dict__[kind]]:
-                return f"{name} has {hooked[0].strip('_').replace('_', ' ')}"
-            if "forward" in part.__dict__ or part.__dict__.get("_compiled_call_impl") is not None:
-                return f"the forward of {name} was replaced"
+            message = "weights are not side by side in memory: they were moved or replaced (`join` lays them so again)"
+            return Obstacle(ObstacleKind.MOVED, message)
+        linears = self.linears
+        for name, linear in linears.items():
+            if hooked := [kind for kind in _HOOKS if linear.__dict__[kind]]:
+                return Obstacle(ObstacleKind.HOOK, f"{name} has {hooked[0].strip('_').replace('_', ' ')}")
+            if "forward" in linear.__dict__ or linear.__dict__.get("_compiled_call_impl") is not None:
+                return Obstacle(ObstacleKind.FORWARD, f"the forward of {name} was replaced")
         for kind in KINDS:
-            parameters = {name: part._parameters.get(kind) for name, part in parts.items()}
+            parameters = {name: linear._parameters.get(kind) for name, linear in linears.items()}
             learning = [name for name, found in parameters.items() if found is not None and found.requires_grad]
-            if learning and len(learning) < len(parts):
-                return f"of some parts only the {kind} is trained: {', '.join(learning)}"
-        if self._uncalled:
-            return f"computed by themselves, or not at all, when others took their slices: {', '.join(self._uncalled)}"
-        return ""
+            if learning and len(learning) < len(linears):
+                message = f"of some linears only the {kind} is trained: {', '.join(learning)}"
+                return Obstacle(ObstacleKind.TRAINING, message)
+        if uncalled := ", ".join(self._uncalled):
+            message = f"computed by themselves, or not at all, when others took their slices: {uncalled}"
+            return Obstacle(ObstacleKind.UNCALLED, message)
+        return None
 
     def _parameters_by_kind(self) -> dict[str, list[nn.Parameter]]:
-        """The parts' weights, and their biases if they have any."""
-        kinds = {kind: [part._parameters.get(kind) for part in self.parts.values()] for kind in KINDS}
+        """The linears' weights, and their biases if they have any."""
+        kinds = {kind: [linear._parameters.get(kind) for linear in self.linears.values()] for kind in KINDS}
         return {kind: found for kind, found in kinds.items() if None not in found}  # type: ignore[misc]
 
     def _are_neighbours(self) -> bool:
@@ -226,46 +231,51 @@ class LinearGroup(nn.Module):
     # Computing
 
     def forward(self, input: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """`input`: `(..., I)`. Returns the parts' outputs, each `(..., O)`, in their order: in one matmul if it can."""
-        return self.outputs_with(input, self.joinable_weights([linear() for linear in self._linears]))
+        """`input`: `(..., I)`. Returns each linear's output `(..., O)`, in their order: in one matmul if possible."""
+        return self.outputs_with(input, self.joinable_weights([linear() for linear in self._references]))
 
-    def joinable_weights(self, parts: Sequence[nn.Module | None]) -> JoinedWeights | None:
-        """The weights of `parts`, the group's, if one matmul computes what the parts would; else None."""
-        weights = None if self._layout is None else self._layout.weights_of(parts)
+    def joinable_weights(self, linears: Sequence[nn.Module | None]) -> JoinedWeights | None:
+        """The weights of `linears`, the group's, if one matmul computes what the linears would; else None."""
+        weights = None if self._layout is None else self._layout.weights_of(linears)
         return weights if weights is not None and weights.learn_alike() else None
+
+    def compute(self, input: torch.Tensor, weights: JoinedWeights | None) -> tuple[torch.Tensor, ...]:
+        """Call the group if it has hooks, else only `outputs_with`: hooks for all modules are not to see the group."""
+        hooked = self._forward_pre_hooks or self._forward_hooks or self._backward_hooks or self._backward_pre_hooks
+        return self(input) if hooked else self.outputs_with(input, weights)
 
     def outputs_with(self, input: torch.Tensor, weights: JoinedWeights | None) -> tuple[torch.Tensor, ...]:
         """What `forward` returns, the `joinable_weights` being known."""
         if weights is not None and not self.always_answers:
             return joined_linear(input, *weights)
-        inputs = self.inputs_of_parts(input)
+        inputs = self.inputs_of_linears(input)
         if weights is not None and all(each is inputs[0] for each in inputs):
             return joined_linear(inputs[0], *weights)
-        parts = [part._parameters for part in self.parts.values()]
+        linears = [linear._parameters for linear in self.linears.values()]
         return tuple(
             F.linear(each, own["weight"], own.get("bias"))  # type: ignore[arg-type]
-            for each, own in zip(inputs, parts, strict=True)
+            for each, own in zip(inputs, linears, strict=True)
         )
 
-    def inputs_of_parts(self, input: torch.Tensor) -> list[torch.Tensor]:
-        """What each part reads of the group's input: the same tensor, unless a subclass knows better."""
+    def inputs_of_linears(self, input: torch.Tensor) -> list[torch.Tensor]:
+        """What each linear reads of the group's input: the same tensor, unless a subclass knows better."""
         return [input] * len(self._names)
 
     def begin(self) -> Run | None:
-        """Answer the parts' calls from now on, until `end`, if that can be what separate calls would give; else None.
+        """Answer the linears' calls from now on, until `end`, if that can be what separate calls would give; else None.
 
-        While another thread's forward of the owner is answered, this thread's parts compute themselves.
+        While another thread's forward of the owner is answered, this thread's linears compute themselves.
         """
         if self._uncalled or (self._layout is None and not self.always_answers):
             return None
         if F.linear is not _LINEAR or nn.Linear.forward is not _LINEAR_FORWARD:
             return None
-        parts = []
-        for reference, expected in zip(self._linears, self._types, strict=True):
-            part = reference()
-            if part is None or type(part) is not expected:
+        linears = []
+        for reference, expected in zip(self._references, self._types, strict=True):
+            linear = reference()
+            if linear is None or type(linear) is not expected:
                 return None
-            state = part.__dict__
+            state = linear.__dict__
             if (
                 "forward" in state
                 or state["_forward_hooks"]
@@ -275,26 +285,26 @@ class LinearGroup(nn.Module):
                 or state.get("_compiled_call_impl") is not None
             ):
                 return None
-            parts.append(part)
-        if not self._busy.acquire(blocking=False):  # another thread began since the parts were looked at
+            linears.append(linear)
+        if not self._busy.acquire(blocking=False):  # another thread began since the linears were looked at
             return None
-        self.__dict__["_run"] = run = Run(self, parts)
-        for part, answer in zip(parts, self._answers, strict=True):
-            part.__dict__["forward"] = answer
+        self.__dict__["_run"] = run = Run(self, linears)
+        for linear, answer in zip(linears, self._answers, strict=True):
+            linear.__dict__["forward"] = answer
         return run
 
     def end(self, run: Run, *, complete: bool) -> None:
-        """Let the parts answer their calls themselves again.
+        """Let the linears answer their calls themselves again.
 
         Args:
             run: what `begin` returned.
-            complete: whether the owner's forward came to its end. If it did and never called some of the parts, the
+            complete: whether the owner's forward came to its end. If it did and never called some of the linears, the
                 group stays out of the way from then on: it would compute what nobody asks for.
         """
         self.__dict__["_run"] = None
-        for part in run.parts:
-            if isinstance(part.__dict__.get("forward"), Answer):  # not what somebody put there meanwhile
-                del part.__dict__["forward"]
+        for linear in run.linears:
+            if isinstance(linear.__dict__.get("forward"), Answer):  # not what somebody put there meanwhile
+                del linear.__dict__["forward"]
         if complete and run.left:
             self.__dict__["_uncalled"] = tuple(
                 name for name, output in zip(self._names, run.outputs, strict=True) if output is not None
@@ -305,22 +315,22 @@ class LinearGroup(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but what is only true of this object's memory."""
-        made_here = {"_linears", "_answers", "_layout", "_run", "_busy", "_uncalled", "_names"}
+        made_here = {"_references", "_answers", "_layout", "_run", "_busy", "_uncalled", "_names"}
         state = {name: value for name, value in self.__dict__.items() if name not in made_here}
-        return {**state, "parts": self.parts}
+        return {**state, "linears": self.linears}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         state = dict(state)
-        parts, types = state.pop("parts"), state["_types"]
+        linears, types = state.pop("linears"), state["_types"]
         super().__setstate__(state)
-        self._set_parts(parts)
-        if len(types) == len(parts):
+        self._set_linears(linears)
+        if len(types) == len(linears):
             self._types = types
         self.join()
 
     def extra_repr(self) -> str:
         """What `print(group)` shows."""
-        return ", ".join(f"{name}={part.out_features}" for name, part in self.parts.items())
+        return ", ".join(f"{name}={linear.out_features}" for name, linear in self.linears.items())
 
 
 def _unfit(parameter: torch.Tensor, memory: torch.Tensor | None) -> str:

@@ -1,4 +1,4 @@
-"""Where the parameters of a group's parts were laid, and whether they are there still."""
+"""Where the parameters of a group's linears were laid, and whether they are there still."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class JoinedWeights(NamedTuple):
 
 
 class Layout:
-    """Where the parts' parameters were laid. It does not keep the memory alive: they do.
+    """Where the linears' parameters were laid. It does not keep the memory alive: they do.
 
     Args:
         weights: the buffer of the weights.
-        biases: that of the biases, if the parts have some.
+        biases: that of the biases, if the linears have some.
     """
 
     __slots__ = ("bias_places", "biases", "lengths", "weight_places", "weights")
@@ -44,8 +44,8 @@ class Layout:
         self.weight_places = weights.places()
         self.bias_places = (None,) * len(self.lengths) if biases is None else biases.places()
 
-    def weights_of(self, parts: Iterable[nn.Module | None]) -> JoinedWeights | None:
-        """The parameters of `parts` and the memory that they are, if every one is where it was laid; else None.
+    def weights_of(self, linears: Iterable[nn.Module | None]) -> JoinedWeights | None:
+        """The parameters of `linears` and the memory that they are, if every one is where it was laid; else None.
 
         Objects may be others: under tensor parallelism a plain tensor over this rank's memory stands for the parameter.
         """
@@ -56,10 +56,10 @@ class Layout:
         weights: list[torch.Tensor] = []
         biases: list[torch.Tensor] = []
         dtype = weight_buffer.rows.dtype
-        for part, weight_place, bias_place in zip(parts, self.weight_places, self.bias_places, strict=True):
-            if part is None:
+        for linear, weight_place, bias_place in zip(linears, self.weight_places, self.bias_places, strict=True):
+            if linear is None:
                 return None
-            parameters = part._parameters
+            parameters = linear._parameters
             weight, bias = parameters.get("weight"), parameters.get("bias")
             if weight is None or not _is_at(weight, weight_place, dtype):
                 return None

@@ -55,8 +55,9 @@ def joined_linear(
 class _JoinedLinear(torch.autograd.Function):
     """`joined_linear` of a flat input `(N, I)`, with gradients.
 
-    A weight that is changed in place before the backward pass is an error, as in torch, if its part's output was used.
-    A part whose output nobody used gets no gradient, in place of one that is zero.
+    A weight that is changed in place before the backward pass is an error, as in torch, if the linear's output was
+    used.
+    A linear whose output nobody used gets no gradient, in place of one that is zero.
     """
 
     @staticmethod
@@ -108,7 +109,7 @@ Gradients = tuple[torch.Tensor | None, Sequence[torch.Tensor | None], Sequence[t
 
 
 def _jointly(ctx: Any, input: torch.Tensor | None, rows: torch.Tensor | None, gradient: torch.Tensor) -> Gradients:
-    """All gradients of one product from that of its output `(N, C)`; each part's is its rows, without a copy."""
+    """All gradients of one product from that of its output `(N, C)`; each linear's is its rows, without a copy."""
     lengths = list(ctx.lengths)
     input_gradient = gradient @ rows if rows is not None else None
     weight_gradients: Sequence[torch.Tensor | None] = [None] * len(lengths)
@@ -122,7 +123,7 @@ def _jointly(ctx: Any, input: torch.Tensor | None, rows: torch.Tensor | None, gr
 
 
 def _cut(gradient: torch.Tensor, lengths: list[int]) -> Sequence[torch.Tensor]:
-    """Each part's rows, without a copy, and no views of one another to torch."""
+    """Each linear's rows, without a copy, and no views of one another to torch."""
     try:
         return torch.unsafe_split_with_sizes(gradient, lengths, 0)
     except RuntimeError:  # one that stands for many (`is_grads_batched=True`) has no rule for it
@@ -135,7 +136,7 @@ def _separately(
     weights: Sequence[torch.Tensor | None],
     gradients: Sequence[torch.Tensor | None],
 ) -> Gradients:
-    """The gradients part by part: of the parts that were used, and so that they can be differentiated again."""
+    """The gradients one by one: of the linears that were used, and so that they can be differentiated again."""
     count = len(ctx.lengths)
     input_gradient = None
     weight_gradients: list[torch.Tensor | None] = [None] * count

@@ -1,7 +1,7 @@
-"""One forward of a group's owner: its parts' calls are answered from one matmul.
+"""One forward of a group's owner: its linears' calls are answered from one matmul.
 
 What may change while the owner's forward runs is looked at here, at each call: the thread, the modes that are on, the
-input and its version, where weights lie and their versions. All of it happens at each call of each part, so it is
+input and its version, where weights lie and their versions. All of it happens at each call of each linear, so it is
 written to be cheap; `CombinedProjections` does without groups in steps of decoding, where it would still be felt.
 """
 
@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from threading import get_ident
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
+from weakref import ref
 
 import torch
 from torch import nn
@@ -17,10 +18,22 @@ from torch.autograd import forward_ad
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
+from nrl_models.common.projections.group_memory import JoinedWeights
 from nrl_models.common.projections.memory import version_of
 
-if TYPE_CHECKING:
-    from nrl_models.common.projections.group import LinearGroup
+
+class Group(Protocol):
+    """What a run uses of its `LinearGroup`."""
+
+    always_answers: bool
+    _run: Run | None
+    _references: tuple[ref[nn.Linear], ...]
+
+    def joinable_weights(self, linears: Sequence[nn.Module | None], /) -> JoinedWeights | None:
+        """The weights of `linears`, if one matmul computes what they would; else None."""
+
+    def compute(self, input: torch.Tensor, weights: JoinedWeights | None, /) -> tuple[torch.Tensor, ...]:
+        """Every linear's output for `input`."""
 
 
 class Run:
@@ -28,7 +41,7 @@ class Run:
 
     Args:
         group: the group.
-        parts: its linears.
+        linears: its linears.
 
     Attributes:
         begun: the modes in which the forward began.
@@ -38,20 +51,20 @@ class Run:
         thread: where the forward runs.
     """
 
-    __slots__ = ("begun", "group", "input", "left", "modes", "outputs", "parts", "place", "seen", "thread", "version")
+    __slots__ = ("begun", "group", "input", "left", "linears", "modes", "outputs", "place", "seen", "thread", "version")
 
-    def __init__(self, group: LinearGroup, parts: Sequence[nn.Linear]) -> None:
-        self.group, self.parts = group, parts
+    def __init__(self, group: Group, linears: Sequence[nn.Linear]) -> None:
+        self.group, self.linears = group, linears
         self.thread = get_ident()
-        self.begun = _modes(parts)
+        self.begun = _modes(linears)
         self.left = 0
 
     def take(self, number: int, input: torch.Tensor) -> torch.Tensor | None:
-        """A part's output `(..., O)` for `input` `(..., I)`; None if the part has to compute it itself."""
-        # Whether a tensor of inference mode is changed in place before the next part is called cannot be seen.
+        """A linear's output `(..., O)` for `input` `(..., I)`; None if the linear has to compute it itself."""
+        # Whether a tensor of inference mode is changed in place before the next linear is called cannot be seen.
         if type(input) is not torch.Tensor or input.is_inference() or get_ident() != self.thread:
             return None
-        modes = _modes(self.parts)
+        modes = _modes(self.linears)
         if not self.left:
             # A forward may turn gradients off itself, as indexers of sparse attention do. No more may be different.
             if modes != self.begun and modes != self.begun.without_gradients():
@@ -63,94 +76,92 @@ class Run:
         output = self.outputs[number]
         if output is None or input is not self.input or input._version != self.version:
             return None
-        if input.data_ptr() != self.place or not _is_unchanged(self.parts[number], self.seen[number]):
+        if input.data_ptr() != self.place or not _is_unchanged(self.linears[number], self.seen[number]):
             return None
         self.outputs[number] = None
         self.left -= 1
         return output
 
     def _start(self, number: int, input: torch.Tensor) -> torch.Tensor | None:
-        """Compute all parts, if that is what separate calls would give; the others' outputs are there to be taken."""
+        """Compute all linears, if that is what separate calls would give; the others' outputs are there to be taken."""
         if _is_transformed():
             return None
         group = self.group
-        weights = group.joinable_weights(self.parts)
+        weights = group.joinable_weights(self.linears)
         if weights is None and not group.always_answers:
             return None
         self.look_at(input)
-        hooked = group._forward_pre_hooks or group._forward_hooks or group._backward_hooks or group._backward_pre_hooks
-        # Hooks for all modules are not to see the group.
-        outputs = group(input) if hooked else group.outputs_with(input, weights)
+        outputs = group.compute(input, weights)
         self.outputs: list[torch.Tensor | None] = list(outputs)
         self.outputs[number] = None
         self.left = len(outputs) - 1
         return outputs[number]
 
     def look_at(self, input: torch.Tensor) -> None:
-        """Remember what the outputs are computed from: the input and the parts' weights, as they are now."""
+        """Remember what the outputs are computed from: the input and the linears' weights, as they are now."""
         self.input, self.version, self.place = input, input._version, input.data_ptr()
-        self.seen = [_seen(part) for part in self.parts]
+        self.seen = [_seen(linear) for linear in self.linears]
 
 
 class Answer:
-    """What a part has for a forward while its group answers its calls."""
+    """What a linear has for a forward while its group answers its calls."""
 
     __slots__ = ("group", "number")
 
-    def __init__(self, group: LinearGroup, number: int) -> None:
+    def __init__(self, group: Group, number: int) -> None:
         self.group, self.number = group, number
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
-        """The part's slice of the joined matmul, or what it computes itself."""
+        """The linear's slice of the joined matmul, or what it computes itself."""
         run = self.group._run
         if run is not None and not torch.compiler.is_compiling():
             output = run.take(self.number, input)
             if output is not None:
                 return output
-        return OwnForward(self.part)(input)
+        return OwnForward(self.linear)(input)
 
     @property
-    def part(self) -> nn.Linear:
-        """The part."""
-        part = self.group._linears[self.number]()
-        assert part is not None
-        return part
+    def linear(self) -> nn.Linear:
+        """The linear."""
+        linear = self.group._references[self.number]()
+        assert linear is not None
+        return linear
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OwnForward:
-        return OwnForward(memo.get(id(self.part), self.part))
+        return OwnForward(memo.get(id(self.linear), self.linear))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return OwnForward, (self.part,)
+        return OwnForward, (self.linear,)
 
 
 class OwnForward:
-    """The forward of a part's class: what a copy of a part gets that was made while the part's group answered."""
+    """The forward of a linear's class: what a copy of a linear gets that was made while the linear's group answered."""
 
-    __slots__ = ("part",)
+    __slots__ = ("linear",)
 
-    def __init__(self, part: nn.Linear) -> None:
-        self.part = part
+    def __init__(self, linear: nn.Linear) -> None:
+        self.linear = linear
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
         """`input` `(..., I)`. Returns `(..., O)`."""
-        return type(self.part).forward(self.part, input)
+        return type(self.linear).forward(self.linear, input)
 
 
 _Seen = list[tuple[torch.Tensor, int, int | None, bool] | None]
-"""Of a part's parameters, what tells each from others and from itself at another time."""
+"""Of a linear's parameters, what tells each from others and from itself at another time."""
 
 
-def _seen(part: nn.Linear) -> _Seen:
-    """A part's parameters as they are now."""
+def _seen(linear: nn.Linear) -> _Seen:
+    """A linear's parameters as they are now."""
     return [
         None if parameter is None else (parameter, parameter.data_ptr(), version_of(parameter), parameter.requires_grad)
-        for parameter in part._parameters.values()
+        for parameter in linear._parameters.values()
     ]
 
 
-def _is_unchanged(part: nn.Linear, seen: _Seen) -> bool:
-    """Whether a part's parameters are what `_seen` saw. Tensors are compared as objects."""
-    parameters = part._parameters.values()
+def _is_unchanged(linear: nn.Linear, seen: _Seen) -> bool:
+    """Whether a linear's parameters are what `_seen` saw. Tensors are compared as objects."""
+    parameters = linear._parameters.values()
     if len(parameters) != len(seen):
         return False
     for now, then in zip(parameters, seen, strict=True):
@@ -176,7 +187,7 @@ _transforms, _tracing_state = torch._C._are_functorch_transforms_active, torch._
 
 
 def _is_transformed() -> bool:
-    """Whether calls of torch's functions are traced, transformed, or may do something else: each part is to be seen.
+    """Whether calls of torch's functions are traced, transformed, or may do something else: each linear is to be seen.
 
     The mode of `torch.device` and `torch.set_default_device` says only where new tensors are made.
     """
@@ -201,13 +212,13 @@ class _Modes(NamedTuple):
         return self._replace(learns=False, saved_tensors_hooks=None)
 
 
-def _modes(parts: Sequence[nn.Linear]) -> _Modes:
+def _modes(linears: Sequence[nn.Linear]) -> _Modes:
     """The modes that are on."""
     learns = _is_grad_enabled()
     return _Modes(
         learns,
         _is_inference(),
-        _autocast_dtype(parts) if _is_any_autocast() else None,
+        _autocast_dtype(linears) if _is_any_autocast() else None,
         _function_modes(),
         _dispatch_modes(),
         _saved_tensors_hooks(True) if learns else None,
@@ -215,8 +226,8 @@ def _modes(parts: Sequence[nn.Linear]) -> _Modes:
     )
 
 
-def _autocast_dtype(parts: Sequence[nn.Linear]) -> torch.dtype | None:
-    """What autocast casts to where the parts are; None where it is off."""
-    weight = parts[0]._parameters.get("weight")
+def _autocast_dtype(linears: Sequence[nn.Linear]) -> torch.dtype | None:
+    """What autocast casts to where the linears are; None where it is off."""
+    weight = linears[0]._parameters.get("weight")
     device = "meta" if weight is None else weight.device.type
     return torch.get_autocast_dtype(device) if device != "meta" and torch.is_autocast_enabled(device) else None

@@ -46,9 +46,9 @@ def combines(case: FamilyCase) -> bool:
 
 def _pair_of(group: LinearGroup, first: tuple[str, ...], second: tuple[str, ...]) -> tuple[int, int] | None:
     """The numbers of two parts of equal size, by what they are called."""
-    names = list(group.parts)
+    names = list(group.linears)
     left, right = ([at for at, name in enumerate(names) if name in wanted] for wanted in (first, second))
-    if not (left and right) or len({group.parts[names[at]].out_features for at in (left[0], right[0])}) > 1:
+    if not (left and right) or len({group.linears[names[at]].out_features for at in (left[0], right[0])}) > 1:
         return None
     return left[0], right[0]
 
@@ -129,7 +129,7 @@ def _is_checkpointed(case: FamilyCase) -> bool:
 
 def _alike(case: FamilyCase) -> bool:
     """Whether some group has two parts of one shape."""
-    sizes = [[part.out_features for part in found.parts.values()] for found in groups_in(case)]
+    sizes = [[part.out_features for part in found.linears.values()] for found in groups_in(case)]
     return any(len(set(group)) < len(group) for group in sizes)
 
 
@@ -156,7 +156,7 @@ def _not_joined_again(self: LinearGroup, state: dict[str, Any]) -> None:
     state = dict(state)
     parts = state.pop("parts")
     nn.Module.__setstate__(self, state)
-    self._set_parts(parts)
+    self._set_linears(parts)
 
 
 MUTANTS = (

@@ -88,7 +88,7 @@ def test_unused_parts_get_no_gradient(family_case: FamilyCase) -> None:
     _, model = family_case.new_pair()
     of_each_kind = {(type(model.get_submodule(owner)), name): (owner, group) for owner, name, group in groups_of(model)}
     for owner, group in of_each_kind.values():
-        first, *others = (part.requires_grad_(True) for part in group.parts.values())
+        first, *others = (part.requires_grad_(True) for part in group.linears.values())
         output, *_ = group(torch.randn(3, first.in_features, generator=torch.Generator().manual_seed(SEED)))
         output.sum().backward()
         assert first.weight.grad is not None, owner
@@ -161,7 +161,7 @@ def test_replaced_weights(family_case: FamilyCase) -> None:
 
 def _own_groups(layer: nn.Module) -> list[tuple[str, ...]]:
     """Names of the parts of each group of a layer, without those of modules in it."""
-    return [tuple(group.parts) for owner, _, group in groups_of(layer) if not owner]
+    return [tuple(group.linears) for owner, _, group in groups_of(layer) if not owner]
 
 
 def _calls(case: FamilyCase) -> dict[str, Call]:

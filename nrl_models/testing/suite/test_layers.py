@@ -28,7 +28,7 @@ def test_declaration_matches_trace(family_case: FamilyCase) -> None:
     with record_calls(reference) as called:
         traced = trace_groups(reference, lambda: reference(**family_case.inputs()))
     found = {(owner, frozenset(group)) for owner, groups in traced.items() for group in groups}
-    declared = {(owner, frozenset(group.parts)) for owner, _, group in groups_of(model)}
+    declared = {(owner, frozenset(group.linears)) for owner, _, group in groups_of(model)}
     known = {type(reference.get_submodule(name)) for name in called}
     package = type(reference).__module__.rpartition(".")[0]
     unseen = {
@@ -81,4 +81,4 @@ def check_layers(case: FamilyCase, dtype: torch.dtype, is_wanted: Callable[[str]
 
 def _matmuls_saved(layer: nn.Module) -> int:
     """A group of n linears saves n - 1 matmuls."""
-    return sum(len(group.parts) - 1 for _, _, group in groups_of(layer))
+    return sum(len(group.linears) - 1 for _, _, group in groups_of(layer))

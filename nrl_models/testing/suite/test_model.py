@@ -158,7 +158,7 @@ def test_copies_keep_one_storage(family_case: FamilyCase) -> None:
         pointers = {parameter.data_ptr() for parameter in model.parameters() if parameter.numel()}
         assert not pointers.intersection(parameter.data_ptr() for parameter in copied.parameters())
         for owner, _, group in groups_of(copied):
-            assert all(part is getattr(copied.get_submodule(owner), name) for name, part in group.parts.items())
+            assert all(part is getattr(copied.get_submodule(owner), name) for name, part in group.linears.items())
 
 
 @proves("LoRA")

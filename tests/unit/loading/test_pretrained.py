@@ -352,7 +352,7 @@ def test_what_bitsandbytes_quantises_computes_itself_and_the_rest_is_joined(
         torch.testing.assert_close(*(model(input_ids).logits for model in models))
     for group in report(models[1]):
         assert group.joined == group.name.endswith("gate_up_proj")
-        assert group.joined or "replaced: q_proj, k_proj, v_proj" in group.reason
+        assert group.joined or "replaced: q_proj, k_proj, v_proj" in str(group.reason)
     attention = models[1].model.layers[0].self_attn
     assert [type(getattr(attention, name)).__name__ for name in ("q_proj", "k_proj", "v_proj")] == ["Linear4bit"] * 3
 

@@ -132,7 +132,7 @@ def test_what_transformers_lacks_too_is_a_limit_and_the_rest_is_left_to_a_person
     limits, results, undecided = prove(plan, "olmo", tmp_path / "stage")
     assert limits == {"packed sequences": "transformers' own Olmo fails test_packing, too"}
     assert [one["outcome"] for one in results] == ["failed", "passed", "limited", "failed"]
-    assert undecided == [
+    assert [decision.message for decision in undecided] == [
         "OlmoForCausalLM: test_generate failed: so it is",
         "OlmoForCausalLM: test_state_dict_roundtrip failed: so it is",
     ]
@@ -159,7 +159,7 @@ def test_weights_that_do_not_fit_are_for_a_person(tmp_path: Path, untested: list
     model.save_pretrained(tmp_path / "model", state_dict=model.state_dict() | {"model.extra.weight": torch.ones(3)})
     made = new_family(tmp_path / "model", out_of_tree=tmp_path / "out", again=True)
     assert not made.ok
-    assert [one for one in made.undecided if "model.extra.weight" in one]
+    assert [decision for decision in made.undecided if "model.extra.weight" in decision.message]
 
 
 def test_what_cannot_be_run_is_for_a_person(
@@ -168,7 +168,7 @@ def test_what_cannot_be_run_is_for_a_person(
     folder = configured("OlmoForCausalLM")
     monkeypatch.setattr(transformers.OlmoForCausalLM, "forward", lambda self, **_: 1 / 0)
     made = new_family(folder, out_of_tree=tmp_path / "out", again=True)
-    assert "fails at the step 'text': ZeroDivisionError" in made.undecided[0]
+    assert "fails at the step 'text': ZeroDivisionError" in made.undecided[0].message
     assert untested == []  # nothing to be learnt from tests that all fail of that
 
 

@@ -73,7 +73,7 @@ def test_everyone_sees_the_plain_module(plain: Attention, combined: CombinedAtte
 def test_a_group_is_found_by_its_name(combined: CombinedAttention) -> None:
     assert isinstance(combined.qkv_proj, LinearGroup)
     assert list(groups_of(combined)) == [("", "qkv_proj", combined.qkv_proj)]
-    assert combined.qkv_proj.parts == {name: getattr(combined, name) for name in PARTS}
+    assert combined.qkv_proj.linears == {name: getattr(combined, name) for name in PARTS}
     assert repr(combined.qkv_proj) == "LinearGroup(q_proj=12, k_proj=4, v_proj=4)"
     assert not list(combined.qkv_proj.parameters())
 
@@ -111,7 +111,7 @@ def test_a_linear_that_a_layer_lacks_is_left_out(plain: Attention, absent: dict[
     plain.__dict__.update(absent)
     plain.__class__ = Grouped
     plain.combine_projections()
-    assert list(plain.qkv_proj.parts) == ["q_proj", "k_proj"]
+    assert list(plain.qkv_proj.linears) == ["q_proj", "k_proj"]
     assert report(plain)[0].joined
 
 
@@ -139,7 +139,7 @@ def test_those_that_are_alike_in_having_a_bias_form_a_group(x: torch.Tensor, unl
     plain = Attention(bias)
     setattr(plain, unlike, nn.Linear(HIDDEN, getattr(plain, unlike).out_features, bias=not bias))
     combined = combined_from(plain)
-    assert set(combined.qkv_proj.parts) == set(PARTS) - {unlike}
+    assert set(combined.qkv_proj.linears) == set(PARTS) - {unlike}
     assert matmuls(combined) == 3
     assert_same(plain, combined, x)
 
@@ -196,7 +196,7 @@ def test_gated_mlp(x: torch.Tensor) -> None:
     torch.manual_seed(0)
     plain = MLP()
     combined = combined_from(plain, type("Combined", (CombinedGateUp, MLP), {}))
-    assert list(combined.gate_up_proj.parts) == ["gate_proj", "up_proj"]
+    assert list(combined.gate_up_proj.linears) == ["gate_proj", "up_proj"]
     assert_same(plain, combined, x)
 
 

@@ -97,7 +97,7 @@ def test_a_model_has_the_groups_that_its_family_declares(llama: PreTrainedModel,
     assert found["model.layers.0.mlp"] == [("gate_proj", "up_proj")]
     assert len(found) == 4
     assert trace_groups(model, lambda: model(input_ids)) == found
-    assert {owner: [tuple(group.parts)] for owner, _, group in projections.groups_of(model)} == found
+    assert {owner: [tuple(group.linears)] for owner, _, group in projections.groups_of(model)} == found
 
 
 def test_latent_attention(input_ids: torch.Tensor) -> None:

@@ -43,7 +43,7 @@ def test_mixed_biases_are_an_obstacle() -> None:
     assert traced(layer).readers == (Readers("", ("a", "b", "c"), "mixed bias: b without"),)
     assert trace_groups(layer, lambda: layer(torch.randn(2, SIZE))) == {}
     combined = type("Combined", (CombinedProjections, Layer), {"combined": {"abc": ("a", "b", "c")}})
-    assert list(combined(layer.run, b=False).abc.parts) == ["a", "c"]  # those that are more
+    assert list(combined(layer.run, b=False).abc.linears) == ["a", "c"]  # those that are more
 
 
 def test_linears_of_another_class_are_named_and_the_plain_ones_stay_a_group() -> None:
