@@ -1,9 +1,8 @@
-"""Context parallelism: one sequence over several ranks, by torch's ring attention; and what keeps a model from it.
+"""Context parallelism: one sequence over several ranks, by torch's ring attention.
 
-torch replaces causal `scaled_dot_product_attention` by ring attention, and nothing else. So a model can be run so if
-every layer attends to all earlier tokens of its sequence, without a mask, a window, a sink or a soft cap. What a model
-or a batch has of these is found from the configuration and from what its family declares, and refused before the first
-step.
+torch replaces causal `scaled_dot_product_attention` by ring attention, and nothing else. So it works for a model whose
+layers all attend to all earlier tokens of a sequence, without a mask, a window, a sink or a soft cap. A model or a
+batch that has any of these is refused before the first step, from its configuration and its family's limits.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ def context_parallel_problems(model: PreTrainedModel, batch: Mapping[str, Any] |
     """Why a model, or a batch, cannot be run under context parallelism. Empty if it can.
 
     Args:
-        model: real or on meta; its configuration and its family's declaration are asked.
-        batch: keywords of a forward, if they are to be judged too.
+        model: real or on meta.
+        batch: keywords of a forward, to be checked as well.
     """
     name, config = class_name(model), model.config.get_text_config()
     declared = getattr(model, "limits", {}).get("context parallelism")
@@ -60,22 +59,18 @@ def _layer_types(config: PreTrainedConfig) -> list[str]:
 
 
 def _batch_problems(batch: Mapping[str, Any]) -> list[Problem]:
-    problems = []
-    mask = batch.get("attention_mask")
+    found = {}
+    mask, positions = batch.get("attention_mask"), batch.get("position_ids")
     if mask is not None and not bool(torch.as_tensor(mask).bool().all()):
-        problems.append(Problem(ProblemKind.CONTEXT, "attention_mask", "has padding: ring attention takes no mask"))
-    positions = batch.get("position_ids")
+        found["attention_mask"] = "has padding: ring attention takes no mask"
     if positions is not None and bool((positions.diff(dim=-1) <= 0).any()):
-        problems.append(
-            Problem(ProblemKind.CONTEXT, "position_ids", "begin anew: packed documents need a mask to be told apart")
-        )
+        found["position_ids"] = "start again: packed documents need a mask to be kept apart"
     if "labels" in batch:
-        detail = "would be shifted within each rank's piece; give `shift_labels`, shifted beforehand"
-        problems.append(Problem(ProblemKind.CONTEXT, "labels", detail))
+        found["labels"] = "would be shifted within each rank's piece; give `shift_labels`, shifted beforehand"
     for name in ("pixel_values", "token_type_ids", "mm_token_type_ids"):
         if batch.get(name) is not None:
-            problems.append(Problem(ProblemKind.CONTEXT, name, "is not divided along the sequence"))
-    return problems
+            found[name] = "is not divided along the sequence"
+    return [Problem(ProblemKind.CONTEXT, name, detail) for name, detail in found.items()]
 
 
 def check_context_parallel(
@@ -88,16 +83,13 @@ def check_context_parallel(
         mesh: the ranks that share a sequence, one dimension.
 
     Raises:
-        ShardingError: all of the reasons.
+        ShardingError: all reasons why not.
     """
     problems = context_parallel_problems(model, batch)
     if mesh is not None:
         if mesh.ndim != 1:
-            problems.append(
-                Problem(
-                    ProblemKind.MESH, str(mesh.mesh_dim_names), "has several dimensions; give the one of the sequence"
-                )
-            )
+            detail = "has several dimensions; give the one of the sequence"
+            problems.append(Problem(ProblemKind.MESH, str(mesh.mesh_dim_names), detail))
         if mesh.device_type == "cpu":
             problems.append(Problem(ProblemKind.MESH, "cpu", "torch has ring attention on accelerators only"))
         length = batch["input_ids"].shape[1] if batch is not None else 0
@@ -125,7 +117,7 @@ def context_parallel(model: PreTrainedModel, mesh: DeviceMesh, batch: dict[str, 
         The batch to call the model with.
 
     Raises:
-        ShardingError: the model or the batch cannot be run so.
+        ShardingError: the model or the batch cannot be run under context parallelism.
     """
     check_context_parallel(model, mesh, batch)
     from torch.distributed.tensor.experimental import context_parallel as ring_attention

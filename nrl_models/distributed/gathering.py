@@ -1,4 +1,4 @@
-"""Whole tensors from shards, one bucket at a time: for engines, and for plain checkpoints."""
+"""Gathering whole tensors from shards, one bucket at a time: for engines, and for plain checkpoints."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _gather(
         length = torch.Size(tensor.shape).numel() * dtype.itemsize
         whole = result[name] = buffer[start : start + length].view(dtype).view(tensor.shape)
         start += _nbytes(tensor, own)
-        # What several ranks have, the first of them gives.
+        # Of ranks that hold the same values only the first contributes.
         if all(dim in divided[name] or mesh.get_local_rank(dim) == 0 for dim in summed_over):
             for block in blocks_of(tensor, own):
                 block.put_into(whole)

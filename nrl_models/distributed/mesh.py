@@ -76,12 +76,12 @@ def rank_in(mesh: DeviceMesh, name: str) -> int:
 
 
 def is_first(mesh: DeviceMesh) -> bool:
-    """Whether this is the first rank of the mesh: the one that writes."""
+    """Whether this is the first rank of the mesh, which is the one that writes."""
     return all(mesh.get_local_rank(dim) == 0 for dim in range(mesh.ndim))
 
 
 def describe(mesh: DeviceMesh) -> str:
-    """A mesh in words, e.g. `fsdp=2, tp=4`."""
+    """A mesh as text, e.g. `fsdp=2, tp=4`."""
     return ", ".join(f"{name}={mesh.size(dim)}" for dim, name in enumerate(mesh.mesh_dim_names or ()))
 
 
@@ -96,14 +96,14 @@ def gather_over(mesh: DeviceMesh, value: Any) -> list[Any]:
 
 
 def agree(mesh: DeviceMesh, what: str, facts: dict[str, Any], error: Exception | None = None) -> None:
-    """Go on only if every rank can, and all see the same.
+    """Raise on every rank if any rank has an error, or if ranks see different things.
 
-    Whatever goes wrong on one rank is raised on all of them, so that none waits for one that has given up.
+    So no rank waits for another that has stopped.
 
     Args:
         mesh: whose ranks agree.
         what: what they are about to do, for the message.
-        facts: what has to be equal on all ranks, in words or numbers. Compared by `repr`.
+        facts: what has to be equal on all ranks. Compared by `repr`.
         error: what went wrong on this rank.
 
     Raises:
@@ -134,7 +134,7 @@ def agree(mesh: DeviceMesh, what: str, facts: dict[str, Any], error: Exception |
 
 @contextmanager
 def reporting_dead_ranks(what: str) -> Iterator[None]:
-    """Say what a collective's failure means: a rank is gone, or slower than the process group waits.
+    """Explain a failed collective: a rank is gone, or slower than the process group's timeout.
 
     Raises:
         ShardingError: the collective failed.
@@ -144,9 +144,8 @@ def reporting_dead_ranks(what: str) -> Iterator[None]:
     except (RuntimeError, ValueError) as error:
         if isinstance(error, NRLModelsError):
             raise
-        problem = Problem(
-            ProblemKind.RANK, "a rank that this one waited for", f"is gone, or did not come in time: {error}"
-        )
+        detail = f"is gone, or did not come in time: {error}"
+        problem = Problem(ProblemKind.RANK, "a rank that this one waited for", detail)
         advice = ["see the output of the other ranks: one of them ended first"]
         raise ShardingError(f"cannot {what}", [problem], advice) from error
 

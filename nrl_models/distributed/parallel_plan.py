@@ -1,7 +1,7 @@
-"""What is divided, and how: a plan for a model, from what transformers and the family declare.
+"""Parallel plans: how each module of a model is divided, from what transformers and the family declare.
 
 transformers names, for each architecture, the linears that tensor parallelism divides and the stacks that
-expert parallelism divides. What is divided by data parallelism needs no names.
+expert parallelism divides. Data parallelism divides all parameters, and needs no names.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from nrl_models.distributed.styles import (
 from nrl_models.errors import Problem, ProblemKind, ShardingError
 
 Plan = Literal["auto"] | Mapping[str, str]
-"""`"auto"`, or rules that take the place of the model's own where they speak of the same modules."""
+"""`"auto"`, or rules (a style for each name) that replace the model's own for the modules they name."""
 
 
 @dataclass(frozen=True)

@@ -62,10 +62,8 @@ def parallelize(model: PreTrainedModel, mesh: DeviceMesh, plan: Plan | ParallelP
     chosen, error = None, None
     try:
         if getattr(model, "sharding", None) is not None:
-            raise ShardingError(
-                "the model is sharded already",
-                [Problem(ProblemKind.MESH, describe(sharding_of(model).mesh), "is its mesh")],
-            )
+            problem = Problem(ProblemKind.MESH, describe(sharding_of(model).mesh), "is its mesh")
+            raise ShardingError("the model is sharded already", [problem])
         chosen = plan_for(model, mesh, plan)
     except ShardingError as caught:
         if not mesh.mesh_dim_names:
@@ -121,7 +119,7 @@ class _ModelDivision:
         self.expert = expert_styles(model, plan) if self.experts_over else {}
         self.units = plan.units or ()
         self.summed_over: dict[tuple[int, str], str] = {}
-        self.done: dict[int, nn.Parameter] = {}  # by the identity of what they replace: tied ones stay one
+        self.done: dict[int, nn.Parameter] = {}  # by the identity of what they replace: tied parameters stay one
 
     def apply(self) -> None:
         if self.tensor and not vocabulary_is_divided(self.model, self.mesh):
@@ -131,7 +129,7 @@ class _ModelDivision:
         for name, module in modules.items():
             self._divide_module(name, module)
         for module in modules.values():
-            if self._computes_alone(module):
+            if self._needs_local_tensors(module):
                 become(module, OnLocalTensors)
                 module.summed_over = self.summed_over
                 module.is_unit = type(module).__name__ in self.units
@@ -171,7 +169,7 @@ class _ModelDivision:
             if style.blocks > 1:
                 packed = dict(getattr(module, "packed_over", {}))
                 cast(Any, module).packed_over = packed | {attribute: (dim, style.blocks, ranks)}
-            # The dimension holds as many blocks one after the other, of each of which every rank has a share.
+            # The dimension holds several blocks one after the other; every rank has a share of each.
             local = torch.cat([block.chunk(ranks, dim)[rank] for block in local.chunk(style.blocks, dim)], dim)
         divided = nn.Parameter(
             DTensor.from_local(
@@ -202,18 +200,18 @@ class _ModelDivision:
             module.num_experts //= module.ep_mesh.size()
             module.first_expert = module.ep_mesh.get_local_rank() * module.num_experts
         if VocabularyParallel in mixins:
-            words = module.weight.shape[0] // size_of(self.mesh, "tp")
-            module.first_word = rank_in(self.mesh, "tp") * words
-            if module.padding_idx is not None:  # a word of this rank's share, or none
-                inside = module.first_word <= module.padding_idx < module.first_word + words
-                module.padding_idx = module.padding_idx - module.first_word if inside else None
+            tokens = module.weight.shape[0] // size_of(self.mesh, "tp")
+            module.first_token = rank_in(self.mesh, "tp") * tokens
+            if module.padding_idx is not None:  # a token of this rank's share, or none
+                inside = module.first_token <= module.padding_idx < module.first_token + tokens
+                module.padding_idx = module.padding_idx - module.first_token if inside else None
         if LatentKeys in mixins:
             module.rotary_features = self.model.config.get_text_config().qk_rope_head_dim
         if mixins:
             become(module, *mixins)
 
-    def _computes_alone(self, module: nn.Module) -> bool:
-        """The model; a unit; elsewhere any module with parameters of its own, which may be called alone."""
+    def _needs_local_tensors(self, module: nn.Module) -> bool:
+        """Whether a module may be called by itself: the model, a unit, and outside units any with own parameters."""
         if module is self.model or type(module).__name__ in self.units:
             return True
         has_parameters = any(parameter is not None for parameter in module._parameters.values())
@@ -253,7 +251,7 @@ def divide_data(model: PreTrainedModel, sharding: Sharding) -> None:
 
 
 def _keeps_its_weights(unit: nn.Module, owners: Mapping[int, set[int]]) -> bool:
-    """Whether no weight of a unit is tied to one elsewhere: that is gathered with what is around both."""
+    """Whether no weight of a unit is tied to one elsewhere: tied weights are gathered by what contains both."""
     inside = {id(module) for module in unit.modules()}
     ids = {id(parameter) for parameter in unit.parameters()}
     return bool(ids) and all(owners[parameter] <= inside for parameter in ids)

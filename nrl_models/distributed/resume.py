@@ -4,9 +4,9 @@ torch's distributed checkpoint (DCP) does the work: every rank writes its blocks
 layout it then has. Names and shapes are Hugging Face's, so nothing in a checkpoint depends on over which ranks the
 model was sharded.
 
-A folder has `model/` (safetensors, DCP's Hugging Face storage), `optimizer/` (DCP's own files), `training.json`
-(parameter groups, progress, sizes of files), and the model's configuration. It is moved into place when every rank is
-done.
+The directory has `model/` (safetensors, DCP's Hugging Face storage), `optimizer/` (DCP's own files), `training.json`
+(parameter groups, progress, sizes of files), and the model's configuration. It is staged, and moved into place when
+every rank is done.
 """
 
 from __future__ import annotations
@@ -100,10 +100,10 @@ def save_checkpoint(
     optimizer: Optimizer | None = None,
     progress: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write a checkpoint to resume from. Every rank calls it; the folder must be one that all ranks see.
+    """Write a checkpoint to resume from. Every rank calls it; the directory must be one that all ranks see.
 
     Args:
-        folder: there in whole afterwards, or as it was before if any rank fails.
+        folder: whole afterwards, or as it was before if any rank fails.
         model: a sharded model (`parallelize`, or `from_pretrained` with a mesh).
         optimizer: of the model's parameters. Its state may be tensors of a parameter's shape, and scalars.
         progress: anything JSON can hold, e.g. the step.
@@ -128,7 +128,7 @@ def save_checkpoint(
 
     def write(stage: Path | None, attempt: Attempt) -> None:
         (path, *_) = gather_over(mesh, None if stage is None else str(stage))
-        if path is None:  # the first rank could not make it, and says so
+        if path is None:  # the first rank could not make it, and raises
             return
         target = Path(path)
         storage = HuggingFaceStorageWriter(str(target / MODEL), fqn_to_index_mapping=file_of, save_distributed=True)
@@ -158,7 +158,7 @@ def load_checkpoint(folder: str | Path, model: PreTrainedModel, optimizer: Optim
     Raises:
         CheckpointError: no checkpoint, or one of another model or optimiser: everything that does not fit, on every
             rank, before anything is written.
-        ShardingError: a rank is gone, or could not read a file to its end; the model's values are then worth nothing.
+        ShardingError: a rank is gone, or could not read a file to its end; the model's values are then undefined.
     """
     folder = Path(folder)
     sharding = sharding_of(model)
@@ -191,16 +191,16 @@ def load_checkpoint(folder: str | Path, model: PreTrainedModel, optimizer: Optim
         with _naming_ranks(f"load {folder}"):
             dcp.load(states, storage_reader=FileSystemReader(folder / OPTIMIZER))
         for group, saved in zip(optimizer.param_groups, training["groups"], strict=True):
-            group.update({key: _as_it_was(group.get(key), value) for key, value in saved["options"].items()})
+            group.update({key: _retyped(group.get(key), value) for key, value in saved["options"].items()})
     return training["progress"]
 
 
 @contextmanager
 def _naming_ranks(what: str) -> Iterator[None]:
-    """Say on which ranks DCP failed, and how, or that one is gone.
+    """Report on which ranks DCP failed, and how, or that a rank is gone.
 
     Raises:
-        ShardingError: it failed. Every rank raises it.
+        ShardingError: DCP failed; on every rank.
     """
     try:
         with reporting_dead_ranks(what):
@@ -218,8 +218,8 @@ def _shards(
 ) -> dict[str, torch.Tensor]:
     """For DCP: this rank's blocks of each tensor of which it has some.
 
-    The storage has one block of a tensor for each rank at most. Tensors of which a rank has several are whole:
-    gathered, or empty and to be taken apart.
+    The storage takes one block of a tensor from each rank at most. Tensors of which a rank has several are whole:
+    gathered, or empty and to be divided after loading.
 
     Args:
         tensors: Hugging Face tensors.
@@ -317,8 +317,8 @@ def _groups(model: PreTrainedModel, optimizer: Optimizer) -> list[dict[str, Any]
     ]
 
 
-def _as_it_was(current: Any, value: Any) -> Any:
-    """What JSON made of an option, of the type that it has."""
+def _retyped(current: Any, value: Any) -> Any:
+    """An option as JSON has it, in the type of its current value."""
     if isinstance(current, torch.Tensor):
         return torch.full_like(current, value)
     return tuple(value) if isinstance(current, tuple) else value
@@ -345,7 +345,7 @@ def _make_states(model: PreTrainedModel, optimizer: Optimizer, training: Mapping
 
 
 def _write_training(folder: Path, training: Mapping[str, Any]) -> None:
-    """`training.json`, with the size of every other file: a checkpoint that lost some of it is not to be resumed."""
+    """Write `training.json`, with the size of every other file, so that an incomplete checkpoint is refused."""
     files = {
         str(file.relative_to(folder)): file.stat().st_size
         for part in (MODEL, OPTIMIZER)
@@ -364,18 +364,18 @@ def _check_files(folder: Path, training: Mapping[str, Any], parts: Collection[st
         elif (found := (folder / name).stat().st_size) != size:
             problems.append(Problem(ProblemKind.FILE, name, f"has {found} bytes; {size} were written"))
     if problems:
-        raise CheckpointError(f"{folder} is not whole", problems, ["take an earlier checkpoint, or copy it again"])
+        raise CheckpointError(f"{folder} is incomplete", problems, ["take an earlier checkpoint, or copy it again"])
 
 
 def _read_training(folder: Path) -> dict[str, Any]:
     try:
         return json.loads((folder / TRAINING).read_text())
     except (OSError, ValueError) as error:
-        detail = f"cannot be read, so this is no whole checkpoint: {error}"
+        detail = f"cannot be read, so this is not a complete checkpoint: {error}"
         raise CheckpointError(
             f"cannot resume from {folder}",
             [Problem(ProblemKind.FILE, TRAINING, detail)],
-            ["give a folder that save_checkpoint wrote; a plain Hugging Face checkpoint loads with from_pretrained"],
+            ["give a directory that save_checkpoint wrote; a plain Hugging Face checkpoint loads with from_pretrained"],
         ) from error
 
 

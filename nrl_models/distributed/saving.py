@@ -39,16 +39,16 @@ def save_pretrained(
     """Write what `save_pretrained` of the unsharded model would write, tensor for tensor.
 
     Every rank calls it; the first writes. It holds one file's tensors at a time, the others one bucket's. The files are
-    written aside and moved into place when all is there and no rank has failed: until then an old checkpoint stays.
+    staged and moved into place once all are written and no rank has failed: until then an old checkpoint stays.
 
     Args:
         model: a sharded model.
         adapter: the model's.
         mesh: over which it is sharded.
-        folder: the directory, as the first rank sees it; made if need be.
+        folder: the directory, as the first rank sees it; made if necessary.
         max_shard_size: no file is larger, unless a single tensor is.
         save_original_format: see `FamilyModel.save_pretrained`.
-        options: none. What else transformers' `save_pretrained` takes needs the whole model.
+        options: none. transformers' other keywords need the whole model.
 
     Raises:
         UnknownArgumentError: `options`.
@@ -56,7 +56,7 @@ def save_pretrained(
     """
     if options := {name: value for name, value in options.items() if name not in _IMPLIED}:
         raise UnknownArgumentError(
-            f"save_pretrained of a sharded model takes no {', '.join(options)}: save it, then do that with the folder"
+            f"save_pretrained of a sharded model takes no {', '.join(options)}: do that with the directory it saves"
         )
     own = model.state_dict()
     table = checkpoint_layout(model, adapter, original_format=save_original_format)
@@ -101,11 +101,11 @@ def split_into_files(tensors: dict[str, torch.Tensor], max_shard_size: int | str
 
 
 _IMPLIED = ("is_main_process", "safe_serialization")
-"""Keywords that trainers pass, and that change nothing here."""
+"""Keywords that trainers pass, and that make no difference here."""
 
 
 class Attempt:
-    """Calls functions until one fails; keeps the error, because other ranks wait for what comes after.
+    """Calls functions until one fails, and keeps its error: other ranks wait for the collectives that follow.
 
     Attributes:
         error: the first error.
@@ -123,15 +123,15 @@ class Attempt:
 
 
 def write_together(folder: str | Path, mesh: DeviceMesh, write: Callable[[Path | None, Attempt], None]) -> None:
-    """Let all ranks write a folder, which is there in whole or not at all.
+    """Let all ranks write a directory, which is published whole or not at all.
 
-    The first rank makes a folder aside, and moves it into place once every rank is done and none has failed.
+    The first rank makes a staging directory, and moves it into place once every rank is done and none has failed.
 
     Args:
-        folder: the folder.
+        folder: the directory.
         mesh: whose ranks write.
-        write: what a rank does, given the folder aside (None on other ranks than the first). What may fail there, and
-            only there, goes through the `Attempt`.
+        write: what a rank does, given the staging directory (None on other ranks than the first). What may fail on the
+            first rank only goes through the `Attempt`.
 
     Raises:
         ShardingError: another rank failed. The rank that failed raises its own error.

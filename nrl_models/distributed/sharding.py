@@ -1,4 +1,4 @@
-"""A sharded model's own account of itself: which blocks of which Hugging Face tensors this rank holds."""
+"""What a sharded model knows about its sharding: mesh, plan, and which Hugging Face tensors this rank holds."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Sharding:
         plan: by which.
 
     Attributes:
-        adapter: the model's adapter. Its tables speak of whole tensors: of what `DTensor.full_tensor()` gives.
+        adapter: the model's adapter. Its tables describe whole tensors: what `DTensor.full_tensor()` gives.
         loaded_bytes: how much of the checkpoint's tensors this rank read, if the model was loaded sharded.
     """
 
@@ -42,7 +42,7 @@ class Sharding:
         return self
 
     def finish(self, model: PreTrainedModel) -> None:
-        """Take note of the model's tensors. Before `fsdp`, which changes the names of classes."""
+        """Record the model's tensors. Call it before `fsdp` is applied, which renames classes."""
         self.adapter = StateDictAdapter(model)
         cast(Any, model).sharding = self
         model.register_load_state_dict_pre_hook(_fill_shards)
@@ -50,7 +50,7 @@ class Sharding:
     def hf_views(self, model: nn.Module, layout: Layout) -> dict[str, torch.Tensor]:
         """Live Hugging Face tensors as DTensors, see `StateDictAdapter.hf_views`."""
         own = model.state_dict()
-        # Of a region of a parameter no placement tells which ranks have it; nor of one that is packed over ranks.
+        # No placement describes a region of a parameter, or a parameter that is packed over ranks.
         return {
             name: own[tensor.view.parameter]
             for name, tensor in self.adapter.layout(layout).items()
@@ -76,9 +76,9 @@ def sharding_of(model: nn.Module) -> Sharding:
 
 
 def _fill_shards(model: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Before a model loads a state dict: replace whole tensors in it by DTensors with this rank's shards of them.
+    """Replace whole tensors in a state dict that is about to be loaded by DTensors with this rank's shards of them.
 
-    Nothing is communicated. What does not fit stays as it is: torch says so when it loads.
+    Nothing is communicated. What does not fit stays as it is, and torch reports it.
     """
     sharding = sharding_of(model)
     own = model.state_dict()

@@ -1,4 +1,4 @@
-"""This rank's shards: the blocks of parameters, and of Hugging Face tensors, that it holds."""
+"""The blocks of parameters, and of Hugging Face tensors, that this rank holds."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def own_block(tensor: torch.Tensor) -> Block:
 
 
 def share_of(tensor: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of `tensor`, taken from another whole tensor of its shape.
+    """This rank's share of `whole`, divided as `tensor` is.
 
-    For optimisers that gather a gradient, make an update of all of it, and keep their own share.
+    For optimisers that gather a gradient, compute a whole update, and keep their own share.
 
     Args:
         tensor: a parameter, gradient or state of a sharded model; a plain tensor is held whole.

@@ -1,9 +1,9 @@
-"""How one module takes part in tensor or expert parallelism: which dimension is divided, what is exchanged.
+"""Styles of tensor and expert parallelism: which dimension of a module is divided, and what is exchanged.
 
 Names and meaning are transformers' (the values of a configuration's `base_model_tp_plan`), so that its
-plans can be read; the code is our own and rests on DTensor. Parameters are DTensors. A module computes on
+plans can be read; the code is our own and built on DTensor. Parameters are DTensors. A module computes on
 its rank's plain tensors; where an activation has to be exchanged, it passes through a DTensor, whose
-`redistribute` knows both directions:
+`redistribute` has a forward and a backward:
 
 - `entering` a divided region: nothing forward, a sum backward (each rank has a share of the gradient);
 - `leaving` it: a sum forward, nothing backward.
@@ -48,7 +48,7 @@ def _redistributed(tensor: torch.Tensor, mesh: DeviceMesh, before: Placement, af
 
 
 class _Parallel(nn.Module):
-    """Mixin: a module some of whose work other ranks do.
+    """Mixin: a module whose work is divided among ranks.
 
     Attributes:
         tp_mesh, ep_mesh: the one-dimensional meshes of the ranks that divide it.
@@ -59,7 +59,7 @@ class _Parallel(nn.Module):
 
 
 class LinearOfWholeInput(_Parallel):
-    """A linear that reads an input which every rank has whole: what a group of projections may have for a part.
+    """A linear whose input every rank has whole: the kind that a group can compute.
 
     Attributes:
         is_divided: whether ranks compute different features, so that each has a share of the input's gradient.
@@ -111,19 +111,19 @@ class RowwiseSplit(Rowwise):
 
 
 class VocabularyParallel(_Parallel):
-    """An embedding with its share of the vocabulary: words of other ranks are zeros until the sum.
+    """An embedding with its share of the vocabulary: tokens of other ranks are zeros until the sum.
 
     Attributes:
-        first_word: the first word of this rank's share.
+        first_token: the first token of this rank's share.
     """
 
-    first_word: int
+    first_token: int
     weight: torch.Tensor
 
     def forward(self, input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """`input`: words, the same on every rank. Returns their vectors, the same too."""
-        inside = (input >= self.first_word) & (input < self.first_word + self.weight.shape[0])
-        local = torch.where(inside, input - self.first_word, 0)
+        """`input`: tokens, the same on every rank. Returns their vectors, the same too."""
+        inside = (input >= self.first_token) & (input < self.first_token + self.weight.shape[0])
+        local = torch.where(inside, input - self.first_token, 0)
         vectors = super().forward(local, *args, **kwargs).masked_fill(~inside.unsqueeze(-1), 0)
         return leaving(vectors, self.tp_mesh)
 
@@ -139,11 +139,11 @@ class SummedOutput(_Parallel):
 class LatentKeys(LinearOfWholeInput):
     """The projection to the keys' latents of multi-head latent attention, which every rank has whole.
 
-    Its rotary part goes to each rank's heads directly, so that its gradient there is a share; the rest passes
-    through a divided projection, which sums by itself.
+    Its rotary features go to each rank's heads directly, so that their gradient there is a share; the others pass
+    through a divided projection, which sums its gradient.
 
     Attributes:
-        rotary_features: how many of the last output features are the rotary part.
+        rotary_features: how many of the last output features are rotary.
     """
 
     rotary_features: int
@@ -173,7 +173,7 @@ class ScaledIdentity(_Parallel):
 
 
 class ExpertsOfThisRank(_Parallel):
-    """A stack with its share of the experts: each rank computes the tokens that chose one of its own.
+    """A stack with its share of the experts: each rank computes the tokens that are routed to its own experts.
 
     Attributes:
         first_expert: the first expert of this rank's share.
@@ -199,7 +199,7 @@ class ExpertsOfThisRank(_Parallel):
         token, choice = ((chosen >= self.first_expert) & (chosen < self.first_expert + self.num_experts)).nonzero(
             as_tuple=True
         )
-        if token.numel() == 0:  # one token for nothing, so that every parameter has a gradient on every rank
+        if token.numel() == 0:  # a token of weight zero, so that every parameter has a gradient on every rank
             token = choice = chosen.new_zeros(1)
             expert, weight = token, weights[token, choice] * 0
         else:
@@ -221,7 +221,7 @@ class Style:
     Args:
         word: the word.
         dim: the dimension of a parameter that is divided, given how many it has; None divides nothing.
-        compute: the mixin that exchanges activations; None where nothing is exchanged.
+        compute: the mixin that exchanges activations; None if nothing is exchanged.
         blocks: how many equal blocks the divided dimension holds, of each of which a rank has its share.
         sums_gradient: whether the parameters are whole on every rank, yet see only its share of the work.
     """
@@ -297,8 +297,8 @@ class OnLocalTensors(nn.Module):
 
     Attributes:
         summed_over: by `(module, name)` of parameters whose gradient is a share on each rank, the mesh dimension.
-        is_unit: whether `fsdp` gathers the module by itself: before that its parameters are not to be looked at, by
-            modules around it neither.
+        is_unit: whether `fsdp` gathers the module by itself: until then nothing may read its parameters, the modules
+            around it included.
     """
 
     summed_over: Mapping[tuple[int, str], str] = MappingProxyType({})
@@ -311,30 +311,30 @@ class OnLocalTensors(nn.Module):
 
 @torch._dynamo.disable(recursive=False)
 def _run_on_local_tensors(module: OnLocalTensors, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Not compiled itself, since it exchanges parameters; what it calls is."""
+    """Not compiled itself, since it replaces parameters; what it calls is."""
     with _local_tensors(module):
         return forward(*args, **kwargs)
 
 
 @contextmanager
 def _local_tensors(module: OnLocalTensors) -> Iterator[None]:
-    exchanged: list[tuple[dict[str, Any], str, DTensor, str | None]] = []
-    for part in _modules_within(module):
-        parameters: dict[str, Any] = part._parameters
+    replaced: list[tuple[dict[str, Any], str, DTensor, str | None]] = []
+    for inner in _modules_within(module):
+        parameters: dict[str, Any] = inner._parameters
         for name, parameter in parameters.items():
             if isinstance(parameter, DTensor):
-                exchanged.append((parameters, name, parameter, module.summed_over.get((id(part), name))))
+                replaced.append((parameters, name, parameter, module.summed_over.get((id(inner), name))))
     try:
-        for parameters, name, parameter, summed_over in exchanged:
+        for parameters, name, parameter, summed_over in replaced:
             parameters[name] = _local(parameter, summed_over)
         yield
     finally:
-        for parameters, name, parameter, _ in exchanged:
+        for parameters, name, parameter, _ in replaced:
             parameters[name] = parameter
 
 
 def _modules_within(module: nn.Module) -> Iterator[nn.Module]:
-    """`module` and what is in it, whose weights its code may read without calling it; apart from units."""
+    """`module` and the modules in it, whose weights its code may read without calling them; but not units."""
     yield module
     for child in module.children():
         if not (isinstance(child, OnLocalTensors) and child.is_unit):
@@ -344,7 +344,7 @@ def _modules_within(module: nn.Module) -> Iterator[nn.Module]:
 def _local(parameter: DTensor, summed_over: str | None) -> torch.Tensor:
     if summed_over is None:
         return parameter.to_local()
-    # A redistribution to where it is already: nothing forward, the placements' own sum backward.
+    # Redistributed to the placements it has: nothing happens forward, and backward the shares are summed.
     names = parameter.device_mesh.mesh_dim_names or ()
     shares = [
         Partial() if name == summed_over else placement
@@ -354,7 +354,7 @@ def _local(parameter: DTensor, summed_over: str | None) -> torch.Tensor:
 
 
 def become(module: nn.Module, *mixins: type[nn.Module]) -> None:
-    """Let `module` be of its class with `mixins` before it: the same object, and a class of the same name."""
+    """Change `module`'s class to one with `mixins` before it: the same object, and a class of the same name."""
     module.__class__ = _mixed(type(module), mixins)
 
 
@@ -370,7 +370,7 @@ def _mixed(cls: Any, mixins: tuple[type[nn.Module], ...]) -> Any:
 
 
 class DividedGroup(LinearGroup):
-    """A group of projections whose linears are DTensors, computed on local tensors.
+    """A group whose linears' parameters are DTensors, computed on local tensors.
 
     The input enters the divided region once for all linears that are divided, so that its gradient is summed once.
     This rank's shares of the weights are neighbours in memory, unless `fsdp` has them.
@@ -412,14 +412,14 @@ class DividedGroup(LinearGroup):
         return [entered if getattr(linear, "is_divided", False) else input for linear in self.linears.values()]
 
     def begin(self) -> Any:
-        """Answer the linears' calls, if a module around them has exchanged parameters for local tensors."""
+        """Answer the linears' calls, if a module around them has replaced parameters by local tensors."""
         parameters = [parameter for linear in self.linears.values() for parameter in linear._parameters.values()]
         return None if any(isinstance(parameter, DTensor) for parameter in parameters) else super().begin()
 
     def join(self) -> bool:
-        """Lay this rank's shares of the weights side by side, see `LinearGroup.join`."""
+        """Put this rank's shares of the weights side by side, see `LinearGroup.join`."""
         if any(type(linear._parameters["weight"]) is torch.Tensor for linear in self.linears.values()):
-            return True  # exchanged at present
+            return True  # parameters are local tensors at present
         return super().join()
 
     def _rows(self, kind: str) -> torch.Tensor:
@@ -435,16 +435,16 @@ class DividedGroup(LinearGroup):
             return parameter._local_tensor if parameter.device_mesh == self.held_over else None
         return super().memory_of(parameter)
 
-    def lay(self, parameter: torch.Tensor, neighbour: torch.Tensor) -> None:
-        """Let a DTensor have `neighbour` for this rank's share."""
+    def set_memory(self, parameter: torch.Tensor, neighbour: torch.Tensor) -> None:
+        """Make `neighbour` this rank's share of a DTensor."""
         if isinstance(parameter, DTensor):
             parameter._local_tensor = neighbour
         else:
-            super().lay(parameter, neighbour)
+            super().set_memory(parameter, neighbour)
 
 
 def _is_linear_of_whole_input(cls: Any) -> bool:
-    """Whether a class is `nn.Linear` with nothing mixed in but what a group knows how to do."""
+    """Whether a class is `nn.Linear` with no mixins but those that a group can compute."""
     while "mixed_into" in vars(cls):
         if not all(issubclass(mixin, LinearOfWholeInput | OnLocalTensors) for mixin in cls.mixins):
             return False

@@ -80,7 +80,7 @@ def test_a_half_written_checkpoint_is_none(two: World, tmp_path: Path) -> None:
     (tmp_path / "c" / "training.json").unlink()
     for kind, text in refused(two, partial(checkpoint.resume, fsdp=2), str(tmp_path / "c"), "LlamaForCausalLM"):
         assert kind == "CheckpointError"
-        assert "this is no whole checkpoint" in text
+        assert "this is not a complete checkpoint" in text
 
 
 @pytest.mark.parametrize("part", ["model", "optimizer"])

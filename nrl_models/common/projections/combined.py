@@ -1,4 +1,4 @@
-"""What a family declares: which linears of a module read the same input and are computed together."""
+"""Declaring groups: which linears of a module read the same input and are computed together."""
 
 from __future__ import annotations
 
@@ -12,27 +12,26 @@ from torch import nn
 from nrl_models.common.projections.group import LinearGroup
 
 FEW_SEQUENCES = 16
-"""Up to as many are decoded on a CPU without looking at groups: there is little to multiply."""
+"""Up to so many are decoded on a CPU without groups: there is little to multiply."""
 
 
 class CombinedProjections(nn.Module):
     """Mixin for a Hugging Face module whose linears of one input are computed in one matmul.
 
-    A family names it as what becomes of the module (`FamilyModel.rewrites`); in a class written out it goes before
-    the Hugging Face class:
+    A family names it in `FamilyModel.rewrites`; in a class written out it goes before the Hugging Face class:
 
         class DeepseekV3Attention(CombinedProjections, hf.DeepseekV3Attention):
             combined = {"qkv_a_proj": ("q_a_proj", "q_proj", "kv_a_proj_with_mqa")}
 
     A group's linears that a module lacks (absent or None: a configuration without `q_a_proj`, a
-    layer that reuses another's keys) are left out; fewer than two left, and the group is not formed. Where a
-    configuration gives a bias to some of them only, those that are more are combined, and the others stay as they are.
+    layer that reuses another's keys) are left out; with fewer than two left the group is not formed. Where a
+    configuration gives a bias to only some of them, the majority is combined, and the others stay as they are.
 
-    Where a class serves self-attention and cross-attention alike, its linears read one input here and two there. A
-    group then has a place: a piece of the dotted names of the modules it holds for (`crossattention`).
+    Where a class is used for self-attention and for cross-attention, its linears read one input in the former and two
+    in the latter. A group then has a place: a part of the dotted names of the modules it applies to (`crossattention`).
 
     In a step of decoding a few sequences on a CPU each linear computes itself: one matmul of so few rows takes as long
-    as several, and to see that nothing stands in its way takes a few percent of such a step (docs/benchmarks.md).
+    as several, and checking that it is allowed takes a few percent of such a step (docs/benchmarks.md).
 
     Attributes:
         combined: for each group's name the linears it computes, in row order. The group (`LinearGroup`) is an attribute
@@ -54,7 +53,7 @@ class CombinedProjections(nn.Module):
         """Form every group of `combined`, in place. Parameters stay the same objects, with the same values.
 
         Args:
-            name: of this module in its model; groups that have a place elsewhere are not formed.
+            name: of this module in its model; groups whose place it is not in are not formed.
         """
         for group_name, names in self.combined.items():
             if group_name in self.places and not is_at(name, self.places[group_name]):
@@ -63,13 +62,13 @@ class CombinedProjections(nn.Module):
                 {each: linear for each in names if (linear := getattr(self, each, None)) is not None}
             )
             if len(linears) >= 2 and group_name not in self.__dict__:
-                # Not registered: whoever walks the model finds Hugging Face's modules, and no other.
+                # Not registered: code that walks the model finds Hugging Face's modules, and no other.
                 self.__dict__[group_name] = group = LinearGroup(linears)
                 self.__dict__["_groups"] = (*self._groups, group)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The Hugging Face forward, with one matmul for each group that can. Arguments and results are its own."""
-        if torch.compiler.is_compiling():  # what is compiled fuses by itself, and sees each linear
+        if torch.compiler.is_compiling():  # the compiler fuses by itself, and sees each linear
             return super().forward(*args, **kwargs)
         if self._join_when_run:
             self.join_projections()
@@ -92,7 +91,7 @@ class CombinedProjections(nn.Module):
 
     @classmethod
     def forward_like(cls, upstream: Callable[..., Any]) -> Callable[..., Any]:
-        """This class's forward for a class that has it in place of `upstream`, whose signature others may ask for."""
+        """This class's forward with the signature of `upstream`, which it replaces, and which others may inspect."""
 
         @wraps(upstream)
         def forward(self: CombinedProjections, *args: Any, **kwargs: Any) -> Any:
@@ -101,12 +100,12 @@ class CombinedProjections(nn.Module):
         return forward
 
     def join_projections(self) -> None:
-        """Lay the weights of every group side by side in memory, where they are not and can be."""
+        """Put the weights of every group side by side in memory, where they are not and can be."""
         waiting = [group.join() for group in self._groups]
         self.__dict__["_join_when_run"] = any(waiting)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """What moves or casts parameters (`.to`, `.half`, ...): their copies are to be neighbours, too."""
+        """Move or cast parameters (`.to`, `.half`, ...), and make the copies neighbours, too."""
         result = super()._apply(fn, recurse)
         self.join_projections()
         return result
@@ -121,7 +120,7 @@ class CombinedProjections(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        # While an object is unpickled others look at the memory of its tensors.
+        # While an object is unpickled, the unpickler still references the memory of its tensors.
         self.__dict__["_join_when_run"] = not all(group.is_joined for group in self._groups)
 
 
@@ -146,7 +145,7 @@ def groups_of(model: nn.Module) -> Iterator[tuple[str, str, LinearGroup]]:
 
 
 def _alike_in_bias(linears: Mapping[str, nn.Linear]) -> Mapping[str, nn.Linear]:
-    """Those with a bias or those without, whichever are more."""
+    """The linears with a bias or those without, whichever are more."""
     without = {name: linear for name, linear in linears.items() if getattr(linear, "bias", None) is None}
     with_bias = {name: linear for name, linear in linears.items() if name not in without}
     return without if len(without) >= len(with_bias) else with_bias

@@ -1,16 +1,16 @@
-"""A group: linears that read the same input, computed in one matmul wherever nobody can tell the difference.
+"""A group: linears that read the same input, computed in one matmul wherever the result is the same.
 
 The linears stay what they are: `nn.Linear`s with parameters of their own, under their own names. While their owner's
-forward runs, the group answers their calls: the first one computes all of them, the others take their slice. It does so
-only where that is what separate calls would give; else each linear computes itself, as it does at any other time.
+forward runs, the group answers their calls: the first call computes all of them, the others take their slice. It does
+so only where separate calls would give the same; else each linear computes itself, as it does at any other time.
 
-What may hinder it is looked at in three places:
+Obstacles are checked in three places:
 
-- `obstacle`: what keeps weights from being neighbours in memory. Looked at when weights are laid side by side, and by
+- `obstacle`: what keeps weights from being neighbours in memory. Checked when weights are put side by side, and by
   `report`.
 - `begin`: what cannot change during the owner's forward: types and hooks.
-- `Run.take`: what can: where weights lie, the input and its version, a weight and its version, and modes that code
-  around one call may set.
+- `Run.take`: what can: the place of the weights, the input and its version, each weight and its version, and modes that
+  code around a single call may set.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from nrl_models.common.projections.group_memory import JoinedWeights, Layout
 from nrl_models.common.projections.matmul import joined_linear
-from nrl_models.common.projections.memory import Buffer, is_its_own
+from nrl_models.common.projections.memory import Buffer, owns_storage
 from nrl_models.common.projections.obstacles import Obstacle, ObstacleKind
 from nrl_models.common.projections.run import Answer, OwnForward, Run
 
@@ -42,15 +42,15 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 class LinearGroup(nn.Module):
     """Linears of one module that read the same input.
 
-    A module without parameters, which its owner does not register: nothing that walks the model sees it. Sharding and
-    profilers have it as one place to act: every joined matmul is a call of it.
+    A module without parameters, which its owner does not register: code that walks the model does not see it. It gives
+    sharding and profilers a place to act: every joined matmul is a call of it.
 
     Args:
         linears: the linears by name, in the order their rows take.
 
     Attributes:
-        always_answers: whether the group answers its linears' calls even where it computes them one by one: a subclass
-            has something to do with their input.
+        always_answers: whether the group answers its linears' calls even where it computes them one by one, because a
+            subclass processes their input.
     """
 
     always_answers: bool = False
@@ -62,7 +62,7 @@ class LinearGroup(nn.Module):
 
     def _set_linears(self, linears: Mapping[str, nn.Linear]) -> None:
         self._names = tuple(linears)
-        # Weakly, so that a linear that was replaced (by a quantised one, say) takes its weights with it.
+        # Weak, so that a linear that is replaced (by a quantised one, say) is freed with its weights.
         self._references = tuple(weakref.ref(linear) for linear in linears.values())
         self._types: tuple[type[nn.Module], ...] = (nn.Linear,) * len(linears)
         self._answers = tuple(Answer(self, number) for number in range(len(linears)))
@@ -76,12 +76,12 @@ class LinearGroup(nn.Module):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of all linears, in the order of their rows, whether they are still there or not."""
+        """The names of all linears, in the order of their rows, including those that were replaced."""
         return self._names
 
     @property
     def linears(self) -> dict[str, nn.Linear]:
-        """The linears by name, in the order of their rows; those that are no more are left out."""
+        """The linears by name, in the order of their rows, without those that were replaced."""
         pairs = zip(self._names, (linear() for linear in self._references), strict=True)
         return {name: linear for name, linear in pairs if linear is not None}
 
@@ -106,7 +106,7 @@ class LinearGroup(nn.Module):
     # Memory
 
     def join(self) -> bool:
-        """Lay the linears' weights, and their biases, side by side in memory, unless there is an `obstacle`.
+        """Put the linears' weights, and their biases, side by side in memory, unless there is an `obstacle`.
 
         The parameters stay the same objects, with the same values. Weights that are neighbours already stay where they
         are. Memory that is also referenced elsewhere is left alone: a state dict that was assigned, and is still held.
@@ -122,34 +122,34 @@ class LinearGroup(nn.Module):
             return True
         # Modes that are active around this (inference mode, fake tensors, operation counters) must not affect it.
         with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunction(), _disable_current_modes():
-            return self._lay_side_by_side()
+            return self._put_side_by_side()
 
-    def _lay_side_by_side(self) -> bool:
+    def _put_side_by_side(self) -> bool:
         buffers = {}
         for kind, parameters in self._parameters_by_kind().items():
             tensors: list[torch.Tensor] = [self.memory_of(parameter) for parameter in parameters]  # type: ignore[misc]
             buffer = Buffer.of(tensors)
             if buffer is None:
-                if not all(is_its_own(tensor) for tensor in tensors):
+                if not all(owns_storage(tensor) for tensor in tensors):
                     return True
                 buffer = Buffer(torch.cat([tensor.detach() for tensor in tensors]), [len(tensor) for tensor in tensors])
                 for parameter, neighbour in zip(parameters, buffer.neighbours(), strict=True):
-                    self.lay(parameter, neighbour)
+                    self.set_memory(parameter, neighbour)
             buffers[kind] = buffer
         self._layout = Layout(buffers["weight"], buffers.get("bias"))
         return False
 
     @property
     def is_joined(self) -> bool:
-        """Whether `join` has laid the linears' weights side by side; they may have been moved since."""
+        """Whether `join` has put the linears' weights side by side; they may have been moved since."""
         return self._layout is not None
 
     def memory_of(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """A parameter as a plain tensor over its memory in this process; None if it has none that can be exchanged."""
         return parameter if type(parameter) is nn.Parameter else None
 
-    def lay(self, parameter: torch.Tensor, neighbour: torch.Tensor) -> None:
-        """Let a parameter have `neighbour`, of the same values, for its memory."""
+    def set_memory(self, parameter: torch.Tensor, neighbour: torch.Tensor) -> None:
+        """Make `neighbour`, of the same values, the memory of a parameter."""
         parameter.data = neighbour
 
     def accept_classes(self) -> None:
@@ -157,7 +157,7 @@ class LinearGroup(nn.Module):
         self._types = tuple(type(linear) for linear in self.linears.values())
 
     def has_its_linears(self) -> bool:
-        """Whether every linear is there, and of the class it had."""
+        """Whether every linear is still there, and of the class it had."""
         return all(type(linear()) is expected for linear, expected in zip(self._references, self._types, strict=True))
 
     def obstacle(self) -> Obstacle | None:
@@ -196,7 +196,7 @@ class LinearGroup(nn.Module):
         if obstacle := self.obstacle():
             return obstacle
         if not self._are_neighbours():
-            message = "weights are not side by side in memory: they were moved or replaced (`join` lays them so again)"
+            message = "weights are not side by side in memory: they were moved or replaced (`join` puts them back)"
             return Obstacle(ObstacleKind.MOVED, message)
         linears = self.linears
         for name, linear in linears.items():
@@ -221,7 +221,7 @@ class LinearGroup(nn.Module):
         return {kind: found for kind, found in kinds.items() if None not in found}  # type: ignore[misc]
 
     def _are_neighbours(self) -> bool:
-        """Whether every parameter's memory is where `join` laid it."""
+        """Whether every parameter's memory is where `join` put it."""
         if self._layout is None:
             return False
         kinds = self._parameters_by_kind().values()
@@ -235,7 +235,7 @@ class LinearGroup(nn.Module):
         return self.outputs_with(input, self.joinable_weights([linear() for linear in self._references]))
 
     def joinable_weights(self, linears: Sequence[nn.Module | None]) -> JoinedWeights | None:
-        """The weights of `linears`, the group's, if one matmul computes what the linears would; else None."""
+        """The weights of `linears`, the group's own, if one matmul computes what they would; else None."""
         weights = None if self._layout is None else self._layout.weights_of(linears)
         return weights if weights is not None and weights.learn_alike() else None
 
@@ -258,11 +258,11 @@ class LinearGroup(nn.Module):
         )
 
     def inputs_of_linears(self, input: torch.Tensor) -> list[torch.Tensor]:
-        """What each linear reads of the group's input: the same tensor, unless a subclass knows better."""
+        """What each linear reads of the group's input: the same tensor, unless a subclass changes it."""
         return [input] * len(self._names)
 
     def begin(self) -> Run | None:
-        """Answer the linears' calls from now on, until `end`, if that can be what separate calls would give; else None.
+        """Answer the linears' calls from now on, until `end`; None if that might differ from separate calls.
 
         While another thread's forward of the owner is answered, this thread's linears compute themselves.
         """
@@ -286,7 +286,7 @@ class LinearGroup(nn.Module):
             ):
                 return None
             linears.append(linear)
-        if not self._busy.acquire(blocking=False):  # another thread began since the linears were looked at
+        if not self._busy.acquire(blocking=False):  # another thread began since the linears were checked
             return None
         self.__dict__["_run"] = run = Run(self, linears)
         for linear, answer in zip(linears, self._answers, strict=True):
@@ -294,16 +294,16 @@ class LinearGroup(nn.Module):
         return run
 
     def end(self, run: Run, *, complete: bool) -> None:
-        """Let the linears answer their calls themselves again.
+        """Let the linears compute themselves again.
 
         Args:
             run: what `begin` returned.
-            complete: whether the owner's forward came to its end. If it did and never called some of the linears, the
-                group stays out of the way from then on: it would compute what nobody asks for.
+            complete: whether the owner's forward returned. If it did without calling some of the linears, the group is
+                not used from then on: it would compute what is not needed.
         """
         self.__dict__["_run"] = None
         for linear in run.linears:
-            if isinstance(linear.__dict__.get("forward"), Answer):  # not what somebody put there meanwhile
+            if isinstance(linear.__dict__.get("forward"), Answer):  # not one that was set meanwhile
                 del linear.__dict__["forward"]
         if complete and run.left:
             self.__dict__["_uncalled"] = tuple(
@@ -314,7 +314,7 @@ class LinearGroup(nn.Module):
     # Copies
 
     def __getstate__(self) -> dict[str, Any]:
-        """Everything but what is only true of this object's memory."""
+        """Everything but what holds for this object's memory only."""
         made_here = {"_references", "_answers", "_layout", "_run", "_busy", "_uncalled", "_names"}
         state = {name: value for name, value in self.__dict__.items() if name not in made_here}
         return {**state, "linears": self.linears}

@@ -1,4 +1,4 @@
-"""Where the parameters of a group's linears were laid, and whether they are there still."""
+"""Where the parameters of a group's linears were put, and whether they are still there."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class JoinedWeights(NamedTuple):
 
 
 class Layout:
-    """Where the linears' parameters were laid. It does not keep the memory alive: they do.
+    """Where the linears' parameters were put. It does not keep the memory alive: they do.
 
     Args:
         weights: the buffer of the weights.
@@ -45,9 +45,9 @@ class Layout:
         self.bias_places = (None,) * len(self.lengths) if biases is None else biases.places()
 
     def weights_of(self, linears: Iterable[nn.Module | None]) -> JoinedWeights | None:
-        """The parameters of `linears` and the memory that they are, if every one is where it was laid; else None.
+        """The parameters of `linears` and their memory, if every parameter is where it was put; else None.
 
-        Objects may be others: under tensor parallelism a plain tensor over this rank's memory stands for the parameter.
+        The objects may differ: under tensor parallelism a plain tensor over this rank's memory replaces the parameter.
         """
         weight_buffer = self.weights()
         bias_buffer = None if self.biases is None else self.biases()

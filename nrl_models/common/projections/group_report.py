@@ -43,7 +43,7 @@ def report(model: nn.Module) -> list[GroupReport]:
 
 
 def join(model: nn.Module) -> None:
-    """Lay the weights of every group of `model` side by side in memory, where they are not and can be.
+    """Put the weights of every group of `model` side by side in memory, where they are not and can be.
 
     Loading, `.to(...)`, copies and unpickling do so by themselves. It is for what they cannot see: weights that were
     replaced one by one, for example. `report` shows the outcome.

@@ -1,4 +1,4 @@
-"""The matmul of a group: one product in place of several, with gradients as separate products would have them."""
+"""The matmul of a group: one product in place of several, with the gradients of separate products."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def joined_linear(
     bias_rows: torch.Tensor | None,
     lengths: Sequence[int],
 ) -> tuple[torch.Tensor, ...]:
-    """What `F.linear(input, weight, bias)` gives for each of several weights that are neighbours in memory.
+    """`F.linear(input, weight, bias)` for each of several weights that are neighbours in memory.
 
     Shape suffixes: `I` input features, `O` output features of a weight, `C` the sum of the `O`.
 
@@ -29,8 +29,8 @@ def joined_linear(
         weights: each `(O, I)`; they get the gradients. All of them require a gradient, or none, while gradients are
             enabled.
         biases: each `(O,)`, likewise; empty without biases.
-        weight_rows: `(C, I)`, the memory that the weights are.
-        bias_rows: `(C,)`, the memory that the biases are, or None.
+        weight_rows: `(C, I)`, the memory of the weights.
+        bias_rows: `(C,)`, the memory of the biases, or None.
         lengths: the `O` of each weight.
 
     Returns:
@@ -43,7 +43,7 @@ def joined_linear(
         cast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         if torch.float64 in (input.dtype, weight_rows.dtype):  # autocast leaves these alone
             cast = None
-        # Flat, and through a view of its own, as torch's linear saves it.
+        # Flat, and as a view of its own, as torch's linear saves it.
         *leading, features = input.shape
         flat = (input if cast is None else input.to(cast)).reshape(prod(leading), features)
         outputs = _JoinedLinear.apply(flat, weight_rows, bias_rows, lengths, cast, *weights, *biases)
@@ -57,7 +57,7 @@ class _JoinedLinear(torch.autograd.Function):
 
     A weight that is changed in place before the backward pass is an error, as in torch, if the linear's output was
     used.
-    A linear whose output nobody used gets no gradient, in place of one that is zero.
+    A linear whose output is not used gets no gradient, rather than zeros.
     """
 
     @staticmethod
@@ -89,7 +89,7 @@ class _JoinedLinear(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
         input, rows = ctx.saved_tensors
         differentiates = torch.is_grad_enabled()
-        if ctx.wants_input and (differentiates or not ctx.is_cast):  # else a copy was computed with, and is saved
+        if ctx.wants_input and (differentiates or not ctx.is_cast):  # else a cast copy was used, and is saved
             _check_versions(ctx, [gradient is not None for gradient in gradients])
         if differentiates or any(gradient is None for gradient in gradients):
             weights = [None] * len(ctx.lengths)
@@ -105,11 +105,11 @@ class _JoinedLinear(torch.autograd.Function):
 
 
 Gradients = tuple[torch.Tensor | None, Sequence[torch.Tensor | None], Sequence[torch.Tensor | None]]
-"""Of the input, of each weight, of each bias."""
+"""Gradients of the input, of each weight, of each bias."""
 
 
 def _jointly(ctx: Any, input: torch.Tensor | None, rows: torch.Tensor | None, gradient: torch.Tensor) -> Gradients:
-    """All gradients of one product from that of its output `(N, C)`; each linear's is its rows, without a copy."""
+    """All gradients from that of the joined output `(N, C)`; each linear's gradient is its rows, without a copy."""
     lengths = list(ctx.lengths)
     input_gradient = gradient @ rows if rows is not None else None
     weight_gradients: Sequence[torch.Tensor | None] = [None] * len(lengths)
@@ -123,10 +123,10 @@ def _jointly(ctx: Any, input: torch.Tensor | None, rows: torch.Tensor | None, gr
 
 
 def _cut(gradient: torch.Tensor, lengths: list[int]) -> Sequence[torch.Tensor]:
-    """Each linear's rows, without a copy, and no views of one another to torch."""
+    """Each linear's rows, without a copy, and not as views of one another."""
     try:
         return torch.unsafe_split_with_sizes(gradient, lengths, 0)
-    except RuntimeError:  # one that stands for many (`is_grads_batched=True`) has no rule for it
+    except RuntimeError:  # a batched gradient (`is_grads_batched=True`) has no rule for it
         return gradient.split(lengths)
 
 
@@ -136,7 +136,7 @@ def _separately(
     weights: Sequence[torch.Tensor | None],
     gradients: Sequence[torch.Tensor | None],
 ) -> Gradients:
-    """The gradients one by one: of the linears that were used, and so that they can be differentiated again."""
+    """The gradients one by one: only of the linears that were used, and differentiable again."""
     count = len(ctx.lengths)
     input_gradient = None
     weight_gradients: list[torch.Tensor | None] = [None] * count
@@ -156,7 +156,7 @@ def _separately(
 
 
 def _check_versions(ctx: Any, used: Sequence[bool]) -> None:
-    """Refuse to compute a gradient with a weight that changed since.
+    """Refuse to compute a gradient with a weight that changed since the forward pass.
 
     Raises:
         RuntimeError: as torch raises it.

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
-_EXCHANGED = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64})
-"""Dtypes that DLPack has, as every other library does; other values are exchanged as bytes."""
+_DLPACK_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64})
+"""Dtypes that pass through DLPack; others pass as bytes."""
 
 
 class Buffer:
@@ -60,17 +60,17 @@ class Buffer:
 
 
 def own_storage(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values in the same memory, seen as a storage of its own. Nothing is copied if `tensor` is contiguous."""
+    """The same values in the same memory, with a storage of its own. Nothing is copied if `tensor` is contiguous."""
     if tensor.numel() == 0 or tensor.device.type == "meta":
         return tensor
     values = tensor.detach().contiguous()
-    if values.dtype in _EXCHANGED:
+    if values.dtype in _DLPACK_DTYPES:
         return from_dlpack(to_dlpack(values))
     return torch.from_dlpack(values.reshape(-1).view(torch.uint8)).view(tensor.dtype).view(tensor.shape)
 
 
-def is_its_own(tensor: torch.Tensor) -> bool:
-    """Whether `tensor` is all of its storage and nobody else looks at it, so that its memory may be exchanged."""
+def owns_storage(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` is all of its storage and nothing else references that, so that its memory may be replaced."""
     storage = tensor.untyped_storage()
     if storage.nbytes() != tensor.nbytes or (tensor.device.type == "cpu" and storage.is_shared()):
         return False
@@ -78,5 +78,5 @@ def is_its_own(tensor: torch.Tensor) -> bool:
 
 
 def version_of(tensor: torch.Tensor) -> int | None:
-    """How often a tensor was changed in place; None where torch does not count: it was made in inference mode."""
+    """How often a tensor was changed in place; None if it was made in inference mode, where torch does not count."""
     return None if tensor.is_inference() else tensor._version

@@ -1,8 +1,8 @@
 """One forward of a group's owner: its linears' calls are answered from one matmul.
 
-What may change while the owner's forward runs is looked at here, at each call: the thread, the modes that are on, the
-input and its version, where weights lie and their versions. All of it happens at each call of each linear, so it is
-written to be cheap; `CombinedProjections` does without groups in steps of decoding, where it would still be felt.
+What may change while the owner's forward runs is checked here, at each call of each linear: the thread, the active
+modes, the input and its version, the place of the weights and their versions. So the checks are written to be cheap;
+`CombinedProjections` does without groups in steps of decoding, where their cost would still be noticeable.
 """
 
 from __future__ import annotations
@@ -61,12 +61,12 @@ class Run:
 
     def take(self, number: int, input: torch.Tensor) -> torch.Tensor | None:
         """A linear's output `(..., O)` for `input` `(..., I)`; None if the linear has to compute it itself."""
-        # Whether a tensor of inference mode is changed in place before the next linear is called cannot be seen.
+        # In-place changes of a tensor of inference mode, before the next linear is called, cannot be detected.
         if type(input) is not torch.Tensor or input.is_inference() or get_ident() != self.thread:
             return None
         modes = _modes(self.linears)
         if not self.left:
-            # A forward may turn gradients off itself, as indexers of sparse attention do. No more may be different.
+            # A forward may itself turn gradients off, as indexers of sparse attention do. Nothing else may differ.
             if modes != self.begun and modes != self.begun.without_gradients():
                 return None
             self.modes = modes
@@ -83,28 +83,28 @@ class Run:
         return output
 
     def _start(self, number: int, input: torch.Tensor) -> torch.Tensor | None:
-        """Compute all linears, if that is what separate calls would give; the others' outputs are there to be taken."""
+        """Compute all linears, if separate calls would give the same, and keep the others' outputs for their calls."""
         if _is_transformed():
             return None
         group = self.group
         weights = group.joinable_weights(self.linears)
         if weights is None and not group.always_answers:
             return None
-        self.look_at(input)
+        self.remember(input)
         outputs = group.compute(input, weights)
         self.outputs: list[torch.Tensor | None] = list(outputs)
         self.outputs[number] = None
         self.left = len(outputs) - 1
         return outputs[number]
 
-    def look_at(self, input: torch.Tensor) -> None:
+    def remember(self, input: torch.Tensor) -> None:
         """Remember what the outputs are computed from: the input and the linears' weights, as they are now."""
         self.input, self.version, self.place = input, input._version, input.data_ptr()
         self.seen = [_seen(linear) for linear in self.linears]
 
 
 class Answer:
-    """What a linear has for a forward while its group answers its calls."""
+    """A linear's forward while its group answers its calls."""
 
     __slots__ = ("group", "number")
 
@@ -135,7 +135,7 @@ class Answer:
 
 
 class OwnForward:
-    """The forward of a linear's class: what a copy of a linear gets that was made while the linear's group answered."""
+    """The forward of a linear's class, for copies of a linear that are made while its group answers."""
 
     __slots__ = ("linear",)
 
@@ -148,7 +148,7 @@ class OwnForward:
 
 
 _Seen = list[tuple[torch.Tensor, int, int | None, bool] | None]
-"""Of a linear's parameters, what tells each from others and from itself at another time."""
+"""For each parameter of a linear: the object, its address, its version, and whether it requires a gradient."""
 
 
 def _seen(linear: nn.Linear) -> _Seen:
@@ -187,9 +187,9 @@ _transforms, _tracing_state = torch._C._are_functorch_transforms_active, torch._
 
 
 def _is_transformed() -> bool:
-    """Whether calls of torch's functions are traced, transformed, or may do something else: each linear is to be seen.
+    """Whether calls of torch's functions are traced, transformed or intercepted, so that each linear must be called.
 
-    The mode of `torch.device` and `torch.set_default_device` says only where new tensors are made.
+    The mode of `torch.device` and `torch.set_default_device` does none of this: it says where new tensors are made.
     """
     if _transforms() or _tracing_state() is not None or forward_ad._current_level >= 0:
         return True
@@ -197,7 +197,7 @@ def _is_transformed() -> bool:
 
 
 class _Modes(NamedTuple):
-    """Whatever is set around a call and changes what it computes or what is kept for the backward pass."""
+    """Everything set around a call that changes what it computes or what is kept for the backward pass."""
 
     learns: bool
     is_inference: bool
@@ -213,7 +213,7 @@ class _Modes(NamedTuple):
 
 
 def _modes(linears: Sequence[nn.Linear]) -> _Modes:
-    """The modes that are on."""
+    """The active modes."""
     learns = _is_grad_enabled()
     return _Modes(
         learns,
@@ -227,7 +227,7 @@ def _modes(linears: Sequence[nn.Linear]) -> _Modes:
 
 
 def _autocast_dtype(linears: Sequence[nn.Linear]) -> torch.dtype | None:
-    """What autocast casts to where the linears are; None where it is off."""
+    """What autocast casts to on the linears' device; None if it is off."""
     weight = linears[0]._parameters.get("weight")
     device = "meta" if weight is None else weight.device.type
     return torch.get_autocast_dtype(device) if device != "meta" and torch.is_autocast_enabled(device) else None

@@ -1,4 +1,4 @@
-"""Which linears read the same input: a fact about a model, found by running it once."""
+"""Tracing which linears read the same input, by running a model once."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Groups = dict[str, list[tuple[str, ...]]]
 class Readers:
     """Linears of one module that read the same inputs, the very same tensors, in the same order.
 
-    A view of a tensor is another tensor, though it holds the same numbers: a group knows its input by identity.
+    A view of a tensor counts as another tensor: a group recognises its input by identity.
 
     Args:
         owner: name of the module they are in.
@@ -65,10 +65,10 @@ def trace_groups(model: nn.Module, run: Callable[[], Any]) -> Groups:
 
 
 def trace_linears(model: nn.Module, run: Callable[[], Any]) -> Trace:
-    """Run `model` with hooks and see what its linears read.
+    """Run `model` with hooks and record what its linears read.
 
-    Linears that are called several times (a block that layers share, a loop) are together if they read the same
-    tensors each time. Those of a container (`ModuleList`, `ModuleDict`, `Sequential`) belong to it.
+    Linears that are called several times (a block that layers share, a loop) belong together if they read the same
+    tensors each time. The owner of a linear in a container (`ModuleList`, `ModuleDict`, `Sequential`) is the container.
 
     Args:
         model: a Hugging Face model, or one with `combine=False`.

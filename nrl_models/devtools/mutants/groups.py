@@ -111,7 +111,7 @@ def _versions_ignored(
     take: Callable[..., torch.Tensor | None], self: Run, number: int, input: torch.Tensor
 ) -> torch.Tensor | None:
     if self.left and input is self.input:
-        self.look_at(input)  # what was computed from an earlier version passes for computed from this one
+        self.remember(input)  # what was computed from an earlier version passes for computed from this one
     return take(self, number, input)
 
 
@@ -154,9 +154,9 @@ def _zeros_for_the_unused(
 
 def _not_joined_again(self: LinearGroup, state: dict[str, Any]) -> None:
     state = dict(state)
-    parts = state.pop("parts")
+    linears = state.pop("linears")
     nn.Module.__setstate__(self, state)
-    self._set_linears(parts)
+    self._set_linears(linears)
 
 
 MUTANTS = (

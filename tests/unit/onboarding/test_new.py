@@ -201,7 +201,7 @@ def test_nothing_is_left_where_something_stops_it(
 
 
 def test_says_what_is_wrong_with_a_configuration(configured: Callable[..., Path], tmp_path: Path) -> None:
-    with pytest.raises(OnboardingError, match=r"expected a folder with a config\.json"):
+    with pytest.raises(OnboardingError, match=r"expected a directory with a config\.json"):
         plan_family(tmp_path / "nowhere")
     folder = configured("OlmoForCausalLM")
     content = json.loads((folder / "config.json").read_text())

@@ -29,7 +29,7 @@ from toy_attention import (
 )
 
 from nrl_models.common.projections import Buffer, join, own_storage, report
-from nrl_models.common.projections.memory import is_its_own
+from nrl_models.common.projections.memory import owns_storage
 
 
 def parameters(module: nn.Module, kind: str) -> list[nn.Parameter]:
@@ -113,15 +113,15 @@ def test_memory_lives_as_long_as_any_neighbour(combined: CombinedAttention, x: t
 
 def test_whose_memory_it_is() -> None:
     tensor = torch.randn(3, 4)
-    assert is_its_own(tensor)
+    assert owns_storage(tensor)
     parameter = nn.Parameter(torch.randn(3, 4))
-    assert is_its_own(parameter)
-    assert not is_its_own(tensor[1:])
-    assert not is_its_own(torch.randn(3, 4).share_memory_())
+    assert owns_storage(parameter)
+    assert not owns_storage(tensor[1:])
+    assert not owns_storage(torch.randn(3, 4).share_memory_())
     view = tensor.detach()
-    assert not is_its_own(tensor)
+    assert not owns_storage(tensor)
     del view
-    assert is_its_own(tensor)
+    assert owns_storage(tensor)
 
 
 def test_a_groups_weight_is_the_memory_itself_while_it_is_joined(plain: Attention, combined: CombinedAttention) -> None:
