@@ -24,7 +24,7 @@ from nrl_models.consistency.cells import Cell
 from nrl_models.consistency.prompts import Prompts
 from nrl_models.engines import start_engine
 from nrl_models.engines.base import Engine, Sample
-from nrl_models.loading.pretrained import read_config
+from nrl_models.loading.read_config import read_config
 from nrl_models.logprobs import Sampling, token_logprobs, token_mult_prob_error
 
 PROMPT_TOKENS = 16

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -12,10 +11,13 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from nrl_models import registry
+from nrl_models.common.checkpoint.files import resolve_folder
 from nrl_models.common.state_dict.adapter import StateDictAdapter
+from nrl_models.distributed.mesh import agreed
 from nrl_models.errors import RemoteCodeError, UnknownArchitectureError
 from nrl_models.family import FamilyModel
 from nrl_models.loading import pretrained
+from nrl_models.loading.read_config import read_config
 
 
 class _AutoModel:
@@ -42,7 +44,7 @@ class _AutoModel:
 
         Args:
             path_or_id: a folder, or the name of a hub repository.
-            options: see `nrl_models.loading.pretrained.LoadOptions` (`dtype`, `device`, `mesh`, `strict`, ...); all
+            options: see `nrl_models.loading.options.LoadOptions` (`dtype`, `device`, `mesh`, `strict`, ...); all
                 others are values of the configuration, by its own names.
 
         Raises:
@@ -57,8 +59,10 @@ class _AutoModel:
             DeviceError: weights are to go to meta.
         """
         registry.register_custom_configs()
-        class_for = partial(cls._class_for, trust_remote_code=options.get("trust_remote_code", False))
-        return _with_adapter(pretrained.from_pretrained(class_for, path_or_id, **options))
+        source = pretrained.open_source(path_or_id, options)
+        with agreed(source.options.mesh, "choose the model's class"):
+            model_class = cls._class_for(source.config, source.folder, source.options.trust_remote_code)
+        return _with_adapter(pretrained.load(model_class, source))
 
     @classmethod
     def from_config(cls, config: PreTrainedConfig, *, trust_remote_code: bool = False, **options: Any) -> FamilyModel:
@@ -74,8 +78,8 @@ class _AutoModel:
             ConfigurationError, UnknownArchitectureError, FamilyImportError, RemoteCodeError: as in `from_pretrained`.
         """
         registry.register_custom_configs()
-        class_for = partial(cls._class_for, trust_remote_code=trust_remote_code)
-        return _with_adapter(pretrained.from_config(class_for, config, **options))
+        model_class = cls._class_for(config, None, trust_remote_code)
+        return _with_adapter(pretrained.from_config(model_class, config, **options))
 
     @classmethod
     def _class_for(
@@ -194,7 +198,7 @@ def auto_class_for(folder: str | Path) -> type[_AutoModel]:
         CheckpointError, UnknownArchitectureError, RemoteCodeError: its configuration cannot be read.
     """
     registry.register_custom_configs()
-    return auto_class_of(pretrained.read_config(pretrained.resolve_folder(folder)))
+    return auto_class_of(read_config(resolve_folder(folder)))
 
 
 def _is_another_models(architecture: str, config: PreTrainedConfig) -> bool:

@@ -143,7 +143,7 @@ class FamilyModel(Upstream):
 
         Takes and raises what `nrl_models.AutoModelForCausalLM.from_pretrained` does.
         """
-        return pretrained.from_pretrained(lambda config, folder: cls, path_or_id, **options)
+        return pretrained.load(cls, pretrained.open_source(path_or_id, options))
 
     @classmethod
     def from_config(cls, config: PreTrainedConfig, **options: Any) -> Any:
@@ -151,7 +151,7 @@ class FamilyModel(Upstream):
 
         Takes what `nrl_models.AutoModelForCausalLM.from_config` does.
         """
-        return pretrained.from_config(lambda given, folder: cls, config, **options)
+        return pretrained.from_config(cls, config, **options)
 
     @property
     def state_dict_adapter(self) -> StateDictAdapter:

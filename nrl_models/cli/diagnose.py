@@ -42,7 +42,7 @@ def _engine(path: Path, name: str, dtype: str | None, options: list[str] | None,
 def _prompts(path: Path) -> Prompts:
     from nrl_models.common.checkpoint.files import resolve_folder
     from nrl_models.consistency.prompts import Prompts
-    from nrl_models.loading.pretrained import read_config
+    from nrl_models.loading.read_config import read_config
 
     folder = resolve_folder(path)
     return Prompts.of_checkpoint(folder, read_config(folder).get_text_config().vocab_size)

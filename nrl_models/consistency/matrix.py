@@ -21,7 +21,7 @@ from nrl_models.consistency.verdict import Judge, Verdict
 from nrl_models.engines import start_engine
 from nrl_models.engines.hf import HFEngine
 from nrl_models.errors import ConsistencyError, EngineError
-from nrl_models.loading.pretrained import read_config
+from nrl_models.loading.read_config import read_config
 
 MAX_VERDICTS = 3
 """For how many failing cells a verdict is worked out; it takes a few times as long as measuring."""

@@ -24,7 +24,7 @@ from nrl_models.common.checkpoint.writing import staged
 from nrl_models.common.state_dict.adapter import StateDictAdapter
 from nrl_models.diagnostics.result import Diagnosis
 from nrl_models.errors import CheckpointError, Problem, ProblemKind
-from nrl_models.loading.pretrained import read_config
+from nrl_models.loading.read_config import read_config
 
 NEAR_ZERO = 1e-10
 IDENTICAL = 1e-8

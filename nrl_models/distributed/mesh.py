@@ -133,6 +133,25 @@ def agree(mesh: DeviceMesh, what: str, facts: dict[str, Any], error: Exception |
 
 
 @contextmanager
+def agreed(mesh: DeviceMesh | None, what: str) -> Iterator[dict[str, Any]]:
+    """Do something on every rank, and go on only if no rank failed; see `agree`. Without a mesh, just do it.
+
+    Yields:
+        A dictionary for the facts that have to be equal on all ranks.
+    """
+    facts: dict[str, Any] = {}
+    if mesh is None:
+        yield facts
+        return
+    error = None
+    try:
+        yield facts
+    except Exception as caught:
+        error = caught
+    agree(mesh, what, facts, error)
+
+
+@contextmanager
 def reporting_dead_ranks(what: str) -> Iterator[None]:
     """Explain a failed collective: a rank is gone, or slower than the process group's timeout.
 

@@ -32,7 +32,7 @@ from nrl_models.engines.base import (
     tensor_digest,
 )
 from nrl_models.errors import EngineError
-from nrl_models.loading.pretrained import read_config
+from nrl_models.loading.read_config import read_config
 from nrl_models.logprobs.head import output_embedding
 from nrl_models.logprobs.sampling import Sampling, processed
 from nrl_models.logprobs.tokens import token_logprobs

@@ -22,7 +22,7 @@ import torch
 from nrl_models.common.checkpoint.files import resolve_folder
 from nrl_models.engines.base import Capabilities, Engine, Sample, Tokens, require_lengths
 from nrl_models.errors import EngineError
-from nrl_models.loading.pretrained import read_config
+from nrl_models.loading.read_config import read_config
 from nrl_models.logprobs.sampling import Sampling
 
 TIMEOUT = 600.0

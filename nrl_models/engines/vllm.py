@@ -33,7 +33,7 @@ from nrl_models.engines.base import (
     require_lengths,
 )
 from nrl_models.errors import EngineError
-from nrl_models.loading.pretrained import read_config
+from nrl_models.loading.read_config import read_config
 from nrl_models.logprobs.sampling import Sampling
 
 WORKER = "nrl_models.engines.vllm_worker.ConsistencyWorker"

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, Literal, ParamSpec, TypeVar
+from typing import Any, Literal
 
 import torch
 from transformers import PreTrainedModel
@@ -21,9 +21,6 @@ from nrl_models.errors import DeviceError
 Device = int | str | torch.device
 DeviceMap = Literal["auto", "balanced", "balanced_low_0", "sequential"] | Device | Mapping[str, Device]
 """As transformers takes it: how to spread a model, the one device for all of it, or that of each module by name."""
-
-Arguments = ParamSpec("Arguments")
-Loaded = TypeVar("Loaded")
 
 
 def dispatch(
@@ -62,32 +59,24 @@ def device_in_context() -> torch.device | None:
     return get_torch_context_manager_or_global_device()
 
 
-def minding_context(load: Callable[Arguments, Loaded]) -> Callable[Arguments, Loaded]:
-    """Have a function that loads a model mind `torch.device(...)` around it, as transformers does.
-
-    That device is where the model goes, if its keywords (`device`, `device_map`, `mesh`) do not say where. What the
-    function makes on its way is on the CPU.
+def device_around() -> torch.device | None:
+    """Where `torch.device(...)` around a load has the model go; None if there is none.
 
     Raises:
-        DeviceError: of the function that is returned: the model is to go to meta, where no weights can be.
+        DeviceError: meta, where no weights can be.
     """
+    around = device_in_context()
+    if around is not None:
+        try:
+            check_and_set_device_map(None)
+        except RuntimeError as error:
+            raise DeviceError(str(error)) from error
+    return around
 
-    @functools.wraps(load)
-    def loads(*args: Any, **options: Any) -> Loaded:
-        around = device_in_context()
-        if around is None:
-            return load(*args, **options)
-        if options.get("device") is None and options.get("device_map") is None:
-            try:
-                check_and_set_device_map(None)
-            except RuntimeError as error:
-                raise DeviceError(str(error)) from error
-            if options.get("mesh") is None:
-                options["device"] = around
-        with torch.device("cpu"):
-            return load(*args, **options)
 
-    return loads
+def on_cpu() -> AbstractContextManager[Any]:
+    """What is made inside is made on the CPU, whatever `torch.device(...)` is around it."""
+    return nullcontext() if device_in_context() is None else torch.device("cpu")
 
 
 def refuse_meta(*places: object) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
@@ -24,69 +24,58 @@ from nrl_models.common.projections import Buffer, join, neighbouring_parameters
 from nrl_models.common.random_states import random_states_kept
 from nrl_models.common.state_dict.blocks import Block, through
 from nrl_models.common.state_dict.views import Piece, apply_steps
-from nrl_models.distributed.mesh import agree, check_mesh, gather_over
+from nrl_models.distributed.mesh import agreed, gather_over
 from nrl_models.distributed.parallel_plan import ParallelPlan, Plan, plan_for
 from nrl_models.distributed.parallelize import divide_data, divide_model
 from nrl_models.distributed.sharding import sharding_of
 from nrl_models.distributed.shards import over_shard, own_block, share_of
-from nrl_models.loading.pretrained import Prepared
-from nrl_models.loading.weights import Fit, fit_checkpoint, keep_unused, run_readers
+from nrl_models.loading.fit import Fit, fit_checkpoint
+from nrl_models.loading.weights import keep_unused, run_readers
 
 
 def load_sharded(
-    prepare: Callable[[], Prepared], mesh: DeviceMesh, plan: Plan | ParallelPlan, *, strict: bool
-) -> tuple[Prepared, list[str]]:
-    """Build a model and fill each rank's shards of it.
+    model: PreTrainedModel,
+    files: CheckpointFiles,
+    mesh: DeviceMesh,
+    plan: Plan | ParallelPlan,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    strict: bool = True,
+) -> list[str]:
+    """Shard a model on meta and fill each rank's shards of it.
 
     Args:
-        prepare: gives the model on meta and its checkpoint's files; run on every rank.
-        mesh: see `parallelize`.
-        plan: see `parallelize`.
-        strict: see `nrl_models.loading.weights.load_weights`.
+        model, files, dtype, device, strict: as in `nrl_models.loading.weights.load_weights`.
+        mesh, plan: as in `nrl_models.distributed.parallelize`.
 
     Returns:
-        What was prepared, its model filled; and the keys stored with more precision than they are loaded in.
+        The keys that are stored with more precision than they are loaded in.
 
     Raises:
         CheckpointError, ShardingError: whatever is wrong on this rank, or on another; before memory is spent.
     """
-    check_mesh(mesh)
-    error, prepared, files, fit = None, None, None, None
-    facts: dict[str, object] = {}
-    try:
-        prepared = prepare()
-        model, files = prepared.model, prepared.files
-        assert files is not None  # what is quantised is refused with a mesh
-        model.tie_weights()
+    with agreed(mesh, "load the checkpoint") as facts:
         chosen = plan_for(model, mesh, plan)
         sharding = divide_model(model, mesh, chosen)
         share = (mesh.get_coordinate() or [0])[-1], mesh.size(mesh.ndim - 1)
-        fit = fit_checkpoint(model, files, dtype=prepared.dtype, strict=strict, share=share)
+        fit = fit_checkpoint(model, files, dtype=dtype, strict=strict, share=share)
         cast(Any, model)._weight_conversions = fit.names.used_conversions()
         _retype(model, fit)
         sharding.finish(model)
         divide_data(model, sharding)
-        facts = {
+        facts |= {
             "class": type(model).__name__,
-            "config": prepared.model.config.to_json_string(),
-            "dtype": prepared.dtype,
+            "config": model.config.to_json_string(),
+            "dtype": dtype,
             "plan": chosen,
             "checkpoint": sorted((key, tensor.shape, tensor.dtype) for key, tensor in files.tensors.items()),
         }
-    except Exception as caught:
-        error = caught
-    agree(mesh, "load the checkpoint", facts, error)
-    assert prepared is not None
-    assert files is not None
-    assert fit is not None
-    try:
-        _fill(prepared, fit, files)
-        keep_unused(prepared.model, fit, files)
-    except Exception as caught:
-        error = caught
-    agree(mesh, "load the checkpoint", {}, error)
-    fit.warn(prepared.model, files)
-    return prepared, fit.narrowed(files)
+    with agreed(mesh, "load the checkpoint"):
+        _fill(model, fit, files, device)
+        keep_unused(model, fit, files)
+    fit.warn(model, files)
+    return fit.narrowed(files)
 
 
 def _retype(model: nn.Module, fit: Fit) -> None:
@@ -103,9 +92,8 @@ def _retype(model: nn.Module, fit: Fit) -> None:
             module._parameters[attribute] = done[id(parameter)]
 
 
-def _fill(prepared: Prepared, fit: Fit, files: CheckpointFiles) -> None:
+def _fill(model: PreTrainedModel, fit: Fit, files: CheckpointFiles, device: torch.device) -> None:
     """Read this rank's shard of every tensor, several at a time."""
-    model, device = prepared.model, prepared.device
     sharding = sharding_of(model)
     own = model.state_dict()
     laid = _neighbouring_shards(model, fit, own, device)

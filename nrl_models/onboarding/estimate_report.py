@@ -11,8 +11,9 @@ import torch
 from rich.table import Table
 
 from nrl_models import registry
+from nrl_models.common.checkpoint.files import resolve_folder
 from nrl_models.distributed.mesh import parse_mesh
-from nrl_models.loading import pretrained
+from nrl_models.loading.read_config import read_config
 from nrl_models.onboarding.estimate import GIB, Setting, estimate, remedies
 
 ROWS = {
@@ -83,7 +84,7 @@ def plan_report(
         ShardingError: no such mesh, or one that does not divide the model.
     """
     registry.register_custom_configs()
-    config = pretrained.read_config(pretrained.resolve_folder(path))
+    config = read_config(resolve_folder(path))
     setting = Setting(parse_mesh(mesh), seq_len, micro_batch, dtype, compute, checkpointing=checkpointing)
     found = estimate(config, setting)
     limit = int(memory * GIB)

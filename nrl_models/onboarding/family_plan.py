@@ -20,8 +20,8 @@ from nrl_models.common.checkpoint.files import CheckpointFiles
 from nrl_models.common.config.keys import BOOKKEEPING
 from nrl_models.errors import NRLModelsError, StateDictError, in_words
 from nrl_models.families import folders
-from nrl_models.loading.pretrained import read_config
-from nrl_models.loading.weights import fit_checkpoint
+from nrl_models.loading.fit import fit_checkpoint
+from nrl_models.loading.read_config import read_config
 from nrl_models.onboarding.detect import Detection, detect
 from nrl_models.onboarding.inspect import ModelKind, kinds_of
 

@@ -15,7 +15,7 @@ from nrl_models.auto import auto_class_for
 from nrl_models.common.checkpoint.files import CheckpointFiles, resolve_folder
 from nrl_models.common.projections import groups_of
 from nrl_models.family import FamilyModel
-from nrl_models.loading.pretrained import read_config
+from nrl_models.loading.read_config import read_config
 
 EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 """What configurations call the number of experts."""

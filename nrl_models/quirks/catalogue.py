@@ -35,7 +35,7 @@ LOADING = (
         every_model=True,
         handling="The dtype that is asked for is what every parameter has; those that upstream keeps in fp32 stay "
         "fp32.",
-        code=("nrl_models.loading.weights:load_weights", "nrl_models.loading.pretrained:from_pretrained"),
+        code=("nrl_models.loading.weights:load_weights", "nrl_models.loading.pretrained:load"),
         off='from_pretrained(path, dtype="auto")',
         probe="behavioural",
         asks="a step of 1e-6 leaves a bf16 weight of 1 as it is",
@@ -63,7 +63,7 @@ LOADING = (
         applies=predicates.declares("tower-names"),
         handling="Keys are renamed by transformers' own rules and looked for with and without the inner model's "
         "prefix; a tensor that is missing all the same is an error before anything is written.",
-        code=("nrl_models.loading.weights:CheckpointNames", "nrl_models.common.state_dict.matching:match"),
+        code=("nrl_models.loading.fit:CheckpointNames", "nrl_models.common.state_dict.matching:match"),
         off="load with transformers' own class",
         fixed="transformers>=5.6",
         kept_for="trainers with an older transformers",

@@ -13,7 +13,7 @@ from nrl_models.auto import auto_class_for
 from nrl_models.common.checkpoint.files import CONFIG_NAME, resolve_folder
 from nrl_models.common.flags import ModelFlag
 from nrl_models.family import FamilyModel
-from nrl_models.loading.pretrained import read_config
+from nrl_models.loading.read_config import read_config
 from nrl_models.testing.case import FamilyCase
 
 

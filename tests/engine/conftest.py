@@ -14,7 +14,7 @@ import transformers
 from nrl_models import AutoModelForCausalLM
 from nrl_models.consistency.prompts import Prompts
 from nrl_models.engines.hf import HFEngine
-from nrl_models.loading.pretrained import read_config
+from nrl_models.loading.read_config import read_config
 from nrl_models.testing.case import randomise
 from nrl_models.testing.tiny import tiny_config
 

@@ -16,7 +16,7 @@ from nrl_models.common.state_dict import adapter, layouts, to_checkpoint
 from nrl_models.common.state_dict.adapter import StateDictAdapter
 from nrl_models.common.state_dict.views import HFTensor, Piece
 from nrl_models.devtools.mutants.planting import Mutant, Patch, around, in_code, wrapped
-from nrl_models.loading import pretrained, weights
+from nrl_models.loading import fit, pretrained
 from nrl_models.testing.case import FamilyCase
 
 LOADING = ("test_load_from_transformers",)
@@ -159,7 +159,7 @@ def _own_names(model: PreTrainedModel, given: Any = None, **_: Any) -> dict[str,
 def _keeps_fp32(case: FamilyCase) -> bool:
     model = case.model(torch.bfloat16)
     return bool(model._get_dtype_plan(torch.bfloat16)) and torch.float32 in set(
-        weights._target_dtypes(model, model.state_dict_adapter, torch.bfloat16).values()
+        fit._target_dtypes(model, model.state_dict_adapter, torch.bfloat16).values()
     )
 
 
@@ -250,13 +250,13 @@ MUTANTS = (
     Mutant(
         "fp32 modules cast down",
         "a router's correction in bf16, where transformers keeps fp32",
-        in_code(_keeps_fp32, lambda case: [(weights, "_target_dtypes", _all_one_dtype)]),
+        in_code(_keeps_fp32, lambda case: [(fit, "_target_dtypes", _all_one_dtype)]),
         LOADING,
     ),
     Mutant(
         "requested dtype ignored",
         "fp32 masters asked for, bf16 loaded",
-        in_code(always, lambda case: [wrapped(pretrained, "_resolve_dtype", _stored_dtype)]),
+        in_code(always, lambda case: [wrapped(pretrained, "resolve_dtype", _stored_dtype)]),
         ("test_load_in_another_dtype", *LOADING),
     ),
     Mutant(

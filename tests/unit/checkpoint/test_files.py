@@ -111,7 +111,7 @@ def test_a_file_is_opened_and_mapped_once_by_many_threads(
         return open(*args, **options)
 
     files = CheckpointFiles(llama_checkpoint)
-    monkeypatch.setattr(files, "open", slow_open, raising=False)
+    monkeypatch.setattr("nrl_models.common.checkpoint.files.open", slow_open, raising=False)
     with ThreadPoolExecutor(8) as pool:
         values = list(pool.map(files.read, files.tensors.values()))
     assert len(opened) == len(files._maps) == 1

@@ -12,6 +12,7 @@ from typing import Any
 import huggingface_hub
 import pytest
 import torch
+import torch.distributed as dist
 from checkpoints import (
     WEIGHTS,
     assert_same,
@@ -23,6 +24,7 @@ from checkpoints import (
     problems,
 )
 from packaging.version import Version
+from torch.distributed.device_mesh import init_device_mesh
 from transformers import BitsAndBytesConfig, Gemma3Config, LlamaConfig, PreTrainedModel, Qwen2Config
 from transformers import LlamaForCausalLM as HFLlama
 from transformers import __version__ as transformers_version
@@ -44,7 +46,7 @@ from nrl_models.families.mistral.model import MistralForCausalLM
 from nrl_models.families.qwen2.model import Qwen2ForCausalLM
 from nrl_models.families.table.classes import MixtralForCausalLM
 from nrl_models.loading import pretrained
-from nrl_models.loading.pretrained import read_config
+from nrl_models.loading.read_config import read_config
 from nrl_models.testing.tiny import tiny_config
 
 # The model
@@ -416,15 +418,19 @@ def test_no_file_stays_open_where_loading_fails(folder: Path, monkeypatch: pytes
 
 @on_linux
 def test_no_file_stays_open_where_sharded_loading_fails(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(prepare: Any, *_: object, **__: object) -> None:
-        prepared = prepare()
-        prepared.files.read(next(iter(prepared.files.tensors.values())))
+    def fails(model: PreTrainedModel, files: CheckpointFiles, *_: object, **__: object) -> None:
+        files.read(next(iter(files.tensors.values())))
         assert open_files(folder)
         raise ShardingError("another rank failed", [])
 
-    monkeypatch.setattr("nrl_models.loading.sharded.load_sharded", fails)
-    with pytest.raises(ShardingError) as caught:
-        AutoModelForCausalLM.from_pretrained(folder, mesh=object(), device="cpu")
+    monkeypatch.setattr(pretrained, "load_sharded", fails)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("fsdp",))
+        with pytest.raises(ShardingError) as caught:
+            AutoModelForCausalLM.from_pretrained(folder, mesh=mesh)
+    finally:
+        dist.destroy_process_group()
     assert open_files(folder) == []
     assert caught.value
 

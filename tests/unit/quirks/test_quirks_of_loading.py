@@ -15,7 +15,7 @@ from transformers import AutoConfig, PreTrainedModel, conversion_mapping
 from nrl_models import AutoModelForCausalLM, AutoModelForImageTextToText, registry
 from nrl_models.common.switches import quirks_off
 from nrl_models.errors import CheckpointError, UnknownArchitectureError, UnknownArgumentError
-from nrl_models.loading.pretrained import read_config
+from nrl_models.loading.read_config import read_config
 from nrl_models.quirks import Subject, predicates
 from nrl_models.testing.case import FamilyCase
 

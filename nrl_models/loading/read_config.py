@@ -1,0 +1,151 @@
+"""A checkpoint's configuration: read, overridden by keywords, narrowed to what a model class takes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub.errors import StrictDataclassFieldValidationError
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from nrl_models.common.checkpoint.files import CONFIG_NAME
+from nrl_models.common.config.types import with_declared_types
+from nrl_models.errors import (
+    CheckpointError,
+    Problem,
+    ProblemKind,
+    RemoteCodeError,
+    UnknownArchitectureError,
+    UnknownArgumentError,
+    in_words,
+)
+from nrl_models.loading.options import KEYWORDS
+
+IMPLEMENTATIONS = ("attn_implementation", "experts_implementation")
+"""Values transformers takes like configuration values, though `config.json` has no such keys."""
+
+
+def read_config(folder: Path, *, trust_remote_code: bool = False) -> PreTrainedConfig:
+    """The configuration of the checkpoint in `folder`.
+
+    Raises:
+        CheckpointError: `config.json` is no JSON object, or has a value of a type its class does not take.
+        UnknownArchitectureError: a `model_type` nobody knows.
+        RemoteCodeError: it needs the checkpoint's own code, and that was not allowed.
+    """
+    needs_its_code = _needs_its_code(folder, trust_remote_code)
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=needs_its_code)
+    except StrictDataclassFieldValidationError as refused:
+        if needs_its_code:
+            raise
+        try:
+            return _with_declared_types(folder)
+        except StrictDataclassFieldValidationError as error:
+            raise CheckpointError(
+                f"cannot load {folder}",
+                [Problem(ProblemKind.CONFIG, CONFIG_NAME, in_words(error))],
+                ["give the value in the type that is expected"],
+            ) from refused
+
+
+def _with_declared_types(folder: Path) -> PreTrainedConfig:
+    """The configuration in `folder`, integers taken for floats where its class wants floats."""
+    values, _ = PreTrainedConfig.get_config_dict(folder)
+    config_class = CONFIG_MAPPING[values["model_type"]]
+    return config_class.from_dict(with_declared_types(config_class, values, str(folder / CONFIG_NAME)))
+
+
+def _needs_its_code(folder: Path, trust_remote_code: bool) -> bool:
+    """Whether only the checkpoint's own code can read its configuration. Refuse it if that is not allowed."""
+    try:
+        content = json.loads((folder / CONFIG_NAME).read_text())
+        model_type = content.get("model_type")
+    except (ValueError, AttributeError) as error:
+        raise CheckpointError(
+            f"cannot load {folder}", [Problem(ProblemKind.FILE, CONFIG_NAME, f"is not a JSON object: {error}")]
+        ) from error
+    if model_type in CONFIG_MAPPING:
+        return False
+    if "auto_map" in content:
+        if trust_remote_code:
+            return True
+        raise RemoteCodeError(
+            f"{folder} brings its own code for model_type {model_type!r} ({content['auto_map']}), and running it was "
+            "not allowed. Read that code; if you trust it, pass trust_remote_code=True."
+        )
+    close = get_close_matches(str(model_type), list(CONFIG_MAPPING), n=3)
+    hint = f" Close names: {', '.join(close)}." if close else ""
+    raise UnknownArchitectureError(
+        f"{folder / CONFIG_NAME} has model_type {model_type!r}, which neither transformers nor a registered family "
+        f"knows.{hint} It may need a newer transformers, or a family that registers its configuration."
+    )
+
+
+_OTHER_SHARDING = ("distributed_config", "tp_plan", "tp_size", "device_mesh")
+
+
+def override(config: PreTrainedConfig, overrides: Mapping[str, Any]) -> None:
+    """Set `overrides`, values by the configuration's own names, on `config`.
+
+    Raises:
+        UnknownArgumentError: names it does not have, or values of another type than it takes.
+    """
+    if other := [name for name in overrides if name in _OTHER_SHARDING]:
+        raise UnknownArgumentError(
+            f"{', '.join(other)}: transformers' own sharded loading is not what loads here. Pass "
+            "mesh=init_device_mesh(device, sizes, mesh_dim_names=('fsdp', 'tp')) and plan='auto' (docs/scaling.md)"
+        )
+    unknown = [name for name in overrides if name not in IMPLEMENTATIONS and not _is_value(config, name)]
+    if unknown:
+        raise UnknownArgumentError(_unknown_keywords(unknown, config))
+    try:
+        for name, value in with_declared_types(type(config), overrides, "what was passed").items():
+            if name in IMPLEMENTATIONS:
+                setattr(config, f"_{name}", value)
+            elif isinstance(nested := getattr(config, name), PreTrainedConfig) and isinstance(value, Mapping):
+                setattr(config, name, type(nested)(**(nested.to_dict() | dict(value))))
+            else:
+                setattr(config, name, value)
+    except StrictDataclassFieldValidationError as error:
+        raise UnknownArgumentError(f"{name}={value!r}: {in_words(error)}") from error
+
+
+def _is_value(config: PreTrainedConfig, name: str) -> bool:
+    return name != "torch_dtype" and hasattr(config, name) and not callable(getattr(config, name))
+
+
+def _unknown_keywords(unknown: Iterable[str], config: PreTrainedConfig) -> str:
+    known = [*KEYWORDS, *IMPLEMENTATIONS, *config.to_dict()]
+    lines = []
+    for name in unknown:
+        close = ["dtype"] if name == "torch_dtype" else get_close_matches(name, known, n=3, cutoff=0.7)
+        lines.append(name + (f" (did you mean {' or '.join(close)}?)" if close else ""))
+    return (
+        f"unknown keyword{'s' if len(lines) > 1 else ''} {', '.join(lines)}: expected one of "
+        f"{', '.join((*KEYWORDS, *IMPLEMENTATIONS))}, or a key of {type(config).__name__}"
+    )
+
+
+def config_for(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedConfig:
+    """The configuration `model_class` takes: `config`, or the text model's within it.
+
+    Raises:
+        UnknownArchitectureError: `config` is another model's.
+    """
+    wanted = model_class.config_class
+    # By name too, because code that comes with a checkpoint may be imported twice.
+    if wanted is None or isinstance(config, wanted) or type(config).__name__ == wanted.__name__:
+        return config
+    if isinstance(text := config.get_text_config(), wanted):
+        text.name_or_path = config.name_or_path
+        return text
+    raise UnknownArchitectureError(
+        f"{config.name_or_path or 'the configuration'} is a {type(config).__name__} (model_type "
+        f"{config.model_type!r}), and {model_class.__name__} takes a {wanted.__name__}. "
+        "Use that model's class, or an auto class (nrl_models.AutoModelForCausalLM, ...), which chooses it."
+    )

@@ -1,0 +1,75 @@
+"""A model to be filled: parameters on meta, which nobody initialises, and real buffers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
+
+from nrl_models.common.backend import BackendConfig, Combine, should_combine
+from nrl_models.common.checkpoint.files import CheckpointFiles
+from nrl_models.common.state_dict.matching import is_wide_float
+from nrl_models.errors import UnknownArgumentError
+
+
+def build_skeleton(
+    model_class: type[PreTrainedModel], config: PreTrainedConfig, dtype: torch.dtype, **options: Any
+) -> PreTrainedModel:
+    """A model with parameters on meta, tied as its configuration says, and real buffers.
+
+    Nothing is allocated twice, and no buffer (a RoPE table, a scale) is left unset.
+
+    Args:
+        model_class, config: what to build.
+        dtype: of the parameters.
+        options: of `construction`.
+    """
+    with init_empty_weights(include_buffers=False), no_init_weights():
+        model = model_class._from_config(config, dtype=dtype, **options)
+    for parameter in model.parameters():
+        parameter._is_hf_initialized = True
+    _compute_buffers(model)
+    model.tie_weights()
+    return model
+
+
+def _compute_buffers(model: PreTrainedModel) -> None:
+    """Fill buffers that no checkpoint holds as transformers does when it loads: outside the model's dtype.
+
+    A table that was computed while bf16 was the default dtype has the rounding of bf16 in it, even if it is kept in
+    fp32 (Gemma 3n's `inv_timescales`).
+    """
+    module: Any
+    for module in model.modules():
+        derived = any(module._buffers.get(name) is not None for name in module._non_persistent_buffers_set)
+        module._is_hf_initialized = not derived  # transformers' mark of what its initialisation must leave alone
+    model.initialize_weights()
+
+
+def construction(
+    model_class: type[PreTrainedModel], combine: Combine, backend: BackendConfig | None, device: torch.device
+) -> dict[str, Any]:
+    """Keywords for `model_class._from_config`."""
+    given = backend or BackendConfig()
+    combined = should_combine(given.combine if combine is True else combine, device)
+    options: dict[str, Any] = given.implementations()
+    # A plain Hugging Face class has nothing to combine.
+    return options | {"combine": combined} if hasattr(model_class, "rewrites") else options
+
+
+def resolve_dtype(dtype: str | torch.dtype, config: PreTrainedConfig, files: CheckpointFiles) -> torch.dtype:
+    """The dtype to load in: "auto" is the configuration's, else that of the first floating-point tensor."""
+    if dtype == "auto":
+        configured = config.dtype or config.get_text_config().dtype
+        if configured is None:
+            plain = (tensor for key, tensor in files.tensors.items() if key not in files.dequantised)
+            floats = (tensor.dtype for tensor in plain if tensor.dtype.is_floating_point)
+            return next((dtype for dtype in floats if dtype.itemsize > 1), torch.get_default_dtype())
+        dtype = configured
+    resolved = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if not isinstance(resolved, torch.dtype) or not is_wide_float(resolved):
+        raise UnknownArgumentError(f"dtype={dtype!r}: expected 'auto' or a floating-point dtype such as torch.bfloat16")
+    return resolved
