@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from importlib.metadata import requires
+from typing import get_args
 
 from packaging.requirements import Requirement
 from packaging.version import Version
 
 from nrl_models.common.switches import SWITCHES
 from nrl_models.quirks import Quirk
-from nrl_models.quirks.quirk import KINDS, PLACES
+from nrl_models.quirks.quirk import PLACES, ProbeKind
 
 
 class CatalogueError(Exception):
@@ -33,9 +34,9 @@ def tripwire(quirk: Quirk, shows: bool | None, of: str = "upstream") -> None:
         QuirkExpiredError: what the quirk is about is gone, so that its handling is to be deleted; or it is back.
     """
     asked = quirk.asks or quirk.symptom
-    if quirk.is_beyond(lowest_version) and not quirk.kept_for:
+    if quirk.is_fixed_in(lowest_version) and not quirk.kept_for:
         raise QuirkExpiredError(
-            f"{quirk.name}: every version this package takes is beyond {quirk.fixed}. Delete {quirk.remove}, and the "
+            f"{quirk.name}: every version this package takes satisfies {quirk.fixed}. Delete {quirk.remove}, and the "
             "entry; or say in the entry whom it is kept for."
         )
     if shows is False and not quirk.fixed:
@@ -45,7 +46,7 @@ def tripwire(quirk: Quirk, shows: bool | None, of: str = "upstream") -> None:
             "release as its `fixed`, as long as older ones are supported."
         )
     if shows and quirk.is_fixed:
-        raise QuirkExpiredError(f"{quirk.name} is said to be gone with {quirk.fixed}, but {of} has it again: {asked}.")
+        raise QuirkExpiredError(f"{quirk.name} is said to be fixed in {quirk.fixed}, but {of} has it again: {asked}.")
 
 
 def lowest_version(package: str) -> str | None:
@@ -84,8 +85,8 @@ def _problems_of(quirk: Quirk) -> Iterable[str]:
     if quirk.probe:
         if not quirk.asks:
             yield "has a probe that asks nothing"
-        if quirk.probe not in KINDS:
-            yield f"has a probe of kind {quirk.probe!r}: expected one of {', '.join(KINDS)}"
+        if quirk.probe not in get_args(ProbeKind):
+            yield f"has a probe of kind {quirk.probe!r}: expected one of {', '.join(filter(None, get_args(ProbeKind)))}"
     if quirk.fixed:
         try:
             Requirement(quirk.fixed)

@@ -10,6 +10,11 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import build_glob_alternation
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """A dtype as configurations write it: `bfloat16`."""
+    return str(dtype).removeprefix("torch.")
+
+
 def kept_dtypes(model: nn.Module, dtype: torch.dtype) -> Callable[[str], torch.dtype | None]:
     """What transformers keeps in another dtype when it loads `model` in `dtype`.
 

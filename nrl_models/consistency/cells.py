@@ -12,7 +12,7 @@ LENGTHS = (100, 1_000, 10_000)
 DATA = ("real", "dummy")
 MODES = ("greedy", "sampling")
 BATCHES = (1, 8, 32)
-"""The guide's matrix: 36 cells."""
+"""The guide's matrix has 36 cells."""
 
 THRESHOLD = 1.05
 """The guide's bound on `token_mult_prob_error`, for equal precision."""
@@ -24,8 +24,8 @@ class Cell:
 
     Args:
         length: tokens of a prompt and its continuation together.
-        data: `real` text or `dummy` numbers.
-        mode: `greedy` or `sampling`.
+        data: `real` text or `dummy` numbers, one of `DATA`.
+        mode: `greedy` or `sampling`, one of `MODES`.
         batch: sequences generated together.
     """
 
@@ -36,7 +36,7 @@ class Cell:
 
     @property
     def key(self) -> str:
-        """A name for files."""
+        """Its name in file names."""
         return f"{self.length}-{self.data}-{self.mode}-{self.batch}"
 
     def __str__(self) -> str:
@@ -52,13 +52,12 @@ class Settings:
         repeats: how often each cell is measured, with other prompts and seeds.
         sampling: how the cells of mode `sampling` sample.
         new_tokens: how many tokens are generated at most; half of a sequence if that is less.
-        strict: whether the trainer samples too, and the engine scores: that catches tokens which the engine never
-            samples.
+        strict: whether the trainer also samples and the engine scores, which catches tokens the engine never samples.
         threshold: bound on `token_mult_prob_error`.
         seed: of prompts and sampling.
 
     Raises:
-        ConsistencyError: values out of range; all of them.
+        ConsistencyError: values out of range; all of them are listed.
     """
 
     lengths: tuple[int, ...] = LENGTHS
@@ -73,10 +72,12 @@ class Settings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        problems = [f"length {one}: expected at least 8" for one in self.lengths if one < 8]
-        problems += [f"batch {one}: expected at least 1" for one in self.batches if one < 1]
-        problems += [f"data {one!r}: expected one of {', '.join(DATA)}" for one in self.data if one not in DATA]
-        problems += [f"mode {one!r}: expected one of {', '.join(MODES)}" for one in self.modes if one not in MODES]
+        problems = [f"length {length}: expected at least 8" for length in self.lengths if length < 8]
+        problems += [f"batch {batch}: expected at least 1" for batch in self.batches if batch < 1]
+        for what, values, known in (("data", self.data, DATA), ("mode", self.modes, MODES)):
+            problems += [
+                f"{what} {value!r}: expected one of {', '.join(known)}" for value in values if value not in known
+            ]
         problems += [f"repeats {self.repeats}: expected at least 1"] if self.repeats < 1 else []
         problems += [f"new_tokens {self.new_tokens}: expected at least 1"] if self.new_tokens < 1 else []
         problems += [f"threshold {self.threshold}: expected more than 1"] if not self.threshold > 1.0 else []
@@ -85,17 +86,17 @@ class Settings:
         if self.sampling.greedy:
             problems.append("sampling at temperature 0 is greedy: choose mode greedy instead")
         if problems:
-            raise ConsistencyError("cannot check this:\n" + "\n".join(f"  - {one}" for one in problems))
+            raise ConsistencyError("cannot check this:\n" + "\n".join(f"  - {problem}" for problem in problems))
 
     def cells(self) -> list[Cell]:
         """The matrix, short sequences first."""
         data, modes = dict.fromkeys(self.data), dict.fromkeys(self.modes)
-        return [Cell(*one) for one in product(sorted(set(self.lengths)), data, modes, sorted(set(self.batches)))]
+        return [Cell(*values) for values in product(sorted(set(self.lengths)), data, modes, sorted(set(self.batches)))]
 
     def sampling_of(self, cell: Cell) -> Sampling:
         """How a cell samples."""
         return Sampling(0.0) if cell.mode == "greedy" else self.sampling
 
     def generated(self, cell: Cell) -> int:
-        """How many tokens of a cell's sequences are generated; the others are its prompt."""
+        """How many tokens of each of a cell's sequences are generated; the others are the prompt."""
         return min(self.new_tokens, cell.length // 2)

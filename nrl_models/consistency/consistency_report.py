@@ -1,35 +1,40 @@
-"""What the matrix found, as a table in the guide's form, as JSON and as Markdown."""
+"""The results of the matrix, as a table in the guide's form, as JSON and as Markdown."""
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.markup import escape
 from rich.table import Table
 
 from nrl_models.consistency.cells import Cell, Settings
-from nrl_models.consistency.measure import COMPARISONS, Measurement
+from nrl_models.consistency.measure import Comparison, Measurement
 from nrl_models.consistency.verdict import Verdict
 from nrl_models.logprobs.metrics import ConsistencyMetrics, finite_or_none
-from nrl_models.parity.parity_report import VERDICTS
+from nrl_models.parity.parity_report import Outcome
 
 MAX_OUTSIDE = 0.01
 """Share of sampled tokens that the trainer's top-k and top-p may exclude: at the edge, roundings decide."""
 
+CELL = ("length", "data", "mode", "batch")
+
+WITH_ENGINE = (Comparison.DECODE, Comparison.PREFILL, Comparison.STRICT)
+"""Comparisons of the trainer with the engine."""
+
 
 @dataclass(frozen=True)
 class CellResult:
-    """What came of one cell.
+    """The outcome of one cell.
 
     Args:
         cell: which.
         repeats: its measurements.
         threshold: bound on `token_mult_prob_error`.
-        verdict: what is wrong; None if it passes.
+        verdict: where the disagreement comes from; None if the cell passes, or was not judged.
     """
 
     cell: Cell
@@ -38,41 +43,40 @@ class CellResult:
     verdict: Verdict | None = None
 
     @property
-    def comparisons(self) -> dict[str, list[ConsistencyMetrics]]:
-        """Trainer against the engine, for each way the engine tells: `decode`, `prefill`, `strict`."""
+    def comparisons(self) -> dict[Comparison, list[ConsistencyMetrics]]:
+        """Each comparison of the trainer with the engine that was made, by repeat."""
         found = {
-            name: [repeat.metrics[name] for repeat in self.repeats if name in repeat.metrics]
-            for name in ("decode", "prefill", "strict")
+            name: [repeat.metrics[name] for repeat in self.repeats if name in repeat.metrics] for name in WITH_ENGINE
         }
         return {name: metrics for name, metrics in found.items() if metrics}
 
     @property
     def errors(self) -> list[float]:
-        """`token_mult_prob_error` of each repeat, against the engine's decoding."""
-        return [metrics.token_mult_prob_error for metrics in self.comparisons["decode"]]
+        """`token_mult_prob_error` of each repeat, compared with the engine's decoding."""
+        return [metrics.token_mult_prob_error for metrics in self.comparisons[Comparison.DECODE]]
 
     @property
     def noise(self) -> float:
-        """The noise floor: the same number for the trainer against itself, rounding otherwise."""
-        return max(repeat.metrics["noise"].token_mult_prob_error for repeat in self.repeats)
+        """The noise floor: `token_mult_prob_error` of the trainer compared with itself under other roundings."""
+        return max(repeat.metrics[Comparison.NOISE].token_mult_prob_error for repeat in self.repeats)
 
     @property
     def problems(self) -> list[str]:
         """Why the cell does not pass; empty if it does."""
         problems = []
-        for name, several in self.comparisons.items():
-            worst = max((one.token_mult_prob_error for one in several), key=last_if_nan)
+        for name, repeats in self.comparisons.items():
+            worst = max((metrics.token_mult_prob_error for metrics in repeats), key=last_if_nan)
             if not worst <= self.threshold:
                 problems.append(f"token_mult_prob_error {worst:.6g} against {name}, above {self.threshold:g}")
             for count, what in (
-                (sum(one.nan for one in several), "NaN"),
-                (sum(one.engine_infinite for one in several), "infinite in the engine"),
+                (sum(metrics.nan for metrics in repeats), "NaN"),
+                (sum(metrics.engine_infinite for metrics in repeats), "infinite in the engine"),
             ):
                 if count:
                     problems.append(f"{count} log-probabilities of {name} are {what}")
-            outside = sum(one.trainer_infinite for one in several)
-            if outside > MAX_OUTSIDE * sum(one.tokens + one.trainer_infinite for one in several):
-                problems.append(f"{outside} tokens of {name} are outside what the trainer's top-k and top-p leave")
+            outside = sum(metrics.trainer_infinite for metrics in repeats)
+            if outside > MAX_OUTSIDE * sum(metrics.tokens + metrics.trainer_infinite for metrics in repeats):
+                problems.append(f"{outside} tokens of {name} are excluded by the trainer's top-k and top-p")
         return problems
 
     @property
@@ -82,17 +86,17 @@ class CellResult:
 
     @property
     def passed(self) -> bool:
-        """Whether nothing is wrong."""
+        """Whether there are no problems."""
         return not self.problems
 
     def to_json(self) -> dict[str, Any]:
         """The cell, its worst numbers, and every repeat's."""
         worst = max(self.errors, key=last_if_nan)
         finite = all(map(math.isfinite, self.errors))
-        strict = [metrics.token_mult_prob_error for metrics in self.comparisons.get("strict", ())]
+        strict = [metrics.token_mult_prob_error for metrics in self.comparisons.get(Comparison.STRICT, ())]
         return {
             **asdict(self.cell),
-            "verdict": "pass" if self.passed else "fail",
+            "verdict": Outcome.of(self.passed),
             "token_mult_prob_error": finite_or_none(worst),
             "token_mult_prob_error_mean": finite_or_none(statistics.fmean(self.errors)),
             "token_mult_prob_error_deviation": statistics.pstdev(self.errors) if finite else None,
@@ -102,7 +106,7 @@ class CellResult:
             "problems": self.problems,
             "explanation": None if self.verdict is None else self.verdict.to_json(),
             "repeats": [
-                dict.fromkeys(COMPARISONS) | {name: metrics.to_json() for name, metrics in repeat.metrics.items()}
+                dict.fromkeys(Comparison) | {name: metrics.to_json() for name, metrics in repeat.metrics.items()}
                 for repeat in self.repeats
             ],
         }
@@ -113,6 +117,15 @@ def last_if_nan(value: float) -> float:
     return math.inf if math.isnan(value) else value
 
 
+class Row(NamedTuple):
+    """A cell in a table: its values, its numbers, its outcome or why it has none, and its result if it has one."""
+
+    cell: tuple[str, ...]
+    numbers: tuple[str, ...]
+    status: str
+    result: CellResult | None
+
+
 @dataclass
 class ConsistencyReport:
     """The matrix.
@@ -120,11 +133,11 @@ class ConsistencyReport:
     Args:
         path: the checkpoint.
         settings: what was to be checked.
-        engine, trainer: what they say of themselves.
-        results: what came of the cells so far, in order.
-        running: cells that are not done, and what is being done for them.
+        engine, trainer: their descriptions.
+        results: the outcomes so far, in order.
+        running: cells that are not done, and the step each is at.
         skipped: cells that cannot be checked, and why.
-        error: what ended the run early; empty if it came to its end.
+        error: what ended the run early; empty if nothing did.
     """
 
     path: str
@@ -137,16 +150,16 @@ class ConsistencyReport:
     error: str = ""
 
     @property
-    def passed(self) -> bool:
-        """Whether every cell was checked that can be, and passes."""
-        return not self.error and bool(self.results) and all(result.passed for result in self.results)
+    def verdict(self) -> Outcome:
+        """The outcome of the whole matrix."""
+        if any(not result.passed for result in self.results):
+            return Outcome.FAIL
+        return Outcome.INCOMPLETE if self.error or not self.results else Outcome.PASS
 
     @property
-    def verdict(self) -> str:
-        """`pass`, `fail`, or `incomplete` if the run ended early and nothing had failed."""
-        if any(not result.passed for result in self.results):
-            return "fail"
-        return "pass" if self.passed else "incomplete"
+    def passed(self) -> bool:
+        """Whether every cell was checked that can be, and passes."""
+        return self.verdict == Outcome.PASS
 
     def to_json(self) -> dict[str, Any]:
         """`{"verdict", "cells": [{"length", "data", "mode", "batch", "token_mult_prob_error", ...}], ...}`."""
@@ -161,81 +174,81 @@ class ConsistencyReport:
             "error": self.error or None,
         }
 
-    def table(self) -> Table:
-        """The guide's table, with what is being done for the cells that are not done."""
-        table = Table(title=escape(self.title), title_justify="left")
-        for name in (*CELL, *self.columns, "verdict"):
-            table.add_column(name, justify="left" if name in ("data", "mode", "verdict") else "right")
-        for result in self.results:
-            table.add_row(*shown(result.cell), *self.numbers(result), VERDICTS[result.passed])
-        for cell, text in (self.running | self.skipped).items():
-            table.add_row(*shown(cell), *[""] * len(self.columns), f"[dim]{escape(text)}[/dim]")
-        return table
-
     @property
     def title(self) -> str:
-        """What is held against what."""
+        """What is compared."""
         engine = f"{self.engine.get('engine')} ({self.engine.get('dtype', 'precision unknown')})"
         return f"{self.path}: trainer ({self.trainer.get('dtype')}) against {engine}"
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """What is shown of each cell."""
-        return (*self.comparisons, "worst sequence", "max |diff|", "noise floor")
+        """The numbers shown of each cell."""
+        comparisons = WITH_ENGINE if self.settings.strict else WITH_ENGINE[:2]
+        return (*comparisons, "worst sequence", "max |diff|", "noise floor")
 
-    @property
-    def comparisons(self) -> tuple[str, ...]:
-        """What the trainer is held against."""
-        return ("decode", "prefill", "strict") if self.settings.strict else ("decode", "prefill")
+    def rows(self) -> Iterator[Row]:
+        """A row for each cell, those that are not done or skipped last.
 
-    def numbers(self, result: CellResult) -> list[str]:
-        """A cell's numbers: `token_mult_prob_error` but for the largest difference, which is in nats."""
-        found = result.comparisons
-        decode = found["decode"]
-        return [
-            *("-" if name not in found else _worst(found[name], "token_mult_prob_error") for name in self.comparisons),
-            _worst(decode, "worst_sequence"),
-            f"{max(metrics.max for metrics in decode):.1e}",
-            _text(result.noise),
-        ]
+        Numbers are `token_mult_prob_error`, but for the largest difference, which is in nats.
+        """
+        for result in self.results:
+            found = result.comparisons
+            numbers = [
+                _worst(found[name], "token_mult_prob_error") if name in found else "-"
+                for name in WITH_ENGINE
+                if name in self.columns
+            ]
+            decode = found[Comparison.DECODE]
+            largest = f"{max(metrics.max for metrics in decode):.1e}"
+            numbers += [_worst(decode, "worst_sequence"), largest, _shown(result.noise)]
+            yield Row(_values(result.cell), tuple(numbers), Outcome.of(result.passed).shown, result)
+        for cell, status in (self.running | self.skipped).items():
+            yield Row(_values(cell), ("",) * len(self.columns), status, None)
+
+    def table(self) -> Table:
+        """The guide's table, with the step that each running cell is at."""
+        table = Table(title=escape(self.title), title_justify="left")
+        for name in (*CELL, *self.columns, "verdict"):
+            table.add_column(name, justify="left" if name in ("data", "mode", "verdict") else "right")
+        for row in self.rows():
+            status = Outcome.of(row.result.passed).markup if row.result else f"[dim]{escape(row.status)}[/dim]"
+            table.add_row(*row.cell, *row.numbers, status)
+        return table
 
     def markdown(self) -> str:
-        """The guide's table, and what is wrong."""
+        """The guide's table, and the problems."""
         lines = [f"# {self.title}", "", f"Verdict: **{self.verdict}**, threshold {self.settings.threshold:g}.", ""]
         lines += [f"The run ended early: {self.error}", ""] if self.error else []
         engine = f"trainer vs {self.engine.get('engine')}"
         names = {"decode": f"{engine}, decode", "prefill": f"{engine}, prefill", "max |diff|": "max abs diff"}
         cell = ("Sequence Length", "Data Type", "Generation Method", "Batch Size")
-        rows = [[*cell, *(names.get(name, name) for name in self.columns), "verdict"]]
-        rows.append(["---"] * len(rows[0]))
-        for result in self.results:
-            rows.append([*shown(result.cell), *self.numbers(result), "pass" if result.passed else "**FAIL**"])
-        rows += [[*shown(cell), *["-"] * len(self.columns), reason] for cell, reason in self.skipped.items()]
-        lines += [f"| {' | '.join(row)} |" for row in rows]
+        table = [(*cell, *(names.get(name, name) for name in self.columns), "verdict")]
+        table.append(("---",) * len(table[0]))
+        table += [
+            (*row.cell, *row.numbers, f"**{row.status}**" if row.result and not row.result.passed else row.status)
+            for row in self.rows()
+        ]
+        lines += [f"| {' | '.join(row)} |" for row in table]
         for result in self.results:
             if not result.passed:
                 lines += ["", f"**{result.cell}**", "", *(f"- {line}" for line in result.explanation)]
-        return "\n".join([*lines, "", f"Engine: {in_a_line(self.engine)}.", f"Trainer: {in_a_line(self.trainer)}.", ""])
+        return "\n".join([*lines, "", f"Engine: {described(self.engine)}.", f"Trainer: {described(self.trainer)}.", ""])
 
 
-CELL = ("length", "data", "mode", "batch")
+def described(settings: Mapping[str, Any]) -> str:
+    """The description of an engine in one line."""
+    return ", ".join(f"{key} {value}" for key, value in settings.items())
 
 
-def shown(cell: Cell) -> tuple[str, str, str, str]:
-    """What tables show of a cell."""
+def _values(cell: Cell) -> tuple[str, ...]:
     return f"{cell.length:,}", cell.data, cell.mode, str(cell.batch)
 
 
-def in_a_line(about: Mapping[str, Any]) -> str:
-    """What an engine says of itself."""
-    return ", ".join(f"{key} {value}" for key, value in about.items())
+def _worst(repeats: Sequence[ConsistencyMetrics], name: str) -> str:
+    return _shown(max(getattr(metrics, name) for metrics in repeats))
 
 
-def _worst(several: Sequence[ConsistencyMetrics], name: str) -> str:
-    return _text(max(getattr(metrics, name) for metrics in several))
-
-
-def _text(value: float) -> str:
+def _shown(value: float) -> str:
     """A `token_mult_prob_error` with as many digits as tell it from 1."""
     if not math.isfinite(value):
         return str(value)

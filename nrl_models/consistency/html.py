@@ -1,4 +1,4 @@
-"""The report as one HTML page that needs nothing else: the table, plots, and the worst sequences with their tokens."""
+"""The report as a self-contained HTML page: the table, plots, and the worst sequences with their tokens."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from typing import Any
 
 import torch
 
-from nrl_models.consistency.consistency_report import CELL, CellResult, ConsistencyReport, in_a_line, last_if_nan, shown
-from nrl_models.consistency.measure import Measurement, order_by_error
+from nrl_models.consistency.consistency_report import CELL, CellResult, ConsistencyReport, described, last_if_nan
+from nrl_models.consistency.measure import Comparison, Measurement, order_by_error
 from nrl_models.errors import ConsistencyError
 from nrl_models.logprobs.metrics import token_mult_prob_error
 
 MAX_POINTS = 20_000
-"""Points in a scatter plot; of more, so many are drawn at even distances."""
+"""Points in a scatter plot; if there are more, every n-th is drawn."""
 
 WORST_SEQUENCES = 2
 CONTEXT_TOKENS = 24
 """Tokens of the prompt that are shown before the generated ones."""
 
 FULL_RED = 0.6
-"""How opaque the red behind a token is whose probability is off by the threshold's factor, or more."""
+"""Opacity of the red behind a token whose probability is off by the threshold's factor, or more."""
 
 
 def require_matplotlib() -> None:
@@ -48,9 +48,9 @@ def write_html(report: ConsistencyReport, file: Path, tokenizer: Any | None = No
 
     Args:
         report: the matrix.
-        file: where to.
-        tokenizer: to show tokens as text; ids are shown without.
-        command: what made the report, if it is to be shown.
+        file: where to write it.
+        tokenizer: to show tokens as text; without one, ids are shown.
+        command: the command that made the report, to be shown.
 
     Raises:
         ConsistencyError: matplotlib is not installed.
@@ -58,27 +58,23 @@ def write_html(report: ConsistencyReport, file: Path, tokenizer: Any | None = No
     require_matplotlib()
     from jinja2 import Environment, PackageLoader
 
-    rows = [
-        ([*shown(result.cell), *report.numbers(result)], result.cell.key, "pass" if result.passed else "FAIL")
-        for result in report.results
-    ]
-    rows += [([*shown(cell), *[""] * len(report.columns)], "", reason) for cell, reason in report.skipped.items()]
-    sections = []
     full_red = max(log(report.settings.threshold), 1e-9)
+    sections = []
     for result in report.results:
-        worst = max(result.repeats, key=lambda repeat: last_if_nan(repeat.metrics["decode"].token_mult_prob_error))
-        sections.append(
-            (result, _plots(result, str(report.engine.get("engine"))), _sequences(worst, tokenizer, full_red))
+        worst = max(
+            result.repeats, key=lambda repeat: last_if_nan(repeat.metrics[Comparison.DECODE].token_mult_prob_error)
         )
+        plots = _plots(result, str(report.engine.get("engine")))
+        sections.append((result, plots, _sequences(worst, tokenizer, full_red)))
     environment = Environment(loader=PackageLoader("nrl_models.consistency", "."), autoescape=True, trim_blocks=True)
     page = environment.get_template("report.html.jinja")
     file.parent.mkdir(parents=True, exist_ok=True)
     text = page.render(
         report=report,
         header=(*CELL, *report.columns, "verdict"),
-        rows=rows,
-        engine=in_a_line(report.engine),
-        trainer=in_a_line(report.trainer),
+        rows=list(report.rows()),
+        engine=described(report.engine),
+        trainer=described(report.trainer),
         sections=sections,
         full_red=full_red,
         made=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
@@ -98,9 +94,10 @@ def _plots(result: CellResult, engine: str) -> str:
     repeats = result.repeats
     positions = torch.arange(repeats[0].decode.shape[1]) + repeats[0].prompt_length
     for name, colour in (("decode", "tab:red"), ("prefill", "tab:blue")):
-        told = [(repeat.trainer, getattr(repeat, name)) for repeat in repeats if getattr(repeat, name) is not None]
-        if told:
-            mean, largest = _by_column([trainer - engine for trainer, engine in told])
+        scores = [(repeat.trainer, getattr(repeat, name)) for repeat in repeats]
+        differences = [trainer - engine for trainer, engine in scores if engine is not None]
+        if differences:
+            mean, largest = _by_column(differences)
             by_position.plot(positions, mean, color=colour, linewidth=1.2, label=f"{name}, mean")
             by_position.plot(positions, largest, color=colour, linewidth=0.6, alpha=0.5, label=f"{name}, largest")
     noise, _ = _by_column([repeat.rounded - repeat.trainer[: len(repeat.rounded)] for repeat in repeats])
@@ -127,7 +124,7 @@ def _plots(result: CellResult, engine: str) -> str:
 
 
 def _by_column(differences: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean and largest absolute value of each column, of what is finite."""
+    """Mean and largest absolute value of each column, of its finite values."""
     values = torch.cat(differences).abs()
     finite = values.isfinite()
     kept = torch.where(finite, values, 0.0)
@@ -137,12 +134,12 @@ def _by_column(differences: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Ten
 def _sequences(
     worst: Measurement, tokenizer: Any | None, full_red: float
 ) -> Iterator[tuple[str, str, list[tuple[str, float, str]]]]:
-    """The sequences with the largest errors: title, end of the prompt, tokens with how red each is.
+    """The sequences with the largest errors: title, end of the prompt, and of each token text, redness and numbers.
 
     Args:
         worst: the measurement.
         tokenizer: to show tokens as text.
-        full_red: the difference in nats from which on a token is as red as any.
+        full_red: the difference in nats from which on a token is fully red.
     """
     for row in order_by_error(worst.trainer, worst.decode)[:WORST_SEQUENCES]:
         trainer, engine, ids = worst.trainer[row], worst.decode[row], worst.tokens[row].tolist()

@@ -13,18 +13,25 @@ from nrl_models.auto import auto_class_for
 from nrl_models.common.checkpoint.files import resolve_folder
 from nrl_models.consistency.cells import Cell, Settings
 from nrl_models.consistency.consistency_report import CellResult, ConsistencyReport
-from nrl_models.consistency.measure import Measurement, Meter
+from nrl_models.consistency.judge import Judge
+from nrl_models.consistency.measure import Comparison, Measurement, Meter
 from nrl_models.consistency.prompts import Prompts
 from nrl_models.consistency.references import References
 from nrl_models.consistency.store import Store
-from nrl_models.consistency.verdict import Judge, Verdict
+from nrl_models.consistency.verdict import Verdict
 from nrl_models.engines import start_engine
 from nrl_models.engines.hf import HFEngine
 from nrl_models.errors import ConsistencyError, EngineError
 from nrl_models.loading.read_config import read_config
 
 MAX_VERDICTS = 3
-"""For how many failing cells a verdict is worked out; it takes a few times as long as measuring."""
+"""How many failing cells are judged; that takes a few times as long as measuring."""
+
+FORMAT = 2
+"""Of what is kept on disk: raised whenever what was kept before cannot be read any more."""
+
+_MAY_CHANGE = ("lengths", "data", "modes", "batches", "repeats", "strict", "threshold")
+"""Settings that a cell's measurement does not depend on: others may be added later."""
 
 
 def check_consistency(
@@ -46,19 +53,19 @@ def check_consistency(
     """Check that a checkpoint's trainer and an engine give the same log-probabilities.
 
     Args:
-        path: the checkpoint's folder.
+        path: the checkpoint's directory.
         engine: see `nrl_models.engines.ENGINES`.
         settings: what to check.
-        out: where measurements are kept; a run with the same settings goes on from there.
+        out: where measurements are kept; a run with the same settings resumes from there.
         dtype: the engine's; the checkpoint's by default.
         trainer_dtype: the trainer's; the engine's by default.
         device: where the trainer runs.
         text_file: real text; that of this machine's Python by default.
         fresh: whether to discard earlier measurements.
         load_format: `auto`, or `dummy` for an engine that starts on random weights and is refitted by the trainer.
-        engine_options: what the engine itself takes.
-        skip_too_long: whether to leave out lengths that the model does not take, and say so, in place of an error.
-        progress: told of every step, with the report as it is so far.
+        engine_options: the engine's own options.
+        skip_too_long: whether to skip lengths that exceed the model's limit, and report them, instead of raising.
+        progress: called at every step with the report so far.
 
     Returns:
         The report. If the engine failed on the way, it says so and holds what was measured before.
@@ -70,9 +77,9 @@ def check_consistency(
     """
     settings = settings or Settings()
     folder = resolve_folder(path)
-    out = out or Path("consistency") / Path(path).resolve().name
     settings, skipped = _fitting(folder, settings, skip_too_long)
-    decides = {
+    decisive = {
+        "format": FORMAT,
         "checkpoint": fingerprint(folder),
         "engine": engine,
         "engine_options": {key: str(value) for key, value in (engine_options or {}).items()},
@@ -82,21 +89,18 @@ def check_consistency(
         "text": None if text_file is None else str(text_file.resolve()),
         **{key: value for key, value in asdict(settings).items() if key not in _MAY_CHANGE},
     }
-    store = Store(out, decides, fresh=fresh)
+    store = Store(out or Path("consistency") / Path(path).resolve().name, decisive, fresh=fresh)
     model = auto_class_for(path).from_pretrained(path, dtype=trainer_dtype or dtype or "auto", device=device)
     trainer = HFEngine(model, "trainer")
     prompts = Prompts.of_checkpoint(folder, trainer.capabilities().vocabulary or 0, text_file)
     # vLLM has to sample one more token to score.
     options = {"max_length": max(settings.lengths) + 1 if engine == "vllm" else None, **(engine_options or {})}
+    dummy = load_format == "dummy"
     with start_engine(engine, path, dtype=dtype, load_format=load_format, seed=settings.seed, **options) as started:
-        if load_format == "dummy":
+        if dummy:
             started.refit(model.state_dict_adapter.iter_export(model))
         meter, references = Meter(started, trainer, prompts, settings, store), References(path, device=device)
-        return run_matrix(str(path), meter, references, skipped=skipped, load_format=load_format, progress=progress)
-
-
-_MAY_CHANGE = ("lengths", "data", "modes", "batches", "repeats", "strict", "threshold")
-"""Settings that do not change what a cell's measurement is: others may be added later."""
+        return run_matrix(str(path), meter, references, skipped=skipped, random_weights=dummy, progress=progress)
 
 
 def run_matrix(
@@ -105,19 +109,27 @@ def run_matrix(
     references: References,
     *,
     skipped: dict[Cell, str] | None = None,
-    load_format: str = "auto",
+    random_weights: bool = False,
     progress: Callable[[ConsistencyReport], None] = lambda report: None,
 ) -> ConsistencyReport:
-    """Measure every cell with an engine and a trainer that are there, and judge those that fail.
+    """Measure every cell with a running engine and trainer, and judge those that fail.
 
-    What it takes and gives is as in `check_consistency`; the meter has a store. An engine that fails ends the run; the
-    report says so.
+    Args:
+        path: the checkpoint, for the report.
+        meter: measures; it has a store.
+        references: models that verdicts compare with.
+        skipped: cells that cannot be checked, and why, for the report.
+        random_weights: whether the engine was started on random weights.
+        progress: called at every step with the report so far.
+
+    Returns:
+        The report. An engine that fails ends the run; the report says so.
     """
     settings, store = meter.settings, meter.store
     assert store is not None
-    described = meter.engine.describe(), meter.trainer.describe()
-    report = ConsistencyReport(path, settings, *described, skipped=skipped or {})
-    judge = Judge(meter, references, load_format)
+    descriptions = meter.engine.describe(), meter.trainer.describe()
+    report = ConsistencyReport(path, settings, *descriptions, skipped=skipped or {})
+    judge = Judge(meter, references, random_weights=random_weights)
     report.running = dict.fromkeys(settings.cells(), "waiting")
     try:
         for cell in settings.cells():
@@ -152,16 +164,16 @@ def _verdict(judge: Judge, result: CellResult, store: Store) -> Verdict:
     return verdict
 
 
-def _badness(found: Measurement) -> float:
+def _badness(measurement: Measurement) -> float:
     return max(
         (metrics.nan + metrics.engine_infinite) * 1e6 + (metrics.token_mult_prob_error if metrics.tokens else 1e6)
-        for name, metrics in found.metrics.items()
-        if name in ("decode", "prefill")
+        for name, metrics in measurement.metrics.items()
+        if name in (Comparison.DECODE, Comparison.PREFILL)
     )
 
 
 def _fitting(folder: Path, settings: Settings, skip: bool) -> tuple[Settings, dict[Cell, str]]:
-    """The settings without lengths the model does not take, and the cells this leaves out."""
+    """The settings without lengths that exceed the model's limit, and the cells this leaves out."""
     limit = getattr(read_config(folder).get_text_config(), "max_position_embeddings", None)
     too_long = [length for length in settings.lengths if limit is not None and length > limit]
     if not too_long:
@@ -170,7 +182,7 @@ def _fitting(folder: Path, settings: Settings, skip: bool) -> tuple[Settings, di
     if not skip or not fitting:
         raise ConsistencyError(
             f"the model takes {limit:,} tokens (max_position_embeddings), and a length of "
-            f"{', '.join(f'{one:,}' for one in too_long)} is asked for: leave it out"
+            f"{', '.join(f'{length:,}' for length in too_long)} is asked for: leave it out"
             + (f" (--length {' --length '.join(map(str, fitting))})" if fitting else "")
         )
     left_out = replace(settings, lengths=tuple(too_long)).cells()
@@ -178,7 +190,7 @@ def _fitting(folder: Path, settings: Settings, skip: bool) -> tuple[Settings, di
 
 
 def fingerprint(folder: Path) -> dict[str, Any]:
-    """What tells whether a checkpoint is still the same: names, sizes and times of its files."""
+    """Names, sizes and times of a checkpoint's files: they tell whether it is still the same."""
     return {
         file.name: [file.stat().st_size, file.stat().st_mtime_ns]
         for file in sorted(folder.iterdir())

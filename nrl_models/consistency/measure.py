@@ -1,10 +1,11 @@
-"""Measuring one cell: generate once, then score the same tokens by everybody."""
+"""Measuring one cell: generate once, then have every party score the same tokens."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import StrEnum
 from functools import cached_property
 
 import torch
@@ -18,20 +19,35 @@ from nrl_models.logprobs.metrics import ConsistencyMetrics, consistency_metrics
 from nrl_models.parity.noise import rounded_otherwise
 
 NOISE_SEQUENCES = 2
-"""On how many sequences of a batch the noise floor is measured."""
+"""Sequences of a batch on which the noise floor is measured."""
+
+
+class Comparison(StrEnum):
+    """Which log-probabilities are compared."""
+
+    DECODE = "decode"
+    """Trainer with the engine as it sampled: the guide's number."""
+    PREFILL = "prefill"
+    """Trainer with the engine's prefill of the same tokens."""
+    WITHIN_ENGINE = "within_engine"
+    """The engine's prefill with its own decoding."""
+    NOISE = "noise"
+    """The trainer with itself under other roundings: the noise floor."""
+    STRICT = "strict"
+    """Trainer with engine, on what the trainer sampled."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """One repeat of a cell: the same tokens, scored by everybody. All arrays have a row for each sequence.
+    """One repeat of a cell: the same tokens, scored by every party. All arrays have a row for each sequence.
 
     Args:
-        tokens: `(sequences, length)` int64; prompt and continuation.
+        tokens: `(sequences, length)` int64: prompt and continuation.
         prompt_length: tokens of the prompt.
         decode: `(sequences, generated)` fp64, like all that follow: log-probabilities from the engine as it sampled.
-        prefill: from the engine, given the same tokens; None if it cannot tell.
+        prefill: from the engine, given the same tokens; None if it cannot score them.
         trainer: from the trainer.
-        rounded: from the trainer rounding otherwise, for the first sequences: the noise floor.
+        rounded: from the trainer under other roundings, for the first sequences: the noise floor.
         strict_tokens: what the trainer sampled, if it was asked to.
         strict_trainer, strict_engine: log-probabilities of that.
     """
@@ -47,30 +63,25 @@ class Measurement:
     strict_engine: torch.Tensor | None = None
 
     @cached_property
-    def metrics(self) -> dict[str, ConsistencyMetrics]:
-        """What is held against what, by a name of `COMPARISONS`; without those of which a side is missing."""
-        sides = (
-            (self.trainer, self.decode),
-            (self.trainer, self.prefill),
-            (self.prefill, self.decode),
-            (self.rounded, self.trainer[: len(self.rounded)]),
-            (self.strict_trainer, self.strict_engine),
-        )
+    def metrics(self) -> dict[Comparison, ConsistencyMetrics]:
+        """The metrics of each comparison of which both sides are known."""
+        sides = {
+            Comparison.DECODE: (self.trainer, self.decode),
+            Comparison.PREFILL: (self.trainer, self.prefill),
+            Comparison.WITHIN_ENGINE: (self.prefill, self.decode),
+            Comparison.NOISE: (self.rounded, self.trainer[: len(self.rounded)]),
+            Comparison.STRICT: (self.strict_trainer, self.strict_engine),
+        }
         return {
             name: consistency_metrics(first, second)
-            for name, (first, second) in zip(COMPARISONS, sides, strict=True)
+            for name, (first, second) in sides.items()
             if first is not None and second is not None
         }
 
 
-COMPARISONS = ("decode", "prefill", "within_engine", "noise", "strict")
-"""Trainer against what the engine sampled with (the guide's number) and against its prefill; the engine's prefill
-against its own decoding; the trainer against itself, rounding otherwise; the two on what the trainer sampled."""
-
-
 def order_by_error(trainer: torch.Tensor, *engine: torch.Tensor) -> list[int]:
-    """The sequences' rows, those of the largest disagreement with any of the engine's log-probabilities first."""
-    difference = torch.stack([(trainer - one).abs().nan_to_num(nan=math.inf) for one in engine]).amax(0)
+    """The rows of the sequences, those that differ most from any of the engine's log-probabilities first."""
+    difference = torch.stack([(trainer - scores).abs().nan_to_num(nan=math.inf) for scores in engine]).amax(0)
     return difference.mean(1).argsort(descending=True).tolist()
 
 
@@ -101,7 +112,7 @@ class Meter:
         Args:
             cell: which.
             repeat: counted from 0.
-            note: told what is being done, in a word.
+            note: told the name of each step.
 
         Raises:
             EngineError: the engine failed; what was measured before is kept.
@@ -117,9 +128,9 @@ class Meter:
         if self.settings.strict:
             steps["strict_engine"] = ("trainer samples", lambda: self._strict(cell, seed))
         arrays = self.store.load(cell, repeat) if self.store else {}
-        for result, (words, step) in steps.items():
+        for result, (step_name, step) in steps.items():
             if result not in arrays:
-                note(words)
+                note(step_name)
                 arrays |= step()
                 if self.store:
                     self.store.save(cell, repeat, arrays)
@@ -130,7 +141,7 @@ class Meter:
         return cell.length - self.settings.generated(cell)
 
     def _sample(self, engine: Engine, cell: Cell, seed: int, offset: int = 0) -> Arrays:
-        """What an engine makes of the prompts of `seed`; its own random numbers are those of `seed + offset`."""
+        """Continuations of the prompts of `seed`, sampled with the random numbers of `seed + offset`."""
         prompts = self.prompts.make(cell, self._prompt_length(cell), seed)
         generated, sampling = self.settings.generated(cell), self.settings.sampling_of(cell)
         samples = engine.generate(prompts, sampling, max_new_tokens=generated, seed=seed + offset)
@@ -155,5 +166,5 @@ class Meter:
         generated, sampling = self.settings.generated(cell), self.settings.sampling_of(cell)
         known = engine.capabilities()
         if not known.score or not (known.processed_scores or sampling.is_identity):
-            return torch.zeros(0, generated, dtype=torch.float64)  # it cannot tell
+            return torch.zeros(0, generated, dtype=torch.float64)  # it cannot score these
         return final_scores(engine, tokens, generated, sampling, **options)

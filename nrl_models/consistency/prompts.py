@@ -1,4 +1,4 @@
-"""Prompts of a given length: windows of real text, and numbers that count."""
+"""Prompts of a given length: windows of real text, and counting numbers."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from nrl_models.errors import ConsistencyError
 from nrl_models.inputs.real_text import text_of_this_machine
 
 FIRST_WORD = 16
-"""Without a tokenizer, token ids below are left to special tokens."""
+"""Without a tokenizer, lower token ids are left to special tokens."""
 
 
 class Prompts:
     """Makes prompts for a checkpoint.
 
     Args:
-        tokenizer: the checkpoint's; None makes dummy prompts of token ids that count, and no real ones.
-        vocabulary: number of token ids the model knows.
+        tokenizer: the checkpoint's; without one, dummy prompts are counting token ids, and there are no real prompts.
+        vocabulary: the number of rows of the model's embedding.
         text: real text; that of this machine's Python if None.
 
     Raises:
-        ConsistencyError: the tokenizer has token ids that the model does not know.
+        ConsistencyError: the tokenizer has more token ids than the embedding has rows.
     """
 
     def __init__(self, tokenizer: Any | None, vocabulary: int, text: str | None = None) -> None:
@@ -40,7 +40,7 @@ class Prompts:
 
     @classmethod
     def of_checkpoint(cls, path: str | Path, vocabulary: int, text_file: Path | None = None) -> Prompts:
-        """For the checkpoint in `path`, with its tokenizer if it has one.
+        """Prompts for the checkpoint in `path`, with its tokenizer if it has one.
 
         Raises:
             ConsistencyError: the text cannot be read, or the tokenizer is another model's.
@@ -55,7 +55,7 @@ class Prompts:
         """One prompt for each sequence of a cell's batch.
 
         Args:
-            cell: says which data and how many.
+            cell: the data, and how many prompts.
             length: tokens of each.
             seed: decides where in the text, or at which number, each begins.
 
@@ -67,9 +67,9 @@ class Prompts:
         return [make(length, generator) for _ in range(cell.batch)]
 
     def counting(self, count: int) -> list[int]:
-        """A text that counts from 1 to `count`; token ids that count, without a tokenizer."""
+        """A text that counts from 1 to `count`; without a tokenizer, counting token ids."""
         if self.tokenizer is None:
-            return self._ids_that_count(0, count)
+            return self._counting_ids(0, count)
         return [*self._start(), *self._encode(" ".join(map(str, range(1, count + 1))) + " ")]
 
     def text(self, tokens: Sequence[int]) -> str:
@@ -79,8 +79,8 @@ class Prompts:
     def _real(self, length: int, generator: random.Random) -> list[int]:
         if self.tokenizer is None:
             raise ConsistencyError(
-                "the checkpoint has no tokenizer, so there is no real data for it: add its tokenizer to the folder, or "
-                "check dummy data alone (--data dummy)"
+                "the checkpoint has no tokenizer, so there is no real data for it: add its tokenizer to the directory, "
+                "or check dummy data only (--data dummy)"
             )
         if self._ids is None:
             self._ids = self._encode(text_of_this_machine() if self._text is None else self._text)
@@ -94,7 +94,7 @@ class Prompts:
     def _dummy(self, length: int, generator: random.Random) -> list[int]:
         first = generator.randrange(1, 1000)
         if self.tokenizer is None:
-            return self._ids_that_count(first, length)
+            return self._counting_ids(first, length)
         ids: list[int] = []
         count = length
         while len(ids) < length:
@@ -102,9 +102,9 @@ class Prompts:
             count *= 2
         return ids[:length]
 
-    def _ids_that_count(self, first: int, count: int) -> list[int]:
-        words = self.vocabulary - FIRST_WORD
-        return [FIRST_WORD + place % words for place in range(first, first + count)] if words > 1 else [0] * count
+    def _counting_ids(self, first: int, count: int) -> list[int]:
+        ids = self.vocabulary - FIRST_WORD
+        return [FIRST_WORD + place % ids for place in range(first, first + count)] if ids > 1 else [0] * count
 
     def _encode(self, text: str) -> list[int]:
         ids = self._tokenized(text, add_special_tokens=False)
@@ -119,16 +119,16 @@ class Prompts:
         return self.tokenizer(text, **options)["input_ids"]
 
     def _start(self) -> list[int]:
-        """What the tokenizer puts before a text."""
+        """The special tokens that the tokenizer puts before a text."""
         plain, marked = self._tokenized("a", add_special_tokens=False), self._tokenized("a")
         return marked[: max(0, len(marked) - len(plain))] if marked[-len(plain) :] == plain else []
 
 
 def load_tokenizer(path: str | Path) -> Any | None:
-    """The tokenizer of a checkpoint's folder; None if it has none.
+    """The tokenizer in a checkpoint's directory; None if there is none.
 
     Raises:
-        ConsistencyError: it has one that does not load.
+        ConsistencyError: the tokenizer does not load.
     """
     from transformers import AutoTokenizer
 

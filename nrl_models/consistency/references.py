@@ -1,4 +1,4 @@
-"""Models to hold the others against: transformers' own, in any precision, with the weights that should be there."""
+"""Reference models: transformers' own, in any precision, with the weights that the engine and trainer should have."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from nrl_models.common.modules import owner_of
 from nrl_models.engines.hf import HFEngine, reference_model
 
 Weights = Callable[[], Iterable[tuple[str, torch.Tensor]]]
-"""Gives tensors by hub name, anew at each call."""
+"""Gives tensors by hub name, from the first at each call."""
 
 
 class References:
-    """Makes reference models of one checkpoint. The last of each kind is kept.
+    """Makes reference models of one checkpoint, and keeps them.
 
     Args:
-        path: the checkpoint's folder.
+        path: the checkpoint's directory.
         device: where they run.
-        weights: what they hold in place of the checkpoint's: a trained model's export.
-        previous: what they held before the last change of weights, if that may still be around somewhere.
+        weights: weights to use in place of the checkpoint's: a trained model's export.
+        previous: the weights of before the last refit, which an engine may still have.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class References:
         self._kept: dict[tuple[torch.dtype, bool], PreTrainedModel] = {}
 
     def model(self, dtype: torch.dtype, *, combined: bool = False) -> PreTrainedModel:
-        """transformers' model in `dtype`; with `combined`, ours, whose modules are named as engines name theirs."""
+        """transformers' model in `dtype`; with `combined`, ours, whose groups are named as engines name them."""
         key = (dtype, combined)
         if key not in self._kept:
             if self._kept and next(iter(self._kept.values())).num_parameters() > 2e9:
@@ -49,11 +49,11 @@ class References:
         return self._kept[key]
 
     def with_previous_weights(self, dtype: torch.dtype, *, combined: bool = False) -> PreTrainedModel | None:
-        """The model with the weights of before; None if there are none."""
+        """The model with the previous weights; None if there are none."""
         return None if self.previous is None else self._load(dtype, combined, self.previous)
 
     def with_config(self, changes: Mapping[str, Any]) -> PreTrainedModel:
-        """transformers' fp32 model of another configuration, around the same weights (not copied)."""
+        """transformers' fp32 model of another configuration, with the same weights (not copied)."""
         original = self.model(torch.float32)
         config = copy.deepcopy(original.config)
         text = config.get_text_config()
@@ -63,7 +63,7 @@ class References:
             changed = type(original)._from_config(config, dtype=torch.float32)
         changed.load_state_dict(original.state_dict(), strict=False, assign=True)
         if next(changed.buffers(), None) is not None:
-            # Buffers (RoPE tables, scales) are what the other configuration makes of them.
+            # Buffers (RoPE tables, scales) follow from the other configuration.
             for name, buffer in type(original)._from_config(config, dtype=torch.float32).named_buffers():
                 owner, attribute = owner_of(changed, name)
                 owner._buffers[attribute] = buffer.to(self.device)

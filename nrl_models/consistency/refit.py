@@ -1,7 +1,7 @@
-"""Do new weights really arrive? An engine that starts on random weights is refitted, compared, and refitted again.
+"""Checks that new weights arrive: an engine that starts on random weights is refitted and compared, twice.
 
-The first refit shows that every weight the engine needs is sent and written; the second, after a training step, that an
-engine which already runs takes new ones, and forgets what it computed with the old (its caches).
+The first refit shows that every weight the engine needs is sent and written; the second, after a training step, that a
+running engine takes new weights and drops what it computed with the old ones (its caches).
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ from nrl_models.auto import auto_class_for
 from nrl_models.common.checkpoint.files import resolve_folder
 from nrl_models.consistency.cells import Settings
 from nrl_models.consistency.consistency_report import CellResult
-from nrl_models.consistency.measure import Measurement, Meter
+from nrl_models.consistency.judge import Judge
+from nrl_models.consistency.measure import Comparison, Measurement, Meter
 from nrl_models.consistency.prompts import Prompts
 from nrl_models.consistency.references import References
-from nrl_models.consistency.verdict import Judge, Verdict
+from nrl_models.consistency.verdict import Verdict
 from nrl_models.engines import start_engine
 from nrl_models.engines.base import NamedTensor, RefitReport, digested, final_scores
 from nrl_models.engines.hf import HFEngine
 from nrl_models.errors import EngineError
 from nrl_models.family import FamilyModel
 from nrl_models.logprobs.metrics import token_mult_prob_error
-from nrl_models.parity.parity_report import VERDICTS
+from nrl_models.parity.parity_report import Outcome
 
 Tensors = Iterable[NamedTensor]
 
@@ -45,10 +46,10 @@ class RefitStep:
     """One refit, and the comparison after it.
 
     Args:
-        name: which.
-        report: what the engine says came of it.
+        name: its name in reports.
+        report: the engine's report.
         problems: what is wrong with the refit itself; empty if nothing is.
-        result: the comparison.
+        result: the comparison after it.
         before: `token_mult_prob_error` before the refit, with the weights the engine had.
     """
 
@@ -79,15 +80,15 @@ def check_refit(
     """Start an engine on random weights, refit it from a checkpoint, train a step, refit it again; compare each time.
 
     Args:
-        path: the checkpoint's folder.
-        engine: see `nrl_models.engines.ENGINES`; it has to take weights.
+        path: the checkpoint's directory.
+        engine: see `nrl_models.engines.ENGINES`; it must be able to take weights.
         dtype: the engine's; the checkpoint's by default.
         trainer_dtype: the trainer's; the engine's by default.
         device: where the trainer runs.
         settings: how to compare: its first cell, its threshold.
         bucket_bytes: bytes sent at a time at most; everything at once by default, where that needs no copy.
-        engine_options: what the engine itself takes.
-        note: told what is being done.
+        engine_options: the engine's own options.
+        note: told the name of each step.
 
     Raises:
         EngineError: the engine does not start, takes no weights, or fails.
@@ -147,9 +148,9 @@ class RefitChecker:
         """Refit, compare, and keep the step.
 
         Args:
-            name: what reports call it.
-            bucket_bytes: bytes at a time at most.
-            change: applied to what is sent on its way; for tests.
+            name: its name in reports.
+            bucket_bytes: bytes sent at a time at most.
+            change: applied to the tensors on their way to the engine, for tests.
         """
         model: FamilyModel = self.meter.trainer.model
         adapter = model.state_dict_adapter
@@ -158,18 +159,18 @@ class RefitChecker:
         exported = adapter.iter_export(model, max_bytes=bucket_bytes)
         report = self.meter.engine.refit(change(digested(exported, sent)), bucket_bytes=bucket_bytes)
         problems = tuple(self._problems(report, sent, adapter.export_plan()))
-        found = self.meter.measure(self.cell)
-        result = CellResult(self.cell, (found,), self.meter.settings.threshold)
+        after = self.meter.measure(self.cell)
+        result = CellResult(self.cell, (after,), self.meter.settings.threshold)
         if not result.passed or problems:
-            result = replace(result, verdict=self._judge(found))
-        step = RefitStep(name, report, problems, result, before.metrics["decode"].token_mult_prob_error)
+            result = replace(result, verdict=self._judge(after))
+        step = RefitStep(name, report, problems, result, before.metrics[Comparison.DECODE].token_mult_prob_error)
         self.steps.append(step)
         self._previous = {key: tensor.detach().clone() for key, tensor in adapter.iter_export(model)}
         self._sent = sent
         return step
 
     def train(self) -> float:
-        """One step of training, on new prompts; returns how far it moves the trainer (`token_mult_prob_error`)."""
+        """Train a step on new prompts; returns how far it moves the trainer (`token_mult_prob_error`)."""
         trainer, settings = self.meter.trainer, self.meter.settings
         model, tokens = trainer.model, self.meter.prompts.make(self.cell, self.cell.length, settings.seed + 7)
         before = self.meter.measure(self.cell)
@@ -193,11 +194,11 @@ class RefitChecker:
     def _problems(
         self, report: RefitReport, sent: dict[str, str], plan: list[tuple[str, tuple[int, ...], torch.dtype]]
     ) -> Iterable[str]:
-        """What is wrong with a refit, whatever the engine computes."""
+        """What is wrong with a refit, apart from what the engine then computes."""
         planned = [name for name, _, _ in plan]
         if list(sent) != planned:
-            different = [f"{one} for {other}" for one, other in zip(sent, planned, strict=False) if one != other]
-            yield f"what was sent is not what was planned: {len(sent)} tensors for {len(planned)}; {different[:3]}"
+            different = [f"{name} for {plan}" for name, plan in zip(sent, planned, strict=False) if name != plan]
+            yield f"other tensors were sent than planned: {len(sent)} for {len(planned)}; {different[:3]}"
         arrived = report.digests
         sides = {
             "tensors did not arrive": [name for name in sent if name not in arrived],
@@ -208,14 +209,14 @@ class RefitChecker:
             "parameters of the engine were not written": report.unwritten,
             "buffers of the engine were not written": report.stale_buffers,
         }
-        for what, names in ((sides if arrived else {}) | unwritten).items():
+        for problem, names in ((sides if arrived else {}) | unwritten).items():
             if names:
                 more = f", and {len(names) - 4} more" if len(names) > 4 else ""
-                yield f"{len(names)} {what}: {', '.join(names[:4])}{more}"
+                yield f"{len(names)} {problem}: {', '.join(names[:4])}{more}"
         if self._sent and self._sent == sent:
-            yield "the same weights were sent as the last time: the training step changed nothing"
+            yield "the same weights were sent as last time: the training step changed nothing"
 
-    def _judge(self, found: Measurement) -> Verdict:
+    def _judge(self, measurement: Measurement) -> Verdict:
         model: FamilyModel = self.meter.trainer.model
         previous = self._previous
         references = References(
@@ -224,24 +225,24 @@ class RefitChecker:
             weights=lambda: model.state_dict_adapter.iter_export(model),
             previous=None if previous is None else lambda: previous.items(),
         )
-        return Judge(self.meter, references, load_format="dummy").judge(self.cell, found)
+        return Judge(self.meter, references, random_weights=True).judge(self.cell, measurement)
 
     @property
     def passed(self) -> bool:
-        """Whether every refit did, and there was one."""
+        """Whether every refit passed, and there was one."""
         return bool(self.steps) and all(step.passed for step in self.steps)
 
     def to_json(self) -> dict[str, Any]:
         """`{"verdict", "refits": [{"name", "token_mult_prob_error", ...}], ...}`."""
         return {
-            "verdict": "pass" if self.passed else "fail",
+            "verdict": Outcome.of(self.passed),
             "checkpoint": self.path,
             **self._described,
             "threshold": self.meter.settings.threshold,
             "refits": [
                 {
                     "name": step.name,
-                    "verdict": "pass" if step.passed else "fail",
+                    "verdict": Outcome.of(step.passed),
                     "token_mult_prob_error": step.result.to_json()["token_mult_prob_error"],
                     "before": step.before,
                     "problems": [*step.problems, *step.result.problems],
@@ -255,7 +256,7 @@ class RefitChecker:
     def table(self) -> Table:
         """A row for each refit."""
         title = escape(f"{self.path}: refit of {self._described['engine'].get('engine')}")
-        sides = ("decode", "prefill")
+        sides = (Comparison.DECODE, Comparison.PREFILL)
         table = Table("refit", title=title, title_justify="left")
         for name in ("tensors", "MB", "seconds", "largest bucket, MB", "before", *sides):
             table.add_column(name, justify="right")
@@ -270,6 +271,6 @@ class RefitChecker:
                 f"{step.report.largest_bucket / 1e6:.1f}",
                 f"{step.before:.4g}",
                 *(f"{found[side][0].token_mult_prob_error:.7f}" if side in found else "-" for side in sides),
-                VERDICTS[step.passed],
+                Outcome.of(step.passed).markup,
             )
         return table

@@ -1,4 +1,4 @@
-"""What was measured, on disk as soon as it is: an interrupted run goes on where it stopped."""
+"""Measurements on disk, written as they are made: an interrupted run resumes where it stopped."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ SETTINGS = "settings.json"
 
 
 class Store:
-    """A folder with one file for each cell and repeat, written step by step.
+    """A directory with a file for each cell and repeat, written step by step.
 
     Args:
-        folder: made if need be.
-        settings: what decides the measurements; a folder of other settings is refused.
-        fresh: whether to discard what is there.
+        folder: created if need be.
+        settings: those that measurements depend on. A directory with measurements of other settings is refused; other
+            settings of which nothing was measured are replaced.
+        fresh: whether to discard earlier measurements.
 
     Raises:
-        ConsistencyError: the folder holds measurements made with other settings, or something else.
+        ConsistencyError: the directory holds measurements made with other settings, or something else.
     """
 
     def __init__(self, folder: Path, settings: Mapping[str, Any], *, fresh: bool = False) -> None:
@@ -36,37 +37,35 @@ class Store:
         wanted = json.loads(json.dumps(settings))
         file = folder / SETTINGS
         if folder.exists() and any(folder.iterdir()) and not file.exists():
-            raise ConsistencyError(f"{folder} is not empty and holds no measurements: choose another folder (--out)")
+            raise ConsistencyError(f"{folder} is not empty and holds no measurements: choose another directory (--out)")
         if fresh and file.exists():
             shutil.rmtree(folder)
-        if file.exists():
-            found = _read_json(file)
-            different = [
-                f"{key}: {found.get(key)!r} there, {wanted.get(key)!r} now"
-                for key in sorted(found.keys() | wanted.keys())
-                if found.get(key) != wanted.get(key)
-            ]
-            if different:
-                raise ConsistencyError(
-                    f"{folder} holds measurements made otherwise:\n"
-                    + "\n".join(f"  - {one}" for one in different)
-                    + "\nChoose another folder (--out), or discard them (--fresh)."
-                )
+        found = _read_json(file) if any(folder.glob("*.safetensors")) else wanted
+        different = [
+            f"{key}: {found.get(key)!r} there, {wanted.get(key)!r} now"
+            for key in sorted(found.keys() | wanted.keys())
+            if found.get(key) != wanted.get(key)
+        ]
+        if different:
+            raise ConsistencyError(
+                f"{folder} holds measurements made with other settings:\n"
+                + "\n".join(f"  - {difference}" for difference in different)
+                + "\nChoose another directory (--out), or discard them (--fresh)."
+            )
         folder.mkdir(parents=True, exist_ok=True)
         write_whole(file, json.dumps(wanted, indent=1))
 
     def load(self, cell: Cell, repeat: int) -> dict[str, torch.Tensor]:
-        """What is there of one repeat of a cell; empty if nothing, or if the file is damaged."""
+        """What is there of one repeat of a cell; empty if nothing is, or if the file is damaged."""
         try:
             return safetensors.torch.load_file(self._file(cell, repeat))
         except (SafetensorError, OSError):
             return {}
 
     def save(self, cell: Cell, repeat: int, arrays: Mapping[str, torch.Tensor]) -> None:
-        """Write what is known of one repeat of a cell, in place of what was there."""
-        write_whole(
-            self._file(cell, repeat), safetensors.torch.save({name: one.contiguous() for name, one in arrays.items()})
-        )
+        """Write what is known of one repeat of a cell, replacing what was there."""
+        contiguous = {name: array.contiguous() for name, array in arrays.items()}
+        write_whole(self._file(cell, repeat), safetensors.torch.save(contiguous))
 
     def load_note(self, name: str) -> Any:
         """A JSON note; None if there is none."""
@@ -85,4 +84,4 @@ def _read_json(file: Path) -> Any:
     try:
         return json.loads(file.read_text())
     except ValueError as error:
-        raise ConsistencyError(f"{file} is damaged ({error}): delete it, or start anew with --fresh") from error
+        raise ConsistencyError(f"{file} is damaged ({error}): delete it, or start again with --fresh") from error

@@ -17,11 +17,10 @@ from nrl_models.devtools import overview
 from nrl_models.devtools import sharding_outcomes as sharded_outcomes
 from nrl_models.devtools.mutants.campaign import Outcome, read_outcomes
 from nrl_models.devtools.overview import Row, grouped, table
+from nrl_models.devtools.quirk_pages import class_subject, page_lines
 from nrl_models.devtools.sharding_outcomes import Sharded, in_words
 from nrl_models.errors import NRLModelsError
 from nrl_models.onboarding.inspect import combined_groups, kinds_of
-from nrl_models.quirks import Subject
-from nrl_models.quirks.listing import page_lines
 from nrl_models.testing.case import FamilyCase
 from nrl_models.testing.features import FEATURES, SUITE, generated_tests
 
@@ -195,7 +194,7 @@ def _family_page(
     if not rows:
         return "\n".join([GENERATED, f"# {family}", "", *_bullets(reasons), ""])
     subjects: dict[str, Any] = {
-        name: Subject.of_class(registry.model_class(name))  # type: ignore[arg-type]
+        name: class_subject(registry.model_class(name))  # type: ignore[arg-type]
         for name in tested
     }
     flags = next(iter(subjects.values())).flags.names

@@ -1,4 +1,4 @@
-"""Inference engines behind one interface: transformers, vLLM, a server over HTTP, and the trainer itself."""
+"""Inference engines with a common interface: transformers, vLLM, a server over HTTP, and the trainer itself."""
 
 from nrl_models.engines.base import Capabilities, Engine, ModuleCall, RefitReport, Sample, tensor_digest
 from nrl_models.engines.start import ENGINES, start_engine

@@ -1,4 +1,4 @@
-"""What every inference engine is to the checks: token ids in, token ids and log-probabilities out."""
+"""The interface of inference engines: token ids in, token ids and log-probabilities out."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import hashlib
 import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
+from nrl_models.common.dtypes import dtype_name
 from nrl_models.common.random_states import random_states_kept
 from nrl_models.errors import EngineError
 from nrl_models.logprobs.sampling import Sampling
@@ -21,7 +22,7 @@ Tokens = Sequence[int]
 NamedTensor = tuple[str, torch.Tensor]
 
 LOGITS = "logits"
-"""Under this name, `Engine.module_calls` gives what the model's end is given (the last hidden states) and returns."""
+"""The name under which `Engine.module_calls` has the model's last hidden states and its logits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,7 @@ class Sample:
         prompt: token ids.
         tokens: the sampled token ids.
         logprobs: of each sampled token, under the distribution it was sampled from.
-        finish_reason: why it ended: `length`, `stop`, or the engine's own word.
+        finish_reason: why it ended: `length`, `stop`, or what else the engine reports.
     """
 
     prompt: tuple[int, ...]
@@ -52,14 +53,14 @@ class Capabilities:
 
     Args:
         score: whether it gives log-probabilities of given tokens in one prefill.
-        processed_scores: whether it does so under any `Sampling`; otherwise only at temperature 1, uncut.
+        processed_scores: whether it does so under any `Sampling`; otherwise only at temperature 1, without truncation.
         refit: whether it takes new weights.
-        modules: whether it shows what its modules are given and return.
+        modules: whether the inputs and outputs of its modules can be recorded.
         prefix_caching: whether it may reuse what it computed for an earlier prompt.
-        max_length: most tokens of a prompt and its continuation together; None if not known.
-        own_limit: whether the engine itself keeps to that.
-        vocabulary: number of token ids; None if not known.
-        dtype: what it computes in; None if not known.
+        max_length: most tokens of a prompt and its continuation together; None if unknown.
+        own_limit: whether the engine itself enforces that.
+        vocabulary: number of token ids; None if unknown.
+        dtype: what it computes in; None if unknown.
     """
 
     score: bool = True
@@ -75,15 +76,15 @@ class Capabilities:
 
 @dataclass(frozen=True, slots=True)
 class RefitReport:
-    """What came of sending weights to an engine.
+    """The outcome of sending weights to an engine.
 
     Args:
         tensors: how many were sent.
-        nbytes: their size.
-        seconds: time taken, the engine's own processing included.
-        buckets: in how many calls.
-        largest_bucket: bytes in the largest call: how much had to be held at a time.
-        digests: for each sent tensor, by name, what `tensor_digest` gives for what arrived.
+        nbytes: their size in bytes.
+        seconds: time taken, including the engine's own processing.
+        buckets: number of calls they were sent in.
+        largest_bucket: bytes in the largest call, all of which had to be held at once.
+        digests: the `tensor_digest` of each tensor as it arrived, by name.
         unwritten: the engine's parameters that nothing was written to.
         stale_buffers: the engine's persistent buffers that nothing was written to.
     """
@@ -100,7 +101,7 @@ class RefitReport:
 
 @dataclass(frozen=True, slots=True)
 class ModuleCall:
-    """What a module was given and what it returned for the tokens of one sequence.
+    """Inputs and outputs of a module for the tokens of one sequence.
 
     Args:
         class_name: its class.
@@ -117,14 +118,14 @@ _RANDOM = ("start", "_generate", "score", "_refit", "module_calls", "close")
 """Methods in which an engine may seed or draw random numbers."""
 
 
-class Engine:
+class Engine(AbstractContextManager["Engine"]):
     """Base of all engines. They are context managers: leaving closes them.
 
-    Whatever an engine does in the methods named here, the random states of those who call it are as they were.
+    The methods in `_RANDOM` leave the caller's random states as they were.
 
     Attributes:
-        name: what reports call it.
-        bucket_bytes: of a refit whose caller leaves it to the engine; None sends everything at once.
+        name: its name in reports.
+        bucket_bytes: for refits whose caller gives none; None sends everything at once.
     """
 
     name: str
@@ -140,7 +141,7 @@ class Engine:
                 setattr(cls, name, random_states_kept()(method))
 
     def capabilities(self) -> Capabilities:
-        """What this engine, started as it is, can do."""
+        """What this engine, as it was started, can do."""
         raise NotImplementedError
 
     def describe(self) -> dict[str, Any]:
@@ -164,11 +165,11 @@ class Engine:
             sampling: how.
             max_new_tokens: tokens at most, and exactly if `ignore_end`.
             seed: of the random numbers; each prompt has its own.
-            ignore_end: whether to go on after an end-of-text token.
-            beyond_limit: whether to ask for more tokens than fit and leave it to the engine where to stop.
+            ignore_end: whether to continue after an end-of-text token.
+            beyond_limit: whether to ask for more tokens than fit, so that the engine has to stop by itself.
 
         Raises:
-            EngineError: a prompt is too long, or the engine fails, or ends early what should go on.
+            EngineError: a prompt is too long, or the engine fails or ends a sequence early.
         """
         require_lengths(self, prompts, 0 if beyond_limit else max_new_tokens)
         samples = self._generate(prompts, sampling, max_new_tokens=max_new_tokens, seed=seed, ignore_end=ignore_end)
@@ -184,21 +185,21 @@ class Engine:
     def _generate(
         self, prompts: Sequence[Tokens], sampling: Sampling, *, max_new_tokens: int, seed: int, ignore_end: bool
     ) -> list[Sample]:
-        """What `generate` does with prompts that fit."""
+        """Implements `generate` for prompts that fit."""
         raise NotImplementedError
 
     def score(self, sequences: Sequence[Tokens], sampling: Sampling, *, last: int | None = None) -> list[list[float]]:
-        """Log-probability of each token of each sequence after those before it, computed in one prefill.
+        """Log-probability of each token of each sequence given those before it, computed in one prefill.
 
-        The first token of a sequence has none: NaN.
+        That of the first token of a sequence is NaN.
 
         Args:
             sequences: token ids.
             sampling: how logits are processed before the softmax.
-            last: how many tokens at the end are wanted; the others may be NaN. All by default.
+            last: how many tokens at the end to score; the others may be NaN. All by default.
 
         Raises:
-            EngineError: the engine has not the capability, a sequence is too long, or the engine fails.
+            EngineError: the engine lacks the capability, a sequence is too long, or the engine fails.
         """
         raise EngineError(f"{self.name} gives no log-probabilities of given tokens")
 
@@ -209,12 +210,11 @@ class Engine:
 
         Args:
             tensors: by hub name, as `StateDictAdapter.iter_export` yields them.
-            bucket_bytes: send at most so many bytes at a time (one tensor that is larger goes alone); None leaves
-                it to the engine.
-            digests: whether to compute what `RefitReport.digests` holds.
+            bucket_bytes: bytes sent at a time at most (a larger tensor goes alone); the engine's own by default.
+            digests: whether to compute `RefitReport.digests`.
 
         Raises:
-            EngineError: the engine has not the capability, or refuses a tensor.
+            EngineError: the engine lacks the capability, or refuses a tensor.
         """
         started = time.perf_counter()
         sizes: list[list[int]] = []
@@ -237,39 +237,34 @@ class Engine:
         )
 
     def _refit(self, sent: Iterator[list[NamedTensor]], digests: bool) -> dict[str, Any]:
-        """What `refit` does with the buckets: gives the report's `digests`, `unwritten` and `stale_buffers`."""
+        """Implements `refit`: gives the report's `digests`, `unwritten` and `stale_buffers`."""
         raise EngineError(f"{self.name} takes no new weights")
 
     def module_calls(self, tokens: Tokens, *, decode_last: bool = False) -> dict[str, ModuleCall]:
-        """What each module is given and returns, by module name, for one sequence.
+        """Inputs and outputs of each module, by module name, for one sequence.
 
         Args:
             tokens: the sequence; short ones are enough, since everything is kept.
-            decode_last: whether to compute the last token in a step of its own, after the others, as in decoding;
-                the tensors are then those of that step, for the last token alone.
+            decode_last: whether to compute the last token in a step of its own, as in decoding; the tensors are then
+                those of that step.
 
         Raises:
-            EngineError: the engine has not the capability.
+            EngineError: the engine lacks the capability.
         """
-        raise EngineError(f"{self.name} does not show its modules")
+        raise EngineError(f"the modules of {self.name} cannot be recorded")
 
     def close(self) -> None:
         """Free what the engine holds."""
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
 def require_lengths(engine: Engine, sequences: Sequence[Tokens], more: int = 0) -> None:
-    """Raise unless every sequence, with `more` tokens, fits the engine, and every token is one it knows.
+    """Require that every sequence, with `more` tokens, fits the engine, and that it knows every token.
 
     Raises:
-        EngineError: all that do not.
+        EngineError: lists all that do not fit.
     """
     known = engine.capabilities()
     problems = []
@@ -296,7 +291,7 @@ def require_lengths(engine: Engine, sequences: Sequence[Tokens], more: int = 0) 
 
 
 def buckets(tensors: Iterable[NamedTensor], max_bytes: int | None) -> Iterator[list[NamedTensor]]:
-    """Group tensors so that none but a single larger one is in a group of more than `max_bytes`."""
+    """Group tensors into buckets of `max_bytes` at most; a larger tensor has a bucket to itself."""
     bucket: list[NamedTensor] = []
     size = 0
     for name, tensor in tensors:
@@ -310,31 +305,31 @@ def buckets(tensors: Iterable[NamedTensor], max_bytes: int | None) -> Iterator[l
 
 
 def padded(rows: Sequence[Sequence[float]]) -> torch.Tensor:
-    """Lists of different lengths as one fp64 tensor, NaN behind the end."""
+    """Lists of different lengths as one fp64 tensor, padded with NaN."""
     tensors = [torch.tensor(row, dtype=torch.float64) for row in rows]
     return pad_sequence(tensors, batch_first=True, padding_value=math.nan)
 
 
 def final_scores(engine: Engine, tokens: torch.Tensor, count: int, sampling: Sampling, **options: Any) -> torch.Tensor:
-    """Log-probabilities that an engine gives the last `count` of `tokens` `(sequences, length)`, in fp64."""
+    """Log-probabilities an engine gives the last `count` of `tokens` `(sequences, length)`: fp64."""
     scores = engine.score(tokens.tolist(), sampling, last=count, **options)
     return torch.tensor([row[-count:] for row in scores], dtype=torch.float64)
 
 
 def tensor_digest(tensor: torch.Tensor) -> str:
-    """SHA-256 of a tensor's dtype, shape and bytes, in the order of its elements; 32 hexadecimal digits of it.
+    """The first 32 hexadecimal digits of the SHA-256 of a tensor's dtype, shape and elements.
 
-    Where the tensor lives and how it is strided makes no difference.
+    Device and strides make no difference.
     """
     value = tensor.detach().cpu().contiguous()
-    digest = hashlib.sha256(f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)} ".encode())
+    digest = hashlib.sha256(f"{dtype_name(value.dtype)} {tuple(value.shape)} ".encode())
     if value.numel():
         digest.update(value.reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()[:32]
 
 
 def digested(tensors: Iterable[NamedTensor], digests: dict[str, str]) -> Iterator[NamedTensor]:
-    """The same tensors; their digests are noted in `digests`, by name, as they go by."""
+    """The same tensors; adds each one's digest to `digests` as it is read."""
     for name, tensor in tensors:
         digests[name] = tensor_digest(tensor)
         yield name, tensor

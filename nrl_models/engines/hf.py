@@ -17,6 +17,7 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 
 from nrl_models.auto import auto_class_for
 from nrl_models.common.checkpoint.files import resolve_folder
+from nrl_models.common.dtypes import dtype_name
 from nrl_models.common.projections import groups_of
 from nrl_models.common.recording import record_calls
 from nrl_models.common.state_dict.adapter import adapter_of
@@ -39,31 +40,31 @@ from nrl_models.logprobs.tokens import token_logprobs
 from nrl_models.parity.check import load_reference
 
 TOKENS_AT_A_TIME = 2**14
-"""Tokens in one forward when scoring: bounds the memory of hidden states and attention."""
+"""Tokens in a forward when scoring, which bounds the memory of hidden states and attention."""
 
 
 def reference_model(
     path: str | Path, dtype: torch.dtype | None, device: str | torch.device, *, weights: bool = True
 ) -> PreTrainedModel:
-    """A checkpoint as transformers' own class, loaded by transformers; for a family it lacks, that family's reference.
+    """Load a checkpoint with transformers' own class; of a family that transformers lacks, with its reference class.
 
     Args:
-        path: the checkpoint's folder.
+        path: the checkpoint's directory.
         dtype: of the parameters; the checkpoint's if None.
-        device: where to put it.
-        weights: whether to load them; else they are random.
+        device: where to put the model.
+        weights: whether to load the weights; otherwise they are random.
     """
     ours = auto_class_for(path).from_config(read_config(resolve_folder(path)), device="meta")
     return load_reference(ours, path, dtype or "auto", device, weights=weights)
 
 
 class HFEngine(Engine):
-    """A transformers model as an engine; the trainer is one too, with our model in it.
+    """A transformers model as an engine; the trainer is one as well, with our model.
 
     Args:
         model: any causal language model, in evaluation mode.
-        name: what reports call it: `hf-generate`, `trainer`, `reference`.
-        max_length: tokens of a sequence at most; by default what the configuration says.
+        name: its name in reports: `hf-generate`, `trainer`, `reference`.
+        max_length: tokens of a sequence at most; by default the configuration's `max_position_embeddings`.
     """
 
     def __init__(self, model: Any, name: str = "hf-generate", max_length: int | None = None) -> None:
@@ -90,8 +91,8 @@ class HFEngine(Engine):
             device: where to run.
             unknown: refused.
         """
-        if unknown or load_format not in ("auto", "dummy"):
-            wrong = [*unknown, *([f"load_format={load_format}"] if load_format not in ("auto", "dummy") else [])]
+        wrong = [*unknown, *([f"load_format={load_format}"] if load_format not in ("auto", "dummy") else [])]
+        if wrong:
             raise EngineError(
                 f"hf-generate does not know {', '.join(wrong)}: expected device, load_format=auto|dummy, seed"
             )
@@ -116,7 +117,7 @@ class HFEngine(Engine):
             "engine": self.name,
             "transformers": version("transformers"),
             "class": f"{type(self.model).__module__}:{type(self.model).__name__}",
-            "dtype": str(self.model.dtype).removeprefix("torch."),
+            "dtype": dtype_name(self.model.dtype),
             "device": str(self.model.device),
         }
 
@@ -124,15 +125,15 @@ class HFEngine(Engine):
     def _generate(
         self, prompts: Sequence[Tokens], sampling: Sampling, *, max_new_tokens: int, seed: int, ignore_end: bool
     ) -> list[Sample]:
-        """Prompts of one length are one batch, so nothing is padded."""
+        """Prompts of the same length are a batch, so nothing is padded."""
         results: dict[int, Sample] = {}
         end = self.model.generation_config.eos_token_id
         ends = set() if ignore_end or end is None else set(end) if isinstance(end, list) else {end}
-        # The recorder does what is to be done to the logits; transformers' own ways stay out of it.
-        untouched = {} if sampling.greedy else {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
+        # The recorder processes the logits; transformers' own processors are switched off.
+        neutral = {} if sampling.greedy else {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
         config = GenerationConfig(
             do_sample=not sampling.greedy,
-            **untouched,
+            **neutral,
             max_new_tokens=max_new_tokens,
             eos_token_id=sorted(ends) or None,
             pad_token_id=0,
@@ -158,7 +159,7 @@ class HFEngine(Engine):
 
     @contextmanager
     def _plain_generation(self) -> Iterator[None]:
-        """While open, the checkpoint's own generation settings (penalties, warpers) do not apply."""
+        """While open, the checkpoint's own generation settings (penalties, processors) do not apply."""
         kept = self.model.generation_config
         self.model.generation_config = GenerationConfig()
         try:
@@ -175,12 +176,12 @@ class HFEngine(Engine):
         last: int | None = None,
         full_logits: bool = False,
     ) -> list[list[float]]:
-        """See `Engine.score`. Sequences of one length are scored together, so nothing is padded.
+        """See `Engine.score`. Sequences of the same length are scored together, so nothing is padded.
 
         Args:
             sequences, sampling, last: as there.
-            full_logits: whether to use the model's own forward to the end, with whatever hooks its output embedding
-                has, in place of log-probabilities a chunk at a time.
+            full_logits: whether to use the model's own logits, so that hooks on its output embedding take effect,
+                instead of computing log-probabilities in chunks.
         """
         require_lengths(self, sequences)
         results: dict[int, list[float]] = {}
@@ -249,7 +250,7 @@ class HFEngine(Engine):
         return result
 
     def _with_groups(self, calls: Mapping[str, ModuleCall]) -> dict[str, ModuleCall]:
-        """The calls, and after its first part each group of projections as the one linear that engines have for it."""
+        """The calls, with each group of projections added, after its first part, as the single linear that engines have."""
         names = {id(module): name for name, module in self.model.named_modules()}
         groups: dict[str, tuple[str, list[str]]] = {}
         for owner, name, group in groups_of(self.model):
@@ -267,7 +268,7 @@ class HFEngine(Engine):
 
 
 def _by_length(rows: Sequence[Tokens]) -> list[list[int]]:
-    """Indices of the rows, those of one length together."""
+    """Indices of the rows, those of the same length together."""
     groups: dict[int, list[int]] = defaultdict(list)
     for index, row in enumerate(rows):
         groups[len(row)].append(index)
@@ -275,7 +276,7 @@ def _by_length(rows: Sequence[Tokens]) -> list[list[int]]:
 
 
 class _Recorder(LogitsProcessor):
-    """Processes logits as `Sampling` says, and notes the log-probability of each token once it is known."""
+    """Processes logits as `Sampling` says, and records the log-probability of each token once it is sampled."""
 
     def __init__(self, sampling: Sampling) -> None:
         self.sampling = sampling
@@ -283,16 +284,16 @@ class _Recorder(LogitsProcessor):
         self.logprobs: list[torch.Tensor] = []
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        self._note(input_ids[:, -1])
+        self._record(input_ids[:, -1])
         scores = processed(scores.float(), self.sampling)
         self.last = scores.log_softmax(-1)
         return scores
 
-    def _note(self, tokens: torch.Tensor) -> None:
+    def _record(self, tokens: torch.Tensor) -> None:
         if self.last is not None:
             self.logprobs.append(self.last.gather(-1, tokens[:, None]))
 
     def finish(self, sequences: torch.Tensor) -> torch.Tensor:
         """Log-probabilities of all sampled tokens, `(batch, new tokens)`."""
-        self._note(sequences[:, -1])
+        self._record(sequences[:, -1])
         return torch.cat(self.logprobs, dim=1).double()

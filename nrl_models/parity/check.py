@@ -1,4 +1,4 @@
-"""The whole check of a checkpoint: every level against transformers, and the culprits if it fails."""
+"""The whole check of a checkpoint: every level compared with transformers, and the modules at fault if it fails."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from nrl_models.family import FamilyModel
 from nrl_models.inputs.model_inputs import inputs_for
 from nrl_models.parity.levels import compare_components, compare_end_to_end, compare_gradients, compare_weights
 from nrl_models.parity.localise import localise
-from nrl_models.parity.parity_report import ParityReport, ParityRow
+from nrl_models.parity.parity_report import Level, ParityReport, ParityRow
 
-CHECKS = ("1", "2", "3", "gradients")
-"""The levels by name."""
+CHECKS = tuple(Level)
+"""All levels."""
 
 
 def check_parity(
@@ -33,12 +33,12 @@ def check_parity(
 ) -> ParityReport:
     """Compare a checkpoint loaded here with the same checkpoint loaded by transformers.
 
-    Levels 1, 2 and gradients run in fp32, which shows a mistake best; level 3 also in bf16, which is how
-    models are trained. If any of them fails, the first modules that depart are named.
+    Levels 1, 2 and gradients run in fp32, where a mistake shows best; level 3 also in bf16, which is how models are
+    trained. If any of them fails, the first modules that diverge are named.
 
     Args:
-        path: the checkpoint's folder.
-        checks: which of `CHECKS` to run.
+        path: the checkpoint's directory.
+        checks: which of `CHECKS` to run, as members of `Level` or their values.
         device: where to run them.
         length: tokens in a sequence.
         batch: sequences; at least two, for the noise floor.
@@ -49,27 +49,28 @@ def check_parity(
         ValueError: an unknown check, or a batch of less than two.
         CheckpointError, UnknownArchitectureError, ...: as `from_pretrained`.
     """
-    unknown = set(checks) - set(CHECKS)
-    if unknown or batch < 2:
-        raise ValueError(f"unknown checks {sorted(unknown)}: expected some of {CHECKS}" if unknown else "batch below 2")
+    if unknown := sorted(set(checks) - set(CHECKS)):
+        raise ValueError(f"unknown checks {unknown}: expected some of {', '.join(CHECKS)}")
+    if batch < 2:
+        raise ValueError(f"batch {batch}: expected at least 2, for the noise floor")
     auto_class = auto_class_for(path)
     model = auto_class.from_pretrained(path, dtype=torch.float32, device=device, **load_options)
     reference = load_reference(model, path, torch.float32, device)
     report = ParityReport(f"{path}: {type(model).__name__} against transformers' {type(reference).__name__}")
     inputs = inputs_for(model, length=length, batch=batch, seed=seed)
-    if "1" in checks:
+    if Level.WEIGHTS in checks:
         report.add(compare_weights(model, reference))
-    if "2" in checks:
+    if Level.COMPONENTS in checks:
         report.add(compare_components(model, reference, inputs, seed))
-    if "3" in checks:
+    if Level.LOGITS in checks:
         report.add(compare_end_to_end(model, reference, inputs))
-    if "gradients" in checks:
+    if Level.GRADIENTS in checks:
         with_labels = inputs_for(model, length=length, batch=batch, seed=seed, labels=True)
         report.add(compare_gradients(model, reference, with_labels))
     if not report.passed:
         culprits = localise(model, reference, inputs)
-        report.add(ParityRow("first to depart", False, str(culprit), "no module departs") for culprit in culprits)
-    if "3" in checks:
+        report.add(ParityRow("first divergence", False, str(culprit), "no module diverges") for culprit in culprits)
+    if Level.LOGITS in checks:
         model = auto_class.from_pretrained(path, dtype=torch.bfloat16, device=device, **load_options)
         reference = load_reference(model, path, torch.bfloat16, device)
         report.add(compare_end_to_end(model, reference, inputs))
@@ -84,14 +85,14 @@ def load_reference(
     *,
     weights: bool = True,
 ) -> PreTrainedModel:
-    """The same checkpoint as transformers loads it: the class that `model`'s class must equal.
+    """Load the same checkpoint with transformers, as the class that `model`'s class must equal.
 
     Args:
         model: of the checkpoint; it may be on meta.
-        path: the checkpoint's folder.
+        path: the checkpoint's directory.
         dtype: of the parameters; `auto` is the checkpoint's.
-        device: where to put it.
-        weights: whether to load them; else they are random.
+        device: where to put the model.
+        weights: whether to load the weights; otherwise they are random.
     """
     reference_class = type(model).reference_class() if isinstance(model, FamilyModel) else type(model)
     attention = reference_attention(reference_class)

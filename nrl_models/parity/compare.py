@@ -1,4 +1,4 @@
-"""Numbers for how far two tensors, or two state dicts, are apart."""
+"""Differences of two tensors, or of two state dicts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 class TensorComparison(NamedTuple):
-    """How far a tensor is from its reference.
+    """The difference of a tensor from its reference.
 
     Attributes:
         max_diff: largest absolute difference; infinite if one has a NaN where the other has none.
@@ -42,7 +42,7 @@ def compare_tensors(reference: torch.Tensor, actual: torch.Tensor) -> TensorComp
         return TensorComparison(0.0, 0.0, 1.0)
     first = reference.detach().float().flatten()
     second = actual.detach().to(first.device).float().flatten()
-    # Infinities and NaNs that both have are equal; masked logits are.
+    # Infinities (masked logits) and NaNs that both have are equal.
     same = (first == second) | (first.isnan() & second.isnan())
     difference = torch.where(same, 0.0, (first - second).abs())
     max_diff = difference.nan_to_num(nan=math.inf, posinf=math.inf).max().item()
@@ -60,13 +60,13 @@ def _cosine(first: torch.Tensor, second: torch.Tensor) -> float:
 
 
 class StateDictComparison(NamedTuple):
-    """How two state dicts differ.
+    """The differences of two state dicts.
 
     Attributes:
-        missing: names only the reference has.
-        extra: names only the other has.
-        max_diffs: for each shared name that differs the largest absolute difference; infinite where
-            shape or dtype differ.
+        missing: names that only the reference has.
+        extra: names that only the tested state dict has.
+        max_diffs: the largest absolute difference of each shared tensor that differs; infinite where shape or dtype
+            differ.
     """
 
     missing: set[str]
@@ -81,10 +81,10 @@ class StateDictComparison(NamedTuple):
     def __str__(self) -> str:
         if self.equal:
             return "all tensors match exactly"
-        parts = [f"missing {name}" for name in sorted(self.missing)]
-        parts += [f"extra {name}" for name in sorted(self.extra)]
-        parts += [f"{name}: max_diff={diff:.6e}" for name, diff in sorted(self.max_diffs.items())]
-        return "; ".join(parts)
+        differences = [f"missing {name}" for name in sorted(self.missing)]
+        differences += [f"extra {name}" for name in sorted(self.extra)]
+        differences += [f"{name}: max_diff={diff:.6e}" for name, diff in sorted(self.max_diffs.items())]
+        return "; ".join(differences)
 
 
 def compare_state_dicts(
@@ -94,7 +94,7 @@ def compare_state_dicts(
 
     Args:
         reference: the state dict to equal.
-        actual: the one under test.
+        actual: the state dict under test.
     """
     max_diffs = {}
     for name in sorted(reference.keys() & actual.keys()):

@@ -1,9 +1,9 @@
-"""Running one layer of a model by itself, with the arguments the model calls it with."""
+"""Runs one layer of a model by itself, with the arguments the model calls it with."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from nrl_models.inputs.images import Inputs, cast
 
@@ -25,8 +26,8 @@ class Call:
     def with_random_input(self, seed: int) -> Call:
         """The same call on random numbers in place of the first floating-point tensor (the hidden states).
 
-        Where a layer is given one tensor several times (as queries and as keys), it is so again. A layer called with
-        token ids alone is called as it was.
+        A tensor that is given several times (as queries and as keys) is replaced everywhere. A call with token ids only
+        stays as it is.
         """
         given = (*self.args, *self.kwargs.values())
         hidden = next((value for value in given if torch.is_tensor(value) and value.is_floating_point()), None)
@@ -44,7 +45,7 @@ def calls_of(model: nn.Module, classes: Collection[type[nn.Module]], inputs: Inp
     calls: dict[str, Call] = {}
 
     def record(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if name not in calls:  # as they are now: a cache among them will grow
+        if name not in calls:  # copied, since a cache among them will grow
             calls[name] = Call(*copy.deepcopy((args, dict(kwargs))))
 
     with ExitStack() as stack, torch.no_grad():
@@ -58,17 +59,13 @@ def calls_of(model: nn.Module, classes: Collection[type[nn.Module]], inputs: Inp
 def run_layer(layer: nn.Module, call: Call) -> list[torch.Tensor]:
     """Every tensor the layer returns, also inside tuples, lists and mappings (a `ModelOutput` is one).
 
-    The layer gets copies of the arguments: what it appends to a cache among them is gone.
+    The layer gets copies of the arguments, so that a cache among them stays as it is.
     """
     args, kwargs = copy.deepcopy((call.args, call.kwargs))
     with torch.no_grad():
-        return list(tensors_in(layer(*args, **kwargs)))
+        return tensors_in(layer(*args, **kwargs))
 
 
-def tensors_in(output: Any) -> Iterator[torch.Tensor]:
+def tensors_in(output: Any) -> list[torch.Tensor]:
     """Every tensor in what a layer returns, also inside tuples, lists and mappings."""
-    if isinstance(output, torch.Tensor):
-        yield output
-    elif isinstance(output, (tuple, list, Mapping)):
-        for value in output.values() if isinstance(output, Mapping) else output:
-            yield from tensors_in(value)
+    return [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]

@@ -1,13 +1,15 @@
-"""The checks themselves: weights, components, the whole model, gradients."""
+"""The checks of each level: weights, components, the whole model, gradients."""
 
 from __future__ import annotations
 
+import textwrap
 from contextlib import nullcontext
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from nrl_models.common.dtypes import dtype_name
 from nrl_models.common.forward.routing import RoutingRecord, can_replay, flip_rate, replay_routing
 from nrl_models.family import FamilyModel
 from nrl_models.inputs.model_inputs import Inputs
@@ -24,16 +26,16 @@ from nrl_models.parity.noise import (
     logits_of,
     routing_noise,
 )
-from nrl_models.parity.parity_report import ParityRow
+from nrl_models.parity.parity_report import Level, ParityRow
 
 MIN_COSINE = 0.9999
 
 MIN_FLIPS = 0.01
-"""A share of differing choices of experts that is never called a difference: few tokens make a coarse noise floor."""
+"""A share of differing choices of experts that always passes: few tokens make a coarse noise floor."""
 
 
 def compare_weights(model: FamilyModel, reference: PreTrainedModel) -> list[ParityRow]:
-    """Level 1: every weight and buffer is the reference's, exactly, and survives the way there and back.
+    """Level 1: every weight and buffer equals the reference's exactly, and survives conversion to the hub and back.
 
     Args:
         model: the model under test; it has a `state_dict_adapter`.
@@ -48,18 +50,23 @@ def compare_weights(model: FamilyModel, reference: PreTrainedModel) -> list[Pari
     kept = model.state_dict(keep_vars=True)
     apart = [name for name, other in adapter.tied.items() if kept[name].data_ptr() != kept[other].data_ptr()]
     tied = ", ".join(f"{name} = {other}" for name, other in adapter.tied.items()) or "nothing is tied"
+
+    def row(what: str, found: StateDictComparison, if_equal: str, required: str) -> ParityRow:
+        measured = if_equal if found.equal else textwrap.shorten(str(found), 200, placeholder=" ...")
+        return ParityRow(f"level 1: {what}", found.equal, measured, required, level=Level.WEIGHTS)
+
     return [
-        _level_1("weights", weights, f"{len(expected)} tensors", "equal exactly"),
-        _level_1("round trip", round_trip, f"{len(expected)} tensors", "exact"),
-        _level_1("buffers", of_buffers, f"{len(buffers)} buffers", "equal exactly"),
-        ParityRow("level 1: tied weights", not apart, f"apart: {apart}" if apart else tied, "one storage each"),
+        row("weights", weights, f"{len(expected)} tensors", "equal exactly"),
+        row("round trip", round_trip, f"{len(expected)} tensors", "exact"),
+        row("buffers", of_buffers, f"{len(buffers)} buffers", "equal exactly"),
+        ParityRow(
+            "level 1: tied weights",
+            not apart,
+            f"apart: {apart}" if apart else tied,
+            "one storage each",
+            level=Level.WEIGHTS,
+        ),
     ]
-
-
-def _level_1(what: str, found: StateDictComparison, if_equal: str, expected: str) -> ParityRow:
-    different = str(found)
-    different = different if len(different) < 200 else f"{different[:200]} ..."
-    return ParityRow(f"level 1: {what}", found.equal, if_equal if found.equal else different, expected)
 
 
 def compare_components(model: nn.Module, reference: nn.Module, inputs: Inputs, seed: int = 42) -> list[ParityRow]:
@@ -83,7 +90,7 @@ def compare_components(model: nn.Module, reference: nn.Module, inputs: Inputs, s
         done.add(type(original))
         call = call.with_random_input(seed)
         expected = run_layer(original, call)
-        if not expected:  # nothing that could differ is nothing that passed
+        if not expected:  # nothing to compare
             continue
         actual = run_layer(model.get_submodule(name), call)
         found = [compare_tensors(first, second) for first, second in zip(expected, actual, strict=True)]
@@ -98,13 +105,14 @@ def compare_components(model: nn.Module, reference: nn.Module, inputs: Inputs, s
                 f"max_diff {max_diff:.1e}",
                 f"at most {allowed:.1e}",
                 name,
+                Level.COMPONENTS,
             )
         )
     return rows
 
 
 def _component_classes(reference: nn.Module) -> set[type[nn.Module]]:
-    """The classes a modelling file defines for layers: not torch's own, not whole models."""
+    """The classes that a modelling file defines for layers: neither torch's own, nor whole models."""
     return {
         type(module)
         for module in reference.modules()
@@ -115,9 +123,9 @@ def _component_classes(reference: nn.Module) -> set[type[nn.Module]]:
 def compare_end_to_end(model: nn.Module, reference: nn.Module, inputs: Inputs) -> list[ParityRow]:
     """Level 3: the whole model gives the reference's logits.
 
-    The limit is a few times what the reference differs from itself when it rounds otherwise (and never below the
+    The limit is a small multiple of how far the reference is from itself under other roundings (and never below the
     dtype's tolerance), so that a bug cannot hide in an allowance that is larger than the noise. Below fp32, a mixture
-    of experts is compared on the reference's choice of experts, and how often its own differs is a row of its own.
+    of experts is compared on the reference's choice of experts; how often its own choice differs is a row of its own.
     """
     dtype = next(reference.parameters()).dtype
     expected, routing = logits_and_routing(reference, inputs)
@@ -134,26 +142,28 @@ def compare_end_to_end(model: nn.Module, reference: nn.Module, inputs: Inputs) -
     return [
         *rows,
         ParityRow(
-            f"level 3: logits, {_name(dtype)}",
+            f"level 3: logits, {dtype_name(dtype)}",
             result.max_diff <= allowed and result.cosine_similarity > MIN_COSINE,
             f"max_diff {result.max_diff:.1e}, cosine {result.cosine_similarity:.8f}",
             f"max_diff at most {allowed:.1e}, cosine above {MIN_COSINE}",
             f"noise floor {noise:.1e}; logits up to {expected.abs().max().item():.1f}",
+            Level.LOGITS,
         ),
     ]
 
 
 def _choices(model: nn.Module, reference: nn.Module, inputs: Inputs, routing: RoutingRecord) -> ParityRow:
-    """How often the model chooses other experts than the reference: no more than rounding explains."""
+    """The share of choices of experts that differ from the reference's: no more than rounding explains."""
     noise = routing_noise(reference, inputs, routing)
     flipped = flip_rate(routing, logits_and_routing(model, inputs)[1])
     allowed = max(NOISE_FACTOR * noise, MIN_FLIPS)
     return ParityRow(
-        f"level 3: choice of experts, {_name(next(reference.parameters()).dtype)}",
+        f"level 3: choice of experts, {dtype_name(next(reference.parameters()).dtype)}",
         flipped <= allowed,
         f"{flipped:.2%} differ",
         f"at most {allowed:.2%}",
         f"noise floor {noise:.2%}",
+        Level.LOGITS,
     )
 
 
@@ -170,7 +180,7 @@ def compare_gradients(model: FamilyModel, reference: PreTrainedModel, inputs: In
     noise = gradient_noise(reference, inputs, expected)
     actual = model.state_dict_adapter.to_hf(gradients(model, inputs), layout="transformers")
     missing = sorted(expected.keys() - actual.keys())
-    # Some gradients are zero but for rounding (a key's bias moves no softmax): they are held to the others' scale.
+    # Some gradients are zero but for rounding (a key's bias does not change a softmax): they get the others' scale.
     smallest = 1e-3 * max(gradient.abs().max().item() for gradient in expected.values())
     worst_name, worst_ratio, worst_diff = "", 0.0, 0.0
     for name, gradient in expected.items():
@@ -182,14 +192,11 @@ def compare_gradients(model: FamilyModel, reference: PreTrainedModel, inputs: In
             worst_name, worst_ratio, worst_diff = name, difference / allowed, difference
     return [
         ParityRow(
-            f"gradients, {_name(dtype)}",
+            f"gradients, {dtype_name(dtype)}",
             not missing and worst_ratio <= 1.0,
             f"max_diff {worst_diff:.1e} in {len(expected)} tensors" if not missing else f"none for {missing[:4]}",
             f"{worst_diff / worst_ratio if worst_ratio else TOLERANCE[dtype]:.1e} there",
             f"worst: {worst_name}",
+            Level.GRADIENTS,
         )
     ]
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -1,4 +1,4 @@
-"""Where two models diverge: the first module whose output departs, confirmed by substituting the reference's."""
+"""Finds where two models diverge: the first module with a wrong output, confirmed by substituting the reference's."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from nrl_models.parity.noise import TOLERANCE, limit, logits_noise, logits_of
 
 @dataclass(frozen=True, slots=True)
 class Culprit:
-    """A module whose output departs although its input does not.
+    """A module whose output differs although its inputs agree.
 
     Args:
         module: its name.
         class_name: its class.
-        max_diff: how far its output departs.
-        confirmed: whether, with the reference's output in its place (and in the earlier culprits'), the
-            models' logits agree.
+        max_diff: the largest difference of its output.
+        confirmed: whether the models' logits agree once the reference's output is substituted for its own (and for the
+            earlier culprits').
         weights: names of its own weights that differ from the reference's; empty if it computes differently.
     """
 
@@ -39,25 +39,25 @@ class Culprit:
 
     @property
     def cause(self) -> str:
-        """Whether it is weights, in words."""
+        """Whether its weights differ or its computation, as text."""
         return f"its weights differ: {', '.join(self.weights)}" if self.weights else "same weights, other computation"
 
     def __str__(self) -> str:
-        proof = "confirmed by substitution" if self.confirmed else "more follow"
-        return f"{self.module} ({self.class_name}): output off by {self.max_diff:.1e}; {self.cause}; {proof}"
+        confirmed = "confirmed by substitution" if self.confirmed else "more follow"
+        return f"{self.module} ({self.class_name}): output off by {self.max_diff:.1e}; {self.cause}; {confirmed}"
 
 
 def localise(model: FamilyModel, reference: PreTrainedModel, inputs: Inputs, max_culprits: int = 8) -> list[Culprit]:
     """The modules that make `model` differ from `reference`, first to last; empty if it does not.
 
-    Both are run with hooks on every module they share. At fault is the first module, in the order in
-    which modules finish (so the innermost), whose inputs agree and whose output departs. The
-    reference's output is put in its place and the search goes on, until the logits agree.
+    Both are run with hooks on every module they share. At fault is the first module to finish (so the innermost) whose
+    inputs agree and whose output does not. The reference's output is substituted for its output, and the search
+    continues until the logits agree.
 
     Args:
         model: the model under test.
         reference: the Hugging Face model, of the same dtype.
-        inputs: what to call both with. Every module's output is kept: short sequences are enough.
+        inputs: what to call both with. Every module's output is kept, so use short sequences.
         max_culprits: how many to look for.
     """
     modules = dict(model.named_modules())
@@ -77,7 +77,7 @@ def localise(model: FamilyModel, reference: PreTrainedModel, inputs: Inputs, max
     for _ in range(max_culprits):
         with _substituting(model, substituted):
             actual = _record(model, names - substituted.keys(), inputs)
-        found = _first_departure(expected, actual, TOLERANCE[dtype])
+        found = _first_divergence(expected, actual, TOLERANCE[dtype])
         if found is None:
             break
         name, difference = found
@@ -108,19 +108,19 @@ def _substituting(model: nn.Module, outputs: dict[str, Any]) -> Iterator[None]:
         yield
 
 
-def _first_departure(
+def _first_divergence(
     expected: dict[str, RecordedCall], actual: dict[str, RecordedCall], tolerance: float
 ) -> tuple[str, float] | None:
-    """The first module to finish whose inputs are the expected ones and whose output is not, and by how much."""
+    """The first module to finish whose inputs agree and whose output does not, and by how much."""
     for name, call in expected.items():
         if name in actual:
-            difference = _departure(call.outputs, actual[name].outputs, tolerance)
-            if difference and not _departure(call.inputs, actual[name].inputs, tolerance):
+            difference = _divergence(call.outputs, actual[name].outputs, tolerance)
+            if difference and not _divergence(call.inputs, actual[name].inputs, tolerance):
                 return name, difference
     return None
 
 
-def _departure(expected: list[torch.Tensor], actual: list[torch.Tensor], tolerance: float) -> float:
+def _divergence(expected: list[torch.Tensor], actual: list[torch.Tensor], tolerance: float) -> float:
     """The largest difference if it is more than `tolerance` of the tensors' scale, else zero."""
     worst = 0.0
     for first, second in zip(expected, actual, strict=False):

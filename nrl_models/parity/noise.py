@@ -1,8 +1,8 @@
-"""How far the reference is from itself when only its roundings change: the measure for all limits.
+"""The noise floor: how far the reference is from itself under other roundings. All limits are derived from it.
 
-A limit by taste either lets a bug pass or fails on a machine that adds up in another order. Here the reference is run
-again with the output of every linear layer moved at random by up to half a unit in the last place, which is what
-another order of summation does to it (random rounding, as in the CESTAC method of Vignes, 1993).
+A hand-picked limit either lets a bug pass or fails on a machine that sums in another order. Here the reference is run
+again with the output of every linear layer moved at random by up to half a unit in the last place, as another order of
+summation would move it (random rounding, as in the CESTAC method of Vignes, 1993).
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from nrl_models.common.forward.routing import RoutingRecord, flip_rate, record_r
 from nrl_models.inputs.images import Inputs, cast
 
 TOLERANCE: Mapping[torch.dtype, float] = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-3}
-"""Differences below are never called one, per dtype (the parity guide's tolerances)."""
+"""Smaller differences always pass, by dtype (the parity guide's tolerances)."""
 
 NOISE_FACTOR = 2.0
-"""A difference may be this many times what the reference differs from itself."""
+"""A difference may be this many times the noise floor."""
 
 
 def limit(noise: float, dtype: torch.dtype) -> float:
@@ -45,7 +45,7 @@ def logits_and_routing(model: nn.Module, inputs: Inputs) -> tuple[torch.Tensor, 
 def rounded_otherwise(model: nn.Module, seed: int = 0) -> Iterator[None]:
     """While open, every linear layer of `model` rounds its output up or down at random.
 
-    A router that is a linear layer and returns more than its output is left as it is.
+    A linear layer that returns more than its output (some routers do) is left as it is.
     """
     device = next(model.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
@@ -64,14 +64,14 @@ def rounded_otherwise(model: nn.Module, seed: int = 0) -> Iterator[None]:
 
 
 def logits_noise(reference: nn.Module, inputs: Inputs, routing: RoutingRecord | None = None) -> float:
-    """Largest change of the logits when the reference rounds otherwise, with `routing`'s experts if given."""
+    """Largest change of the logits when the reference is rounded otherwise, with `routing`'s experts if given."""
     expected = logits_of(reference, inputs)
     with rounded_otherwise(reference), replay_routing(reference, routing or {}):
         return (expected - logits_of(reference, inputs)).abs().max().item()
 
 
 def routing_noise(reference: nn.Module, inputs: Inputs, routing: RoutingRecord) -> float:
-    """The share of choices of experts that change when the reference rounds otherwise."""
+    """The share of choices of experts that change when the reference is rounded otherwise."""
     with rounded_otherwise(reference):
         return flip_rate(routing, logits_and_routing(reference, inputs)[1])
 
@@ -94,7 +94,7 @@ def gradients(model: nn.Module, inputs: Inputs) -> dict[str, torch.Tensor]:
 
 
 def gradient_noise(reference: nn.Module, inputs: Inputs, expected: Mapping[str, torch.Tensor]) -> dict[str, float]:
-    """For each parameter the largest change of its gradient when the reference rounds otherwise."""
+    """For each parameter the largest change of its gradient when the reference is rounded otherwise."""
     with rounded_otherwise(reference):
         moved = gradients(reference, inputs)
     return {name: (moved[name] - gradient).abs().max().item() for name, gradient in expected.items()}

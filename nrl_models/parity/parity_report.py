@@ -1,16 +1,48 @@
-"""What parity checks found: rows with a verdict each, as a table or JSON."""
+"""The results of parity checks, as a table or JSON."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
+from enum import StrEnum
 from typing import Any
 
 from rich.markup import escape
 from rich.table import Table
 
-VERDICTS = {True: "[green]pass[/green]", False: "[bold red]FAIL[/bold red]"}
-"""What tables show for whether a check passed."""
+
+class Outcome(StrEnum):
+    """The outcome of a check, as JSON reports have it under `verdict`."""
+
+    PASS = "pass"
+    FAIL = "fail"
+    INCOMPLETE = "incomplete"
+    """It ended early, and nothing had failed until then."""
+
+    @classmethod
+    def of(cls, passed: bool) -> Outcome:
+        """`PASS` or `FAIL`."""
+        return cls.PASS if passed else cls.FAIL
+
+    @property
+    def shown(self) -> str:
+        """The outcome as tables show it: a failure in capitals."""
+        return "FAIL" if self is Outcome.FAIL else self.value
+
+    @property
+    def markup(self) -> str:
+        """`shown` in colour, for rich."""
+        style = {Outcome.PASS: "green", Outcome.FAIL: "bold red"}.get(self, "dim")
+        return f"[{style}]{self.shown}[/{style}]"
+
+
+class Level(StrEnum):
+    """What a parity check compares."""
+
+    WEIGHTS = "1"
+    COMPONENTS = "2"
+    LOGITS = "3"
+    GRADIENTS = "gradients"
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,10 +51,11 @@ class ParityRow:
 
     Args:
         check: what was compared.
-        passed: the verdict.
-        measured: what came out.
-        expected: what it had to be.
-        detail: what else helps: the worst tensor, a culprit.
+        passed: whether it passed.
+        measured: the result.
+        expected: what the result had to be.
+        detail: further help: the worst tensor, a module at fault.
+        level: which comparison it belongs to; None for checks outside the levels.
     """
 
     check: str
@@ -30,6 +63,7 @@ class ParityRow:
     measured: str
     expected: str
     detail: str = ""
+    level: Level | None = None
 
 
 @dataclass(slots=True)
@@ -57,7 +91,7 @@ class ParityReport:
         """`{"model", "verdict", "checks": [...]}`."""
         return {
             "model": self.title,
-            "verdict": "pass" if self.passed else "fail",
+            "verdict": Outcome.of(self.passed),
             "checks": [asdict(row) for row in self.rows],
         }
 
@@ -67,7 +101,7 @@ class ParityReport:
         for column in ("check", "verdict", "measured", "expected", "detail"):
             table.add_column(column, overflow="fold")
         for row in self.rows:
-            # What was measured may have brackets in it, which are no markup here.
+            # Measurements may contain brackets, which are not markup.
             cells = map(escape, (row.measured, row.expected, row.detail))
-            table.add_row(escape(row.check), VERDICTS[row.passed], *cells)
+            table.add_row(escape(row.check), Outcome.of(row.passed).markup, *cells)
         return table

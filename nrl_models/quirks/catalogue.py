@@ -6,22 +6,25 @@ An entry points at the code that handles it. `docs/quirks.md` is made from this;
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 from nrl_models.common.flags import ModelFlag
 from nrl_models.quirks import predicates
+from nrl_models.quirks.evidence import Evidence, Pattern, VerdictKind
 from nrl_models.quirks.quirk import Quirk
 
 
-def _engine_is_off_by_a_factor(seen: Any) -> bool:
-    """What a constant that no weight update reaches looks like: everything behind it is the right one times it."""
-    return seen.kind == "engine" and seen.relation == "scaled"
+def _scaled_on_random_weights(evidence: Evidence) -> bool:
+    """What a constant that no weight update reaches looks like: all that follows is the expected times a number."""
+    return evidence.kind == VerdictKind.ENGINE and evidence.pattern == Pattern.SCALED and evidence.random_weights
 
 
-def _old_weights(word: str) -> Any:
-    def explains(seen: Any) -> bool:
-        may_be_old = seen.relation == "not refitted" or seen.load_format == "dummy"
-        return seen.kind == "engine" and word in seen.module and may_be_old
+def _stale(part: str) -> Callable[[Evidence], bool]:
+    """Whether a module with `part` in its name may have kept the weights of before a refit."""
+
+    def explains(evidence: Evidence) -> bool:
+        may_be_stale = evidence.pattern == Pattern.STALE_WEIGHTS or evidence.random_weights
+        return evidence.kind == VerdictKind.ENGINE and part in evidence.module and may_be_stale
 
     return explains
 
@@ -71,7 +74,9 @@ LOADING = (
         asks="transformers does not know the towers' older names",
         remove="this entry",
         sources=("https://github.com/huggingface/transformers/pull/45358",),
-        explains=lambda seen: seen.kind in ("trainer", "everybody") and "visual" in seen.detail,
+        explains=lambda evidence: (
+            evidence.kind.is_trainers and any("visual" in name for name in (evidence.module, *evidence.weights))
+        ),
     ),
     Quirk(
         name="own-configuration",
@@ -210,7 +215,7 @@ FORWARD = (
         probe="behavioural",
         asks="upstream computes the same with and without a cap under sdpa",
         remove="nrl_models/common/forward/soft_cap.py and its uses",
-        explains=lambda seen: seen.kind in ("trainer", "everybody") and "attn" in seen.module,
+        explains=lambda evidence: evidence.kind.is_trainers and "attn" in evidence.module,
     ),
 )
 
@@ -301,7 +306,7 @@ TRAINING = (
         asks="rounding otherwise makes upstream choose other experts in bf16",
         remove="nothing: routing is discrete",
         sources=("https://arxiv.org/abs/2510.11370",),
-        explains=lambda seen: seen.kind in ("precision", "unstable"),
+        explains=lambda evidence: evidence.kind in (VerdictKind.PRECISION, VerdictKind.UNSTABLE),
     ),
     Quirk(
         name="full-vocabulary-logits",
@@ -380,7 +385,7 @@ INFERENCE = (
         asks="vLLM's dummy loader changes derived buffers",
         remove="ModelFlag.VLLM_LOAD_FORMAT_AUTO, and the families' use of it",
         sources=("https://github.com/vllm-project/vllm/pull/19788",),
-        explains=lambda seen: _engine_is_off_by_a_factor(seen) and seen.load_format == "dummy",
+        explains=_scaled_on_random_weights,
     ),
     Quirk(
         name="engine-reload-buffers",
@@ -398,7 +403,7 @@ INFERENCE = (
         asks="vLLM's reload changes a derived buffer",
         remove="this entry",
         sources=("https://github.com/vllm-project/vllm/pull/44371",),
-        explains=lambda seen: _engine_is_off_by_a_factor(seen) and seen.load_format != "auto",
+        explains=_scaled_on_random_weights,
     ),
     Quirk(
         name="engine-tied-head",
@@ -411,7 +416,7 @@ INFERENCE = (
         probe="behavioural",
         asks="a refit with the quirk switched off leaves vLLM's head as it was",
         remove="_nrl_tied in vllm_worker.py",
-        explains=_old_weights("logits"),
+        explains=_stale("logits"),
     ),
     Quirk(
         name="engine-experts-on-cpu",
@@ -424,7 +429,7 @@ INFERENCE = (
         probe="behavioural",
         asks="a refit with the quirk switched off leaves vLLM's experts unpacked",
         remove="_nrl_kernels in vllm_worker.py",
-        explains=_old_weights("experts"),
+        explains=_stale("experts"),
     ),
     Quirk(
         name="engine-tokenizer",

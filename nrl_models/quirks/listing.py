@@ -1,4 +1,4 @@
-"""The catalogue as tables: for the command, and for a family's page."""
+"""The catalogue as a table and as JSON, for the command."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from nrl_models.quirks.subject import Subject
 
 
 def quirks_of(subject: Subject | None = None) -> list[Quirk]:
-    """The quirks that concern a model; without one, all."""
+    """The quirks that concern a model; without a model, all."""
     return [quirk for quirk in CATALOGUE if subject is None or quirk.applies(subject)]
 
 
 def as_json(quirks: Iterable[Quirk], subject: Subject | None = None) -> dict[str, Any]:
     """`{"architecture", "quirks": [{"name", "where", "symptom", ...}]}`."""
-    as_it_is = ("name", "symptom", "where", "handling", "code", "expiry", "every_model", "sources")
+    copied = ("name", "symptom", "where", "handling", "code", "expiry", "every_model", "sources")
     found = [
-        {key: getattr(quirk, key) for key in as_it_is}
+        {key: getattr(quirk, key) for key in copied}
         | {"off": quirk.switch, "fixed": quirk.fixed or None, "fixed_here": quirk.is_fixed}
         | {"probe": quirk.probe or None}
         for quirk in quirks
@@ -41,18 +41,3 @@ def as_table(quirks: Sequence[Quirk], title: str) -> Table:
         )  # fmt: skip
         table.add_row(*map(escape, cells))
     return table
-
-
-def page_lines(subjects: dict[str, Subject]) -> list[str]:
-    """What a family's coverage page says of quirks: those that concern its architectures and not every model.
-
-    Args:
-        subjects: by architecture.
-    """
-    lines = []
-    for quirk in CATALOGUE:
-        names = [name for name, subject in subjects.items() if not quirk.every_model and quirk.applies(subject)]
-        if names:
-            of = "" if len(names) == len(subjects) else f" ({', '.join(names)})"
-            lines.append(f"- [{quirk.name}](../quirks.md#{quirk.name}){of}: {quirk.symptom} Expiry: {quirk.expiry}.")
-    return lines or ["None but those of every model."]

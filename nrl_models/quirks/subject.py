@@ -1,4 +1,4 @@
-"""What a quirk's predicate looks at: a configuration and the model it builds. Never a model's name."""
+"""The model a quirk's predicate is asked about: its configuration and what its classes declare, never its name."""
 
 from __future__ import annotations
 
@@ -12,18 +12,16 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from nrl_models.auto import auto_class_for
 from nrl_models.common.checkpoint.files import CONFIG_NAME, resolve_folder
 from nrl_models.common.flags import ModelFlag
-from nrl_models.family import FamilyModel
 from nrl_models.loading.read_config import read_config
-from nrl_models.testing.case import FamilyCase
 
 
 @dataclass(frozen=True, eq=False)
 class Subject:
-    """A model of which is asked what quirks concern it.
+    """A model whose quirks are wanted.
 
     Args:
         model: real or on meta.
-        any_size: whether it stands for every model of its class: values in which a family's checkpoints differ, such as
+        any_size: whether it stands for every model of its class. Values in which a family's checkpoints differ, such as
             how many layers share keys and values, then exclude nothing.
     """
 
@@ -32,7 +30,7 @@ class Subject:
 
     @classmethod
     def of_checkpoint(cls, path: str | Path) -> Subject:
-        """The model of a checkpoint, a folder with a `config.json`, or that file. No weight is read.
+        """The model of a checkpoint, of a directory with a `config.json`, or of that file. No weight is read.
 
         Raises:
             CheckpointError, UnknownArchitectureError, ...: as `from_pretrained`.
@@ -40,11 +38,6 @@ class Subject:
         path = Path(path)
         folder = resolve_folder(path.parent if path.name == CONFIG_NAME and path.is_file() else path)
         return cls(auto_class_for(folder).from_config(read_config(folder), device="meta"))
-
-    @classmethod
-    def of_class(cls, model_class: type[FamilyModel]) -> Subject:
-        """Every model of a class, for which a tiny one stands."""
-        return cls(model_class.from_config(FamilyCase(model_class).config, device="meta"), any_size=True)
 
     @property
     def config(self) -> PreTrainedConfig:

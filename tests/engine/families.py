@@ -110,19 +110,19 @@ COHERE_WINDOW = (
 LIMITS: dict[str, tuple[str, str, str]] = {
     "ApertusForCausalLM": (
         DISAGREES,
-        r"It diverges in .*act_fn \(XIELU\)",
+        r"First divergence: in .*act_fn \(XIELU\)",
         "vLLM keeps this activation's two parameters in bf16, whatever the model's dtype",
     ),
     "Cohere2ForCausalLM": (DISAGREES, *COHERE_WINDOW),
     "Cohere2MoeForCausalLM": (DISAGREES, *COHERE_WINDOW),
     "Ernie4_5_MoeForCausalLM": (
         DISAGREES,
-        r"It diverges in model.layers.1.mlp.experts",
+        r"First divergence: in model.layers.1.mlp.experts",
         "vLLM's router on a CPU leaves out what corrects the scores of a softmax",
     ),
     "Gemma3nForCausalLM": (
         DISAGREES,
-        r"its input is the right one times 16",
+        r"its input is the expected one times 16",
         "vLLM gives the projection for each layer embeddings that are too large by the root of the hidden size",
     ),
     "GptOssForCausalLM": (

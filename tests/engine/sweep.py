@@ -40,7 +40,7 @@ PATIENCE = 900.0
 MEANINGS = {
     "agrees": "agree, after both refits",
     "agrees as loaded": "agree with the weights read from files, and cannot be refitted",
-    "disagrees": "disagree: the verdict names who is wrong",
+    "disagrees": "disagree: the verdict names the side at fault",
     "not run": "cannot be run here",
 }
 ORDER = tuple(MEANINGS)

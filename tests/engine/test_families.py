@@ -84,4 +84,4 @@ def test_what_is_wrong_is_not_taken_for_agreement(
     monkeypatch.setattr(HFEngine, "score", off)
     found = hold("LlamaForCausalLM", vllm, tmp_path)
     assert found.status == "disagrees"
-    assert "odd one out is trainer" in found.reason
+    assert "At fault: trainer" in found.reason

@@ -88,10 +88,10 @@ def test_a_wrong_rope_base_is_named(llama: Bench) -> None:
     angles = torch.outer(torch.arange(len(cache)), 500_000.0 ** (-torch.arange(0, size, 2) / size))
     with changed(cache, torch.cat([angles.cos(), angles.sin()], 1)):
         verdict = llama.verdict()
-    assert verdict.odd == ("engine decode", "engine prefill")
-    assert "'rope_theta': 500000.0" in verdict.cause
-    assert verdict.module == "model.layers.0.self_attn.o_proj"
-    assert "between model.layers.0.self_attn.qkv_proj and" in verdict.detail
+    assert verdict.at_fault == ("engine decode", "engine prefill")
+    assert "'rope_theta': 500000.0" in verdict.cause.message
+    assert verdict.divergence.module == "model.layers.0.self_attn.o_proj"
+    assert "between model.layers.0.self_attn.qkv_proj and" in str(verdict.divergence)
 
 
 def test_one_wrong_weight_is_named_with_its_factor(llama: Bench) -> None:
@@ -99,8 +99,8 @@ def test_one_wrong_weight_is_named_with_its_factor(llama: Bench) -> None:
     with changed(weight, weight * 1.5):
         verdict = llama.verdict()
     assert verdict.kind == "engine"
-    assert verdict.module == "model.layers.1.post_attention_layernorm"
-    assert "the right one times 1.5" in verdict.detail
+    assert verdict.divergence.module == "model.layers.1.post_attention_layernorm"
+    assert "the expected one times 1.5" in str(verdict.divergence)
 
 
 def test_a_temperature_that_is_not_applied_is_named(llama: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,8 +109,8 @@ def test_a_temperature_that_is_not_applied_is_named(llama: Bench, monkeypatch: p
     monkeypatch.setattr(sampler, "logprobs_mode", "raw_logprobs")
     monkeypatch.setattr(sampler.topk_topp_sampler, "logprobs_mode", "raw_logprobs")
     verdict = llama.verdict(replace(SETTINGS, sampling=replace(SETTINGS.sampling, top_p=1.0)))
-    assert verdict.odd == ("engine decode",)
-    assert verdict.cause == "the temperature was not applied"
+    assert verdict.at_fault == ("engine decode",)
+    assert verdict.cause.message == "the temperature was not applied"
 
 
 def test_scores_off_by_a_token_are_named(llama: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,8 +121,8 @@ def test_scores_off_by_a_token_are_named(llama: Bench, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(llama.engine, "score", shifted)
     verdict = llama.verdict()
-    assert verdict.odd == ("engine prefill",)
-    assert verdict.cause == "each token had the log-probability of the one before it"
+    assert verdict.at_fault == ("engine prefill",)
+    assert verdict.cause.message == "each token had the log-probability of the previous token"
 
 
 def test_decoding_that_is_off_by_a_position_is_told_from_prefill(llama: Bench) -> None:
@@ -139,8 +139,8 @@ def test_decoding_that_is_off_by_a_position_is_told_from_prefill(llama: Bench) -
     finally:
         handle.remove()
     assert verdict.kind == "engine decode"
-    assert "decoding one token after a cached prompt" in verdict.detail
-    assert verdict.module.startswith("model.layers.0.self_attn")
+    assert "decoding one token after a cached prompt" in str(verdict.divergence)
+    assert verdict.divergence.module.startswith("model.layers.0.self_attn")
 
 
 def test_nan_is_said_to_be_the_engines(llama: Bench) -> None:
@@ -148,7 +148,7 @@ def test_nan_is_said_to_be_the_engines(llama: Bench) -> None:
     with changed(weight, torch.full_like(weight, torch.nan)):
         verdict = llama.verdict()
     assert verdict.kind == "not finite"
-    assert verdict.odd == ("engine decode", "engine prefill")
+    assert verdict.at_fault == ("engine decode", "engine prefill")
 
 
 def test_an_engine_in_bfloat16_is_no_ones_fault(
@@ -157,8 +157,8 @@ def test_an_engine_in_bfloat16_is_no_ones_fault(
     bench = Bench(demo, vllm(demo, dtype=torch.bfloat16), demo_trainer, demo_prompts, tmp_path / "store")
     verdict = bench.verdict()
     assert verdict.kind == "precision"
-    assert verdict.odd == ()
-    assert "the engine computes in bfloat16 and the trainer in float32" in verdict.summary
+    assert verdict.at_fault == ()
+    assert "Engine: bfloat16; trainer: float32" in verdict.summary
 
 
 # Faults of refits
@@ -188,16 +188,16 @@ def test_a_layer_that_is_not_refitted_is_named(llama: Bench) -> None:
         verdict = step.result.verdict
     assert verdict.kind == "engine"
     # A step moves its norm by less than its projections.
-    assert verdict.module in ("model.layers.2.input_layernorm", "model.layers.2.self_attn.qkv_proj")
-    assert "that of the weights of before: it was not refitted" in verdict.detail
+    assert verdict.divergence.module in ("model.layers.2.input_layernorm", "model.layers.2.self_attn.qkv_proj")
+    assert "it was not refitted" in str(verdict.divergence)
 
 
 def test_a_stale_output_embedding_is_named(llama: Bench) -> None:
     with refitted(llama, lambda tensors: ((n, t) for n, t in tensors if n != "lm_head.weight")) as step:
         assert any("lm_head.weight" in one for one in step.problems)
         verdict = step.result.verdict
-    assert verdict.module == "logits"
-    assert "it was not refitted" in verdict.detail
+    assert verdict.divergence.module == "logits"
+    assert "it was not refitted" in str(verdict.divergence)
 
 
 def test_gate_and_up_swapped_on_the_way_are_named(llama: Bench) -> None:
@@ -215,8 +215,8 @@ def test_gate_and_up_swapped_on_the_way_are_named(llama: Bench) -> None:
         assert any("arrived changed" in one for one in step.problems)
         verdict = step.result.verdict
     assert verdict.kind == "engine"
-    assert verdict.module == "model.layers.0.mlp.gate_up_proj"
-    assert "halves swapped" in verdict.detail
+    assert verdict.divergence.module == "model.layers.0.mlp.gate_up_proj"
+    assert "halves swapped" in str(verdict.divergence)
 
 
 def test_what_is_cached_from_before_a_refit_is_named(llama: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,8 +241,8 @@ def test_a_wrong_weight_of_the_trainer_is_named(llama: Bench) -> None:
     with changed(weight, layer(llama.trainer.model, 2).self_attn.k_proj.weight.clone()):
         verdict = llama.verdict()
     assert verdict.kind == "trainer"
-    assert "model.layers.1.self_attn.k_proj.weight" in verdict.detail
-    assert "holds what belongs in model.layers.2.self_attn.k_proj.weight" in verdict.detail
+    assert "model.layers.1.self_attn.k_proj.weight" in str(verdict.divergence)
+    assert "holds what belongs in model.layers.2.self_attn.k_proj.weight" in str(verdict.divergence)
 
 
 # Faults that need a model with more to leave out
@@ -253,8 +253,8 @@ def test_a_dropped_soft_cap_is_named(gemma2: Bench, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(model_of(gemma2.engine).logits_processor, "soft_cap", None)
     verdict = gemma2.verdict()
     assert verdict.kind == "engine"
-    assert verdict.cause == "the soft cap of the logits was not applied"
-    assert verdict.module == "logits"
+    assert verdict.cause.message == "the soft cap of the logits was not applied"
+    assert verdict.divergence.module == "logits"
 
 
 def test_a_stale_buffer_is_named(gemma2: Bench) -> None:
@@ -262,7 +262,7 @@ def test_a_stale_buffer_is_named(gemma2: Bench) -> None:
     with changed(normalizer, torch.ones_like(normalizer)):
         verdict = gemma2.verdict()
     assert verdict.kind == "engine"
-    assert "the right one times 0.0625" in verdict.detail
+    assert "the expected one times 0.0625" in str(verdict.divergence)
 
 
 def test_a_wrong_scale_of_attention_is_named(gemma2: Bench) -> None:
@@ -273,4 +273,4 @@ def test_a_wrong_scale_of_attention_is_named(gemma2: Bench) -> None:
             one.self_attn.attn.impl.scale = gemma2.trainer.model.config.head_dim**-0.5
         verdict = gemma2.verdict()
     assert verdict.kind == "engine"
-    assert "query_pre_attn_scalar" in verdict.cause
+    assert "query_pre_attn_scalar" in verdict.cause.message

@@ -71,7 +71,7 @@ def dummy(vllm: Any, path: Path) -> VLLMEngine:
 
 def names(step: RefitStep) -> list[str]:
     """The quirks that a step's verdict names."""
-    return [one.partition(":")[0] for one in step.result.verdict.quirks]
+    return list(step.result.verdict.quirks)
 
 
 def persistent(model: nn.Module) -> None:

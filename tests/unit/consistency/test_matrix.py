@@ -26,8 +26,10 @@ from nrl_models.consistency.measure import Meter
 from nrl_models.consistency.prompts import Prompts
 from nrl_models.consistency.references import References
 from nrl_models.consistency.store import Store
+from nrl_models.consistency.verdict import Party
 from nrl_models.engines.hf import HFEngine
 from nrl_models.errors import ConsistencyError, EngineError
+from nrl_models.quirks import VerdictKind
 
 Run = Callable[..., ConsistencyReport]
 
@@ -77,8 +79,8 @@ def test_models_that_agree_pass_in_every_cell(run: Run) -> None:
         # A batch of n sequences with half of the tokens, at most 8, generated.
         assert cell["repeats"][0]["decode"]["tokens"] == cell["batch"] * min(8, cell["length"] // 2)
     # Repeats are other prompts and seeds.
-    one = report.results[-1].repeats
-    assert not torch.equal(one[0].tokens, one[1].tokens)
+    first, second = report.results[-1].repeats
+    assert not torch.equal(first.tokens, second.tokens)
 
 
 def test_an_interrupted_run_goes_on_where_it_stopped(run: Run, engine: HFEngine, tmp_path: Path) -> None:
@@ -114,6 +116,22 @@ def test_measurements_made_otherwise_are_not_mixed_in(checkpoint: Path, tmp_path
     assert check_consistency(checkpoint, settings=replace(SETTINGS, seed=1), fresh=True, **options).passed
 
 
+def test_settings_of_which_nothing_was_measured_do_not_stop_the_next_run(checkpoint: Path, tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match="unknown engine"):
+        check_consistency(checkpoint, settings=SETTINGS, out=tmp_path, engine="tgi", dtype=torch.float32)
+    assert check_consistency(
+        checkpoint, settings=SETTINGS, out=tmp_path, engine="hf-generate", dtype=torch.float32
+    ).passed
+
+
+def test_verdicts_are_read_back_as_they_were(run: Run, engine: HFEngine) -> None:
+    with torch.no_grad():
+        engine.model.model.layers[1].mlp.down_proj.weight.mul_(1.2)
+    verdict = run().results[0].verdict
+    assert verdict.divergence is not None
+    assert run().results[0].verdict == verdict
+
+
 def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("years of work")
     with pytest.raises(ConsistencyError, match="not empty and holds no measurements"):
@@ -127,7 +145,7 @@ def test_an_engine_that_gives_nan_fails_and_the_report_is_valid_json(run: Run, e
     report = run()
     assert report.verdict == "fail"
     verdict = report.results[0].verdict
-    assert (verdict.kind, verdict.odd) == ("not finite", ("engine prefill",))
+    assert (verdict.kind, verdict.at_fault) == (VerdictKind.NOT_FINITE, (Party.PREFILL,))
     found = json.loads(json.dumps(report.to_json(), allow_nan=False))
     assert found["cells"][0]["repeats"][0]["prefill"]["nan"] == 16
     assert json.loads(json.dumps(run().to_json())) == found  # also from what is on disk
@@ -156,7 +174,9 @@ def test_tokens_the_engine_never_samples_are_found_by_strict_mode_alone(run: Run
     engine.score, engine.generate = without_some, noted
     report = run(replace(settings, strict=True))
     assert report.verdict == "fail"
-    assert any("log-probabilities of strict are infinite in the engine" in one for one in report.results[0].problems)
+    assert any(
+        "log-probabilities of strict are infinite in the engine" in problem for problem in report.results[0].problems
+    )
 
 
 def test_an_engine_that_cannot_score_is_judged_by_its_decoding(run: Run, engine: HFEngine) -> None:
@@ -165,7 +185,7 @@ def test_an_engine_that_cannot_score_is_judged_by_its_decoding(run: Run, engine:
     report = run()
     assert report.verdict == "pass"
     assert report.results[0].comparisons.keys() == {"decode"}
-    assert report.numbers(report.results[0])[1] == "-"
+    assert next(report.rows()).numbers[1] == "-"
 
 
 def test_the_report_as_markdown_is_the_guides_table(run: Run) -> None:

@@ -1,4 +1,4 @@
-"""Faults planted where no engine is needed: who is wrong, what is done instead, and where."""
+"""Faults planted where no engine is needed: which side is at fault, what it computes instead, and where."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ from nrl_models.consistency.prompts import Prompts
 from nrl_models.consistency.references import References
 from nrl_models.consistency.refit import RefitChecker
 from nrl_models.consistency.store import Store
-from nrl_models.consistency.verdict import Verdict
+from nrl_models.consistency.verdict import CauseKind, Verdict
 from nrl_models.engines.hf import HFEngine
+from nrl_models.quirks import Pattern, VerdictKind
 from nrl_models.testing.tiny import tiny_config
 
 Judge = Callable[..., Verdict | None]
@@ -35,7 +36,7 @@ def judge(tmp_path: Path, prompts: Prompts) -> Judge:
         config: PreTrainedConfig,
         engine_config: dict[str, Any] | None = None,
         change: Callable[[HFEngine, HFEngine], None] = lambda engine, trainer: None,
-        load_format: str = "auto",
+        random_weights: bool = False,
         **settings: Any,
     ) -> Verdict | None:
         model = new_model(config)
@@ -50,7 +51,7 @@ def judge(tmp_path: Path, prompts: Prompts) -> Judge:
         store = Store(tmp_path / "store", {}, fresh=True)
         asked = replace(SETTINGS, **settings)
         meter = Meter(engine, trainer, prompts, asked, store)
-        report = run_matrix(str(path), meter, References(path), load_format=load_format)
+        report = run_matrix(str(path), meter, References(path), random_weights=random_weights)
         return report.results[0].verdict
 
     return judge
@@ -81,8 +82,9 @@ def test_a_key_of_the_configuration_that_is_not_read_is_named(
 ) -> None:
     verdict = judge(tiny_config(config_class, overrides), wrong, threshold=1.00001)
     assert verdict is not None
-    assert verdict.kind == "engine"
-    assert cause in verdict.cause
+    assert verdict.kind == VerdictKind.ENGINE
+    assert verdict.cause.kind in (CauseKind.CONFIG, CauseKind.HEAD)
+    assert cause in verdict.cause.message
 
 
 def test_the_trainer_is_named_when_it_is_wrong(judge: Judge) -> None:
@@ -94,9 +96,11 @@ def test_the_trainer_is_named_when_it_is_wrong(judge: Judge) -> None:
             mlp.up_proj.weight.copy_(gate)
 
     verdict = judge(tiny_config(LlamaConfig), change=swap)
-    assert verdict.kind == "trainer"
+    assert verdict.kind == VerdictKind.TRAINER
+    assert "model.layers.1.mlp.gate_proj.weight" in verdict.divergence.weights
     assert (
-        "model.layers.1.mlp.gate_proj.weight holds what belongs in model.layers.1.mlp.up_proj.weight" in verdict.detail
+        "model.layers.1.mlp.gate_proj.weight holds what belongs in model.layers.1.mlp.up_proj.weight"
+        in verdict.divergence.detail
     )
 
 
@@ -107,8 +111,8 @@ def test_both_wrong_in_other_ways_are_both_named(judge: Judge) -> None:
             trainer.model.model.layers[1].mlp.down_proj.weight.mul_(0.5)
 
     verdict = judge(tiny_config(LlamaConfig), change=spoil)
-    assert verdict.kind == "everybody"
-    assert verdict.odd == ("trainer", "engine decode", "engine prefill")
+    assert verdict.kind == VerdictKind.BOTH
+    assert verdict.at_fault == ("trainer", "engine decode", "engine prefill")
 
 
 def test_other_precision_is_no_fault(judge: Judge) -> None:
@@ -116,8 +120,8 @@ def test_other_precision_is_no_fault(judge: Judge) -> None:
         engine.model.to(torch.bfloat16)
 
     verdict = judge(tiny_config(LlamaConfig), change=half)
-    assert verdict.kind == "precision"
-    assert "the engine computes in bfloat16 and the trainer in float32" in verdict.summary
+    assert verdict.kind == VerdictKind.PRECISION
+    assert "The difference is explained by precision. Engine: bfloat16; trainer: float32." in verdict.summary
 
 
 # Quirks
@@ -129,10 +133,11 @@ def _scale_embeddings(engine: HFEngine, trainer: HFEngine) -> None:
 
 
 def test_a_stale_constant_under_dummy_weights_is_named_by_its_quirk(judge: Judge) -> None:
-    verdict = judge(tiny_config(Gemma2Config), change=_scale_embeddings, load_format="dummy")
-    assert verdict.kind == "engine"
-    assert "the right one times 0.0625" in verdict.detail
-    assert [one.partition(":")[0] for one in verdict.quirks] == ["engine-dummy-buffers", "engine-reload-buffers"]
+    verdict = judge(tiny_config(Gemma2Config), change=_scale_embeddings, random_weights=True)
+    assert verdict.kind == VerdictKind.ENGINE
+    assert verdict.divergence.pattern == Pattern.SCALED
+    assert "the expected one times 0.0625" in verdict.divergence.detail
+    assert verdict.quirks == ("engine-dummy-buffers", "engine-reload-buffers")
     assert "Known quirk: engine-dummy-buffers: An engine that starts on random weights" in verdict.summary
 
 
@@ -143,8 +148,8 @@ def test_a_quirk_is_not_named_where_it_does_not_fit(judge: Judge) -> None:
         with torch.no_grad():
             engine.model.model.embed_tokens.weight.mul_(0.5)
 
-    quirks = judge(tiny_config(LlamaConfig), change=scale, load_format="dummy").quirks
-    assert not any(one.startswith("engine-dummy-buffers") for one in quirks)  # no family says so of this model
+    quirks = judge(tiny_config(LlamaConfig), change=scale, random_weights=True).quirks
+    assert "engine-dummy-buffers" not in quirks  # no family says so of this model
 
 
 # Refits
@@ -170,7 +175,7 @@ def test_weights_that_did_not_change_are_no_second_refit(checkpoint: Path, promp
     check = checker(checkpoint, HFEngine.start(checkpoint, dtype=torch.float32), prompts)
     check.refit("first")
     step = check.refit("second")
-    assert step.problems == ("the same weights were sent as the last time: the training step changed nothing",)
+    assert step.problems == ("the same weights were sent as last time: the training step changed nothing",)
 
 
 def test_what_does_not_arrive_is_named(checkpoint: Path, prompts: Prompts) -> None:

@@ -166,11 +166,11 @@ def test_the_tripwire_names_the_quirk_and_what_to_delete() -> None:
 def test_the_tripwire_fires_when_no_supported_version_needs_it() -> None:
     past = replace(ONE, fixed="torch>=2.0")
     assert past.is_fixed
-    with pytest.raises(QuirkExpiredError, match=r"one: every version .* is beyond torch>=2\.0\. Delete it"):
+    with pytest.raises(QuirkExpiredError, match=r"one: every version .* satisfies torch>=2\.0\. Delete it"):
         tripwire(past, None)
     kept = replace(past, kept_for="those who look back")
     tripwire(kept, False)
-    with pytest.raises(QuirkExpiredError, match=r"said to be gone with torch>=2\.0, but upstream has it again"):
+    with pytest.raises(QuirkExpiredError, match=r"said to be fixed in torch>=2\.0, but upstream has it again"):
         tripwire(kept, True)
     later = replace(ONE, fixed="torch>=99")
     assert not later.is_fixed

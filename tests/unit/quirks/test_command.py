@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 
 from nrl_models import registry
 from nrl_models.cli import app
-from nrl_models.quirks import CATALOGUE, Subject
-from nrl_models.quirks.listing import page_lines
+from nrl_models.devtools.quirk_pages import class_subject, page_lines
+from nrl_models.quirks import CATALOGUE
 from nrl_models.testing.case import FamilyCase
 
 
@@ -71,15 +71,15 @@ def test_a_folder_without_configuration_is_an_error(tmp_path: Path) -> None:
 
 def test_a_familys_page_names_what_concerns_it_and_until_when() -> None:
     names = ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration")
-    lines = page_lines({name: Subject.of_class(registry.model_class(name)) for name in names})
+    lines = page_lines({name: class_subject(registry.model_class(name)) for name in names})
     (types,) = [line for line in lines if line.startswith("- [token-types](../quirks.md#token-types)")]
     assert "(Gemma3ForConditionalGeneration):" in types
     assert types.endswith("no token types (differential probe).")
     assert any(
         line.startswith("- [engine-dummy-buffers](../quirks.md#engine-dummy-buffers): ")
-        and "gone with vllm>=0.9.2" in line
+        and "fixed in vllm>=0.9.2" in line
         for line in lines
     )
     assert not any("fp32-masters" in line for line in lines)
-    plain = page_lines({"LlamaForCausalLM": Subject.of_class(registry.model_class("LlamaForCausalLM"))})
+    plain = page_lines({"LlamaForCausalLM": class_subject(registry.model_class("LlamaForCausalLM"))})
     assert plain == ["None but those of every model."]

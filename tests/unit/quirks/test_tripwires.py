@@ -12,8 +12,9 @@ from quirk_probes import OF_CLASS, OF_INSTALLED
 from quirk_tripwires import tripwire
 
 from nrl_models import families, registry
+from nrl_models.devtools.quirk_pages import class_subject
 from nrl_models.families.table import TABLE
-from nrl_models.quirks import CATALOGUE, Quirk, Subject
+from nrl_models.quirks import CATALOGUE, Quirk
 from nrl_models.testing.case import FamilyCase
 
 SHARING = {
@@ -50,7 +51,7 @@ def test_what_is_installed_still_has_it(quirk: Quirk) -> None:
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_the_class_upstream_still_has_it(architecture: str) -> None:
     model_class = registry.model_class(architecture)
-    subject = Subject.of_class(model_class)
+    subject = class_subject(model_class)
     case = FamilyCase(model_class, tiny=TINY.get(architecture, {}))
     for quirk in CATALOGUE:
         asked = quirk.name in OF_CLASS and (not quirk.every_model or architecture == OF_EVERY_MODEL)

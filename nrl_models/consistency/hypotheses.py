@@ -1,0 +1,213 @@
+"""What a party at fault may compute instead: hypotheses are computed until one gives its numbers.
+
+A hypothesis is cheap next to a search: the log-probabilities a party would give had it left out the temperature, been
+off by a token, dropped the soft cap, kept the weights of before, or not read a key of the configuration. No model is
+known by name: what can be left out is found in the model's head and in its configuration.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from transformers import PreTrainedModel
+
+from nrl_models.consistency.references import References
+from nrl_models.consistency.verdict import Cause, CauseKind
+from nrl_models.logprobs.chunked import chunked_statistics
+from nrl_models.logprobs.head import OutputHead, hidden_states_and_head
+from nrl_models.logprobs.sampling import Sampling
+
+EXPLAINED = 0.1
+"""A hypothesis has to leave less than this share of the difference."""
+
+FAR = 10.0
+"""Nats from which on two log-probabilities of a token are just different."""
+
+BLOCKS = (1, 16, 32, 64, 128)
+"""Sizes of the blocks in which engines cache keys and values."""
+
+LARGE = 3e9
+"""Parameters from which on no models of other configurations are built."""
+
+
+class Hypothesis(NamedTuple):
+    """What a party may compute instead, and the log-probabilities `(sequences, generated)` that gives."""
+
+    cause: Cause
+    logprobs: torch.Tensor
+
+
+def distance(first: torch.Tensor, second: torch.Tensor) -> float:
+    """Mean absolute difference, in nats; a token counts for `FAR` at most, as it does if only one side excludes it."""
+    same = (first == second) | (first.isnan() & second.isnan())
+    difference = (first - second).abs().nan_to_num(nan=FAR, posinf=FAR).clamp(max=FAR)
+    return torch.where(same, 0.0, difference).mean().item()
+
+
+class Hypotheses:
+    """All hypotheses about a party's log-probabilities of some sequences.
+
+    Args:
+        references: models with the right weights.
+        tokens: `(sequences, length)`.
+        generated: how many tokens at the end count.
+        sampling: what they were sampled with.
+    """
+
+    def __init__(self, references: References, tokens: torch.Tensor, generated: int, sampling: Sampling) -> None:
+        self.references, self.tokens, self.generated, self.sampling = references, tokens, generated, sampling
+        self.model = references.model(torch.float32)
+        with torch.no_grad():
+            self.hidden, self.head = hidden_states_and_head(self.model, tokens.to(self.model.device))
+
+    def find_cause(self, party: torch.Tensor, expected: torch.Tensor, floor: float) -> Cause | None:
+        """The cause of the first hypothesis that gives a party's numbers; None if none does.
+
+        Args:
+            party: `(sequences, generated)`: its log-probabilities.
+            expected: the right ones.
+            floor: mean absolute difference, in nats, that rounding leaves.
+        """
+        error = distance(party, expected)
+        for cause, logprobs in self:
+            left = distance(party, logprobs)
+            if left <= max(EXPLAINED * error, floor) and left < 0.5 * error:
+                return cause
+        return None
+
+    def __iter__(self) -> Iterator[Hypothesis]:
+        """The hypotheses, cheap ones first."""
+        yield from self.about_sampling()
+        yield from self.about_alignment()
+        yield from self.about_the_head()
+        yield from self.about_weights()
+        yield from self.about_configuration()
+
+    def about_sampling(self) -> Iterator[Hypothesis]:
+        """Some of temperature, top-k and top-p are left out."""
+        right = self.sampling.processing
+        tried = {right}
+        for message, variant in (
+            ("the temperature was not applied", replace(right, temperature=1.0)),
+            ("top-k and top-p were not applied", Sampling(right.temperature)),
+            ("neither temperature nor top-k and top-p were applied", Sampling()),
+            ("top-p was not applied", replace(right, top_p=1.0)),
+            ("top-k was not applied", replace(right, top_k=0)),
+        ):
+            if variant not in tried:
+                tried.add(variant)
+                logprobs = self._logprobs(self.hidden, self.head, variant)
+                yield Hypothesis(Cause(CauseKind.SAMPLING, message), logprobs)
+
+    def about_alignment(self) -> Iterator[Hypothesis]:
+        """Each token is given the log-probability of its neighbour."""
+        extended = self._logprobs(self.hidden, self.head, self.sampling, self.generated + 1)
+        unknown = torch.full_like(extended[:, :1], math.nan)
+        for neighbour, logprobs in (
+            ("previous", extended[:, : self.generated]),
+            ("next", torch.cat([extended[:, 2:], unknown], 1)),
+        ):
+            message = f"each token had the log-probability of the {neighbour} token"
+            yield Hypothesis(Cause(CauseKind.ALIGNMENT, message), logprobs)
+
+    def about_the_head(self) -> Iterator[Hypothesis]:
+        """The scale or the soft cap after the output embedding is left out."""
+        for message, head in (
+            ("the soft cap of the logits was not applied", replace(self.head, cap=None)),
+            ("the scale of the logits was not applied", replace(self.head, scale=1.0)),
+            ("the scale of the logits was applied twice", replace(self.head, scale=self.head.scale**2)),
+        ):
+            if (head.scale, head.cap) != (self.head.scale, self.head.cap):
+                logprobs = self._logprobs(self.hidden, head, self.sampling)
+                yield Hypothesis(Cause(CauseKind.HEAD, message), logprobs)
+
+    def about_weights(self) -> Iterator[Hypothesis]:
+        """The weights, or cached keys and values, are those of before the last refit."""
+        before = self.references.with_previous_weights(torch.float32)
+        if before is None:
+            return
+        message = "the weights were those of before the last refit"
+        yield Hypothesis(Cause(CauseKind.STALE_WEIGHTS, message), self._of_model(before))
+        prompt = self.tokens.shape[1] - self.generated
+        # A cache keeps whole blocks, and never the last token of a prompt.
+        for cached in sorted({(prompt - 1) // block * block for block in BLOCKS} - {0}, reverse=True):
+            message = f"the keys and values of the first {cached} tokens were cached from before the last refit"
+            try:
+                yield Hypothesis(Cause(CauseKind.STALE_CACHE, message), self._with_cache_of(before, cached))
+            except Exception:  # a model that keeps something else in its cache
+                return
+
+    def about_configuration(self) -> Iterator[Hypothesis]:
+        """A key of the configuration is not read."""
+        if self.model.num_parameters() > LARGE:
+            return
+        config = self.model.config.get_text_config()
+        for key, value in alternatives(config):
+            message = f"`{key}` were {value} and not {getattr(config, key)}"
+            try:
+                logprobs = self._of_model(self.references.with_config({key: value}))
+            except Exception:  # not every combination of values makes a model
+                continue
+            yield Hypothesis(Cause(CauseKind.CONFIG, message, key), logprobs)
+
+    @torch.no_grad()
+    def _with_cache_of(self, before: PreTrainedModel, cached: int) -> torch.Tensor:
+        """The right weights, on keys and values that another model computed for the first tokens."""
+        tokens = self.tokens.to(self.model.device)
+        cache = before(input_ids=tokens[:, :cached], use_cache=True).past_key_values
+        hidden, head = hidden_states_and_head(self.model, tokens[:, cached:], past_key_values=cache)
+        unknown = hidden.new_zeros(len(hidden), cached, hidden.shape[2])  # of the prompt, which does not count
+        return self._logprobs(torch.cat([unknown, hidden], 1), head, self.sampling)
+
+    @torch.no_grad()
+    def _of_model(self, model: PreTrainedModel) -> torch.Tensor:
+        hidden, head = hidden_states_and_head(model, self.tokens.to(model.device))
+        return self._logprobs(hidden, head, self.sampling)
+
+    @torch.no_grad()
+    def _logprobs(
+        self, hidden: torch.Tensor, head: OutputHead, sampling: Sampling, count: int | None = None
+    ) -> torch.Tensor:
+        """Of the last `count` tokens, `(sequences, count)`; of those generated by default."""
+        rows, length = self.tokens.shape
+        first = length - (count or self.generated)
+        tokens = self.tokens[:, first:].to(hidden.device)
+        states = hidden[:, first - 1 : length - 1]
+        found = chunked_statistics(states.flatten(0, 1), head, tokens.flatten(), sampling).logprobs
+        return found.view(rows, -1).double().cpu()
+
+
+def alternatives(config: Any) -> Iterator[tuple[str, Any]]:
+    """Keys of a configuration, with the values they have if nothing reads them: none, one, or the class's default."""
+    default = type(config)()
+    if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
+        yield "layer_types", ["full_attention"] * len(config.layer_types)
+    for key, value in config.to_dict().items():
+        if not hasattr(config, key) or key.startswith("_"):
+            continue
+        if isinstance(value, dict) and "rope_theta" in value:
+            yield from ((key, rope) for rope in _rope_alternatives(value))
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            continue
+        if "softcap" in key or "clip" in key:
+            yield key, None
+        elif key == "sliding_window":
+            yield from ((key, window) for window in (None, value + 1, value - 1))
+        elif key.endswith("_scalar"):
+            yield key, getattr(config, "head_dim", 1)
+        elif key.endswith(("_multiplier", "_scale", "_scaling", "_factor")) and value != 1.0:
+            yield key, 1.0
+        elif key.endswith("_eps") or key == "rope_theta":
+            usual = (getattr(default, key, None), *((1e-5, 1e-6) if key.endswith("_eps") else (10_000.0,)))
+            yield from ((key, other) for other in dict.fromkeys(usual) if other not in (None, value))
+
+
+def _rope_alternatives(rope: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    theta = rope["rope_theta"]
+    if rope.get("rope_type", "default") != "default":
+        yield {"rope_type": "default", "rope_theta": theta}
+    yield from (rope | {"rope_theta": other} for other in (10_000.0, 500_000.0, 1_000_000.0) if other != theta)

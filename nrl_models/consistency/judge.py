@@ -1,0 +1,211 @@
+"""Finds which side of a failing cell is at fault, where, and why.
+
+The same tokens are scored by every party: the engine as it decoded, the engine in one prefill, the trainer, and
+transformers in fp32 and in fp64, which is the closest to the truth that can be computed. A party that is further from
+fp64 than its precision explains is at fault. What it computes instead is found by trying `hypotheses`; the module where
+it diverges is found by comparing modules, if its modules can be recorded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import torch
+
+from nrl_models.common.dtypes import dtype_name
+from nrl_models.consistency.cells import Cell
+from nrl_models.consistency.divergence import Divergence, classify, first_divergence
+from nrl_models.consistency.hypotheses import Hypotheses, distance
+from nrl_models.consistency.measure import Comparison, Measurement, Meter, order_by_error
+from nrl_models.consistency.references import References
+from nrl_models.consistency.verdict import Cause, Deviation, Party, Verdict
+from nrl_models.engines.base import final_scores
+from nrl_models.engines.hf import HFEngine
+from nrl_models.errors import NRLModelsError
+from nrl_models.logprobs.metrics import consistency_metrics
+from nrl_models.logprobs.sampling import Sampling
+from nrl_models.parity.localise import localise
+from nrl_models.quirks import CATALOGUE, Subject, VerdictKind
+
+FLOOR_FACTOR = 5.0
+"""A party may be this many times further from fp64 than transformers in the same precision is."""
+
+MODULE_TOKENS = 256
+"""Tokens on which modules are compared first; if none diverges, the whole sequence is used."""
+
+
+class Judge:
+    """Gives verdicts for one engine and one trainer.
+
+    Args:
+        meter: has measured the parties.
+        references: transformers' models of the same weights.
+        random_weights: whether the engine was started on random weights.
+    """
+
+    def __init__(self, meter: Meter, references: References, *, random_weights: bool = False) -> None:
+        self.engine, self.trainer, self.settings = meter.engine, meter.trainer, meter.settings
+        self.references, self.random_weights = references, random_weights
+
+    def judge(self, cell: Cell, measurement: Measurement) -> Verdict:
+        """The verdict on one measurement of a cell; of one that agrees, kind `precision`."""
+        sampling = self.settings.sampling_of(cell)
+        tokens, parties = _worst_sequences(measurement, self.settings.threshold, 1 if cell.length > 2_000 else 2)
+        generated = measurement.decode.shape[1]
+
+        @cache
+        def reference(dtype: torch.dtype) -> torch.Tensor:
+            engine = HFEngine(self.references.model(dtype), "reference", max_length=tokens.shape[1])
+            return final_scores(engine, tokens, generated, sampling)
+
+        exact, single = reference(torch.float64), reference(torch.float32)
+        errors = {party: _deviation(values, exact) for party, values in (parties | {Party.REFERENCE: single}).items()}
+        not_finite = tuple(
+            party
+            for party, values in parties.items()
+            if values.isnan().any() or (party == Party.DECODE and values.isinf().any())  # what was sampled was possible
+        )
+        if not_finite:
+            return self._finish(VerdictKind.NOT_FINITE, not_finite, errors)
+        if errors[Party.REFERENCE].token_mult_prob_error > self.settings.threshold:
+            return self._finish(VerdictKind.UNSTABLE, (), errors)
+        at_fault: list[Party] = []
+        looks_like, floor = "", 0.0
+        for party, values in parties.items():
+            for dtype in self._possible_dtypes(party):
+                allowed = FLOOR_FACTOR * max(distance(reference(dtype), exact), 1e-6)
+                if distance(values, exact) <= allowed:
+                    looks_like = looks_like or (dtype_name(dtype) if self._dtype(party) is None else "")
+                    break
+            else:
+                floor = floor if at_fault else allowed
+                at_fault.append(party)
+        if not at_fault:
+            return self._finish(VerdictKind.PRECISION, (), errors, found=self._precisions(looks_like))
+        hypotheses = Hypotheses(self.references, tokens, generated, sampling)
+        cause = hypotheses.find_cause(parties[at_fault[0]], single, floor)
+        if len(at_fault) == 1:
+            kind = VerdictKind(at_fault[0])
+        else:
+            kind = VerdictKind.BOTH if Party.TRAINER in at_fault else VerdictKind.ENGINE
+        return self._finish(kind, tuple(at_fault), errors, cause, self._locate(at_fault, tokens))
+
+    def _possible_dtypes(self, party: Party) -> tuple[torch.dtype, ...]:
+        """The dtypes a party may compute in, most precise first: the one it reports, or any if it reports none."""
+        dtype = self._dtype(party)
+        if dtype is None:
+            return torch.float32, torch.float16, torch.bfloat16
+        return (dtype if dtype in (torch.float16, torch.bfloat16) else torch.float32,)
+
+    def _dtype(self, party: Party) -> torch.dtype | None:
+        return (self.trainer if party == Party.TRAINER else self.engine).capabilities().dtype
+
+    def _precisions(self, looks_like: str) -> str:
+        engine, trainer = self._dtype(Party.DECODE), self._dtype(Party.TRAINER)
+        shown = f"not reported (its error is that of {looks_like})" if engine is None else dtype_name(engine)
+        return f"Engine: {shown}; trainer: {'not reported' if trainer is None else dtype_name(trainer)}"
+
+    def _locate(self, at_fault: Sequence[Party], tokens: torch.Tensor) -> Divergence | str:
+        """The first module where the party at fault diverges, or why none is known."""
+        if Party.TRAINER in at_fault:
+            compare = self._in_trainer
+        else:
+            compare = self._in_decode if at_fault == [Party.DECODE] else self._in_engine
+        for length in dict.fromkeys((min(MODULE_TOKENS, tokens.shape[1]), tokens.shape[1])):
+            try:
+                found = compare(tokens[:1, :length])
+            except NRLModelsError as error:
+                return f"Its modules cannot be compared: {error}"
+            if found is not None:
+                return found
+        return "None of its modules diverges"
+
+    def _in_trainer(self, tokens: torch.Tensor) -> Divergence | None:
+        model, reference = self.trainer.model, self.references.model(self.trainer.model.dtype)
+        culprits = localise(model, reference, {"input_ids": tokens.to(model.device)}, max_culprits=3)
+        if not culprits:
+            return None
+        first = culprits[0]
+        detail = first.cause
+        if first.weights and (owner := _owner_of(model, reference, first.weights[0])):
+            detail += f"; {first.weights[0]} holds what belongs in {owner}"
+        if len(culprits) > 1:
+            detail += f"; then {', '.join(culprit.module for culprit in culprits[1:])}"
+        return Divergence(
+            first.module, first.class_name, first.max_diff, relative=False, weights=first.weights, detail=detail
+        )
+
+    def _in_engine(self, tokens: torch.Tensor) -> Divergence | None:
+        ids = tokens[0].tolist()
+        dtype = self.engine.capabilities().dtype or torch.float32
+        actual = self.engine.module_calls(ids)
+        expected = HFEngine(self.references.model(torch.float32, combined=True)).module_calls(ids)
+        divergence = first_divergence(actual, expected, dtype)
+        if divergence is None:
+            return None
+        previous = self.references.with_previous_weights(torch.float32, combined=True)
+        return classify(divergence, actual, expected, previous, dtype)
+
+    def _in_decode(self, tokens: torch.Tensor) -> Divergence | None:
+        """Decoding compared with prefill, within the engine."""
+        prompt = tokens[0].tolist()
+        sample = self.engine.generate([prompt[:-1]], Sampling(0.0), max_new_tokens=1)[0]
+        decoded = self.engine.module_calls(sample.sequence, decode_last=True)
+        prefilled = self.engine.module_calls(sample.sequence)
+        dtype = self.engine.capabilities().dtype or torch.float32
+        found = first_divergence(decoded, prefilled, dtype)
+        return found and replace(found, detail="decoding one token after a cached prompt, compared with one prefill")
+
+    def _finish(
+        self,
+        kind: VerdictKind,
+        at_fault: tuple[Party, ...],
+        errors: Mapping[Party, Deviation],
+        cause: Cause | None = None,
+        found: Divergence | str = "",
+    ) -> Verdict:
+        verdict = Verdict(kind, at_fault, errors, cause, random_weights=self.random_weights)
+        located = {"note": found} if isinstance(found, str) else {"divergence": found}
+        verdict = replace(verdict, **located)
+        subject = Subject(self.trainer.model)
+        matching = (quirk for quirk in CATALOGUE if quirk.explains(verdict.evidence) and quirk.applies(subject))
+        return replace(verdict, quirks=tuple(quirk.name for quirk in matching))
+
+
+def _worst_sequences(
+    measurement: Measurement, threshold: float, count: int
+) -> tuple[torch.Tensor, dict[Party, torch.Tensor]]:
+    """The sequences with the largest errors, and every party's log-probabilities of them."""
+    metrics = measurement.metrics
+    sampled = [metrics[name] for name in (Comparison.DECODE, Comparison.PREFILL) if name in metrics]
+    if Comparison.STRICT in metrics and all(found.token_mult_prob_error <= threshold for found in sampled):
+        tokens = measurement.strict_tokens
+        parties = {Party.TRAINER: measurement.strict_trainer, Party.PREFILL: measurement.strict_engine}
+    else:
+        tokens = measurement.tokens
+        parties = {
+            Party.TRAINER: measurement.trainer,
+            Party.DECODE: measurement.decode,
+            Party.PREFILL: measurement.prefill,
+        }
+    assert tokens is not None
+    present = {party: values for party, values in parties.items() if values is not None}
+    rows = order_by_error(*present.values())[:count]
+    return tokens[rows], {party: values[rows] for party, values in present.items()}
+
+
+def _deviation(values: torch.Tensor, exact: torch.Tensor) -> Deviation:
+    found = consistency_metrics(values, exact)
+    return Deviation(found.token_mult_prob_error, found.max)
+
+
+def _owner_of(model: Any, reference: Any, name: str) -> str:
+    """The name of the reference's tensor that `model` has under the wrong `name`; empty if it is none of them."""
+    wrong = model.state_dict_adapter.to_hf(model.state_dict(), layout="transformers")[name]
+    for other, tensor in reference.state_dict().items():
+        if other != name and tensor.shape == wrong.shape and torch.equal(tensor.to(wrong.device), wrong):
+            return other
+    return ""
