@@ -250,7 +250,7 @@ class HFEngine(Engine):
         return result
 
     def _with_groups(self, calls: Mapping[str, ModuleCall]) -> dict[str, ModuleCall]:
-        """The calls, with each group of projections added, after its first part, as the single linear that engines have."""
+        """The calls, with each group of projections added as the single linear that engines have for it."""
         names = {id(module): name for name, module in self.model.named_modules()}
         groups: dict[str, tuple[str, list[str]]] = {}
         for owner, name, group in groups_of(self.model):
