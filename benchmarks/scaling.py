@@ -68,7 +68,7 @@ def row(case: Case) -> str:
     """A case as a line of the table, in GiB on a rank."""
     import transformers
 
-    from nrl_models.distributed.mesh import parse_mesh
+    from nrl_models.common.mesh_sizes import parse_mesh
     from nrl_models.onboarding.estimate import GIB, Setting, estimate
 
     config = getattr(transformers, f"{case.kind}Config")(**case.values, architectures=[f"{case.kind}ForCausalLM"])

@@ -1,25 +1,63 @@
-"""The application, and what every command shares: its arguments, its output, and errors without tracebacks."""
+"""What every command prints and writes, and how it fails: with a message, never with a traceback."""
 
 from __future__ import annotations
 
 import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
+from rich.console import Console
 from typer.core import TyperGroup
 
 if TYPE_CHECKING:
     from rich.table import Table
 
+PROGRESS_SECONDS = 5.0
+"""Where there is no terminal, how long to wait between two lines about the same step."""
+
+STANDARD_OUTPUT = Path("-")
+"""What `--json` takes for standard output."""
+
+
+@dataclass
+class Output:
+    """Where this run of the command prints.
+
+    Args:
+        quiet: whether nothing but errors and the JSON of `--json -` is printed.
+        json_only: whether standard output is for JSON alone; tables and messages then go to standard error.
+    """
+
+    quiet: bool = False
+    json_only: bool = False
+
+    def console(self, *, stderr: bool = False) -> Console:
+        """The console for results or, with `stderr`, for progress."""
+        console = Console(stderr=stderr or self.json_only, quiet=self.quiet)
+        if not console.is_terminal and "COLUMNS" not in os.environ:
+            console.width = 160  # a pipe or a log: wide enough that a table's rows stay one line each
+        return console
+
+
+output = Output()
+
 
 class Commands(TyperGroup):
-    """Commands that print what this library raises on purpose, and what files make fail, without a traceback."""
+    """Commands whose expected errors (this library's, and those of the file system) are printed as messages."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Take `--quiet` behind the command's name, too."""
+        quiet = [argument for argument in args if argument in ("--quiet", "-q")]
+        return super().parse_args(ctx, [*quiet[:1], *(argument for argument in args if argument not in quiet)])
 
     def invoke(self, ctx: Any) -> Any:
         """Run a command; exit with 2 if it failed."""
-        from rich.console import Console
-
         from nrl_models.errors import NRLModelsError
 
         try:
@@ -27,71 +65,54 @@ class Commands(TyperGroup):
         except BrokenPipeError:  # whoever read the output has gone
             raise
         except (NRLModelsError, OSError) as error:
-            Console(stderr=True).print(f"[bold red]error:[/bold red] {type(error).__name__}", highlight=False)
-            Console(stderr=True).print(str(error), markup=False, highlight=False)
+            console = Console(stderr=True, soft_wrap=True, highlight=False)
+            console.print(f"[bold red]error:[/bold red] {type(error).__name__}")
+            console.print(str(error), markup=False)
             raise typer.Exit(2) from error
 
 
-app = typer.Typer(
-    cls=Commands,
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    help="Prepares Hugging Face models for RL post-training and verifies that nothing changed.",
-)
-
-CheckpointPath = Annotated[Path, typer.Argument(help="A checkpoint folder.")]
-
-
-def writable(file: Path | None) -> Path | None:
-    """Make sure that a result can be written, before time is spent on it."""
-    if file is not None:
-        try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            is_new = not file.exists()
-            file.open("a").close()
-            if is_new:
-                file.unlink()
-        except OSError as error:
-            raise typer.BadParameter(f"{file} cannot be written: {error.strerror}") from error
-    return file
-
-
-def existing_device(name: str) -> str:
-    """Make sure that torch can put a tensor on a device."""
-    import torch
-
-    try:
-        torch.empty(1, device=name)
-    except (AssertionError, RuntimeError, NotImplementedError) as error:
-        raise typer.BadParameter(f"{name}: {str(error).splitlines()[0]}") from error
-    return name
-
-
-JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the result here as JSON, too.", callback=writable)]
-
-
-def print_table(table: Table | str) -> None:
+def show(result: Table | str) -> None:
     """Print a table, whose cells may have markup, or a line as it is."""
-    import os
-    import sys
-
-    from rich.console import Console
-
-    # Where the width is not known (a pipe, a log), wide enough that a table's rows stay one line each.
-    width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 160
-    Console(width=width).print(table, highlight=False, markup=not isinstance(table, str))
+    is_line = isinstance(result, str)
+    output.console().print(result, highlight=False, markup=not is_line, soft_wrap=is_line)
 
 
 def write_json(file: Path | None, content: Any) -> None:
     """Write what `--json` asks for, if it was given."""
-    if file is not None:
-        file.write_text(json.dumps(content, indent=2) + "\n")
+    text = json.dumps(content, indent=2)
+    if file == STANDARD_OUTPUT:
+        typer.echo(text)
+    elif file is not None:
+        file.write_text(text + "\n", encoding="utf-8")
 
 
 def show_report(report: Any, json_file: Path | None) -> None:
     """Print a report's table, write it as JSON where that is asked for, and exit with 1 if it did not pass."""
-    print_table(report.table())
+    show(report.table())
     write_json(json_file, report.to_json())
     if not report.passed:
         raise typer.Exit(1)
+
+
+@contextmanager
+def status(message: str) -> Iterator[Callable[[str], None]]:
+    """Tell on standard error what runs: beside a spinner in a terminal, else as lines, one in some seconds.
+
+    Yields:
+        What tells of the next step.
+    """
+    console = output.console(stderr=True)
+    if console.is_terminal:
+        with console.status(message) as spinner:
+            yield spinner.update
+        return
+    console.print(message, highlight=False)
+    shown = time.monotonic()
+
+    def update(message: str) -> None:
+        nonlocal shown
+        if time.monotonic() - shown >= PROGRESS_SECONDS:
+            console.print(message, highlight=False)
+            shown = time.monotonic()
+
+    yield update

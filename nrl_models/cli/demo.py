@@ -1,8 +1,9 @@
-"""The main job, once, on real input: train a model with transformers, take it over here, prove it, give it back."""
+"""The main job, once, on real input: train a model with transformers, load it here, check it, save it again."""
 
 from __future__ import annotations
 
 import re
+import shlex
 import shutil
 import time
 from collections.abc import Iterator
@@ -10,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM as HFAutoModelForCausalLM
 from transformers import LlamaConfig, PreTrainedTokenizerFast
@@ -18,7 +18,8 @@ from transformers import LlamaForCausalLM as HFLlamaForCausalLM
 from transformers.utils import logging
 
 from nrl_models.auto import AutoModelForCausalLM
-from nrl_models.common.projections import report
+from nrl_models.cli.console import status
+from nrl_models.common.projections import report as projections_report
 from nrl_models.inputs.real_text import END, text_of_this_machine
 from nrl_models.parity import check_parity, compare_state_dicts
 from nrl_models.parity.parity_report import ParityReport, ParityRow
@@ -45,11 +46,11 @@ CONFIG = LlamaConfig(
 PROMPTS = ("def main(", "import os\n", "The function returns", "class Error(Exception):\n")
 
 
-def run_demo(folder: str | Path, *, steps: int = 150, seed: int = 0) -> ParityReport:
+def run_demo(folder: str | Path, *, steps: int = 100, seed: int = 0) -> ParityReport:
     """Run everything; the trained checkpoint stays in `folder/checkpoint`.
 
     Args:
-        folder: where to work; what an earlier run left there is replaced.
+        folder: the directory to work in; what an earlier run left there is replaced.
         steps: training steps.
         seed: of weights and batches.
 
@@ -60,31 +61,40 @@ def run_demo(folder: str | Path, *, steps: int = 150, seed: int = 0) -> ParityRe
     checkpoint, resaved = folder / "checkpoint", folder / "resaved"
     for path in (checkpoint, resaved):
         shutil.rmtree(path, ignore_errors=True)
-    report = ParityReport("demo: a Llama trained with transformers, taken over by nrl_models and given back")
-    console = Console(stderr=True)
+    report = ParityReport("demo: a Llama trained with transformers, loaded and saved by nrl_models")
     torch.manual_seed(seed)
-    with console.status("reading text of this machine's Python"):
+    with status("reading text of this machine's Python, and training a tokenizer on it"):
         text = text_of_this_machine()
         tokenizer = train_tokenizer(text)
         tokens = torch.tensor(tokenizer(text)["input_ids"])
     logging.disable_progress_bar()
-    with console.status(f"training on {len(tokens):,} tokens") as status:
+    with status(f"training a model on {len(tokens):,} tokens for {steps} steps") as note:
         started, losses = time.perf_counter(), []
         model: Any = HFLlamaForCausalLM(CONFIG)
         for step, loss in enumerate(train(model, tokens, steps)):
             losses.append(loss)
-            status.update(f"training: step {step + 1}/{steps}, loss {loss:.2f}")
+            note(f"training: step {step + 1}/{steps}, loss {loss:.2f}")
         seconds = time.perf_counter() - started
-    report.add([_learnt(model, losses, seconds)])
+    report.add([_trained(model, losses, seconds)])
     model.to(torch.bfloat16).save_pretrained(checkpoint, max_shard_size="3MB")
     tokenizer.save_pretrained(checkpoint)
-    with console.status("checking parity with transformers"):
-        report.add(_loads(checkpoint))
+    with status("loading the checkpoint, and comparing the model with transformers' at three levels"):
+        report.add(_loaded(checkpoint))
         report.add(check_parity(checkpoint).rows)
-    with console.status("generating and giving it back"):
-        report.add(_generates(checkpoint, tokenizer))
-        report.add(_gives_back(checkpoint, resaved))
+    with status("generating text, and saving the model for transformers to load"):
+        report.add(_generated(checkpoint, tokenizer))
+        report.add(_saved(checkpoint, resaved))
     return report
+
+
+def next_commands(folder: str | Path) -> list[str]:
+    """Commands to try on what the demo left in `folder`; each takes seconds and needs nothing else installed."""
+    checkpoint, measurements = (shlex.quote(str(Path(folder) / name)) for name in ("checkpoint", "consistency"))
+    return [
+        f"nrl-models inspect {checkpoint}",
+        f"nrl-models plan {checkpoint} --mesh fsdp=2 --seq-len 128",
+        f"nrl-models consistency {checkpoint} --engine hf-generate --length 100 --batch 1 --out {measurements}",
+    ]
 
 
 def train_tokenizer(text: str) -> PreTrainedTokenizerFast:
@@ -120,7 +130,7 @@ def train(model: torch.nn.Module, tokens: torch.Tensor, steps: int) -> Iterator[
     model.eval()
 
 
-def _learnt(model: torch.nn.Module, losses: list[float], seconds: float) -> ParityRow:
+def _trained(model: torch.nn.Module, losses: list[float], seconds: float) -> ParityRow:
     size = sum(parameter.numel() for parameter in model.parameters()) / 1e6
     window = max(1, len(losses) // 10)
     last = sum(losses[-window:]) / window
@@ -133,10 +143,10 @@ def _learnt(model: torch.nn.Module, losses: list[float], seconds: float) -> Pari
     )
 
 
-def _loads(checkpoint: Path) -> Iterator[ParityRow]:
+def _loaded(checkpoint: Path) -> Iterator[ParityRow]:
     shards = sorted(checkpoint.glob("*.safetensors"))
     model = AutoModelForCausalLM.from_pretrained(checkpoint)
-    combined = sum(group.joined for group in report(model))
+    combined = sum(group.joined for group in projections_report(model))
     expected = 2 * CONFIG.num_hidden_layers
     yield ParityRow(
         "loaded through the registry",
@@ -147,7 +157,7 @@ def _loads(checkpoint: Path) -> Iterator[ParityRow]:
     )
 
 
-def _generates(checkpoint: Path, tokenizer: PreTrainedTokenizerFast) -> Iterator[ParityRow]:
+def _generated(checkpoint: Path, tokenizer: PreTrainedTokenizerFast) -> Iterator[ParityRow]:
     ours: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     theirs: Any = HFAutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     options = {"max_new_tokens": 32, "do_sample": False, "pad_token_id": tokenizer.pad_token_id}
@@ -166,7 +176,7 @@ def _generates(checkpoint: Path, tokenizer: PreTrainedTokenizerFast) -> Iterator
     )
 
 
-def _gives_back(checkpoint: Path, resaved: Path) -> Iterator[ParityRow]:
+def _saved(checkpoint: Path, resaved: Path) -> Iterator[ParityRow]:
     AutoModelForCausalLM.from_pretrained(checkpoint).save_pretrained(resaved, max_shard_size="3MB")
     upstream: Any = HFAutoModelForCausalLM
     original = upstream.from_pretrained(checkpoint)

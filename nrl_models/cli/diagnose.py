@@ -7,8 +7,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from nrl_models.cli.console import CheckpointPath, JsonFile, app, write_json
-from nrl_models.cli.engines import Dtype, EngineName, EngineOptions, dtype_of, options_of
+from nrl_models.cli.arguments import (
+    CheckpointPath,
+    Dtype,
+    DtypeName,
+    EngineName,
+    EngineOption,
+    EngineOptions,
+    JsonFile,
+    torch_dtype,
+)
+from nrl_models.cli.console import show, write_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -17,29 +26,25 @@ if TYPE_CHECKING:
     from nrl_models.diagnostics.result import Diagnosis
     from nrl_models.engines import Engine
 
-diagnose = typer.Typer(no_args_is_help=True, help="Small checks of single things that have gone wrong before.")
-app.add_typer(diagnose, name="diagnose")
+app = typer.Typer(no_args_is_help=True, help="Targeted checks for known failure modes.")
 
 
 def _show(result: Diagnosis, json_file: Path | None) -> None:
-    """Print a diagnosis, write it, and exit with 1 if it failed and that is to be mended."""
-    from rich.console import Console
-
-    console = Console(soft_wrap=True)
+    """Print a diagnosis, write it, and exit with 1 if it failed and is not informative."""
     for line in result.lines:
-        console.print(line, markup=False, highlight=False)
+        show(line)
     write_json(json_file, result.to_json())
     if not (result.passed or result.informative):
         raise typer.Exit(1)
 
 
-def _engine(path: Path, name: str, dtype: str | None, options: list[str] | None, **more: Any) -> Engine:
+def _engine(path: Path, name: str, dtype: DtypeName | None, options: list[EngineOption] | None, **more: Any) -> Engine:
     from nrl_models.engines import start_engine
 
-    return start_engine(name, path, dtype=dtype_of(dtype), **(more | options_of(options)))
+    return start_engine(name, path, dtype=torch_dtype(dtype), **(more | dict(options or ())))
 
 
-def _prompts(path: Path) -> Prompts:
+def _prompt_source(path: Path) -> Prompts:
     from nrl_models.common.checkpoint.files import resolve_folder
     from nrl_models.consistency.prompts import Prompts
     from nrl_models.loading.read_config import read_config
@@ -48,15 +53,15 @@ def _prompts(path: Path) -> Prompts:
     return Prompts.of_checkpoint(folder, read_config(folder).get_text_config().vocab_size)
 
 
-def _made(prompts: Prompts, length: int, count: int, seed: int = 0) -> list[list[int]]:
+def _prompts(source: Prompts, length: int, count: int, seed: int = 0) -> list[list[int]]:
     """Prompts of real text where there is a tokenizer, else of numbers."""
     from nrl_models.consistency.cells import Cell
 
-    data = "dummy" if prompts.tokenizer is None else "real"
-    return prompts.make(Cell(length, data, "sampling", count), length, seed)
+    data = "dummy" if source.tokenizer is None else "real"
+    return source.make(Cell(length, data, "sampling", count), length, seed)
 
 
-@diagnose.command("max-model-len")
+@app.command()
 def max_model_len(
     path: CheckpointPath,
     engine: EngineName = "vllm",
@@ -68,7 +73,7 @@ def max_model_len(
     """1: the engine keeps to the longest sequence it was told."""
     from nrl_models.diagnostics.engine_checks import PROMPT_TOKENS, diagnose_max_model_len
 
-    prompt = _made(_prompts(path), PROMPT_TOKENS, 1)[0]
+    prompt = _prompts(_prompt_source(path), PROMPT_TOKENS, 1)[0]
     # A server has its own limit, chosen where it was started.
     asked = {} if engine.startswith("http") else {"max_length": limit}
     with _engine(path, engine, dtype, engine_option, **asked) as started:
@@ -76,7 +81,7 @@ def max_model_len(
     _show(result, json_file)
 
 
-@diagnose.command("decode-vs-prefill")
+@app.command()
 def decode_vs_prefill(
     path: CheckpointPath,
     engine: EngineName = "vllm",
@@ -92,7 +97,7 @@ def decode_vs_prefill(
     """2: decoding gives the log-probabilities of one prefill."""
     from nrl_models.diagnostics.engine_checks import diagnose_decode_vs_prefill
 
-    made = _made(_prompts(path), length, prompts, seed)
+    made = _prompts(_prompt_source(path), length, prompts, seed)
     with _engine(path, engine, dtype, engine_option, seed=seed) as started:
         result = diagnose_decode_vs_prefill(
             started, str(path), made, new_tokens=new_tokens, threshold=threshold, seed=seed
@@ -100,7 +105,7 @@ def decode_vs_prefill(
     _show(result, json_file)
 
 
-@diagnose.command()
+@app.command()
 def embeddings(
     path: CheckpointPath,
     near_zero_threshold: Annotated[float, typer.Option(help="On the largest absolute value of a row.")] = 1e-10,
@@ -120,7 +125,7 @@ def embeddings(
     _show(result, json_file)
 
 
-@diagnose.command()
+@app.command()
 def precision(
     path: CheckpointPath,
     engine: EngineName = "vllm",
@@ -138,12 +143,12 @@ def precision(
     def start(mode: dict[str, Any]) -> Any:
         return _engine(path, engine, dtype, engine_option, **mode)
 
-    made = _made(_prompts(path), length, prompts)
+    made = _prompts(_prompt_source(path), length, prompts)
     result = diagnose_precision(start, str(path), made, new_tokens=new_tokens, tolerance=tolerance)
     _show(result, json_file)
 
 
-@diagnose.command("prefix-caching")
+@app.command()
 def prefix_caching(
     path: CheckpointPath,
     engine: EngineName = "vllm",
@@ -156,13 +161,13 @@ def prefix_caching(
     """5: no NaN once an answer is part of the next prompt."""
     from nrl_models.diagnostics.engine_checks import diagnose_prefix_caching
 
-    made = _prompts(path)
-    prompt = made.counting(count)
+    source = _prompt_source(path)
+    prompt = source.counting(count)
     # One more token, because the engine samples one when it scores.
     options: dict[str, Any] = {"enable_prefix_caching": True} if engine == "vllm" else {}
     if not engine.startswith("http"):
         options["max_length"] = len(prompt) + 2 * new_tokens + 1
-    decode: Callable[..., str] | None = None if made.tokenizer is None else made.text
+    decode: Callable[..., str] | None = None if source.tokenizer is None else source.text
     with _engine(path, engine, dtype, engine_option, **options) as started:
         result = diagnose_prefix_caching(started, str(path), prompt, new_tokens=new_tokens, decode=decode)
     _show(result, json_file)

@@ -1,7 +1,7 @@
 """Models larger than one device: sharding, checkpoints and refit, on torch.distributed."""
 
+from nrl_models.common.mesh_sizes import parse_mesh
 from nrl_models.distributed.context_parallel import check_context_parallel, context_parallel
-from nrl_models.distributed.mesh import parse_mesh
 from nrl_models.distributed.parallel_plan import ParallelPlan, plan_for
 from nrl_models.distributed.parallelize import parallelize
 from nrl_models.distributed.resume import load_checkpoint, save_checkpoint

@@ -24,8 +24,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
 
 from nrl_models.auto import auto_class_of
+from nrl_models.common.mesh_sizes import DIMENSIONS
 from nrl_models.distributed import styles
-from nrl_models.distributed.mesh import DIMENSIONS, size_of
+from nrl_models.distributed.mesh import size_of
 from nrl_models.distributed.parallel_plan import plan_for
 from nrl_models.distributed.parallelize import divide_data, divide_model
 from nrl_models.distributed.sharding import sharding_of

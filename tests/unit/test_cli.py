@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from nrl_models import registry
 from nrl_models.cli import app, demo
@@ -21,6 +21,11 @@ from nrl_models.parity import ParityReport, ParityRow
 from nrl_models.testing.case import FamilyCase
 
 runner = CliRunner()
+
+
+def words(result: Result) -> str:
+    """What was printed, without line breaks and frames."""
+    return " ".join(result.output.replace("│", " ").split())
 
 
 @pytest.fixture
@@ -70,7 +75,7 @@ def test_parity_exits_non_zero_on_failure(checkpoint: Path, monkeypatch: pytest.
 def test_parity_refuses_an_unknown_check(checkpoint: Path) -> None:
     result = runner.invoke(app, ["parity", str(checkpoint), "--check", "9"])
     assert result.exit_code == 2
-    assert "expected some of" in result.output
+    assert "'9' is not one of '1', '2', '3', 'gradients'" in words(result)
 
 
 def test_convert(checkpoint: Path, tmp_path: Path) -> None:
@@ -90,7 +95,7 @@ def test_errors_have_no_traceback(command: list[str], tmp_path: Path) -> None:
     arguments = [*command, str(tmp_path), *([str(tmp_path / "out")] if command == ["convert"] else [])]
     result = runner.invoke(app, arguments)
     assert result.exit_code == 2
-    assert "config.json: is missing" in result.output
+    assert "config.json is missing" in words(result)
     assert "Traceback" not in result.output
     assert not (tmp_path / "out").exists()
 
@@ -136,14 +141,14 @@ def test_a_path_that_is_nowhere(command: str, tmp_path: Path) -> None:
     arguments = [command, str(tmp_path / "nowhere"), *([str(tmp_path / "out")] if command == "convert" else [])]
     result = runner.invoke(app, arguments)
     assert result.exit_code == 2
-    assert "is no folder, and cannot be fetched" in " ".join(result.output.split())
+    assert "no such directory" in words(result)
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--dtype", "int8"], "dtype='int8': expected 'auto' or a floating-point dtype"),
+        (["--dtype", "int8"], "'int8' is not one of 'auto', 'float32'"),
         (["--max-shard-size", "huge"], "max_shard_size='huge': expected a size such as '5GB'"),
     ],
 )
@@ -152,7 +157,7 @@ def test_convert_refuses_what_it_does_not_know(
 ) -> None:
     result = runner.invoke(app, ["convert", str(checkpoint), str(tmp_path / "out"), *arguments])
     assert result.exit_code == 2
-    assert says in result.output
+    assert says in words(result)
     assert not (tmp_path / "out").exists()
 
 
@@ -184,7 +189,7 @@ def test_a_process_ends_with_its_message_on_the_error_stream(tmp_path: Path) -> 
     command = [sys.executable, "-m", "nrl_models", "inspect", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert "config.json: is missing" in done.stderr
+    assert "config.json is missing" in done.stderr
     assert "Traceback" not in done.stderr
     assert not done.stdout
 
@@ -223,7 +228,7 @@ RESULTS = Path(__file__).parents[2] / "docs" / "model-coverage" / "results.json"
 
 @pytest.mark.usefixtures("every_family")
 def test_coverage_from_given_results(tmp_path: Path) -> None:
-    result = runner.invoke(app, ["coverage", "--results", str(RESULTS), "--out", str(tmp_path / "pages")])
+    result = runner.invoke(app, ["dev", "coverage", "--results", str(RESULTS), "--out", str(tmp_path / "pages")])
     assert result.exit_code == 0, result.output
     pages = {path.name: path.read_text() for path in (tmp_path / "pages").iterdir()}
     assert pages.keys() == {"index.md", "overview.json", *(f"{family}.md" for family in registry.FAMILIES)}
@@ -237,7 +242,7 @@ def test_coverage_from_results_that_are_none(content: str | None, tmp_path: Path
     file = tmp_path / "results.json"
     if content is not None:
         file.write_text(content)
-    result = runner.invoke(app, ["coverage", "--results", str(file), "--out", str(tmp_path / "pages")])
+    result = runner.invoke(app, ["dev", "coverage", "--results", str(file), "--out", str(tmp_path / "pages")])
     assert result.exit_code == 2
     assert "results.json" in result.output.replace("\n", "")
     assert not (tmp_path / "pages").exists()

@@ -19,6 +19,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from safetensors import SafetensorError, safe_open
 from transformers.modeling_utils import str_to_torch_dtype
 
+from nrl_models.common.checkpoint.local_path import is_local
 from nrl_models.common.checkpoint.page_maps import Run, joined, map_file, map_runs
 from nrl_models.common.garbage import no_collections
 from nrl_models.errors import CheckpointError, Problem, ProblemKind
@@ -245,6 +246,13 @@ def resolve_folder(
     """
     folder = Path(path_or_id).expanduser()
     if not folder.is_dir():
+        if is_local(path_or_id):
+            detail = "is a file, expected a directory" if folder.is_file() else "no such directory"
+            raise CheckpointError(
+                f"cannot load {path_or_id}",
+                [Problem(ProblemKind.FILE, str(path_or_id), detail)],
+                ["check the path, or give the name of a hub repository (owner/name)"],
+            )
         prefix = f"{subfolder.strip('/')}/" if subfolder else ""
         patterns = [prefix + name for name in ("*.json", "*.py", "model*.safetensors")]
         try:
@@ -254,7 +262,7 @@ def resolve_folder(
                 )
             )
         except (HfHubHTTPError, HFValidationError, OSError) as error:
-            detail = f"is no folder, and cannot be fetched as a hub repository: {error}"
+            detail = f"is not a directory, and cannot be fetched as a hub repository: {error}"
             raise CheckpointError(
                 f"cannot load {path_or_id}",
                 [Problem(ProblemKind.FILE, str(path_or_id), detail)],

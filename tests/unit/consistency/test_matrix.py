@@ -17,7 +17,7 @@ from small_cell import SETTINGS
 from typer.testing import CliRunner
 
 from nrl_models.cli import app
-from nrl_models.cli.engines import _command
+from nrl_models.cli.checking import shown_command
 from nrl_models.consistency.cells import Settings
 from nrl_models.consistency.consistency_report import ConsistencyReport
 from nrl_models.consistency.html import write_html
@@ -227,7 +227,7 @@ def test_colours_stand_for_the_same_differences_on_every_page(run: Run, engine: 
 
 def test_the_report_shows_the_command_without_its_secrets() -> None:
     arguments = ["consistency", "demo", "--engine", "http://me:hunter2@host:1", "--engine-option", "api_key=hunter2"]
-    command = _command([*arguments, "--engine-option=api_key=hunter2", "--new-tokens=8"])
+    command = shown_command([*arguments, "--engine-option=api_key=hunter2", "--new-tokens=8"])
     assert "hunter2" not in command
     assert "//...@host:1" in command
     assert "--new-tokens=8" in command
@@ -257,7 +257,7 @@ def test_the_command_writes_what_was_asked_for(checkpoint: Path, tmp_path: Path)
         (["--length", "5000"], "5,000"),
         (["--temperature", "0"], "choose mode greedy"),
         (["--engine-option", "device"], "expected KEY=VALUE"),
-        (["--dtype", "int8"], "expected float32"),
+        (["--dtype", "int8"], "'int8' is not one of 'float32'"),
     ],
     ids=["engine", "server", "tokenizer", "length", "temperature", "option", "dtype"],
 )

@@ -186,7 +186,7 @@ def test_one_of_each_family_comes_first() -> None:
 
 def test_survivors_fail_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Hunt, "run", lambda self, mutants: Outcome({"a": "test_lora"}, ["b"]))
-    result = CliRunner().invoke(app, ["mutate", "LlamaForCausalLM", "--results", str(tmp_path / "results.json")])
+    result = CliRunner().invoke(app, ["dev", "mutate", "LlamaForCausalLM", "--results", str(tmp_path / "results.json")])
     assert result.exit_code == 1
     assert "LlamaForCausalLM: 1 of 2 killed" in result.output
     assert "survived: b" in result.output

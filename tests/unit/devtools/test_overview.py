@@ -59,7 +59,9 @@ def test_the_command_prints_what_is_asked_for_and_writes_nothing(tmp_path: Path)
     overview.write(ROWS, tmp_path / overview.FILE)
     assert overview.read(tmp_path / overview.FILE) == ROWS
     before = sorted(tmp_path.iterdir())
-    result = CliRunner().invoke(app, ["coverage", "--out", str(tmp_path), "--kind", "dense", "--feature", "generate"])
+    result = CliRunner().invoke(
+        app, ["dev", "coverage", "--out", str(tmp_path), "--kind", "dense", "--feature", "generate"]
+    )
     assert result.exit_code == 0, result.output
     assert "1 architecture" in result.output
     assert "NovaForCausalLM" in result.output
@@ -68,6 +70,6 @@ def test_the_command_prints_what_is_asked_for_and_writes_nothing(tmp_path: Path)
 
 
 def test_without_an_overview_the_command_says_what_to_do(tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["coverage", "--out", str(tmp_path), "--kind", "dense"])
+    result = CliRunner().invoke(app, ["dev", "coverage", "--out", str(tmp_path), "--kind", "dense"])
     assert result.exit_code == 2
     assert "run nrl-models coverage" in " ".join(result.output.split())

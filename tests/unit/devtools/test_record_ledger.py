@@ -80,10 +80,10 @@ def test_the_command_fails_where_the_two_part(monkeypatch: pytest.MonkeyPatch) -
         yield "NovaForCausalLM", LEDGER
 
     monkeypatch.setattr(record_ledger, "write_ledger", write)
-    result = CliRunner().invoke(app, ["ledger", "NovaForCausalLM", "--again"])
+    result = CliRunner().invoke(app, ["dev", "ledger", "NovaForCausalLM", "--again"])
     assert result.exit_code == 1
     assert "NovaForCausalLM: 2 consumed, 1 inert, 1 default only" in result.output
-    assert "hidden_size moves otherwise than in transformers: outputs: .logits differs" in result.output
+    assert "hidden_size acts otherwise than in transformers: outputs: .logits differs" in result.output
 
 
 def test_the_file_is_shipped_and_orderly() -> None:

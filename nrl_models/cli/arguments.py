@@ -1,0 +1,173 @@
+"""Arguments that several commands take. They are checked before torch is imported, so that a mistake shows at once."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, overload
+
+import typer
+
+from nrl_models.cli.console import STANDARD_OUTPUT, output
+from nrl_models.common.checkpoint.local_path import is_local
+from nrl_models.common.mesh_sizes import parse_mesh
+from nrl_models.errors import ShardingError
+
+if TYPE_CHECKING:
+    import torch
+
+CONFIG_NAME = "config.json"
+
+DtypeName = Literal["float32", "bfloat16", "float16", "float64"]
+
+
+class EngineOption(NamedTuple):
+    """A `KEY=VALUE` that an engine takes."""
+
+    key: str
+    value: Any
+
+
+def checkpoint_path(text: str) -> Path:
+    """A checkpoint's directory, or the name of a hub repository.
+
+    Raises:
+        typer.BadParameter: there is no such directory, or its `config.json` is missing or damaged.
+    """
+    path = Path(text).expanduser()
+    if not is_local(text):
+        return path
+    if path.is_file():
+        raise typer.BadParameter(f"{text} is a file, expected a checkpoint's directory")
+    if not path.is_dir():
+        raise typer.BadParameter(f"no such directory: {text}")
+    if (path / CONFIG_NAME).exists():
+        _check_config(path / CONFIG_NAME)
+    elif not (path / "adapter_config.json").exists():  # of which loading has more to say
+        raise typer.BadParameter(f"{text}: config.json is missing; expected a checkpoint's directory")
+    return path
+
+
+def config_path(text: str) -> Path:
+    """As `checkpoint_path`, or a configuration's file."""
+    path = Path(text).expanduser()
+    if path.is_file():
+        _check_config(path)
+        return path
+    return checkpoint_path(text)
+
+
+def local_config_path(text: str) -> Path:
+    """As `config_path`, but no hub repository."""
+    if not Path(text).expanduser().exists():
+        raise typer.BadParameter(f"no such file or directory: {text}")
+    return config_path(text)
+
+
+def _check_config(file: Path) -> None:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise typer.BadParameter(f"{file} cannot be read as JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise typer.BadParameter(f"{file} is not a JSON object: expected a model's configuration")
+
+
+def writable(file: Path | None) -> Path | None:
+    """Make sure that a result can be written, before time is spent on it."""
+    if file is not None:
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            is_new = not file.exists()
+            file.open("a").close()
+            if is_new:
+                file.unlink()
+        except OSError as error:
+            raise typer.BadParameter(f"{file} cannot be written: {error.strerror}") from error
+    return file
+
+
+def json_target(file: Path | None) -> Path | None:
+    """As `writable`, or standard output, on which nothing else is printed then."""
+    if file == STANDARD_OUTPUT:
+        output.json_only = True
+        return file
+    return writable(file)
+
+
+def mesh_sizes(text: str) -> str:
+    """A mesh such as `fsdp=16,tp=8`, as it is."""
+    try:
+        parse_mesh(text)
+    except ShardingError as error:
+        raise typer.BadParameter("; ".join(map(str, error.problems))) from error
+    return text
+
+
+def engine_name(name: str) -> str:
+    """The name of an engine, or the address of a server."""
+    if name in ("vllm", "hf-generate") or name.startswith(("http://", "https://")):
+        return name
+    raise typer.BadParameter(f"unknown engine {name!r}: expected vllm, hf-generate or http://HOST:PORT")
+
+
+def engine_option(text: str) -> EngineOption:
+    """`KEY=VALUE`, the value read as JSON where it is JSON."""
+    key, equals, value = text.partition("=")
+    if not (key and equals):
+        raise typer.BadParameter(f"{text!r}: expected KEY=VALUE")
+    try:
+        return EngineOption(key, json.loads(value))
+    except ValueError:
+        return EngineOption(key, {"True": True, "False": False, "None": None}.get(value, value))
+
+
+CheckpointPath = Annotated[
+    Path, typer.Argument(parser=checkpoint_path, metavar="PATH", help="A checkpoint's directory, or a hub repository.")
+]
+JsonFile = Annotated[
+    Path | None,
+    typer.Option("--json", metavar="FILE", help="Write the result as JSON, too; - is stdout.", callback=json_target),
+]
+Device = Annotated[str, typer.Option(help="Where the trainer runs, e.g. cuda:0.")]
+EngineName = Annotated[
+    str,
+    typer.Option("--engine", parser=engine_name, metavar="NAME", help="vllm, hf-generate, or a server's address."),
+]
+EngineOptions = Annotated[
+    list[EngineOption] | None,
+    typer.Option(
+        "--engine-option",
+        parser=engine_option,
+        metavar="KEY=VALUE",
+        help="What the engine itself takes, such as tensor_parallel_size=2; repeatable. Values are JSON, or text.",
+    ),
+]
+Dtype = Annotated[DtypeName | None, typer.Option(help="What the engine computes in; the checkpoint's by default.")]
+TrainerDtype = Annotated[DtypeName | None, typer.Option(help="What the trainer computes in; the engine's by default.")]
+Threshold = Annotated[float, typer.Option(help="Bound on token_mult_prob_error.")]
+
+
+@overload
+def torch_dtype(name: DtypeName) -> torch.dtype: ...
+@overload
+def torch_dtype(name: DtypeName | None) -> torch.dtype | None: ...
+def torch_dtype(name: DtypeName | None) -> torch.dtype | None:
+    """The dtype of that name."""
+    import torch
+
+    return None if name is None else getattr(torch, name)
+
+
+def check_device(name: str) -> None:
+    """Make sure that torch can put a tensor on a device.
+
+    Raises:
+        typer.BadParameter: it cannot.
+    """
+    import torch
+
+    try:
+        torch.empty(1, device=name)
+    except (AssertionError, RuntimeError, NotImplementedError) as error:
+        raise typer.BadParameter(f"{name}: {str(error).splitlines()[0]}", param_hint="'--device'") from error

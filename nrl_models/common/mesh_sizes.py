@@ -1,0 +1,32 @@
+"""The sizes of a mesh as they are written on a command line. Imports nothing heavy."""
+
+from __future__ import annotations
+
+from nrl_models.errors import Problem, ProblemKind, ShardingError
+
+DIMENSIONS = ("fsdp", "ep", "tp")
+"""What a mesh's dimensions may be, in the order they have to stand.
+
+`fsdp`: parameters and batches are divided (fully sharded data parallelism). `ep`: experts are divided. `tp`:
+the rows and columns of linears are divided. Ranks that differ only in `ep` and `tp` see the same batch.
+"""
+
+
+def parse_mesh(text: str) -> dict[str, int]:
+    """`"fsdp=16,tp=8"` as sizes by dimension, in the order meshes have them.
+
+    Raises:
+        ShardingError: anything else.
+    """
+    sizes: dict[str, int] = {}
+    problems = []
+    for item in text.split(","):
+        name, _, size = item.strip().partition("=")
+        if name not in DIMENSIONS or not size.isdecimal() or int(size) < 1 or name in sizes:
+            expected = f"expected name=size once for each of some of {', '.join(DIMENSIONS)}"
+            problems.append(Problem(ProblemKind.MESH, repr(item), expected))
+        else:
+            sizes[name] = int(size)
+    if problems:
+        raise ShardingError("no such mesh", problems, ["write it as fsdp=16,tp=8"])
+    return {name: sizes[name] for name in DIMENSIONS if name in sizes}

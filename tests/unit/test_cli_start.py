@@ -1,0 +1,159 @@
+"""The command before a model is touched: help, version, completion, and mistakes that it answers at once."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+import nrl_models
+from nrl_models.cli import app
+
+runner = CliRunner()
+
+HEAVY = ("torch", "transformers", "numpy")
+
+
+def run_process(*arguments: str, cwd: Path | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", "from nrl_models.cli import app; app(prog_name='nrl-models')", *arguments]
+    return subprocess.run(
+        command, capture_output=True, text=True, check=False, cwd=cwd, env=os.environ | {"COLUMNS": "200"} | variables
+    )
+
+
+def words(result: Result) -> str:
+    """What was printed, without line breaks and frames."""
+    return " ".join((result.output + result.stderr).replace("│", " ").split())
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with directories and files that are no checkpoints, and one that might be."""
+    for name in ("empty", "checkpoint", "broken", "list", "binary", "directory/config.json"):
+        (tmp_path / name).mkdir(parents=True)
+    for name, content in (
+        ("checkpoint", b'{"model_type": "llama"}'),
+        ("broken", b'{"model_type": '),
+        ("list", b"[]"),
+        ("binary", b"\xff\xfe\x00"),
+    ):
+        (tmp_path / name / "config.json").write_bytes(content)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("option", ["--help", "-h"])
+def test_help_has_three_panels(option: str) -> None:
+    result = runner.invoke(app, [option])
+    assert result.exit_code == 0
+    panels = [line.split()[1] for line in result.output.splitlines() if line.startswith("╭")]
+    assert panels == ["Options", "Use", "Check", "Contribute"]
+    commands = [line.split()[1] for line in result.output.splitlines() if line.startswith("│ ")]
+    assert "coverage" not in commands  # a maintainer's, under dev
+    assert "dev" in commands
+
+
+def test_short_help_of_a_command() -> None:
+    assert "Usage" in runner.invoke(app, ["diagnose", "embeddings", "-h"]).output
+
+
+def test_version() -> None:
+    assert runner.invoke(app, ["--version"]).output == f"nrl_models {nrl_models.__version__}\n"
+
+
+def test_completion() -> None:
+    variables = {"_NRL_MODELS_COMPLETE": "complete_bash", "COMP_WORDS": "nrl-models ins", "COMP_CWORD": "1"}
+    assert run_process(**variables).stdout.split() == ["inspect"]
+    variables |= {"COMP_WORDS": "nrl-models convert a b --dtype fl", "COMP_CWORD": "5"}
+    assert run_process(**variables).stdout.split() == ["float32", "float16", "float64"]
+
+
+MISTAKES = (
+    ("inspect ./nowhere", "Invalid value for 'PATH': no such directory: ./nowhere"),
+    ("inspect /nowhere/at/all", "no such directory: /nowhere/at/all"),
+    ("inspect empty/nowhere", "no such directory: empty/nowhere"),  # its parent exists
+    ("inspect a/b/c", "no such directory: a/b/c"),  # no repository is called so
+    ("inspect empty", "empty: config.json is missing"),
+    ("inspect checkpoint/config.json", "is a file, expected a checkpoint's directory"),
+    ("inspect broken", "config.json cannot be read as JSON: Expecting value"),
+    ("inspect list", "config.json is not a JSON object"),
+    ("inspect binary", "config.json cannot be read as JSON: 'utf-8' codec"),
+    ("inspect directory", "config.json cannot be read as JSON: [Errno 21] Is a directory"),
+    ("quirks broken/config.json", "cannot be read as JSON"),
+    ("new broken/config.json", "cannot be read as JSON"),
+    ("new owner/name", "no such file or directory: owner/name"),
+    ("convert checkpoint out --dtype fp8", "Invalid value for '--dtype'"),
+    ("plan checkpoint --mesh fdsp=2", "'fdsp=2': expected name=size once for each of some of fsdp, ep, tp"),
+    ("plan checkpoint --mesh tp=0", "'tp=0': expected name=size"),
+    ("parity checkpoint --check 9", "Invalid value for '--check'"),
+    ("consistency checkpoint --engine tgi", "unknown engine 'tgi': expected vllm, hf-generate"),
+    ("consistency checkpoint --engine-option device", "'device': expected KEY=VALUE"),
+    ("consistency checkpoint --text nowhere.txt", "nowhere.txt"),
+)
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize(("command", "message"), MISTAKES, ids=[command for command, _ in MISTAKES])
+def test_a_mistake_gets_a_message(command: str, message: str) -> None:
+    result = runner.invoke(app, command.split())
+    assert result.exit_code == 2
+    assert message in words(result)
+    assert isinstance(result.exception, SystemExit)  # no traceback
+
+
+def test_mistakes_are_answered_without_torch(here: Path) -> None:
+    code = (
+        "import json, sys\nfrom typer.testing import CliRunner\nfrom nrl_models.cli import app\n"
+        "for command in json.loads(sys.argv[1]):\n"
+        "    assert CliRunner().invoke(app, command).exit_code == 2, command\n"
+        f"    assert not set({HEAVY}) & set(sys.modules), command"
+    )
+    commands = json.dumps([command.split() for command, _ in MISTAKES])
+    done = subprocess.run([sys.executable, "-c", code, commands], capture_output=True, text=True, cwd=here, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_mistake_is_answered_in_half_a_second(here: Path) -> None:
+    """Of the processor's time, which other work on this machine does not change."""
+
+    def seconds() -> float:
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        assert run_process("plan", "checkpoint", "--mesh", "fdsp=2", cwd=here).returncode == 2
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+    assert min(seconds() for _ in range(3)) < 0.5
+
+
+def test_a_hub_repository_is_not_taken_for_a_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    result = runner.invoke(app, ["inspect", "owner/no-such-name"])
+    assert result.exit_code == 2
+    assert "cannot be fetched as a hub repository" in words(result)
+
+
+def test_json_on_standard_output_is_all_there_is_on_it(llama_checkpoint: Path) -> None:
+    result = runner.invoke(app, ["inspect", str(llama_checkpoint), "--json", "-"])
+    assert json.loads(result.stdout)["architecture"] == "LlamaForCausalLM"
+    assert "LlamaForCausalLM" in result.stderr
+    assert not Path("-").exists()
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["before the command", "behind it"])
+def test_quiet(before: bool, llama_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HF_HUB_DISABLE_PROGRESS_BARS", "TRANSFORMERS_VERBOSITY"):
+        monkeypatch.setenv(name, "")  # to be put back
+    command = ["inspect", str(llama_checkpoint)]
+    result = runner.invoke(app, ["--quiet", *command] if before else [*command, "-q"])
+    assert (result.exit_code, result.output) == (0, "")
+    result = runner.invoke(app, ["-q", "inspect", str(llama_checkpoint), "--json", "-"])
+    assert json.loads(result.stdout)
+    assert not result.stderr
+    assert "LlamaForCausalLM" in runner.invoke(app, command).output  # not for longer than one run
