@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -102,7 +103,7 @@ class _AutoModel:
         """The architecture of this kind that `config` stands for; None if only code of its own knows.
 
         Raises:
-            UnknownArchitectureError: it stands for none of this kind.
+            UnknownArchitectureError: it stands for none of this kind, or nobody knows the name it gives.
         """
         named = list(config.architectures or [])
         registered = set(registry.architectures())
@@ -113,6 +114,8 @@ class _AutoModel:
         if type(config) in mapping:
             classes = mapping[type(config)]
             names = [served.__name__ for served in (classes if isinstance(classes, (list, tuple)) else (classes,))]
+            if named and not any(name in registered or hasattr(transformers, name) for name in named):
+                raise UnknownArchitectureError(_unknown_name(named, sorted(registered.union(names)), config))
             return next((name for name in named if name in names), names[0])
         if cls.upstream.__name__ in (getattr(config, "auto_map", None) or {}):
             return None
@@ -208,6 +211,16 @@ def _is_another_models(architecture: str, config: PreTrainedConfig) -> bool:
         return False
     return not isinstance(config, upstream.config_class) and not isinstance(
         config.get_text_config(), upstream.config_class
+    )
+
+
+def _unknown_name(named: list[str], known: list[str], config: PreTrainedConfig) -> str:
+    close = get_close_matches(named[0], known, n=3)
+    hint = f"Did you mean {' or '.join(close)}?" if close else "Which of its model_type's architectures is it?"
+    return (
+        f"{config.name_or_path or type(config).__name__} names the architecture {', '.join(named)}, which neither "
+        f"transformers {transformers.__version__} nor a registered family has. {hint} Correct `architectures` in its "
+        "config.json, or pass architectures=[...]; an architecture of your own needs a family (CONTRIBUTING.md)."
     )
 
 

@@ -42,6 +42,7 @@ def main(
     quiet: Annotated[
         bool, typer.Option("--quiet", "-q", help="Print errors only; the exit status says whether checks passed.")
     ] = False,
+    traceback: Annotated[bool, typer.Option("--traceback", help="Show where an error was raised.")] = False,
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
     ] = False,

@@ -25,6 +25,12 @@ STANDARD_OUTPUT = Path("-")
 """What `--json` takes for standard output."""
 
 
+UNEXPECTED = (
+    "nrl_models did not expect this error. If the checkpoint and its config.json are in order, please report it, with "
+    "what the same command prints with --traceback."
+)
+
+
 @dataclass
 class Output:
     """Where this run of the command prints.
@@ -49,12 +55,12 @@ output = Output()
 
 
 class Commands(TyperGroup):
-    """Commands whose expected errors (this library's, and those of the file system) are printed as messages."""
+    """Commands whose errors are printed as messages: a mistake of the user's is answered without a traceback."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Take `--quiet` behind the command's name, too."""
-        quiet = [argument for argument in args if argument in ("--quiet", "-q")]
-        return super().parse_args(ctx, [*quiet[:1], *(argument for argument in args if argument not in quiet)])
+        """Take the options of every command behind its name, too."""
+        common = [argument for argument in args if argument in ("--quiet", "-q", "--traceback")]
+        return super().parse_args(ctx, [*common, *(argument for argument in args if argument not in common)])
 
     def invoke(self, ctx: Any) -> Any:
         """Run a command; exit with 2 if it failed."""
@@ -62,12 +68,16 @@ class Commands(TyperGroup):
 
         try:
             return super().invoke(ctx)
-        except BrokenPipeError:  # whoever read the output has gone
+        except (typer.Abort, BrokenPipeError):  # Ctrl-C, and a reader of the output who has gone
             raise
-        except (NRLModelsError, OSError) as error:
+        except Exception as error:
+            if ctx.params["traceback"] or hasattr(error, "exit_code"):  # which typer's own errors have
+                raise
             console = Console(stderr=True, soft_wrap=True, highlight=False)
             console.print(f"[bold red]error:[/bold red] {type(error).__name__}")
             console.print(str(error), markup=False)
+            if not isinstance(error, (NRLModelsError, OSError)):
+                console.print(UNEXPECTED)
             raise typer.Exit(2) from error
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -187,7 +188,7 @@ def test_a_result_that_cannot_be_written_is_refused_before_anything_runs(
 
 def test_a_process_ends_with_its_message_on_the_error_stream(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "nrl_models", "inspect", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | {"COLUMNS": "500"})
     assert done.returncode == 2
     assert "config.json is missing" in done.stderr
     assert "Traceback" not in done.stderr

@@ -157,3 +157,44 @@ def test_quiet(before: bool, llama_checkpoint: Path, monkeypatch: pytest.MonkeyP
     assert json.loads(result.stdout)
     assert not result.stderr
     assert "LlamaForCausalLM" in runner.invoke(app, command).output  # not for longer than one run
+
+
+def test_an_unexpected_error_has_its_traceback_only_on_demand(
+    llama_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def inspect(path: Path) -> None:
+        raise KeyError("nope")
+
+    monkeypatch.setattr("nrl_models.onboarding.inspect.inspect", inspect)
+    result = runner.invoke(app, ["inspect", str(llama_checkpoint)])
+    assert result.exit_code == 2
+    assert "error: KeyError 'nope' nrl_models did not expect this error." in words(result)
+    result = runner.invoke(app, ["inspect", str(llama_checkpoint), "--traceback"])
+    assert isinstance(result.exception, KeyError)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"model_type": None}, "model_type None, which neither transformers nor a registered family knows"),
+        ({"model_type": "lama"}, "Close names: llama"),
+        ({"model_type": ["llama"]}, "config: model_type: is ['llama'], expected the name of one"),
+        ({"architectures": [3]}, "config: architectures: is [3], expected the name of one"),
+        ({"architectures": ["LamaForCausalLM"]}, "LamaForCausalLM"),
+        ({"hidden_size": "wide"}, "'hidden_size' expected int, got str"),
+        ({"num_attention_heads": 0}, "ZeroDivisionError"),
+        ({"num_attention_heads": 3}, "not a multiple of the number of attention heads"),
+        ({"dtype": "float23"}, "float23"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("command", ["inspect {}", "new {}/config.json", "plan {} --mesh fsdp=2", "quirks {}"])
+def test_a_configuration_that_is_wrong(
+    values: dict[str, object], message: str, command: str, llama_checkpoint: Path, tmp_path: Path
+) -> None:
+    content = json.loads((llama_checkpoint / "config.json").read_text()) | values
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    result = runner.invoke(app, command.format(tmp_path).split())
+    assert result.exit_code == 2
+    assert message in words(result)
+    assert "did not expect" not in words(result)
