@@ -9,8 +9,8 @@
 #   make test-distributed   set up, and run the tests that need several processes, and the packages models train with
 #   make distributed-coverage   shard every architecture over two processes, and write the coverage pages; 20 minutes
 #   make test-engine   set up vLLM in .venv-engine, and run the tests that need a real inference engine
-#   make engine-coverage   hold every family that vLLM has against it, and write docs/engine-coverage.md; takes an hour
-#   make lint     ruff and mypy
+#   make engine-coverage   compare every family that vLLM has with it, and write docs/engine-coverage.md; takes an hour
+#   make lint     ruff, mypy and a spell check
 #   make docs     build the documentation site into site/, warnings as errors, every link checked
 #   make coverage run the generated tests and write docs/model-coverage
 #   make reach    onboard every decoder of transformers, and write docs/onboarding-reach.md; an hour
@@ -66,6 +66,7 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/codespell
 
 docs: $(VENV)/.ready-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
@@ -77,7 +78,7 @@ reach: setup
 	$(BIN)/python -m tests.onboarding_reach
 
 bench: setup
-	$(BIN)/python benchmarks/run.py
+	$(BIN)/python -m benchmarks.run
 
 setup: $(VENV)/.ready
 

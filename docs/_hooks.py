@@ -15,7 +15,7 @@ BESIDE = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE", "examples/R
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Put docs/ in a folder of its own, as in the repository, and the pages beside it where they are there."""
     for file in list(files):
-        if not file.is_documentation_page() or file.generated_by:
+        if not (file.is_documentation_page() or file.src_uri.endswith(".svg")) or file.generated_by:
             continue
         files.remove(file)
         files.append(File.generated(config, f"docs/{file.src_uri}", abs_src_path=file.abs_src_path))

@@ -221,6 +221,31 @@ def test_an_unknown_model_type(folder: Path) -> None:
     assert str(folder / "config.json") in str(caught.value)
 
 
+def test_a_misspelt_architecture_is_not_loaded_as_what_its_model_type_says(folder: Path) -> None:
+    edit_config(folder, architectures=["LamaForCausalLM"])
+    with pytest.raises(
+        UnknownArchitectureError, match=r"names the architecture LamaForCausalLM.* mean LlamaForCausalLM"
+    ):
+        AutoModelForCausalLM.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, architectures=["LlamaForCausalLM"])
+    assert type(model).__name__ == "LlamaForCausalLM"
+
+
+@pytest.mark.parametrize("named", [["ForeignLM"], ["ForeignLM", "AndAnotherOne"]])
+def test_an_architecture_that_nobody_knows_is_an_error(named: list[str], folder: Path) -> None:
+    edit_config(folder, architectures=named)
+    with pytest.raises(UnknownArchitectureError, match="ForeignLM.*Correct `architectures` in its config.json"):
+        AutoModelForCausalLM.from_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    "named", [None, [], ["LlamaModel"], ["LlamaForSequenceClassification"], ["Foreign", "LlamaModel"]]
+)
+def test_another_head_or_none_is_no_unknown_architecture(named: list[str] | None, folder: Path) -> None:
+    edit_config(folder, architectures=named)
+    assert type(AutoModelForCausalLM.from_pretrained(folder)).__name__ == "LlamaForCausalLM"
+
+
 @pytest.mark.parametrize(
     ("architectures", "config", "expected"),
     [
