@@ -30,10 +30,10 @@ IMPLEMENTATIONS = ("attn_implementation", "experts_implementation")
 
 
 def read_config(folder: Path, *, trust_remote_code: bool = False) -> PreTrainedConfig:
-    """The configuration of the checkpoint in `folder`.
+    """The configuration of the checkpoint in `folder`, which may also be the path of a configuration file.
 
     Raises:
-        CheckpointError: `config.json` is no JSON object, or has a value of a type its class does not take.
+        CheckpointError: `config.json` is no JSON object, or has a value that its class refuses.
         UnknownArchitectureError: a `model_type` nobody knows.
         RemoteCodeError: it needs the checkpoint's own code, and that was not allowed.
     """
@@ -46,29 +46,42 @@ def read_config(folder: Path, *, trust_remote_code: bool = False) -> PreTrainedC
         try:
             return _with_declared_types(folder)
         except StrictDataclassFieldValidationError as error:
-            raise CheckpointError(
-                f"cannot load {folder}",
-                [Problem(ProblemKind.CONFIG, CONFIG_NAME, in_words(error))],
-                ["give the value in the type that is expected"],
-            ) from refused
+            raise _refused_values(folder, error, "give the value in the type that is expected") from refused
+    except Exception as error:  # whatever a configuration's class raises for values that it cannot use
+        if needs_its_code:
+            raise
+        raise _refused_values(folder, error, "correct the values that its class refuses") from error
+
+
+def _refused_values(folder: Path, error: Exception, advice: str) -> CheckpointError:
+    problem = Problem(ProblemKind.CONFIG, CONFIG_NAME, in_words(error))
+    return CheckpointError(f"cannot load {folder}", [problem], [advice])
+
+
+def _config_file(path: Path) -> Path:
+    return path / CONFIG_NAME if path.is_dir() else path
 
 
 def _with_declared_types(folder: Path) -> PreTrainedConfig:
     """The configuration in `folder`, integers taken for floats where its class wants floats."""
     values, _ = PreTrainedConfig.get_config_dict(folder)
     config_class = CONFIG_MAPPING[values["model_type"]]
-    return config_class.from_dict(with_declared_types(config_class, values, str(folder / CONFIG_NAME)))
+    return config_class.from_dict(with_declared_types(config_class, values, str(_config_file(folder))))
 
 
 def _needs_its_code(folder: Path, trust_remote_code: bool) -> bool:
     """Whether only the checkpoint's own code can read its configuration. Refuse it if that is not allowed."""
     try:
-        content = json.loads((folder / CONFIG_NAME).read_text())
+        content = json.loads(_config_file(folder).read_text(encoding="utf-8"))
         model_type = content.get("model_type")
     except (ValueError, AttributeError) as error:
         raise CheckpointError(
             f"cannot load {folder}", [Problem(ProblemKind.FILE, CONFIG_NAME, f"is not a JSON object: {error}")]
         ) from error
+    for key, names in (("model_type", [model_type or ""]), ("architectures", content.get("architectures") or [])):
+        if not all(isinstance(name, str) for name in names):
+            problem = Problem(ProblemKind.CONFIG, key, f"is {content[key]!r}, expected the name of one")
+            raise CheckpointError(f"cannot load {folder}", [problem])
     if model_type in CONFIG_MAPPING:
         return False
     if "auto_map" in content:
@@ -81,7 +94,7 @@ def _needs_its_code(folder: Path, trust_remote_code: bool) -> bool:
     close = get_close_matches(str(model_type), list(CONFIG_MAPPING), n=3)
     hint = f" Close names: {', '.join(close)}." if close else ""
     raise UnknownArchitectureError(
-        f"{folder / CONFIG_NAME} has model_type {model_type!r}, which neither transformers nor a registered family "
+        f"{_config_file(folder)} has model_type {model_type!r}, which neither transformers nor a registered family "
         f"knows.{hint} It may need a newer transformers, or a family that registers its configuration."
     )
 

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from nrl_models import registry
 from nrl_models.common.checkpoint.files import resolve_folder
-from nrl_models.distributed.mesh import parse_mesh
+from nrl_models.common.mesh_sizes import parse_mesh
 from nrl_models.loading.read_config import read_config
 from nrl_models.onboarding.estimate import GIB, Setting, estimate, remedies
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from nrl_models import registry
 from nrl_models.common.checkpoint.files import CheckpointFiles
@@ -110,7 +110,7 @@ def plan_family(source: str | Path, name: str | None = None, *, again: bool = Fa
     folder = path if path.is_dir() else path.parent
     if not (folder / "config.json" if path.is_dir() else path).is_file():
         raise OnboardingError(f"{source}: expected a directory with a config.json, or such a file")
-    config = read_config(folder) if path.is_dir() else AutoConfig.from_pretrained(path)
+    config = read_config(path)
     model_class = _class_of(config, source)
     architecture = model_class.__name__
     if not again and architecture in registry.architectures():

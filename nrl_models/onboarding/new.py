@@ -205,9 +205,9 @@ def _register(plan: FamilyPlan, root: Path, results: list[Result]) -> tuple[list
     # The registry of this process does not know the family: another one writes its ledger, and the pages.
     written: list[Path] = [pages / "results.json"]
     problems: list[Decision] = []
-    coverage = ["coverage", "--results", str(pages / "results.json"), "--out", str(pages)]
+    coverage = ["dev", "coverage", "--results", str(pages / "results.json"), "--out", str(pages)]
     for what, arguments, made in (
-        ("the ledger of its configuration's keys", ["ledger", "--again", *plan.architectures], LEDGER),
+        ("the ledger of its configuration's keys", ["dev", "ledger", "--again", *plan.architectures], LEDGER),
         ("the coverage pages", coverage, pages / f"{plan.name}.md"),
     ):
         command = [sys.executable, "-m", "nrl_models", *arguments]

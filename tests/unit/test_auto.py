@@ -234,7 +234,7 @@ def test_a_misspelt_architecture_is_not_loaded_as_what_its_model_type_says(folde
 @pytest.mark.parametrize("named", [["ForeignLM"], ["ForeignLM", "AndAnotherOne"]])
 def test_an_architecture_that_nobody_knows_is_an_error(named: list[str], folder: Path) -> None:
     edit_config(folder, architectures=named)
-    with pytest.raises(UnknownArchitectureError, match="ForeignLM.*Correct `architectures` in its config.json"):
+    with pytest.raises(UnknownArchitectureError, match=r"ForeignLM.*Correct `architectures` in its config.json"):
         AutoModelForCausalLM.from_pretrained(folder)
 
 
