@@ -104,7 +104,8 @@ class FamilyModel(Upstream):
     def head(cls, upstream: type[PreTrainedModel], **attributes: Any) -> type[Any]:
         """This family's class for one of the Hugging Face model classes, of the same name.
 
-        Assign it to that name at the top of the family's module, where pickle looks for it.
+        Checkpoints then name upstream's architecture, whatever the class is assigned to. In the family's module it is
+        found under upstream's name, too, because pickle looks for it there.
 
         Args:
             upstream: the Hugging Face class.
@@ -112,7 +113,9 @@ class FamilyModel(Upstream):
         """
         stated = {"__module__": cls.__module__, "__doc__": f"`{upstream.__name__}` of transformers, rewritten."}
         metaclass: Any = type(upstream)
-        return metaclass(upstream.__name__, (cls, upstream), stated | attributes)
+        made = metaclass(upstream.__name__, (cls, upstream), stated | attributes)
+        vars(sys.modules[made.__module__]).setdefault(made.__qualname__, made)
+        return made
 
     @classmethod
     def reference_class(cls) -> type[PreTrainedModel]:

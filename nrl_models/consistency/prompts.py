@@ -136,6 +136,6 @@ def load_tokenizer(path: str | Path) -> Any | None:
     if not any((Path(path) / name).is_file() for name in names):
         return None
     try:
-        return AutoTokenizer.from_pretrained(path)
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # whatever a tokenizer's code raises
         raise ConsistencyError(f"the tokenizer in {path} does not load: {type(error).__name__}: {error}") from error

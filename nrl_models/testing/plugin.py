@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Generator, Mapping
 from functools import lru_cache
 from importlib import import_module
@@ -43,6 +44,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Make `--nrl-family` alone collect the suite, and record results if asked."""
     config.addinivalue_line("markers", "xdist_group(name): tests for one worker, where pytest-xdist is installed")
     if config.getoption("--nrl-family"):
+        sys.path.insert(0, str(config.invocation_params.dir))  # a family may stand where pytest is started
         chosen = config.args_source is pytest.Config.ArgsSource.ARGS
         config.args = [*(config.args if chosen else []), str(SUITE)]
     if (file := config.getoption("--nrl-results")) and not hasattr(config, "workerinput"):

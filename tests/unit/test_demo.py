@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,7 @@ def test_every_check_but_learning_passes_after_two_steps(tmp_path: Path, monkeyp
     checks = json.loads((tmp_path / "out.json").read_text())["checks"]
     assert [one["check"] for one in checks if not one["passed"]] == ["trained with transformers"], result.output
     assert result.exit_code == 1  # for that one
+    assert "training a model on" in result.stderr  # there is no terminal here
     names = {one["check"] for one in checks}
     assert {
         "loaded through the registry",
@@ -65,3 +67,10 @@ def test_every_check_but_learning_passes_after_two_steps(tmp_path: Path, monkeyp
     checkpoint, resaved = tmp_path / "demo" / "checkpoint", tmp_path / "demo" / "resaved"
     assert not (checkpoint / "old").exists()
     assert_same(stored(resaved), stored(checkpoint))
+    commands = demo.next_commands(tmp_path / "demo")
+    assert len(commands) == 3
+    for command in commands:
+        program, *arguments = shlex.split(command)
+        assert program == "nrl-models"
+        done = CliRunner().invoke(app, arguments)
+        assert done.exit_code == 0, done.output

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 import torch
 from checkpoints import new_model
@@ -72,3 +74,17 @@ def test_a_rewritten_decoder_returns_what_is_asked_for(llama_config: LlamaConfig
         actual = model(input_ids, output_hidden_states=True).hidden_states
     assert len(actual) == len(expected) == llama_config.num_hidden_layers + 1
     torch.testing.assert_close(actual, expected)
+
+
+class Tuned(FamilyModel):
+    """A family whose class has another name than upstream's."""
+
+
+TunedLlama = Tuned.head(modeling_llama.LlamaForCausalLM)
+
+
+def test_a_class_may_be_assigned_to_another_name_than_upstreams(llama_config: LlamaConfig) -> None:
+    model = TunedLlama.from_config(llama_config)
+    copied = pickle.loads(pickle.dumps(model))
+    assert type(copied) is TunedLlama
+    assert type(copied).__name__ == "LlamaForCausalLM"  # which is what a saved checkpoint names

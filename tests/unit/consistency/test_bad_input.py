@@ -68,6 +68,17 @@ def after(count: int, fails: Callable[[], None], served: Served) -> list[int]:
     return seen
 
 
+def test_an_engine_that_does_not_start_stops_no_other_run(checkpoint: Path, check: Check, tmp_path: Path) -> None:
+    result = check(checkpoint, "http://127.0.0.1:9")
+    assert result.exit_code == 2
+    assert not list((tmp_path / "kept").glob("*.safetensors"))
+    result = check(checkpoint, "hf-generate", "--dtype", "float32")  # as the message says: with other settings
+    assert result.exit_code == 0, message(result)
+    result = check(checkpoint, "hf-generate", "--dtype", "bfloat16")
+    assert result.exit_code == 2
+    assert "holds measurements made otherwise" in message(result)
+
+
 def test_a_server_that_dies_leaves_what_was_measured(
     checkpoint: Path, server: tuple[str, Served], check: Check, tmp_path: Path
 ) -> None:

@@ -145,6 +145,18 @@ def test_a_family_alone_collects_the_generated_tests(pytester: pytest.Pytester) 
     assert all("[NovaForCausalLM" in line for line in tests)
 
 
+def test_a_family_is_found_where_pytest_is_started(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        my_nova="from transformers import LlamaForCausalLM\n"
+        "from nrl_models.family import FamilyModel\n"
+        "class Nova(FamilyModel):\n    rewrites = {}\n"
+        "TunedNova = Nova.head(LlamaForCausalLM)"
+    )
+    command = [str(Path(sys.executable).with_name("pytest")), "--collect-only", "-q", "-p", "no:cacheprovider"]
+    done = pytester.run(*command, "--nrl-family", "my_nova:TunedNova")
+    assert any(line.endswith("test_copies_keep_one_storage[TunedNova]") for line in done.outlines), done.outlines
+
+
 def test_a_family_beside_tests_of_ones_own_collects_both(pytester: pytest.Pytester) -> None:
     own = pytester.makepyfile(test_own="def test_own(): pass")
     tests = collected(pytester, str(own), "--nrl-family", "planted_bugs:NovaForCausalLM")
