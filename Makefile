@@ -44,7 +44,7 @@ test-all: setup
 test-full: setup
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup tests/full
 	$(MAKE) test-all TRANSFORMERS=5.16.1
-	$(BIN)/nrl-models mutate
+	$(BIN)/nrl-models dev mutate
 
 # One process at a time: the tests start processes themselves.
 test-distributed: $(VENV)/.ready-integrations
@@ -72,7 +72,7 @@ docs: $(VENV)/.ready-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 coverage: setup
-	$(BIN)/nrl-models coverage
+	$(BIN)/nrl-models dev coverage
 
 reach: setup
 	$(BIN)/python -m tests.onboarding_reach

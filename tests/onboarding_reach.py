@@ -54,7 +54,7 @@ def write_reach(results_file: Path, page: Path) -> Counter[str]:
     """Look at every decoder, and write the table.
 
     Args:
-        results_file: outcomes of the generated tests, as `nrl-models coverage` leaves them.
+        results_file: outcomes of the generated tests, as `nrl-models dev coverage` leaves them.
         page: the Markdown file to write.
 
     Returns:

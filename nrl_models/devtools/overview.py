@@ -91,7 +91,7 @@ def read(file: Path) -> list[Row]:
         OverviewError: there are none.
     """
     if not file.is_file():
-        raise OverviewError(f"{file} is not there: run nrl-models coverage, or name the folder with --out")
+        raise OverviewError(f"{file} is not there: run nrl-models dev coverage, or name the folder with --out")
     return [Row(**one | {"kinds": tuple(one["kinds"])}) for one in json.loads(file.read_text())]
 
 

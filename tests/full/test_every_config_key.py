@@ -18,7 +18,7 @@ def test_the_ledger_is_what_changing_every_key_finds(family_case: FamilyCase) ->
     if version("transformers") != recorded().transformers:
         return  # keys do something else there, but the same on both sides
     ledger = recorded().of[family_case.architecture]
-    assert not ledger.count(UNTRIED), "run `nrl-models ledger` and commit nrl_models/families/ledger.json"
+    assert not ledger.count(UNTRIED), "run `nrl-models dev ledger` and commit nrl_models/families/ledger.json"
     keys = {**ledger.kinds, **found.kinds}
     other = {key: (ledger.kinds.get(key), found.kinds.get(key)) for key in keys}
     assert not {key: kinds for key, kinds in other.items() if kinds[0] != kinds[1]}, "recorded, and found"

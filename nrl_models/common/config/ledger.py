@@ -28,10 +28,10 @@ DEFAULT_ONLY = "default only"
 the family does not do (`FamilyModel.config_values`). It is refused (`nrl_models.common.config.validate`)."""
 
 UNTRIED = "untried"
-"""The kind of a key that something reads, and that was not changed yet (`nrl-models ledger` goes on with those)."""
+"""The kind of a key that something reads, and that was not changed yet (`nrl-models dev ledger` goes on with those)."""
 
 FILE = Path(__file__).parents[2] / "families" / "ledger.json"
-"""The recorded ledgers; `nrl-models ledger` writes it."""
+"""The recorded ledgers; `nrl-models dev ledger` writes it."""
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 A test that cannot fail proves nothing. The catalogue holds mistakes of the real world as data, each with the structure
 it needs (`Bug.is_possible`) and how it is planted into our models, adapters, loaders and exporters; the reference stays
-right. `nrl-models mutate` plants each into every architecture and runs the generated tests until one fails.
+right. `nrl-models dev mutate` plants each into every architecture and runs the generated tests until one fails.
 """
 
 from nrl_models.devtools.mutants import configuration, groups, layers, sequences, tensors

@@ -14,7 +14,7 @@ from nrl_models.devtools.differential import keys_at_default_only, ledger_keys
 from nrl_models.devtools.record_ledger import ledger_of
 from nrl_models.testing.case import FamilyCase
 
-REMEDY = "run `nrl-models ledger {}` and commit nrl_models/families/ledger.json"
+REMEDY = "run `nrl-models dev ledger {}` and commit nrl_models/families/ledger.json"
 
 
 def test_every_key_is_in_the_ledger(family_case: FamilyCase) -> None:

@@ -76,7 +76,7 @@ def test_an_engine_that_does_not_start_stops_no_other_run(checkpoint: Path, chec
     assert result.exit_code == 0, message(result)
     result = check(checkpoint, "hf-generate", "--dtype", "bfloat16")
     assert result.exit_code == 2
-    assert "holds measurements made otherwise" in message(result)
+    assert "holds measurements made with other settings" in message(result)
 
 
 def test_a_server_that_dies_leaves_what_was_measured(

@@ -21,7 +21,7 @@ def test_pages_are_up_to_date(tmp_path: Path) -> None:
     pages = write_pages(DOCS / "results.json", tmp_path)
     assert {page.name for page in pages} == {path.name for path in DOCS.glob("*.md")}
     for page in pages:
-        assert page.read_text() == (DOCS / page.name).read_text(), f"{page.name} is stale: run nrl-models coverage"
+        assert page.read_text() == (DOCS / page.name).read_text(), f"{page.name} is stale: run nrl-models dev coverage"
 
 
 def test_every_architecture_passed_every_test() -> None:

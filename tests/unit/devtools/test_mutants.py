@@ -196,6 +196,6 @@ def test_no_bug_survives_in_the_committed_results() -> None:
     outcomes = campaign.read_outcomes(ROOT / "docs" / "model-coverage" / "mutants.json")
     registered = registry.architectures(aliases=False)
     expected = {name for name in registered if not registry.unmet_requirement(name)}
-    assert not expected - outcomes.keys(), "run `nrl-models mutate` and commit what it writes"
+    assert not expected - outcomes.keys(), "run `nrl-models dev mutate` and commit what it writes"
     assert not {name: one.survived for name, one in outcomes.items() if one.survived}
     assert not {name: one.not_run for name, one in outcomes.items() if one.not_run}

@@ -72,4 +72,4 @@ def test_the_command_prints_what_is_asked_for_and_writes_nothing(tmp_path: Path)
 def test_without_an_overview_the_command_says_what_to_do(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["dev", "coverage", "--out", str(tmp_path), "--kind", "dense"])
     assert result.exit_code == 2
-    assert "run nrl-models coverage" in " ".join(result.output.split())
+    assert "run nrl-models dev coverage" in " ".join(result.output.split())

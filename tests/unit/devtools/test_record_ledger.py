@@ -96,4 +96,4 @@ def test_every_key_of_every_architecture_was_tried() -> None:
     registered = registry.architectures(aliases=False)
     ledgers = {name: recorded().of.get(name) for name in registered if not registry.unmet_requirement(name)}
     untried = [name for name, one in ledgers.items() if one is None or one.count(UNTRIED)]
-    assert not untried, "run `nrl-models ledger` and commit nrl_models/families/ledger.json"
+    assert not untried, "run `nrl-models dev ledger` and commit nrl_models/families/ledger.json"
