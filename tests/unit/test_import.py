@@ -72,7 +72,7 @@ print(json.dumps(found))
         "inspect",
         "parity",
         "convert",
-        "coverage",
+        "dev",
         "consistency",
         "refit-check",
         "diagnose",
