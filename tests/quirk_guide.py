@@ -1,4 +1,4 @@
-"""The catalogue of quirks as `docs/quirks.md` has it: `python -m tests.quirk_guide` writes it there."""
+"""Writes the catalogue of quirks into `docs/quirks.md`: `python -m tests.quirk_guide`."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from pathlib import Path
 
 from nrl_models.quirks.catalogue import CATALOGUE
 from nrl_models.quirks.quirk import Quirk
+from tests.quirk_removals import REMOVE
 
 BEGIN, END = "<!-- quirks: made by `python -m tests.quirk_guide` -->", "<!-- end of quirks -->"
-"""What the catalogue stands between in the guide."""
+"""The marks around the catalogue in the guide."""
 
 
 def as_markdown(quirks: Iterable[Quirk]) -> str:
@@ -22,11 +23,11 @@ def as_markdown(quirks: Iterable[Quirk]) -> str:
             "",
             f"{quirk.symptom} *({', '.join(quirk.where)}{'; every model' if quirk.every_model else ''})*",
             "",
-            f"- Handling: {quirk.handling} In {', '.join(f'`{one}`' for one in quirk.code)}.",
+            f"- Handling: {quirk.handling} In {', '.join(f'`{place}`' for place in quirk.code)}.",
             f"- Switch off: {quirk.switch}.",
-            f"- Expiry: {quirk.expiry}. Then delete: {quirk.remove}.",
+            f"- Expiry: {quirk.expiry}. Then delete: {REMOVE[quirk.name]}.",
         ]
-        lines += [f"- Told of in {', '.join(f'<{one}>' for one in quirk.sources)}."] if quirk.sources else []
+        lines += [f"- Reported in {', '.join(f'<{source}>' for source in quirk.sources)}."] if quirk.sources else []
         sections.append("\n".join(_wrapped(line) for line in lines))
     return "\n\n".join(sections)
 
@@ -37,7 +38,7 @@ def _wrapped(line: str) -> str:
 
 
 def write_guide(page: Path) -> None:
-    """Put the catalogue into the guide, in the place of what stood there."""
+    """Replace the catalogue in the guide."""
     before, _, rest = page.read_text().partition(BEGIN)
     after = rest.partition(END)[2]
     page.write_text(f"{before}{BEGIN}\n\n{as_markdown(CATALOGUE)}\n\n{END}{after}")

@@ -12,6 +12,7 @@ from packaging.version import Version
 from nrl_models.common.switches import SWITCHES
 from nrl_models.quirks import Quirk
 from nrl_models.quirks.quirk import PLACES, ProbeKind
+from tests.quirk_removals import REMOVE
 
 
 class CatalogueError(Exception):
@@ -33,16 +34,16 @@ def tripwire(quirk: Quirk, shows: bool | None, of: str = "upstream") -> None:
     Raises:
         QuirkExpiredError: what the quirk is about is gone, so that its handling is to be deleted; or it is back.
     """
-    asked = quirk.asks or quirk.symptom
+    asked, removed = quirk.asks or quirk.symptom, REMOVE.get(quirk.name, "its handling")
     if quirk.is_fixed_in(lowest_version) and not quirk.kept_for:
         raise QuirkExpiredError(
-            f"{quirk.name}: every version this package takes satisfies {quirk.fixed}. Delete {quirk.remove}, and the "
+            f"{quirk.name}: every version this package takes satisfies {quirk.fixed}. Delete {removed}, and the "
             "entry; or say in the entry whom it is kept for."
         )
     if shows is False and not quirk.fixed:
         raise QuirkExpiredError(
             f"{quirk.name}: it is no longer so that {asked}; asked of {of}. "
-            f"Upstream has fixed it. Delete {quirk.remove}; and the entry, if that was the last. Or give the "
+            f"Upstream has fixed it. Delete {removed}; and the entry, if that was the last. Or give the "
             "release as its `fixed`, as long as older ones are supported."
         )
     if shows and quirk.is_fixed:
@@ -94,7 +95,7 @@ def _problems_of(quirk: Quirk) -> Iterable[str]:
             yield f"is fixed in {quirk.fixed!r}, which is no requirement: {error}"
     if not quirk.where or set(quirk.where) - set(PLACES):
         yield f"acts at {', '.join(quirk.where) or 'no place'}: expected some of {', '.join(PLACES)}"
-    for field in ("symptom", "handling", "remove", "switch"):
+    for field in ("symptom", "handling", "switch"):
         if not getattr(quirk, field):
             yield f"has no {field}"
     if not quirk.code:

@@ -3,14 +3,30 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import StrEnum
 from itertools import product
 
 from nrl_models.errors import ConsistencyError
 from nrl_models.logprobs.sampling import Sampling
 
+
+class Data(StrEnum):
+    """What prompts are made of."""
+
+    REAL = "real"
+    DUMMY = "dummy"
+
+
+class Mode(StrEnum):
+    """How tokens are generated."""
+
+    GREEDY = "greedy"
+    SAMPLING = "sampling"
+
+
 LENGTHS = (100, 1_000, 10_000)
-DATA = ("real", "dummy")
-MODES = ("greedy", "sampling")
+DATA = tuple(Data)
+MODES = tuple(Mode)
 BATCHES = (1, 8, 32)
 """The guide's matrix has 36 cells."""
 
@@ -24,8 +40,8 @@ class Cell:
 
     Args:
         length: tokens of a prompt and its continuation together.
-        data: `real` text or `dummy` numbers, one of `DATA`.
-        mode: `greedy` or `sampling`, one of `MODES`.
+        data: a member of `Data`, or its value: real text or dummy numbers.
+        mode: a member of `Mode`, or its value.
         batch: sequences generated together.
     """
 
@@ -95,7 +111,7 @@ class Settings:
 
     def sampling_of(self, cell: Cell) -> Sampling:
         """How a cell samples."""
-        return Sampling(0.0) if cell.mode == "greedy" else self.sampling
+        return Sampling(0.0) if cell.mode == Mode.GREEDY else self.sampling
 
     def generated(self, cell: Cell) -> int:
         """How many tokens of each of a cell's sequences are generated; the others are the prompt."""

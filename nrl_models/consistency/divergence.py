@@ -142,7 +142,7 @@ def _layer(name: str) -> int | None:
 
 
 def match_names(engine: Mapping[str, ModuleCall], reference: Mapping[str, ModuleCall]) -> dict[str, str]:
-    """For each module of the reference the engine's of the same place, if there is just one."""
+    """For each module of the reference the engine's module of the same place, if exactly one matches."""
     suffixes: dict[str, list[str]] = defaultdict(list)
     for name in engine:
         suffixes[_suffix(name)].append(name)

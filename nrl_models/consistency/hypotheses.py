@@ -1,4 +1,4 @@
-"""What a party at fault may compute instead: hypotheses are computed until one gives its numbers.
+"""What a party at fault may compute instead: hypotheses are tried until one gives its numbers.
 
 A hypothesis is cheap next to a search: the log-probabilities a party would give had it left out the temperature, been
 off by a token, dropped the soft cap, kept the weights of before, or not read a key of the configuration. No model is

@@ -7,12 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from nrl_models.consistency.cells import Cell
+from nrl_models.consistency.cells import Cell, Data
 from nrl_models.errors import ConsistencyError
+from nrl_models.inputs.model_inputs import FIRST_TEXT_TOKEN
 from nrl_models.inputs.real_text import text_of_this_machine
-
-FIRST_WORD = 16
-"""Without a tokenizer, lower token ids are left to special tokens."""
 
 
 class Prompts:
@@ -63,7 +61,7 @@ class Prompts:
             ConsistencyError: real text without a tokenizer, or too little of it.
         """
         generator = random.Random(f"{seed} {cell.data} {length}")
-        make = self._real if cell.data == "real" else self._dummy
+        make = self._real if cell.data == Data.REAL else self._dummy
         return [make(length, generator) for _ in range(cell.batch)]
 
     def counting(self, count: int) -> list[int]:
@@ -103,8 +101,8 @@ class Prompts:
         return ids[:length]
 
     def _counting_ids(self, first: int, count: int) -> list[int]:
-        ids = self.vocabulary - FIRST_WORD
-        return [FIRST_WORD + place % ids for place in range(first, first + count)] if ids > 1 else [0] * count
+        ids = self.vocabulary - FIRST_TEXT_TOKEN
+        return [FIRST_TEXT_TOKEN + place % ids for place in range(first, first + count)] if ids > 1 else [0] * count
 
     def _encode(self, text: str) -> list[int]:
         ids = self._tokenized(text, add_special_tokens=False)

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from nrl_models.auto import auto_class_for
 from nrl_models.common.checkpoint.files import resolve_folder
-from nrl_models.consistency.cells import Settings
+from nrl_models.consistency.cells import Data, Mode, Settings
 from nrl_models.consistency.consistency_report import CellResult
 from nrl_models.consistency.judge import Judge
 from nrl_models.consistency.measure import Comparison, Measurement, Meter
@@ -94,7 +94,7 @@ def check_refit(
         EngineError: the engine does not start, takes no weights, or fails.
         CheckpointError, UnknownArchitectureError, ...: as `from_pretrained`.
     """
-    settings = settings or Settings(lengths=(100,), data=("dummy",), modes=("sampling",), batches=(4,))
+    settings = settings or Settings(lengths=(100,), data=(Data.DUMMY,), modes=(Mode.SAMPLING,), batches=(4,))
     note("loading the trainer")
     model = auto_class_for(path).from_pretrained(path, dtype=trainer_dtype or dtype or "auto", device=device)
     trainer = HFEngine(model, "trainer")

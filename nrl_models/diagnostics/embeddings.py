@@ -1,6 +1,6 @@
-"""Diagnostic 3: embedding rows that were never trained, from a checkpoint's files alone.
+"""Diagnostic 3: embedding rows that were never trained, found in a checkpoint's files.
 
-Rows for tokens that pretraining never met (reserved special tokens, padding of the vocabulary) stay near zero or
+Rows of tokens that pretraining never saw (reserved special tokens, padding of the vocabulary) stay near zero or
 constant, and make gradients explode in post-training once a prompt has such a token. Only the embeddings are read.
 """
 
@@ -21,10 +21,12 @@ from safetensors import safe_open
 from nrl_models.auto import auto_class_for
 from nrl_models.common.checkpoint.files import CheckpointFiles, StoredTensor, resolve_folder
 from nrl_models.common.checkpoint.writing import staged
+from nrl_models.common.dtypes import dtype_name
 from nrl_models.common.state_dict.adapter import StateDictAdapter
 from nrl_models.diagnostics.result import Diagnosis
 from nrl_models.errors import CheckpointError, Problem, ProblemKind
 from nrl_models.loading.read_config import read_config
+from nrl_models.parity.parity_report import Outcome
 
 NEAR_ZERO = 1e-10
 IDENTICAL = 1e-8
@@ -35,7 +37,7 @@ ROWS_AT_A_TIME = 8192
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingSummary:
-    """What the rows of one embedding are like.
+    """Statistics of the rows of one embedding.
 
     Args:
         kind: `Input` or `Output`.
@@ -61,12 +63,12 @@ class EmbeddingSummary:
 
     @property
     def untrained(self) -> list[int]:
-        """Rows that are either."""
+        """Rows that are near zero or identical."""
         return sorted({*self.near_zero, *self.identical})
 
     def to_json(self) -> dict[str, Any]:
         """By name."""
-        return asdict(self) | {"kind": self.kind.lower(), "dtype": str(self.dtype).removeprefix("torch.")}
+        return asdict(self) | {"kind": self.kind.lower(), "dtype": dtype_name(self.dtype)}
 
 
 def diagnose_embeddings(
@@ -80,9 +82,9 @@ def diagnose_embeddings(
     """Find untrained rows of the input and output embeddings.
 
     Args:
-        path: the checkpoint's folder. Text models nested in others count, and so do tied embeddings.
-        near_zero: a row is near zero if no value is larger.
-        identical: a row's values are identical if their standard deviation is smaller.
+        path: the checkpoint's directory. Nested text models and tied embeddings are found, too.
+        near_zero: a row is near zero if no absolute value reaches this.
+        identical: a row's values are identical if their standard deviation is below this.
         reinitialise: where to write the checkpoint with such rows reinitialised, from a normal distribution with the
             standard deviation of the healthy rows; None writes nothing.
         seed: of the new rows.
@@ -111,12 +113,12 @@ def diagnose_embeddings(
         result.lines += ["", f"Wrote {reinitialise} with {changed} rows reinitialised."]
         result.measured["reinitialised"] = str(reinitialise)
     result.lines += ["", "=== Final Summary ===", f"Model: {path}", "Analysis complete."]
-    result.passed = not any(summary.untrained for summary in summaries)
+    result.outcome = Outcome.of(not any(summary.untrained for summary in summaries))
     return result
 
 
 def find_embeddings(folder: Path, files: CheckpointFiles) -> tuple[dict[str, tuple[str, StoredTensor]], bool]:
-    """The stored tensors of the input and output embeddings, by kind, and whether they are one.
+    """The stored tensors of the input and output embeddings, by kind, and whether they are tied.
 
     Raises:
         CheckpointError: the files hold no input embeddings.
@@ -150,7 +152,7 @@ def find_embeddings(folder: Path, files: CheckpointFiles) -> tuple[dict[str, tup
 def summarise(
     kind: str, key: str, weight: torch.Tensor, *, near_zero: float = NEAR_ZERO, identical: float = IDENTICAL
 ) -> EmbeddingSummary:
-    """Look at every row of `weight`, `(vocabulary, hidden)`, in fp32; sums are in fp64."""
+    """Statistics of every row of `weight`, `(vocabulary, hidden)`, in fp32; sums are in fp64."""
     found = []
     for rows in weight.split(ROWS_AT_A_TIME):
         rows = rows.float()
@@ -220,18 +222,18 @@ def write_reinitialised(folder: Path, target: Path, summaries: Sequence[Embeddin
         raise CheckpointError(
             "cannot re-initialise in place",
             [Problem(ProblemKind.FILE, str(target), "is the checkpoint itself")],
-            ["give another folder"],
+            ["give another directory"],
         )
-    hopeless = [one for one in summaries if one.untrained and one.healthy_std == 0.0]
-    if hopeless:
+    without_healthy = [summary.key for summary in summaries if summary.untrained and summary.healthy_std == 0.0]
+    if without_healthy:
         raise CheckpointError(
             "cannot re-initialise",
             [
-                Problem(ProblemKind.FORMAT, one.key, "has no healthy row to take a standard deviation from")
-                for one in hopeless
+                Problem(ProblemKind.FORMAT, key, "has no healthy row to take a standard deviation from")
+                for key in without_healthy
             ],
         )
-    changed = {one.key: one for one in summaries if one.untrained}
+    changed = {summary.key: summary for summary in summaries if summary.untrained}
     generator = torch.Generator().manual_seed(seed)
     with staged(target) as stage:
         for source in sorted(path for path in folder.iterdir() if path.is_file()):

@@ -1,4 +1,4 @@
-"""Diagnostics 1, 2, 4 and 5: what inference engines have got wrong before."""
+"""Diagnostics 1, 2, 4 and 5: known failure modes of inference engines."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from nrl_models.logprobs.metrics import ConsistencyMetrics, consistency_metrics
 from nrl_models.logprobs.sampling import Sampling
 
 PROMPT_TOKENS = 8
-"""Of a long prompt so many are used to see where an engine stops."""
+"""Tokens of a prompt that are used to see where an engine stops."""
 
 THRESHOLD = 1.05
-"""The guide's, for decoding against prefill."""
+"""The guide's bound, for decoding compared with prefill."""
 
 TOLERANCE = 1e-3
-"""The guide's for compiled modes, absolute and relative."""
+"""The guide's tolerance for compiled modes, absolute and relative."""
 
 MODES: dict[str, dict[str, Any]] = {
     "compiled": {"enforce_eager": False},
@@ -34,28 +34,28 @@ MODES: dict[str, dict[str, Any]] = {
     },
     "compiled, with backend=eager": {"enforce_eager": False, "compilation_config": {"backend": "eager"}},
 }
-"""What is held against eager mode: names, and vLLM's options. The flag is what the environment variable
+"""Modes that are compared with eager mode, with vLLM's options. The precision flag is what the environment variable
 `TORCHINDUCTOR_EMULATE_PRECISION_CASTS=1` sets. On a GPU, compiled modes capture CUDA graphs."""
 
 SHOWN_TOKENS = 3
-"""First tokens of an answer that are shown where prefix caching gives NaN."""
+"""First tokens of an answer that are shown if prefix caching gives NaN."""
 
 Start = Callable[[dict[str, Any]], AbstractContextManager[Engine]]
 """Starts an engine with options added to its own."""
 
 
 def diagnose_max_model_len(engine: Engine, subject: str, prompt: Sequence[int]) -> Diagnosis:
-    """1: ask for more tokens than fit, and see whether the engine keeps to `max_model_len`.
+    """1: ask for more tokens than fit, and check that the engine enforces `max_model_len`.
 
-    An engine that does not reads and writes behind its tables once a sequence is long enough.
+    An engine that does not reads and writes past the end of its tables once a sequence is long enough.
 
     Args:
         engine: started with a small limit (the guide's is 20).
         subject: the checkpoint, for the output.
-        prompt: token ids; of a long one the first 8 are used.
+        prompt: token ids, of which the first 8 are used.
 
     Raises:
-        EngineError: the engine has no limit of its own, or one that leaves no room.
+        EngineError: the engine has no limit of its own, or a limit that leaves no room.
     """
     result = Diagnosis("max-model-len", subject)
     known = engine.capabilities()
@@ -89,9 +89,9 @@ def diagnose_decode_vs_prefill(
     threshold: float = THRESHOLD,
     seed: int = 0,
 ) -> Diagnosis:
-    """2: sample long continuations at temperature 1, and score prompt and continuation again in one prefill.
+    """2: sample long continuations at temperature 1, and score the same tokens in one prefill.
 
-    Only generated tokens count: prompt tokens are prefilled both times, and would dilute an error of decoding.
+    Only generated tokens count: prompt tokens are prefilled both times, and would dilute an error in decoding.
 
     Args:
         engine: any that scores.
@@ -123,7 +123,7 @@ def diagnose_decode_vs_prefill(
 
 
 def _against_prefill(engine: Engine, samples: Sequence[Sample], new_tokens: int) -> list[ConsistencyMetrics]:
-    """What was decoded, each sample for itself, against the same tokens in one prefill at temperature 1."""
+    """Each sample as it was decoded, compared with the same tokens in one prefill at temperature 1."""
     scores = engine.score([sample.sequence for sample in samples], Sampling(), last=new_tokens)
     return [
         consistency_metrics(padded([score[len(sample.prompt) :]]), padded([sample.logprobs]))
@@ -140,10 +140,10 @@ def diagnose_precision(
     modes: Sequence[str] = tuple(MODES),
     tolerance: float = TOLERANCE,
 ) -> Diagnosis:
-    """4: score the same tokens in eager mode and in others, and compare. Informative, not a strict check.
+    """4: score the same tokens in eager mode and in compiled modes. Informative, not a strict check.
 
-    The tokens are prompts, and what eager mode generated for them. Modes that generate for themselves go other ways
-    after the first different token, and nothing can be compared from there on.
+    The tokens are prompts, and what eager mode generated for them: if each mode generated its own, nothing could be
+    compared after the first token that differs.
 
     Args:
         start: starts the engine in a mode.
@@ -160,35 +160,36 @@ def diagnose_precision(
     with start({"enforce_eager": True}) as engine:
         samples = engine.generate(prompts, Sampling(0.0), max_new_tokens=new_tokens)
         sequences = [sample.sequence for sample in samples]
-        truth = engine.score(sequences, Sampling())
+        eager = engine.score(sequences, Sampling())
     measured = []
     for mode in modes:
         with start(MODES[mode]) as engine:
             scores = engine.score(sequences, Sampling())
             free = engine.generate(prompts, Sampling(0.0), max_new_tokens=new_tokens)
         for part in ("prompt", "generation"):
-            expected, actual = (_part(rows, samples, part) for rows in (truth, scores))
+            expected, actual = (_part(rows, samples, part) for rows in (eager, scores))
             measured.append(_compare(result, f"Eager and {mode} lps ({part} lps)", expected, actual, tolerance))
-        pairs = [zip(one.tokens, other.tokens, strict=False) for one, other in zip(samples, free, strict=True)]
+        pairs = [zip(first.tokens, second.tokens, strict=False) for first, second in zip(samples, free, strict=True)]
         same = [len(list(takewhile(lambda pair: pair[0] == pair[1], tokens))) for tokens in pairs]
-        result.say(f"  left to itself, it samples eager's first {same} of {new_tokens} tokens")
+        result.say(f"  generating by itself, it agrees with eager on the first {same} of {new_tokens} tokens")
     result.measured = {"tolerance": tolerance, "comparisons": measured}
-    failed = [one["comparison"] for one in measured if not one["close"]]
+    failed = [comparison for comparison in measured if not comparison["close"]]
     result.say("=" * 100)
     return result.finish(f"{len(failed)} of {len(measured)} comparisons differ; see above" if failed else "")
 
 
 def _part(rows: Sequence[Sequence[float]], samples: Sequence[Sample], part: str) -> torch.Tensor:
-    """Log-probabilities of the prompts (but for their first tokens) or of what was generated."""
-    places = [slice(1, len(one.prompt)) if part == "prompt" else slice(len(one.prompt), None) for one in samples]
+    """Log-probabilities of the prompts (without their first tokens), or of the generated tokens."""
+    lengths = [len(sample.prompt) for sample in samples]
+    places = [slice(1, length) if part == "prompt" else slice(length, None) for length in lengths]
     return padded([row[place] for row, place in zip(rows, places, strict=True)])
 
 
 def _compare(
     result: Diagnosis, name: str, expected: torch.Tensor, actual: torch.Tensor, tolerance: float
 ) -> dict[str, Any]:
-    there = ~(expected.isnan() & actual.isnan())  # both are NaN behind the end of a shorter sequence
-    wanted, given = expected[there], actual[there]
+    present = ~(expected.isnan() & actual.isnan())  # shorter sequences are padded with NaN
+    wanted, given = expected[present], actual[present]
     mismatched = int((~given.isclose(wanted, rtol=tolerance, atol=tolerance)).sum())
     result.say("=" * 100)
     try:
@@ -215,17 +216,17 @@ def diagnose_prefix_caching(
     new_tokens: int = 2048,
     decode: Callable[[Sequence[int]], str] | None = None,
 ) -> Diagnosis:
-    """5: let the engine count on, put its answer into the prompt, and let it count on again, without NaN.
+    """5: have the engine continue counting, add its answer to the prompt, and have it continue again, without NaN.
 
-    That is how multi-turn RL prompts an engine, and its prefix cache then holds what decoding has written. (vLLM 0.14
+    Multi-turn RL prompts an engine like this, and its prefix cache then holds what decoding has written. (vLLM 0.14
     gave NaN for every token but the first of the second answer.)
 
     Args:
-        engine: with prefix caching.
+        engine: one with prefix caching.
         subject: the checkpoint, for the output.
         prompt: token ids of a text that counts; the guide's counts to 3000.
-        new_tokens: to generate, twice.
-        decode: text of token ids, for the output.
+        new_tokens: tokens to generate, twice.
+        decode: gives the text of token ids, for the output.
 
     Raises:
         EngineError: no prefix caching, or the sequences do not fit.
@@ -253,8 +254,10 @@ def diagnose_prefix_caching(
             count = f"{nan}/{len(sample.tokens)} logprobs"
             return result.finish(f"{count} are NaN on iteration {iteration} (prefix caching is broken)")
         tokens = sample.sequence
-    # No NaN is the guide's rule; that the numbers are right is seen from one prefill without the cache.
+    # The guide only asks for no NaN; a prefill without the cache shows whether the numbers are right.
     (found,) = _against_prefill(engine, [sample], new_tokens)
-    result.say(f"  against one prefill without the cache: token_mult_prob_error {found.token_mult_prob_error:.7f}")
+    result.say(
+        f"  compared with one prefill without the cache: token_mult_prob_error {found.token_mult_prob_error:.7f}"
+    )
     result.measured["against_prefill"] = found.to_json()
     return result.finish()

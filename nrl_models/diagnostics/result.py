@@ -1,46 +1,53 @@
-"""What a diagnostic says."""
+"""The result of a diagnostic."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
 
+from nrl_models.parity.parity_report import Outcome
+
 
 @dataclass(slots=True)
 class Diagnosis:
-    """The outcome of one diagnostic.
+    """The result of one diagnostic.
 
     Args:
         name: its command's.
         subject: the checkpoint.
-        passed: the verdict.
+        outcome: whether it passed.
         lines: what to print, in order.
         measured: the numbers, for JSON.
-        informative: whether a failure is something to know and not something to mend.
+        informative: whether a failure is only worth knowing, rather than a fault to fix.
     """
 
     name: str
     subject: str
-    passed: bool = True
+    outcome: Outcome = Outcome.PASS
     lines: list[str] = field(default_factory=list)
     measured: dict[str, Any] = field(default_factory=dict)
     informative: bool = False
+
+    @property
+    def passed(self) -> bool:
+        """Whether it passed."""
+        return self.outcome == Outcome.PASS
 
     def say(self, line: str) -> None:
         """Add a line."""
         self.lines.append(line)
 
     def finish(self, problem: str = "") -> Diagnosis:
-        """End with the guide's last line: all good, or what is wrong."""
-        self.passed = not problem
-        self.say(f"[{self.subject}] ALL GOOD!" if self.passed else f"[{self.subject}] FAIL: {problem}")
+        """End with the guide's last line: all good, or the problem."""
+        self.outcome = Outcome.of(not problem)
+        self.say(f"[{self.subject}] FAIL: {problem}" if problem else f"[{self.subject}] ALL GOOD!")
         return self
 
     def to_json(self) -> dict[str, Any]:
         """`{"diagnostic", "verdict", "checkpoint", ...}`."""
         return {
             "diagnostic": self.name,
-            "verdict": "pass" if self.passed else "fail",
+            "verdict": self.outcome,
             "informative": self.informative,
             "checkpoint": self.subject,
             **self.measured,

@@ -1,7 +1,8 @@
 """Random audio, in whatever form a model takes it.
 
-Like images (`nrl_models/inputs/images.py`): what a model wants is read off the names of the arguments of its
-`get_audio_features`, how many tokens a clip is off what that returns, and layouts that no name tells of are tried.
+As for images (`nrl_models/inputs/images.py`), the form follows from the names of the arguments of the model's
+`get_audio_features`, and the number of tokens of a clip from what that returns. Where names do not determine the
+layout, the known layouts are tried.
 """
 
 from __future__ import annotations
@@ -17,63 +18,63 @@ from nrl_models.common.config.walk import parts
 from nrl_models.inputs.images import Inputs, feature_method, first_token, parameters_of, run_on, token_count
 
 AUDIO = ("input_features", "input_values")
-"""What the argument that holds audio is called."""
+"""Names of the argument that holds audio."""
 
 METHOD = "get_audio_features"
 """The method that transformers gives a model that takes audio."""
 
 MASKS = ("input_features_mask", "feature_attention_mask", "padding_mask", "input_values_mask")
-"""What says which frames are audio and which are padding."""
+"""Names of the mask that tells audio frames from padding."""
 
 SAMPLES = "chunk_sample_lengths"
-"""What says of how many samples of the wave a clip's frames were made."""
+"""Name of the argument with the number of samples that a clip's frames were made from."""
 
 WIDTHS = ("num_mel_bins", "input_dim", "feature_size", "input_feat_size", "audio_embed_dim")
-"""What configurations call the numbers that a frame is."""
+"""Names that configurations have for the number of features of a frame."""
 
 AUDIO_TOKENS = ("audio_token_id", "audio_token_index")
-WORDS_AFTER = 4
+TOKENS_AFTER = 4
 
 
 def audio_token(config: PreTrainedConfig) -> int | None:
-    """The id that stands for a piece of audio; None if the model has none."""
+    """The id of audio tokens; None if the model has none."""
     return first_token(config, AUDIO_TOKENS)
 
 
 def takes_audio(model: PreTrainedModel) -> bool:
-    """Whether the model's forward has an argument for audio, and the model a token for them."""
+    """Whether the model's forward has an argument for audio, and its configuration an audio token."""
     named = any(name in parameters_of(model.forward) for name in AUDIO)
     return named and audio_token(model.config) is not None
 
 
 def audio_inputs(model: PreTrainedModel, inputs: Inputs, generator: torch.Generator) -> Inputs | None:
-    """`inputs` with one random clip for each sequence, its tokens before the last four words.
+    """`inputs` with one random clip for each sequence, its tokens before the last four text tokens.
 
     Args:
-        model: the model; it is run on audio alone, where it has a method for that, to see what it takes.
-        inputs: of text, perhaps with images; `input_ids` become longer by a clip's tokens.
+        model: the model; its method for audio features is run, if it has one, to find the form.
+        inputs: text, perhaps with images; `input_ids` become longer by a clip's tokens.
         generator: of the random numbers.
 
     Returns:
-        The inputs, floating-point ones in fp32; None if the model takes no audio, or in a form that is not known.
+        The inputs, floating-point ones in fp32; None if the model takes no audio, or takes it in an unknown form.
     """
     if not takes_audio(model) or "input_ids" not in inputs:
         return None
     forward, method = parameters_of(model.forward), feature_method(model, METHOD)
     known = forward if method is None else parameters_of(method)
-    if (name := next((one for one in AUDIO if one in known and one in forward), None)) is None:
+    if (name := next((name for name in AUDIO if name in known and name in forward), None)) is None:
         return None
     for clips in _forms(model.config, name, known, len(inputs["input_ids"]), generator):
         try:
             counts = [] if method is None else _counts(model.config, run_on(model, method, clips), len(clips[name]))
-        except Exception:  # another form, then
+        except Exception:  # not this form
             continue
         given = {key: value for key, value in clips.items() if key in forward}
-        for count in counts or [size // fewer for size in clips[name].shape[1:] for fewer in (2, 4, 8)]:
+        for count in counts or [size // stride for size in clips[name].shape[1:] for stride in (2, 4, 8)]:
             result = inputs | given | {"input_ids": _with_tokens(model.config, inputs["input_ids"], count)}
             try:
                 run_on(model, model, result)
-            except Exception:  # another number of tokens, then
+            except Exception:  # not this number of tokens
                 continue
             return result
     return None
@@ -82,9 +83,9 @@ def audio_inputs(model: PreTrainedModel, inputs: Inputs, generator: torch.Genera
 def _forms(
     config: PreTrainedConfig, name: str, known: Collection[str], batch: int, generator: torch.Generator
 ) -> Iterator[Inputs]:
-    """Random clips in each form that the method may want, with what else it knows."""
+    """Random clips in each form that the method may take, with the masks and lengths it takes."""
     masks = [mask for mask in MASKS if mask in known]
-    # Some negate a mask, which only truth values take, others count with it.
+    # Some models negate a mask, which has to be boolean; others sum it.
     dtypes = (torch.bool, torch.long) if masks else (torch.bool,)
     towers = [part for part in parts(config).values() if part is not config.get_text_config()]
     layouts = [(part, *layout) for part in towers for layout in _layouts(part, batch)]
@@ -97,9 +98,9 @@ def _forms(
 
 
 def _layouts(part: PreTrainedConfig, batch: int) -> Iterator[tuple[tuple[int, ...], int]]:
-    """Shapes that clips may have, and the frames in each: as many as a tower has places for, or some."""
+    """Shapes that clips may have, and the frames in each: as many as a tower has positions for, or a few."""
     values = vars(part)
-    if samples := getattr(part, "samples_per_token", None):  # the wave itself
+    if samples := getattr(part, "samples_per_token", None):  # the waveform
         yield (batch, 4 * samples), 4 * samples
     if (width := _width(values)) is None:
         return
@@ -110,22 +111,22 @@ def _layouts(part: PreTrainedConfig, batch: int) -> Iterator[tuple[tuple[int, ..
 
 
 def _width(values: Mapping[str, Any]) -> int | None:
-    """How many numbers a frame is, by a configuration's values; None if they do not tell."""
+    """The number of features of a frame, by a configuration's values; None if they do not say."""
     if (width := next((values[key] for key in WIDTHS if key in values), None)) is not None:
         return width
     channels = values.get("subsampling_conv_channels")
-    return channels[0] if channels else None  # transformers' classes take frames for as wide as these are many
+    return channels[0] if channels else None  # transformers' classes take it for the width
 
 
 def _counts(config: PreTrainedConfig, features: Any, clips: int) -> list[int]:
-    """How many tokens a clip may be: as many as it has features, or as a model fills these up to."""
-    filled = getattr(config, "audio_soft_tokens_per_image", None)
-    return [token_count(features, clips), *([] if filled is None else [filled])]
+    """The numbers of tokens a clip may have: that of its features, or what the model pads them to."""
+    padded = getattr(config, "audio_soft_tokens_per_image", None)
+    return [token_count(features, clips), *([] if padded is None else [padded])]
 
 
 def _with_tokens(config: PreTrainedConfig, input_ids: torch.Tensor, count: int) -> torch.Tensor:
-    words, last = input_ids[:, :-WORDS_AFTER], input_ids[:, -WORDS_AFTER:]
+    first, last = input_ids[:, :-TOKENS_AFTER], input_ids[:, -TOKENS_AFTER:]
     marks = first_token(config, ("audio_start_token_id",)), first_token(config, ("audio_end_token_id",))
     audio = [marks[0], *[audio_token(config)] * count, marks[1]]
-    between = torch.tensor([one for one in audio if one is not None]).expand(len(input_ids), -1)
-    return torch.cat([words, between, last], dim=1)
+    between = torch.tensor([token for token in audio if token is not None]).expand(len(input_ids), -1)
+    return torch.cat([first, between, last], dim=1)

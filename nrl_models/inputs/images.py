@@ -1,8 +1,8 @@
 """Random images, in whatever form a vision-language model takes them.
 
-What a model wants is read off the names of the arguments of its `get_image_features`, the method transformers gives
-every such model, and how many tokens an image is off what that returns. Where a name does not say in which layout an
-image comes, the likely ones are tried on the model.
+The form follows from the names of the arguments of the model's `get_image_features`, the method transformers gives
+every such model, and the number of tokens of an image from what that returns. Where names do not determine the layout
+of an image, likely layouts are tried.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ Inputs = dict[str, Any]
 Shape = tuple[int, ...]
 
 PIXELS = ("pixel_values", "image_pixel_values", "flattened_patches", "image_patches")
-"""What the argument that holds an image is called."""
+"""Names of the argument that holds an image."""
 
 
 class ImageInputsError(NRLModelsError, ValueError):
-    """A model that takes images in a form that is not known here."""
+    """A model takes images in an unknown form."""
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ COMPANIONS: dict[str, tuple[Callable[[Geometry, Shape], torch.Tensor], ...]] = {
     "aspect_ratio_mask": (lambda g, shape: _ones(g.batch, 1, g.tiles),),
     "cross_attention_mask": (lambda g, shape: _ones(g.batch, g.length, 1, g.tiles),),
 }
-"""How to make the arguments that come with an image; where a name has two meanings, both."""
+"""Makes the arguments that come with an image; where a name has two meanings, both."""
 
 
 def accepts_images(model: PreTrainedModel) -> bool:
@@ -175,23 +175,23 @@ def accepts_images(model: PreTrainedModel) -> bool:
 
 
 def takes_images(model: PreTrainedModel) -> bool:
-    """Whether the model can do something with an image: it accepts them and was not made without a tower."""
+    """Whether the model can use an image: its forward accepts images, and it has a vision tower."""
     return accepts_images(model) and getattr(model.config, "vision_config", model.config) is not None
 
 
 def image_inputs(model: PreTrainedModel, inputs: Inputs, generator: torch.Generator) -> Inputs:
-    """`inputs` with one random image for each sequence, its tokens after the third word.
+    """`inputs` with one random image for each sequence, its tokens after the third text token.
 
     Args:
-        model: the model; it is run on images alone (or, without `get_image_features`, whole) to see what it takes.
-        inputs: of text; `input_ids`, if there are any, become longer where an image leaves room for too few words.
+        model: the model; its `get_image_features` is run (or, if it has none, the whole model) to find the form.
+        inputs: text; `input_ids`, if there are any, become longer if an image leaves room for too little text.
         generator: of the random numbers.
 
     Returns:
         The inputs, floating-point ones in fp32.
 
     Raises:
-        ImageInputsError: none of the known layouts.
+        ImageInputsError: none of the known layouts fits.
     """
     text = inputs["input_ids"] if "input_ids" in inputs else inputs["decoder_input_ids"]
     geometry = Geometry.of(model.config, *text.shape)
@@ -216,26 +216,26 @@ def image_inputs(model: PreTrainedModel, inputs: Inputs, generator: torch.Genera
                 failures[str(tuple(shape))] = in_words(error)
     tried = "; ".join(f"{pixels} of shape {shape}: {failure}" for shape, failure in failures.items())
     raise ImageInputsError(
-        f"{type(model).__name__} takes images in a form that is not known here ({tried}). "
+        f"{type(model).__name__} takes images in an unknown form ({tried}). "
         "Run it on text with images=False, or add the form to nrl_models/inputs/images.py."
     )
 
 
 def in_order(inputs: Inputs, order: torch.Tensor) -> Inputs:
-    """The inputs of a batch with its sequences, and an image's patches with its sequence, in another order.
+    """The inputs of a batch with its sequences, and their images, in another order.
 
     Args:
-        inputs: of `len(order)` sequences, with one image each or none, as `image_inputs` makes them.
-        order: the place each sequence had.
+        inputs: `len(order)` sequences, with one image each or none, as `image_inputs` makes them.
+        order: the previous place of each sequence.
     """
 
     def moved(value: torch.Tensor) -> torch.Tensor:
-        # Several rows to a sequence; or all images of a batch in one row, side by side.
+        # A sequence has several rows; or all images of a batch are side by side in one row.
         dim = 0 if len(value) % len(order) == 0 else value.ndim - 1
         rows = value.unflatten(dim, (len(order), -1))
         return rows.index_select(dim, order.to(value.device)).flatten(dim, dim + 1)
 
-    # Numbers of patches, of all images together: images are of one size, so each keeps the numbers of its place.
+    # Indices into the patches of all images: since images have the same size, they stay in place.
     return {name: value if name == "image_token_pooling" else moved(value) for name, value in inputs.items()}
 
 
@@ -246,12 +246,12 @@ def parameters_of(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
 
 def feature_method(model: PreTrainedModel, name: str) -> Callable[..., Any] | None:
     """The model's method of this name that computes features of images or audio; None if it has none."""
-    # The head's method hands its arguments on and may not name them all.
-    return next((getattr(one, name) for one in (model.base_model, model) if hasattr(one, name)), None)
+    # The head's method passes its arguments on and may not name them all.
+    return next((getattr(owner, name) for owner in (model.base_model, model) if hasattr(owner, name)), None)
 
 
 def _settings(config: PreTrainedConfig, known: dict[str, inspect.Parameter]) -> dict[str, Any]:
-    """Values of the configuration that the method has no defaults for."""
+    """Arguments without a default that the configuration has values for."""
     values = {**vars(_vision_part(config)), **vars(config)}
     return {
         name: values[name]
@@ -261,7 +261,7 @@ def _settings(config: PreTrainedConfig, known: dict[str, inspect.Parameter]) -> 
 
 
 def _companions(known: dict[str, inspect.Parameter], g: Geometry, shape: Shape) -> Iterator[Inputs]:
-    """Arguments to go with an image of this shape: all that are known, then those alone that have no default."""
+    """Arguments for an image of this shape: all that are known, then only those that have no default."""
     required = [name for name, parameter in known.items() if parameter.default is parameter.empty]
     for names in (known, required):
         makers = {name: COMPANIONS[name] for name in names if name in COMPANIONS}
@@ -271,12 +271,12 @@ def _companions(known: dict[str, inspect.Parameter], g: Geometry, shape: Shape) 
 
 @torch.no_grad()
 def run_on(model: PreTrainedModel, function: Callable[..., Any], arguments: Inputs) -> Any:
-    """What `function` of `model` returns for tensors moved to the model's device, and of its dtype."""
+    """Call `function` of `model` with tensors moved to the model's device and dtype."""
     return function(**cast(arguments, model))
 
 
 def cast(inputs: Inputs, model: nn.Module) -> Inputs:
-    """The inputs, tensors on the model's device, floating-point ones in its dtype."""
+    """The inputs on the model's device, floating-point tensors in its dtype."""
     own = next(model.parameters())
     return {
         name: value.to(own.device, own.dtype if value.is_floating_point() else None)
@@ -287,7 +287,7 @@ def cast(inputs: Inputs, model: nn.Module) -> Inputs:
 
 
 def _without_method(model: PreTrainedModel, inputs: Inputs) -> Inputs:
-    """Inputs for a model that does not say how many tokens an image is: its configuration may, or it takes none."""
+    """Inputs for a model without a method for image features: the configuration may have the number of image tokens."""
     config, result = model.config, dict(inputs)
     keys = ("mm_tokens_per_image", "image_seq_length", "num_image_tokens", "num_query_tokens")
     if "input_ids" in inputs and image_token(config) is not None and (count := first_token(config, keys)):
@@ -300,11 +300,11 @@ def _without_method(model: PreTrainedModel, inputs: Inputs) -> Inputs:
 
 
 def token_count(features: Any, images: int) -> int:
-    """How many tokens each of `images` images (or audio clips) is, from what was returned as features of them all."""
+    """The number of tokens of each of `images` images (or audio clips), from the features of all of them."""
     deep = getattr(features, "deepstack_features", None)
     if hasattr(features, "pooler_output"):
         last = getattr(features, "last_hidden_state", None)
-        features = next(one for one in (features.pooler_output, last, deep and deep[0][1]) if one is not None)
+        features = next(found for found in (features.pooler_output, last, deep and deep[0][1]) if found is not None)
     total = _rows(features)
     if not total or total % images:
         raise ValueError(f"{total} tokens for {images} images")
@@ -313,7 +313,7 @@ def token_count(features: Any, images: int) -> int:
 
 def _rows(features: Any) -> int:
     if isinstance(features, (list, tuple)):
-        return sum(_rows(one) for one in features)
+        return sum(map(_rows, features))
     return features.numel() // features.shape[-1]
 
 
@@ -322,11 +322,11 @@ def _rows(features: Any) -> int:
 IMAGE_TOKENS = ("image_token_id", "image_token_index", "video_token_index")
 BEFORE_IMAGE = ("vision_start_token_id", "image_start_token_id", "boi_token_id", "boi_token_index")
 AFTER_IMAGE = ("vision_end_token_id", "image_end_token_id", "eoi_token_id", "eoi_token_index")
-WORDS_BEFORE, WORDS_AFTER = 3, 5
+TOKENS_BEFORE, TOKENS_AFTER = 3, 5
 
 
 def image_token(config: PreTrainedConfig) -> int | None:
-    """The id that stands for a piece of an image; None if the model has none."""
+    """The id of image tokens; None if the model has none."""
     return first_token(config, IMAGE_TOKENS)
 
 
@@ -336,14 +336,14 @@ def first_token(config: PreTrainedConfig, keys: Collection[str]) -> int | None:
 
 
 def _with_tokens(config: PreTrainedConfig, input_ids: torch.Tensor, count: int) -> torch.Tensor:
-    """`input_ids` with `count` image tokens after the third, longer where fewer than five words would be left."""
+    """`input_ids` with `count` image tokens after the third, made longer to keep five text tokens after them."""
     if (token := image_token(config)) is None:
         raise ValueError(f"the configuration has none of {', '.join(IMAGE_TOKENS)}")
-    short = max(0, WORDS_BEFORE + count + WORDS_AFTER - input_ids.shape[1])
+    short = max(0, TOKENS_BEFORE + count + TOKENS_AFTER - input_ids.shape[1])
     input_ids = torch.cat([input_ids, input_ids[:, :1].expand(-1, short)], dim=1).clone()
-    end = WORDS_BEFORE + count
-    input_ids[:, WORDS_BEFORE:end] = token
-    for keys, place in ((BEFORE_IMAGE, WORDS_BEFORE - 1), (AFTER_IMAGE, end)):
+    end = TOKENS_BEFORE + count
+    input_ids[:, TOKENS_BEFORE:end] = token
+    for keys, place in ((BEFORE_IMAGE, TOKENS_BEFORE - 1), (AFTER_IMAGE, end)):
         if (mark := first_token(config, keys)) is not None:
             input_ids[:, place] = mark
     return input_ids

@@ -1,4 +1,4 @@
-"""Random inputs of the kind a model takes: text alone, or text with images and audio."""
+"""Random inputs of the kind a model takes: text-only, or text with images and audio."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from nrl_models.common.config.walk import all_values
 from nrl_models.inputs.audio import audio_inputs, audio_token
 from nrl_models.inputs.images import Inputs, accepts_images, image_inputs, image_token, takes_images
 
-__all__ = ["FIRST_WORD", "Inputs", "count_words", "inputs_for", "takes_images", "written"]
+__all__ = ["FIRST_TEXT_TOKEN", "Inputs", "decoder_ids", "inputs_for", "takes_images", "vocabulary_size"]
 
-FIRST_WORD = 16
-"""Token ids below are left to special tokens."""
+FIRST_TEXT_TOKEN = 16
+"""Lower token ids are left to special tokens."""
 
 
 def inputs_for(
@@ -30,9 +30,9 @@ def inputs_for(
     """Keyword arguments for a forward of `model`, on its device, floating-point ones in fp32.
 
     Args:
-        model: the model. One that takes images is run on one, to see in which form.
+        model: the model. If it takes images, it is run on one to find the form.
         batch: number of sequences.
-        length: tokens in each, images included; more where an image alone is as long.
+        length: tokens in each, images included; more if an image alone is as long.
         images: whether to put an image (and audio) in each sequence of a model that accepts them; None puts one
             wherever the model has a tower for it.
         labels: whether to add labels for the loss.
@@ -44,11 +44,11 @@ def inputs_for(
     generator = torch.Generator().manual_seed(seed)
     config = model.config
     forward = inspect.signature(model.forward).parameters
-    # Some take words for a decoder if they are built around a model with an encoder, which they need not be.
+    # Some classes have `decoder_input_ids` for text models with an encoder, but can be built around others.
     sequences = ("input_ids", "decoder_input_ids") if has_encoder(config) else ("input_ids",)
-    result: Inputs = {name: _words(config, (batch, length), generator) for name in sequences if name in forward}
+    result: Inputs = {name: _text_ids(config, (batch, length), generator) for name in sequences if name in forward}
     if has_encoder(config) and type(model).__name__.endswith("ForSequenceClassification"):
-        result["input_ids"][:, -1] = config.eos_token_id  # whose state is what is classified
+        result["input_ids"][:, -1] = config.eos_token_id  # its state is classified
     audio = images is not False
     images = takes_images(model) if images is None else images and accepts_images(model)
     if images:
@@ -56,46 +56,45 @@ def inputs_for(
     if audio:
         result = audio_inputs(model, result, generator) or result
     if labels:
-        result["labels"] = _labels(model, written(result), generator)
+        result["labels"] = _labels(model, decoder_ids(result), generator)
     token = image_token(config)
     if token is not None and (images or (labels and accepts_images(model))):
-        # Which positions are an image's; some models want to know in training, also where there is none.
+        # Some models need the positions of images in training, even if there are none.
         kinds = (result["input_ids"] == token).long()
         result |= {name: kinds for name in ("token_type_ids", "mm_token_type_ids") if name in forward}
     return {name: value.to(model.device) for name, value in result.items()}
 
 
 def has_encoder(config: PreTrainedConfig) -> bool:
-    """Whether the model reads one sequence and writes another."""
+    """Whether the model encodes one sequence and decodes another."""
     return config.is_encoder_decoder or config.get_text_config().is_encoder_decoder
 
 
-def count_words(config: PreTrainedConfig) -> int:
-    """How many words a model has logits for: not more than it has embeddings of."""
+def vocabulary_size(config: PreTrainedConfig) -> int:
+    """The number of tokens that a model has logits for: at most as many as it has embeddings."""
     text = config.get_text_config(decoder=True)
     return min(text.vocab_size, getattr(text, "unpadded_vocab_size", None) or text.vocab_size)
 
 
-def written(inputs: Inputs) -> torch.Tensor:
-    """The tokens `(batch, length)` that logits follow: the decoder's, where an encoder reads others."""
+def decoder_ids(inputs: Inputs) -> torch.Tensor:
+    """The tokens `(batch, length)` that logits belong to: the decoder's, if there is an encoder."""
     return inputs["decoder_input_ids"] if "decoder_input_ids" in inputs else inputs["input_ids"]
 
 
-def _words(config: PreTrainedConfig, shape: tuple[int, int], generator: torch.Generator) -> torch.Tensor:
-    words = torch.randint(FIRST_WORD, count_words(config), shape, generator=generator)
-    words[torch.isin(words, torch.tensor(_special_tokens(config)))] = FIRST_WORD
-    return words
+def _text_ids(config: PreTrainedConfig, shape: tuple[int, int], generator: torch.Generator) -> torch.Tensor:
+    ids = torch.randint(FIRST_TEXT_TOKEN, vocabulary_size(config), shape, generator=generator)
+    return ids.masked_fill(torch.isin(ids, torch.tensor(_special_tokens(config))), FIRST_TEXT_TOKEN)
 
 
 def _special_tokens(config: PreTrainedConfig) -> list[int]:
-    """Ids that stand for something else than a word: ends, padding, images."""
+    """Ids that do not stand for text: ends, padding, images."""
     found: list[Any] = []
     for key, value in all_values(config):
         if key == "vocabulary_map":
             found.extend((value or {}).values())
         elif key.endswith(("_id", "token_ids", "token_index")):
             found.extend(value if isinstance(value, (list, tuple)) else [value])
-    return [one for one in found if type(one) is int]
+    return [token for token in found if type(token) is int]
 
 
 def _labels(model: PreTrainedModel, input_ids: torch.Tensor, generator: torch.Generator) -> torch.Tensor:

@@ -6,7 +6,7 @@ import sysconfig
 from pathlib import Path
 
 END = "<|endoftext|>"
-"""Stands between two files."""
+"""Separates two files."""
 
 
 def text_of_this_machine(limit: int = 6_000_000) -> str:

@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens, without full logits, and how far two sets of them are apart."""
+"""Log-probabilities of tokens without full logits, and metrics that compare two sets of them."""
 
 from nrl_models.logprobs.metrics import (
     ConsistencyMetrics,

@@ -1,12 +1,12 @@
 """Log-probabilities from hidden states without full logits, forward and backward.
 
-Each row of logits is reduced to a few numbers, forward. These are enough to compute any tile of the logits' gradient
-on its own, so backward goes over the vocabulary in tiles: the gradient of a tile's weights is then one product over
-all tokens, summed in the widest precision and rounded once. The forward does so too where log-probabilities alone are
-asked for, since a product of many tokens with few weights reads each weight once; what needs whole rows of logits
-(truncation, entropy, a reference) takes a chunk of tokens at a time. One product is computed twice (the price of not
-keeping logits), except where the output embedding is frozen: then the gradient of the hidden states is taken along in
-the forward.
+The forward reduces each row of logits to a few numbers. These are enough to compute any tile of the logits' gradient by
+itself, so the backward iterates over the vocabulary in tiles: the gradient of a tile's weights is then a single product
+over all tokens, summed in the widest precision and rounded once. The forward does the same where only log-probabilities
+are asked for, since a product of many tokens with few weights reads each weight once; what needs whole rows of logits
+(truncation, entropy, a reference) processes a chunk of tokens at a time. The logits are computed twice, because they
+are not kept, except where the output embedding is frozen: then the forward also computes the gradient of the hidden
+states.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from nrl_models.logprobs.head import OutputHead
 from nrl_models.logprobs.sampling import Sampling, processed, smallest_kept
 
 CHUNK_ELEMENTS = 2**25
-"""Logits held at a time, forward and backward: 128 MiB in fp32."""
+"""Logits held at a time, in forward and backward: 128 MiB in fp32."""
 
 BLOCK = 4096
 """Tokens in a tile of logits that does not span the vocabulary."""
@@ -31,7 +31,7 @@ _FLOOR = -1e30
 
 
 class TokenStatistics(NamedTuple):
-    """What is kept of each row of logits: `(tokens,)` each, fp32 or wider.
+    """The statistics of each row of logits: `(tokens,)` each, fp32 or wider.
 
     Attributes:
         logprobs: of the given tokens; -inf for a token that cannot be sampled.
@@ -51,13 +51,13 @@ class Reference(NamedTuple):
     head: OutputHead
 
     def logits(self, temperature: float, elements: int) -> _Logits:
-        """What computes so many of its logits at a time."""
+        """Computes its logits, at most `elements` at a time."""
         assert self.head.weight is not None
         return _Logits(self.head, self.head.weight, self.head.bias, temperature, elements)
 
 
 def chunk_length(vocabulary: int) -> int:
-    """How many tokens' logits to hold at a time."""
+    """The number of tokens whose logits are held at a time."""
     return max(16, CHUNK_ELEMENTS // vocabulary)
 
 
@@ -71,15 +71,15 @@ def chunked_statistics(
     reference: Reference | None = None,
     chunk_size: int | None = None,
 ) -> TokenStatistics:
-    """Log-probability of each token, and what else is asked for.
+    """Log-probability of each token, and entropy and divergence if asked for.
 
     Args:
-        hidden: `(tokens, hidden)`: what the output embedding is given.
-        head: the output embedding and what comes behind.
+        hidden: `(tokens, hidden)`: the input of the output embedding.
+        head: the output embedding and what follows it.
         tokens: `(tokens,)`: ids.
         sampling: how logits are processed before the softmax.
-        entropy: whether to compute it; it is zero otherwise.
-        reference: what to take the divergence from. Its logits are divided by the temperature, but keep every token.
+        entropy: whether to compute the entropy; it is zero otherwise.
+        reference: what to compute the divergence from. Its logits are divided by the temperature, but not truncated.
         chunk_size: tokens at a time; by default as many as fit `CHUNK_ELEMENTS`.
 
     Raises:
@@ -134,7 +134,7 @@ def _by_checkpointing(
     reference: Reference | None,
     chunk_size: int | None,
 ) -> TokenStatistics:
-    """For output embeddings that are no plain linear (one with LoRA, say): autograd, a chunk at a time."""
+    """For output embeddings that are not a plain linear (with LoRA, say): autograd, a chunk at a time."""
 
     def of_chunk(chunk: torch.Tensor, rows: slice) -> TokenStatistics:
         reference_logits = None
@@ -144,11 +144,11 @@ def _by_checkpointing(
         return statistics_of(head(chunk), tokens[rows], sampling, reference_logits)
 
     size = chunk_size or chunk_length(getattr(head.module, "out_features", 2**17))
-    parts = [
+    chunks = [
         torch.utils.checkpoint.checkpoint(of_chunk, hidden[rows], rows, use_reentrant=False)
         for rows in _slices(len(hidden), size)
     ]
-    return TokenStatistics(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
+    return TokenStatistics(*(torch.cat(columns) for columns in zip(*chunks, strict=True)))
 
 
 def _slices(length: int, size: int) -> Iterator[slice]:
@@ -157,7 +157,7 @@ def _slices(length: int, size: int) -> Iterator[slice]:
 
 
 class _Logits:
-    """Logits of some tokens and some rows of the weight, processed, in one buffer that is used again and again."""
+    """Processed logits of some tokens and some rows of the weight, in a buffer that is reused."""
 
     def __init__(
         self, head: OutputHead, weight: torch.Tensor, bias: torch.Tensor | None, temperature: float, elements: int
@@ -334,7 +334,7 @@ def _tile_shape(count: int, vocabulary: int, elements: int) -> tuple[int, int]:
 
 
 def _within(tokens: torch.Tensor, columns: slice) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which of the tokens are in a tile of the vocabulary, and where in it."""
+    """Which of the tokens are in a tile of the vocabulary, and their places in it."""
     inside = ((tokens >= columns.start) & (tokens < columns.stop)).nonzero()[:, 0]
     return inside, tokens[inside] - columns.start
 
@@ -384,12 +384,12 @@ def _by_logits(
     kl: torch.Tensor,
     work: torch.Tensor,
 ) -> Iterator[torch.Tensor]:
-    """The derivatives by the logits of each row's log-probability, entropy and divergence, one after another in `work`.
+    """The derivatives of each row's log-probability, entropy and divergence by the logits, in turn in `work`.
 
     Args:
         probabilities, logs, theirs: `(tokens, vocabulary)`: of the distribution, and the reference's logarithms.
-        tokens, entropies, kl: `(tokens,)`; no entropies or no reference, no such derivatives.
-        work: as many elements at least.
+        tokens, entropies, kl: `(tokens,)`; without entropies or a reference there are no such derivatives.
+        work: at least as many elements as `probabilities`.
     """
     gradient = work[: probabilities.numel()].view_as(probabilities)
     torch.neg(probabilities, out=gradient)

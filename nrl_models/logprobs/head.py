@@ -1,11 +1,11 @@
-"""What a model does with its last hidden states: its output embedding, and what comes behind it.
+"""The head of a model: its output embedding, and the scale or soft cap that follows it.
 
 A model's forward ends with `logits = lm_head(hidden)` and perhaps a scale (`logit_scale`, `logits_scaling`) or a soft
 cap (`final_logit_softcapping`). To compute log-probabilities without full logits, that end has to be applied to some
 tokens at a time. It is not looked up in the configuration, whose keys differ between models, but observed: the model
-runs with its output embedding replaced by one that keeps the hidden states and returns a few numbers in place of
-logits; what the model makes of these numbers says what it does. `a * tanh(b * x)` covers scales, soft caps and both.
-What is none of it is an error, as is a head that does not give the model's own logits on a short text.
+runs with its output embedding replaced by a function that keeps the hidden states and returns a few known numbers
+instead of logits, and the model's result for these numbers shows what it does. `a * tanh(b * x)` covers scales, soft
+caps and both. Anything else is an error, as is a head that does not give the model's own logits on a short text.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from nrl_models.common.recording import forward_replaced
 from nrl_models.errors import HeadError, UnknownArgumentError
 
 PROBE = (0.0, 2.0**-10, -(2.0**-10), 0.5, -0.5, 1.0, -1.0, 3.0, -7.0, 20.0, -45.0, 100.0, 2.0**20, -(2.0**20))
-"""Stand-ins for logits: small ones show the slope, huge ones a cap."""
+"""Numbers in place of logits: small ones show the slope, huge ones a cap."""
 
 CHECKED_TOKENS = 4
-"""Length of the text on which a head is held against the model's own logits."""
+"""Length of the text on which a head is compared with the model's own logits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +35,8 @@ class OutputHead:
 
     Args:
         module: the output embedding.
-        scale: the slope behind it: what small logits are multiplied by.
-        cap: the bound on logits behind it; None if there is none.
+        scale: what small logits are multiplied by after it.
+        cap: the bound on the logits; None if there is none.
     """
 
     module: nn.Module
@@ -57,7 +57,7 @@ class OutputHead:
         return None if bias is None else _whole(bias)
 
     def finish_(self, logits: torch.Tensor) -> torch.Tensor:
-        """Scale and cap the output embedding's result, in place, in its own dtype as the model does."""
+        """Scale and cap the output embedding's result in place, in its own dtype, as the model does."""
         if self.cap is None:
             return logits if self.scale == 1.0 else logits.mul_(self.scale)
         return logits.div_(self.cap / self.scale).tanh_().mul_(self.cap)
@@ -88,14 +88,14 @@ NOT_TAKEN = {
     "labels": "log-probabilities are computed, and no loss: leave them out",
     "logits_to_keep": "`score` says which tokens are scored: leave it out",
 }
-"""Keywords of a model's forward that have no meaning here, and why."""
+"""Keywords of a model's forward that are refused here, and why."""
 
 
 def forward_inputs(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Keywords of a model's forward, without those that ask for nothing (`use_cache=False`, `labels=None`).
+    """Keywords of a model's forward, without those of `NOT_TAKEN` that have no effect (`use_cache=False`).
 
     Raises:
-        UnknownArgumentError: one of `NOT_TAKEN` that asks for something.
+        UnknownArgumentError: a keyword of `NOT_TAKEN` that has an effect.
     """
     asking = {name: value for name, value in inputs.items() if name in NOT_TAKEN and value is not None}
     for name, value in asking.items():
@@ -115,12 +115,11 @@ def hidden_states_and_head(model: nn.Module, input_ids: torch.Tensor, **inputs: 
         inputs: further keywords of its forward.
 
     Returns:
-        What the output embedding is given, `(batch, length, hidden)`, part of the autograd graph, and what the model
-        does with it.
+        The input of the output embedding, `(batch, length, hidden)`, with its autograd graph, and the head.
 
     Raises:
-        HeadError: the model has no output embedding, does not call it once on every token, or does with the result
-            what no scale or soft cap does.
+        HeadError: the model has no output embedding, does not call it exactly once on every token, or changes the
+            result by anything but a scale and a soft cap.
     """
     module = output_embedding(model)
     given: list[torch.Tensor] = []
@@ -136,7 +135,7 @@ def hidden_states_and_head(model: nn.Module, input_ids: torch.Tensor, **inputs: 
         except Exception as error:
             if given:
                 raise HeadError(
-                    f"{_name(model)} fails behind its output embedding when its logits are {len(PROBE)} numbers "
+                    f"{_name(model)} fails after its output embedding when its logits are {len(PROBE)} numbers "
                     f"({type(error).__name__}: {error}), so what it does there depends on the vocabulary. {_ADVICE}"
                 ) from error
             raise
@@ -180,9 +179,9 @@ def _logits_of(output: Any) -> torch.Tensor:
 
 
 def _fit(observed: torch.Tensor, model: nn.Module) -> OutputHead:
-    """The scale and cap that turn `PROBE` into what was observed, `(batch, length, len(PROBE))`."""
+    """The head that turns `PROBE` into what was observed, `(batch, length, len(PROBE))`."""
     rows = observed.detach().double().reshape(-1, observed.shape[-1]).cpu()
-    # Equal but for roundings, which a hook may move (`nrl_models.parity.noise`).
+    # Equal but for rounding, which a hook may change (`nrl_models.parity.noise`).
     if rows.shape[-1] != len(PROBE) or not torch.allclose(rows, rows[0].expand_as(rows), rtol=1e-5, atol=1e-9):
         raise HeadError(f"{_name(model)} treats logits of different tokens differently. {_ADVICE}")
     probe, values = torch.tensor(PROBE, dtype=torch.float64), rows[0]
@@ -199,7 +198,9 @@ def _fit(observed: torch.Tensor, model: nn.Module) -> OutputHead:
     tolerance = 1e-5 * expected.abs().clamp(min=abs(head.scale) * 0.01)
     if not bool(((values - expected).abs() <= tolerance).all()) or head.scale == 0.0:
         made = ", ".join(f"{x:g} -> {y:g}" for x, y in zip(PROBE[3:], values[3:].tolist(), strict=True))
-        raise HeadError(f"{_name(model)} does something to its logits that is no scale or soft cap: {made}. {_ADVICE}")
+        raise HeadError(
+            f"{_name(model)} changes its logits by something other than a scale or a soft cap: {made}. {_ADVICE}"
+        )
     return head
 
 
@@ -207,17 +208,17 @@ _checked: weakref.WeakKeyDictionary[nn.Module, tuple[Any, ...]] = weakref.WeakKe
 
 
 def _check_once(model: nn.Module, head: OutputHead, input_ids: torch.Tensor) -> None:
-    """Hold `head` against the model's own logits, unless that was done for a head like it."""
-    what = (id(head.module), head.scale, head.cap, type(head.module))
-    if _checked.get(model) == what:
+    """Compare `head` with the model's own logits, unless an equal head was compared before."""
+    key = (id(head.module), head.scale, head.cap, type(head.module))
+    if _checked.get(model) == key:
         return
     check_head(model, head, input_ids.reshape(-1)[:CHECKED_TOKENS][None])
-    _checked[model] = what
+    _checked[model] = key
 
 
 @torch.no_grad()
 def check_head(model: nn.Module, head: OutputHead, input_ids: torch.Tensor) -> None:
-    """Raise unless `head` gives the model's own logits, up to the dtype's rounding, on a short text.
+    """Require that `head` gives the model's own logits, up to the dtype's rounding, on a short text.
 
     Raises:
         HeadError: it does not.

@@ -1,7 +1,7 @@
-"""How far the log-probabilities of the trainer are from those the engine sampled with.
+"""Metrics that compare the trainer's log-probabilities with those the engine sampled with.
 
-Throughout, `trainer` and `engine` are log-probabilities of the same tokens, of any shape, and `mask` says which of
-them count. With `r = trainer - engine`:
+Throughout, `trainer` and `engine` are log-probabilities of the same tokens, of any shape, and `mask` selects those
+that count. With `r = trainer - engine`:
 
 | metric | what it is | agreement |
 |---|---|---|
@@ -24,7 +24,7 @@ import torch
 
 def _chosen(trainer: torch.Tensor, engine: torch.Tensor, mask: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
     if trainer.shape != engine.shape or (mask is not None and mask.shape != trainer.shape):
-        shapes = [tuple(one.shape) for one in (trainer, engine, mask) if one is not None]
+        shapes = [tuple(tensor.shape) for tensor in (trainer, engine, mask) if tensor is not None]
         raise ValueError(f"log-probabilities and mask must have one shape, got {shapes}")
     trainer, engine = trainer.detach().double(), engine.detach().double().to(trainer.device)
     return (trainer.flatten(), engine.flatten()) if mask is None else (trainer[mask.bool()], engine[mask.bool()])
@@ -89,12 +89,12 @@ class ConsistencyMetrics:
         tokens: how many are compared: those with two finite log-probabilities.
         token_mult_prob_error, sampling_importance_ratio, kl_k1, kl_k2, kl_k3, js_divergence_error: see the module.
         worst_sequence: the largest `token_mult_prob_error` of a single sequence.
-        worst_sequence_index: which one that is; -1 if there is none.
+        worst_sequence_index: its index; -1 if there is none.
         p99: 99th percentile of `abs(r)`, in nats.
         max: the largest `abs(r)`, in nats.
-        nan: tokens for which either is NaN.
-        engine_infinite: tokens which the engine says it cannot have sampled, though it did.
-        trainer_infinite: tokens outside what the trainer's `top_k` and `top_p` leave.
+        nan: tokens for which either side is NaN.
+        engine_infinite: tokens with an infinite log-probability in the engine, although it sampled them.
+        trainer_infinite: tokens that the trainer's `top_k` and `top_p` exclude.
     """
 
     tokens: int
@@ -118,7 +118,7 @@ class ConsistencyMetrics:
 
 
 def finite_or_none(value: Any) -> Any:
-    """A value as JSON takes it: None for a float that is NaN or infinite."""
+    """A value that JSON can hold: None for a float that is NaN or infinite."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -1,7 +1,7 @@
 """How tokens are sampled, and which distribution their log-probabilities belong to.
 
-An engine samples from processed logits: divided by the temperature, then cut to the `top_k` likeliest tokens, then
-to the smallest set of them that holds `top_p` of the probability. The log-probabilities that training needs are of
+An engine samples from processed logits: divided by the temperature, then truncated to the `top_k` likeliest tokens,
+then to the smallest set of them that holds `top_p` of the probability. The log-probabilities that training needs are of
 that distribution (vLLM's `logprobs_mode="processed_logprobs"`), so the trainer processes its logits the same way.
 """
 
@@ -14,13 +14,13 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How to choose each next token.
+    """How each next token is sampled.
 
     Args:
         temperature: what logits are divided by; 0 takes the likeliest token. Log-probabilities of greedy tokens are
             those of the distribution at temperature 1, without `top_k` and `top_p`, as vLLM gives them.
-        top_k: only so many of the likeliest tokens can be sampled; 0 is all.
-        top_p: only the smallest set of likeliest tokens with this much probability can be sampled; 1.0 is all.
+        top_k: how many of the likeliest tokens can be sampled; 0 is all.
+        top_p: the probability of the smallest set of likeliest tokens that can be sampled; 1.0 is all.
 
     Raises:
         ValueError: a value out of range.
@@ -45,12 +45,12 @@ class Sampling:
 
     @property
     def processing(self) -> Sampling:
-        """What is done to the logits before log-probabilities are taken: nothing for greedy tokens."""
+        """How logits are processed before log-probabilities are taken: not at all for greedy tokens."""
         return Sampling() if self.greedy else self
 
     @property
     def is_identity(self) -> bool:
-        """Whether log-probabilities are those of the logits as they are."""
+        """Whether log-probabilities are those of unprocessed logits."""
         return self.processing == Sampling()
 
     @property
@@ -61,10 +61,10 @@ class Sampling:
     def __str__(self) -> str:
         if self.greedy:
             return "greedy"
-        parts = [f"temperature {self.temperature:g}"]
-        parts += [f"top-k {self.top_k}"] if self.top_k else []
-        parts += [f"top-p {self.top_p:g}"] if self.top_p < 1.0 else []
-        return ", ".join(parts)
+        settings = [f"temperature {self.temperature:g}"]
+        settings += [f"top-k {self.top_k}"] if self.top_k else []
+        settings += [f"top-p {self.top_p:g}"] if self.top_p < 1.0 else []
+        return ", ".join(settings)
 
 
 def processed(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
@@ -79,13 +79,13 @@ def processed(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
 def smallest_kept(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     """A bound for each row of logits: tokens at or above it can be sampled, the others cannot.
 
-    It lies half way between the smallest kept and the largest dropped logit, so that logits which are computed again
-    and round otherwise fall on the same side. Of equal logits all are kept, or none: which of them a sort would
-    put first is chance.
+    It lies half way between the smallest kept and the largest dropped logit, so that logits which are recomputed with
+    other roundings fall on the same side. Equal logits are all kept or all dropped: which of them a sort puts first is
+    arbitrary.
 
     Args:
         logits: `(rows, vocabulary)`, divided by the temperature already, fp32 or wider.
-        sampling: whose `top_k` and `top_p` to apply, in this order, as vLLM does.
+        sampling: its `top_k` and `top_p` are applied, in this order, as in vLLM.
 
     Returns:
         `(rows, 1)`, of the logits' dtype; -inf in rows that keep every token.

@@ -1,4 +1,4 @@
-"""Log-probabilities of the tokens of a batch, as an RL trainer needs them."""
+"""Log-probabilities of the tokens of a batch, for RL trainers."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ from nrl_models.logprobs.sampling import Sampling
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """What is known of each token, `(batch, length)` each, in the place of the token itself.
+    """Statistics of each token, `(batch, length)` each, at the token's own position.
 
     Attributes:
-        logprobs: log-probability of the token after those before it, fp32; zero where `mask` is False.
-        mask: where there is one: not for padding, not for the first token of a sequence, not where `score` was
-            False, and not for tokens that `top_k` or `top_p` excludes.
+        logprobs: log-probability of the token given those before it, fp32; zero where `mask` is False.
+        mask: where there is a log-probability: not for padding, not for the first token of a sequence, not where
+            `score` was False, and not for tokens that `top_k` or `top_p` excludes.
         outside: tokens with a log-probability of -inf: those that `top_k` or `top_p` excludes, which an engine that
-            agrees can not have sampled. They are no part of `mask`, so that a loss stays finite; count them.
+            agrees cannot have sampled. They are not part of `mask`, so that a loss stays finite; count them.
         entropy: of the distribution the token was drawn from, in nats; None unless asked for.
-        kl: that distribution's divergence from the reference's, over the whole vocabulary, in nats; None without one.
+        kl: that distribution's divergence from the reference's, over the whole vocabulary, in nats; None without a
+            reference.
     """
 
     logprobs: torch.Tensor
@@ -58,24 +59,24 @@ def token_logprobs(
 
     Args:
         model: a causal language model (or vision-language model): ours, transformers', or another with
-            `get_output_embeddings()`. Whatever it does behind its output embedding (a scale, a soft cap) is observed.
+            `get_output_embeddings()`. What follows its output embedding (a scale, a soft cap) is observed.
         input_ids: `(batch, length)`. Sequences packed into one row are told apart by `position_ids`.
         attention_mask: `(batch, length)`, False or 0 for padding, on either side.
-        position_ids: `(batch, length)`; where they start again, a new sequence does.
+        position_ids: `(batch, length)`; a new sequence starts where they start again.
         temperature, top_k, top_p: what the engine samples with, see `Sampling`. A token that these exclude has no
             finite log-probability: see `TokenLogprobs.outside`.
-        score: `(batch, length)` bool: tokens to score; the output embedding is applied for no other. All by default.
-        entropy: whether to compute it.
-        reference: a model of the same vocabulary to take the divergence from; no gradient goes there. Its logits are
-            divided by the temperature, and not cut.
+        score: `(batch, length)` bool: tokens to score; the output embedding is applied to no others. All by default.
+        entropy: whether to compute the entropy.
+        reference: a model of the same vocabulary to compute the divergence from; it gets no gradient. Its logits are
+            divided by the temperature, but not truncated.
         chunk_size: how many tokens' logits to hold at a time; "auto" holds 2^25 numbers. None computes from the
-            model's own full logits, for models whose end is nothing but theirs.
+            model's own full logits, for models whose head is not a scale or a soft cap.
         model_inputs: further keywords of the model's forward (`pixel_values`, ...); the reference's too.
 
     Raises:
         HeadError: the model ends with something that is neither a scale nor a soft cap (and `chunk_size` is not None).
         ValueError: shapes that differ, a vocabulary that differs from the reference's, a sampling value out of range.
-        UnknownArgumentError: keywords that have no meaning here (`use_cache=True`, `labels`, ...), see `NOT_TAKEN`.
+        UnknownArgumentError: keywords that are refused (`use_cache=True`, `labels`, ...), see `NOT_TAKEN`.
     """
     sampling = Sampling(temperature, top_k, top_p)
     _require_shape(input_ids.shape, attention_mask=attention_mask, position_ids=position_ids, score=score)
@@ -119,7 +120,7 @@ def scored_positions(
 ) -> torch.Tensor:
     """Which tokens have a log-probability: `(batch, length)` bool.
 
-    The first token of a sequence has none, and neither has padding, nor a token behind padding.
+    The first token of a sequence has none; neither do padding and a token that follows padding.
     """
     result = torch.ones_like(input_ids, dtype=torch.bool)
     result[:, 0] = False
@@ -133,7 +134,9 @@ def scored_positions(
 
 
 def _require_shape(shape: torch.Size, **tensors: torch.Tensor | None) -> None:
-    wrong = [f"{name} {tuple(one.shape)}" for name, one in tensors.items() if one is not None and one.shape != shape]
+    wrong = [
+        f"{name} {tuple(value.shape)}" for name, value in tensors.items() if value is not None and value.shape != shape
+    ]
     if len(shape) != 2 or wrong:
         raise ValueError(
             f"expected input_ids of (batch, length), here {tuple(shape)}, and all else alike"
@@ -166,7 +169,7 @@ def _reference(
         return None
     with torch.no_grad():
         hidden, reference_head = hidden_states_and_head(reference, input_ids, **inputs)
-    ours, theirs = (len(one.weight) if one.weight is not None else None for one in (head, reference_head))
+    ours, theirs = (None if end.weight is None else len(end.weight) for end in (head, reference_head))
     if ours != theirs:
         raise ValueError(f"the model has a vocabulary of {ours} and the reference one of {theirs}: they must agree")
     return Reference(hidden[before], reference_head)
@@ -175,7 +178,7 @@ def _reference(
 def _logits_at(
     model: nn.Module, input_ids: torch.Tensor, places: tuple[torch.Tensor, torch.Tensor], inputs: dict[str, Any]
 ) -> torch.Tensor:
-    """The model's own logits at some places: of the columns these are in, if the model can leave out the others."""
+    """The model's own logits at some places; other columns are left out if the model can do so."""
     rows, columns = places
     if "logits_to_keep" not in inspect.signature(_unwrapped(model).forward).parameters or not len(columns):
         return model(input_ids=input_ids, use_cache=False, **inputs).logits[rows, columns]
@@ -190,5 +193,5 @@ def _unwrapped(model: nn.Module) -> nn.Module:
 
 
 def _placed(values: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """`values`, one for each position that is True, there; zero elsewhere."""
+    """`values` at the positions that are True, zero elsewhere."""
     return torch.zeros(positions.shape, dtype=values.dtype, device=values.device).masked_scatter(positions, values)

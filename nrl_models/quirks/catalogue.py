@@ -1,4 +1,4 @@
-"""The catalogue: every known quirk, what is done about it, how to switch that off, and how one knows that it is gone.
+"""The catalogue: every known quirk, how it is handled, how to switch that off, and how to tell that it is fixed.
 
 An entry points at the code that handles it. `docs/quirks.md` is made from this; `tests/unit/quirks` and
 `tests/engine/test_quirks.py` have for each the symptom, the cure and the tripwire.
@@ -42,7 +42,6 @@ LOADING = (
         off='from_pretrained(path, dtype="auto")',
         probe="behavioural",
         asks="a step of 1e-6 leaves a bf16 weight of 1 as it is",
-        remove="nothing: advise bf16 masters in docs/loading.md",
         sources=("https://github.com/NVIDIA-NeMo/Automodel/pull/2419",),
     ),
     Quirk(
@@ -55,7 +54,6 @@ LOADING = (
         code=("nrl_models.common.config.types:with_declared_types",),
         probe="behavioural",
         asks="transformers refuses an integer for a float",
-        remove="nrl_models/common/config/types.py and its two uses in pretrained.py",
         sources=("https://github.com/NVIDIA-NeMo/RL/pull/2224",),
     ),
     Quirk(
@@ -72,7 +70,6 @@ LOADING = (
         kept_for="trainers with an older transformers",
         probe="data",
         asks="transformers does not know the towers' older names",
-        remove="this entry",
         sources=("https://github.com/huggingface/transformers/pull/45358",),
         explains=lambda evidence: (
             evidence.kind.is_trainers and any("visual" in name for name in (evidence.module, *evidence.weights))
@@ -89,8 +86,6 @@ LOADING = (
         off="AutoConfig.from_pretrained(path, trust_remote_code=True), outside this library",
         probe="data",
         asks="transformers' table of configurations lacks its model_type",
-        remove="the family's modeling.py and configuration.py and its rows of _CUSTOM_CONFIG_REGISTRATIONS; make it a "
-        "row of the table of standard families",
     ),
     Quirk(
         name="shared-kv-unused-weights",
@@ -102,20 +97,18 @@ LOADING = (
         code=("nrl_models.common.forward.kv_sharing:SharedKeyValues", "nrl_models.loading.weights:keep_unused"),
         probe="behavioural",
         asks="transformers loses them when it loads and saves",
-        remove="SharedKeyValues.keeps_unused and keep_unused",
     ),
     Quirk(
         name="frozen-parts",
         symptom="What a class freezes when it is built (computed positions, a router's correction, a patcher of bytes) "
         "trains once transformers has loaded it from a checkpoint.",
         where=("load", "trainer"),
-        applies=predicates.freezes_a_part,
+        applies=predicates.freezes_parameters,
         handling="What is loaded is frozen where the class froze it, sharded or not.",
         code=("nrl_models.common.modules:install",),
         off="set requires_grad on the parameters",
         probe="behavioural",
         asks="transformers' from_pretrained unfreezes positions",
-        remove="this entry; what is loaded stays frozen by itself",
     ),
 )
 
@@ -130,7 +123,6 @@ FORWARD = (
         code=("nrl_models.common.forward.token_types:with_token_types",),
         probe="differential",
         asks="upstream computes a batch with images otherwise if it has no token types",
-        remove="with_token_types in the family that the tripwire names",
         sources=("https://github.com/NVIDIA-NeMo/RL/pull/2224",),
     ),
     Quirk(
@@ -144,7 +136,6 @@ FORWARD = (
         code=("nrl_models.common.forward.packing:keep_documents_apart",),
         probe="behavioural",
         asks="upstream lets packed documents meet under a mask of ones",
-        remove="keep_documents_apart, and its use in FamilyModel",
     ),
     Quirk(
         name="masks-without-positions",
@@ -156,7 +147,6 @@ FORWARD = (
         code=("nrl_models.family:FamilyModel.rewrites",),
         probe="behavioural",
         asks="upstream lets packed documents meet without any mask",
-        remove="the decoder's rewrite in the family that the tripwire names",
     ),
     Quirk(
         name="mrope-packed-documents",
@@ -168,7 +158,6 @@ FORWARD = (
         code=("nrl_models.common.forward.mrope:PackedTextPositions",),
         probe="behavioural",
         asks="upstream lets packed documents meet without any mask",
-        remove="PackedTextPositions in the family that the tripwire names",
     ),
     Quirk(
         name="mrope-stale-offsets",
@@ -179,7 +168,6 @@ FORWARD = (
         code=("nrl_models.common.forward.mrope:FreshPositions",),
         probe="behavioural",
         asks="upstream decodes text otherwise after it has seen an image",
-        remove="FreshPositions in the family that the tripwire names",
     ),
     Quirk(
         name="shared-kv-without-cache",
@@ -194,12 +182,11 @@ FORWARD = (
         kept_for="trainers with an older transformers, which have to force use_cache=True",
         probe="differential",
         asks="upstream computes otherwise without a cache",
-        remove="this entry",
         sources=("https://github.com/huggingface/transformers/pull/45312",),
     ),
     Quirk(
         name="soft-cap-under-sdpa",
-        symptom="Attention scores lose their soft cap, without a word, because `sdpa`, the default kernel, does not "
+        symptom="Attention scores silently lose their soft cap, because `sdpa`, the default kernel, does not "
         "look at it: another model than an engine computes.",
         where=("forward",),
         applies=predicates.caps_attention_scores,
@@ -214,7 +201,6 @@ FORWARD = (
         kept_for="transformers 5.16 to 5.20, which this package takes",
         probe="behavioural",
         asks="upstream computes the same with and without a cap under sdpa",
-        remove="nrl_models/common/forward/soft_cap.py and its uses",
         explains=lambda evidence: evidence.kind.is_trainers and "attn" in evidence.module,
     ),
 )
@@ -230,11 +216,10 @@ TRAINING = (
         code=("nrl_models.common.forward.kv_sharing:SharedKeyValues",),
         probe="differential",
         asks="reentrant checkpointing gives other gradients upstream",
-        remove="SharedKeyValues.gradient_checkpointing_enable and activation_checkpointing_enable",
     ),
     Quirk(
         name="unreachable-parameters",
-        symptom="Parameters that a loss does not reach (a tower in training on text) have no state in the optimiser, "
+        symptom="Parameters that a loss does not reach (a tower in text-only training) have no state in the optimiser, "
         "and a run that goes on from its checkpoint misses it.",
         where=("trainer",),
         applies=predicates.has_towers,
@@ -243,7 +228,6 @@ TRAINING = (
         off="do not call freeze_unreachable",
         probe="behavioural",
         asks="torch's AdamW keeps no state for what got no gradient",
-        remove="freeze_unreachable",
         sources=("https://github.com/NVIDIA-NeMo/Automodel/pull/1687",),
     ),
     Quirk(
@@ -257,7 +241,6 @@ TRAINING = (
         off="set requires_grad on the parameters",
         probe="behavioural",
         asks="torch takes a misspelt attribute for its own",
-        remove="the check of keys in freeze",
         sources=("https://github.com/NVIDIA-NeMo/RL/pull/2224",),
     ),
     Quirk(
@@ -276,7 +259,6 @@ TRAINING = (
         off="torch's parallelize_module with a plan of one's own",
         probe="differential",
         asks="torch's parallelize_module parts a tied pair",
-        remove="the flag, and the vocabulary's rules in declared_tensor_plan",
         sources=("https://github.com/NVIDIA-NeMo/RL/issues/227", "https://github.com/NVIDIA-NeMo/Automodel/pull/2571"),
     ),
     Quirk(
@@ -291,7 +273,6 @@ TRAINING = (
         off="enter torch's context_parallel without check_context_parallel",
         probe="behavioural",
         asks="torch's ring attention rejects a mask",
-        remove="context_parallel_problems' part on masks, and the families' limits",
     ),
     Quirk(
         name="routing-flips",
@@ -304,7 +285,6 @@ TRAINING = (
         off="do not enter replay_routing",
         probe="behavioural",
         asks="rounding otherwise makes upstream choose other experts in bf16",
-        remove="nothing: routing is discrete",
         sources=("https://arxiv.org/abs/2510.11370",),
         explains=lambda evidence: evidence.kind in (VerdictKind.PRECISION, VerdictKind.UNSTABLE),
     ),
@@ -320,7 +300,6 @@ TRAINING = (
         off="token_logprobs(..., chunk_size=None), or model(...).logits",
         probe="behavioural",
         asks="upstream's forward makes all logits",
-        remove="nothing: let token_logprobs call what upstream offers then",
     ),
     Quirk(
         name="untrained-rows",
@@ -328,26 +307,24 @@ TRAINING = (
         "training diverges.",
         where=("trainer",),
         every_model=True,
-        handling="`nrl-models diagnose embeddings` finds such rows in the files, and draws them anew.",
+        handling="`nrl-models diagnose embeddings` finds such rows in the files, and draws them again.",
         code=("nrl_models.diagnostics.embeddings:diagnose_embeddings",),
         off="do not pass --reinitialise",
         probe="behavioural",
         asks="a row of zeros gets a gradient ten times that of any other",
-        remove="nothing: a diagnostic",
     ),
     Quirk(
         name="fused-out-projection",
         symptom="The mixer's fused kernel reads the weight of `out_proj` itself, so that an adapter or a hook on that "
         "module does nothing in training.",
         where=("forward", "trainer"),
-        applies=predicates.projects_out_in_a_kernel,
+        applies=predicates.fuses_out_projection,
         handling="PEFT refuses `out_proj` of the models it knows, and the generated test of adapters targets what it "
         "adapts in the Hugging Face model; elsewhere leave `out_proj` out of the adapter.",
         code=("nrl_models.testing.suite.test_model:test_lora",),
         off="name target_modules without out_proj",
         probe="source",
         asks="upstream's mixer hands `out_proj.weight` to a kernel",
-        remove="this entry",
         sources=("https://github.com/huggingface/transformers/pull/46487",),
     ),
 )
@@ -364,7 +341,6 @@ EXPORT = (
         off='iter_export(model, layout="transformers")',
         probe="differential",
         asks="transformers saves under other names than it has in memory",
-        remove="nothing: the layouts are derived, and become equal",
     ),
 )
 
@@ -383,7 +359,6 @@ INFERENCE = (
         kept_for="trainers that read the flag beside an older vLLM",
         probe="behavioural",
         asks="vLLM's dummy loader changes derived buffers",
-        remove="ModelFlag.VLLM_LOAD_FORMAT_AUTO, and the families' use of it",
         sources=("https://github.com/vllm-project/vllm/pull/19788",),
         explains=_scaled_on_random_weights,
     ),
@@ -401,7 +376,6 @@ INFERENCE = (
         kept_for="engines of an older version, reached over HTTP",
         probe="behavioural",
         asks="vLLM's reload changes a derived buffer",
-        remove="this entry",
         sources=("https://github.com/vllm-project/vllm/pull/44371",),
         explains=_scaled_on_random_weights,
     ),
@@ -415,7 +389,6 @@ INFERENCE = (
         code=("nrl_models.engines.vllm_worker:ConsistencyWorker.nrl_refit_finish",),
         probe="behavioural",
         asks="a refit with the quirk switched off leaves vLLM's head as it was",
-        remove="_nrl_tied in vllm_worker.py",
         explains=_stale("logits"),
     ),
     Quirk(
@@ -424,11 +397,10 @@ INFERENCE = (
         "were packed for its kernels.",
         where=("engine",),
         applies=predicates.has_experts,
-        handling="The kernel is made anew with each refit, which packs the experts.",
+        handling="The kernel is made again with each refit, which packs the experts.",
         code=("nrl_models.engines.vllm_worker:ConsistencyWorker.nrl_refit_start",),
         probe="behavioural",
         asks="a refit with the quirk switched off leaves vLLM's experts unpacked",
-        remove="_nrl_kernels in vllm_worker.py",
         explains=_stale("experts"),
     ),
     Quirk(
@@ -437,24 +409,22 @@ INFERENCE = (
         "every model with images.",
         where=("engine",),
         applies=predicates.has_towers,
-        handling="The tokenizer is left out for models of text alone.",
+        handling="The tokenizer is left out for text-only models.",
         code=("nrl_models.engines.vllm:VLLMEngine.start",),
         probe="behavioural",
         asks="vLLM's processor of images refuses to start without a tokenizer",
-        remove="_needs_tokenizer in engines/vllm.py",
         sources=("https://github.com/vllm-project/vllm/issues/31123",),
     ),
     Quirk(
         name="engine-v0-runtime",
         symptom="Trainers chose vLLM's first runtime by NRL_VLLM_USE_V1=0; it is gone, and what was asked for would be "
-        "passed over in silence.",
+        "silently ignored.",
         where=("engine",),
         every_model=True,
         handling="NRL_VLLM_USE_V1=0 is an error that says so.",
         code=("nrl_models.engines.vllm:VLLMEngine.start",),
         fixed="vllm>=0.11",
         kept_for="environments that still set the variable",
-        remove="_refuse_v0 in engines/vllm.py",
     ),
 )
 

@@ -1,4 +1,4 @@
-"""Whom a quirk concerns: by what a configuration says and a family declares, never by a model's name."""
+"""Which models a quirk concerns: by what a configuration says and a family declares, never by a model's name."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from nrl_models.family import FamilyModel
 from nrl_models.quirks.subject import Subject
 
 LARGE_VOCABULARY = 2**15
-"""Words from which on the logits of 8,192 tokens take a gigabyte in fp32."""
+"""The vocabulary from which on the logits of 8,192 tokens take a gigabyte in fp32."""
 
 
 def declares(name: str) -> Callable[[Subject], bool]:
-    """Some class of the model says that it handles that quirk."""
+    """Some class of the model declares that it handles that quirk."""
     return lambda subject: name in subject.handled
 
 
 def packs(subject: Subject) -> bool:
-    """The family says that packed documents stay apart."""
+    """The family keeps packed documents apart."""
     return isinstance(subject.model, FamilyModel) and "packed sequences" not in subject.model.limits
 
 
@@ -37,7 +37,7 @@ def ties_embeddings(subject: Subject) -> bool:
 
 
 def cannot_divide_a_sequence(subject: Subject) -> bool:
-    """Something in it needs more than plain causal attention."""
+    """Some layer needs more than plain causal attention."""
     return bool(context_parallel_problems(subject.model))
 
 
@@ -52,7 +52,7 @@ def has_towers(subject: Subject) -> bool:
 
 
 def has_several_names(subject: Subject) -> bool:
-    """The hub's names of its tensors are not those that transformers has in memory."""
+    """Its tensors have other names on the hub than in transformers."""
     adapter = StateDictAdapter(subject.model)
     return adapter.hub.keys() != adapter.transformers.keys()
 
@@ -67,19 +67,19 @@ def brings_its_own_configuration(subject: Subject) -> bool:
     return type(subject.config).__module__.startswith("nrl_models.")
 
 
-def projects_out_in_a_kernel(subject: Subject) -> bool:
-    """It has state-space mixers that project out inside their fused kernel."""
+def fuses_out_projection(subject: Subject) -> bool:
+    """It has state-space mixers whose fused kernel applies the output projection."""
     return any(
         all(hasattr(module, name) for name in ("A_log", "D", "dt_bias", "conv1d", "out_proj"))
         for module in subject.model.modules()
     )
 
 
-def freezes_a_part(subject: Subject) -> bool:
+def freezes_parameters(subject: Subject) -> bool:
     """Its class freezes some of its parameters when it is built."""
     return any(not parameter.requires_grad for parameter in subject.model.parameters())
 
 
 def caps_attention_scores(subject: Subject) -> bool:
-    """Scores of its attention pass a soft cap."""
+    """Its attention scores are soft-capped."""
     return getattr(subject.text, "attn_logit_softcapping", None) is not None

@@ -31,7 +31,6 @@ class Quirk:
         where: where it acts.
         handling: what this library does about it, in a sentence.
         code: where that is done, each as `package.module:attribute`.
-        remove: what to delete once upstream has fixed it.
         applies: whether it concerns a model: by its configuration, and by what its family declares. Any, by default.
         off: how to switch the handling off, if there is no switch of the quirk's name.
         every_model: whether it concerns every model, so that a family's page need not repeat it.
@@ -48,7 +47,6 @@ class Quirk:
     where: tuple[Place, ...]
     handling: str
     code: tuple[str, ...]
-    remove: str
     applies: Callable[[Subject], bool] = lambda subject: True
     off: str = ""
     every_model: bool = False

@@ -27,7 +27,7 @@ DEMO = Path(__file__).parents[2] / "demo" / "checkpoint"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--every-family", action="store_true", help="hold every family against the engine, in an hour")
+    parser.addoption("--every-family", action="store_true", help="compare every family with the engine, in an hour")
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -1,4 +1,4 @@
-"""Holding one architecture at tiny size against a real engine, and what is known to stand in the way of it."""
+"""Compares an architecture at tiny size with a real engine; lists the known limits."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
 """What a tiny configuration has to have for the engine, beside `LATENT` where attention is latent."""
 
 AGREES, AS_LOADED, DISAGREES, NOT_RUN = "agrees", "agrees as loaded", "disagrees", "not run"
-"""What may come of an architecture, best first."""
+"""The possible outcomes, best first."""
 
 
 COHERE_WINDOW = (
@@ -131,12 +131,12 @@ LIMITS: dict[str, tuple[str, str, str]] = {
         "vLLM's loader of this model's experts and sinks writes past its reload of weights, so that the old ones stay",
     ),
 }
-"""Architectures that do not hold with this engine: what comes of them, what is said of it, and the reason."""
+"""Architectures that do not hold with this engine: the outcome, what its reason has to match, and why."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of one architecture.
+    """The outcome of one architecture.
 
     Args:
         architecture: which.

@@ -1,7 +1,7 @@
 """Families that both the engine and the registry have, at tiny size: they agree, after refits too.
 
-One of each pattern runs here; `--every-family` runs all, as does `make engine-coverage`, which publishes what came of
-them. What was published is what is expected; `LIMITS` says what is known of those that do not agree.
+One of each pattern runs here; `--every-family` runs all, as does `make engine-coverage`, which publishes the outcomes.
+What was published is what is expected; `LIMITS` says what is known of those that do not agree.
 """
 
 from __future__ import annotations

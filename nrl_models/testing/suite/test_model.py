@@ -17,7 +17,7 @@ from torch import nn
 from nrl_models.common.forward.routing import can_replay, replay_routing
 from nrl_models.common.projections import groups_of, report
 from nrl_models.inputs.images import image_token
-from nrl_models.inputs.model_inputs import count_words, written
+from nrl_models.inputs.model_inputs import decoder_ids, vocabulary_size
 from nrl_models.parity.noise import gradients, limit, logits_and_routing, logits_noise, logits_of
 from nrl_models.testing.case import SEED, FamilyCase
 from nrl_models.testing.features import proves
@@ -31,13 +31,13 @@ def test_forward_shape(family_case: FamilyCase) -> None:
     An image that no tokens stand for comes before the words.
     """
     inputs, config = family_case.inputs(), family_case.config
-    batch, length = written(inputs).shape
+    batch, length = decoder_ids(inputs).shape
     with torch.no_grad():
         logits = family_case.model()(**inputs).logits
         if image_token(config) is None:
             logits = logits[:, -length:] if logits.ndim == 3 else logits
     name = family_case.architecture
-    columns = config.num_labels if name.endswith("Classification") else count_words(config)
+    columns = config.num_labels if name.endswith("Classification") else vocabulary_size(config)
     rows = (batch,) if name.endswith("SequenceClassification") else (batch, length)
     assert tuple(logits.shape) == (*rows, columns)
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from nrl_models.common.forward.packing import word_positions
 from nrl_models.common.forward.routing import replay_routing
 from nrl_models.inputs.images import in_order
-from nrl_models.inputs.model_inputs import FIRST_WORD
+from nrl_models.inputs.model_inputs import FIRST_TEXT_TOKEN
 from nrl_models.parity.noise import logits_and_routing, logits_of
 from nrl_models.testing.case import FamilyCase
 from nrl_models.testing.features import proves
@@ -205,7 +205,7 @@ def decoded_steps(model: PreTrainedModel, inputs: Mapping[str, torch.Tensor], st
     output = model(**inputs, use_cache=True)
     logits = [output.logits]
     for step in range(steps):
-        word = torch.full_like(inputs[f"{prefix}input_ids"][:, :1], FIRST_WORD + 1 + step)
+        word = torch.full_like(inputs[f"{prefix}input_ids"][:, :1], FIRST_TEXT_TOKEN + 1 + step)
         next_word = {f"{prefix}input_ids": word, "past_key_values": output.past_key_values}
         output = model(**again, **next_word, use_cache=True)
         logits.append(output.logits)

@@ -10,7 +10,7 @@ import torch
 from transformers import Gemma3Config, LlamaConfig, PreTrainedModel
 
 from nrl_models import registry
-from nrl_models.inputs.model_inputs import FIRST_WORD, inputs_for
+from nrl_models.inputs.model_inputs import FIRST_TEXT_TOKEN, inputs_for
 from nrl_models.testing.tiny import tiny_config
 
 
@@ -34,7 +34,7 @@ def test_words_alone() -> None:
     ids = given["input_ids"]
     assert ids.shape == (3, 500)
     assert ids.dtype == torch.int64
-    assert ids.min() >= FIRST_WORD
+    assert ids.min() >= FIRST_TEXT_TOKEN
     assert ids.max() == 511  # every word of the vocabulary
     assert len(ids.unique()) > 400
 
@@ -42,7 +42,7 @@ def test_words_alone() -> None:
 def test_no_special_token_is_a_word() -> None:
     config = tiny_config(LlamaConfig, {"vocab_size": 32, "eos_token_id": [20, 21], "pad_token_id": 25})
     ids = inputs_for(registry.model_class("LlamaForCausalLM").from_config(config), length=2000)["input_ids"]
-    assert set(ids.unique().tolist()) == set(range(FIRST_WORD, 32)) - {20, 21, 25}
+    assert set(ids.unique().tolist()) == set(range(FIRST_TEXT_TOKEN, 32)) - {20, 21, 25}
 
 
 def test_a_seed_gives_the_same_numbers_and_draws_no_others() -> None:

@@ -18,6 +18,7 @@ from nrl_models.common.flags import ModelFlag
 from nrl_models.common.switches import SWITCHES, VARIABLE, is_off, quirks_off
 from nrl_models.errors import UnknownArgumentError
 from nrl_models.quirks import CATALOGUE, Quirk
+from tests.quirk_removals import REMOVE
 
 TESTS = Path(__file__).parents[2]
 DOCS = TESTS.parent / "docs"
@@ -30,7 +31,6 @@ ONE = Quirk(
     where=("load",),
     handling="It is cured.",
     code=("nrl_models.common.switches:is_off",),
-    remove="it",
     off="do not do it",
     probe="behavioural",
     asks="it hurts",
@@ -40,6 +40,7 @@ ONE = Quirk(
 def test_the_catalogue_is_whole() -> None:
     check_catalogue(CATALOGUE)
     assert len(CATALOGUE) >= 25
+    assert REMOVE.keys() == {quirk.name for quirk in CATALOGUE}
 
 
 @pytest.mark.parametrize(
