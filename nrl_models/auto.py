@@ -1,4 +1,4 @@
-"""`from_pretrained` and `from_config` for any architecture: a family's class where one is registered."""
+"""Auto classes: `from_pretrained` and `from_config` for any architecture, with a family's class where registered."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class _AutoModel:
     """Chooses the class for a checkpoint or a configuration.
 
     Attributes:
-        kind: what its models are, in words.
+        kind: what its models are called in messages.
         upstream: transformers' auto class of the same name.
-        suffixes: how names of such architectures end.
+        suffixes: of the names of such architectures.
     """
 
     kind: ClassVar[str]
@@ -35,29 +35,28 @@ class _AutoModel:
     suffixes: ClassVar[tuple[str, ...]]
 
     def __init__(self) -> None:
-        raise TypeError(f"{type(self).__name__} is made with from_pretrained(path) or from_config(config)")
+        raise TypeError(f"{type(self).__name__} is not instantiated: use from_pretrained(path) or from_config(config)")
 
     @classmethod
     def from_pretrained(cls, path_or_id: str | Path, **options: Any) -> FamilyModel:
-        """A model with a checkpoint's weights, in evaluation mode.
+        """Load a checkpoint; the model is in evaluation mode.
 
-        An architecture that no family serves loads as transformers' own class, with the same adapter and one warning.
+        An unregistered architecture loads as transformers' own class, with the same adapter and one warning.
 
         Args:
-            path_or_id: a folder, or the name of a hub repository.
-            options: see `nrl_models.loading.options.LoadOptions` (`dtype`, `device`, `mesh`, `strict`, ...); all
-                others are values of the configuration, by its own names.
+            path_or_id: a directory, or the name of a hub repository.
+            options: see `nrl_models.loading.options.LoadOptions` (`dtype`, `device`, `mesh`, `strict`, ...);
+                anything else is a value of the configuration.
 
         Raises:
-            CheckpointError: files that are missing, damaged, unsafe, or of another model; everything
-                that is wrong is listed, and nothing has been written.
-            ConfigurationError: keys nobody reads, or values that the model does not honour; all of them.
-            UnknownArchitectureError: an architecture that is unknown or not of this kind.
-            FamilyImportError: a family that does not import or needs another version.
-            RemoteCodeError: a checkpoint that needs its own code.
-            ShardingError: mesh or plan do not fit the model, or ranks disagree or failed; on every rank.
-            UnknownArgumentError: a keyword that is neither an option nor in the configuration.
-            DeviceError: weights are to go to meta.
+            CheckpointError: files that are missing, damaged, unsafe, or do not fit the model; all problems are listed.
+            ConfigurationError: keys that nothing reads, or values that the model does not honour; all of them.
+            UnknownArchitectureError: the architecture is unknown or not of this kind.
+            FamilyImportError: the family does not import or needs another version of a package.
+            RemoteCodeError: the checkpoint needs its own code.
+            ShardingError: mesh or plan do not fit the model, or ranks failed or disagree; on every rank.
+            UnknownArgumentError: a keyword is neither an option nor in the configuration.
+            DeviceError: the destination is meta.
         """
         registry.register_custom_configs()
         source = pretrained.open_source(path_or_id, options)
@@ -67,10 +66,10 @@ class _AutoModel:
 
     @classmethod
     def from_config(cls, config: PreTrainedConfig, *, trust_remote_code: bool = False, **options: Any) -> FamilyModel:
-        """A model with new weights, in training mode: under a seed, bit for bit those of transformers.
+        """A model with new weights, in training mode: for a given seed, bit-identical to transformers'.
 
         Args:
-            config: the configuration; not changed.
+            config: left unchanged.
             trust_remote_code: as in `from_pretrained`.
             options: `dtype`, `device`, `combine`, `backend` and `ignore_config_keys`, see
                 `nrl_models.loading.pretrained.from_config`.
@@ -100,10 +99,10 @@ class _AutoModel:
 
     @classmethod
     def architecture(cls, config: PreTrainedConfig) -> str | None:
-        """The architecture of this kind that `config` stands for; None if only code of its own knows.
+        """The architecture of this kind that `config` names; None if only the checkpoint's own code has it.
 
         Raises:
-            UnknownArchitectureError: it stands for none of this kind, or nobody knows the name it gives.
+            UnknownArchitectureError: it names none of this kind, or an unknown one.
         """
         named = list(config.architectures or [])
         registered = set(registry.architectures())
@@ -121,7 +120,7 @@ class _AutoModel:
             return None
         raise UnknownArchitectureError(
             f"{config.name_or_path or type(config).__name__} (model_type {config.model_type!r}, architectures {named}) "
-            f"is no {cls.kind}. {_kinds_of(config)}"
+            f"is not a {cls.kind}. {_kinds_of(config)}"
         )
 
     @classmethod
@@ -131,10 +130,10 @@ class _AutoModel:
         reference = config.auto_map[cls.upstream.__name__]
         if not trust_remote_code:
             raise RemoteCodeError(
-                f"{config.name_or_path} brings its own code for a {cls.kind} ({reference}), and running it was not "
-                "allowed. Read that code; if you trust it, pass trust_remote_code=True."
+                f"{config.name_or_path} comes with its own code for a {cls.kind} ({reference}), which may not run. "
+                "Review that code; if you trust it, pass trust_remote_code=True."
             )
-        # The code of this very checkpoint: its revision and subfolder.
+        # From the checkpoint's own revision and subfolder.
         return get_class_from_dynamic_module(reference, str(folder or config.name_or_path))
 
 
@@ -155,7 +154,7 @@ class AutoModelForImageTextToText(_AutoModel):
 
 
 class AutoModelForSequenceClassification(_AutoModel):
-    """Models with a score for a sequence: reward models."""
+    """Sequence classifiers: reward models."""
 
     kind = "sequence classifier"
     upstream = transformers.AutoModelForSequenceClassification
@@ -163,7 +162,7 @@ class AutoModelForSequenceClassification(_AutoModel):
 
 
 class AutoModelForTokenClassification(_AutoModel):
-    """Models with a score for each token: value and process-reward models."""
+    """Token classifiers: value and process-reward models."""
 
     kind = "token classifier"
     upstream = transformers.AutoModelForTokenClassification
@@ -179,11 +178,7 @@ AUTO_CLASSES = (
 
 
 def auto_class_of(config: PreTrainedConfig) -> type[_AutoModel]:
-    """The auto class for what a configuration names as its architecture.
-
-    Raises:
-        UnknownArchitectureError: none of them serves it.
-    """
+    """The auto class for the architecture that a configuration names."""
     for named in config.architectures or []:
         for auto_class in AUTO_CLASSES:
             if named.endswith(auto_class.suffixes):
@@ -195,17 +190,17 @@ def auto_class_of(config: PreTrainedConfig) -> type[_AutoModel]:
 
 
 def auto_class_for(folder: str | Path) -> type[_AutoModel]:
-    """The auto class for the checkpoint in `folder`.
+    """The auto class for the checkpoint in a directory.
 
     Raises:
-        CheckpointError, UnknownArchitectureError, RemoteCodeError: its configuration cannot be read.
+        CheckpointError, UnknownArchitectureError, RemoteCodeError: the configuration cannot be read.
     """
     registry.register_custom_configs()
     return auto_class_of(read_config(resolve_folder(folder)))
 
 
 def _is_another_models(architecture: str, config: PreTrainedConfig) -> bool:
-    """Whether transformers' class of this name takes another configuration: it reads some `mistral` as `ministral`."""
+    """Whether transformers' class of this name takes a different configuration class."""
     upstream = getattr(transformers, architecture, None)
     if upstream is None:
         return False
@@ -228,11 +223,11 @@ def _kinds_of(config: PreTrainedConfig) -> str:
     fitting = [auto_class.__name__ for auto_class in AUTO_CLASSES if type(config) in auto_class.upstream._model_mapping]
     if fitting:
         return f"Use {' or '.join(fitting)}."
-    return "No auto class serves it; a family can register it (CONTRIBUTING.md)."
+    return "No auto class serves it; a family can (CONTRIBUTING.md)."
 
 
 def _with_adapter(model: Any) -> FamilyModel:
-    """Give a plain Hugging Face model the adapter that a family's model has."""
+    """Attach the adapter that a family's model has to a plain Hugging Face model."""
     if not isinstance(model, FamilyModel):
         model.state_dict_adapter = StateDictAdapter(model)
     return model

@@ -1,4 +1,4 @@
-"""What goes wrong, as types. Every message says what was wrong, what was expected and what to do."""
+"""Error types. Every message says what was wrong, what was expected and what to do."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ class NRLModelsError(Exception):
 
 
 def in_words(error: BaseException) -> str:
-    """An error of someone else's in one line, to be quoted in one's own."""
+    """A foreign error on one line, to quote in a message of our own."""
     return f"{type(error).__name__}: {' '.join(str(error).split()).rstrip('.')}"
 
 
 class ProblemKind(StrEnum):
-    """What is wrong, in a word."""
+    """What kind of problem it is."""
 
     MISSING = "missing"
     UNEXPECTED = "unexpected"
@@ -37,9 +37,9 @@ class ProblemKind(StrEnum):
     MESH = "mesh"
     PLAN = "plan"
     DIVIDE = "divide"
-    """A size that ranks do not divide."""
+    """A size that is not divisible by the number of ranks."""
     CONTEXT = "context"
-    """What context parallelism does not compute."""
+    """Something context parallelism does not support."""
     RANK = "rank"
 
 
@@ -48,11 +48,11 @@ class Problem:
     """One thing that is wrong with a checkpoint, a state dict, a configuration or a mesh.
 
     Args:
-        kind: what sort of problem it is.
-        subject: the key or file it is about.
+        kind: what kind of problem it is.
+        subject: the key, file or rank at fault.
         detail: what was found and what was expected.
         file: the file it was found in, where there is one.
-        advice: what to do about it, where that is known; an error says it once for all problems that share it.
+        advice: what to do about it; an error lists each advice once.
     """
 
     kind: ProblemKind
@@ -70,7 +70,7 @@ class StateDictError(NRLModelsError, ValueError):
     """Tensors do not fit the model. Nothing has been written.
 
     Attributes:
-        problems: everything that is wrong, not only the first.
+        problems: all of them, not only the first.
     """
 
     def __init__(self, summary: str, problems: Iterable[Problem], advice: Sequence[str] = ()) -> None:
@@ -83,19 +83,19 @@ class StateDictError(NRLModelsError, ValueError):
 
 
 class CheckpointError(StateDictError):
-    """A checkpoint's files are damaged, unsafe, of another format or of another model."""
+    """A checkpoint's files are damaged, unsafe, in an unsupported format, or do not fit the model."""
 
 
 class ConfigurationError(StateDictError):
-    """A configuration has keys that nobody reads, or values that the model does not honour."""
+    """A configuration has keys that nothing reads, or values that the model does not honour."""
 
 
 class UnknownArchitectureError(NRLModelsError, ValueError):
-    """No class is known for an architecture, or it is not of the kind asked for."""
+    """An architecture is unknown, or not of the requested kind."""
 
 
 class FamilyImportError(NRLModelsError, ImportError):
-    """A registered family could not be imported: it needs another version, or it is broken."""
+    """A registered family could not be imported: it needs another version of a package, or is broken."""
 
 
 class RegistrationError(NRLModelsError, ValueError):
@@ -103,28 +103,28 @@ class RegistrationError(NRLModelsError, ValueError):
 
 
 class RemoteCodeError(NRLModelsError, ValueError):
-    """A checkpoint brings its own code, and running it was not allowed."""
+    """A checkpoint comes with its own code, and `trust_remote_code` is not set."""
 
 
 class UnknownArgumentError(NRLModelsError, TypeError):
-    """A keyword that neither the call nor the model's configuration knows."""
+    """A keyword is neither an option nor a configuration value, or has an invalid value."""
 
 
 class ShardingError(StateDictError):
-    """A mesh, a plan or a rank does not fit: raised on every rank, before memory is spent."""
+    """A mesh or plan does not fit the model, or ranks disagree; raised on every rank, before memory is allocated."""
 
 
 class DeviceError(NRLModelsError, RuntimeError):
-    """Weights are to be loaded to meta, where none can be."""
+    """Weights cannot be loaded to the meta device."""
 
 
 class HeadError(NRLModelsError, ValueError):
-    """A model ends with something else than an output embedding with a scale or a soft cap."""
+    """A model's head is not an output embedding with an optional scale or soft cap."""
 
 
 class EngineError(NRLModelsError, RuntimeError):
-    """An inference engine is missing, refuses, gives no log-probabilities, times out or has died."""
+    """An inference engine is missing, refused a request, returned no log-probabilities, timed out or died."""
 
 
 class ConsistencyError(NRLModelsError, ValueError):
-    """A consistency check cannot be run as asked for: lengths, tokens, text or earlier results do not fit."""
+    """A consistency check cannot run as requested: lengths, tokens, text or earlier results do not fit."""

@@ -1,4 +1,4 @@
-"""What every family's model is: a Hugging Face model with some of its layers rewritten."""
+"""The base of every family's models: a Hugging Face model with some layers rewritten."""
 
 from __future__ import annotations
 
@@ -23,49 +23,46 @@ from nrl_models.common.state_dict.to_checkpoint import to_checkpoint
 from nrl_models.loading import pretrained
 
 if TYPE_CHECKING:
-    Upstream = PreTrainedModel  # of which every class made here is one, too
+    Upstream = PreTrainedModel  # every class made here is one
 else:
     Upstream = object
 
 
 class FamilyModel(Upstream):
-    """What the models of a family share; `head` makes the model classes.
+    """Base class of a family's models; `head` makes the model classes.
 
         class LlamaFamily(FamilyModel):
             rewrites = {hf.LlamaAttention: CombinedQKV, hf.LlamaMLP: CombinedGateUp}
 
         LlamaForCausalLM = ModelClass = LlamaFamily.head(hf.LlamaForCausalLM)
 
-    A model class may as well be written out, with this before the Hugging Face class.
-    The Hugging Face model is built first, exactly as transformers builds it; then each module whose
-    class is in `rewrites` is adopted: the same object, of the rewritten class. So weights under a
-    seed, names, hooks and whatever transformers hangs on a model stay as they are. The result is
-    a `PreTrainedModel` like any other.
+    A model class may also be written out, with this base before the Hugging Face class. The model is built exactly as
+    transformers builds it; then each module whose class is in `rewrites` becomes an instance of the rewritten class,
+    in place. So initial weights, names, hooks and attributes stay as they are, and the result is a `PreTrainedModel`
+    like any other.
 
     Args:
         config: the configuration.
         combine: whether to form groups of projections, which run as one matmul.
 
     Attributes:
-        rewrites: for each Hugging Face layer class what becomes of it: a subclass to use in its place, or
-            a `CombinedProjections` (`CombinedQKV`, `combine(...)`), of which such a subclass is made, of upstream's
-            name and in the family's module.
+        rewrites: by Hugging Face layer class the subclass that replaces it, or a `CombinedProjections` (`CombinedQKV`,
+            `combine(...)`) from which such a subclass is made, under upstream's name in the family's module.
         flags: what a trainer has to know, see `ModelFlag`.
-        limits: for each feature the family lacks (`nrl_models.testing.features`, or one that no test proves) why.
-        tiny: values for the generated tests' tiny configuration that its general rules get wrong.
-        published: by name of a published model its configuration's values, for the generated tests at full size; those
-            that the configuration class has by default may be left out.
-        tensor_parallel: rules of tensor parallelism that transformers lacks for these models, or has otherwise, by
-            the names of the modules (`*` for a number) and in the words of its `base_model_tp_plan`. Where they are
-            wrong altogether, `limits["tensor parallelism"]` says why, and it is refused.
+        limits: features that the family lacks (`nrl_models.testing.features`, or others), each with the reason.
+        tiny: configuration values for the generated tests that the general rules for tiny models get wrong.
+        published: configuration values of published models by name, for the generated tests at full size; the
+            configuration class's defaults may be left out.
+        tensor_parallel: corrections to transformers' `base_model_tp_plan`, in its vocabulary, by module name (`*` for
+            a number). Where that plan is wrong altogether, `limits["tensor parallelism"]` says why, and sharding is
+            refused.
         sharding: how the model is sharded (`nrl_models.distributed`); None if it is not.
-        keeps_unused: patterns of a checkpoint's tensors that nothing in the model is for, as transformers knows, and
-            that are saved again as they were; transformers drops them.
-        handles_quirks: names of entries of the catalogue of quirks that concern these models; rewritten layers declare
+        keeps_unused: patterns of checkpoint tensors that the model does not use and transformers drops; they are
+            saved again unchanged.
+        handles_quirks: names of entries in the quirk catalogue that these models handle; rewritten layers declare
             theirs in the same way.
-        ignored_config_keys: keys that published configurations have and that change nothing here, whatever their value.
-        config_values: for each key that is honoured at some values only, whether the configuration class declares it
-            or not, those values; others are refused.
+        ignored_config_keys: keys of published configurations that have no effect, whatever their value.
+        config_values: the supported values of keys that are honoured at some values only; others are refused.
         combine: whether groups of projections were formed.
     """
 
@@ -97,15 +94,15 @@ class FamilyModel(Upstream):
 
     @classmethod
     def rewrite_of(cls, layer: type[nn.Module]) -> type[nn.Module] | None:
-        """What becomes of a layer of this Hugging Face class: None if it stays as it is."""
+        """The class that replaces a Hugging Face layer class; None if it stays."""
         return cls.rewrites.get(layer)
 
     @classmethod
     def head(cls, upstream: type[PreTrainedModel], **attributes: Any) -> type[Any]:
-        """This family's class for one of the Hugging Face model classes, of the same name.
+        """This family's class for a Hugging Face model class, under the same name.
 
-        Checkpoints then name upstream's architecture, whatever the class is assigned to. In the family's module it is
-        found under upstream's name, too, because pickle looks for it there.
+        Checkpoints name upstream's architecture, whatever name the class is assigned to. The family's module also gets
+        the class under upstream's name, where pickle looks for it.
 
         Args:
             upstream: the Hugging Face class.
@@ -119,18 +116,18 @@ class FamilyModel(Upstream):
 
     @classmethod
     def reference_class(cls) -> type[PreTrainedModel]:
-        """The Hugging Face class this one extends, and must equal."""
+        """The Hugging Face class that this class extends and must be equivalent to."""
         return next(
             base for base in cls.__mro__ if issubclass(base, PreTrainedModel) and not issubclass(base, FamilyModel)
         )
 
     @classmethod
     def is_custom_code(cls) -> bool:
-        """As of the reference: transformers' conversions hold for a rewritten class of its own, too."""
+        """As for the reference class: transformers' conversions apply to rewritten classes too."""
         return cls.reference_class().is_custom_code()
 
-    # transformers finds out whether a class may choose its kernels by reading the source of the class's module. Of
-    # a family's module it would conclude that experts cannot be grouped, and compute them one by one.
+    # transformers reads the source of a class's module to see whether it supports other kernels. From a family's
+    # module it would conclude that experts cannot be grouped, and loop over them.
 
     @classmethod
     def _can_set_attn_implementation(cls) -> bool:
@@ -158,9 +155,9 @@ class FamilyModel(Upstream):
 
     @property
     def state_dict_adapter(self) -> StateDictAdapter:
-        """The way between this model's tensors and Hugging Face's, made anew from the model as it is now.
+        """Maps this model's parameters to the hub's tensors; made once and kept until the structure changes.
 
-        Of a sharded model it is the one made when it was sharded.
+        A sharded model keeps the adapter that was made when it was sharded.
         """
         sharding = getattr(self, "sharding", None)
         return sharding.adapter if sharding is not None else adapter_of(self)
@@ -176,20 +173,20 @@ class FamilyModel(Upstream):
     ) -> None:
         """Write what transformers' `save_pretrained` writes for the same model, tensor for tensor.
 
-        The files are written aside and then moved into place: an interrupted save leaves the previous
-        checkpoint whole. Every rank calls it for a sharded model; one writes, file by file as they are gathered.
+        Files are staged and then moved into place: an interrupted save leaves the previous checkpoint intact. For a
+        sharded model every rank makes the call; the first rank writes, gathering one file at a time.
 
         Args:
-            save_directory: the folder; made if need be.
-            state_dict: own tensors to write in place of the model's (a gathered copy, say).
-            max_shard_size: no file is larger, unless a single tensor is.
-            save_original_format: True writes the names and shapes of the checkpoint the model came from, or the hub's;
-                False those that transformers' class has in memory (stacked experts, ...).
-            options: what else transformers' `save_pretrained` takes (`push_to_hub`, `is_main_process`, ...).
+            save_directory: created if needed.
+            state_dict: tensors under the model's own names, to write in place of the model's (a gathered copy, say).
+            max_shard_size: maximum file size, unless a single tensor is larger.
+            save_original_format: True writes the names and shapes of the original checkpoint, or of the hub; False
+                those that transformers has in memory (stacked experts, ...).
+            options: passed on to transformers' `save_pretrained` (`push_to_hub`, `is_main_process`, ...).
 
         Raises:
-            StateDictError: `state_dict` is not this model's.
-            CheckpointError: the configuration says that embeddings are tied and they are not, or the reverse.
+            StateDictError: `state_dict` does not fit the model.
+            CheckpointError: the configuration and the model disagree about tied embeddings.
         """
         if getattr(self, "_hf_peft_config_loaded", False):  # transformers then writes the adapter only
             own: Any = state_dict
@@ -210,27 +207,27 @@ class FamilyModel(Upstream):
 
 
 MIXINS = (CombinedProjections, FreshPositions, PackedTextPositions)
-"""What may stand for a subclass of a Hugging Face class, of which such a subclass is then made."""
+"""Mixins that `rewrites` may name: a subclass of the Hugging Face class is made from them."""
 
 
 def rewritten(original: type[nn.Module], by: type[nn.Module], module: str, *, within: str = "") -> type[nn.Module]:
-    """The class that takes the place of `original`: `by` itself if it is a subclass, else the two together.
+    """The class that replaces `original`: `by` itself if it is a subclass, else one made from both.
 
     Args:
         original: a Hugging Face layer class.
         by: a subclass of it, or one of `MIXINS`.
-        module: name of the module in which a class that is made here stands, under upstream's name.
-        within: what in that module the class is an attribute of, of itself; it is put into the module if empty.
+        module: name of the module that gets the new class, under upstream's name.
+        within: the attribute of that module that holds the class; empty puts it into the module itself.
 
     Raises:
-        TypeError: `by` is neither: transformers finds layers by `isinstance`.
+        TypeError: `by` is neither a subclass nor one of `MIXINS`; transformers finds layers by `isinstance`.
     """
     if issubclass(by, original):
         return by
     if not issubclass(by, MIXINS):
         mixins = ", ".join(mixin.__name__ for mixin in MIXINS)
         raise TypeError(
-            f"{by.__name__} rewrites {original.__name__}, so it has to be a subclass of it, or of one of {mixins}"
+            f"{by.__name__} rewrites {original.__name__}, so it must be a subclass of it, or of one of {mixins}"
         )
     attributes: dict[str, Any] = {"__module__": module, "__doc__": original.__doc__}
     if issubclass(by, CombinedProjections):
@@ -239,21 +236,21 @@ def rewritten(original: type[nn.Module], by: type[nn.Module], module: str, *, wi
     if within:
         made.__qualname__ = f"{within}.{original.__name__}"
     else:
-        setattr(sys.modules[module], original.__name__, made)  # where pickle looks for it
+        setattr(sys.modules[module], original.__name__, made)  # for pickle
     return made
 
 
 def adopt_rewrites(
     model: nn.Module, rewrite_of: Callable[[type[nn.Module]], type[nn.Module] | None], combine: bool
 ) -> None:
-    """Turn each module of `model` whose class is rewritten into the rewritten class, in place."""
+    """Change each module of `model` whose class is rewritten to the rewritten class, in place."""
     for name, module in list(model.named_modules()):
         rewritten_class = rewrite_of(type(module))
         if rewritten_class is None:
             continue
         module.__class__ = rewritten_class
         if isinstance(module, PreTrainedModel):
-            # What a model can record (hidden states, router logits) is noted by its class, when it is built.
+            # transformers registers by class, at construction, what a model can record (hidden states, router logits).
             dict.__setitem__(_CAN_RECORD_REGISTRY, str(rewritten_class), module._can_record_outputs)
         if combine and isinstance(module, CombinedProjections):
             module.combine_projections(name)

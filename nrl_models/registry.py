@@ -1,4 +1,4 @@
-"""Which class serves which architecture: the one table, and how families outside this repository join it."""
+"""The registry: which class serves which architecture, and how families outside this repository join."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _FAMILIES: dict[str, Family] = dict(
 )
 
 FAMILIES: dict[str, tuple[str, ...]] = {name: family.architectures for name, family in _FAMILIES.items()}
-"""The families in this repository and the architectures each serves."""
+"""The families in this repository, each with its architectures."""
 
 ALIASES: dict[str, str] = {alias: name for family in _FAMILIES.values() for alias, name in family.aliases.items()}
-"""Other names that configurations have for an architecture."""
+"""Other names of architectures in configurations."""
 
 MODEL_ARCH_MAPPING: OrderedDict[str, tuple[str, str]] = OrderedDict(
     (architecture, (families.module_of(family), architecture))
@@ -39,27 +39,27 @@ MODEL_ARCH_MAPPING: OrderedDict[str, tuple[str, str]] = OrderedDict(
     for architecture in architectures
 )
 MODEL_ARCH_MAPPING.update((alias, MODEL_ARCH_MAPPING[name]) for alias, name in ALIASES.items())
-"""For each architecture (`config.architectures`) the module and class that serve it, imported on first use."""
+"""Module and class for each architecture (`config.architectures`), imported on first use."""
 
 _CUSTOM_CONFIG_REGISTRATIONS: dict[str, tuple[str, str]] = {
     model_type: _split(f"{families.__name__}.{name}.{where}")
     for name, family in _FAMILIES.items()
     for model_type, where in family.configs.items()
 }
-"""For each `model_type` that transformers lacks the module and class of its configuration."""
+"""Module and configuration class for each `model_type` that transformers lacks."""
 
 _REQUIREMENTS: dict[str, str] = {
     name: requirement for family in _FAMILIES.values() for name, requirement in family.requires.items()
 }
-"""For each architecture that needs more than this package does the requirement, e.g. `transformers>=5.18`."""
+"""Additional requirements by architecture, e.g. `transformers>=5.18`."""
 
 ENTRY_POINTS = "nrl_models.families"
-"""Group of entry points `Architecture = "package.module:Class"` by which installed packages add families."""
+"""Entry-point group through which installed packages add families: `Architecture = "package.module:Class"`."""
 
 CONFIG_ENTRY_POINTS = "nrl_models.configs"
-"""Group of entry points `model_type = "package.module:ConfigClass"` for configurations transformers lacks."""
+"""Entry-point group for configurations that transformers lacks: `model_type = "package.module:ConfigClass"`."""
 
-_shadowing: dict[str, str] = {}  # entry points that name an architecture which is served already
+_shadowing: dict[str, str] = {}  # entry points for architectures that are registered already
 _entry_points_read = False
 
 
@@ -71,18 +71,18 @@ def register_architecture(
     requires: str | None = None,
     exist_ok: bool = False,
 ) -> None:
-    """Serve `architecture` with a class from outside this repository.
+    """Register a class from outside this repository.
 
     Args:
         architecture: as `config.architectures` names it.
         target: the class, or `"package.module:Class"` to import it on first use.
-        config: for each `model_type` that transformers lacks its configuration class, in either form.
-        requires: a requirement checked before the import, e.g. `"transformers>=5.20"`.
-        exist_ok: replace an architecture or configuration that is registered already.
+        config: configuration classes by `model_type`, for those that transformers lacks, in either form.
+        requires: checked before the import, e.g. `"transformers>=5.20"`.
+        exist_ok: replace an existing registration.
 
     Raises:
-        RegistrationError: a malformed target or requirement, or one that is taken.
-        FamilyImportError: a configuration that does not import. In both cases nothing is registered.
+        RegistrationError: the target or requirement is malformed, or the name is taken.
+        FamilyImportError: a configuration does not import. In both cases nothing is registered.
     """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -109,10 +109,10 @@ def register_architecture(
 
 
 def model_class(architecture: str) -> type | None:
-    """The class that serves `architecture`, imported now; None if no family does.
+    """The class for `architecture`, imported now; None if it is not registered.
 
     Raises:
-        FamilyImportError: the family does not import, or needs another version of a package.
+        FamilyImportError: the family does not import, or a requirement is not met.
         RegistrationError: two families claim the architecture.
     """
     _read_entry_points()
@@ -130,7 +130,7 @@ def model_class(architecture: str) -> type | None:
 
 
 def unmet_requirement(architecture: str) -> str | None:
-    """What `architecture` needs and the environment lacks, in words; None if nothing."""
+    """The requirement of `architecture` that the environment does not meet, as text; None if it meets all."""
     if architecture not in _REQUIREMENTS:
         return None
     requirement = _requirement(_REQUIREMENTS[architecture])
@@ -144,15 +144,15 @@ def unmet_requirement(architecture: str) -> str | None:
 
 
 def architectures(*, aliases: bool = True) -> list[str]:
-    """Every registered architecture, those of installed packages included; other names of one only with `aliases`."""
+    """All registered architectures, those of installed packages included; aliases only if asked for."""
     _read_entry_points()
     return [name for name in MODEL_ARCH_MAPPING if aliases or name not in ALIASES]
 
 
 def register_custom_configs() -> None:
-    """Make AutoConfig know every configuration that families bring. Cheap when done already.
+    """Register the families' configurations with AutoConfig; cheap if done already.
 
-    One that does not import is warned of, once: it is no reason not to load other models.
+    A configuration that does not import causes one warning: other models still load.
     """
     _read_entry_points()
     for model_type in _CUSTOM_CONFIG_REGISTRATIONS:
@@ -184,7 +184,7 @@ def _imported(where: tuple[str, str], what: str) -> type:
     module, name = where
     try:
         return getattr(import_module(module), name)
-    except Exception as error:  # whatever a family's code raises
+    except Exception as error:  # a family's code may raise anything
         raise FamilyImportError(
             f"{what} {module}:{name}, which does not import: {type(error).__name__}: {error}. "
             f"Installed: transformers {version('transformers')}, torch {version('torch')}."
@@ -196,7 +196,7 @@ def _read_entry_points() -> None:
     if _entry_points_read:
         return
     _entry_points_read = True
-    # What an installed package declares is not checked here, where it would stop every other model, but when used.
+    # Declarations are checked on use: a broken package must not stop other models.
     for point in entry_points(group=CONFIG_ENTRY_POINTS):
         _CUSTOM_CONFIG_REGISTRATIONS.setdefault(point.name, _split(point.value))
     for point in entry_points(group=ENTRY_POINTS):
@@ -211,7 +211,7 @@ def _entry(name: str, target: str | type) -> tuple[str, str]:
         if "." in target.__qualname__:
             raise RegistrationError(
                 f"{name} is registered with {target.__qualname__}, which cannot be imported by name: "
-                "define the class at the top of a module"
+                "define the class at module level"
             )
         return target.__module__, target.__qualname__
     module, attribute = _split(target)
@@ -230,12 +230,12 @@ def _requirement(text: str) -> Requirement:
         return Requirement(text)
     except ValueError as error:
         raise RegistrationError(
-            f"{text!r} is no requirement (expected one such as 'transformers>=5.18'): {error}"
+            f"{text!r} is not a requirement (expected the form 'transformers>=5.18'): {error}"
         ) from error
 
 
 def warn_unregistered(architecture: str) -> None:
-    """Say once that an architecture is served by transformers' own class."""
+    """Warn once that an architecture loads as transformers' own class."""
     if architecture not in _warned:
         _warned.add(architecture)
         warnings.warn(
@@ -246,7 +246,7 @@ def warn_unregistered(architecture: str) -> None:
 
 
 def _frames_of_this_package() -> int:
-    """How many frames, from the caller of this function on, are this package's: the next is who called it."""
+    """The number of stack frames inside this package above this function: the next frame is the user's."""
     frame: FrameType | None = sys._getframe(1)
     count = 0
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == __package__:

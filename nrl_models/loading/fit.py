@@ -1,6 +1,6 @@
-"""How a checkpoint fits a model: which stored tensors fill which parameters, found from names and shapes alone.
+"""Matches a checkpoint to a model: which stored tensors fill which parameters, from names and shapes alone.
 
-Everything that does not fit is found before anything is read, and said at once.
+All problems are collected before any tensor is read, and raised as one error.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ logger = logging.get_logger(__name__)
 
 @dataclass(slots=True)
 class Fit:
-    """How a checkpoint fits a model: what is known before anything is read.
+    """How a checkpoint fits a model, known before any tensor is read.
 
     Attributes:
-        adapter: the model's.
-        names: what the checkpoint's keys stand for.
+        adapter: the model's state-dict adapter.
+        names: the tensors that the checkpoint's keys stand for.
         found: which keys fill which tensors.
-        dtypes: the dtype to load each own tensor in.
-        skipped: keys that nothing in the model is for, where that is allowed.
-        unused: keys of tensors that go back into the next checkpoint, though nothing in the model is for them.
+        dtypes: the dtype to load each parameter in.
+        skipped: keys that the model has no use for, where `strict=False` allows that.
+        unused: keys that the model has no use for but writes into the next checkpoint.
     """
 
     adapter: StateDictAdapter
@@ -60,7 +60,7 @@ class Fit:
         ]
 
     def warn(self, model: PreTrainedModel, files: CheckpointFiles) -> None:
-        """Say once what was missing and what was skipped (`strict=False`)."""
+        """Log one warning that lists what was missing and what was skipped (`strict=False`)."""
         if self.skipped or self.found.missing:
             logger.warning(
                 f"{files.folder} does not hold all of {class_name(model)} (strict=False): initialised "
@@ -77,14 +77,14 @@ def fit_checkpoint(
     strict: bool = True,
     share: tuple[int, int] = (0, 1),
 ) -> Fit:
-    """Match a checkpoint to a model on meta. Nothing is read, except tensors that are tied and stored twice.
+    """Match a checkpoint to a model on meta. Only tied tensors that are stored twice are read, to compare them.
 
     Args:
         model, files, dtype, strict: as in `load_weights`.
-        share: `(i, n)`: of tensors stored twice compare the i-th of n shares.
+        share: `(i, n)`: compare the i-th of n slices of tensors that are stored twice.
 
     Raises:
-        CheckpointError: what does not fit, all of it.
+        CheckpointError: everything that does not fit.
     """
     adapter = StateDictAdapter(model)
     names = CheckpointNames(model, adapter, files.tensors)
@@ -163,7 +163,7 @@ class CheckpointNames:
         return None
 
     def _mark_used(self, key: str) -> None:
-        """Have the converter that is for `key` note it, as transformers does."""
+        """Mark the converter that applies to `key` as used, as transformers does."""
         pattern, _ = self._names[key]
         if self._shares and pattern in self._marked:
             return
@@ -174,7 +174,7 @@ class CheckpointNames:
 
 
 def _renamed(table: Mapping[str, HFTensor], renamer: Renamer) -> dict[str, HFTensor]:
-    """A table by the names its tensors are renamed to; of several that become one the last in transformers' order."""
+    """A table keyed by renamed names; where several keys get the same name, the last in transformers' order wins."""
     renamed = renamer.rename(table)
     result = {name: table[key] for key, name in renamed.items()}
     if len(result) < len(renamed):
@@ -183,7 +183,7 @@ def _renamed(table: Mapping[str, HFTensor], renamer: Renamer) -> dict[str, HFTen
 
 
 def _former_buffers(model: nn.Module) -> list[str]:
-    """Buffers that old checkpoints saved and models now compute."""
+    """Patterns of buffers that old checkpoints contain and models now compute."""
     patterns = {"rotary_emb.inv_freq": r"rotary_emb\.inv_freq", "position_ids": r"(^|\.)position_ids$"}
     names = [name for name, _ in model.named_buffers()]
     return [pattern for end, pattern in patterns.items() if any(name.endswith(end) for name in names)]
@@ -195,13 +195,13 @@ def _patterns(model: nn.Module, attribute: str, more: Iterable[str]) -> re.Patte
 
 
 def _target_dtypes(model: PreTrainedModel, adapter: StateDictAdapter, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """The dtype of each own tensor: what the model was built with, but fp32 where transformers keeps fp32."""
+    """The dtype of each parameter and buffer: as built, but fp32 where transformers keeps fp32."""
     kept = kept_dtypes(model, dtype)
     return {name: kept(name) or spec.dtype for name, spec in adapter.own.items()}
 
 
 def _dtype_problems(adapter: StateDictAdapter, found: Match, files: CheckpointFiles) -> list[Problem]:
-    """Stored integers or 8-bit floats where the model computes with floats: the checkpoint is quantised."""
+    """Problems for integers or 8-bit floats stored where the model computes in floats: a quantised checkpoint."""
     problems = []
     for name, sources in found.sources.items():
         for key, _ in sources:
@@ -215,7 +215,7 @@ def _dtype_problems(adapter: StateDictAdapter, found: Match, files: CheckpointFi
 def _tie_problems(
     adapter: StateDictAdapter, found: Match, files: CheckpointFiles, share: tuple[int, int]
 ) -> list[Problem]:
-    """Tensors the configuration ties, stored twice with different values in the share that is compared."""
+    """Problems for tied tensors that are stored twice with different values in the compared slice."""
     index, count = share
     problems = []
     for name, kept in adapter.tied.items():
@@ -229,13 +229,13 @@ def _tie_problems(
 
 
 _ADVICE = {
-    ProblemKind.PARTIAL: "the checkpoint lost tensors: download or save it again",
-    ProblemKind.DUPLICATED: "keep one of the tensors that are there more than once",
+    ProblemKind.PARTIAL: "the checkpoint is incomplete: download or save it again",
+    ProblemKind.DUPLICATED: "keep only one of the duplicated tensors",
     ProblemKind.TIED: "pass tie_word_embeddings=False to keep both",
-    ProblemKind.SHAPE: "config.json and the weights disagree: one of them is of another model",
+    ProblemKind.SHAPE: "config.json and the weights belong to different models",
     ProblemKind.DTYPE: (
-        "quantised weights need a quantization_config that says how: FP8 by blocks and MXFP4 are read as plain "
-        "weights, other methods by transformers' quantisers"
+        "quantised weights need a quantization_config in config.json: block-wise FP8 and MXFP4 are dequantised "
+        "while loading, other methods are left to transformers' quantisers"
     ),
 }
 """What to do about each kind of problem."""
@@ -246,7 +246,7 @@ def _advice(model: PreTrainedModel, found: Match) -> list[str]:
     advice = []
     if ProblemKind.MISSING in kinds or ProblemKind.UNEXPECTED in kinds:
         advice.append(
-            f"check that the checkpoint is one of {class_name(model)} and whole; to start from a part of it "
+            f"check that this is a complete checkpoint of {class_name(model)}; to load only part of it "
             "(a new head on a base model) pass strict=False"
         )
     if ProblemKind.MISSING in kinds and any("lm_head" in problem.subject for problem in found.problems):

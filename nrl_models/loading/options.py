@@ -1,4 +1,4 @@
-"""What `from_pretrained` takes beside values of the configuration."""
+"""The options of `from_pretrained`."""
 
 from __future__ import annotations
 
@@ -19,36 +19,34 @@ from nrl_models.loading.placement import DeviceMap, device_around, refuse_meta
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOptions:
-    """What `from_pretrained` takes beside values of the configuration.
+    """What `from_pretrained` takes beside configuration values.
 
     Args:
-        config: a configuration to use in place of the checkpoint's.
-        dtype: of the parameters, fp32 masters included; "auto" is the configuration's, else the
-            checkpoint's. What transformers keeps in fp32 stays fp32.
-        device: where to put the model; None is that of a `torch.device(...)` around the call, else the CPU, or
-            with a mesh this rank's device.
-        device_map: how to spread the model over several devices of this process, the CPU and the disk, as
-            transformers takes it: "auto", one device, or a device for each module.
-        offload_folder, offload_buffers, max_memory: where what a device map puts on "disk" goes, whether buffers
-            go with it, and how much each device may hold.
-        quantization_config: how transformers is to quantise the linears while it loads them (QLoRA).
-        combine: whether projections of one input run as one matmul: True, False, or "auto", which
-            follows the measurements in docs/benchmarks.md. It chooses speed only: parameters, their names and
-            every file are the same. `nrl_models.common.projections.report` says what came together.
+        config: used instead of the checkpoint's configuration.
+        dtype: of the parameters; "auto" is the configuration's, else the checkpoint's. What transformers keeps in
+            fp32 stays fp32.
+        device: where to put the model; None is the device of a `torch.device(...)` around the call, else the CPU,
+            or with a mesh this rank's device.
+        device_map: how to distribute the model over the devices of this process, the CPU and the disk, as in
+            transformers: "auto", a single device, or a device for each module.
+        offload_folder, offload_buffers, max_memory: directory for modules on "disk", whether buffers are offloaded,
+            and the memory limit of each device.
+        quantization_config: how transformers quantises linears while loading (QLoRA).
+        combine: whether projections of the same input run as one matmul: True, False, or "auto", which follows the
+            measurements in docs/benchmarks.md. It affects speed only: parameters, names and files are the same.
+            `nrl_models.common.projections.report` shows what was combined.
         backend: attention and expert implementations, and `combine` unless that is given.
-        mesh: the ranks to shard the model over; every rank calls this, and reads only the slices it holds. Its
-            dimensions are named `fsdp`, `ep`, `tp` (any of them, in this order); see
-            `nrl_models.distributed.parallelize`.
-        plan: how to shard it: "auto" (what None stands for), rules that change that, or a
+        mesh: the ranks to shard the model over; every rank makes this call and reads only the slices it holds. The
+            dimensions are any of `fsdp`, `ep`, `tp`, in this order; see `nrl_models.distributed.parallelize`.
+        plan: how to shard it: "auto" (the same as None), rules that override it, or a
             `nrl_models.distributed.ParallelPlan`.
-        strict: whether the checkpoint must hold exactly this model. False initialises what is
-            missing and skips what is not known, with a warning that lists both: for a new head on
-            a base model.
-        revision, token, cache_dir, subfolder: where and how to get a hub repository.
-        trust_remote_code: run code that comes with the checkpoint, if neither transformers nor a
-            registered family knows its `model_type`.
-        ignore_config_keys: keys of the configuration, by name or path (`text_config.use_x`), that may have values
-            nobody reads or honours: see `nrl_models.common.config.validate.check_config`.
+        strict: whether the checkpoint must match the model exactly. False initialises what is missing and skips what
+            is unknown, with a warning that lists both: for a new head on a base model.
+        revision, token, cache_dir, subfolder: as in transformers, for hub repositories.
+        trust_remote_code: run the checkpoint's own code if neither transformers nor a registered family knows its
+            `model_type`.
+        ignore_config_keys: configuration keys, by name or path (`text_config.use_x`), that may have values that
+            nothing reads or honours; see `nrl_models.common.config.validate.check_config`.
     """
 
     config: PreTrainedConfig | None = None
@@ -75,12 +73,12 @@ class LoadOptions:
     def split(cls, keywords: Mapping[str, Any]) -> tuple[LoadOptions, dict[str, Any]]:
         """The options among `keywords`, checked, and the rest, which are values of the configuration.
 
-        Where they do not say where the model goes, it is the device of a `torch.device(...)` around the call.
+        If they name no destination, it is the device of a `torch.device(...)` around the call.
 
         Raises:
             UnknownArgumentError: keywords that exclude one another.
-            DeviceError: weights are to go to meta.
-            ShardingError: the mesh has dimensions that no model has.
+            DeviceError: the destination is meta.
+            ShardingError: the mesh has unknown dimensions.
         """
         options = cls(**{name: value for name, value in keywords.items() if name in KEYWORDS})
         options._check_destination()
@@ -91,12 +89,12 @@ class LoadOptions:
         return options, {name: value for name, value in keywords.items() if name not in KEYWORDS}
 
     def _check_destination(self) -> None:
-        """Refuse to put one model in two places, or in none."""
+        """Refuse contradictory or impossible destinations."""
         refuse_meta(self.device, self.device_map)
         given = [name for name in ("device", "device_map", "mesh") if getattr(self, name) is not None]
         if len(given) > 1 and given != ["device", "mesh"]:
             raise UnknownArgumentError(
-                f"{' and '.join(given)}: expected one of them, as each says where the model goes"
+                f"{' and '.join(given)}: expected only one of them, as each says where the model goes"
             )
         if self.plan is not None and self.mesh is None:
             raise UnknownArgumentError("plan says how to shard over a mesh: pass mesh, too")
@@ -104,7 +102,7 @@ class LoadOptions:
             check_mesh(self.mesh)
 
     def destination(self) -> torch.device:
-        """The device that is asked for, or by default the CPU, with a mesh this rank's device."""
+        """The requested device; by default the CPU, or with a mesh this rank's device."""
         if self.device is not None:
             return torch.device(self.device)
         if self.mesh is None or self.mesh.device_type == "cpu":

@@ -1,4 +1,4 @@
-"""Where a model goes: `device_map`, as transformers dispatches it, and what `torch.device(...)` around a call means."""
+"""Device placement: `device_map`, as transformers dispatches it, and `torch.device(...)` around a call."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from nrl_models.errors import DeviceError
 
 Device = int | str | torch.device
 DeviceMap = Literal["auto", "balanced", "balanced_low_0", "sequential"] | Device | Mapping[str, Device]
-"""As transformers takes it: how to spread a model, the one device for all of it, or that of each module by name."""
+"""As in transformers: a strategy, a single device, or a device for each module by name."""
 
 
 def dispatch(
@@ -31,19 +31,19 @@ def dispatch(
     max_memory: Mapping[int | str, int | str] | None = None,
     offload_buffers: bool = False,
 ) -> PreTrainedModel:
-    """Put the modules of a model that is on the CPU on several devices, in place, as transformers does.
+    """Distribute the modules of a model over devices, in place, as transformers does.
 
-    Only a model that is in several places gets accelerate's hooks.
+    Only a model on several devices gets accelerate's hooks.
 
     Args:
-        model: the model.
+        model: a model on the CPU.
         device_map: see `DeviceMap`; "disk" and "cpu" are devices too.
-        offload_folder: where what is on "disk" goes.
-        max_memory: of each device, for maps that are to be found.
-        offload_buffers: whether buffers go where their modules' parameters are.
+        offload_folder: directory for modules on "disk".
+        max_memory: limit for each device, for maps that are computed.
+        offload_buffers: whether buffers are offloaded with their parameters.
 
     Raises:
-        ValueError: a map that leaves modules out, or puts some on disk without a folder.
+        ValueError: a map that misses modules, or uses "disk" without `offload_folder`.
     """
     memory = None if max_memory is None else dict(max_memory)
     found = _get_device_map(model, check_and_set_device_map(device_map), memory, None)  # type: ignore[arg-type]
@@ -55,15 +55,15 @@ def dispatch(
 
 
 def device_in_context() -> torch.device | None:
-    """The device of the `torch.device(...)` or `torch.set_default_device` around a call; None if there is neither."""
+    """The device set by `torch.device(...)` or `torch.set_default_device` around a call; None if there is none."""
     return get_torch_context_manager_or_global_device()
 
 
 def device_around() -> torch.device | None:
-    """Where `torch.device(...)` around a load has the model go; None if there is none.
+    """The device that `torch.device(...)` around a load asks for; None if there is none.
 
     Raises:
-        DeviceError: meta, where no weights can be.
+        DeviceError: meta, which holds no weights.
     """
     around = device_in_context()
     if around is not None:
@@ -75,12 +75,12 @@ def device_around() -> torch.device | None:
 
 
 def on_cpu() -> AbstractContextManager[Any]:
-    """What is made inside is made on the CPU, whatever `torch.device(...)` is around it."""
+    """Create tensors on the CPU inside, whatever `torch.device(...)` is around it."""
     return nullcontext() if device_in_context() is None else torch.device("cpu")
 
 
 def refuse_meta(*places: object) -> None:
-    """Refuse to load weights to where none can be.
+    """Refuse to load weights to meta.
 
     Args:
         places: devices, and device maps.
@@ -91,6 +91,6 @@ def refuse_meta(*places: object) -> None:
     devices = [device for place in places for device in (place.values() if isinstance(place, Mapping) else [place])]
     if any(isinstance(device, str | torch.device) and str(device).startswith("meta") for device in devices):
         raise DeviceError(
-            "from_pretrained loads weights, and meta has no place for them: for a model without weights call "
+            "from_pretrained loads weights, which the meta device cannot hold: for a model without weights call "
             "from_config(config, device='meta')"
         )

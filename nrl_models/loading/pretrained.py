@@ -52,8 +52,11 @@ def open_source(path_or_id: str | Path, keywords: Mapping[str, Any]) -> Source:
 
     Args:
         path_or_id: a directory, or the name of a hub repository.
-        keywords: see `LoadOptions`; all others are values of the configuration. It raises what
-            `nrl_models.AutoModelForCausalLM.from_pretrained` does.
+        keywords: options, see `LoadOptions`, and values of the configuration.
+
+    Raises:
+        CheckpointError, UnknownArchitectureError, RemoteCodeError, UnknownArgumentError, DeviceError, ShardingError:
+            as `nrl_models.AutoModelForCausalLM.from_pretrained`.
     """
     options, overrides = LoadOptions.split(keywords)
     with on_cpu(), agreed(options.mesh, "read the checkpoint's configuration"):
@@ -74,7 +77,7 @@ def open_source(path_or_id: str | Path, keywords: Mapping[str, Any]) -> Source:
 
 
 def load(model_class: type[PreTrainedModel], source: Source) -> PreTrainedModel:
-    """A model with a checkpoint's weights, in evaluation mode."""
+    """Build `model_class`, fill it with the checkpoint's weights, and place it; in evaluation mode."""
     options, folder, device = source.options, source.folder, source.options.destination()
     with on_cpu(), ExitStack() as opened:
         with agreed(options.mesh, "prepare the model"):
@@ -84,7 +87,7 @@ def load(model_class: type[PreTrainedModel], source: Source) -> PreTrainedModel:
             files: CheckpointFiles
             if is_read_plain(config, options):
                 files = DequantisedFiles(folder, config.quantization_config)
-                del config.quantization_config  # the model is not quantised, and what it saves is not
+                del config.quantization_config  # the model is not quantised, nor what it saves
             elif options.quantization_config is not None or getattr(config, "quantization_config", None) is not None:
                 _refuse_sharding(source)
                 return load_quantised(model_class, folder, config, options, built_with)
@@ -100,8 +103,8 @@ def load(model_class: type[PreTrainedModel], source: Source) -> PreTrainedModel:
             narrowed = load_sharded(model, files, options.mesh, plan, dtype=dtype, device=device, strict=options.strict)
         if narrowed and options.dtype == "auto":
             logger.warning(
-                f"{source.name} stores {len(narrowed)} tensors ({narrowed[0]}, ...) with more precision than {dtype}, "
-                f"in which they are loaded. Pass a wider dtype to keep their values, or dtype={dtype} if this is meant."
+                f"{source.name} stores {len(narrowed)} tensors ({narrowed[0]}, ...) in a wider dtype than {dtype}, "
+                f"in which they are loaded. Pass a wider dtype to keep their values, or dtype={dtype} if intended."
             )
         if model.can_generate() and (folder / "generation_config.json").is_file():
             model.generation_config = GenerationConfig.from_pretrained(folder)
@@ -133,13 +136,13 @@ def from_config(
     backend: BackendConfig | None = None,
     ignore_config_keys: Collection[str] | str = (),
 ) -> PreTrainedModel:
-    """A model with new weights: under a seed, bit for bit those transformers initialises.
+    """A model with new weights: for a given seed, bit-identical to transformers' initialisation.
 
     Args:
         model_class: its class.
-        config: the configuration; not changed.
+        config: left unchanged.
         dtype: of the parameters; None is the configuration's.
-        device: where to build it; None is as for `from_pretrained`, and `"meta"` gives shapes without weights.
+        device: where to build it; None is as in `from_pretrained`, `"meta"` gives shapes without weights.
         combine, backend, ignore_config_keys: as in `LoadOptions`.
     """
     config = config_for(model_class, copy.deepcopy(config))

@@ -1,4 +1,4 @@
-"""Quantised checkpoints that stay quantised: transformers loads them, because its quantisers replace linears."""
+"""Loads checkpoints that stay quantised through transformers, whose quantisers replace linears."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from nrl_models.loading.options import LoadOptions
 
 
 def is_read_plain(config: PreTrainedConfig, options: LoadOptions) -> bool:
-    """Whether a checkpoint is quantised in a way that is read as the plain weights it stands for."""
+    """Whether a checkpoint is quantised with a method that is dequantised while loading."""
     if options.quantization_config is not None:
         return False
     quantised_as = getattr(config, "quantization_config", None)
-    # As transformers' object or as `config.json` has it.
+    # A transformers object, or the mapping from `config.json`.
     return quantised_as is not None and settings_of(quantised_as).get("quant_method") in METHODS
 
 
@@ -29,14 +29,22 @@ def load_quantised(
     options: LoadOptions,
     construction: dict[str, Any],
 ) -> PreTrainedModel:
-    """A quantised checkpoint, by transformers: its quantisers replace the linears they own, and groups let them be."""
+    """Load a quantised checkpoint with transformers; linears that its quantisers replace are not grouped.
+
+    Args:
+        model_class, folder, config, options: what to load, from where, and how.
+        construction: keywords for the model's constructor.
+
+    Raises:
+        CheckpointError: missing, unexpected or mismatched tensors, unless `strict=False`.
+    """
     keywords = construction | {"config": config, "dtype": options.dtype, "device_map": options.destination()}
     if options.quantization_config is not None:
         keywords["quantization_config"] = options.quantization_config
     if options.device_map is not None:
         asked = ("device_map", "offload_folder", "max_memory", "offload_buffers")
         keywords |= {name: getattr(options, name) for name in asked}
-    load = vars(PreTrainedModel)["from_pretrained"].__func__  # a family's class has another of that name
+    load = vars(PreTrainedModel)["from_pretrained"].__func__  # a family's class overrides it
     model, info = load(model_class, folder, output_loading_info=True, **keywords)
     kinds = {
         "missing_keys": ProblemKind.MISSING,
@@ -53,6 +61,6 @@ def load_quantised(
             f"{folder} does not fit {model_class.__name__}", problems, ["pass strict=False to load it all the same"]
         )
     if getattr(model, "hf_quantizer", None) is None:
-        model._weight_conversions = None  # it is dequantised, and saving is not to quantise it again
+        model._weight_conversions = None  # dequantised: saving must not quantise it again
     join(model)
     return model.eval()

@@ -1,4 +1,4 @@
-"""A checkpoint's configuration: read, overridden by keywords, narrowed to what a model class takes."""
+"""Reads a checkpoint's configuration, applies keyword overrides, and selects the part that a model class takes."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def read_config(folder: Path, *, trust_remote_code: bool = False) -> PreTrainedC
     """The configuration of the checkpoint in `folder`, which may also be the path of a configuration file.
 
     Raises:
-        CheckpointError: `config.json` is no JSON object, or has a value that its class refuses.
-        UnknownArchitectureError: a `model_type` nobody knows.
-        RemoteCodeError: it needs the checkpoint's own code, and that was not allowed.
+        CheckpointError: `config.json` is not a JSON object, or has a value that its class refuses.
+        UnknownArchitectureError: an unknown `model_type`.
+        RemoteCodeError: it needs the checkpoint's own code, and `trust_remote_code` is not set.
     """
     needs_its_code = _needs_its_code(folder, trust_remote_code)
     try:
@@ -63,14 +63,14 @@ def _config_file(path: Path) -> Path:
 
 
 def _with_declared_types(folder: Path) -> PreTrainedConfig:
-    """The configuration in `folder`, integers taken for floats where its class wants floats."""
+    """The configuration in `folder`, with integers converted to floats where its class declares floats."""
     values, _ = PreTrainedConfig.get_config_dict(folder)
     config_class = CONFIG_MAPPING[values["model_type"]]
     return config_class.from_dict(with_declared_types(config_class, values, str(_config_file(folder))))
 
 
 def _needs_its_code(folder: Path, trust_remote_code: bool) -> bool:
-    """Whether only the checkpoint's own code can read its configuration. Refuse it if that is not allowed."""
+    """Whether only the checkpoint's own code can read its configuration; raises if that is not allowed."""
     try:
         content = json.loads(_config_file(folder).read_text(encoding="utf-8"))
         model_type = content.get("model_type")
@@ -88,8 +88,8 @@ def _needs_its_code(folder: Path, trust_remote_code: bool) -> bool:
         if trust_remote_code:
             return True
         raise RemoteCodeError(
-            f"{folder} brings its own code for model_type {model_type!r} ({content['auto_map']}), and running it was "
-            "not allowed. Read that code; if you trust it, pass trust_remote_code=True."
+            f"{folder} comes with its own code for model_type {model_type!r} ({content['auto_map']}), which may not "
+            "run. Review that code; if you trust it, pass trust_remote_code=True."
         )
     close = get_close_matches(str(model_type), list(CONFIG_MAPPING), n=3)
     hint = f" Close names: {', '.join(close)}." if close else ""
@@ -103,14 +103,14 @@ _OTHER_SHARDING = ("distributed_config", "tp_plan", "tp_size", "device_mesh")
 
 
 def override(config: PreTrainedConfig, overrides: Mapping[str, Any]) -> None:
-    """Set `overrides`, values by the configuration's own names, on `config`.
+    """Set keyword overrides on `config`, in place.
 
     Raises:
-        UnknownArgumentError: names it does not have, or values of another type than it takes.
+        UnknownArgumentError: unknown names, or values of the wrong type.
     """
     if other := [name for name in overrides if name in _OTHER_SHARDING]:
         raise UnknownArgumentError(
-            f"{', '.join(other)}: transformers' own sharded loading is not what loads here. Pass "
+            f"{', '.join(other)}: transformers' own sharded loading is not used here. Pass "
             "mesh=init_device_mesh(device, sizes, mesh_dim_names=('fsdp', 'tp')) and plan='auto' (docs/scaling.md)"
         )
     unknown = [name for name in overrides if name not in IMPLEMENTATIONS and not _is_value(config, name)]
@@ -145,10 +145,10 @@ def _unknown_keywords(unknown: Iterable[str], config: PreTrainedConfig) -> str:
 
 
 def config_for(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedConfig:
-    """The configuration `model_class` takes: `config`, or the text model's within it.
+    """The configuration that `model_class` takes: `config` or its text configuration.
 
     Raises:
-        UnknownArchitectureError: `config` is another model's.
+        UnknownArchitectureError: `config` belongs to another model.
     """
     wanted = model_class.config_class
     # By name too, because code that comes with a checkpoint may be imported twice.

@@ -1,8 +1,7 @@
-"""Loading a checkpoint into a sharded model: each rank reads the slices it holds, and no rank the whole.
+"""Loads a checkpoint into a sharded model: each rank reads only the slices it holds.
 
-The order is that of `nrl_models.loading.weights`, with agreement where one process only has to be sure itself: the
-model on meta, sharded there; names, shapes and mesh checked on every rank; then, when all ranks have said that they
-can go on, and that they see the same, the slices.
+The steps are those of `nrl_models.loading.weights`. The model is sharded on meta, and every rank checks names, shapes
+and mesh; only when all ranks agree that they can proceed, and see the same checkpoint, are slices read.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ def load_sharded(
         The keys that are stored with more precision than they are loaded in.
 
     Raises:
-        CheckpointError, ShardingError: whatever is wrong on this rank, or on another; before memory is spent.
+        CheckpointError, ShardingError: a problem on this or another rank, before memory is allocated.
     """
     with agreed(mesh, "load the checkpoint") as facts:
         chosen = plan_for(model, mesh, plan)
@@ -79,7 +78,7 @@ def load_sharded(
 
 
 def _retype(model: nn.Module, fit: Fit) -> None:
-    """Give parameters on meta the dtypes they are loaded in, before FSDP takes note of them."""
+    """Give parameters on meta their final dtypes, before FSDP records them."""
     done: dict[int, nn.Parameter] = {}
     for module_name, module in model.named_modules():
         for attribute, parameter in module._parameters.items():
@@ -102,7 +101,7 @@ def _fill(model: PreTrainedModel, fit: Fit, files: CheckpointFiles, device: torc
     for name, sources in fit.found.sources.items():
         whole = own[name]
         meta = own_block(whole)
-        # Where FSDP offloads, its shards are on the CPU.
+        # With offloading FSDP keeps its shards on the CPU.
         place = torch.device("cpu") if sharding.plan.offload and isinstance(whole, DTensor) else device
         shard = laid[name] if name in laid else torch.empty(meta.shape, dtype=fit.dtypes[name], device=place)
         shards[name] = over_shard(whole, shard) if isinstance(whole, DTensor) else shard
@@ -118,7 +117,7 @@ def _fill(model: PreTrainedModel, fit: Fit, files: CheckpointFiles, device: torc
 
     def read(job: tuple[StoredTensor, list[tuple[Piece, Block]]]) -> None:
         stored, slices = job
-        pages = files.read(stored)  # nothing is read until a slice is copied
+        pages = files.read(stored)  # lazily mapped: only the copied slices are read
         for piece, block in slices:
             block.take_from(apply_steps(pages, piece.region))
 
@@ -139,7 +138,7 @@ def _fill(model: PreTrainedModel, fit: Fit, files: CheckpointFiles, device: torc
 def _neighbouring_shards(
     model: PreTrainedModel, fit: Fit, own: Mapping[str, torch.Tensor], device: torch.device
 ) -> dict[str, torch.Tensor]:
-    """Memory for this rank's shards of parameters that are to be neighbours, by name. `fsdp` keeps its own."""
+    """Buffers for this rank's shards of grouped parameters, by name; none with `fsdp`, which allocates its own."""
     result: dict[str, torch.Tensor] = {}
     if "fsdp" in (sharding_of(model).mesh.mesh_dim_names or ()):
         return result
@@ -164,7 +163,7 @@ def _initialise_missing(model: PreTrainedModel, fit: Fit, device: torch.device) 
         by_module[owner].append(attribute)
     for owner, attributes in by_module.items():
         module = model.get_submodule(owner)
-        whole = copy.copy(module)  # the same module with whole tensors, which the initialisation may fill
+        whole = copy.copy(module)  # the same module with full tensors to initialise
         whole.__dict__["_parameters"] = {
             attribute: None if parameter is None else nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype))
             for attribute, parameter in module._parameters.items()
@@ -175,7 +174,7 @@ def _initialise_missing(model: PreTrainedModel, fit: Fit, device: torch.device) 
             model._init_weights(whole)
         for attribute in attributes:
             placeholder = module._parameters.get(attribute)
-            if placeholder is None:  # a buffer, which is real, and as it was built
+            if placeholder is None:  # a buffer: real already
                 continue
             value = whole.get_parameter(attribute).detach()
             if isinstance(placeholder, DTensor):

@@ -1,4 +1,4 @@
-"""A model to be filled: parameters on meta, which nobody initialises, and real buffers."""
+"""Builds a model without weights: parameters on meta and uninitialised, buffers real."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def build_skeleton(
 ) -> PreTrainedModel:
     """A model with parameters on meta, tied as its configuration says, and real buffers.
 
-    Nothing is allocated twice, and no buffer (a RoPE table, a scale) is left unset.
+    So nothing is allocated twice, and no buffer (RoPE table, scale) is left unset.
 
     Args:
         model_class, config: what to build.
         dtype: of the parameters.
-        options: of `construction`.
+        options: from `construction`.
     """
     with init_empty_weights(include_buffers=False), no_init_weights():
         model = model_class._from_config(config, dtype=dtype, **options)
@@ -37,15 +37,15 @@ def build_skeleton(
 
 
 def _compute_buffers(model: PreTrainedModel) -> None:
-    """Fill buffers that no checkpoint holds as transformers does when it loads: outside the model's dtype.
+    """Compute non-persistent buffers again in full precision, as transformers does when it loads.
 
-    A table that was computed while bf16 was the default dtype has the rounding of bf16 in it, even if it is kept in
-    fp32 (Gemma 3n's `inv_timescales`).
+    A table computed while bf16 was the default dtype carries bf16 rounding even if it is stored in fp32 (`inv_freq`
+    and the like).
     """
     module: Any
     for module in model.modules():
         derived = any(module._buffers.get(name) is not None for name in module._non_persistent_buffers_set)
-        module._is_hf_initialized = not derived  # transformers' mark of what its initialisation must leave alone
+        module._is_hf_initialized = not derived  # tells transformers' initialisation to skip it
     model.initialize_weights()
 
 

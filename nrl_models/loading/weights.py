@@ -1,10 +1,9 @@
-"""Reading a checkpoint's tensors straight into the places a model holds them.
+"""Reads a checkpoint's tensors straight into a model's parameters.
 
-The order is: names and shapes from the files' headers, matched and checked; then, with nothing left
-to go wrong but the disk, the tensors. A parameter that is one run of bytes in a file becomes a view
-of the file's pages (as transformers does); any other is allocated once, at its final dtype, and the
-tensors in it are copied into their views, several at a time. Parameters that are to be neighbours in memory get one
-piece of it, mapped or allocated. No tensor is concatenated or cast aside.
+Names and shapes from the files' headers are matched and checked first; after that only the disk can fail. A parameter
+that is one contiguous run of bytes in a file becomes a view of the file's pages, as in transformers. Any other is
+allocated once, in its final dtype, and filled through its views by several threads. Parameters of one group share one
+buffer, mapped or allocated. There are no intermediate copies: nothing is concatenated or cast on the side.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ from nrl_models.loading.fit import Fit, fit_checkpoint
 logger = logging.get_logger(__name__)
 
 PROGRESS_AFTER_SECONDS = 2.0
-"""Nothing is shown of work that is over sooner."""
+"""The progress bar appears after this time."""
 
 READERS = max(4, min(8, os.cpu_count() or 1))
-"""Threads that read. Reading waits for memory more than it computes, so few cores still feed several."""
+"""Reader threads. Reading is bound by memory rather than by computation, so more threads than cores pay off."""
 
 BATCHES = 32
-"""Into how many batches, at the least, each thread's share is divided, so that none is left with much at the end."""
+"""Batches per reader thread, at least, so that no thread is left with a long tail."""
 
 
 def load_weights(
@@ -54,13 +53,13 @@ def load_weights(
         device: where to put them; None is the CPU.
         strict: whether every tensor must be there and used. Otherwise missing ones are initialised as
             transformers initialises them, unexpected ones are skipped, and one warning lists both.
-            Tensors given in part, duplicates and wrong shapes are errors all the same.
+            Incomplete tensors, duplicates and wrong shapes are always errors.
 
     Returns:
         The keys that are stored with more precision than they are loaded in.
 
     Raises:
-        CheckpointError: what does not fit, all of it; the model is then unchanged.
+        CheckpointError: everything that does not fit; the model is unchanged.
     """
     device = device or torch.device("cpu")
     fit = fit_checkpoint(model, files, dtype=dtype, strict=strict)
@@ -73,13 +72,13 @@ def load_weights(
 
 
 def keep_unused(model: PreTrainedModel, fit: Fit, files: CheckpointFiles) -> None:
-    """Leave with the model, as the files' pages, what it does not use and is to save again."""
+    """Keep tensors that the model does not use but saves again, as views of the files' pages."""
     if fit.unused and not is_off("shared-kv-unused-weights"):
         cast(Any, model)._unused_tensors = {key: files.read(files.tensors[key]) for key in fit.unused}
 
 
 def _read(model: PreTrainedModel, fit: Fit, files: CheckpointFiles, device: torch.device) -> None:
-    """Put every own tensor in the model, reading several sources at a time."""
+    """Read every tensor of the model, several sources at a time."""
     adapter, found, dtypes = fit.adapter, fit.found, fit.dtypes
     tensors: dict[str, torch.Tensor] = {}
     copies: list[tuple[str, StoredTensor, HFTensor]] = []
@@ -100,17 +99,16 @@ def _read(model: PreTrainedModel, fit: Fit, files: CheckpointFiles, device: torc
         name, stored, target = job
         target.write_into(name, tensors[name], files.read(stored))
 
-    copies.sort(key=lambda job: -job[1].nbytes)  # so that no thread is left with a large one at the end
+    copies.sort(key=lambda job: -job[1].nbytes)  # largest first: no thread is left with a long tail
     run_readers(copy, copies)
     for name, tensor in tensors.items():
         install(model, name, tensor)
 
 
 def run_readers(read: Callable[[Any], None], jobs: Sequence[Any]) -> None:
-    """Do `read` for every job, several at a time, with a progress bar if it takes long.
+    """Call `read` for every job in several threads, with a progress bar if it takes long.
 
-    Very many jobs are handed to the threads in batches, each of which costs as much to hand over as a small tensor does
-    to read.
+    Jobs go to the threads in batches, because submitting a job costs as much as reading a small tensor.
     """
     size = max(1, len(jobs) // (READERS * BATCHES))
     batches = [jobs[start : start + size] for start in range(0, len(jobs), size)]
@@ -129,7 +127,7 @@ def run_readers(read: Callable[[Any], None], jobs: Sequence[Any]) -> None:
 
 
 def _fit_together(names: Sequence[str], fit: Fit) -> bool:
-    """Whether parameters that are to be neighbours are all in the checkpoint, and alike but for their rows."""
+    """Whether all parameters of a group are in the checkpoint, with the same dtype and trailing dimensions."""
     if any(name not in fit.found.sources for name in names):
         return False
     return len({(fit.adapter.own[name].shape[1:], fit.dtypes[name]) for name in names}) == 1
@@ -142,14 +140,14 @@ def _over_pages(
     files: CheckpointFiles,
     dtype: torch.dtype,
 ) -> torch.Tensor | None:
-    """Memory for parameters one after the other that is the files' pages, if that can be; else None.
+    """A view of the files' pages that holds consecutive parameters; None if they are not stored so.
 
     Args:
-        whole: its shape.
-        sources: of each parameter.
+        whole: shape of the parameters stacked along dimension 0.
+        sources: for each parameter the stored tensors that fill it.
         shapes: of each parameter.
         files: the checkpoint.
-        dtype: of all of them.
+        dtype: of all parameters.
     """
     if any(stored.dtype != dtype for found in sources for stored, _ in found):
         return None
@@ -169,7 +167,7 @@ def _over_pages(
 
 
 def _finish(model: PreTrainedModel, fit: Fit, device: torch.device) -> None:
-    """Initialise what was allowed to be missing, share what is tied, and put buffers on the device."""
+    """Initialise missing parameters, tie weights, and move buffers to the device."""
     found = fit.found
     share_copies(model, found.copies)
     move_buffers(model, device)

@@ -174,7 +174,9 @@ def test_attention_is_chosen(llama_checkpoint: Path, llama_config: LlamaConfig) 
 
 
 def test_an_auto_class_has_no_instances() -> None:
-    with pytest.raises(TypeError, match=r"AutoModelForCausalLM is made with from_pretrained\(path\) or from_config"):
+    with pytest.raises(
+        TypeError, match=r"AutoModelForCausalLM is not instantiated: use from_pretrained\(path\) or from_config"
+    ):
         AutoModelForCausalLM()
 
 
@@ -187,7 +189,7 @@ def test_an_auto_class_has_no_instances() -> None:
         (
             AutoModelForImageTextToText,
             LlamaConfig,
-            "is no vision-language model. Use AutoModelForCausalLM or AutoModelFor",
+            "is not a vision-language model. Use AutoModelForCausalLM or AutoModelFor",
         ),
         (
             AutoModelForTokenClassification,

@@ -209,7 +209,7 @@ def test_requirements(requires: str, unmet: str | None) -> None:
 @pytest.mark.usefixtures("sandbox")
 def test_a_malformed_requirement_is_refused() -> None:
     before = registered()
-    with pytest.raises(RegistrationError, match="'transformers >> 5' is no requirement"):
+    with pytest.raises(RegistrationError, match="'transformers >> 5' is not a requirement"):
         register_architecture("NewForCausalLM", AtTheTop, requires="transformers >> 5")
     assert registered() == before
 

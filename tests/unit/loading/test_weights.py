@@ -428,7 +428,7 @@ def test_one_wider_tensor_in_a_checkpoint(tmp_path: Path, caplog: pytest.LogCapt
     caplog.clear()
     assert_same(hf_tensors(loaded), HFLlama.from_pretrained(tmp_path).state_dict())
     assert torch.equal(hf_tensors(loaded)[f"{K}.weight"], exact.bfloat16())
-    assert f"stores 1 tensors ({K}.weight, ...) with more precision than torch.bfloat16" in logged
+    assert f"stores 1 tensors ({K}.weight, ...) in a wider dtype than torch.bfloat16" in logged
     # Asked for, its values are kept, and so are the others'.
     masters = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
