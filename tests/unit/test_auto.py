@@ -194,10 +194,10 @@ def test_an_auto_class_has_no_instances() -> None:
         (
             AutoModelForTokenClassification,
             Gemma3Config,
-            "is no token classifier. Use AutoModelForCausalLM or AutoModelForImage",
+            "is not a token classifier. Use AutoModelForCausalLM or AutoModelForImage",
         ),
         (AutoModelForCausalLM, T5Config, "Use AutoModelForSequenceClassification or AutoModelForTokenClassification."),
-        (AutoModelForCausalLM, CLIPConfig, "No auto class serves it; a family can register it"),
+        (AutoModelForCausalLM, CLIPConfig, "No auto class serves it; a family can"),
     ],
 )
 def test_the_right_auto_class_is_named(auto: Any, config: Any, advice: str) -> None:

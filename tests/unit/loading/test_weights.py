@@ -278,7 +278,7 @@ MISFITS: dict[str, tuple[Callable[[Tensors], object], set[tuple[str, str]], str]
     "fp8": (
         lambda tensors: tensors.update({"lm_head.weight": tensors["lm_head.weight"].to(torch.float8_e4m3fn)}),
         {("dtype", "lm_head.weight")},
-        "quantised weights need a quantization_config that says how",
+        "quantised weights need a quantization_config in config.json",
     ),
     "fp8 with its scales": (
         lambda tensors: tensors.update(
@@ -323,7 +323,7 @@ def test_everything_that_does_not_fit_is_listed_at_once(folder: Path) -> None:
         ("duplicated", "model.norm.weight, norm.weight"),
     }
     assert "tie_word_embeddings=True" in str(error)
-    assert "config.json and the weights disagree" in str(error)
+    assert "config.json and the weights belong to different models" in str(error)
 
 
 def test_a_tensor_in_two_shards_is_refused(shards: Path) -> None:
