@@ -1,1 +1,1 @@
-"""What families and everything above them are made of."""
+"""Building blocks of families: groups of linears, layouts, checkpoint files, configurations, forwards."""

@@ -1,4 +1,4 @@
-"""Choices made for a run, which never reach a checkpoint."""
+"""Choices for a run that are not stored in checkpoints."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class BackendConfig:
 def should_combine(combine: Combine, device: torch.device | None) -> bool:
     """Whether to combine projections on `device` (None is the CPU).
 
-    It chooses speed only. "auto" follows docs/benchmarks.md: one matmul in place of three does not pay on a CPU, where
-    it is bound by memory and arithmetic, not by launches; on an accelerator projections combine.
+    It affects speed only. "auto" follows docs/benchmarks.md: one matmul in place of three does not pay on a CPU, where
+    it is bound by memory and arithmetic, not by launches; on an accelerator projections are combined.
 
     Raises:
         ValueError: `combine` is neither a bool nor "auto".

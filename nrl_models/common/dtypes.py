@@ -1,4 +1,4 @@
-"""The dtype each of a model's tensors has: what it is loaded in, but fp32 where transformers keeps fp32."""
+"""Dtypes of a model's tensors: the one it is loaded in, but fp32 where transformers keeps fp32."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def kept_dtypes(model: nn.Module, dtype: torch.dtype) -> Callable[[str], torch.dtype | None]:
-    """What transformers keeps in another dtype when it loads `model` in `dtype`.
+    """The dtypes of tensors that transformers keeps in another dtype when it loads `model` in `dtype`.
 
     Args:
         model: a `PreTrainedModel`; of any other module nothing is kept.

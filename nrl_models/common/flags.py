@@ -1,4 +1,4 @@
-"""What a trainer has to know about a model beyond its configuration."""
+"""Flags: what a trainer has to know about a model beyond its configuration."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import Flag, auto
 
 
 class ModelFlag(Flag):
-    """Special handling a family asks of the trainer or engine around it.
+    """Special handling that a family needs from the trainer or engine around it.
 
     A family declares its flags on its classes (`flags = ModelFlag.VLLM_LOAD_FORMAT_AUTO`). Names and
     meaning follow NeMo RL's `ModelFlag`.

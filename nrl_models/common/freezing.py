@@ -1,8 +1,8 @@
-"""What is trained and what is not: components of a model frozen by name, and what an optimiser is given.
+"""Freezing components of a model by name, and choosing the parameters to train.
 
-The keys are those of NeMo's `freeze_config`. There a key that is misspelt is passed over and its component trains; here
-it is an error. Which modules a component is follows from the model: transformers says where a decoder, a tower and
-a router are.
+The keys are those of NeMo's `freeze_config`. There a misspelt key is ignored and its component trains; here it is an
+error. Which modules form a component follows from the model: transformers says where a decoder, a tower and a router
+are.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from transformers import PreTrainedModel
 from nrl_models.errors import UnknownArgumentError
 
 COMPONENTS: dict[str, str] = {
-    "freeze_vision_tower": "what encodes images and videos, its merger included where that is a part of it",
-    "freeze_audio_tower": "what encodes audio",
-    "freeze_projector": "what is in none of the others: mostly what stands between towers and decoder",
+    "freeze_vision_tower": "the encoder of images and videos, with its merger where that is a part of it",
+    "freeze_audio_tower": "the encoder of audio",
+    "freeze_projector": "what is in none of the others: mostly what connects towers and decoder",
     "freeze_language_model": "the decoder, with its embeddings and routers",
     "freeze_embeddings": "the decoder's embeddings",
-    "freeze_routers": "what chooses experts",
+    "freeze_routers": "the modules that choose experts",
     "freeze_lm_head": "the output embeddings, or the head of a classifier",
 }
-"""The keys of a freeze configuration and what each stands for."""
+"""The keys of a freeze configuration, and the component that each freezes."""
 
 _WITHIN = {"freeze_embeddings": "freeze_language_model", "freeze_routers": "freeze_language_model"}
-"""Components that are parts of another: what is said of the part goes before what is said of the whole."""
+"""Components that are parts of another: the key of the part takes precedence over that of the whole."""
 
 
 @dataclass(frozen=True, slots=True)
 class Frozen:
-    """What a freeze configuration came to.
+    """The outcome of a freeze configuration.
 
     Args:
         frozen: for each component of the model the number of its parameters that are frozen now.
@@ -49,7 +49,7 @@ class Frozen:
 
 
 def freeze(model: PreTrainedModel, config: Mapping[str, bool]) -> Frozen:
-    """Freeze components of a model, or have them train. What is not named stays as it is.
+    """Freeze components of a model, or unfreeze them. Components that are not named stay as they are.
 
     Call it before the optimiser is made, of a sharded model too.
 
@@ -59,10 +59,10 @@ def freeze(model: PreTrainedModel, config: Mapping[str, bool]) -> Frozen:
     Args:
         model: the model.
         config: for each of its components (`components_of`) whether it is frozen. Embeddings and routers are parts of
-            the language model: what is said of them goes before what is said of it.
+            the language model: their keys take precedence over its key.
 
     Raises:
-        UnknownArgumentError: keys that are no component of this model (with those that are), values that are neither
+        UnknownArgumentError: keys that are not components of this model (with those that are), values that are neither
             True nor False, components that share a tensor (a tied head) and differ, or nothing left to train.
             Nothing is frozen then.
     """
@@ -70,12 +70,12 @@ def freeze(model: PreTrainedModel, config: Mapping[str, bool]) -> Frozen:
     _check_keys(config, components, type(model).__name__)
     wanted: dict[int, tuple[str, bool]] = {}
     conflicts: list[str] = []
-    # Parts first: a parameter that a part speaks for is passed over by the whole. Towers and heads may share with it.
+    # Parts first: their parameters are skipped by the whole. Towers and heads may share parameters with it.
     for key in sorted(config, key=lambda key: key not in _WITHIN):
         for name, parameter in components[key].items():
-            said_by, frozen = wanted.setdefault(id(parameter), (key, config[key]))
-            if frozen != config[key] and _WITHIN.get(said_by) != key:
-                conflicts.append(f"{name} is a part of {said_by}={frozen} and of {key}={config[key]}")
+            chosen_by, frozen = wanted.setdefault(id(parameter), (key, config[key]))
+            if frozen != config[key] and _WITHIN.get(chosen_by) != key:
+                conflicts.append(f"{name} is a part of {chosen_by}={frozen} and of {key}={config[key]}")
     if conflicts:
         raise UnknownArgumentError(
             f"one tensor cannot be frozen and trained: {'; '.join(conflicts)} (tied weights). Give both the same value."
@@ -94,15 +94,15 @@ def freeze(model: PreTrainedModel, config: Mapping[str, bool]) -> Frozen:
 
 
 def _size(parameters: Iterable[nn.Parameter], *, requires_grad: bool) -> int:
-    """How many elements those of `parameters` have that are trained, or those that are not."""
+    """The number of elements of the parameters that are trained, or of those that are not."""
     return sum(parameter.numel() for parameter in parameters if parameter.requires_grad is requires_grad)
 
 
 def freeze_unreachable(model: nn.Module, run: Callable[[], torch.Tensor]) -> dict[str, str]:
-    """Freeze the parameters that can receive no gradient from a loss, and say which and why.
+    """Freeze the parameters that can receive no gradient from a loss, and return which and why.
 
-    An optimiser keeps no state for such parameters, and a run that goes on from its checkpoint misses it: projections
-    that no layer calls, a tower in training on text alone.
+    An optimiser keeps no state for such parameters, which a resumed run then misses: projections that no layer calls, a
+    tower in text-only training.
 
     Args:
         model, run: see `unreachable_parameters`.
@@ -124,8 +124,8 @@ def freeze_unreachable(model: nn.Module, run: Callable[[], torch.Tensor]) -> dic
 def unreachable_parameters(model: nn.Module, run: Callable[[], torch.Tensor]) -> dict[str, str]:
     """The parameters that can receive no gradient from a loss, each with the reason.
 
-    The loss's graph is walked, nothing is computed backwards and no gradient is touched. What is found holds for the
-    inputs: a vision tower is not reached by text alone.
+    The loss's graph is walked; no backward pass runs and no gradient is touched. The result holds for these inputs:
+    text-only inputs do not reach a vision tower.
 
     Args:
         model: the model, in the mode and with the settings it is trained in.
@@ -213,10 +213,8 @@ def components_of(model: PreTrainedModel) -> dict[str, dict[str, nn.Parameter]]:
     text = found["freeze_embeddings"] | _parameters([decoder], names)
     outside = {name for key in found if key not in _WITHIN for name in found[key]} - found["freeze_embeddings"].keys()
     found["freeze_language_model"] = {name: parameter for name, parameter in text.items() if name not in outside}
-    spoken_of = {name for own in found.values() for name in own}
-    found["freeze_projector"] = {
-        name: parameter for name, parameter in model.named_parameters() if name not in spoken_of
-    }
+    others = {name for own in found.values() for name in own}
+    found["freeze_projector"] = {name: parameter for name, parameter in model.named_parameters() if name not in others}
     return {key: found[key] for key in COMPONENTS if found[key]}
 
 

@@ -1,4 +1,4 @@
-"""Making a hundred thousand small objects that stay, without looking for garbage among them."""
+"""Making many small objects that stay, without garbage collections."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from contextlib import contextmanager
 
 @contextmanager
 def no_collections() -> Iterator[None]:
-    """Nobody looks for cycles of garbage meanwhile; what is freed by its last reference is freed as ever.
+    """While open, Python's cyclic garbage collector is off; reference counting frees objects as usual.
 
-    Python looks through all objects whenever their number has grown by a quarter, which takes most of the time of
-    making a table of tens of thousands of tensors. Use it around work that makes no cycles.
+    The collector visits all objects whenever their number has grown by a quarter, which is most of the time of making a
+    table of tens of thousands of tensors. Use it around work that makes no cycles.
     """
-    if not gc.isenabled():  # by somebody else, or by a caller of this
+    if not gc.isenabled():  # disabled elsewhere, or by a caller of this
         yield
         return
     gc.disable()

@@ -1,4 +1,4 @@
-"""The modules of a model, and putting tensors into them."""
+"""Putting tensors into the modules of a model."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from torch import nn
 
 
 def class_name(model: nn.Module) -> str:
-    """The name of a model's class, whatever FSDP made of it."""
+    """The name of a model's class, without the prefix that FSDP adds."""
     return type(model).__name__.removeprefix("FSDP")
 
 
 def owner_of(model: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """The module that a parameter or buffer is in, and what it is called there."""
+    """The module that a parameter or buffer is in, and its name there."""
     owner, _, attribute = name.rpartition(".")
     return model.get_submodule(owner), attribute
 
 
 def install(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
-    """Put `tensor` in the place of the parameter or buffer `name`; what the class freezes stays frozen."""
+    """Replace the parameter or buffer `name` by `tensor`; what the class freezes stays frozen."""
     module, attribute = owner_of(model, name)
     tensors: dict[str, Any] = module._buffers if attribute in module._buffers else module._parameters
     if tensors is not module._buffers:
@@ -32,7 +32,7 @@ def install(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
 
 
 def share_copies(model: nn.Module, copies: Mapping[str, str]) -> None:
-    """Let each parameter that `copies` names be the one that it names for it."""
+    """Tie parameters: each key of `copies` becomes the parameter that its value names."""
     for name, given in copies.items():
         module, attribute = owner_of(model, name)
         module._parameters[attribute] = model.get_parameter(given)

@@ -1,4 +1,4 @@
-"""Random numbers of those who call: Python's, numpy's and torch's generators, put back as they were."""
+"""Keeping the caller's random states: those of Python's, numpy's and torch's generators."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import torch
 
 @contextmanager
 def random_states_kept() -> Iterator[None]:
-    """Whatever is seeded or drawn inside, afterwards the random states are those of before; also after an error.
+    """Restore the random states on leaving, whatever was seeded or drawn inside; also after an error.
 
-    Held are Python's, numpy's global and torch's default generators, of the CPU and of every CUDA device. CUDA is not
-    initialised for that: it may have to be by a process yet to be forked.
+    These are Python's, numpy's global and torch's default generators, of the CPU and of every CUDA device. CUDA is not
+    initialised for that: a process that is forked later may have to do it.
     """
     python, legacy_numpy, cpu = random.getstate(), numpy.random.get_state(), torch.random.get_rng_state()
     seed = torch.initial_seed()
@@ -30,5 +30,5 @@ def random_states_kept() -> Iterator[None]:
         if cuda is not None:
             torch.cuda.set_rng_state_all(cuda)
         elif seeded or torch.cuda.is_initialized():
-            # What CUDA is asked before it is initialised waits for that: the seed that torch was given, in general.
+            # Seeds that are set before CUDA is initialised wait until then: in general the seed that torch was given.
             torch.cuda.manual_seed_all(seed)

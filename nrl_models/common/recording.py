@@ -1,4 +1,4 @@
-"""What a model's modules are given and what they return, kept while a forward runs."""
+"""Recording the inputs and outputs of a model's modules while a forward runs."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def record_calls(
 
 @contextmanager
 def forward_replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """While open, `module` computes `forward`; its hooks fire as ever."""
+    """While open, `module` computes `forward`; its hooks fire as usual."""
     before = module.__dict__.get("forward")
     module.__dict__["forward"] = forward
     try:

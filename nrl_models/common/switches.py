@@ -1,6 +1,6 @@
-"""Switching off what is done about a known quirk, to see whether it is still needed.
+"""Switching off the handling of a known quirk, to see whether it is still needed.
 
-The catalogue (`nrl_models.quirks`) says what each quirk is; here are the names that code asks for. A quirk whose
+The catalogue (`nrl_models.quirks`) describes each quirk; here are the names that code checks. A quirk whose
 handling an argument chooses (`dtype=`, `strict=`, `layout=`) has no switch, and is not here.
 """
 
@@ -41,12 +41,12 @@ def _checked(names: frozenset[str], source: str) -> frozenset[str]:
         raise UnknownArgumentError(
             f"{source}: {', '.join(unknown)} cannot be switched off"
             + (f" (did you mean {close[0]}?)" if close else "")
-            + f": expected some of {', '.join(sorted(SWITCHES))}. `nrl-models quirks` says how others are."
+            + f": expected some of {', '.join(sorted(SWITCHES))}. `nrl-models quirks` shows how other quirks are."
         )
     return names
 
 
-# A set of this module, not of a context: what asks may run in any thread, and under torch.compile.
+# A variable of this module, not of a context: it is read in any thread, and under torch.compile.
 _off = _checked(frozenset(filter(None, map(str.strip, os.environ.get(VARIABLE, "").split(",")))), VARIABLE)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from nrl_models.common.forward.packing import word_positions
+from nrl_models.common.forward.packing import token_positions
 from nrl_models.logprobs.chunked import Reference, chunked_statistics, statistics_of
 from nrl_models.logprobs.head import forward_inputs, hidden_states_and_head
 from nrl_models.logprobs.sampling import Sampling
@@ -152,7 +152,7 @@ def _masks(
     if attention_mask is not None:
         inputs["attention_mask"] = attention_mask
         if position_ids is None and "position_ids" in inspect.signature(_unwrapped(model).forward).parameters:
-            position_ids = word_positions(attention_mask)
+            position_ids = token_positions(attention_mask)
     if position_ids is not None:
         inputs["position_ids"] = position_ids
     return inputs

@@ -166,7 +166,7 @@ def test_convert_into_a_file_is_refused(checkpoint: Path, tmp_path: Path) -> Non
     (tmp_path / "file").write_text("kept")
     result = runner.invoke(app, ["convert", str(checkpoint), str(tmp_path / "file")])
     assert result.exit_code == 2
-    assert "it is a file, expected a folder" in " ".join(result.output.split())
+    assert "it is a file, expected a directory" in " ".join(result.output.split())
     assert (tmp_path / "file").read_text() == "kept"
 
 

@@ -1,1 +1,1 @@
-"""Safetensors files: mapped, read, dequantised, written."""
+"""Checkpoint files: safetensors mapped, read, dequantised and written."""

@@ -1,8 +1,8 @@
-"""Quantised checkpoints read as what they stand for: FP8 by blocks (DeepSeek-V3), MXFP4 (gpt-oss).
+"""Quantised checkpoints read as plain weights: FP8 by blocks (DeepSeek-V3), MXFP4 (gpt-oss).
 
-Dequantisation is the one thing about a checkpoint's tensors that is no view. Here it is a reader that comes before
-everything else: keys, shapes and dtypes are those of the plain checkpoint, and values are computed when a tensor is
-read. So matching, stacking of experts and sharding know nothing of it.
+Dequantisation is the only operation on a checkpoint's tensors that is not a view. Here it is a reader that is applied
+first: keys, shapes and dtypes are those of the plain checkpoint, and values are computed when a tensor is read. So
+matching, stacking of experts and sharding need not know of it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 SCALE, BLOCKS, SCALES = "_scale_inv", "_blocks", "_scales"
 
 FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-"""What the sixteen codes of FP4 (e2m1) stand for (OCP microscaling formats, version 1.0)."""
+"""The values of the sixteen codes of FP4 (e2m1) (OCP microscaling formats, version 1.0)."""
 
 
 def settings_of(quantised_as: Any) -> dict[str, Any]:
@@ -59,7 +59,7 @@ class DequantisedFiles(CheckpointFiles):
 
     Raises:
         CheckpointError: what `CheckpointFiles` raises; values without scales, scales without values or of another
-            number, dtypes that are no quantisation's; all of them at once.
+            number, dtypes that no quantisation has; all of them at once.
     """
 
     def __init__(self, folder: str | Path, quantised_as: Any) -> None:
@@ -77,7 +77,7 @@ class DequantisedFiles(CheckpointFiles):
         self.dequantised = frozenset(self._quantised)
 
     def read(self, tensor: StoredTensor) -> torch.Tensor:
-        """The tensor's values, dequantised where they are quantised: computed anew at each call."""
+        """The tensor's values, dequantised if it is quantised: computed again at each call."""
         quantised = self._quantised.get(tensor.key)
         if quantised is None:
             return super().read(tensor)
@@ -99,11 +99,10 @@ class DequantisedFiles(CheckpointFiles):
                 continue
             scales = self.tensors.pop(f"{key}{SCALE}", None)
             if scales is None:
-                problems.append(
-                    Problem(ProblemKind.MISSING, f"{key}{SCALE}", f"is not there, and {key} is FP8", values.file)
-                )
+                detail = f"is not there, and {key} is FP8"
+                problems.append(Problem(ProblemKind.MISSING, f"{key}{SCALE}", detail, values.file))
                 continue
-            # One scale for the whole, whatever its shape, or one for each block; the last of a row may be cut short.
+            # One scale for the whole, of any shape, or one for each block; the last block of a row may be smaller.
             expected = () if block is None else _block_counts(values.shape, block)
             if scales.shape != expected and not (block is None and scales.numel == 1):
                 detail = (
@@ -111,9 +110,8 @@ class DequantisedFiles(CheckpointFiles):
                 )
                 problems.append(Problem(ProblemKind.SHAPE, scales.key, detail, scales.file))
             elif not scales.dtype.is_floating_point:
-                problems.append(
-                    Problem(ProblemKind.DTYPE, scales.key, f"is {scales.dtype}, and scales are floats", scales.file)
-                )
+                detail = f"is {scales.dtype}, and scales are floats"
+                problems.append(Problem(ProblemKind.DTYPE, scales.key, detail, scales.file))
             self._quantised[key] = Quantised(values, scales, block)
             self.tensors[key] = replace(values, dtype=torch.float32)
         left = [tensor for key, tensor in self.tensors.items() if key.endswith(SCALE)]
@@ -130,9 +128,8 @@ class DequantisedFiles(CheckpointFiles):
             del self.tensors[key]
             scales = self.tensors.pop(f"{name}{SCALES}", None)
             if scales is None:
-                problems.append(
-                    Problem(ProblemKind.MISSING, f"{name}{SCALES}", f"is not there, and {key} is", values.file)
-                )
+                detail = f"is not there, and {key} is"
+                problems.append(Problem(ProblemKind.MISSING, f"{name}{SCALES}", detail, values.file))
                 continue
             if (values.dtype, scales.dtype) != (torch.uint8, torch.uint8):
                 detail = f"is {values.dtype} with scales of {scales.dtype}; both are bytes in MXFP4"
@@ -153,7 +150,7 @@ class DequantisedFiles(CheckpointFiles):
 
 
 def from_fp8(values: torch.Tensor, scales: torch.Tensor, block: tuple[int, ...] | None) -> torch.Tensor:
-    """FP8 `values` `(..., rows, columns)` times the scale of each one's block, in fp32.
+    """FP8 `values` `(..., rows, columns)` times the scales of their blocks, in fp32.
 
     Args:
         values: FP8 of either kind.

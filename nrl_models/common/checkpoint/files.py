@@ -1,4 +1,4 @@
-"""A checkpoint's safetensors files: what is in them, checked before anything is read from them."""
+"""A checkpoint's safetensors files: their contents, checked before any tensor is read."""
 
 from __future__ import annotations
 
@@ -63,19 +63,19 @@ class StoredTensor:
 
 
 class CheckpointFiles:
-    """The tensors of a checkpoint folder, by key, without reading them.
+    """The tensors of a checkpoint, by key, without reading them.
 
     Args:
-        folder: a folder with `model.safetensors`, or `model.safetensors.index.json` and its shards.
+        folder: a directory with `model.safetensors`, or `model.safetensors.index.json` and its shards.
 
     Attributes:
-        folder: the folder.
+        folder: the directory.
         tensors: every tensor by key.
         dequantised: keys of tensors whose values are computed when they are read; here none.
 
     Raises:
         CheckpointError: no safetensors weights, a damaged or missing file, an index that is wrong or
-            leaves the folder, a tensor in two files or not where the index says; all of them at once.
+            leaves the directory, a tensor in two files or not where the index says; all of them at once.
     """
 
     dequantised: frozenset[str] = frozenset()
@@ -113,7 +113,7 @@ class CheckpointFiles:
     def read_joined(self, tensors: Sequence[StoredTensor], shape: tuple[int, ...]) -> torch.Tensor | None:
         """One tensor of `shape` whose elements are those of `tensors` in turn, over the files' pages.
 
-        None where it cannot be had without copying, see `map_runs`.
+        None if that would take a copy, see `map_runs`.
         """
         runs = [Run(self._descriptor(tensor.file), tensor.start, tensor.nbytes) for tensor in tensors if tensor.numel]
         mapped = map_runs(joined(runs)) if runs else None
@@ -166,7 +166,7 @@ class CheckpointFiles:
         for file, keys in keys_in.items():
             path = PurePosixPath(file)
             if path.is_absolute() or ".." in path.parts or "\\" in file:
-                detail = f"points to {file!r}, outside the checkpoint folder"
+                detail = f"points to {file!r}, outside the checkpoint"
                 problems += [Problem(ProblemKind.INDEX, key, detail, INDEX_NAME) for key in sorted(keys)]
             elif path.suffix != ".safetensors":
                 detail = f"points to {file!r}, which is not safetensors"
@@ -216,17 +216,17 @@ def _stored_tensors(path: Path, file: str, problems: list[Problem]) -> Iterator[
 
 
 def _advice(problems: list[Problem], folder: Path) -> list[str]:
+    code = "from transformers import AutoModelForCausalLM as M; "
+    code += f"M.from_pretrained('{folder}').save_pretrained('{folder}-safetensors')"
+    disagree = "do not trust this directory: its index and its files disagree; save or download it again"
+    advice = {
+        ProblemKind.FORMAT: f'convert the checkpoint once with transformers: python -c "{code}"',
+        ProblemKind.FILE: "download or save the checkpoint again",
+        ProblemKind.INDEX: disagree,
+        ProblemKind.DUPLICATED: disagree,
+    }
     kinds = {problem.kind for problem in problems}
-    advice = []
-    if "format" in kinds:
-        code = "from transformers import AutoModelForCausalLM as M; "
-        code += f"M.from_pretrained('{folder}').save_pretrained('{folder}-safetensors')"
-        advice.append(f'convert the checkpoint once with transformers: python -c "{code}"')
-    if "file" in kinds:
-        advice.append("download or save the checkpoint again")
-    if "index" in kinds or "duplicated" in kinds:
-        advice.append("do not trust this folder: its index and its files disagree; save or download it again")
-    return advice
+    return list(dict.fromkeys(text for kind, text in advice.items() if kind in kinds))
 
 
 def resolve_folder(
@@ -237,37 +237,30 @@ def resolve_folder(
     token: str | bool | None = None,
     cache_dir: str | Path | None = None,
 ) -> Path:
-    """The local folder of a checkpoint: `path_or_id` itself, or the hub repository of that name, downloaded.
+    """The local directory of a checkpoint: `path_or_id` itself, or the hub repository of that name, downloaded.
 
     Of a repository only configuration, code and safetensors weights are fetched.
 
     Raises:
-        CheckpointError: there is no such folder, no `config.json` in it, or a PEFT adapter is in it.
+        CheckpointError: there is no such directory, no `config.json` in it, or a PEFT adapter is in it.
     """
     folder = Path(path_or_id).expanduser()
     if not folder.is_dir():
         if is_local(path_or_id):
             detail = "is a file, expected a directory" if folder.is_file() else "no such directory"
-            raise CheckpointError(
-                f"cannot load {path_or_id}",
-                [Problem(ProblemKind.FILE, str(path_or_id), detail)],
-                ["check the path, or give the name of a hub repository (owner/name)"],
-            )
+            problem = Problem(ProblemKind.FILE, str(path_or_id), detail)
+            advice = ["check the path, or give the name of a hub repository (owner/name)"]
+            raise CheckpointError(f"cannot load {path_or_id}", [problem], advice)
         prefix = f"{subfolder.strip('/')}/" if subfolder else ""
         patterns = [prefix + name for name in ("*.json", "*.py", "model*.safetensors")]
+        options: Any = {"revision": revision, "token": token, "cache_dir": cache_dir, "allow_patterns": patterns}
         try:
-            folder = Path(
-                snapshot_download(
-                    str(path_or_id), revision=revision, token=token, cache_dir=cache_dir, allow_patterns=patterns
-                )
-            )
+            folder = Path(snapshot_download(str(path_or_id), **options))
         except (HfHubHTTPError, HFValidationError, OSError) as error:
             detail = f"is not a directory, and cannot be fetched as a hub repository: {error}"
-            raise CheckpointError(
-                f"cannot load {path_or_id}",
-                [Problem(ProblemKind.FILE, str(path_or_id), detail)],
-                ["check the path; for a hub repository check its name, your token and the network"],
-            ) from error
+            problem = Problem(ProblemKind.FILE, str(path_or_id), detail)
+            advice = ["check the path; for a hub repository check its name, your token and the network"]
+            raise CheckpointError(f"cannot load {path_or_id}", [problem], advice) from error
     folder = folder / subfolder
     if (folder / ADAPTER_CONFIG_NAME).is_file():
         _refuse_adapter(folder)
@@ -275,17 +268,17 @@ def resolve_folder(
         raise CheckpointError(
             f"cannot load {folder}",
             [Problem(ProblemKind.FILE, CONFIG_NAME, "is missing")],
-            ["give the folder that holds config.json and the weights (see `subfolder`)"],
+            ["give the directory that holds config.json and the weights (see `subfolder`)"],
         )
     return folder
 
 
 def _refuse_adapter(folder: Path) -> NoReturn:
-    """transformers loads a folder with an adapter in it as a model with the adapter; here each is loaded on its own."""
+    """Refuse a directory with a PEFT adapter: transformers loads model and adapter, here each is loaded on its own."""
     then = "then the adapter with peft.PeftModel.from_pretrained(model, folder) or model.load_adapter(folder)"
     if (folder / CONFIG_NAME).is_file():
         detail = "is that of a PEFT adapter beside the model's files, which would be left out"
-        advice = f"move the adapter's files to a folder of their own; load the model, {then}"
+        advice = f"move the adapter's files to a directory of their own; load the model, {then}"
     else:
         detail = "is that of a PEFT adapter, and the model's files are elsewhere"
         advice = f"load the model it names as base_model_name_or_path, {then}"

@@ -1,9 +1,8 @@
-"""Concatenation by the page table: byte ranges of files, one after the other in memory, without copying.
+"""Concatenation in the page table: byte ranges of files, one after the other in memory, without copying.
 
-Tensors that belong side by side in memory (the weights of a group of projections, the experts of a stack) may lie apart
-in a checkpoint. On Linux their pages can be mapped side by side, so that they exist without having been read, as a
-tensor alone does; only a page that two tensors share is copied. Mappings are private: writing
-changes memory, never the file.
+Tensors that belong side by side in memory (the weights of a group, the experts of a stack) may lie apart in a
+checkpoint. On Linux their pages can be mapped side by side, so that they are loaded lazily, as a single tensor is; only
+a page that two tensors share is copied. Mappings are private: writing changes memory, never the file.
 """
 
 from __future__ import annotations
@@ -77,8 +76,8 @@ def map_runs(runs: Sequence[Run]) -> tuple[mmap.mmap, int] | None:
 def map_file(descriptor: int) -> tuple[mmap.mmap, int]:
     """Memory that holds a whole file, and where in it the file begins.
 
-    `mmap.mmap` of a file keeps a descriptor of its own for as long as there is a tensor over it; this keeps none, but
-    on other systems than Linux.
+    `mmap.mmap` of a file keeps a descriptor of its own for as long as there is a tensor over it; on Linux this keeps
+    none.
     """
     whole = map_runs([Run(descriptor, 0, os.fstat(descriptor).st_size)])
     return whole or (mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY), 0)
@@ -99,7 +98,7 @@ def _huge_shift(runs: Sequence[Run], positions: Sequence[int], shift: int, addre
 
 
 def _address(memory: mmap.mmap) -> int:
-    # The buffer that is exported for this is let go at once: it would keep `memory` from closing.
+    # The buffer that is exported for this is released at once: it would keep `memory` from closing.
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
@@ -122,7 +121,7 @@ def _read(memory: mmap.mmap, position: int, descriptor: int, start: int, nbytes:
             count = os.preadv(descriptor, [view[position + done : position + nbytes]], start + done)
             if count == 0:
                 raise OSError(
-                    f"the file ended at byte {start + done}, {nbytes - done} bytes early: it was cut meanwhile"
+                    f"the file ended at byte {start + done}, {nbytes - done} bytes early: it was truncated meanwhile"
                 )
             done += count
 
@@ -132,7 +131,7 @@ _MAP_FIXED = 0x10
 
 
 def _map_fixed(memory: mmap.mmap, position: int, nbytes: int, descriptor: int, start: int) -> None:
-    """Put pages of a file in the place of anonymous ones. They are unmapped together with `memory`."""
+    """Replace anonymous pages by pages of a file. They are unmapped together with `memory`."""
     address = _address(memory) + position
     _libc.mmap.restype = ctypes.c_void_p
     _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_longlong]

@@ -1,8 +1,8 @@
-"""Writing a checkpoint so that at every moment there is a whole one.
+"""Writing a checkpoint atomically.
 
-transformers writes the files, into a folder beside or inside the target; then they are moved into
-place in an order that keeps the target loadable: by name alone, old weights are either all there or
-all replaced. Killing the process at any point leaves the old checkpoint or the new one.
+transformers writes the files, into a directory beside or inside the target; then they are moved into
+place in an order that keeps the target loadable: the old weights are either all there or all
+replaced. Killing the process at any point leaves the old checkpoint or the new one.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from nrl_models.common.garbage import no_collections
 
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 _DETOUR = re.compile(r".*\.saving-\w+-" + _SHARD.pattern)
-"""Names that shards have while those they replace are still there; an interrupted save leaves them."""
+"""Names that shards have while the shards they replace are still there; an interrupted save leaves them."""
 
 
 @contextmanager
 def staged(target: str | Path) -> Iterator[Path]:
-    """A folder to write a checkpoint into; on success its files replace those of `target`.
+    """A directory to write a checkpoint into; on success its files replace those of `target`.
 
     If the body raises, or the process dies in it, `target` is untouched. If the body writes nothing
-    (as a process does that is not the one to write), nothing is changed. Nobody looks for garbage in it: safetensors
-    makes several objects for each tensor.
+    (in a process that is not the writer), nothing is changed. Garbage collection is off meanwhile: safetensors makes
+    several objects for each tensor.
     """
     target = Path(target)
     if target.is_file():
-        raise NotADirectoryError(f"cannot save into {target}: it is a file, expected a folder")
+        raise NotADirectoryError(f"cannot save into {target}: it is a file, expected a directory")
     target.parent.mkdir(parents=True, exist_ok=True)
     # Inside an existing target, so that moving never crosses file systems.
     stage = Path(tempfile.mkdtemp(prefix=f".{target.name}.saving-", dir=target if target.is_dir() else target.parent))
@@ -44,7 +44,7 @@ def staged(target: str | Path) -> Iterator[Path]:
         if target.is_dir():
             _publish(stage, target)
         elif any(stage.iterdir()):
-            stage.chmod(0o777 & ~_umask())  # mkdtemp makes private folders
+            stage.chmod(0o777 & ~_umask())  # mkdtemp makes private directories
             os.rename(stage, target)
     finally:
         shutil.rmtree(stage, ignore_errors=True)
@@ -113,7 +113,7 @@ def _umask() -> int:
 
 
 def write_whole(file: Path, content: str | bytes) -> None:
-    """Write beside a file, then rename: what is there is always whole, whenever the process dies."""
+    """Write a file atomically: beside it first, then renamed, so that it is never incomplete."""
     beside = file.with_name(f".{file.name}.part")
     beside.write_bytes(content.encode() if isinstance(content, str) else content)
     beside.replace(file)

@@ -10,11 +10,11 @@ from nrl_models.errors import UnknownArgumentError
 
 
 class SharedKeyValues:
-    """Mixin for a family, before `FamilyModel`: what sharing keys and values asks of loading, saving and training.
+    """Mixin for a family, before `FamilyModel`: loading, saving and training of layers that share keys and values.
 
     Layers that share have no projections of keys and values. Checkpoints hold some for them all the same, never
-    trained, and engines may want to read them: they stay with the model as they are in the file and go back into the
-    next one (transformers drops them).
+    trained, and engines may read them: they stay with the model as they are in the file and are saved again
+    (transformers drops them).
 
     Attributes:
         keeps_unused: see `FamilyModel`.
@@ -23,10 +23,10 @@ class SharedKeyValues:
     keeps_unused: ClassVar[tuple[str, ...]] = (r"\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\.",)
 
     def gradient_checkpointing_enable(self, *args: Any, **kwargs: Any) -> None:
-        """As in transformers, but for the reentrant kind.
+        """As in transformers, without the reentrant variant.
 
-        Keys and values go from layer to layer beside the checkpointed outputs. The reentrant kind computes them
-        without a graph, so gradients would not reach the layers they come from, and nobody would say so.
+        Keys and values go from layer to layer beside the checkpointed outputs. The reentrant variant computes them
+        without a graph, so gradients would silently not reach the layers they come from.
 
         Raises:
             UnknownArgumentError: `use_reentrant=True`.

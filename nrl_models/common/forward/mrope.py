@@ -1,4 +1,4 @@
-"""Positions in three dimensions (M-RoPE): what upstream forgets of plain ones, and remembers too long."""
+"""Positions in three dimensions (M-RoPE): packed documents, and offsets that outlive their sequence."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from nrl_models.common.switches import is_off
 
 
 class PackedTextPositions(nn.Module):
-    """Mixin for a decoder with M-RoPE: plain positions tell packed documents apart, as in every other decoder.
+    """Mixin for a decoder with M-RoPE: plain positions keep packed documents apart, as in every other decoder.
 
-    Upstream makes masks from positions of four planes only, of which the first is the text's; plain ones turn the
-    tokens, and documents packed into one row see each other. It goes before the Hugging Face class.
+    Upstream makes masks only from positions of four planes, of which the first is the text's. With plain positions,
+    documents packed into one row attend to each other. It goes before the Hugging Face class.
     """
 
     handles_quirks: ClassVar[tuple[str, ...]] = ("mrope-packed-documents",)

@@ -1,8 +1,8 @@
-"""Documents packed into one row stay apart, also where an attention mask is given or a cache would be made.
+"""Keeping documents apart that are packed into one row, also with an attention mask or a cache.
 
-Documents are told apart by `position_ids` that start again. transformers looks for that only where there is neither an
-attention mask nor a cache; with a mask of ones, or with `use_cache` left at its default, documents attend to each
-other, and nothing says so.
+Documents are separated by `position_ids` that start again. transformers checks for that only if there is neither an
+attention mask nor a cache; with a mask of ones, or with `use_cache` left at its default, documents silently attend to
+each other.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ Forward = Callable[..., Any]
 
 
 def keep_documents_apart(forward: Forward) -> Forward:
-    """A model's `forward` that asks for no cache, and drops a 2-D mask, where positions start again.
+    """A model's `forward` that uses no cache, and drops a 2-D mask, where positions start again.
 
-    The positions then say all that the mask said, because padding is never in one document with a later word; where it
-    is, the call is refused, and so is packing where the family says that documents do not stay apart (`limits`). Not
-    under `torch.compile`, where values cannot be looked at: give `use_cache=False` and no mask there.
+    The positions then say all that the mask said, because padding is never in one document with a later token; where it
+    is, the call is refused, and so is packing where the family cannot keep documents apart (`limits`). Not under
+    `torch.compile`, where values cannot be read: give `use_cache=False` and no mask there.
 
     Args:
         forward: unbound, taking `attention_mask`, `position_ids` `(batch, length)` and `past_key_values` by name.
     """
     signature = inspect.signature(forward).parameters
     parameters = [name for name, parameter in signature.items() if parameter.kind != parameter.VAR_KEYWORD]
-    # Upstream's heads of models with images hand it on among others.
-    hands_on = len(parameters) < len(signature)
-    without_cache = {"use_cache": False} if "use_cache" in parameters or hands_on else {}
+    # Upstream's heads of models with images pass `use_cache` on among other keywords.
+    takes_more = len(parameters) < len(signature)
+    without_cache = {"use_cache": False} if "use_cache" in parameters or takes_more else {}
 
     @functools.wraps(forward)
     def with_documents_apart(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -64,8 +64,8 @@ def keep_documents_apart(forward: Forward) -> Forward:
     return with_documents_apart
 
 
-def word_positions(attention_mask: torch.Tensor) -> torch.Tensor:
-    """Positions that count words alone, whichever side is padded: `(batch, length)`, zero before the first word."""
+def token_positions(attention_mask: torch.Tensor) -> torch.Tensor:
+    """Positions that count tokens without padding: `(batch, length)`, zero before a row's first token."""
     return (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
 
 
@@ -80,23 +80,21 @@ def _starts(positions: torch.Tensor) -> torch.Tensor:
 
 
 def _start_again(mask: torch.Tensor, positions: torch.Tensor) -> bool:
-    """Whether some row has words of two documents: a start between its first word and its last."""
-    word = mask.bool()
-    inside = word & (word.cumsum(-1) > 1)
+    """Whether some row has tokens of two documents: a start between its first token and its last."""
+    token = mask.bool()
+    inside = token & (token.cumsum(-1) > 1)
     return bool((_starts(positions) & inside).any())
 
 
 def _check_padding(mask: torch.Tensor, positions: torch.Tensor) -> None:
     document = _starts(positions).cumsum(-1)
-    word = mask.bool()
-    last_word = torch.zeros_like(document).scatter_reduce(
-        1, document - 1, torch.arange(1, mask.shape[1] + 1, device=mask.device) * word, "amax"
-    )
+    token = mask.bool()
     place = torch.arange(1, mask.shape[1] + 1, device=mask.device)
-    wrong = ~word & (place < last_word.gather(1, document - 1))
+    last_token = torch.zeros_like(document).scatter_reduce(1, document - 1, place * token, "amax")
+    wrong = ~token & (place < last_token.gather(1, document - 1))
     if wrong.any():
         row, column = wrong.nonzero()[0].tolist()
         raise ValueError(
             f"attention_mask and position_ids disagree: token {column} of row {row} is padding, but its position is in "
-            "one document with a later word. Give padding positions that start again, or give no attention_mask."
+            "one document with a later token. Give padding positions that start again, or give no attention_mask."
         )

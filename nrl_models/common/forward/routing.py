@@ -1,7 +1,7 @@
-"""Which experts a mixture chose for each token: recorded in one forward, replayed in another.
+"""The experts chosen for each token: recorded in one forward, replayed in another.
 
-Two models of equal weights may still choose different experts where two scores are a rounding apart, and everything
-behind differs then. Replaying takes the choice from a record and leaves all else to the model: weights, their
+Two models of equal weights may still choose different experts where two scores differ by a rounding error, and then
+everything after it differs. Replaying takes the choice from a record and leaves all else to the model: weights, their
 normalisation and their gradients are its own. Trainers replay what the engine chose (rollout routing replay,
 https://arxiv.org/abs/2510.11370); parity checks replay what the reference chose.
 
@@ -29,9 +29,9 @@ _TOPK = (torch.topk, torch.Tensor.topk)
 
 @contextmanager
 def record_routing(model: nn.Module) -> Iterator[RoutingRecord]:
-    """While open, note what is chosen in `model`'s forwards in this thread; a module's last call counts.
+    """While open, record what is chosen in `model`'s forwards in this thread; a module's last call counts.
 
-    While a record is replayed this notes what the model would have chosen by itself.
+    While a record is replayed, this records what the model would have chosen itself.
     """
     record: RoutingRecord = {}
     running: list[str] = []
@@ -55,7 +55,7 @@ def record_routing(model: nn.Module) -> Iterator[RoutingRecord]:
 
 
 def can_replay(model: nn.Module) -> bool:
-    """Whether replaying a record changes what `model` does: its family's limits may say that it does not."""
+    """Whether replaying a record changes what `model` computes: its family's limits may say that it does not."""
     return "router replay" not in getattr(model, "limits", {})
 
 
@@ -119,7 +119,7 @@ class _Recorder(TorchFunctionMode):
 
 
 class _Replayer(TorchFunctionMode):
-    """Lives for one call of one module."""
+    """Made for a single call of a module."""
 
     def __init__(self, name: str, choices: list[torch.Tensor]) -> None:
         super().__init__()

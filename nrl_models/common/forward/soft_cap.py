@@ -1,7 +1,7 @@
-"""Attention with soft-capped scores, which transformers' `sdpa` leaves uncapped in older versions, without a word.
+"""Attention with soft-capped scores, which `sdpa` silently leaves uncapped in older versions of transformers.
 
-Its classes pass `softcap` to whichever kernel is chosen, and `sdpa`, the default, did not look at it. transformers says
-now that such classes have no `sdpa`; so does a family's class on an older one, and is then computed by `eager`.
+Its classes pass `softcap` to whichever kernel is chosen, and `sdpa`, the default, ignored it. Newer versions declare
+that such classes have no `sdpa`; on older ones a family's class declares it, and is then computed by `eager`.
 """
 
 from __future__ import annotations
@@ -28,5 +28,5 @@ def drops_soft_cap(upstream: type[PreTrainedModel]) -> bool:
 
 
 def reference_attention(upstream: type[PreTrainedModel]) -> dict[str, str]:
-    """What to build a class of transformers with that is compared with: attention that drops no soft cap."""
+    """Keywords for building a reference of class `upstream`: attention that drops no soft cap."""
     return {"attn_implementation": "eager"} if drops_soft_cap(upstream) else {}

@@ -1,4 +1,4 @@
-"""Input contracts: token types that say which tokens are an image's, filled in where they are not given."""
+"""Token types, which mark the tokens of images, filled in where they are not given."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import torch
 from nrl_models.common.switches import is_off
 
 IMAGES = ("pixel_values", "pixel_values_videos", "input_features")
-"""Arguments that hold what placeholder tokens stand for."""
+"""Arguments that hold the media of placeholder tokens."""
 
 
 def with_token_types(forward: Callable[..., Any], name: str, kinds: Mapping[str, int]) -> Callable[..., Any]:
     """A model's `forward` that fills in the argument `name` from the tokens, if there are images.
 
-    Upstream's processors make these types. Where they are missing upstream either raises or, later, attends to images
-    causally, which is not the model that was trained; and a trainer that makes its own batches has none. Text alone
-    needs no types, and none are made for it: they would cost a mask.
+    Upstream's processors make these types. Without them upstream either raises or, in later versions, attends to images
+    causally, which is not the model that was trained; and a trainer that makes its own batches has none. Text-only
+    inputs need no types, and get none: they would cost a mask.
 
     Args:
         forward: of a Hugging Face class.
@@ -27,8 +27,8 @@ def with_token_types(forward: Callable[..., Any], name: str, kinds: Mapping[str,
         kinds: for each key of the configuration that names a placeholder token its type; other tokens are 0.
 
     Returns:
-        A function of the same signature. It raises ValueError for images with `inputs_embeds` alone, of which nobody
-        can tell what the tokens were.
+        A function of the same signature. It raises ValueError for images with `inputs_embeds` alone, from which the
+        tokens cannot be recovered.
     """
 
     @wraps(forward)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from nrl_models.common.forward.packing import word_positions
+from nrl_models.common.forward.packing import token_positions
 from nrl_models.testing.case import FamilyCase
 from nrl_models.testing.suite.test_sequences import decoded_steps
 
@@ -49,7 +49,7 @@ def _padded(case: FamilyCase) -> torch.Tensor:
     input_ids = case.inputs(length=LENGTH, images=False, seed=8)["input_ids"]
     mask = torch.ones_like(input_ids)
     mask[0, : LENGTH // 2] = 0
-    positions = word_positions(mask)
+    positions = token_positions(mask)
     logits = case.model()(input_ids=input_ids, attention_mask=mask, position_ids=positions).logits
     return logits[mask.bool()] if logits.ndim == 3 else logits
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from nrl_models.common.forward.packing import word_positions
+from nrl_models.common.forward.packing import token_positions
 from nrl_models.common.forward.routing import replay_routing
 from nrl_models.inputs.images import in_order
 from nrl_models.inputs.model_inputs import FIRST_TEXT_TOKEN
@@ -43,7 +43,7 @@ def check_padding(case: FamilyCase, place: Callable[[int, int], slice]) -> None:
     for row, document in enumerate(documents):
         where = place(room, len(document))
         input_ids[row, where], mask[row, where] = document, 1
-    position_ids = word_positions(mask)
+    position_ids = token_positions(mask)
     with torch.no_grad():
         logits = model(input_ids=input_ids, attention_mask=mask, position_ids=position_ids, use_cache=False).logits
     for row, expected in enumerate(logits_alone(case, documents)):
@@ -56,7 +56,7 @@ def test_padded_batch(family_case: FamilyCase) -> None:
     """A padded batch has the reference's logits, on whichever side it is padded, with positions and without."""
     batches = padded_batches(family_case)
     if "position_ids" in inspect.signature(family_case.reference_class.forward).parameters:
-        batches.append(batches[0] | {"position_ids": word_positions(batches[0]["attention_mask"])})
+        batches.append(batches[0] | {"position_ids": token_positions(batches[0]["attention_mask"])})
     for inputs in batches:
         words = inputs["attention_mask"].bool()
         with torch.no_grad():

@@ -243,7 +243,7 @@ def test_a_tensor_that_is_not_where_the_index_says(shards: Path) -> None:
     error = refuse(shards)
     assert problems(error) == {("index", key)}
     assert f"({other}): is not in {other}, where {INDEX} says it is" in str(error)
-    assert "do not trust this folder" in str(error)
+    assert "do not trust this directory" in str(error)
 
 
 def test_a_tensor_that_no_file_holds(shards: Path) -> None:
@@ -275,7 +275,7 @@ def test_a_path_outside_the_folder_is_refused(shards: Path, path: str) -> None:
     edit_index(shards, lambda entries: entries.update({key: path}))
     error = refuse(shards)
     assert problems(error) == {("index", key)}
-    assert f"points to {path!r}, outside the checkpoint folder" in str(error)
+    assert f"points to {path!r}, outside the checkpoint" in str(error)
 
 
 def test_an_index_may_name_files_in_folders_below(shards: Path) -> None:

@@ -271,7 +271,7 @@ def test_folders_are_made(models: tuple[LlamaForCausalLM, LlamaForCausalLM], tmp
 
 def test_a_file_in_the_place_of_the_folder(models: tuple[LlamaForCausalLM, LlamaForCausalLM], tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("mine")
-    with pytest.raises(NotADirectoryError, match="is a file, expected a folder"):
+    with pytest.raises(NotADirectoryError, match="is a file, expected a directory"):
         models[0].save_pretrained(tmp_path / "taken")
     assert (tmp_path / "taken").read_text() == "mine"
 
