@@ -30,13 +30,13 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from nrl_models.common.config.types import takes_floats_only
 from nrl_models.common.forward.routing import flip_rate, record_routing
 from nrl_models.inputs.model_inputs import Inputs
-from nrl_models.onboarding.detect import APART, offsets_stay
+from nrl_models.onboarding.detect import LOGITS_DIFFER, offsets_stay
 from nrl_models.parity.noise import rounded_otherwise
 from nrl_models.quirks import Subject, predicates
 from nrl_models.testing.case import FamilyCase, randomise
 
 
-def differ(actual: torch.Tensor, expected: torch.Tensor, by: float = APART) -> bool:
+def differ(actual: torch.Tensor, expected: torch.Tensor, by: float = LOGITS_DIFFER) -> bool:
     """Whether two tensors differ by more than rounding."""
     return bool((actual - expected).abs().max() > by)
 
@@ -247,7 +247,7 @@ def shared_keys_need_a_cache(case: FamilyCase) -> bool:
     model, inputs = case.reference(), case.inputs()
     with torch.no_grad():
         with_cache, without = (model(**inputs, use_cache=use).logits for use in (True, False))
-    return bool((with_cache - without).abs().max() > APART)
+    return bool((with_cache - without).abs().max() > LOGITS_DIFFER)
 
 
 def integers_are_refused(case: FamilyCase) -> bool:

@@ -27,10 +27,10 @@ from nrl_models.testing.case import randomise
 from nrl_models.testing.tiny import find_tiny
 
 AUDIO_ARGUMENTS = {*AUDIO, "audio_input_ids", "audio_input_features"}
-"""What arguments that hold audio are called."""
+"""Names of arguments that hold audio."""
 
 MEDIA = {"images": PIXELS, "audio": AUDIO}
-"""What a model may read beside text, and the arguments that hold it."""
+"""The media that a model may take beside text, and the arguments that hold them."""
 
 
 class Step(StrEnum):
@@ -43,13 +43,13 @@ class Step(StrEnum):
     BACKWARD = "backward"
 
 
-APART = 1e-3
-"""Logits of tiny models with random weights differ by more than this, if they differ in more than rounding."""
+LOGITS_DIFFER = 1e-3
+"""Logits of tiny models with random weights that differ by more than this differ by more than rounding."""
 
 
 @dataclass(frozen=True)
 class Detection:
-    """What was found out about a model class.
+    """The findings about a model class.
 
     Args:
         architecture: its name.
@@ -98,7 +98,7 @@ def detect(model_class: type[PreTrainedModel], overrides: Mapping[str, Any] | No
         overrides: values for the tiny configuration, as a family's `tiny`.
 
     Returns:
-        What was found, also where a step failed: this raises nothing.
+        The findings, also if a step failed: this raises nothing.
     """
     assert model_class.config_class is not None
     tiny = find_tiny(model_class.config_class, overrides, model_class)
@@ -111,7 +111,7 @@ def detect(model_class: type[PreTrainedModel], overrides: Mapping[str, Any] | No
         with random_states_kept():
             torch.manual_seed(0)
             model = model_class._from_config(copy.deepcopy(tiny.config)).eval()
-            randomise(model)  # zeros would keep a gated image, say, from the logits
+            randomise(model)  # zeros would keep a gated image, for example, from the logits
         step = Step.TEXT
         multimodal = takes_images(model) or takes_audio(model)
         try:
@@ -120,7 +120,7 @@ def detect(model_class: type[PreTrainedModel], overrides: Mapping[str, Any] | No
         except Exception as error:
             if not multimodal:
                 raise
-            found["note"] = f"takes no text alone: {in_words(error)}"  # it describes images, say
+            found["note"] = f"takes no text alone: {in_words(error)}"  # it describes images, for example
         if multimodal:
             step = Step.MEDIA
             inputs = inputs_for(model)
@@ -199,7 +199,7 @@ def _by_class(model: PreTrainedModel, trace: Trace) -> dict[str, Any]:
 
 
 def _keeping_offsets(model: PreTrainedModel, with_images: Inputs) -> tuple[str, ...]:
-    """The classes that remember from forward to forward by how much an image shifts positions, if that does harm."""
+    """The classes that keep an image's offset of positions for later forwards, if that changes results."""
     remembering = ("rope_deltas", "compute_3d_position_ids")
     found: list[Any] = [module for module in model.modules() if all(hasattr(module, name) for name in remembering)]
     if not found or not model.can_generate():
@@ -212,7 +212,7 @@ def _keeping_offsets(model: PreTrainedModel, with_images: Inputs) -> tuple[str, 
 
 
 def _packed_on_disk(model: PreTrainedModel) -> dict[str, tuple[str, ...]]:
-    """For each module whose linears the hub keeps as rows of one tensor those linears, in the order of the rows."""
+    """For each module whose linears the hub packs into one tensor: those linears, in the order of the rows."""
     found: dict[str, tuple[str, ...]] = {}
     for tensor in StateDictAdapter(model).hub.values():
         names = [parameter.removesuffix(".weight").rpartition(".") for parameter in tensor.parameters]
@@ -222,16 +222,16 @@ def _packed_on_disk(model: PreTrainedModel) -> dict[str, tuple[str, ...]]:
 
 
 def _sorted(group: tuple[str, ...], first: tuple[str, ...]) -> tuple[str, ...]:
-    """A group with the linears of `first` before the others: what is one tensor on disk is then a view of one."""
+    """A group with the linears of `first` before the others, so that a packed tensor on disk is a view of one."""
     return (*(name for name in first if name in group), *(name for name in group if name not in first))
 
 
 def _with_places(
     traced: Mapping[str, list[tuple[str, ...]]], called: Mapping[str, set[str]]
 ) -> tuple[list[tuple[str, ...]], dict[tuple[str, ...], str], list[str]]:
-    """The groups of one layer class, the places of those that do not hold for all its layers, and what has none.
+    """The groups of a layer class, the places of those that hold for some layers only, and failures: no place found.
 
-    A group holds for a layer if so many of its linears as the layer has are those that read one input there.
+    A group holds for a layer if those of its linears that the layer has are those that read one input there.
 
     Args:
         traced: by a layer's name the groups that were seen.
@@ -244,7 +244,7 @@ def _with_places(
     for group in sorted(every, key=len, reverse=True):
         seen_in = {name for name, groups in traced.items() if group in groups}
         if any(set(group) < set(larger) and seen_in <= set(layers) for larger, layers in holds.items()):
-            continue  # all that these layers have of a larger group
+            continue  # these layers have only this much of a larger group
         own = {name: set(group) & linears for name, linears in called.items() if len(set(group) & linears) > 1}
         right = [name for name in own if own[name] in map(set, traced.get(name, ()))]
         wrong = [name for name in own if name not in right]
@@ -258,7 +258,7 @@ def _with_places(
 
 
 def _place(right: list[str], wrong: list[str]) -> str:
-    """A piece of the dotted names, of one component or two, that all that are `right` have and none that is `wrong`."""
+    """One or two components of dotted names that are in all names of `right` and in none of `wrong`."""
     components = [component for component in right[0].split(".") if not component.isdigit()]
     pairs = [f"{first}.{second}" for first, second in itertools.pairwise(components)]
     for piece in (*reversed(components), *reversed(pairs)):
@@ -273,7 +273,7 @@ def offsets_stay(model: PreTrainedModel, with_images: Inputs, text: torch.Tensor
     model = copy.deepcopy(model)
     expected = _decoded(model, text)
     model(**with_images, use_cache=True)
-    return bool((_decoded(model, text) - expected).abs().max() > APART)
+    return bool((_decoded(model, text) - expected).abs().max() > LOGITS_DIFFER)
 
 
 def _decoded(model: PreTrainedModel, text: torch.Tensor) -> torch.Tensor:

@@ -63,9 +63,9 @@ class Estimate:
 
     Attributes:
         parameters, gradients, optimizer: kept; the optimiser is AdamW, with two states of a parameter's size.
-        gathered: parameters and gradients that `fsdp` has whole for a while: two units and the outermost one.
+        gathered: parameters and gradients that `fsdp` holds whole at a time: two units and the outermost one.
         activations: kept from forward to backward, and recomputed at a time.
-        buffers: what is no parameter.
+        buffers: the model's buffers.
         traffic: bytes a rank sends, by dimension of the mesh.
         total_parameters: of the whole model, as a number.
     """
@@ -91,7 +91,7 @@ class Estimate:
 
 
 def estimate(config: PreTrainedConfig, setting: Setting) -> Estimate:
-    """What the model of a configuration takes on a rank of a mesh.
+    """Estimate what the model of a configuration takes on a rank of a mesh.
 
     Raises:
         ShardingError: the mesh does not divide the model, or this process is in a process group already.
@@ -172,7 +172,7 @@ def _fake_mesh(sizes: Mapping[str, int]) -> Iterator[DeviceMesh]:
 
 
 def _sharded(config: PreTrainedConfig, dtype: torch.dtype, setting: Setting, mesh: DeviceMesh) -> PreTrainedModel:
-    """The model on meta, its linears and experts divided; without the tables that loading and saving need."""
+    """The model on meta, with its linears and experts divided; without the tables that loading and saving need."""
     model = auto_class_of(config).from_config(config, device="meta", dtype=dtype).train()
     model.sharding = divide_model(model, mesh, plan_for(model, mesh))
     return model
@@ -187,7 +187,7 @@ def _local(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def _data_parallel(model: PreTrainedModel, mesh: DeviceMesh) -> tuple[int, int]:
-    """Bytes that `fsdp` sends in a step, and bytes it has gathered at a time."""
+    """Bytes that `fsdp` sends in a step, and bytes it holds gathered at a time."""
     ranks = size_of(mesh, "fsdp")
     if ranks == 1:
         return 0, 0
@@ -197,7 +197,7 @@ def _data_parallel(model: PreTrainedModel, mesh: DeviceMesh) -> tuple[int, int]:
     outermost, largest = whole - sum(sizes), max(sizes, default=0)
     # Parameters before the forward and, having been freed, before the backward; gradients after it.
     sent = 3 * whole * (ranks - 1) // ranks
-    # The unit at work, the one gathered ahead, and gradients of one; and the outermost, with its gradients.
+    # The unit that computes, the one gathered ahead, and gradients of one; and the outermost, with its gradients.
     return sent, 3 * largest + 2 * outermost
 
 
@@ -261,9 +261,9 @@ def _run(model: PreTrainedModel, setting: Setting, mesh: DeviceMesh) -> tuple[in
         for module in units:
             stack.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
             stack.callback(module.register_forward_hook(leave).remove)
-        # It looks at values, of which there are none here.
+        # It reads values, which tensors on meta do not have.
         stack.enter_context(mock.patch.object(masking_utils, "find_packed_sequence_indices", return_value=None))
-        # On meta torch would take its plain formulas, which keep every score; devices have a kernel that does not.
+        # On meta torch would take its plain formulas, which keep every score; a device's kernel does not.
         stack.enter_context(mock.patch.object(nn.functional, "scaled_dot_product_attention", _fused_attention))
         exchanges = stack.enter_context(_Exchanges(mesh))
         tokens = torch.zeros(setting.micro_batch, setting.seq_len, dtype=torch.long, device="meta")
@@ -297,7 +297,7 @@ class _Kept:
 
 def _sizes(model: nn.Module, kept: list[_Kept]) -> dict[nn.Module | None, int]:
     """Bytes that autograd keeps for each unit, apart from parameters; of storages that several keep for the first."""
-    counted = set(map(_storage, model.parameters()))  # all of them live, so that no two are told by one address
+    counted = set(map(_storage, model.parameters()))  # all of them live, so that no two have one address
     sizes: dict[nn.Module | None, int] = {}
     for packed in sorted(kept, key=lambda packed: packed.unit is not None):
         if _storage(packed.tensor) not in counted:
@@ -307,7 +307,7 @@ def _sizes(model: nn.Module, kept: list[_Kept]) -> dict[nn.Module | None, int]:
 
 
 class _FusedAttention(torch.autograd.Function):
-    """The shapes of attention as kernels compute it: the scores are not kept, but a sum for each query."""
+    """The shapes of attention as kernels compute it: of the scores, only a sum for each query is kept."""
 
     @staticmethod
     def forward(
@@ -340,9 +340,9 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _stub_experts(model: PreTrainedModel, setting: Setting, stack: ExitStack) -> dict[nn.Module, int]:
-    """Let stacks of experts pass their input on; the bytes each would keep, tokens being routed evenly.
+    """Replace stacks of experts by the identity; the bytes each would keep, with tokens routed evenly.
 
-    A token's choice keeps its input and output, the gate's and up's outputs, the activation and their product.
+    Each choice of a token keeps its input and output, the outputs of gate and up, the activation and their product.
     """
     keys = ("num_experts_per_tok", "moe_topk", "top_k")
     top_k = next((value for key in keys if (value := getattr(_text(model), key, None))), 1)
@@ -376,7 +376,7 @@ def _text(model: PreTrainedModel) -> PreTrainedConfig:
 def _exchanged(
     module: ExpertsOfThisRank, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
-    """What a divided stack exchanges, without choosing."""
+    """What a divided stack exchanges, without routing."""
     scale = styles.entering(weights, module.ep_mesh).sum(-1, keepdim=True)
     tokens = styles.entering(hidden, module.ep_mesh).reshape(-1, hidden.shape[-1])
     return styles.leaving(tokens * scale.reshape(-1, 1), module.ep_mesh).reshape(hidden.shape)

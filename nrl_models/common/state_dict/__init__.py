@@ -1,1 +1,1 @@
-"""The names and shapes of a model's tensors elsewhere, as views of its parameters."""
+"""Names and shapes of a model's tensors in other layouts, as views of its parameters."""

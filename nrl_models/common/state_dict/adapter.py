@@ -1,8 +1,8 @@
-"""The way between a model's own tensors and Hugging Face's, as data.
+"""Translation between a model's own tensors and Hugging Face's, as data.
 
-An adapter holds, for each Hugging Face tensor, which parameter holds it and which view of it; every
-method is a walk over that table. It keeps no tensor, talks to nobody, and does not depend on the
-order in which it is asked: the same adapter serves weights, gradients and optimiser states.
+An adapter has, for each Hugging Face tensor, the parameter that holds it and the view of it; every
+method is a walk over that table. It keeps no tensor, communicates with no other rank, and has no
+state: the same adapter serves weights, gradients and optimiser states.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ class StateDictAdapter:
         self._in_transformers = _by_parameter(self.transformers)
 
     def __deepcopy__(self, memo: dict[int, object]) -> StateDictAdapter:
-        return self  # a table that nobody changes
+        return self  # immutable
 
     def tensors_in(self, name: str, layout: Layout) -> list[HFTensor]:
-        """The Hugging Face tensors that hold some of own tensor `name`, in one layout.
+        """The Hugging Face tensors that hold parts of own tensor `name`, in one layout.
 
         Raises:
             KeyError: `name` is no tensor of the model.
@@ -79,14 +79,14 @@ class StateDictAdapter:
         return self.hub if layout == "hub" else self.transformers
 
     def table_for(self, keys: Collection[str]) -> Mapping[str, HFTensor]:
-        """The layout that `keys` are named in; both together if they are mixed."""
+        """The table of the layout that `keys` are named in; both tables together if they are mixed."""
         for table in (self.transformers, self.hub):
             if all(key in table for key in keys):
                 return table
         return self.hub | self.transformers
 
     def absent(self, name: str, given: Collection[HFTensor]) -> list[str]:
-        """Names of what own tensor `name` lacks when `given` are there, in the layout that `given` are named in."""
+        """Names of what own tensor `name` lacks if only `given` are there, in the layout that `given` are named in."""
         layout: Layout = "transformers" if all(tensor.name in self.transformers for tensor in given) else "hub"
         there = {tensor.pieces for tensor in given}  # names of one region differ between layouts
         return [tensor.name for tensor in self.tensors_in(name, layout) if tensor.pieces not in there]
@@ -101,7 +101,7 @@ class StateDictAdapter:
         Args:
             state_dict: tensors by Hugging Face name: weights, or anything of their shapes.
             strict: whether every tensor of the model must be given. Otherwise parameters of which
-                nothing is given are left out; a parameter given in part is an error all the same.
+                nothing is given are left out; a parameter given in part is still an error.
 
         Raises:
             StateDictError: keys that are missing, unexpected, given in two layouts at once or in
@@ -153,7 +153,7 @@ class StateDictAdapter:
         return result
 
     def check_own(self, state_dict: Mapping[str, torch.Tensor]) -> None:
-        """See that tensors are the model's own, all or some.
+        """Check that tensors are the model's own, all or some.
 
         Raises:
             StateDictError: names that are not the model's, or shapes that are not the parameter's.
@@ -175,7 +175,7 @@ class StateDictAdapter:
         Raises:
             StateDictError: an unknown name or another shape.
             ValueError: the Hugging Face tensor also needs another parameter (a hub tensor that packs
-                what this model keeps apart); convert them together with `to_hf`.
+                separate parameters of this model); convert them together with `to_hf`.
         """
         if name not in self.own or tuple(tensor.shape) != self.own[name].shape:
             return list(self.to_hf({name: tensor}).items())  # raises, saying which
@@ -192,8 +192,8 @@ class StateDictAdapter:
     def hf_views(self, model: nn.Module, *, layout: Layout = "hub") -> dict[str, torch.Tensor]:
         """Live Hugging Face tensors of `model`: writing into them changes the model.
 
-        Tensors that are no view of one parameter (see `HFTensor`) are left out; `to_hf` computes them. Of a sharded
-        model they are DTensors over this rank's shards; those whose shards no placement describes are left out, too.
+        Tensors that are not a view of a single parameter (see `HFTensor`) are left out; `to_hf` computes them. Of a
+        sharded model they are DTensors over this rank's shards, without those whose shards no placement describes.
         """
         if (sharding := getattr(model, "sharding", None)) is not None:
             return sharding.hf_views(model, layout)
@@ -215,8 +215,8 @@ class StateDictAdapter:
             max_bytes: None yields live views, without copying. A number yields contiguous copies,
                 packed into buffers of at most that many bytes (one tensor that is larger gets a
                 buffer of its own), for consumers that send buckets. A buffer lives as long as its tensors.
-                A sharded model has no whole tensors to show: one buffer after the other is gathered, by default of
-                half a gibibyte. Every rank gets every tensor, and has to go on to the end.
+                Of a sharded model, whose tensors are not whole, one buffer after the other is gathered, by default
+                of half a gibibyte. Every rank gets every tensor, and has to iterate to the end.
             layout: whose names and shapes to give.
         """
         if (sharding := getattr(model, "sharding", None)) is not None:
@@ -248,11 +248,10 @@ class StateDictAdapter:
             StateDictError: they are not those this adapter was made for.
         """
         own = model.state_dict()
-        problems = [
-            Problem(ProblemKind.MISSING, name, "is no more in the model") for name in self.own if name not in own
-        ]
+        gone = [name for name in self.own if name not in own]
+        problems = [Problem(ProblemKind.MISSING, name, "is no longer in the model") for name in gone]
         if problems := problems + self._other_shapes(own):
-            advice = ["take model.state_dict_adapter again: it is made again when the structure has changed"]
+            advice = ["use model.state_dict_adapter again: it is remade when the structure has changed"]
             raise StateDictError("the model is not the one this adapter was made for", problems, advice)
         return own
 
@@ -264,9 +263,8 @@ class StateDictAdapter:
         ]
 
     def _is_zero_copy(self, tensor: HFTensor) -> bool:
-        return (
-            tensor.view is not None and tensor.view.place_in(self.own[tensor.view.parameter].shape).strides is not None
-        )
+        view = tensor.view
+        return view is not None and view.place_in(self.own[view.parameter].shape).strides is not None
 
     def _exported(self, layout: Layout) -> dict[str, HFTensor]:
         """A layout's table without tied duplicates."""
@@ -275,7 +273,7 @@ class StateDictAdapter:
     def _assemble(
         self, name: str, sources: list[tuple[str, HFTensor]], state_dict: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
-        """One own tensor from the given tensors in it: itself where it is given whole, else a new one."""
+        """An own tensor from the given tensors in it: the same object if it is given whole, else a new tensor."""
         first, target = sources[0]
         shape = self.own[name].shape
         if len(sources) == 1 and target.view is not None and target.view.place_in(shape) == place_of(shape):

@@ -1,10 +1,10 @@
-"""Blocks of tensors: which region of a Hugging Face tensor a rank's shard of a parameter is.
+"""Blocks: the region of a Hugging Face tensor that a rank's shard of a parameter is.
 
 A shard is a block of a parameter: an offset and a size in each dimension. A Hugging Face tensor is a
 view of the parameter, a list of steps; carrying a block through the steps gives the blocks of the
 Hugging Face tensor that the shard holds, each over the shard's own memory. From them a rank knows
 which slices of a file to read, what to write into a checkpoint, and where its share of a gathered
-tensor goes; no rank need ask another.
+tensor goes, without communication.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ class Block:
 
 
 def through(steps: Iterable[Step], shape: Sequence[int], block: Block) -> list[Block]:
-    """The blocks, of what `steps` make of a tensor of `shape`, that lie in `block` of that tensor.
+    """Carry a block of a tensor of `shape` through `steps`: the blocks of the result that lie in it.
 
-    Every returned tensor shares the block's memory. None or several where the steps leave the block, or
-    tear it apart.
+    Every returned tensor shares the block's memory. There is no block where the steps leave it, and there are several
+    where they divide it.
 
     Args:
         steps: as of a `View`.
@@ -95,7 +95,7 @@ def _stepped(block: Block, method: str, args: tuple[int, ...]) -> Block | None:
 
 
 def _reshaped(block: Block, old: Sequence[int], new: Sequence[int]) -> list[Block]:
-    """`block` of a tensor of shape `old`, seen as blocks of the same tensor of shape `new`."""
+    """`block` of a tensor of shape `old`, as blocks of the same tensor of shape `new`."""
     blocks, dim = [block], 0
     for before, after in _groups(old, new):
         if len(before) != 1:
@@ -123,7 +123,7 @@ def _groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[list[int], lis
 
 
 def _merged(block: Block, dim: int, sizes: Sequence[int]) -> list[Block]:
-    """Dimensions `dim, dim + 1, ...` of `sizes` made one."""
+    """Merge dimensions `dim, dim + 1, ...` of `sizes` into one."""
     if not sizes:
         return [Block((*block.offset[:dim], 0, *block.offset[dim:]), block.tensor.unsqueeze(dim))]
     if len(sizes) == 1:
@@ -132,7 +132,7 @@ def _merged(block: Block, dim: int, sizes: Sequence[int]) -> list[Block]:
     rest = slice(dim + 1, dim + len(sizes))
     shape, offset = block.shape, block.offset
     if shape[dim] == 1 or shape[rest] == tuple(sizes[1:]):
-        # One run of the merged dimension, if memory can show it as one dimension.
+        # A contiguous run of the merged dimension, if strides can express it as one dimension.
         first_of_rest = _flat_offset(offset[rest], shape[rest], sizes[1:])
         if first_of_rest is not None:
             merged_shape = (*shape[:dim], torch.Size(shape[dim : rest.stop]).numel(), *shape[rest.stop :])
@@ -163,7 +163,7 @@ def _flat_offset(offset: Sequence[int], shape: Sequence[int], sizes: Sequence[in
 
 
 def _split(block: Block, dim: int, sizes: Sequence[int]) -> list[Block]:
-    """Dimension `dim` made several, of `sizes`."""
+    """Split dimension `dim` into several, of `sizes`."""
     if not sizes:
         return [Block((*block.offset[:dim], *block.offset[dim + 1 :]), block.tensor.squeeze(dim))]
     if len(sizes) == 1:
@@ -183,8 +183,8 @@ def _split(block: Block, dim: int, sizes: Sequence[int]) -> list[Block]:
             count = min(length, inner - start % inner)
             row = block.tensor.narrow(dim, start - block.offset[dim], count)
             within = Block((*block.offset[:dim], start % inner, *block.offset[dim + 1 :]), row)
-            for part in _split(within, dim, sizes[1:]):
-                offset = (*part.offset[:dim], start // inner, *part.offset[dim:])
-                result.append(Block(offset, part.tensor.unsqueeze(dim)))
+            for inside in _split(within, dim, sizes[1:]):
+                offset = (*inside.offset[:dim], start // inner, *inside.offset[dim:])
+                result.append(Block(offset, inside.tensor.unsqueeze(dim)))
         start, length = start + count, length - count
     return result

@@ -1,8 +1,8 @@
-"""transformers' conversions of a model's tensors, without compiling those of every model it knows.
+"""transformers' conversions of a model's tensors, without compiling those of every other model.
 
-transformers makes one table of the conversions of all models when the first is asked for, and compiles some 900 regular
-expressions for it, most of which nobody uses: half of what loading a small model takes. While the table is made here,
-expressions are left uncompiled. transformers hands out copies of its conversions, and those have compiled ones.
+transformers makes one table of the conversions of all models when the first is requested, and compiles some 900 regular
+expressions for it, most of which are never used: half the time of loading a small model. While the table is made here,
+expressions are left uncompiled. transformers returns copies of its conversions, and those have compiled ones.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ def conversions_of(model: PreTrainedModel, *, add_legacy: bool = True) -> list[A
 
     Args:
         model: on any device.
-        add_legacy: whether those are among them that only old checkpoints need.
+        add_legacy: whether to include those that only old checkpoints need.
     """
-    # The table has been at this place in every version so far.
+    # The table has had this name in every version so far.
     if getattr(conversion_mapping, "_checkpoint_conversion_mapping_cache", ()) is None:
         with _making_the_table:
             core_model_loading.re = SimpleNamespace(**vars(re) | {"compile": Deferred})  # type: ignore[assignment]
@@ -36,22 +36,22 @@ def conversions_of(model: PreTrainedModel, *, add_legacy: bool = True) -> list[A
 
 
 class Deferred:
-    """`re.compile(*arguments)`, when it is first used or copied: a copy is the compiled expression."""
+    """`re.compile(*arguments)`, evaluated when it is first used or copied: a copy is the compiled expression."""
 
     def __init__(self, *arguments: Any) -> None:
         self.arguments = arguments
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(re.compile(*self.arguments), name)  # `re` keeps what it compiled
+        return getattr(re.compile(*self.arguments), name)  # `re` caches what it compiled
 
 
 def are_alike(some: list[Any] | None, others: list[Any] | None) -> bool:
-    """Whether two lists of conversions do the same, one after the other. None or no conversions are like nothing."""
+    """Whether two lists of conversions do the same, one after the other; False if either is None or empty."""
     return bool(some and others and list(map(_described, some)) == list(map(_described, others)))
 
 
 def _described(conversion: Any) -> tuple[Any, ...]:
-    """A conversion's type and all that it was made of; not what it has seen."""
+    """A conversion's type and its settings, without its state."""
     operations = [(type(operation), vars(operation)) for operation in getattr(conversion, "operations", ())]
     return (
         type(conversion),

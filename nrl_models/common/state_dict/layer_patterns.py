@@ -1,10 +1,10 @@
-"""What transformers' conversions make of one layer, said of every layer like it.
+"""Applying transformers' conversions to one layer of each kind, and the result to every layer like it.
 
 A large model's names are few patterns with many numbers in them: DeepSeek-V3's 45,395 tensors have 36. Conversions are
-regular expressions over names and operations on shapes, and none that transformers has asks which layer it is at. Here
-that is made sure of before it is used: an expression with a number of its own in it, a conversion that counts or
-remembers, an operation of somebody else's, or a result that is not the same for several numbers means that every name
-is converted by itself.
+regular expressions over names and operations on shapes, and none of transformers' depends on the layer. Here that is
+checked before it is used: an expression with a number in it, a conversion that counts or keeps state, an operation that
+is not transformers' own, or a result that differs between several numbers means that every name is converted
+individually.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from transformers.core_model_loading import PrefixChange, WeightConverter, Weigh
 from nrl_models.common.state_dict.views import HFTensor, Piece, View
 
 _INDEX = re.compile(r"(?<![^.])([0-9]+)(?![^.])")
-"""A part of a name that is a number: a layer's, an expert's."""
+"""A component of a name that is a number: a layer's, an expert's."""
 
 _ESCAPE = re.compile(r"\\.")
 _LITERAL_INDEX = re.compile(r"(?<![A-Za-z_0-9])[0-9]")
 _PLAIN = (WeightRenaming, WeightConverter, PrefixChange)
-"""Conversions that treat each name by itself. Others of transformers' remember what they saw, or count."""
+"""Conversions that treat each name individually. Others of transformers' count, or keep state."""
 
 
 def ignore_indices(conversions: Iterable[Any]) -> bool:
-    """Whether `conversions` do the same to names that differ in numbers of equally many digits only.
+    """Whether `conversions` do the same to names that differ only in numbers of equally many digits.
 
-    A regular expression without digits and back-references cannot tell digits apart. One that has a digit right after a
-    letter (`w1`) is harmless, too: numbers of layers and experts come after a dot.
+    A regular expression without digits and back-references cannot distinguish digits. A digit right after a letter
+    (`w1`) is harmless, too: numbers of layers and experts come after a dot.
     """
     return all(
         type(conversion) in _PLAIN
@@ -63,22 +63,22 @@ Pattern = tuple[tuple[str, ...], tuple[int, ...]]
 
 
 class Names(dict[str, tuple[Pattern, tuple[str, ...]]]):
-    """Of names that are looked up the pattern and the numbers; each is taken apart once."""
+    """The pattern and the numbers of each name that is looked up; each is parsed once."""
 
     def __missing__(self, name: str) -> tuple[Pattern, tuple[str, ...]]:
-        parts = _INDEX.split(name)
-        numbers = tuple(parts[1::2])
-        self[name] = apart = (tuple(parts[::2]), tuple(map(len, numbers))), numbers
-        return apart
+        components = _INDEX.split(name)
+        numbers = tuple(components[1::2])
+        self[name] = parsed = (tuple(components[::2]), tuple(map(len, numbers))), numbers
+        return parsed
 
 
 class Renamer:
     """transformers' renamings, run once for each pattern of names where that is enough.
 
     Args:
-        conversions: of which only the renamings are used. As if each name had been renamed they know afterwards
-            whether they were used.
-        names: where names are taken apart.
+        conversions: of which only the renamings are used. Afterwards they know whether they were used, as if each name
+            had been renamed individually.
+        names: the parsed names.
     """
 
     def __init__(self, conversions: Iterable[Any], names: Names) -> None:
@@ -88,12 +88,12 @@ class Renamer:
         self._templates: dict[Pattern, str | None] = {}
 
     def rename(self, keys: Iterable[str]) -> dict[str, str]:
-        """For each key what it is renamed to, by keys in transformers' order where the order matters."""
+        """The new name of each key; keys are in transformers' order where the order matters."""
         if not self._shares:
-            return {key: self._one(key) for key in sorted(keys, key=dot_natural_key)}
+            return {key: self._rename_one(key) for key in sorted(keys, key=dot_natural_key)}
         return {key: self._by_pattern(key) for key in keys}
 
-    def _one(self, name: str) -> str:
+    def _rename_one(self, name: str) -> str:
         for renaming in self._renamings:
             name, _ = renaming.rename_source_key(name)
         return name
@@ -103,20 +103,20 @@ class Renamer:
         if pattern not in self._templates:
             self._templates[pattern] = self._template(key, numbers)
         template = self._templates[pattern]
-        return self._one(key) if template is None else template.format(*numbers)
+        return self._rename_one(key) if template is None else template.format(*numbers)
 
     def _template(self, name: str, numbers: Sequence[str]) -> str | None:
-        """What becomes of names like `name`, with `{0}` for their first number; None if that depends on numbers."""
+        """The new name of names like `name`, with `{0}` for their first number; None if it depends on the numbers."""
         if len(numbers) > 10:
             return None
         places = count()
         given = _INDEX.sub(lambda _: f"{{{next(places)}}}", _escaped(name))
-        # Numbers that can be told apart; and all of them alike, because what a renaming finds is replaced where its
-        # text first stands, which with other numbers might be elsewhere.
+        # Numbers that can be distinguished; and all of them alike, because a renaming replaces the first occurrence of
+        # what it matched, which with other numbers might be elsewhere.
         examples = [
             [str((step * place + 2) % 10) * len(number) for place, number in enumerate(numbers)] for step in (3, 7, 0)
         ]
-        renamed = [self._one(given.format(*example)) for example in examples]
+        renamed = [self._rename_one(given.format(*example)) for example in examples]
         try:
             template = _INDEX.sub(lambda found: f"{{{examples[0].index(found[0])}}}", _escaped(renamed[0]))
         except ValueError:  # a number that the name does not have
@@ -132,7 +132,7 @@ def _escaped(text: str) -> str:
 # Layers
 
 Layer = tuple[str, str]
-"""What stands before a name's first number, and that number: `("model.layers.", "5")`."""
+"""The text before a name's first number, and that number: `("model.layers.", "5")`."""
 
 Table = dict[str, HFTensor]
 
@@ -146,14 +146,14 @@ def layer_of(name: str) -> Layer | None:
 def convert_by_layer(
     tensors: Mapping[str, HFTensor], dtype_of: Callable[[str], torch.dtype], convert: Callable[[Table], Table]
 ) -> Table:
-    """What `convert` makes of `tensors`, converting two layers of every kind and no more.
+    """What `convert` makes of `tensors`, while converting only two layers of every kind.
 
     Layers are of a kind if their tensors are, but for the layers' number: names, shapes, dtypes, views of parameters.
 
     Args:
         tensors: by name.
         dtype_of: the dtype of a tensor of the model's own, by name.
-        convert: converts a table; has to be one for which `ignore_indices` holds.
+        convert: converts a table, by conversions for which `ignore_indices` holds.
     """
     kinds = _kinds(tensors, dtype_of)
     left_out = {layer for like in kinds for layer in like[1:-1]}
@@ -182,13 +182,13 @@ def _kinds(tensors: Mapping[str, HFTensor], dtype_of: Callable[[str], torch.dtyp
 
 
 def _within(layer: Layer, name: str) -> str | tuple[str, ...]:
-    """The rest of a name that is in `layer`; of one that is elsewhere itself, and then no other layer is like it."""
+    """The rest of a name that is in `layer`; a name elsewhere stays whole, so that no other layer is like this one."""
     prefix = "".join(layer)
     return name.removeprefix(prefix) if name.startswith(f"{prefix}.") else (*layer, name)
 
 
 def _for_all(converted: Table, kinds: list[list[Layer]]) -> Table | None:
-    """The whole table from that of two layers of each kind, in its order; None if it cannot be had from them."""
+    """The whole table from that of two layers of each kind, in its order; None if it cannot be derived from them."""
     blocks: dict[Layer, list[HFTensor]] = {}
     for layer, group in groupby(converted.values(), key=_only_layer):
         if layer is _SEVERAL or layer in blocks:
@@ -210,7 +210,7 @@ def _for_all(converted: Table, kinds: list[list[Layer]]) -> Table | None:
 
 
 _SEVERAL: Any = ("", "")
-"""Stands for the layer of a tensor that is made of several layers' parameters."""
+"""The layer of a tensor that is made of several layers' parameters."""
 
 
 def _only_layer(tensor: HFTensor) -> Layer | None:
@@ -227,9 +227,9 @@ def _templates(first: Layer, last: Layer, of_first: list[HFTensor], of_last: lis
         return None
     templates = []
     for tensor, other in zip(of_first, of_last, strict=True):
-        # A part that is the number in both is the layer's; any other has to be the same.
-        parts = zip(tensor.name.split("."), other.name.split("."), strict=False)
-        name = ".".join("{0}" if part != its else _escaped(part) for part, its in parts)
+        # Components that differ are the layer's number; all others have to be the same.
+        components = zip(tensor.name.split("."), other.name.split("."), strict=False)
+        name = ".".join("{0}" if ours != theirs else _escaped(ours) for ours, theirs in components)
         pieces = tuple(
             Piece(View(piece.view.parameter.removeprefix("".join(first)), piece.view.steps), piece.region)
             for piece in tensor.pieces

@@ -1,9 +1,9 @@
-"""The names and shapes a model's tensors have elsewhere, as views of its parameters.
+"""Layouts: the names and shapes of a model's tensors, as views of its parameters.
 
 A tensor has up to two names: transformers' in memory, which is the model's own (`mlp.experts.gate_up_proj`), and the
-hub's (`experts.0.w1.weight`). transformers holds the way from its names to the hub's in conversion mappings, made to
+hub's (`experts.0.w1.weight`). transformers defines the translation between them by conversion mappings, made to
 be run on tensors; here they are run once on shapes that record what happens to them, which yields views. No mapping is
-retyped, and no family writes one.
+copied, and no family writes one.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ def transformers_views(model: nn.Module) -> Iterator[tuple[str, View]]:
 
 
 def _packed_view(own_name: str, shape: Sequence[int], module: nn.Module, name: str) -> View:
-    """The whole of a parameter; rows put in order where each rank holds its share of several equal blocks of them.
+    """The whole of a parameter, with its rows in order where each rank holds a share of several equal blocks of them.
 
-    Tensor parallelism says so on the module that has the parameter: `packed_over[name]` is the dimension, the
+    Tensor parallelism notes that on the module that has the parameter: `packed_over[name]` is the dimension, the
     number of blocks and the number of ranks.
     """
     dim, blocks, ranks = getattr(module, "packed_over", {}).get(name, (0, 1, 1))
@@ -97,14 +97,14 @@ def convert_layout(
     """The layout that transformers' `conversions`, reverted as when saving, make of `tensors`.
 
     Args:
-        model: whose configuration the conversions may ask.
+        model: whose configuration the conversions may read.
         tensors: transformers' in-memory layout, by name.
         specs: the model's own tensors.
         conversions: `WeightRenaming`s and `WeightConverter`s in loading order. An empty list sorts the
             tensors, as transformers does then; None leaves them as they are.
 
     Raises:
-        NotAViewError: a conversion computes something, so that its result is no view.
+        NotAViewError: a conversion computes something, so that its result is not a view.
     """
     if conversions is None:
         return dict(tensors)
@@ -131,11 +131,11 @@ def _traced(
         name: TracedTensor.of_pieces(tensor.shape, dtype_of(tensor.parameters[0]), tensor.pieces)
         for name, tensor in tensors.items()
     }
-    # `revert_weight_conversion` asks its model for these and nothing else.
-    asked: Any = SimpleNamespace(
+    # `revert_weight_conversion` reads these of its model and nothing else.
+    stand_in: Any = SimpleNamespace(
         _weight_conversions=conversions, config=model.config, get_parameter=traced.__getitem__, name_or_path=""
     )
     return {
         name: HFTensor(name, tuple(tensor.shape), tensor.pieces)
-        for name, tensor in revert_weight_conversion(asked, traced).items()
+        for name, tensor in revert_weight_conversion(stand_in, traced).items()
     }

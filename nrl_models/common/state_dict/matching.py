@@ -1,4 +1,4 @@
-"""Which given tensors fill which of the model's own, and everything about them that does not fit.
+"""Matching given tensors to the model's own, with every problem that keeps them from fitting.
 
 The same rules hold for a checkpoint's files, for a plain dict and for `load_state_dict`: strict both
 ways, every problem named at once, nothing written before all is known.
@@ -26,7 +26,7 @@ class Match:
 
     Attributes:
         sources: for each own tensor that is filled, the keys that fill it and what each of them is.
-        copies: for each own tensor that is given only under a name tied to it, the own tensor to share with.
+        copies: for each own tensor that is given only under a name tied to it, the own tensor to tie it to.
         missing: own tensors of which nothing is given.
         problems: what does not fit. Nothing may be written unless this is empty.
     """
@@ -50,16 +50,16 @@ def match(
     """Match `given` tensors to the model's `own`.
 
     Args:
-        given: what is offered, by key.
+        given: the given tensors, by key.
         find: the Hugging Face tensor a key stands for, or None.
         own: the model's own tensors.
-        absent: names of what is not there of an own tensor when these Hugging Face tensors of it are, for messages.
+        absent: for messages, the names of what an own tensor lacks if only these Hugging Face tensors of it are given.
         tied: for each tied own name the own name it shares storage with.
         may_miss: own tensors that need not be given at all.
-        why_unexpected: words for a key that `find` does not know; None lets it pass unused.
+        why_unexpected: the message for a key that `find` does not know; None accepts it unused.
     """
     result = Match()
-    misfits: set[str] = set()  # own tensors whose source was refused, so that they are not reported again
+    misfits: set[str] = set()  # own tensors whose source was refused, which are not reported as missing, too
     for key, tensor in given.items():
         target = find(key)
         if target is None:
@@ -91,20 +91,19 @@ def _coverage(
     given: Mapping[str, TensorSpec | StoredTensor],
     absent: Callable[[str, Collection[HFTensor]], list[str]],
 ) -> list[Problem]:
-    """Problems with the sources of one own tensor: they must fill it exactly once, in one dtype."""
+    """Problems with the sources of an own tensor: they must fill it exactly once, in one dtype."""
     keys = [key for key, _ in sources]
     views = [piece.view for _, target in sources for piece in target.pieces if piece.view.parameter == name]
     places = [view.place_in(spec.shape) for view in views]
     filled, wanted = sum(math.prod(place.shape) for place in places), math.prod(spec.shape)
     files = sorted({file for key in keys if (file := _file(given[key]))})
     file = ", ".join(files) or None
-    if filled > wanted or (wanted and _overlap(views, places)):  # nothing is filled twice where nothing is
+    if filled > wanted or (wanted and _overlap(views, places)):  # an empty tensor cannot be filled twice
         return [Problem(ProblemKind.DUPLICATED, _listed(keys), f"fill {name} more than once", file)]
     if filled < wanted:
         missing = _listed(absent(name, [target for _, target in sources]))
-        return [
-            Problem(ProblemKind.PARTIAL, _listed(keys), f"fill only a part of {name}; {missing} is not there", file)
-        ]
+        detail = f"fill only a part of {name}; {missing} is not there"
+        return [Problem(ProblemKind.PARTIAL, _listed(keys), detail, file)]
     dtypes = {given[key].dtype for key in keys}
     if len(dtypes) > 1 and not all(is_wide_float(dtype) for dtype in dtypes):
         listed = _listed(sorted(map(str, dtypes)))
@@ -117,7 +116,7 @@ def _file(tensor: TensorSpec | StoredTensor) -> str | None:
 
 
 def _overlap(views: Sequence[View], places: Sequence[Place]) -> bool:
-    """Whether two views fill the same elements: of regions that are runs in memory any, of others the same one."""
+    """Whether two views fill the same elements: contiguous regions that overlap, or equal regions."""
     if len(views) == 1:
         return False
     if len({view.steps for view in views}) < len(views):
@@ -127,12 +126,12 @@ def _overlap(views: Sequence[View], places: Sequence[Place]) -> bool:
 
 
 def is_wide_float(dtype: torch.dtype) -> bool:
-    """Whether values of `dtype` can be cast to what models compute in; others need scales, or are no weights."""
+    """Whether values of `dtype` can be cast to what models compute in; others need scales, or are not weights."""
     return dtype.is_floating_point and dtype.itemsize > 1
 
 
 def _resolve_ties(result: Match, tied: Mapping[str, str]) -> None:
-    """A tied tensor is there when any name it is known under is given."""
+    """Accept a tied tensor under any of its names."""
     groups: dict[str, list[str]] = defaultdict(list)
     for name, kept in tied.items():
         groups[kept].append(name)

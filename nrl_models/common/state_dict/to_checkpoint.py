@@ -1,4 +1,4 @@
-"""A live model as a checkpoint: what `save_pretrained` writes."""
+"""The tensors that `save_pretrained` writes for a model."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def to_checkpoint(
         original_format: see `checkpoint_layout`.
 
     Raises:
-        CheckpointError: what the configuration says of tied weights is not so, or tensors have no values.
+        CheckpointError: configuration and model disagree on tied weights, or tensors have no values.
         StateDictError: `state_dict` is not this model's.
     """
     adapter = adapter_of(model)
@@ -47,7 +47,7 @@ def to_checkpoint(
         if all(parameter in state_dict for parameter in tensor.parameters)
     }
     tensors = {name: tensor.read(state_dict) for name, tensor in available.items()}
-    # transformers and safetensors take tensors that share a storage for tied ones; experts of one stack are not tied.
+    # transformers and safetensors treat tensors that share a storage as tied; experts of one stack are not tied.
     return {name: own_storage(tensor) for name, tensor in (tensors | getattr(model, "_unused_tensors", {})).items()}
 
 
@@ -76,7 +76,7 @@ def checkpoint_layout(
 
 
 def _values(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """The model's own tensors; those that accelerate keeps elsewhere (in memory, on disk) are fetched."""
+    """The model's own tensors; those that accelerate offloads (to memory, to disk) are fetched."""
     own = dict(model.state_dict())
     if any(has_offloaded_params(module) for module in model.modules()):
         fetched = get_state_dict_offloaded_model(model)
@@ -91,9 +91,9 @@ def _values(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 def _check_ties(model: PreTrainedModel, adapter: StateDictAdapter, values: Mapping[str, torch.Tensor]) -> None:
-    """The configuration and the storage must agree on what is tied, or reloading would not give this model.
+    """Refuse a model whose storages and configuration disagree on what is tied: reloading would not give it back.
 
-    Of what accelerate keeps elsewhere only `values` can be compared.
+    Of tensors that accelerate offloads only the `values` can be compared.
     """
     own = model.state_dict(keep_vars=True)
     problems = [
@@ -105,9 +105,8 @@ def _check_ties(model: PreTrainedModel, adapter: StateDictAdapter, values: Mappi
     head = getattr(model.get_output_embeddings(), "weight", None)
     embeddings = getattr(model.get_input_embeddings(), "weight", None)
     if not adapter.tied and head is not None and embeddings is not None and _same_storage(head, embeddings):
-        problems.append(
-            Problem(ProblemKind.TIED, "the output embeddings", "share the input embeddings' storage, untied")
-        )
+        detail = "share the input embeddings' storage, untied"
+        problems.append(Problem(ProblemKind.TIED, "the output embeddings", detail))
     if problems:
         raise CheckpointError(
             f"{type(model).__name__} and its configuration disagree on tied weights",

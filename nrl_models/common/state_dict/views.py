@@ -1,9 +1,9 @@
-"""Every Hugging Face tensor is a view of a parameter: the views, as data.
+"""Views, as data: every Hugging Face tensor is a view of a parameter.
 
-A `View` says where in a parameter a tensor lives, as a short list of steps (`narrow`, `select`,
+A `View` says where in a parameter a tensor lies, as a short list of steps (`narrow`, `select`,
 `transpose`, `reshape`). Loading writes through views, saving and refit read through them, and
-proofs check that together they cover each parameter exactly once. A view knows no model: it is
-applied to any tensor of the parameter's shape (the weight, its gradient, an optimiser state).
+tests check that together they cover each parameter exactly once. A view is independent of a model: it
+applies to any tensor of the parameter's shape (the weight, its gradient, an optimiser state).
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class View:
     steps: tuple[Step, ...] = ()
 
     def then(self, method: str, *args: int) -> View:
-        """This view with one more step."""
+        """This view with another step."""
         return View(self.parameter, (*self.steps, (method, args)))
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -70,9 +70,9 @@ class View:
         return apply_steps(tensor, self.steps)
 
     def region_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The region of `tensor`, always sharing its storage: of another shape where the last steps would copy.
+        """The region of `tensor`, always sharing its storage: of another shape if the last steps would copy.
 
-        Those steps are reshapes, so the elements and their order are right.
+        Those steps are reshapes, which change neither the elements nor their order.
 
         Raises:
             ValueError: another step follows one that would copy.
@@ -151,8 +151,8 @@ class Piece:
 class HFTensor:
     """A Hugging Face tensor and where the model holds it.
 
-    Nearly always one piece that is the whole tensor. Several when the hub packs what the model
-    keeps apart, e.g. a packed `qkv` read by a model that has `q_proj`, `k_proj` and `v_proj`.
+    Nearly always one piece that is the whole tensor. Several when the hub packs separate parameters
+    of the model, e.g. a packed `qkv` read by a model that has `q_proj`, `k_proj` and `v_proj`.
 
     Args:
         name: the tensor's name.
@@ -192,9 +192,9 @@ class HFTensor:
 
 
 class NotAViewError(NRLModelsError):
-    """An operation whose result is no view of a parameter was applied to a `TracedTensor`.
+    """An operation whose result is not a view of a parameter was applied to a `TracedTensor`.
 
-    No `TypeError`, which torch's operators (`tensor * 2`) turn into one of their own.
+    Not a `TypeError`, which torch's operators (`tensor * 2`) replace by their own.
     """
 
 
@@ -202,8 +202,8 @@ class TracedTensor(torch.Tensor):
     """A shape without data that records, as views, what is done to it.
 
     transformers describes the hub's layout by operations on tensors (`chunk`, `transpose`, ...).
-    Running them on traced tensors turns that description into views, whatever the operations are
-    and whoever wrote them. Operations that compute something raise `NotAViewError`.
+    Running them on traced tensors turns that description into views, whatever the operations are.
+    Operations that compute something raise `NotAViewError`.
     """
 
     pieces: tuple[Piece, ...]
@@ -299,7 +299,7 @@ def _squeeze(input: TracedTensor, dim: int | None = None) -> TracedTensor:
     shape = (*input.sizes[:dim], *input.sizes[dim + 1 :])
     view = input.pieces[0].view
     method, args = view.steps[-1] if len(input.pieces) == 1 and view.steps else ("", ())
-    if method == "narrow" and args[0] == dim:  # one row, and then without that dimension: a select
+    if method == "narrow" and args[0] == dim:  # a single row, then without that dimension: a select
         selected = View(view.parameter, view.steps[:-1]).then("select", dim, args[1])
         return TracedTensor.of_pieces(shape, input.element, (Piece(selected),))
     return _reshape(input, *shape)

@@ -353,7 +353,21 @@ def test_a_folder_without_configuration(tmp_path: Path, subfolder: str) -> None:
     assert str(tmp_path / subfolder) in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["/no/such/folder", "some/hub-repository", "name", "a/b/c", "no name!"])
+@pytest.mark.parametrize("name", ["/no/such/folder", "a/b/c", "no name!", "~/nowhere"])
+def test_what_can_only_be_a_path_is_no_hub_error(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError, match=r"no such directory\n  What to do: check the path$") as caught:
+        resolve_folder(name, cache_dir=tmp_path)
+    assert name in str(caught.value)
+
+
+def test_a_file_is_not_a_directory(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(CheckpointError, match="is a file, expected a directory"):
+        resolve_folder(tmp_path / "model.safetensors")
+
+
+@pytest.mark.parametrize("name", ["some/hub-repository", "name"])
 def test_a_hub_repository_that_cannot_be_had(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.chdir(tmp_path)

@@ -11,7 +11,15 @@ from torch import nn
 from torch.nn.utils import parametrize, prune
 from toy_attention import HIDDEN, KV, PARTS, Attention, CombinedAttention, assert_same, combined_from, matmuls
 
-from nrl_models.common.projections import CombinedQKV, GroupReport, groups_of, join, neighbouring_parameters, report
+from nrl_models.common.projections import (
+    CombinedQKV,
+    GroupReport,
+    ObstacleKind,
+    groups_of,
+    join,
+    neighbouring_parameters,
+    report,
+)
 
 NAME, MOVED = "qkv_proj", "weights are not side by side in memory"
 
@@ -142,6 +150,19 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
 }
 
 
+KINDS = {
+    "subclass": ObstacleKind.CLASS,
+    "replaced": ObstacleKind.REPLACED,
+    "pruned": ObstacleKind.PARAMETER,
+    "shared": ObstacleKind.SHARED,
+    "bias removed": ObstacleKind.UNLIKE,
+    "forward": ObstacleKind.FORWARD,
+    "hook": ObstacleKind.HOOK,
+    "one frozen": ObstacleKind.TRAINING,
+    "data": ObstacleKind.MOVED,
+}
+
+
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_that_separates_parts(plain: Attention, x: torch.Tensor, change: str) -> None:
     edit, reason = CHANGES[change]
@@ -152,7 +173,9 @@ def test_a_change_that_separates_parts(plain: Attention, x: torch.Tensor, change
     (found,) = report(combined)
     assert found.name == NAME
     assert not found.joined
-    assert reason in str(found.reason)
+    assert found.reason is not None
+    assert reason in found.reason.message
+    assert found.reason.kind is KINDS.get(change, found.reason.kind)
     assert_same(plain, combined, x)
     assert matmuls(combined) == matmuls(plain)
     join(combined)
