@@ -87,18 +87,12 @@ def plan(
     """
     from dataclasses import asdict
 
+    from nrl_models.common.mesh_sizes import parse_mesh
+    from nrl_models.onboarding.estimate import Setting
     from nrl_models.onboarding.estimate_report import plan_report
 
-    report = plan_report(
-        path,
-        mesh,
-        seq_len=seq_len,
-        micro_batch=micro_batch,
-        dtype=torch_dtype(dtype),
-        compute=torch_dtype(compute),
-        checkpointing=checkpointing,
-        memory=memory,
-    )
+    dtypes = torch_dtype(dtype), torch_dtype(compute)
+    report = plan_report(path, Setting(parse_mesh(mesh), seq_len, micro_batch, *dtypes, checkpointing), memory)
     show(report.table())
     show(report.verdict)
     write_json(json_file, asdict(report))

@@ -22,18 +22,13 @@ def check_mesh(mesh: DeviceMesh) -> None:
     """
     names = mesh.mesh_dim_names or ()
     expected = f"expected some of {', '.join(DIMENSIONS)}, in this order"
-    problems = [
-        Problem(ProblemKind.MESH, repr(name), f"is no dimension a model has; {expected}")
-        for name in names
-        if name not in DIMENSIONS
-    ]
+    found = {repr(name): "is not a dimension of a model" for name in names if name not in DIMENSIONS}
     if not names:
-        problems = [Problem(ProblemKind.MESH, str(tuple(mesh.shape)), f"has dimensions without names; {expected}")]
-    elif not problems and list(names) != [name for name in DIMENSIONS if name in names]:
-        problems = [
-            Problem(ProblemKind.MESH, ", ".join(names), f"are in another order than models are sharded in; {expected}")
-        ]
-    if problems:
+        found = {str(tuple(mesh.shape)): "has dimensions without names"}
+    elif not found and list(names) != [name for name in DIMENSIONS if name in names]:
+        found = {", ".join(names): "are in the wrong order"}
+    if found:
+        problems = [Problem(ProblemKind.MESH, subject, f"{detail}; {expected}") for subject, detail in found.items()]
         advice = ['name the dimensions: init_device_mesh(device, (2, 4), mesh_dim_names=("fsdp", "tp"))']
         raise ShardingError("the mesh does not fit a model", problems, advice)
 

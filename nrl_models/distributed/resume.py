@@ -257,9 +257,8 @@ def _parameters(model: nn.Module, optimizer: Optimizer) -> dict[str, nn.Paramete
     given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if foreign := sum(id(parameter) not in names for parameter in given):
         detail = f"{foreign} of its {len(given)} parameters are not the model's: make it after the model is sharded"
-        raise CheckpointError(
-            "the optimiser is not this model's", [Problem(ProblemKind.UNEXPECTED, "optimizer", detail)]
-        )
+        problem = Problem(ProblemKind.UNEXPECTED, "optimizer", detail)
+        raise CheckpointError("the optimiser is not this model's", [problem])
     return {names[id(parameter)]: parameter for parameter in given}
 
 
@@ -290,15 +289,17 @@ def _is_scalar(value: Any) -> bool:
 
 def _scalars(model: PreTrainedModel, optimizer: Optimizer) -> dict[str, dict[str, float]]:
     """The scalar states of each parameter."""
-    result = {}
-    for name, parameter in _parameters(model, optimizer).items():
-        if state := optimizer.state.get(parameter):
-            scalars = {key: value for key, value in state.items() if _is_scalar(value)}
-            whole = {
-                key: value.full_tensor() if isinstance(value, DTensor) else value for key, value in scalars.items()
-            }
-            result[name] = {key: float(value) for key, value in whole.items()}
-    return result
+    return {
+        name: {key: float(_plain(value)) for key, value in state.items() if _is_scalar(value)}
+        for name, parameter in _parameters(model, optimizer).items()
+        if (state := optimizer.state.get(parameter))
+    }
+
+
+def _plain(value: Any) -> Any:
+    """A scalar as JSON takes it."""
+    value = value.full_tensor() if isinstance(value, DTensor) else value
+    return value.item() if isinstance(value, torch.Tensor) else value
 
 
 def _groups(model: PreTrainedModel, optimizer: Optimizer) -> list[dict[str, Any]]:
@@ -306,11 +307,7 @@ def _groups(model: PreTrainedModel, optimizer: Optimizer) -> list[dict[str, Any]
     names = {id(parameter): name for name, parameter in _parameters(model, optimizer).items()}
     return [
         {
-            "options": {
-                key: value.item() if isinstance(value, torch.Tensor) else value
-                for key, value in group.items()
-                if key != "params"
-            },
+            "options": {key: _plain(value) for key, value in group.items() if key != "params"},
             "tensors": sorted(names[id(parameter)] for parameter in group["params"]),
         }
         for group in optimizer.param_groups

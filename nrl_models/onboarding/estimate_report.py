@@ -7,12 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.table import Table
 
 from nrl_models import registry
 from nrl_models.common.checkpoint.files import resolve_folder
-from nrl_models.common.mesh_sizes import parse_mesh
 from nrl_models.loading.read_config import read_config
 from nrl_models.onboarding.estimate import GIB, Setting, estimate, remedies
 
@@ -61,31 +59,19 @@ class PlanReport:
         return table
 
 
-def plan_report(
-    path: str | Path,
-    mesh: str,
-    *,
-    seq_len: int,
-    micro_batch: int,
-    dtype: torch.dtype,
-    compute: torch.dtype,
-    checkpointing: bool,
-    memory: float,
-) -> PlanReport:
-    """Estimate, and judge.
+def plan_report(path: str | Path, setting: Setting, memory: float) -> PlanReport:
+    """Estimate what training takes, and say whether it fits.
 
     Args:
         path: a directory with a configuration.
-        mesh: as `parse_mesh` reads it.
-        seq_len, micro_batch, dtype, compute, checkpointing: see `Setting`.
+        setting: how the model is to be trained.
         memory: GiB of a device.
 
     Raises:
-        ShardingError: no such mesh, or one that does not divide the model.
+        ShardingError: a mesh that does not divide the model.
     """
     registry.register_custom_configs()
     config = read_config(resolve_folder(path))
-    setting = Setting(parse_mesh(mesh), seq_len, micro_batch, dtype, compute, checkpointing=checkpointing)
     found = estimate(config, setting)
     limit = int(memory * GIB)
     fits = found.total <= limit

@@ -13,9 +13,6 @@ from torch import nn
 
 from nrl_models.common.dtypes import kept_dtypes
 
-Groups = dict[str, list[tuple[str, ...]]]
-"""For each module's name the groups of its own linears, by attribute name, that read one input."""
-
 
 @dataclass(frozen=True)
 class Readers:
@@ -46,22 +43,14 @@ class Trace:
     readers: tuple[Readers, ...]
     uncalled: dict[str, tuple[str, ...]]
 
-
-def trace_groups(model: nn.Module, run: Callable[[], Any]) -> Groups:
-    """Run `model` with hooks and group the linears of each module that can be combined: see `trace_linears`.
-
-    Args:
-        model: a Hugging Face model, or one with `combine=False`.
-        run: calls `model` on some input.
-
-    Returns:
-        Groups of two or more, in the order of the calls.
-    """
-    groups: Groups = defaultdict(list)
-    for readers in trace_linears(model, run).readers:
-        if not readers.obstacle:
-            groups[readers.owner].append(readers.names)
-    return dict(groups)
+    @property
+    def groups(self) -> dict[str, list[tuple[str, ...]]]:
+        """For each module's name the groups of its linears that can be combined, in the order of the calls."""
+        groups: dict[str, list[tuple[str, ...]]] = defaultdict(list)
+        for readers in self.readers:
+            if not readers.obstacle:
+                groups[readers.owner].append(readers.names)
+        return dict(groups)
 
 
 def trace_linears(model: nn.Module, run: Callable[[], Any]) -> Trace:

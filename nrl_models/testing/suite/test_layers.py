@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from nrl_models.common.projections import groups_of
-from nrl_models.common.projections.tracing import trace_groups
+from nrl_models.common.projections.tracing import trace_linears
 from nrl_models.common.recording import record_calls
 from nrl_models.parity.components import calls_of, run_layer
 from nrl_models.testing.case import SEED, FamilyCase
@@ -26,7 +26,7 @@ def test_declaration_matches_trace(family_case: FamilyCase) -> None:
     """
     reference, model = family_case.reference(), family_case.model()
     with record_calls(reference) as called:
-        traced = trace_groups(reference, lambda: reference(**family_case.inputs()))
+        traced = trace_linears(reference, lambda: reference(**family_case.inputs())).groups
     found = {(owner, frozenset(group)) for owner, groups in traced.items() for group in groups}
     declared = {(owner, frozenset(group.linears)) for owner, _, group in groups_of(model)}
     known = {type(reference.get_submodule(name)) for name in called}

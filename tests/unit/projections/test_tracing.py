@@ -13,7 +13,7 @@ from transformers import DeepseekV3Config, PreTrainedModel
 
 from nrl_models import AutoModelForCausalLM
 from nrl_models.common import projections
-from nrl_models.common.projections.tracing import trace_groups
+from nrl_models.common.projections.tracing import trace_linears
 from nrl_models.families.deepseek_v3.model import DeepseekV3ForCausalLM
 from nrl_models.testing.tiny import tiny_config
 
@@ -35,7 +35,7 @@ class Layer(nn.Module):
 
 def groups_of(run: Callable[[Layer, torch.Tensor], Any], **options: Any) -> list[tuple[str, ...]]:
     layer = Layer(run)
-    return trace_groups(layer, lambda: layer(torch.randn(2, SIZE, **options))).get("", [])
+    return trace_linears(layer, lambda: layer(torch.randn(2, SIZE, **options))).groups.get("", [])
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,10 @@ def test_linears_of_different_modules_are_no_group() -> None:
             return self.own(x), self.first(x), self.second(x)
 
     pair = Pair()
-    assert trace_groups(pair, lambda: pair(torch.randn(2, SIZE))) == {"first": [("a", "b")], "second": [("a", "b")]}
+    assert trace_linears(pair, lambda: pair(torch.randn(2, SIZE))).groups == {
+        "first": [("a", "b")],
+        "second": [("a", "b")],
+    }
 
 
 def test_only_plain_linears_count() -> None:
@@ -87,35 +90,35 @@ def test_only_plain_linears_count() -> None:
 
     layer = Layer(lambda m, x: (m.a(x), m.b(x), m.c(x)))
     layer.b = Special(SIZE, SIZE)
-    assert trace_groups(layer, lambda: layer(torch.randn(2, SIZE))) == {"": [("a", "c")]}
+    assert trace_linears(layer, lambda: layer(torch.randn(2, SIZE))).groups == {"": [("a", "c")]}
 
 
 def test_a_model_has_the_groups_that_its_family_declares(llama: PreTrainedModel, input_ids: torch.Tensor) -> None:
     model = AutoModelForCausalLM.from_config(llama.config)
-    found = trace_groups(llama, lambda: llama(input_ids))
+    found = trace_linears(llama, lambda: llama(input_ids)).groups
     assert found["model.layers.1.self_attn"] == [("q_proj", "k_proj", "v_proj")]
     assert found["model.layers.0.mlp"] == [("gate_proj", "up_proj")]
     assert len(found) == 4
-    assert trace_groups(model, lambda: model(input_ids)) == found
+    assert trace_linears(model, lambda: model(input_ids)).groups == found
     assert {owner: [tuple(group.linears)] for owner, _, group in projections.groups_of(model)} == found
 
 
 def test_latent_attention(input_ids: torch.Tensor) -> None:
     model = new_model(tiny_config(DeepseekV3Config, DeepseekV3ForCausalLM.tiny))
-    found = trace_groups(model, lambda: model(input_ids))
+    found = trace_linears(model, lambda: model(input_ids)).groups
     assert found["model.layers.0.self_attn"] == [("q_a_proj", "kv_a_proj_with_mqa")]
 
 
 def test_the_model_is_left_as_it_was() -> None:
     layer = Layer(lambda m, x: m.a(x).sum())
-    trace_groups(layer, lambda: layer(torch.randn(2, SIZE, requires_grad=True)))
+    trace_linears(layer, lambda: layer(torch.randn(2, SIZE, requires_grad=True)))
 
     def fails() -> None:
         layer(torch.randn(2, SIZE))
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        trace_groups(layer, fails)
+        trace_linears(layer, fails)
     assert not any(module._forward_pre_hooks for module in layer.modules())
     assert torch.is_grad_enabled()
     assert all(parameter.grad is None for parameter in layer.parameters())

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from nrl_models.common.projections import CombinedProjections
-from nrl_models.common.projections.tracing import Readers, Trace, trace_groups, trace_linears
+from nrl_models.common.projections.tracing import Readers, Trace, trace_linears
 from nrl_models.parity.components import Call
 from nrl_models.testing.suite.asserts import count_matmuls
 
@@ -41,7 +41,7 @@ def traced(model: nn.Module) -> Trace:
 def test_mixed_biases_are_an_obstacle() -> None:
     layer = Layer(lambda m, x: (m.a(x), m.b(x), m.c(x)), b=False)
     assert traced(layer).readers == (Readers("", ("a", "b", "c"), "mixed bias: b without"),)
-    assert trace_groups(layer, lambda: layer(torch.randn(2, SIZE))) == {}
+    assert trace_linears(layer, lambda: layer(torch.randn(2, SIZE))).groups == {}
     combined = type("Combined", (CombinedProjections, Layer), {"combined": {"abc": ("a", "b", "c")}})
     assert list(combined(layer.run, b=False).abc.linears) == ["a", "c"]  # those that are more
 
@@ -101,7 +101,7 @@ def test_linears_in_a_container_are_the_containers(container: Any) -> None:
 )
 def test_what_is_called_again_must_read_the_same_again(run: Any, expected: list[tuple[str, ...]]) -> None:
     layer = Layer(run)
-    groups = trace_groups(layer, lambda: layer(torch.randn(2, SIZE)))
+    groups = trace_linears(layer, lambda: layer(torch.randn(2, SIZE))).groups
     assert groups.get("", []) == expected
 
 
@@ -114,7 +114,7 @@ def test_a_view_is_another_tensor_for_a_combined_projection_too() -> None:
     same, views = combined(lambda m, x: (m.a(x), m.b(x))), combined(run)
     counts = [count_matmuls(model, Call((torch.randn(2, SIZE),), {})) for model in (same, views)]
     assert counts == [1, 2]
-    assert trace_groups(layer := Layer(run), lambda: layer(torch.randn(2, SIZE))) == {}
+    assert trace_linears(layer := Layer(run), lambda: layer(torch.randn(2, SIZE))).groups == {}
 
 
 def test_linears_that_are_never_called_are_named() -> None:
