@@ -40,8 +40,8 @@ class ParallelPlan:
     Names may have `*` for a number, as transformers' plans do: `model.layers.*.self_attn.q_proj`.
 
     Args:
-        tensor: for each module or parameter the `TENSOR_STYLES` word that says how `tp` divides it; None takes what
-            transformers and the family declare.
+        tensor: for each module or parameter the style, by its name in `TENSOR_STYLES`, in which `tp` divides it; None
+            takes what transformers and the family declare.
         expert: likewise for `ep`, from `EXPERT_STYLES`.
         units: class names of the modules that `fsdp` gathers and frees as one; None takes those that transformers
             never splits.
@@ -85,14 +85,14 @@ def plan_for(model: PreTrainedModel, mesh: DeviceMesh, plan: Plan | ParallelPlan
         if not isinstance(plan, str):
             problems += _unknown_names(model, plan)
             overridden = _matches(model, plan)
-            kept = {name: word for name, word in _matches(model, chosen.tensor).items() if name not in overridden}
+            kept = {name: style for name, style in _matches(model, chosen.tensor).items() if name not in overridden}
             chosen = replace(chosen, tensor={**kept, **plan})
     else:
         problem = Problem(ProblemKind.PLAN, repr(plan), "is neither 'auto' nor rules by name")
         raise ShardingError("no such plan", [problem])
     unknown = _unknown_styles(chosen)
     problems += unknown
-    if not unknown:  # nobody can say what an unknown style would divide
+    if not unknown:  # what an unknown style divides is not known
         problems += [*_tensor_problems(model, mesh, chosen), *_expert_problems(model, mesh, chosen)]
     if problems:
         summary = f"{class_name(model)} cannot be sharded over {describe(mesh)}"
@@ -105,9 +105,9 @@ def _completed(model: PreTrainedModel, mesh: DeviceMesh, plan: ParallelPlan) -> 
     tensor, expert = declared_tensor_plan(model), declared_expert_plan(model)
     # A declared style that is not known here does no harm where its dimension divides nothing.
     if size_of(mesh, "tp") == 1:
-        tensor = {name: word for name, word in tensor.items() if word in TENSOR_STYLES}
+        tensor = {name: style for name, style in tensor.items() if style in TENSOR_STYLES}
     if size_of(mesh, "ep") == 1:
-        expert = {name: word for name, word in expert.items() if word in EXPERT_STYLES}
+        expert = {name: style for name, style in expert.items() if style in EXPERT_STYLES}
     return replace(
         plan,
         tensor=tensor if plan.tensor is None else plan.tensor,
@@ -126,9 +126,9 @@ def declared_tensor_plan(model: PreTrainedModel) -> dict[str, str]:
     names = {module: name for name, module in model.named_modules()}
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if isinstance(embedding, nn.Embedding):
-        plan[names[embedding]] = DIVIDED_EMBEDDING.word
+        plan[names[embedding]] = DIVIDED_EMBEDDING.name
     if isinstance(head, nn.Linear) and head in names:
-        plan[names[head]] = DIVIDED_HEAD.word
+        plan[names[head]] = DIVIDED_HEAD.name
     return plan
 
 
@@ -138,8 +138,8 @@ def declared_expert_plan(model: PreTrainedModel) -> dict[str, str]:
     There one set of ranks divides both; here `ep` divides experts, and linears are divided by `tp`, by its own plan.
     """
     plan = getattr(model, "_ep_plan", None) or {}
-    linears = {word for word, style in TENSOR_STYLES.items() if style.divides_linears}
-    return {name: word for name, word in plan.items() if word not in linears}
+    linears = {style.name for style in TENSOR_STYLES.values() if style.divides_linears}
+    return {name: style for name, style in plan.items() if style not in linears}
 
 
 def units_of(model: PreTrainedModel) -> tuple[str, ...]:
@@ -152,12 +152,12 @@ def units_of(model: PreTrainedModel) -> tuple[str, ...]:
 
 def tensor_styles(model: nn.Module, plan: ParallelPlan) -> dict[str, Style]:
     """For each module and parameter that a checked plan names, how `tp` divides it."""
-    return {name: TENSOR_STYLES[word] for name, word in _matches(model, plan.tensor).items()}
+    return {name: TENSOR_STYLES[style] for name, style in _matches(model, plan.tensor).items()}
 
 
 def expert_styles(model: nn.Module, plan: ParallelPlan) -> dict[str, Style]:
     """For each module and parameter that a checked plan names, how `ep` divides it."""
-    return {name: EXPERT_STYLES[word] for name, word in _matches(model, plan.expert).items()}
+    return {name: EXPERT_STYLES[style] for name, style in _matches(model, plan.expert).items()}
 
 
 def is_vocabulary(model: PreTrainedModel, module: nn.Module) -> bool:
@@ -190,11 +190,11 @@ def experts_over(model: nn.Module, mesh: DeviceMesh, plan: ParallelPlan) -> str 
 
 
 def _matches(model: nn.Module, plan: Mapping[str, str] | None) -> dict[str, str]:
-    """For each module and parameter that a plan names, the word it has for it."""
+    """For each module and parameter that a plan names, the style it has for it."""
     names = _names(model)
     found: dict[str, str] = {}
-    for pattern, word in (plan or {}).items():
-        found |= dict.fromkeys(filter(_pattern(pattern).fullmatch, names), word)
+    for pattern, style in (plan or {}).items():
+        found |= dict.fromkeys(filter(_pattern(pattern).fullmatch, names), style)
     return found
 
 
@@ -237,10 +237,10 @@ def _unknown_units(model: nn.Module, units: tuple[str, ...]) -> list[Problem]:
 
 def _unknown_styles(plan: ParallelPlan) -> list[Problem]:
     return [
-        Problem(ProblemKind.PLAN, name, f"has the style {word!r}; known are {', '.join(known)}")
+        Problem(ProblemKind.PLAN, name, f"has the style {style!r}; known are {', '.join(known)}")
         for rules, known in ((plan.tensor, TENSOR_STYLES), (plan.expert, EXPERT_STYLES))
-        for name, word in (rules or {}).items()
-        if word not in known
+        for name, style in (rules or {}).items()
+        if style not in known
     ]
 
 
@@ -279,7 +279,7 @@ def _tensor_problems(model: PreTrainedModel, mesh: DeviceMesh, plan: ParallelPla
 
 
 def _unsuited(name: str, module: nn.Module, style: Style) -> list[Problem]:
-    """A style whose computation a module that is no linear does not do."""
+    """The problem of a module, other than a linear, that cannot compute its style."""
     if style.compute is VocabularyParallel and isinstance(module, nn.Embedding):
         if module.max_norm is None:
             return []
@@ -287,7 +287,7 @@ def _unsuited(name: str, module: nn.Module, style: Style) -> list[Problem]:
     elif style.compute is None or not style.divides_linears:
         return []
     else:
-        detail = f"is a {type(module).__name__}, and {style.word} divides nn.Linear"
+        detail = f"is a {type(module).__name__}, and {style.name} divides nn.Linear"
     return [Problem(ProblemKind.PLAN, name, detail)]
 
 

@@ -216,17 +216,17 @@ def _is_float(value: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Style:
-    """What a word of a plan means.
+    """What a plan says of a module or a parameter.
 
     Args:
-        word: the word.
+        name: transformers' name of the style.
         dim: the dimension of a parameter that is divided, given how many it has; None divides nothing.
         compute: the mixin that exchanges activations; None if nothing is exchanged.
         blocks: how many equal blocks the divided dimension holds, of each of which a rank has its share.
         sums_gradient: whether the parameters are whole on every rank, yet see only its share of the work.
     """
 
-    word: str
+    name: str
     dim: Callable[[int], int | None] = lambda ndim: None
     compute: type[_Parallel] | None = None
     blocks: int = 1
@@ -250,15 +250,15 @@ def _first(ndim: int) -> int:
     return 0
 
 
-def _by_word(*styles: Style) -> dict[str, Style]:
-    return {style.word: style for style in styles}
+def _by_name(*styles: Style) -> dict[str, Style]:
+    return {style.name: style for style in styles}
 
 
 REPLICATE = Style("replicate")
 DIVIDED_EMBEDDING = Style("embedding_rowwise", _first, VocabularyParallel)
 DIVIDED_HEAD = Style("colwise_gather_output", _output, ColwiseGathered)
 
-TENSOR_STYLES = _by_word(
+TENSOR_STYLES = _by_name(
     REPLICATE,
     DIVIDED_EMBEDDING,
     DIVIDED_HEAD,
@@ -278,13 +278,13 @@ TENSOR_STYLES = _by_word(
 )
 """What a tensor-parallel plan may say of a module or a parameter."""
 
-EXPERT_STYLES = _by_word(
+EXPERT_STYLES = _by_name(
     REPLICATE,
     Style("grouped_gemm", _first),
     Style("ep_dispatch_experts", compute=ExpertsOfThisRank),
     Style("moe_tp_experts", compute=ExpertsOfThisRank),  # so called before transformers 5.2x
     Style("replicated_with_grad_allreduce", sums_gradient=True),
-    Style("ep_router"),  # routes as ever: the stack itself chooses this rank's experts here
+    Style("ep_router"),  # routes as usual: the stack itself chooses this rank's experts here
 )
 """What an expert-parallel plan may say."""
 

@@ -176,8 +176,8 @@ def test_a_pattern_is_renamed_once_and_conversions_know_that_they_were_used(monk
     used, unused = WeightRenaming("mixer", "attention"), WeightRenaming("decoder", "model")
     renamer = Renamer([used, unused], Names())
     asked: list[str] = []
-    renamed_by_itself = renamer._one
-    monkeypatch.setattr(renamer, "_one", lambda name: asked.append(name) or renamed_by_itself(name))
+    renamed_by_itself = renamer._rename_one
+    monkeypatch.setattr(renamer, "_rename_one", lambda name: asked.append(name) or renamed_by_itself(name))
     names = [f"layers.{layer}.experts.{expert}.mixer" for layer in range(10) for expert in range(100)]
     assert renamer.rename(names)["layers.7.experts.42.mixer"] == "layers.7.experts.42.attention"
     assert len(asked) == 2 * 3  # numbers of one digit and of two, three examples of each
