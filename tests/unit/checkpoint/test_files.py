@@ -356,7 +356,7 @@ def test_a_folder_without_configuration(tmp_path: Path, subfolder: str) -> None:
 @pytest.mark.parametrize("name", ["/no/such/folder", "a/b/c", "no name!", "~/nowhere"])
 def test_what_can_only_be_a_path_is_no_hub_error(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(CheckpointError, match=r"no such directory\n  What to do: check the path$") as caught:
+    with pytest.raises(CheckpointError, match="no such directory") as caught:
         resolve_folder(name, cache_dir=tmp_path)
     assert name in str(caught.value)
 
