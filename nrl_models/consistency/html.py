@@ -7,6 +7,7 @@ import io
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from importlib.metadata import version
+from importlib.util import find_spec
 from math import log
 from pathlib import Path
 from typing import Any
@@ -35,12 +36,8 @@ def require_matplotlib() -> None:
     Raises:
         ConsistencyError: matplotlib is not installed.
     """
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise ConsistencyError(
-            "the HTML report has plots, which need matplotlib: pip install 'nrl_models[report]'"
-        ) from error
+    if find_spec("matplotlib") is None:
+        raise ConsistencyError("the HTML report has plots, which need matplotlib: pip install 'nrl_models[report]'")
 
 
 def write_html(report: ConsistencyReport, file: Path, tokenizer: Any | None = None, command: str = "") -> None:

@@ -81,27 +81,28 @@ class Hypotheses:
 
     def __iter__(self) -> Iterator[Hypothesis]:
         """The hypotheses, cheap ones first."""
-        yield from self.about_sampling()
+        yield from self.about_logits()
         yield from self.about_alignment()
-        yield from self.about_the_head()
         yield from self.about_weights()
         yield from self.about_configuration()
 
-    def about_sampling(self) -> Iterator[Hypothesis]:
-        """Some of temperature, top-k and top-p are left out."""
-        right = self.sampling.processing
-        tried = {right}
-        for message, variant in (
-            ("the temperature was not applied", replace(right, temperature=1.0)),
-            ("top-k and top-p were not applied", Sampling(right.temperature)),
-            ("neither temperature nor top-k and top-p were applied", Sampling()),
-            ("top-p was not applied", replace(right, top_p=1.0)),
-            ("top-k was not applied", replace(right, top_k=0)),
+    def about_logits(self) -> Iterator[Hypothesis]:
+        """Temperature, top-k or top-p are left out, or the scale or soft cap of the logits."""
+        right, head = self.sampling.processing, self.head
+        tried = {(right, head)}
+        for kind, message, sampling, end in (
+            (CauseKind.SAMPLING, "the temperature was not applied", replace(right, temperature=1.0), head),
+            (CauseKind.SAMPLING, "top-k and top-p were not applied", Sampling(right.temperature), head),
+            (CauseKind.SAMPLING, "neither temperature nor top-k and top-p were applied", Sampling(), head),
+            (CauseKind.SAMPLING, "top-p was not applied", replace(right, top_p=1.0), head),
+            (CauseKind.SAMPLING, "top-k was not applied", replace(right, top_k=0), head),
+            (CauseKind.HEAD, "the soft cap of the logits was not applied", right, replace(head, cap=None)),
+            (CauseKind.HEAD, "the scale of the logits was not applied", right, replace(head, scale=1.0)),
+            (CauseKind.HEAD, "the scale of the logits was applied twice", right, replace(head, scale=head.scale**2)),
         ):
-            if variant not in tried:
-                tried.add(variant)
-                logprobs = self._logprobs(self.hidden, self.head, variant)
-                yield Hypothesis(Cause(CauseKind.SAMPLING, message), logprobs)
+            if (sampling, end) not in tried:
+                tried.add((sampling, end))
+                yield Hypothesis(Cause(kind, message), self._logprobs(self.hidden, end, sampling))
 
     def about_alignment(self) -> Iterator[Hypothesis]:
         """Each token is given the log-probability of its neighbour."""
@@ -113,17 +114,6 @@ class Hypotheses:
         ):
             message = f"each token had the log-probability of the {neighbour} token"
             yield Hypothesis(Cause(CauseKind.ALIGNMENT, message), logprobs)
-
-    def about_the_head(self) -> Iterator[Hypothesis]:
-        """The scale or the soft cap after the output embedding is left out."""
-        for message, head in (
-            ("the soft cap of the logits was not applied", replace(self.head, cap=None)),
-            ("the scale of the logits was not applied", replace(self.head, scale=1.0)),
-            ("the scale of the logits was applied twice", replace(self.head, scale=self.head.scale**2)),
-        ):
-            if (head.scale, head.cap) != (self.head.scale, self.head.cap):
-                logprobs = self._logprobs(self.hidden, head, self.sampling)
-                yield Hypothesis(Cause(CauseKind.HEAD, message), logprobs)
 
     def about_weights(self) -> Iterator[Hypothesis]:
         """The weights, or cached keys and values, are those of before the last refit."""

@@ -197,7 +197,7 @@ class RefitChecker:
         """What is wrong with a refit, apart from what the engine then computes."""
         planned = [name for name, _, _ in plan]
         if list(sent) != planned:
-            different = [f"{name} for {plan}" for name, plan in zip(sent, planned, strict=False) if name != plan]
+            different = [f"{name} for {wanted}" for name, wanted in zip(sent, planned, strict=False) if name != wanted]
             yield f"other tensors were sent than planned: {len(sent)} for {len(planned)}; {different[:3]}"
         arrived = report.digests
         sides = {

@@ -47,16 +47,10 @@ def compare_tensors(reference: torch.Tensor, actual: torch.Tensor) -> TensorComp
     difference = torch.where(same, 0.0, (first - second).abs())
     max_diff = difference.nan_to_num(nan=math.inf, posinf=math.inf).max().item()
     mean_diff = difference.mean().item() if math.isfinite(max_diff) else math.inf
-    return TensorComparison(max_diff, mean_diff, _cosine(first, second))
-
-
-def _cosine(first: torch.Tensor, second: torch.Tensor) -> float:
     finite = first.isfinite() & second.isfinite()
-    first, second = first[finite].double(), second[finite].double()
-    norms = (first.norm() * second.norm()).item()
-    if norms == 0.0:
-        return 1.0 if torch.equal(first, second) else 0.0
-    return (first @ second).item() / norms
+    vectors = first[finite].double(), second[finite].double()
+    cosine = 1.0 if torch.equal(*vectors) else torch.cosine_similarity(*vectors, dim=0).item()
+    return TensorComparison(max_diff, mean_diff, cosine)
 
 
 class StateDictComparison(NamedTuple):
