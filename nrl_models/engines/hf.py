@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from importlib.metadata import version
-from itertools import chain
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
 
@@ -269,10 +268,8 @@ class HFEngine(Engine):
 
 def _by_length(rows: Sequence[Tokens]) -> list[list[int]]:
     """Indices of the rows, those of the same length together."""
-    groups: dict[int, list[int]] = defaultdict(list)
-    for index, row in enumerate(rows):
-        groups[len(row)].append(index)
-    return list(groups.values())
+    by_length = sorted(range(len(rows)), key=lambda index: len(rows[index]))
+    return [list(group) for _, group in groupby(by_length, key=lambda index: len(rows[index]))]
 
 
 class _Recorder(LogitsProcessor):
