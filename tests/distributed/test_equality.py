@@ -1,4 +1,4 @@
-"""Sharded models compute what one process computes: loss within 1e-6, gradients within 1e-5, by Hugging Face name.
+"""Sharded models compute what one process computes: loss within 5e-6, gradients within 3e-5, by Hugging Face name.
 
 Every family of `ONE_OF_EACH_PATTERN` takes part. A layout that a family refuses is a skip with the reason; a wrong
 result never is.
@@ -16,6 +16,13 @@ from world import RanksFailedError, World
 from nrl_models import registry
 from tests.patterns import ONE_OF_EACH_PATTERN
 from tests.unit.families.gemma4.test_variants import A4B, E2B
+
+LOSS = 5e-6
+"""Ten units in the last place of an fp32 loss."""
+
+GRADIENTS = 3e-5
+"""Of the largest gradient: ranks add up in another order, and how far that shows depends on the CPU's kernels.
+A mistake shows as percents."""
 
 ONE_EACH = [registry.FAMILIES[family][0] for family in ONE_OF_EACH_PATTERN]
 """The first class of each: its language model."""
@@ -47,8 +54,8 @@ def check(world: World, architecture: str, **sizes: int) -> None:
 
 def assert_equal(found: list[dict[str, float]]) -> None:
     for rank in found:
-        assert rank["loss"] <= 1e-6
-        assert rank["gradients"] <= 1e-5
+        assert rank["loss"] <= LOSS
+        assert rank["gradients"] <= GRADIENTS
         assert rank["scale"] > 0.05, "gradients too small for a mistake to show"
 
 
@@ -121,8 +128,8 @@ def test_each_projection_is_sharded_by_its_own_rule(two: World, four: World, siz
 @pytest.mark.parametrize("heads", [1, 2])
 def test_key_value_heads_that_ranks_do_not_divide_are_right_under_fsdp(four: World, heads: int) -> None:
     (found, *_) = four.run(partial(equality.llama_equals_one_process, fsdp=4), {"num_key_value_heads": heads})
-    assert found["loss"] <= 1e-6
-    assert found["gradients"] <= 1e-5
+    assert found["loss"] <= LOSS
+    assert found["gradients"] <= GRADIENTS
 
 
 @pytest.mark.parametrize("sizes", [{"fsdp": 4}, {"fsdp": 2, "ep": 2}], ids=["fsdp", "fsdp-ep"])
@@ -134,8 +141,8 @@ def test_experts_that_ranks_do_not_divide_are_right_under_fsdp(four: World, size
 def test_rows_that_ranks_do_not_divide_are_right_under_both(four: World) -> None:
     odd = {"intermediate_size": 258, "vocab_size": 514}  # 129 and 257 rows a rank of tp, which fsdp does not divide
     for found in four.run(partial(equality.llama_equals_one_process, fsdp=2, tp=2), odd):
-        assert found["loss"] <= 1e-6
-        assert found["gradients"] <= 1e-5
+        assert found["loss"] <= LOSS
+        assert found["gradients"] <= GRADIENTS
 
 
 def test_key_value_heads_that_ranks_do_not_divide_are_refused_under_tp(four: World) -> None:
@@ -161,15 +168,15 @@ def test_a_vocabulary_that_ranks_do_not_divide_stays_whole(two: World) -> None:
     for found in two.run(
         partial(equality.llama_equals_one_process, tp=2), {"vocab_size": 513, "tie_word_embeddings": True}
     ):
-        assert found["loss"] <= 1e-6
-        assert found["gradients"] <= 1e-5
+        assert found["loss"] <= LOSS
+        assert found["gradients"] <= GRADIENTS
 
 
 def test_features_that_ranks_do_not_divide_are_right_under_fsdp(four: World) -> None:
     odd = {"hidden_size": 258, "num_attention_heads": 6, "num_key_value_heads": 3, "attention_bias": True}
     (found, *_) = four.run(partial(equality.llama_equals_one_process, fsdp=4), odd)
-    assert found["loss"] <= 1e-6
-    assert found["gradients"] <= 1e-5
+    assert found["loss"] <= LOSS
+    assert found["gradients"] <= GRADIENTS
 
 
 def test_mixed_precision_computes_in_one_dtype_and_keeps_another(two: World) -> None:
@@ -182,8 +189,8 @@ def test_activation_checkpointing_changes_no_gradient(two: World, four: World, s
     world = four if len(sizes) == 2 else two
     for architecture in ("Qwen3ForCausalLM", "GptOssForCausalLM"):
         for found in world.run(partial(equality.equals_one_process, checkpointing=True, **sizes), architecture):
-            assert found["loss"] <= 1e-6
-            assert found["gradients"] <= 1e-5
+            assert found["loss"] <= LOSS
+            assert found["gradients"] <= GRADIENTS
 
 
 def test_generation_is_the_same(two: World) -> None:

@@ -139,7 +139,8 @@ def test_a_plan_that_names_no_module_is_refused(two: World, llama: Path) -> None
     for kind, text in refused(two, partial(loading.loads_plainly, plan=plan, tp=2), str(llama)):
         assert kind == "ShardingError"
         assert "model.layers.*.self_attn.query: names no module or parameter" in text
-        assert "has the style 'sideways'; known are colwise" in text
+        assert "has the style 'sideways'; known are " in text
+        assert "colwise" in text
 
 
 def test_a_checkpoint_of_another_architecture_is_refused(two: World, llama: Path, checkpoints: dict[str, Path]) -> None:
