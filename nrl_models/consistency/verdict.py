@@ -113,7 +113,10 @@ class Verdict:
 
     def to_json(self) -> dict[str, Any]:
         """By name, with numbers that JSON lacks as None."""
-        errors = {party: [finite_or_none(value) for value in error] for party, error in self.errors.items()}
+        errors = {
+            party: {name: finite_or_none(value) for name, value in error._asdict().items()}
+            for party, error in self.errors.items()
+        }
         return asdict(self) | {"errors": errors, "summary": self.summary}
 
     @classmethod
@@ -130,7 +133,7 @@ class Verdict:
             | {
                 "kind": VerdictKind(fields["kind"]),
                 "at_fault": tuple(map(Party, fields["at_fault"])),
-                "errors": {Party(party): Deviation(*error) for party, error in fields["errors"].items()},
+                "errors": {Party(party): Deviation(**error) for party, error in fields["errors"].items()},
                 "quirks": tuple(fields["quirks"]),
             }
         )
