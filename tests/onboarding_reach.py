@@ -6,18 +6,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import transformers
 from transformers import PreTrainedModel
 from transformers.models.auto import modeling_auto
 
 from nrl_models import registry
-from nrl_models.devtools.coverage import read_results
+from nrl_models.devtools.generated_tests import GeneratedTests, read_generated_tests
 from nrl_models.devtools.overview import table
+from nrl_models.devtools.results import pages_folder, read_records
 from nrl_models.onboarding.detect import Detection, detect
 
 MAPPINGS = (
@@ -39,7 +39,7 @@ def decoders() -> Iterator[type[PreTrainedModel]]:
             yield model_class
 
 
-def status(found: Detection, results: list[dict[str, Any]]) -> str:
+def status(found: Detection, tests: GeneratedTests | None) -> str:
     """What became of an architecture: `green`, `red`, `nothing to combine`, `not run` or `not registered`."""
     if not found.ok:
         return "not run"
@@ -47,27 +47,23 @@ def status(found: Detection, results: list[dict[str, Any]]) -> str:
         return "nothing to combine"
     if found.architecture not in registry.MODEL_ARCH_MAPPING:
         return "not registered"
-    return "red" if not results or any(one["outcome"] == "failed" for one in results) else "green"
+    return "red" if tests is None or tests.failed else "green"
 
 
-def write_reach(results_file: Path, page: Path) -> Counter[str]:
+def write_reach(tests: Mapping[str, GeneratedTests], page: Path) -> Counter[str]:
     """Look at every decoder, and write the table.
 
     Args:
-        results_file: outcomes of the generated tests, as `nrl-models dev coverage` leaves them.
+        tests: what is recorded of the generated tests, by architecture.
         page: the Markdown file to write.
 
     Returns:
         How many architectures there are of each `status`.
-
-    Raises:
-        CoverageError: the file is not there, or has no results.
     """
-    _, results = read_results(results_file)
     rows, counts = [], Counter[str]()
     for model_class in decoders():
         found = detect(model_class)
-        outcome = status(found, results.get(model_class.__name__, []))
+        outcome = status(found, tests.get(model_class.__name__))
         counts[outcome] += 1
         rows.append((found.architecture, found.model_type, outcome, _groups(found), _remark(found)))
     combinable = counts["green"] + counts["red"] + counts["not registered"]
@@ -110,5 +106,5 @@ def _remark(found: Detection) -> str:
 
 
 if __name__ == "__main__":
-    docs = Path(__file__).parents[1] / "docs"
-    print(dict(write_reach(docs / "model-coverage" / "results.json", docs / "onboarding-reach.md")))
+    pages = pages_folder()
+    print(dict(write_reach(read_generated_tests(read_records(pages)), pages.parent / "onboarding-reach.md")))

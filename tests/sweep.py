@@ -1,27 +1,21 @@
-"""What sweeps over architectures have in common: outcomes are kept as they come, and a run goes on where one stopped.
+"""What sweeps over architectures share: outcomes are recorded as they come, and a run goes on where one stopped.
 
-A sweep's file holds `{"versions": {...}, "outcomes": {architecture: {...}}}`; while all are tried again, also under
-`"again"` those that have been.
+An outcome that was recorded with other versions stays until its own architecture is tried again.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nrl_models.common.checkpoint.writing import write_whole
+from nrl_models.devtools.results import FOLDER, Kind, Record, read_records, write_record
 
-Outcome = dict[str, Any]
-
-
-def published(results: Path) -> dict[str, Any]:
-    """What a sweep's file holds."""
-    return json.loads(results.read_text()) if results.exists() else {"versions": {}, "outcomes": {}}
+Outcomes = Mapping[Kind, Mapping[str, Any]]
+"""What came out for one architecture, by what was tried."""
 
 
 @dataclass(frozen=True)
@@ -29,20 +23,22 @@ class Sweep:
     """Architectures tried one after another.
 
     Args:
-        results: the file with the outcomes.
-        everything: the architectures that there should be an outcome of.
-        versions: of what decides the outcomes: those of other versions are forgotten.
-        run: tries the architectures it is given, and yields each one's outcome as soon as it is there.
-        worsened: what is worse in an outcome, the second, than it was in the first, in words; empty if nothing is.
-        write_page: called with what the file holds, whenever that has changed.
+        pages: the folder of the coverage pages, beside which outcomes are recorded.
+        everything: the architectures that there should be outcomes of.
+        versions: what is tried, and the versions of the packages that decide its outcome.
+        run: tries the architectures it is given, and yields each one's outcomes as soon as they are there.
+        worsened: what is worse in an outcome, the last, than it was in the one before; empty if nothing is.
+        write_page: called whenever something was recorded.
+        optional: what is not tried of every architecture.
     """
 
-    results: Path
+    pages: Path
     everything: list[str]
-    versions: dict[str, str]
-    run: Callable[[list[str]], Iterator[tuple[str, Outcome]]]
-    worsened: Callable[[Outcome, Outcome], str]
-    write_page: Callable[[dict[str, Any]], None]
+    versions: Mapping[Kind, Mapping[str, str]]
+    run: Callable[[list[str]], Iterator[tuple[str, Outcomes]]]
+    worsened: Callable[[Mapping[str, Any], Mapping[str, Any]], str]
+    write_page: Callable[[], None]
+    optional: frozenset[Kind] = field(default_factory=frozenset)
 
     def main(self, parser: argparse.ArgumentParser) -> int:
         """Run what the command line asks for; 1 if an architecture came out worse than before."""
@@ -53,7 +49,7 @@ class Sweep:
         if unknown := sorted(set(options.names) - set(self.everything)):
             parser.error(f"not among the architectures of this sweep: {', '.join(unknown)}")
         if options.page:
-            self.write_page(published(self.results))
+            self.write_page()
             return 0
         return self.go_on(options.names, again=options.again)
 
@@ -61,30 +57,39 @@ class Sweep:
         """Try architectures; 1 if one came out worse than before.
 
         Args:
-            names: those to try. If none are named, those without an outcome.
+            names: those to try. If none are named, those without an outcome of the installed versions.
             again: if none are named, try all; but those that a run of this kind tried before it was cut.
         """
-        before = published(self.results)
-        kept = before["outcomes"] if before["versions"] == self.versions else {}
+        records = read_records(self.pages)
         again = again and not names
-        done = kept.keys() if not again else before.get("again", []) if kept else []
-        found: dict[str, Outcome] = {}
-        worse = False
-        for name, outcome in self.run(names or [one for one in self.everything if one not in done]):
-            found[name] = outcome
-            self.publish(kept | found, [*done, *found] if again else [])
-            if name in before["outcomes"] and (words := self.worsened(before["outcomes"][name], outcome)):
-                print(f"{name}: {words}", file=sys.stderr, flush=True)
-                worse = True
         if again:
-            self.publish(kept | found, [])
+            done = self._tried_again.read_text().split() if self._tried_again.is_file() else []
+        else:
+            done = [name for name in self.everything if self._is_done(records, name)]
+        worse = False
+        for name, outcomes in self.run(names or [name for name in self.everything if name not in done]):
+            for kind, outcome in outcomes.items():
+                write_record(self.pages, kind, name, Record(self.versions[kind], outcome))
+                before = records[kind].get(name)
+                if before and (text := self.worsened(before.outcome, outcome)):
+                    print(f"{name}: {kind}: {text}", file=sys.stderr, flush=True)
+                    worse = True
+            if again:
+                with self._tried_again.open("a") as file:
+                    file.write(f"{name}\n")
+            self.write_page()
+        if again:
+            self._tried_again.unlink(missing_ok=True)
         return 1 if worse else 0
 
-    def publish(self, outcomes: dict[str, Outcome], again: list[str]) -> None:
-        """Write outcomes, by architecture, and the page; and which have been tried again, while others are to be."""
-        known = {name: outcomes[name] for name in self.everything if name in outcomes}
-        content: dict[str, Any] = {"versions": self.versions, "outcomes": known}
-        if again:
-            content["again"] = again
-        write_whole(self.results, json.dumps(content, indent=1) + "\n")
-        self.write_page(content)
+    @property
+    def _tried_again(self) -> Path:
+        """The architectures that have been tried again, while others are to be."""
+        return self.pages / FOLDER / f".{next(iter(self.versions))}.again"
+
+    def _is_done(self, records: Mapping[Kind, Mapping[str, Record]], name: str) -> bool:
+        """Whether there is an outcome of the installed versions of everything that is tried of an architecture."""
+        return all(
+            record.versions == versions if (record := records[kind].get(name)) else kind in self.optional
+            for kind, versions in self.versions.items()
+        )

@@ -12,6 +12,10 @@ from nrl_models.cli.console import show
 
 dev = typer.Typer(no_args_is_help=True, help="Write what the repository records of every family; needs a checkout.")
 
+Pages = Annotated[
+    Path | None,
+    typer.Option(help="The directory of the pages, with results/; docs/model-coverage of the checkout by default."),
+]
 Architectures = Annotated[list[str] | None, typer.Argument(help="All registered ones without.")]
 
 
@@ -60,10 +64,14 @@ def new(
 
 @dev.command()
 def coverage(
-    results: Annotated[
-        Path | None, typer.Option(help="Test results to use; without, the generated tests run now.")
+    architectures: Annotated[
+        list[str] | None, typer.Argument(help="Run the generated tests of these first, and record their outcomes.")
     ] = None,
-    out: Annotated[Path, typer.Option(help="Where the pages go, or are.")] = Path("docs/model-coverage"),
+    everything: Annotated[bool, typer.Option("--all", help="Run the generated tests of every architecture.")] = False,
+    results: Annotated[
+        Path | None, typer.Option(help="Record what pytest --nrl-results wrote here, and run nothing.")
+    ] = None,
+    out: Pages = None,
     kind: Annotated[
         list[str] | None, typer.Option(help="Write nothing; print the architectures of this kind, e.g. moe.")
     ] = None,
@@ -71,17 +79,26 @@ def coverage(
         list[str] | None, typer.Option(help="... and with this feature, e.g. TP; or TP=refused.")
     ] = None,
 ) -> None:
-    """Write the model coverage pages from the results of the generated tests; or look something up in them."""
-    if kind or feature:
-        from nrl_models.devtools import overview
+    """Write the model coverage pages from what is recorded of every architecture; or look something up in it."""
+    from tempfile import TemporaryDirectory
 
-        found, names = overview.chosen(overview.read(out / overview.FILE), kind or (), feature or ())
+    from nrl_models.devtools import overview
+    from nrl_models.devtools.coverage import overview_rows, write_pages
+    from nrl_models.devtools.generated_tests import record_generated_tests, run_generated_tests
+    from nrl_models.devtools.results import pages_folder, read_records
+
+    pages = out or pages_folder()
+    if kind or feature:
+        found, names = overview.chosen(overview_rows(read_records(pages)), kind or (), feature or ())
         show(overview.as_table(found, names))
         return
-    from nrl_models.devtools.coverage import run_generated_tests, write_pages
-
-    pages = write_pages(results or run_generated_tests(out / "results.json"), out)
-    show(f"wrote {len(pages)} pages to {out}")
+    with TemporaryDirectory() as folder:
+        if results is None and (architectures or everything):
+            results = Path(folder) / "results.json"
+            run_generated_tests(architectures or (), results)
+        if results is not None:
+            show(f"recorded the generated tests of {len(record_generated_tests(results, pages))} architectures")
+    show(f"wrote {len(write_pages(pages))} pages to {pages}")
 
 
 @dev.command()
@@ -93,18 +110,21 @@ def ledger(
     survey: Annotated[bool, typer.Option("--survey", help="Only say which keys nothing reads; try none.")] = False,
 ) -> None:
     """Change each key of each configuration, here and in transformers, and record what it does in the ledger."""
-    from nrl_models.common.config.ledger import DEFAULT_ONLY, INERT, UNTRIED, read_ledgers
+    from nrl_models.common.config.ledger import KeyKind
     from nrl_models.devtools.record_ledger import write_ledger
+    from nrl_models.devtools.results import pages_folder
 
-    differs = False
+    pages_folder()  # raises where this is no checkout
+    recorded, differs = 0, False
     for name, found in write_ledger(architectures or (), again=again, survey=survey):
-        counts = ((kind, found.count(kind)) for kind in ("consumed", INERT, DEFAULT_ONLY, UNTRIED))
-        show(f"{name}: " + ", ".join(f"{count} {kind}" for kind, count in counts if count))
+        recorded += 1
+        counts = {"consumed": found.consumed}
+        counts |= {kind: found.count(kind) for kind in (KeyKind.INERT, KeyKind.DEFAULT_ONLY, KeyKind.UNTRIED)}
+        show(f"{name}: " + ", ".join(f"{count} {kind}" for kind, count in counts.items() if count))
         for key, difference in found.departures.items():
             differs = True
             show(f"  {key} acts otherwise than in transformers: {difference}")
-    ledgers = read_ledgers()
-    show(f"{len(ledgers.of)} architectures recorded with transformers {ledgers.transformers}")
+    show(f"{recorded} architectures recorded")
     if differs:
         raise typer.Exit(1)
 
@@ -112,20 +132,19 @@ def ledger(
 @dev.command()
 def mutate(
     architectures: Architectures = None,
-    results: Annotated[Path, typer.Option(help="Where outcomes are kept; a run goes on from there.")] = Path(
-        "docs/model-coverage/mutants.json"
-    ),
-    again: Annotated[bool, typer.Option("--again", help="Try those that are in the results, too.")] = False,
+    out: Pages = None,
+    again: Annotated[bool, typer.Option("--again", help="Try those that are recorded, too.")] = False,
 ) -> None:
     """Plant bugs into every architecture, one by one, and see that the generated tests find each."""
     from nrl_models.devtools.mutants.campaign import architectures_in_order, run_mutants
+    from nrl_models.devtools.results import pages_folder
 
     killed = applicable = tried = 0
-    for architecture, outcome in run_mutants(architectures_in_order(architectures), results, again=again):
+    for architecture, outcome in run_mutants(architectures_in_order(architectures), out or pages_folder(), again=again):
         tried, killed, applicable = tried + 1, killed + len(outcome.killed), applicable + outcome.applicable
         show(f"{architecture}: {len(outcome.killed)} of {outcome.applicable} killed")
         for mutant in outcome.survived:
             show(f"  survived: {mutant}")
-    show(f"{killed:,} of {applicable:,} mutants killed in {tried} architectures; see {results}")
+    show(f"{killed:,} of {applicable:,} mutants killed in {tried} architectures")
     if killed < applicable:
         raise typer.Exit(1)

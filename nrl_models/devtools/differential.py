@@ -20,7 +20,7 @@ from nrl_models.common.config.keys import (
     keys_in_class,
     keys_in_model,
 )
-from nrl_models.common.config.ledger import INERT, UNTRIED
+from nrl_models.common.config.ledger import KeyKind
 from nrl_models.common.config.walk import walk
 from nrl_models.devtools.perturbations import perturbed
 from nrl_models.inputs.model_inputs import Inputs, inputs_for
@@ -71,11 +71,11 @@ class Finding:
     """What was found out about a key.
 
     Args:
-        kind: one of `CONSUMED`, or `INERT`.
+        kind: what the key does; never `DEFAULT_ONLY` or `UNTRIED`.
         difference: how the model under test moved otherwise than its reference; empty if it did not.
     """
 
-    kind: str
+    kind: KeyKind
     difference: str = ""
 
 
@@ -109,19 +109,19 @@ class Differential:
         found = {path: self.try_key(path) for path in self.keys()}
         for path, finding in found.items():
             config = self._opened.get(_place(self._base.config, path))
-            if finding.kind == INERT and config is not None:
+            if finding.kind == KeyKind.INERT and config is not None:
                 found[path] = self._try_values(self._based_on(config, self._base), path)
         return found
 
-    def survey(self) -> dict[str, str]:
-        """What is known of each key before any is tried: whether it is inert, since nothing reads it, or `UNTRIED`."""
+    def survey(self) -> dict[str, KeyKind]:
+        """What is known of each key before any is tried: whether it is inert, since nothing reads it, or untried."""
         return {
-            path: UNTRIED
+            path: KeyKind.UNTRIED
             if any(
                 isinstance(config, Exception) or self._can_matter(self._base, config, path)
                 for config in perturbed(self._base.config, path)
             )
-            else INERT
+            else KeyKind.INERT
             for path in self.keys()
         }
 
@@ -146,20 +146,20 @@ class Differential:
         return read
 
     def _try_values(self, base: Behaviour, path: str) -> Finding:
-        kinds: list[str] = []
+        kinds: list[KeyKind] = []
         for config in perturbed(base.config, path):
             if isinstance(config, Exception):
-                finding = Finding("refused")
+                finding = Finding(KeyKind.REFUSED)
             elif self._can_matter(base, config, path):
                 finding = self._try(base, config)
             else:
-                finding = Finding(INERT)
+                finding = Finding(KeyKind.INERT)
             kinds.append(finding.kind)
-            if finding.difference or finding.kind not in (INERT, "refused"):
+            if finding.difference or finding.kind not in (KeyKind.INERT, KeyKind.REFUSED):
                 return finding
-            if kinds.count(INERT) >= ENOUGH:
+            if kinds.count(KeyKind.INERT) >= ENOUGH:
                 break
-        return Finding("refused" if set(kinds) == {"refused"} else INERT)
+        return Finding(KeyKind.REFUSED if set(kinds) == {KeyKind.REFUSED} else KeyKind.INERT)
 
     def _can_matter(self, base: Behaviour, config: PreTrainedConfig, path: str) -> bool:
         """Whether something reads the key, or the configuration makes something else of it."""
@@ -183,7 +183,7 @@ class Differential:
             self._run(actual, training=True)
             kind = _moved(expected, base)
         if kind is None:
-            kind = INERT if _same(expected.weights, base.weights) else "weights"
+            kind = KeyKind.INERT if _same(expected.weights, base.weights) else KeyKind.WEIGHTS
         difference = _difference(actual, expected)
         if difference and run:
             # On other weights: where a rounding had chosen another expert or word, they do not differ at all.
@@ -336,16 +336,16 @@ def _same(actual: Tensors, expected: Tensors) -> bool:
     return not _far(actual, expected, tolerance=0.0)
 
 
-def _moved(behaviour: Behaviour, base: Behaviour) -> str | None:
+def _moved(behaviour: Behaviour, base: Behaviour) -> KeyKind | None:
     """What differs between the behaviours of two configurations; None if nothing that ran does."""
     if behaviour.refused:
-        return "refused"
+        return KeyKind.REFUSED
     if behaviour.shapes != base.shapes:
-        return "shapes"
+        return KeyKind.SHAPES
     if not _same(behaviour.outputs, base.outputs):
-        return "outputs"
+        return KeyKind.OUTPUTS
     if behaviour.training and not _same(behaviour.training, base.training):
-        return "training"
+        return KeyKind.TRAINING
     return None
 
 

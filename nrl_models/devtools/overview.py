@@ -1,28 +1,30 @@
-"""The overview of the coverage pages: a row for each architecture, by kind; and the rows that a reader asks for."""
+"""The overview of what is recorded: a row for each architecture, and the rows that a reader asks for."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import TypeVar
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
 
 from rich.markup import escape
 from rich.table import Table
 
 from nrl_models.errors import NRLModelsError
 
-FILE = "overview.json"
-"""The rows as data, beside the pages."""
 
-UNTESTED = "not tested"
+class Verdict(StrEnum):
+    """What the pages say of a feature of an architecture."""
 
-Value = TypeVar("Value")
+    YES = "yes"
+    LIMITED = "limited"
+    REFUSED = "refused"
+    FAILS = "fails"
+    NOT_APPLICABLE = "n/a"
+    NOT_TESTED = "not tested"
 
 
 class OverviewError(NRLModelsError):
-    """There is no overview, or nothing in it is called so."""
+    """Nothing that is recorded is called so."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,7 @@ class Row:
         architecture: its name.
         model_type: what `config.json` calls its configuration; nothing if it was not tested.
         kinds: see `nrl_models.onboarding.inspect.kinds_of`; none if it was not tested.
-        features: for each feature its verdict: `yes`, `no`, `limited`, `n/a`; of sharding see `Sharded.verdicts`.
+        features: for each feature its verdict.
         passed: how many generated tests passed.
     """
 
@@ -42,57 +44,35 @@ class Row:
     architecture: str
     model_type: str
     kinds: tuple[str, ...]
-    features: dict[str, str]
+    features: Mapping[str, Verdict]
     passed: int
 
+    def with_verdict(self, *verdicts: Verdict) -> list[str]:
+        """The features that have one of some verdicts."""
+        return [feature for feature, verdict in self.features.items() if verdict in verdicts]
 
-def sections(rows: Iterable[Row], features: Sequence[str]) -> list[str]:
-    """A table for each kind, after links to them, as lines of Markdown."""
-    by_kind = grouped((", ".join(row.kinds) or UNTESTED, row) for row in rows)
-    order = sorted(by_kind, key=lambda kind: (kind == UNTESTED, kind))
-    lines = [f"- [{kind}](#{kind.replace(',', '').replace(' ', '-')}): {len(by_kind[kind])}" for kind in order]
-    for kind in order:
-        cells = [
-            (
-                *(f"[{row.family}]({row.family}.md)", row.architecture, row.model_type),
-                *(row.features.get(feature, "") for feature in features),
-                str(row.passed),
-            )
-            for row in by_kind[kind]
-        ]
-        headings = ("family", "architecture", "model type", *features, "tests passed")
-        lines += ["", f"## {kind}", "", *table(headings, cells)]
-    return lines
+
+def overview_table(rows: Iterable[Row], trains_with: Sequence[str]) -> list[str]:
+    """A line of Markdown for each architecture: what it is, what it lacks, what trains it.
+
+    Args:
+        rows: the architectures.
+        trains_with: the features that stand in a column of their own where the verdict is yes.
+    """
+    headings = ("architecture", "model type", "kind", "limited", "trains with", "tests passed")
+    cells = []
+    for row in rows:
+        limited = row.with_verdict(Verdict.LIMITED, Verdict.FAILS)
+        trains = [feature for feature in row.with_verdict(Verdict.YES) if feature in trains_with]
+        kinds = ", ".join(row.kinds) or str(Verdict.NOT_TESTED)
+        link = f"[{row.architecture}]({row.family}.md)"
+        cells.append((link, row.model_type, kinds, ", ".join(limited), ", ".join(trains), str(row.passed)))
+    return table(headings, cells)
 
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     """A table as lines of Markdown."""
     return [f"| {' | '.join(headings)} |", f"|{'---|' * len(headings)}", *(f"| {' | '.join(row)} |" for row in rows)]
-
-
-def grouped(pairs: Iterable[tuple[str, Value]]) -> dict[str, list[Value]]:
-    """The second of each pair by the first, in their order."""
-    found: dict[str, list[Value]] = {}
-    for key, value in pairs:
-        found.setdefault(key, []).append(value)
-    return found
-
-
-def write(rows: Iterable[Row], file: Path) -> None:
-    """Write rows as JSON, a line each."""
-    lines = ",\n".join(json.dumps(asdict(row)) for row in rows)
-    file.write_text(f"[\n{lines}\n]\n")
-
-
-def read(file: Path) -> list[Row]:
-    """The rows that `write` wrote.
-
-    Raises:
-        OverviewError: there are none.
-    """
-    if not file.is_file():
-        raise OverviewError(f"{file} is not there: run nrl-models dev coverage, or name the folder with --out")
-    return [Row(**one | {"kinds": tuple(one["kinds"])}) for one in json.loads(file.read_text())]
 
 
 def chosen(rows: Sequence[Row], kinds: Sequence[str], features: Sequence[str]) -> tuple[list[Row], list[str]]:
@@ -118,7 +98,7 @@ def chosen(rows: Sequence[Row], kinds: Sequence[str], features: Sequence[str]) -
         elif verdict and verdict not in verdicts:
             problems.append(f"no verdict {verdict!r}: there are {', '.join(verdicts)}")
         else:
-            wanted[known[name]] = verdict or "yes"
+            wanted[known[name]] = verdict or Verdict.YES
     if problems:
         raise OverviewError("; ".join(problems))
     found = [

@@ -11,12 +11,13 @@ import sys
 import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import nrl_models
-from nrl_models.common.config.ledger import FILE as LEDGER
+from nrl_models.common.config.ledger import FOLDER as LEDGERS
 from nrl_models.onboarding.family_plan import Decision, DecisionKind, FamilyPlan, OnboardingError, plan_family
 from nrl_models.onboarding.family_source import facts_source, plain_source, write_package, write_project
 from nrl_models.testing.features import INVARIANCES, SUITE, generated_tests
@@ -179,7 +180,7 @@ def _check_room(plan: FamilyPlan, out_of_tree: Path | None, root: Path) -> None:
     target = out_of_tree or root / "nrl_models" / "families" / plan.name
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise OnboardingError(f"{target} exists; nothing was written. Remove it, or choose another name or directory.")
-    if out_of_tree is None and not (root / "docs" / "model-coverage" / "results.json").is_file():
+    if out_of_tree is None and not (root / "docs" / "model-coverage").is_dir():
         raise OnboardingError(f"{root} is no checkout of nrl_models: use --out-of-tree DIR")
 
 
@@ -198,23 +199,30 @@ def _register(plan: FamilyPlan, root: Path, results: list[Result]) -> tuple[list
     if not results:
         return [], []
     pages = root / "docs" / "model-coverage"
-    content = json.loads((pages / "results.json").read_text())
-    kept = [result for result in content["results"] if result["architecture"] not in plan.architectures]
-    content["results"] = sorted([*kept, *results], key=lambda result: result["architecture"])
-    (pages / "results.json").write_text(json.dumps(content, indent=1) + "\n")
-    # The registry of this process does not know the family: another one writes its ledger, and the pages.
-    written: list[Path] = [pages / "results.json"]
+    # The registry of this process does not know the family: another one writes its ledger, its results and its page.
+    written: list[Path] = []
     problems: list[Decision] = []
-    coverage = ["dev", "coverage", "--results", str(pages / "results.json"), "--out", str(pages)]
-    for what, arguments, made in (
-        ("the ledger of its configuration's keys", ["dev", "ledger", "--again", *plan.architectures], LEDGER),
-        ("the coverage pages", coverage, pages / f"{plan.name}.md"),
-    ):
-        command = [sys.executable, "-m", "nrl_models", *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=root)
-        if done.returncode != 0:
-            said = (done.stderr.strip() or done.stdout.strip())[-1000:]
-            problems.append(Decision(DecisionKind.UNWRITTEN, f"{what} could not be written: {said}"))
-        else:
-            written.append(made)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "results.json"
+        versions = {package: version(package) for package in ("nrl_models", "torch", "transformers")}
+        file.write_text(json.dumps({"versions": versions, "results": results}))
+        for what, arguments, made in (
+            (
+                "the ledger of its configuration's keys",
+                ["dev", "ledger", "--again", *plan.architectures],
+                [LEDGERS / f"{plan.name}.json"],
+            ),
+            (
+                "the coverage pages",
+                ["dev", "coverage", "--results", str(file)],
+                [pages / "results" / f"{plan.name}.json", pages / f"{plan.name}.md"],
+            ),
+        ):
+            command = [sys.executable, "-m", "nrl_models", *arguments]
+            done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=root)
+            if done.returncode != 0:
+                said = (done.stderr.strip() or done.stdout.strip())[-1000:]
+                problems.append(Decision(DecisionKind.UNWRITTEN, f"{what} could not be written: {said}"))
+            else:
+                written += made
     return written, problems

@@ -1,4 +1,4 @@
-"""Every registered architecture, sharded over two processes; writes docs/model-coverage/distributed.json.
+"""Every registered architecture, sharded over two processes; records outcomes in docs/model-coverage/results.
 
 Each is loaded from a tiny checkpoint over two ranks: of FSDP2, of tensor parallelism and, where it has experts, of
 expert parallelism. Exported weights have to be the checkpoint's, bit for bit, and loss and gradients of a step those of
@@ -6,8 +6,8 @@ one process. QLoRA is tried too, in one process, against transformers' own class
 
 `make distributed-coverage` runs those that have no outcome with the installed versions, and writes the coverage pages.
 Each outcome is on disk as soon as it is there, so an interrupted run goes on where it stopped.
-`python -m tests.distributed.sweep NAME ...` runs those again, `--again` all, and `--page` writes the pages alone. Exits
-with 1 if an architecture came out worse than before.
+`python -m tests.distributed.sweep NAME ...` runs those again and leaves all other outcomes as they are, `--again` runs
+all, and `--page` writes the pages alone. Exits with 1 if an architecture came out worse than before.
 
 Two processes run all of them. Where they fail together in any way but by refusing, two others go on.
 """
@@ -18,7 +18,9 @@ import argparse
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -29,12 +31,11 @@ from jobs import sweep as jobs
 from world import RanksFailedError, RanksLostError, World
 
 from nrl_models import registry
+from nrl_models.devtools.coverage import write_pages
 from nrl_models.devtools.mutants.campaign import architectures_in_order
-from nrl_models.devtools.sharding_outcomes import AGREES, RESULTS, VERDICTS, status
-from nrl_models.quirks.quirk import installed
-from tests.sweep import Outcome, Sweep
-
-DOCS = Path(__file__).parents[2] / "docs" / "model-coverage"
+from nrl_models.devtools.results import Kind, pages_folder
+from nrl_models.devtools.sharding import ShardingOutcome, Status
+from tests.sweep import Outcomes, Sweep
 
 PATIENCE = 300.0
 """Seconds that one architecture may take with one layout. On a busy machine little of that is spent on it; and what
@@ -47,36 +48,29 @@ MOST = 2000
 def main() -> int:
     """Run what is asked for, and write the pages."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    everything = architectures_in_order()
-    ended = Sweep(DOCS / RESULTS, everything, versions(), run, worsened, lambda content: None).main(parser)
-    write_pages()
+    pages, optional = pages_folder(), frozenset({Kind.EP})
+    ended = Sweep(pages, architectures_in_order(), versions(), run, worsened, lambda: None, optional).main(parser)
+    write_pages(pages)
     return ended
 
 
-def write_pages() -> None:
-    """Write the coverage pages, which show what was found."""
-    from nrl_models.devtools.coverage import write_pages
-
-    write_pages(DOCS / "results.json", DOCS)
-
-
-def versions() -> dict[str, str]:
-    """Of what decides the results."""
-    packages = ("torch", "transformers", "bitsandbytes", "peft")
-    return {package: found for package in packages if (found := installed(package))}
+def versions() -> dict[Kind, dict[str, str]]:
+    """What is tried with what is installed, and the versions that decide its outcome."""
+    needed = dict.fromkeys((Kind.FSDP, Kind.TP, Kind.EP), ("torch", "transformers"))
+    if find_spec("bitsandbytes") and find_spec("peft"):
+        needed[Kind.QLORA] = ("torch", "transformers", "bitsandbytes", "peft")
+    return {kind: {package: version(package) for package in packages} for kind, packages in needed.items()}
 
 
-def worsened(before: Outcome, now: Outcome) -> str:
-    """What is worse now, in words; empty if nothing is."""
-    return "; ".join(
-        f"{what}: {status(before[what])} before, now {outcome}"
-        for what, outcome in now.items()
-        if what in before and list(VERDICTS).index(status(outcome)) > list(VERDICTS).index(status(before[what]))
-    )
+def worsened(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """What is worse now; empty if nothing is."""
+    if not Status(now["status"]).is_worse_than(Status(before["status"])):
+        return ""
+    return f"{before['status']} before, now {now['status']}: {now['reason']}"
 
 
-def run(names: list[str]) -> Iterator[tuple[str, Outcome]]:
-    """Try architectures one after another; yields each one's outcome by layout, see `devtools.sharding_outcomes`.
+def run(names: list[str]) -> Iterator[tuple[str, Outcomes]]:
+    """Try architectures one after another; yields the outcomes of each.
 
     Those that need what is not installed are left out.
     """
@@ -86,10 +80,10 @@ def run(names: list[str]) -> Iterator[tuple[str, Outcome]]:
             continue
         started = time.perf_counter()
         with tempfile.TemporaryDirectory() as folder:
-            outcome = ranks.hold(name, folder)
-        words = ", ".join(f"{what} {status(one)}" for what, one in outcome.items())
-        print(f"{name}: {words}, {time.perf_counter() - started:.1f} s", flush=True)
-        yield name, outcome
+            outcomes = ranks.try_sharding(name, folder)
+        text = ", ".join(f"{kind} {outcome.status}" for kind, outcome in outcomes.items())
+        print(f"{name}: {text}, {time.perf_counter() - started:.1f} s", flush=True)
+        yield name, {kind: asdict(outcome) for kind, outcome in outcomes.items()}
     ranks.close()
 
 
@@ -99,40 +93,45 @@ class Ranks:
     def __init__(self) -> None:
         self.world: World | None = None
 
-    def hold(self, architecture: str, folder: str) -> Outcome:
-        """One architecture's outcomes, by layout."""
-        dimensions, failed = self.run(jobs.prepare, architecture, folder)
-        if failed:
-            return dict.fromkeys(("fsdp", "tp"), failed)
-        outcome = {}
-        for dimension in dimensions[0]:
-            found, failed = self.run(jobs.holds, architecture, folder, dimension)
-            differs = next(filter(None, found), "") if found else ""
-            outcome[dimension] = failed or (f"disagrees: {differs}"[:MOST] if differs else AGREES)
-        if find_spec("bitsandbytes") and find_spec("peft"):
-            found, failed = self.run(jobs.qlora, architecture, folder)
-            outcome["qlora"] = failed or ": ".join(filter(None, found[0]))[:MOST]
-        return outcome
+    def try_sharding(self, architecture: str, folder: str) -> dict[Kind, ShardingOutcome]:
+        """The outcomes of one architecture."""
+        prepared = self.run(jobs.prepare, architecture, folder)
+        if isinstance(prepared, ShardingOutcome):
+            return dict.fromkeys((Kind.FSDP, Kind.TP), prepared)
+        outcomes = {}
+        for dimension in prepared[0]:
+            found = self.run(jobs.holds, architecture, folder, dimension)
+            if not isinstance(found, ShardingOutcome):
+                difference = next(filter(None, found), "")[:MOST]
+                found = ShardingOutcome(Status.DISAGREES if difference else Status.AGREES, difference)
+            outcomes[Kind(dimension)] = found
+        if Kind.QLORA in versions():
+            found = self.run(jobs.qlora, architecture, folder)
+            if not isinstance(found, ShardingOutcome):
+                status, reason = found[0]
+                found = ShardingOutcome(Status(status), reason[:MOST])
+            outcomes[Kind.QLORA] = found
+        return outcomes
 
-    def run(self, job: Callable[..., Any], *arguments: Any) -> tuple[list[Any], str]:
-        """What each rank returned; or why they did not, in the words of an outcome."""
+    def run(self, job: Callable[..., Any], *arguments: Any) -> list[Any] | ShardingOutcome:
+        """What each rank returned; or why they did not, as an outcome."""
         if self.world is None:
             self.world = World(2)
         try:
-            return self.world.run(job, *arguments, patience=PATIENCE), ""
+            return self.world.run(job, *arguments, patience=PATIENCE)
         except RanksFailedError as error:
             kinds, (text, *_) = {kind for kind, _ in error.errors.values()}, [text for _, text in error.errors.values()]
             if kinds == {"ShardingError"} and len(error.errors) == 2 and "cannot be sharded over" in text:
-                return [], f"refused: {text}"[:MOST]
+                return ShardingOutcome(Status.REFUSED, text[:MOST])
             # One that waits for the other says little.
             said = sorted(f"{kind}: {text}" for kind, text in error.errors.values() if kind != "ShardingError")
-            failed = f"error: {(said or [text])[0]}"[:MOST]
+            failed = ShardingOutcome(Status.ERROR, (said or [text])[0][:MOST])
             if len(error.errors) < 2 and job is jobs.qlora:  # of which the other rank knows nothing
-                return [], failed
+                return failed
         except RanksLostError as error:
-            failed = f"error: {error}"[:MOST]
+            failed = ShardingOutcome(Status.ERROR, str(error)[:MOST])
         self.close()
-        return [], failed
+        return failed
 
     def close(self) -> None:
         """End the processes."""

@@ -13,15 +13,15 @@ import pytest
 import torch
 
 from nrl_models import registry
+from nrl_models.devtools.results import PAGES, Kind, read_records
 from nrl_models.engines.hf import HFEngine
 from nrl_models.logprobs import Sampling, token_mult_prob_error
 from tests.engine import sweep
 from tests.engine.families import AGREES, BOUND, LIMITS, OVERRIDES, hold, shared_architectures, tiny_model
 from tests.engine.one_engine import OneEngine
 from tests.patterns import ONE_OF_EACH_PATTERN
-from tests.sweep import published
 
-PUBLISHED = published(sweep.RESULTS)
+PUBLISHED = read_records(PAGES)[Kind.ENGINE]
 REPRESENTATIVE = {architecture for family in ONE_OF_EACH_PATTERN for architecture in registry.FAMILIES[family]}
 
 
@@ -33,7 +33,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def test_what_was_published_is_of_families_that_both_have() -> None:
     assert len(shared_architectures()) > 100
-    assert PUBLISHED["outcomes"].keys() <= set(shared_architectures())
+    assert PUBLISHED.keys() <= set(shared_architectures())
     assert OVERRIDES.keys() | LIMITS.keys() <= set(shared_architectures())
 
 
@@ -50,7 +50,7 @@ def test_the_engine_gives_the_trainers_logprobs_after_each_refit(
         assert found.status == status
         assert re.search(said, found.reason)
         pytest.xfail(reason)
-    before = PUBLISHED["outcomes"].get(architecture, {}).get("status", AGREES)
+    before = PUBLISHED[architecture].outcome["status"] if architecture in PUBLISHED else AGREES
     assert found.status == before, found.reason
     if found.status != AGREES:
         pytest.xfail(f"{found.status}: {found.reason}")

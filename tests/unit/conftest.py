@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import logging
 
 from nrl_models import registry
+from nrl_models.devtools.results import PAGES, Kind, read_records
 from nrl_models.testing.tiny import tiny_config
 
 
@@ -27,10 +27,7 @@ def _no_progress_bars() -> None:
 @pytest.fixture
 def every_family() -> None:
     """Skips where a family that the committed results tested needs more than is installed: a page is written of it."""
-    results = json.loads((Path(__file__).parents[2] / "docs" / "model-coverage" / "results.json").read_text())[
-        "results"
-    ]
-    tested = {one["architecture"] for one in results if one["outcome"] != "skipped"}
+    tested = read_records(PAGES)[Kind.TESTS]
     if unmet := list(filter(None, map(registry.unmet_requirement, sorted(tested)))):
         pytest.skip(f"some families need {unmet[0]}")
 

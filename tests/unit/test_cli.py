@@ -224,20 +224,6 @@ def test_a_report_shows_brackets_as_they_are() -> None:
 # coverage
 
 
-RESULTS = Path(__file__).parents[2] / "docs" / "model-coverage" / "results.json"
-
-
-@pytest.mark.usefixtures("every_family")
-def test_coverage_from_given_results(tmp_path: Path) -> None:
-    result = runner.invoke(app, ["dev", "coverage", "--results", str(RESULTS), "--out", str(tmp_path / "pages")])
-    assert result.exit_code == 0, result.output
-    pages = {path.name: path.read_text() for path in (tmp_path / "pages").iterdir()}
-    assert pages.keys() == {"index.md", "overview.json", *(f"{family}.md" for family in registry.FAMILIES)}
-    assert pages["index.md"] == (RESULTS.parent / "index.md").read_text()
-    assert pages["overview.json"] == (RESULTS.parent / "overview.json").read_text()
-    assert f"wrote {len(pages) - 1} pages" in result.output
-
-
 @pytest.mark.parametrize("content", [None, "no JSON", "[]", '{"results": [1]}'])
 def test_coverage_from_results_that_are_none(content: str | None, tmp_path: Path) -> None:
     file = tmp_path / "results.json"

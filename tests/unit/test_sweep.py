@@ -1,79 +1,107 @@
-"""A sweep keeps outcomes as they come, and goes on where one stopped."""
+"""A sweep records outcomes as they come, and goes on where one stopped."""
 
-import json
 import sys
 from argparse import ArgumentParser
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.sweep import Outcome, Sweep, published
+from nrl_models.devtools.results import Kind, read_records
+from tests.sweep import Outcomes, Sweep
+
+A, B, C = NAMES = ["LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"]
+RIGHT = dict.fromkeys(NAMES, "1")
 
 
 class Swept:
     """A sweep over three architectures, and what was run of it."""
 
-    def __init__(self, results: Path, found: dict[str, str], version: str = "1") -> None:
+    def __init__(self, pages: Path, found: dict[str, str], version: str = "1", more: tuple[Kind, ...] = ()) -> None:
         self.ran: list[str] = []
-        self.pages: list[dict[str, Any]] = []
+        self.pages = 0
         self.found = found
-        self.sweep = Sweep(results, ["a", "b", "c"], {"torch": version}, self.run, self.worsened, self.pages.append)
+        self.kinds = (Kind.TP, *more)
+        versions = {kind: {"torch": version} for kind in self.kinds}
+        self.sweep = Sweep(pages, NAMES, versions, self.run, self.worsened, self.write_page, frozenset({Kind.EP}))
 
-    def run(self, names: list[str]) -> Iterator[tuple[str, Outcome]]:
+    def run(self, names: list[str]) -> Iterator[tuple[str, Outcomes]]:
         for name in names:
             if self.found[name] == "crash":
                 raise KeyboardInterrupt
             self.ran.append(name)
-            yield name, {"status": self.found[name]}
+            yield name, {kind: {"status": self.found[name]} for kind in self.kinds if kind != Kind.EP}
 
-    def worsened(self, before: Outcome, now: Outcome) -> str:
+    def worsened(self, before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
         return "worse" if now["status"] > before["status"] else ""
+
+    def write_page(self) -> None:
+        self.pages += 1
+
+
+def statuses(pages: Path, kind: Kind = Kind.TP) -> dict[str, tuple[str, str]]:
+    """The recorded outcomes, and their versions."""
+    return {name: (one.outcome["status"], one.versions["torch"]) for name, one in read_records(pages)[kind].items()}
 
 
 def test_it_goes_on_where_it_was_cut(tmp_path: Path) -> None:
-    file = tmp_path / "out.json"
     with pytest.raises(KeyboardInterrupt):
-        Swept(file, {"a": "1", "b": "crash", "c": "1"}).sweep.go_on([])
-    assert published(file)["outcomes"] == {"a": {"status": "1"}}
-    second = Swept(file, {"a": "1", "b": "1", "c": "1"})
+        Swept(tmp_path, RIGHT | {B: "crash"}).sweep.go_on([])
+    assert statuses(tmp_path) == {A: ("1", "1")}
+    second = Swept(tmp_path, RIGHT)
     assert second.sweep.go_on([]) == 0
-    assert second.ran == ["b", "c"]
-    assert second.pages[-1] == json.loads(file.read_text())
-    assert list(published(file)["outcomes"]) == ["a", "b", "c"]
+    assert second.ran == [B, C]
+    assert second.pages == 2
+    assert statuses(tmp_path) == dict.fromkeys(NAMES, ("1", "1"))
 
 
 def test_a_second_run_of_all_goes_on_where_it_was_cut(tmp_path: Path) -> None:
-    file = tmp_path / "out.json"
-    Swept(file, {"a": "1", "b": "1", "c": "1"}).sweep.go_on([])
+    Swept(tmp_path, RIGHT).sweep.go_on([])
     with pytest.raises(KeyboardInterrupt):
-        Swept(file, {"a": "0", "b": "crash", "c": "0"}).sweep.go_on([], again=True)
-    second = Swept(file, {"a": "0", "b": "0", "c": "0"})
+        Swept(tmp_path, {A: "0", B: "crash", C: "0"}).sweep.go_on([], again=True)
+    second = Swept(tmp_path, dict.fromkeys(NAMES, "0"))
     assert second.sweep.go_on([], again=True) == 0
-    assert second.ran == ["b", "c"]
-    assert published(file) == {"versions": {"torch": "1"}, "outcomes": {name: {"status": "0"} for name in "abc"}}
+    assert second.ran == [B, C]
+    assert statuses(tmp_path) == dict.fromkeys(NAMES, ("0", "1"))
+    third = Swept(tmp_path, RIGHT)
+    third.sweep.go_on([], again=True)
+    assert third.ran == NAMES
 
 
 def test_what_came_out_worse_fails_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "out.json"
-    Swept(file, {"a": "1", "b": "1", "c": "1"}).sweep.go_on([])
-    assert Swept(file, {"a": "1", "b": "2", "c": "1"}).sweep.go_on(["b"]) == 1
-    assert "b: worse" in capsys.readouterr().err
-    assert published(file)["outcomes"]["b"] == {"status": "2"}
+    Swept(tmp_path, RIGHT).sweep.go_on([])
+    assert Swept(tmp_path, RIGHT | {B: "2"}).sweep.go_on([B]) == 1
+    assert f"{B}: tp: worse" in capsys.readouterr().err
+    assert statuses(tmp_path)[B] == ("2", "1")
 
 
-def test_outcomes_of_other_versions_are_forgotten(tmp_path: Path) -> None:
-    file = tmp_path / "out.json"
-    Swept(file, {"a": "1", "b": "1", "c": "1"}).sweep.go_on([])
-    Swept(file, {"a": "1"}, version="2").sweep.go_on(["a"])
-    assert published(file) == {"versions": {"torch": "2"}, "outcomes": {"a": {"status": "1"}}}
+def test_outcomes_of_other_versions_stay_until_their_own_run(tmp_path: Path) -> None:
+    Swept(tmp_path, RIGHT).sweep.go_on([])
+    Swept(tmp_path, RIGHT, version="2").sweep.go_on([A])
+    assert statuses(tmp_path) == {A: ("1", "2"), B: ("1", "1"), C: ("1", "1")}
+    rest = Swept(tmp_path, RIGHT, version="2")
+    rest.sweep.go_on([])
+    assert rest.ran == [B, C]
+
+
+def test_what_cannot_be_tried_here_stays_too(tmp_path: Path) -> None:
+    Swept(tmp_path, RIGHT, more=(Kind.QLORA,)).sweep.go_on([])
+    Swept(tmp_path, RIGHT, version="2").sweep.go_on([A])  # where bitsandbytes is not installed
+    assert statuses(tmp_path, Kind.QLORA) == dict.fromkeys(NAMES, ("1", "1"))
+    assert statuses(tmp_path)[A] == ("1", "2")
+
+
+def test_what_is_not_tried_of_every_architecture_is_not_missed(tmp_path: Path) -> None:
+    swept = Swept(tmp_path, RIGHT, more=(Kind.EP,))
+    swept.sweep.go_on([])
+    swept.sweep.go_on([])
+    assert swept.ran == NAMES
 
 
 def test_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "out.json"
-    swept = Swept(file, {"a": "1", "b": "1", "c": "1"})
-    for arguments, ran in ((["c"], ["c"]), (["--page"], []), ([], ["a", "b"]), (["--again"], ["a", "b", "c"])):
+    swept = Swept(tmp_path, RIGHT)
+    for arguments, ran in (([C], [C]), (["--page"], []), ([], [A, B]), (["--again"], NAMES)):
         swept.ran.clear()
         monkeypatch.setattr(sys, "argv", ["sweep", *arguments])
         assert swept.sweep.main(ArgumentParser()) == 0

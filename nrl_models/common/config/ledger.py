@@ -5,33 +5,43 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from nrl_models.common.checkpoint.writing import write_whole
+FOLDER = Path(__file__).parents[2] / "families" / "ledger"
+"""The recorded ledgers, a file for each family: `{architecture: ledger}`. `nrl-models dev ledger` writes them."""
 
-CONSUMED = {
-    "shapes": "the parameters",
-    "outputs": "what a forward returns",
-    "training": "what a forward in training mode returns, the loss included, and nothing before",
-    "weights": "how new weights are drawn, and nothing else",
-    "refused": "whether there is a model: every other value that was tried is refused",
-}
-"""What a consumed key moves, the first that applies, here exactly as in transformers."""
 
-INERT = "inert"
-"""The kind of a key that moves nothing, neither here nor in transformers."""
+class KeyKind(StrEnum):
+    """What a key of a configuration does: the first of these that applies, here exactly as in transformers.
 
-DEFAULT_ONLY = "default only"
-"""The kind of a key that is supported at its default only: another value asks for something that no code does, or that
-the family does not do (`FamilyModel.config_values`). It is refused (`nrl_models.common.config.validate`)."""
+    From `SHAPES` to `REFUSED` it is consumed.
+    """
 
-UNTRIED = "untried"
-"""The kind of a key that something reads, and that was not changed yet (`nrl-models dev ledger` goes on with those)."""
+    SHAPES = "shapes"
+    """It changes the parameters."""
+    OUTPUTS = "outputs"
+    """It changes what a forward returns."""
+    TRAINING = "training"
+    """It changes what a forward in training mode returns, the loss included."""
+    WEIGHTS = "weights"
+    """It changes how new weights are drawn."""
+    REFUSED = "refused"
+    """Every other value that was tried is refused."""
+    INERT = "inert"
+    """It changes nothing."""
+    DEFAULT_ONLY = "default only"
+    """Another value than the default asks for something that no code does, or that the family does not do
+    (`FamilyModel.config_values`). It is refused (`nrl_models.common.config.validate`)."""
+    UNTRIED = "untried"
+    """Something reads it, and no other value was tried yet."""
 
-FILE = Path(__file__).parents[2] / "families" / "ledger.json"
-"""The recorded ledgers; `nrl-models dev ledger` writes it."""
+    @property
+    def is_consumed(self) -> bool:
+        """Whether the key has an effect."""
+        return self not in (KeyKind.INERT, KeyKind.DEFAULT_ONLY, KeyKind.UNTRIED)
 
 
 @dataclass(frozen=True)
@@ -39,71 +49,46 @@ class Ledger:
     """What is recorded of one architecture.
 
     Args:
-        kinds: for each key of the tiny configuration, by its path (`text_config.hidden_size`), what it is: one of
-            `CONSUMED`, `INERT`, `DEFAULT_ONLY` or `UNTRIED`.
+        kinds: for each key of the tiny configuration, by its path (`text_config.hidden_size`), what it does.
         supported: for each key that is supported at its default only, that default.
-        departures: for each key with which the model moves otherwise than transformers', how; empty unless something
+        departures: for each key with which the model changes otherwise than transformers', how; empty unless something
             is wrong.
+        transformers: the version it was found with.
     """
 
-    kinds: Mapping[str, str]
+    kinds: Mapping[str, KeyKind]
     supported: Mapping[str, Any] = field(default_factory=dict)
     departures: Mapping[str, str] = field(default_factory=dict)
+    transformers: str = field(kw_only=True)
 
-    def count(self, kind: str) -> int:
-        """How many keys are `consumed`, `inert`, `default only` or `untried`."""
-        return sum(found == kind or (kind == "consumed" and found in CONSUMED) for found in self.kinds.values())
+    def count(self, kind: KeyKind) -> int:
+        """How many keys are of a kind."""
+        return sum(found == kind for found in self.kinds.values())
 
-    def to_json(self) -> dict[str, Any]:
-        """As it stands in the file: keys by kind, with spaces between."""
-        written: dict[str, Any] = {
-            kind: " ".join(sorted(key for key, found in self.kinds.items() if found == kind))
-            for kind in (*CONSUMED, INERT, UNTRIED)
-            if kind in self.kinds.values()
-        }
-        if self.supported:
-            written[DEFAULT_ONLY] = dict(sorted(self.supported.items()))
-        if self.departures:
-            written["departures"] = dict(sorted(self.departures.items()))
-        return written
+    @property
+    def consumed(self) -> int:
+        """How many keys have an effect."""
+        return sum(kind.is_consumed for kind in self.kinds.values())
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Ledger:
-        """The other way."""
-        kinds = {key: kind for kind in (*CONSUMED, INERT, UNTRIED) for key in content.get(kind, "").split()}
-        supported = content.get(DEFAULT_ONLY, {})
-        return cls(kinds | dict.fromkeys(supported, DEFAULT_ONLY), supported, content.get("departures", {}))
+        """As it is recorded: the paths by kind, with spaces between; with their defaults where only these do."""
+        supported = content.get(KeyKind.DEFAULT_ONLY, {})
+        kinds = {key: kind for kind in KeyKind if kind in content for key in _paths(content[kind])}
+        return cls(kinds, supported, content.get("departures", {}), transformers=content["transformers"])
 
 
-@dataclass(frozen=True)
-class Ledgers:
-    """What is recorded of all architectures.
-
-    Args:
-        transformers: the version it was found with.
-        of: the ledgers, by architecture.
-    """
-
-    transformers: str
-    of: Mapping[str, Ledger]
-
-    def write(self, file: Path = FILE) -> None:
-        """Write the file, a line for each kind of key of an architecture."""
-        ledgers = {name: self.of[name].to_json() for name in sorted(self.of)}
-        write_whole(file, json.dumps({"transformers": self.transformers, "ledgers": ledgers}, indent=1) + "\n")
-
-
-def read_ledgers(file: Path = FILE) -> Ledgers:
-    """The recorded ledgers; none if there is no file."""
-    if not file.is_file():
-        return Ledgers("", {})
-    content = json.loads(file.read_text())
-    return Ledgers(
-        content["transformers"], {name: Ledger.from_json(ledger) for name, ledger in content["ledgers"].items()}
-    )
+def _paths(listed: str | Mapping[str, Any]) -> list[str]:
+    return listed.split() if isinstance(listed, str) else list(listed)
 
 
 @cache
-def recorded() -> Ledgers:
-    """The ledgers this package came with."""
-    return read_ledgers()
+def recorded() -> Mapping[str, Ledger]:
+    """The ledgers this package came with, by architecture."""
+    return read_ledgers(FOLDER)
+
+
+def read_ledgers(folder: Path) -> dict[str, Ledger]:
+    """The ledgers in the files of a folder, by architecture; none if it is not there."""
+    contents = (json.loads(file.read_text()) for file in sorted(folder.glob("*.json")))
+    return {name: Ledger.from_json(ledger) for content in contents for name, ledger in content.items()}

@@ -82,7 +82,7 @@ class _Check:
             if key in self.values and not self._is_ignored(path, key) and value not in self.values[key]:
                 valid = " or ".join(map(_shown, self.values[key]))
                 yield Problem(ProblemKind.UNSUPPORTED, path, f"is {_shown(value)}; only {valid} is supported")
-        ledger = recorded().of.get(self.model_class.__name__)
+        ledger = recorded().get(self.model_class.__name__)
         for path, default in (ledger.supported if ledger else {}).items():
             key = path.rpartition(".")[2]
             value = _value_or(self.config, path, default)

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import inspect
 import itertools
-import json
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
@@ -20,9 +19,9 @@ import pytest
 import torch
 
 from nrl_models import registry
-from nrl_models.common.checkpoint.writing import write_whole
 from nrl_models.devtools.mutants import CATALOGUE, Mutant
 from nrl_models.devtools.mutants.probe import probe
+from nrl_models.devtools.results import Kind, Record, Records, grouped, read_records, write_record
 from nrl_models.errors import UnknownArchitectureError
 from nrl_models.testing.case import FamilyCase
 from nrl_models.testing.features import suite
@@ -66,28 +65,50 @@ def checks() -> list[Check]:
 
 @dataclass
 class Outcome:
-    """What became of the mutants of one architecture, by their names.
+    """The outcomes of the mutants of one architecture, by their names.
 
     Attributes:
         killed: for each mutant that a test found the test.
         survived: those that none found.
-        inert: those of which nothing comes in this model.
-        not_run: those that the catalogue has got since.
+        inert: those that change nothing in this model.
+        impossible: those of something that this model does not have.
     """
 
     killed: dict[str, str] = field(default_factory=dict)
     survived: list[str] = field(default_factory=list)
     inert: list[str] = field(default_factory=list)
-    not_run: list[str] = field(default_factory=list)
+    impossible: list[str] = field(default_factory=list)
 
     @property
     def applicable(self) -> int:
         """How many mutants the architecture can have."""
         return len(self.killed) + len(self.survived)
 
+    @property
+    def not_run(self) -> list[str]:
+        """Those that the catalogue has got since."""
+        tried = {*self.killed, *self.survived, *self.inert, *self.impossible}
+        return [mutant.name for mutant in CATALOGUE if mutant.name not in tried]
+
     def followed_by(self, other: Outcome) -> Outcome:
         """This outcome, and that of other mutants: of its survivors, and of those that were not run."""
-        return Outcome(self.killed | other.killed, other.survived, self.inert + other.inert)
+        return Outcome(
+            self.killed | other.killed, other.survived, self.inert + other.inert, self.impossible + other.impossible
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """As it is recorded: mutants by the test that found them."""
+        return asdict(self) | {"killed": grouped((test, mutant) for mutant, test in self.killed.items())}
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> Outcome:
+        """As it was recorded, without the mutants that left the catalogue."""
+        known = {mutant.name for mutant in CATALOGUE}
+        lists = {
+            key: [mutant for mutant in content[key] if mutant in known] for key in ("survived", "inert", "impossible")
+        }
+        killers = {mutant: test for test, mutants in content["killed"].items() for mutant in mutants if mutant in known}
+        return cls(killers, **lists)
 
 
 class Hunt:
@@ -114,6 +135,7 @@ class Hunt:
         outcome = Outcome()
         for mutant in mutants:
             if not mutant.bug.is_possible(self.case):
+                outcome.impossible.append(mutant.name)
                 continue
             likely = [one for name in mutant.killers for one in self._checks if one.function == name]
             others = [one for one in self._checks if one not in likely]
@@ -183,70 +205,37 @@ def architectures_in_order(chosen: Sequence[str] | None = None) -> list[str]:
     return [*(names[0] for names in families if names), *(name for names in families for name in names[1:])]
 
 
-def run_mutants(architectures: Iterable[str], file: Path, *, again: bool = False) -> Iterator[tuple[str, Outcome]]:
-    """Run the catalogue on architectures one after the other, and keep the results in a file.
+def run_mutants(architectures: Iterable[str], pages: Path, *, again: bool = False) -> Iterator[tuple[str, Outcome]]:
+    """Run the catalogue on architectures one after the other, and record each outcome.
 
-    The file is written after each of them, so that a run that was cut short goes on where it was: of architectures
-    that are in it only those mutants are run that survived, or that the catalogue has got since.
+    A run that was cut short goes on where it was: of architectures that are recorded with the installed versions only
+    those mutants are run that survived, or that the catalogue has got since.
 
     Args:
         architectures: names in the registry; those that need a package that is not installed are left out.
-        file: the results, see `read_outcomes`; made if it is not there.
-        again: run what is in the file, too.
+        pages: the folder of the coverage pages, beside which outcomes are recorded.
+        again: run what is recorded, too.
 
     Yields:
         Each architecture with its outcome.
     """
-    outcomes = read_outcomes(file)
+    versions = {package: version(package) for package in ("torch", "transformers")}
+    records = read_records(pages)[Kind.MUTANTS]
     for architecture in architectures:
         if registry.unmet_requirement(architecture):
             continue
-        known = None if again else outcomes.get(architecture)
-        missing = [one for one in CATALOGUE if known is None or one.name in (*known.survived, *known.not_run)]
+        record = records.get(architecture)
+        known = Outcome.from_json(record.outcome) if record and record.versions == versions and not again else None
+        missing = [mutant for mutant in CATALOGUE if known is None or mutant.name in (*known.survived, *known.not_run)]
+        outcome = known or Outcome()
         if missing:
             with silent_transformers():
                 model_class: Any = registry.model_class(architecture)
-                found = Hunt(FamilyCase(model_class)).run(missing)
-            outcomes[architecture] = found if known is None else known.followed_by(found)
-            _write(outcomes, file)
-        yield architecture, outcomes[architecture]
+                outcome = outcome.followed_by(Hunt(FamilyCase(model_class)).run(missing))
+            write_record(pages, Kind.MUTANTS, architecture, Record(versions, outcome.to_json()))
+        yield architecture, outcome
 
 
-def read_outcomes(file: Path) -> dict[str, Outcome]:
-    """The outcomes by architecture that `run_mutants` wrote; none without a file.
-
-    It holds `{"versions", "mutants": {name: stands for}, "architectures": {name: outcome}}`, where an outcome is
-    `{"killed": {test: [mutants]}, "survived": [mutants], "inert": [mutants]}`, with `"not_run"` where the catalogue has
-    grown since. Mutants that left the catalogue are left out.
-    """
-    if not file.is_file():
-        return {}
-    content = json.loads(file.read_text())
-    known = [mutant.name for mutant in CATALOGUE]
-    outcomes = {}
-    for architecture, one in content["architectures"].items():
-        killers = {mutant: test for test, mutants in one["killed"].items() for mutant in mutants}
-        outcomes[architecture] = Outcome(
-            {mutant: test for mutant, test in killers.items() if mutant in known},
-            [mutant for mutant in one["survived"] if mutant in known],
-            [mutant for mutant in one["inert"] if mutant in known],
-            [mutant for mutant in known if mutant in one.get("not_run", ()) or mutant not in content["mutants"]],
-        )
-    return outcomes
-
-
-def _write(outcomes: Mapping[str, Outcome], file: Path) -> None:
-    """Write the file, whole or not at all."""
-    architectures = {}
-    for name, outcome in sorted(outcomes.items()):
-        killed: dict[str, list[str]] = {}
-        for mutant, test in outcome.killed.items():
-            killed.setdefault(test, []).append(mutant)
-        architectures[name] = {"killed": killed, "survived": outcome.survived, "inert": outcome.inert}
-        if outcome.not_run:
-            architectures[name]["not_run"] = outcome.not_run
-    versions = {package: version(package) for package in ("torch", "transformers")}
-    stands_for = {mutant.name: mutant.stands_for for mutant in CATALOGUE}
-    content = {"versions": versions, "mutants": stands_for, "architectures": architectures}
-    file.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(file, json.dumps(content, indent=1) + "\n")
+def read_outcomes(records: Records) -> dict[str, Outcome]:
+    """What is recorded of mutants, by architecture."""
+    return {name: Outcome.from_json(record.outcome) for name, record in records[Kind.MUTANTS].items()}

@@ -9,21 +9,21 @@ from packaging.version import Version
 from patterns import ONE_OF_EACH_PATTERN
 
 from nrl_models import registry
-from nrl_models.common.config.ledger import DEFAULT_ONLY, UNTRIED, recorded
+from nrl_models.common.config.ledger import KeyKind, recorded
 from nrl_models.devtools.differential import keys_at_default_only, ledger_keys
 from nrl_models.devtools.record_ledger import ledger_of
 from nrl_models.testing.case import FamilyCase
 
-REMEDY = "run `nrl-models dev ledger {}` and commit nrl_models/families/ledger.json"
+REMEDY = "run `nrl-models dev ledger {}` and commit nrl_models/families/ledger"
 
 
 def test_every_key_is_in_the_ledger(family_case: FamilyCase) -> None:
     name = family_case.architecture
-    assert name in recorded().of, f"no ledger of {name}: {REMEDY.format(name)}"
-    ledger, config = recorded().of[name], family_case.config
+    assert name in recorded(), f"no ledger of {name}: {REMEDY.format(name)}"
+    ledger, config = recorded()[name], family_case.config
     unknown = set(ledger_keys(config)) - set(ledger.kinds)
     gone = set(ledger.kinds) - set(ledger_keys(config))
-    if Version(version("transformers")) < Version(recorded().transformers):
+    if Version(version("transformers")) < Version(ledger.transformers):
         unknown = gone = set()  # keys have come and gone since
     assert not unknown, f"keys that are not in the ledger of {name}: {sorted(unknown)}: {REMEDY.format(name)}"
     assert not gone, f"keys in the ledger of {name} that it does not have: {sorted(gone)}: {REMEDY.format(name)}"
@@ -31,10 +31,10 @@ def test_every_key_is_in_the_ledger(family_case: FamilyCase) -> None:
 
 
 def test_what_no_code_reads_is_refused_at_other_values(family_case: FamilyCase) -> None:
-    if version("transformers") != recorded().transformers:
-        pytest.skip(f"the ledger is of transformers {recorded().transformers}")
-    ledger = recorded().of[family_case.architecture]
-    inert = {path for path, kind in ledger.kinds.items() if kind in ("inert", DEFAULT_ONLY)}
+    ledger = recorded()[family_case.architecture]
+    if version("transformers") != ledger.transformers:
+        pytest.skip(f"the ledger is of transformers {ledger.transformers}")
+    inert = {path for path, kind in ledger.kinds.items() if kind in (KeyKind.INERT, KeyKind.DEFAULT_ONLY)}
     limited = {path for path in ledger.kinds if path.rpartition(".")[2] in family_case.model_class.config_values}
     assert set(ledger.supported) == limited | (inert & set(keys_at_default_only(family_case)))
 
@@ -42,7 +42,7 @@ def test_what_no_code_reads_is_refused_at_other_values(family_case: FamilyCase) 
 @pytest.mark.parametrize("family", ONE_OF_EACH_PATTERN)
 def test_the_ledger_is_what_changing_every_key_finds(family: str) -> None:
     name = registry.FAMILIES[family][0]
-    if version("transformers") != recorded().transformers:
-        pytest.skip(f"the ledger is of transformers {recorded().transformers}")
-    assert not recorded().of[name].count(UNTRIED), REMEDY.format(name)
-    assert ledger_of(FamilyCase(registry.model_class(name))) == recorded().of[name]
+    if version("transformers") != recorded()[name].transformers:
+        pytest.skip(f"the ledger is of transformers {recorded()[name].transformers}")
+    assert not recorded()[name].count(KeyKind.UNTRIED), REMEDY.format(name)
+    assert ledger_of(FamilyCase(registry.model_class(name))) == recorded()[name]

@@ -1,106 +1,119 @@
-"""The committed coverage pages are those of the committed results, and the results are of what is registered."""
+"""The committed coverage pages are those of what is recorded."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
-from families import test_families
+from typer.testing import CliRunner
 
 from nrl_models import registry
-from nrl_models.common.config.ledger import DEFAULT_ONLY, INERT, Ledger, Ledgers, recorded
+from nrl_models.cli import app
+from nrl_models.common.config.ledger import KeyKind, Ledger, recorded
 from nrl_models.devtools import coverage
-from nrl_models.devtools.coverage import CoverageError, mutants_section, mutants_summary, verdict, write_pages
+from nrl_models.devtools.coverage import write_pages
+from nrl_models.devtools.mutants import CATALOGUE
 from nrl_models.devtools.mutants.campaign import Outcome
-from nrl_models.testing.features import FEATURES, generated_tests
-
-DOCS = Path(__file__).parents[3] / "docs" / "model-coverage"
+from nrl_models.devtools.results import FOLDER, PAGES, CoverageError, Kind, Record, read_records, write_record
 
 
-@pytest.mark.usefixtures("every_family")
-def test_pages_are_up_to_date(tmp_path: Path) -> None:
-    pages = write_pages(DOCS / "results.json", tmp_path)
-    assert {page.name for page in pages} == {path.name for path in DOCS.glob("*.md")}
-    for page in pages:
-        assert page.read_text() == (DOCS / page.name).read_text(), f"{page.name} is stale: run nrl-models dev coverage"
-
-
-def test_every_architecture_passed_every_test() -> None:
-    results = json.loads((DOCS / "results.json").read_text())["results"]
-    assert {result["architecture"] for result in results} == {
-        name for names in registry.FAMILIES.values() for name in names
-    }
-    assert [result for result in results if result["outcome"] == "failed"] == []
-
-
-def test_every_generated_test_proves_a_feature_and_every_feature_has_a_test() -> None:
-    assert set(generated_tests()) == {name for name in vars(test_families) if name.startswith("test_")}
-    assert set(generated_tests().values()) == set(FEATURES)
-
-
-def test_the_worst_outcome_is_the_verdict() -> None:
-    results = [
-        {"check": "test_packing[None]", "outcome": "passed"},
-        {"check": "test_packing[ones]", "outcome": "failed"},
-        {"check": "test_left_padding", "outcome": "skipped"},
-        {"check": "test_attention_equivalence[float32]", "outcome": "passed"},
-        {"check": "test_mlp_equivalence[float32]", "outcome": "limited"},
-        {"check": "test_greedy_generation", "outcome": "passed"},
-    ]
-    assert verdict(results, "packed sequences") == "no"
-    assert verdict(results, "left padding") == "n/a"
-    assert verdict(results, "layers") == "limited"
-    assert verdict(results, "generate") == "yes"
-
-
-def test_survivors_of_the_mutation_run_are_listed() -> None:
-    outcomes = {"LlamaForCausalLM": Outcome({"bias dropped": "test_lora"}, ["never tied"], ["no cache"])}
-    section = mutants_section(["LlamaForCausalLM", "LlamaForTokenClassification"], outcomes)
-    assert "- LlamaForCausalLM: 1 of 2; survived: never tied\n" in section
-    assert "- LlamaForTokenClassification: not tried\n" in section
-    assert "found 1. Survivors: LlamaForCausalLM (never tied)." in mutants_summary(outcomes)[0]
-    assert (mutants_section(["LlamaForCausalLM"], {}), mutants_summary({})) == ("", [])
-
-
-def test_an_untested_architecture_is_an_error(tmp_path: Path) -> None:
-    content = json.loads((DOCS / "results.json").read_text())
-    content["results"] = [one for one in content["results"] if one["architecture"] != "Qwen3ForCausalLM"]
-    (tmp_path / "results.json").write_text(json.dumps(content))
-    with pytest.raises(CoverageError, match="Qwen3ForCausalLM"):
-        write_pages(tmp_path / "results.json", tmp_path)
-    assert not list(tmp_path.glob("*.md"))
+@pytest.fixture
+def pages(tmp_path: Path) -> Path:
+    """A copy of what is recorded, without pages."""
+    shutil.copytree(PAGES / FOLDER, tmp_path / FOLDER)
+    return tmp_path
 
 
 @pytest.mark.usefixtures("every_family")
-def test_what_needs_a_missing_package_is_not_tested_and_says_so(tmp_path: Path) -> None:
-    # No class of these can be imported there, so the pages have to do without.
-    missing = {"Phi3ForTokenClassification", *registry.FAMILIES["mixtral"]}
-    content = json.loads((DOCS / "results.json").read_text())
-    ran = {result["architecture"] for result in content["results"] if result["outcome"] != "skipped"}
-    already = {name for names in registry.FAMILIES.values() for name in names} - ran
-    for result in content["results"]:
-        if (name := result["architecture"]) in missing:
-            result |= {"outcome": "skipped", "reason": f"Skipped: {name} needs aeons, which is not installed"}
-    (tmp_path / "results.json").write_text(json.dumps(content))
-    write_pages(tmp_path / "results.json", tmp_path)
-    section = (tmp_path / "index.md").read_text().partition("\n## not tested\n")[2]
-    rows = [line for line in section.splitlines() if line.startswith("| [")]
-    assert {row.split(" | ")[1] for row in rows} == missing | already
-    assert all(row.endswith("| 0 |") for row in rows)
-    reason = "- not tested: {} needs aeons, which is not installed"
-    assert reason.format("Phi3ForTokenClassification") in (tmp_path / "phi3.md").read_text()
-    mixtral = (tmp_path / "mixtral.md").read_text()
-    assert all(reason.format(name) in mixtral for name in registry.FAMILIES["mixtral"])
+def test_pages_are_up_to_date(pages: Path) -> None:
+    written = write_pages(pages)
+    assert {page.name for page in written} == {path.name for path in PAGES.glob("*.md")}
+    for page in written:
+        assert page.read_text() == (PAGES / page.name).read_text(), f"{page.name} is stale: run nrl-models dev coverage"
 
 
-@pytest.mark.usefixtures("every_family")
-def test_a_page_says_what_the_keys_of_the_configuration_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ledger = Ledger({"a": "shapes", "b": "training", "c": INERT, "d": DEFAULT_ONLY}, {"d": False})
-    of = {**recorded().of, "Phi3ForCausalLM": ledger}
-    of.pop("MixtralForCausalLM")
-    monkeypatch.setattr(coverage, "recorded", lambda: Ledgers("5", of))
-    write_pages(DOCS / "results.json", tmp_path)
-    page = (tmp_path / "phi3.md").read_text()
+def test_an_untested_architecture_is_an_error(pages: Path) -> None:
+    file = pages / FOLDER / "qwen3.json"
+    content = json.loads(file.read_text())
+    del content["Qwen3ForCausalLM"]
+    file.write_text(json.dumps(content))
+    with pytest.raises(CoverageError, match="run nrl-models dev coverage Qwen3ForCausalLM"):
+        write_pages(pages)
+    assert not list(pages.glob("*.md"))
+
+
+@pytest.fixture
+def two_families(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if no others were registered."""
+    families = {name: registry.FAMILIES[name] for name in ("mixtral", "phi3")}
+    monkeypatch.setattr(registry, "FAMILIES", families)
+
+
+@pytest.mark.usefixtures("two_families")
+def test_the_command_records_given_results_and_writes_the_pages(pages: Path, tmp_path: Path) -> None:
+    rows = [{"architecture": "MixtralForCausalLM", "check": "test_lora", "outcome": "passed", "reason": ""}]
+    file = tmp_path / "results.json"
+    file.write_text(json.dumps({"versions": {"torch": "99"}, "results": rows}))
+    result = CliRunner().invoke(app, ["dev", "coverage", "--results", str(file), "--out", str(pages)])
+    assert result.exit_code == 0, result.output
+    assert "recorded the generated tests of 1 architectures" in result.output
+    assert "wrote 3 pages" in result.output
+    assert (
+        "| [MixtralForCausalLM](mixtral.md) | mixtral | moe |  | FSDP2, TP, EP, QLoRA | 1 |"
+        in (pages / "index.md").read_text()
+    )
+
+
+@pytest.mark.usefixtures("two_families")
+def test_a_page_names_the_versions_of_every_outcome(pages: Path) -> None:
+    name = "Phi3ForCausalLM"
+    before = read_records(pages)[Kind.TESTS][name]
+    write_record(pages, Kind.TESTS, name, Record({**before.versions, "torch": "99"}, before.outcome))
+    sharded = {"status": "agrees", "reason": ""}
+    for other in registry.FAMILIES["phi3"]:
+        write_record(pages, Kind.TP, other, Record({"torch": "98"}, sharded))
+    write_pages(pages)
+    page = (pages / "phi3.md").read_text()
+    assert "torch 99" in page
+    assert f"({name})" in page
+    assert "TP with torch 98" in page
+    index = (pages / "index.md").read_text()
+    assert "(1 architectures)" in index
+
+
+@pytest.mark.usefixtures("two_families")
+def test_a_family_that_needs_a_missing_package_keeps_its_page(pages: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = pages / "mixtral.md"
+    page.write_text("as it was")
+    (pages / "gone.md").write_text("of a family that is gone")
+    monkeypatch.setitem(registry._REQUIREMENTS, "MixtralForCausalLM", "aeons>=1")
+    written = write_pages(pages)
+    assert {path.name for path in written} == {"index.md", "phi3.md"}
+    assert page.read_text() == "as it was"
+    assert not (pages / "gone.md").exists()
+    assert "[MixtralForCausalLM](mixtral.md)" in (pages / "index.md").read_text()
+
+
+@pytest.mark.usefixtures("two_families")
+def test_survivors_of_the_mutation_run_are_listed(pages: Path) -> None:
+    first, second = (mutant.name for mutant in CATALOGUE[:2])
+    outcome = Outcome({first: "test_lora"}, [second])
+    write_record(pages, Kind.MUTANTS, "Phi3ForCausalLM", Record({"torch": "9"}, outcome.to_json()))
+    write_pages(pages)
+    assert f"- Phi3ForCausalLM: 1 of 2; survived: {second}\n" in (pages / "phi3.md").read_text()
+    assert f"Survivors: Phi3ForCausalLM ({second})." in (pages / "index.md").read_text()
+
+
+@pytest.mark.usefixtures("two_families")
+def test_a_page_says_what_the_keys_of_the_configuration_do(pages: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds = {"a": KeyKind.SHAPES, "b": KeyKind.TRAINING, "c": KeyKind.INERT, "d": KeyKind.DEFAULT_ONLY}
+    ledgers = {**recorded(), "Phi3ForCausalLM": Ledger(kinds, {"d": False}, transformers="4.0")}
+    ledgers.pop("MixtralForCausalLM")
+    monkeypatch.setattr(coverage, "recorded", lambda: ledgers)
+    write_pages(pages)
+    page = (pages / "phi3.md").read_text()
     assert "| architecture | keys | consumed | inert | default only |" in page
     assert "| Phi3ForCausalLM | 4 | 2 | 1 | 1 |" in page
     assert "Supported at their default only: `d=False`" in page
-    assert "| MixtralForCausalLM | " not in (tmp_path / "mixtral.md").read_text().partition("## Configuration keys")[2]
+    assert "4.0 (Phi3ForCausalLM)" in page
+    assert "| MixtralForCausalLM | " not in (pages / "mixtral.md").read_text().partition("## Configuration keys")[2]

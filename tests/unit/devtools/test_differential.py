@@ -12,7 +12,7 @@ from transformers import LlamaConfig, PreTrainedConfig
 from transformers.models.gpt_oss import modeling_gpt_oss
 from transformers.models.llama import modeling_llama as hf
 
-from nrl_models.common.config.ledger import INERT, UNTRIED
+from nrl_models.common.config.ledger import KeyKind
 from nrl_models.devtools.differential import Differential, Finding, keys_that_are_read, ledger_keys
 from nrl_models.devtools.perturbations import other_values, perturbed
 from nrl_models.devtools.record_ledger import ledger_of
@@ -99,7 +99,7 @@ BUGS = {
     NoDropoutForCausalLM: ("attention_dropout", "training", "training: "),
     FixedScaleForCausalLM: ("initializer_range", "weights", "other new weights"),
     RefusingForCausalLM: ("mlp_bias", "shapes", "refused with 'build: ValueError: no biases'"),
-    EagerForCausalLM: ("eos_token_id", INERT, "differs by"),
+    EagerForCausalLM: ("eos_token_id", KeyKind.INERT, "differs by"),
     SilentForCausalLM: ("output_hidden_states", "outputs", "on one side only"),
 }
 
@@ -124,7 +124,7 @@ def test_every_key_of_a_ledger_and_what_the_family_limits() -> None:
     assert list(ledger.kinds) == ledger_keys(case.config)
     assert dict(ledger.supported) == {"mlp_bias": False}
     assert not ledger.departures
-    assert ledger.kinds["eos_token_id"] == INERT
+    assert ledger.kinds["eos_token_id"] == KeyKind.INERT
     assert ledger_of(FamilyCase(RefusingForCausalLM)).departures.keys() == {"mlp_bias"}
 
 
@@ -158,9 +158,9 @@ def test_what_is_read_only_after_another_change_is_tried_then() -> None:
 def test_a_survey_says_what_cannot_matter_without_trying_anything() -> None:
     differential = Differential(FamilyCase(NovaForCausalLM))
     surveyed, found = differential.survey(), differential.run()
-    assert set(surveyed.values()) == {INERT, UNTRIED}
-    assert {path for path, kind in surveyed.items() if kind == INERT} <= {
-        path for path, one in found.items() if one.kind == INERT
+    assert set(surveyed.values()) == {KeyKind.INERT, KeyKind.UNTRIED}
+    assert {path for path, kind in surveyed.items() if kind == KeyKind.INERT} <= {
+        path for path, one in found.items() if one.kind == KeyKind.INERT
     }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path
@@ -16,8 +15,16 @@ from nrl_models import registry
 from nrl_models.cli import app
 from nrl_models.common.config.ledger import recorded
 from nrl_models.devtools.mutants import CATALOGUE, Mutant, campaign
-from nrl_models.devtools.mutants.campaign import Hunt, Outcome, architectures_in_order, checks, run_mutants
+from nrl_models.devtools.mutants.campaign import (
+    Hunt,
+    Outcome,
+    architectures_in_order,
+    checks,
+    read_outcomes,
+    run_mutants,
+)
 from nrl_models.devtools.mutants.planting import in_code, in_modules, misread, reads
+from nrl_models.devtools.results import PAGES, Kind, Record, read_records, write_record
 from nrl_models.errors import UnknownArchitectureError
 from nrl_models.testing.case import FamilyCase
 from nrl_models.testing.features import generated_tests
@@ -66,7 +73,7 @@ def test_each_mutant_is_killed_by_a_test_meant_for_it(mutant: Mutant) -> None:
             if tried.killer(mutant, likely):
                 return
             inert.append(mutant.bug.is_inert(tried.case, tried._expected))
-    if all(inert) and recorded().transformers != version("transformers"):
+    if all(inert) and recorded()[STAND_FOR_ALL[0]].transformers != version("transformers"):
         pytest.skip("nothing comes of it in models of this transformers")
     pytest.fail(f"of {', '.join(STAND_FOR_ALL)} none in which {', '.join(mutant.killers)} finds it")
 
@@ -150,7 +157,7 @@ def test_tests_of_what_a_family_lacks_are_not_run(llama: FamilyCase, monkeypatch
 
 
 def test_a_run_goes_on_where_another_was_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file, tried = tmp_path / "results.json", []
+    tried = []
 
     def fake_run(self: Hunt, mutants: list[Mutant]) -> Outcome:
         tried.append((self.case.architecture, [one.name for one in mutants]))
@@ -159,19 +166,31 @@ def test_a_run_goes_on_where_another_was_cut(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(Hunt, "run", fake_run)
     first, second, third = CATALOGUE[:3]
     monkeypatch.setattr(campaign, "CATALOGUE", (first, second))
-    list(run_mutants(["LlamaForCausalLM"], file))
-    outcomes = dict(run_mutants(["LlamaForCausalLM", "Qwen3ForCausalLM"], file))
+    list(run_mutants(["LlamaForCausalLM"], tmp_path))
+    outcomes = dict(run_mutants(["LlamaForCausalLM", "Qwen3ForCausalLM"], tmp_path))
     # What survived is tried again, as somebody may have closed the gap.
     both = [first.name, second.name]
     assert tried == [("LlamaForCausalLM", both), ("LlamaForCausalLM", both[1:]), ("Qwen3ForCausalLM", both)]
     assert outcomes["LlamaForCausalLM"] == Outcome({first.name: "test_lora"}, [second.name])
     # So is a mutant that is new; one that left is forgotten.
     monkeypatch.setattr(campaign, "CATALOGUE", (second, third))
-    outcomes = dict(run_mutants(["LlamaForCausalLM"], file))
+    outcomes = dict(run_mutants(["LlamaForCausalLM"], tmp_path))
     assert tried[3:] == [("LlamaForCausalLM", [second.name, third.name])]
     assert outcomes["LlamaForCausalLM"] == Outcome({second.name: "test_lora"}, [third.name])
-    content = json.loads(file.read_text())
-    assert content["architectures"]["Qwen3ForCausalLM"]["not_run"] == [third.name]
+    assert read_outcomes(read_records(tmp_path))["Qwen3ForCausalLM"].not_run == [third.name]
+
+
+def test_outcomes_of_other_versions_stay_until_their_own_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [mutant.name for mutant in CATALOGUE]
+    found = Outcome({}, [], [], names)
+    older = Record({"torch": "1"}, Outcome({names[0]: "test_lora"}, [], [], names[1:]).to_json())
+    for name in ("LlamaForCausalLM", "LlamaForTokenClassification"):
+        write_record(tmp_path, Kind.MUTANTS, name, older)
+    monkeypatch.setattr(Hunt, "run", lambda self, mutants: found if list(mutants) == list(CATALOGUE) else None)
+    assert dict(run_mutants(["LlamaForCausalLM"], tmp_path)) == {"LlamaForCausalLM": found}
+    records = read_records(tmp_path)[Kind.MUTANTS]
+    assert records["LlamaForTokenClassification"] == older
+    assert records["LlamaForCausalLM"].versions["torch"] == version("torch")
 
 
 def test_one_of_each_family_comes_first() -> None:
@@ -186,14 +205,14 @@ def test_one_of_each_family_comes_first() -> None:
 
 def test_survivors_fail_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Hunt, "run", lambda self, mutants: Outcome({"a": "test_lora"}, ["b"]))
-    result = CliRunner().invoke(app, ["dev", "mutate", "LlamaForCausalLM", "--results", str(tmp_path / "results.json")])
+    result = CliRunner().invoke(app, ["dev", "mutate", "LlamaForCausalLM", "--out", str(tmp_path)])
     assert result.exit_code == 1
     assert "LlamaForCausalLM: 1 of 2 killed" in result.output
     assert "survived: b" in result.output
 
 
 def test_no_bug_survives_in_the_committed_results() -> None:
-    outcomes = campaign.read_outcomes(ROOT / "docs" / "model-coverage" / "mutants.json")
+    outcomes = read_outcomes(read_records(PAGES))
     registered = registry.architectures(aliases=False)
     expected = {name for name in registered if not registry.unmet_requirement(name)}
     assert not expected - outcomes.keys(), "run `nrl-models dev mutate` and commit what it writes"

@@ -1,13 +1,16 @@
-"""The overview: a table a kind, and the rows that a reader asks for."""
+"""The overview: a row for each architecture, and the rows that a reader asks for."""
 
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from nrl_models.cli import app
-from nrl_models.devtools import overview
-from nrl_models.devtools.overview import OverviewError, Row, chosen, sections
+from nrl_models.devtools import results
+from nrl_models.devtools.generated_tests import GeneratedTests
+from nrl_models.devtools.overview import OverviewError, Row, chosen, overview_table
+from nrl_models.devtools.results import Kind, Record, write_record
 
 ROWS = [
     Row("nova", "NovaForCausalLM", "nova", ("dense",), {"generate": "yes", "TP": "yes"}, 3),
@@ -21,13 +24,17 @@ def names(rows: list[Row]) -> list[str]:
     return [row.architecture for row in rows]
 
 
-def test_each_architecture_is_in_the_table_of_its_kind() -> None:
-    text = "\n".join(sections(ROWS, ["generate", "TP"]))
-    assert "- [moe, vlm](#moe-vlm): 1\n" in text
-    before, _, after = text.partition("\n## moe, vlm\n")
-    assert "| [nova](nova.md) | NovaForTokenClassification | nova | n/a | yes | 2 |" in before.partition("## dense")[2]
-    assert "| [pulsar](pulsar.md) | PulsarForCausalLM | pulsar_vl | yes | refused | 4 |" in after
-    assert "| [quasar](quasar.md) | QuasarForCausalLM |" in after.partition("\n## not tested\n")[2]
+def test_each_architecture_is_a_row_with_what_it_lacks_and_what_trains_it() -> None:
+    rows = [*ROWS, Row("nova", "NovaLMHeadModel", "nova", ("dense",), {"logits": "limited", "LoRA": "fails"}, 1)]
+    lines = overview_table(rows, ["TP"])
+    assert lines[0] == "| architecture | model type | kind | limited | trains with | tests passed |"
+    assert lines[2:] == [
+        "| [NovaForCausalLM](nova.md) | nova | dense |  | TP | 3 |",
+        "| [NovaForTokenClassification](nova.md) | nova | dense |  | TP | 2 |",
+        "| [PulsarForCausalLM](pulsar.md) | pulsar_vl | moe, vlm |  |  | 4 |",
+        "| [QuasarForCausalLM](quasar.md) |  | not tested |  |  | 0 |",
+        "| [NovaLMHeadModel](nova.md) | nova | dense | logits, LoRA |  | 1 |",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -56,20 +63,23 @@ def test_what_no_row_knows_is_refused_with_what_there_is() -> None:
 
 
 def test_the_command_prints_what_is_asked_for_and_writes_nothing(tmp_path: Path) -> None:
-    overview.write(ROWS, tmp_path / overview.FILE)
-    assert overview.read(tmp_path / overview.FILE) == ROWS
-    before = sorted(tmp_path.iterdir())
+    for name, features in (("LlamaForCausalLM", ["generate"]), ("LlamaForTokenClassification", ["LoRA"])):
+        tests = GeneratedTests("llama", ["dense"], 3, {"yes": features}, {}, {})
+        write_record(tmp_path, Kind.TESTS, name, Record({}, asdict(tests)))
+    before = sorted(tmp_path.rglob("*"))
     result = CliRunner().invoke(
         app, ["dev", "coverage", "--out", str(tmp_path), "--kind", "dense", "--feature", "generate"]
     )
     assert result.exit_code == 0, result.output
     assert "1 architecture" in result.output
-    assert "NovaForCausalLM" in result.output
-    assert "NovaForTokenClassification" not in result.output
-    assert sorted(tmp_path.iterdir()) == before
+    assert "LlamaForCausalLM" in result.output
+    assert "LlamaForTokenClassification" not in result.output
+    assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_without_an_overview_the_command_says_what_to_do(tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["dev", "coverage", "--out", str(tmp_path), "--kind", "dense"])
-    assert result.exit_code == 2
-    assert "run nrl-models dev coverage" in " ".join(result.output.split())
+def test_outside_a_checkout_the_command_says_what_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(results, "PAGES", tmp_path / "docs" / "model-coverage")
+    for command in (["coverage", "--kind", "dense"], ["ledger"], ["mutate"]):
+        result = CliRunner().invoke(app, ["dev", *command])
+        assert result.exit_code == 2
+        assert "needs a checkout of the repository: docs/model-coverage is not" in " ".join(result.output.split())

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -12,26 +12,34 @@ from typer.testing import CliRunner
 
 from nrl_models import registry
 from nrl_models.cli import app
-from nrl_models.common.config.ledger import DEFAULT_ONLY, INERT, UNTRIED, Ledger, Ledgers, read_ledgers, recorded
+from nrl_models.common.config.ledger import KeyKind, Ledger, read_ledgers, recorded
 from nrl_models.devtools import record_ledger
-from nrl_models.devtools.record_ledger import LedgerError, write_ledger
+from nrl_models.devtools.record_ledger import record, write_ledger
 from nrl_models.errors import UnknownArchitectureError
 
 LEDGER = Ledger(
-    {"hidden_size": "shapes", "vision_config.hidden_size": "shapes", "eos_token_id": INERT, "mlp_bias": DEFAULT_ONLY},
+    {
+        "hidden_size": KeyKind.SHAPES,
+        "vision_config.hidden_size": KeyKind.SHAPES,
+        "eos_token_id": KeyKind.INERT,
+        "mlp_bias": KeyKind.DEFAULT_ONLY,
+    },
     {"mlp_bias": False},
     {"hidden_size": "outputs: .logits differs"},
+    transformers="4.0",
 )
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
-    written = Ledgers("5.0", {"NovaForCausalLM": LEDGER, "MoonForCausalLM": Ledger({"a": "outputs", "b": UNTRIED})})
-    written.write(tmp_path / "ledger.json")
-    assert read_ledgers(tmp_path / "ledger.json") == written
-    assert [path.name for path in tmp_path.iterdir()] == ["ledger.json"]
-    assert LEDGER.count("consumed") == 2
-    assert LEDGER.count(INERT) == LEDGER.count(DEFAULT_ONLY) == 1
-    assert read_ledgers(tmp_path / "none.json") == Ledgers("", {})
+    other = Ledger({"a": KeyKind.OUTPUTS, "b": KeyKind.UNTRIED}, transformers="5.0")
+    written = {"LlamaForCausalLM": LEDGER, "LlamaForTokenClassification": other, "Qwen2ForCausalLM": other}
+    for name, ledger in written.items():
+        record(name, ledger, tmp_path / "ledger")
+    assert read_ledgers(tmp_path / "ledger") == written
+    assert sorted(path.name for path in (tmp_path / "ledger").iterdir()) == ["llama.json", "qwen2.json"]
+    assert LEDGER.consumed == 2
+    assert LEDGER.count(KeyKind.INERT) == LEDGER.count(KeyKind.DEFAULT_ONLY) == 1
+    assert read_ledgers(tmp_path / "none") == {}
 
 
 @pytest.fixture
@@ -41,37 +49,42 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
 
     def find(case: Any, *, survey: bool = False) -> Ledger:
         found.append((case.architecture, survey))
-        return Ledger({"a": UNTRIED if survey else "outputs"})
+        return Ledger({"a": KeyKind.UNTRIED if survey else KeyKind.OUTPUTS}, transformers=version("transformers"))
 
     monkeypatch.setattr(record_ledger, "ledger_of", find)
     return found
 
 
 def test_only_what_is_missing_is_found_out(tmp_path: Path, asked: list[tuple[str, bool]]) -> None:
-    file, names = tmp_path / "ledger.json", ["LlamaForCausalLM", "MistralForCausalLM"]
-    list(write_ledger(names[:1], survey=True, file=file))
-    list(write_ledger(names[:1], survey=True, file=file))
+    names = ["LlamaForCausalLM", "MistralForCausalLM"]
+    list(write_ledger(names[:1], survey=True, folder=tmp_path))
+    list(write_ledger(names[:1], survey=True, folder=tmp_path))
     assert asked == [(names[0], True)]
-    list(write_ledger(names, file=file))  # what was only surveyed is found out, too
-    list(write_ledger(names, file=file))
+    list(write_ledger(names, folder=tmp_path))  # what was only surveyed is found out, too
+    list(write_ledger(names, folder=tmp_path))
     assert asked[1:] == [(names[0], False), (names[1], False)]
-    list(write_ledger(names[1:], again=True, file=file))
+    list(write_ledger(names[1:], again=True, folder=tmp_path))
     assert asked[3:] == [(names[1], False)]
-    assert {name: one.kinds for name, one in read_ledgers(file).of.items()} == {
+    assert {name: ledger.kinds for name, ledger in read_ledgers(tmp_path).items()} == {
         name: {"a": "outputs"} for name in names
     }
 
 
-def test_ledgers_of_two_versions_do_not_mix(tmp_path: Path, asked: list[tuple[str, bool]]) -> None:
-    file = tmp_path / "ledger.json"
-    Ledgers("4.0", {"LlamaForCausalLM": LEDGER}).write(file)
-    before = file.read_text()
-    with pytest.raises(LedgerError, match=r"is of transformers 4\.0"):
-        list(write_ledger(["MistralForCausalLM"], file=file))
+def test_ledgers_of_another_version_stay_until_their_own_run(tmp_path: Path, asked: list[tuple[str, bool]]) -> None:
+    record("LlamaForCausalLM", LEDGER, tmp_path)
+    record("LlamaForTokenClassification", LEDGER, tmp_path)
+    list(write_ledger(["LlamaForCausalLM", "MistralForCausalLM"], folder=tmp_path))
+    assert [name for name, _ in asked] == ["LlamaForCausalLM", "MistralForCausalLM"]
+    found = read_ledgers(tmp_path)
+    assert found["LlamaForTokenClassification"] == LEDGER
+    assert found["LlamaForCausalLM"].transformers == version("transformers")
+
+
+def test_a_name_that_no_family_serves_is_refused(tmp_path: Path, asked: list[tuple[str, bool]]) -> None:
     with pytest.raises(UnknownArchitectureError, match="LlamaForCausalLLM"):
-        list(write_ledger(["LlamaForCausalLLM"], file=file))
+        list(write_ledger(["LlamaForCausalLLM"], folder=tmp_path))
     assert not asked
-    assert file.read_text() == before
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_command_fails_where_the_two_part(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,14 +99,13 @@ def test_the_command_fails_where_the_two_part(monkeypatch: pytest.MonkeyPatch) -
     assert "hidden_size acts otherwise than in transformers: outputs: .logits differs" in result.output
 
 
-def test_the_file_is_shipped_and_orderly() -> None:
-    content = json.loads(record_ledger.FILE.read_text())
-    assert list(content["ledgers"]) == sorted(content["ledgers"])
-    assert recorded().transformers == content["transformers"]
+def test_the_files_are_those_of_the_registered_families() -> None:
+    assert {path.stem for path in record_ledger.FOLDER.glob("*.json")} == set(registry.FAMILIES)
+    assert recorded().keys() <= set(registry.architectures(aliases=False))
 
 
 def test_every_key_of_every_architecture_was_tried() -> None:
     registered = registry.architectures(aliases=False)
-    ledgers = {name: recorded().of.get(name) for name in registered if not registry.unmet_requirement(name)}
-    untried = [name for name, one in ledgers.items() if one is None or one.count(UNTRIED)]
-    assert not untried, "run `nrl-models dev ledger` and commit nrl_models/families/ledger.json"
+    ledgers = {name: recorded().get(name) for name in registered if not registry.unmet_requirement(name)}
+    untried = [name for name, ledger in ledgers.items() if ledger is None or ledger.count(KeyKind.UNTRIED)]
+    assert not untried, "run `nrl-models dev ledger` and commit nrl_models/families/ledger"

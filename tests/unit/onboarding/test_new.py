@@ -83,9 +83,10 @@ def test_into_this_repository_with_its_entry_and_its_page(tmp_path: Path, config
     rows = table.read_text()
     row = next(row for row in rows.splitlines(keepends=True) if row.startswith('    "cwm": Row('))
     table.write_text(rows.replace(row, ""))
-    ledger = families / "ledger.json"
-    recorded = json.loads(ledger.read_text())
-    ledger.write_text(json.dumps(recorded | {"ledgers": {**recorded["ledgers"], "CwmForCausalLM": {"inert": "x"}}}))
+    ledger, results = families / "ledger", tmp_path / "copy" / "docs" / "model-coverage" / "results"
+    before = {path: path.read_text() for folder in (ledger, results) for path in folder.iterdir()}
+    for folder in (ledger, results):
+        (folder / "cwm.json").unlink()
     run = subprocess.run(
         [sys.executable, "-m", "nrl_models", "new", str(configured("CwmForCausalLM"))],
         capture_output=True,
@@ -100,11 +101,10 @@ def test_into_this_repository_with_its_entry_and_its_page(tmp_path: Path, config
     page = (tmp_path / "copy" / "docs" / "model-coverage" / "cwm.md").read_text()
     assert "| CwmForCausalLM | yes |" in page
     assert not list(families.glob(".nrl-new-*"))
-    found = read_ledgers(ledger).of["CwmForCausalLM"]
+    found = read_ledgers(ledger)["CwmForCausalLM"]
     assert found.kinds["hidden_size"] == "shapes"
     assert not found.departures
-    others = {name: one for name, one in recorded["ledgers"].items() if name != "CwmForCausalLM"}
-    assert json.loads(ledger.read_text())["ledgers"].items() >= others.items()
+    assert {path.name for path, text in before.items() if path.read_text() != text} <= {"cwm.json"}
 
 
 def test_what_transformers_lacks_too_is_a_limit_and_the_rest_is_left_to_a_person(

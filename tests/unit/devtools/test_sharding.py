@@ -1,0 +1,63 @@
+"""What pages say of architectures that were sharded, and what is recorded of them."""
+
+from nrl_models import registry
+from nrl_models.devtools import sharding
+from nrl_models.devtools.results import PAGES, Kind, Record, Records, read_records
+from nrl_models.devtools.sharding import ShardingOutcome, Status
+
+REFUSAL = """NovaForCausalLM cannot be sharded over tp=2 (1 problem)
+  - plan: NovaForCausalLM: has no tensor-parallel plan
+  What to do: use fsdp alone"""
+
+
+def records(outcomes: dict[Kind, dict[str, ShardingOutcome]]) -> Records:
+    return {
+        kind: {name: outcome.recorded_with({"torch": "9"}) for name, outcome in outcomes.get(kind, {}).items()}
+        for kind in Kind
+    }
+
+
+def test_verdicts_and_reasons() -> None:
+    agrees, refused = ShardingOutcome(Status.AGREES), ShardingOutcome(Status.REFUSED, REFUSAL)
+    found = records(
+        {
+            Kind.FSDP: {"NovaForCausalLM": agrees, "NovaMoeForCausalLM": ShardingOutcome(Status.DISAGREES, "loss")},
+            Kind.TP: {"NovaForCausalLM": refused, "NovaMoeForCausalLM": refused},
+            Kind.EP: {"NovaMoeForCausalLM": ShardingOutcome(Status.ERROR, "KeyError: 1")},
+            Kind.QLORA: {"NovaForCausalLM": ShardingOutcome(Status.LIMITED, "no linear")},
+        }
+    )
+    assert sharding.verdicts(found, "NovaForCausalLM") == {
+        "FSDP2": "yes", "TP": "refused", "EP": "n/a", "QLoRA": "limited"
+    }  # fmt: skip
+    assert sharding.verdicts(found, "NovaMoeForCausalLM") == {
+        "FSDP2": "fails", "TP": "refused", "EP": "fails", "QLoRA": "not tested"
+    }  # fmt: skip
+    assert set(sharding.verdicts(found, "Other").values()) == {"not tested"}
+    assert sharding.reasons(found, ["NovaForCausalLM", "NovaMoeForCausalLM", "Other"]) == [
+        "TP refused: plan: NovaForCausalLM: has no tensor-parallel plan (NovaForCausalLM, NovaMoeForCausalLM)",
+        "QLoRA limited: no linear (NovaForCausalLM)",
+        "FSDP2 disagrees: loss (NovaMoeForCausalLM)",
+        "EP error: KeyError: 1 (NovaMoeForCausalLM)",
+    ]
+    assert "- FSDP2: 1 yes, 0 refused, 0 limited, 1 fails; with torch 9" in sharding.summary(found)
+    assert sharding.summary(records({})) == []
+
+
+def test_versions_of_several_runs_are_all_named() -> None:
+    found = records({Kind.TP: {name: ShardingOutcome(Status.AGREES) for name in "abc"}})
+    found[Kind.TP]["b"] = Record({"torch": "8"}, found[Kind.TP]["b"].outcome)
+    assert "- TP: 3 yes, 0 refused, 0 limited, 0 fails; with torch 9 (2 architectures); torch 8 (1 architectures)" in (
+        sharding.summary(found)
+    )
+
+
+def test_every_outcome_that_is_not_agreement_has_a_reason() -> None:
+    found = read_records(PAGES)
+    registered = set(registry.architectures(aliases=False))
+    for kind in sharding.FEATURES:
+        assert found[kind].keys() <= registered
+        for name, record in found[kind].items():
+            outcome = ShardingOutcome.of(record)
+            assert (outcome.status == Status.AGREES) != bool(outcome.reason), f"{name}, {kind}: {outcome}"
+    assert found[Kind.FSDP].keys() == found[Kind.TP].keys()
