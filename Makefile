@@ -72,7 +72,7 @@ docs: $(VENV)/.ready-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 coverage: setup
-	$(BIN)/nrl-models dev coverage
+	$(BIN)/nrl-models dev coverage --all
 
 reach: setup
 	$(BIN)/python -m tests.onboarding_reach
