@@ -9,7 +9,7 @@ from typing import Any
 
 from nrl_models import families, registry
 from nrl_models.common.config.ledger import KeyKind, recorded
-from nrl_models.devtools import sharding
+from nrl_models.devtools import sharding_outcomes
 from nrl_models.devtools.generated_tests import GeneratedTests, read_generated_tests
 from nrl_models.devtools.mutants.campaign import Outcome, read_outcomes
 from nrl_models.devtools.overview import Row, overview_table, table
@@ -63,7 +63,7 @@ def overview_rows(records: Records) -> list[Row]:
             name,
             tests[name].model_type,
             tuple(tests[name].kinds),
-            tests[name].verdicts() | sharding.verdicts(records, name),
+            tests[name].verdicts() | sharding_outcomes.verdicts(records, name),
             tests[name].passed,
         )
         for family, architectures in registry.FAMILIES.items()
@@ -72,7 +72,7 @@ def overview_rows(records: Records) -> list[Row]:
     ]
 
 
-COLUMNS = (*FEATURES, *sharding.FEATURES.values())
+COLUMNS = (*FEATURES, *sharding_outcomes.FEATURES.values())
 """The features that pages have a column for."""
 
 
@@ -93,7 +93,7 @@ def _index(rows: Sequence[Row], records: Records, tests: Mapping[str, GeneratedT
             "features that transformers' class lacks, too; the page of a family has the verdict on every feature, and "
             "the reasons.",
             "",
-            *sharding.summary(records),
+            *sharding_outcomes.summary(records),
             *_mutants_summary(records),
             "An architecture that is not here loads as transformers' own class, with the identity adapter "
             "and one warning; parity and export work for it all the same.",
@@ -103,7 +103,7 @@ def _index(rows: Sequence[Row], records: Records, tests: Mapping[str, GeneratedT
             "",
             *(f"- {kind}: {len(kinds[kind])}" for kind in sorted(kinds)),
             "",
-            *overview_table(rows, list(sharding.FEATURES.values())),
+            *overview_table(rows, list(sharding_outcomes.FEATURES.values())),
             "",
         ]
     )
@@ -179,7 +179,7 @@ def _family_page(family: str, rows: Sequence[Row], records: Records, tests: Mapp
         "Quirks": [*page_lines(subjects), "", "For those of every model see [the catalogue](../quirks.md)."],
         "Features": [
             *table(("architecture", *COLUMNS), [(row.architecture, *row.features.values()) for row in rows]),
-            *_after_blank(_bullets(sharding.reasons(records, outcomes))),
+            *_after_blank(_bullets(sharding_outcomes.reasons(records, outcomes))),
         ],
         "Configuration keys": _ledger_lines(outcomes),
         "Limits": _bullets(
@@ -201,7 +201,7 @@ def _family_page(family: str, rows: Sequence[Row], records: Records, tests: Mapp
 
 def _versions(architectures: Iterable[str], records: Records) -> str:
     """The versions of a family's outcomes: of the generated tests, and of whatever was obtained with others."""
-    labels = {Kind.TESTS: "", Kind.MUTANTS: "mutants", **sharding.FEATURES}
+    labels = {Kind.TESTS: "", Kind.MUTANTS: "mutants", **sharding_outcomes.FEATURES}
     found = {kind: {name: records[kind][name] for name in architectures if name in records[kind]} for kind in labels}
     texts = {kind: versions_summary(of_kind, names=True) for kind, of_kind in found.items() if of_kind}
     others = grouped((text, labels[kind]) for kind, text in texts.items() if text != texts[Kind.TESTS])

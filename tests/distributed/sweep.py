@@ -34,7 +34,7 @@ from nrl_models import registry
 from nrl_models.devtools.coverage import write_pages
 from nrl_models.devtools.mutants.campaign import architectures_in_order
 from nrl_models.devtools.results import Kind, pages_folder
-from nrl_models.devtools.sharding import ShardingOutcome, Status
+from nrl_models.devtools.sharding_outcomes import ShardingOutcome, Status
 from tests.sweep import Outcomes, Sweep
 
 PATIENCE = 300.0

@@ -11,7 +11,7 @@ from jobs import faults
 from world import RanksLostError, World
 
 from nrl_models.devtools.results import Kind
-from nrl_models.devtools.sharding import ShardingOutcome, Status
+from nrl_models.devtools.sharding_outcomes import ShardingOutcome, Status
 from tests.distributed import sweep
 
 

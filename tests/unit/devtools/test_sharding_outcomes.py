@@ -1,9 +1,9 @@
 """What pages say of architectures that were sharded, and what is recorded of them."""
 
 from nrl_models import registry
-from nrl_models.devtools import sharding
+from nrl_models.devtools import sharding_outcomes
 from nrl_models.devtools.results import PAGES, Kind, Record, Records, read_records
-from nrl_models.devtools.sharding import ShardingOutcome, Status
+from nrl_models.devtools.sharding_outcomes import ShardingOutcome, Status
 
 REFUSAL = """NovaForCausalLM cannot be sharded over tp=2 (1 problem)
   - plan: NovaForCausalLM: has no tensor-parallel plan
@@ -27,35 +27,35 @@ def test_verdicts_and_reasons() -> None:
             Kind.QLORA: {"NovaForCausalLM": ShardingOutcome(Status.LIMITED, "no linear")},
         }
     )
-    assert sharding.verdicts(found, "NovaForCausalLM") == {
+    assert sharding_outcomes.verdicts(found, "NovaForCausalLM") == {
         "FSDP2": "yes", "TP": "refused", "EP": "n/a", "QLoRA": "limited"
     }  # fmt: skip
-    assert sharding.verdicts(found, "NovaMoeForCausalLM") == {
+    assert sharding_outcomes.verdicts(found, "NovaMoeForCausalLM") == {
         "FSDP2": "fails", "TP": "refused", "EP": "fails", "QLoRA": "not tested"
     }  # fmt: skip
-    assert set(sharding.verdicts(found, "Other").values()) == {"not tested"}
-    assert sharding.reasons(found, ["NovaForCausalLM", "NovaMoeForCausalLM", "Other"]) == [
+    assert set(sharding_outcomes.verdicts(found, "Other").values()) == {"not tested"}
+    assert sharding_outcomes.reasons(found, ["NovaForCausalLM", "NovaMoeForCausalLM", "Other"]) == [
         "TP refused: plan: NovaForCausalLM: has no tensor-parallel plan (NovaForCausalLM, NovaMoeForCausalLM)",
         "QLoRA limited: no linear (NovaForCausalLM)",
         "FSDP2 disagrees: loss (NovaMoeForCausalLM)",
         "EP error: KeyError: 1 (NovaMoeForCausalLM)",
     ]
-    assert "- FSDP2: 1 yes, 0 refused, 0 limited, 1 fails; with torch 9" in sharding.summary(found)
-    assert sharding.summary(records({})) == []
+    assert "- FSDP2: 1 yes, 0 refused, 0 limited, 1 fails; with torch 9" in sharding_outcomes.summary(found)
+    assert sharding_outcomes.summary(records({})) == []
 
 
 def test_versions_of_several_runs_are_all_named() -> None:
     found = records({Kind.TP: {name: ShardingOutcome(Status.AGREES) for name in "abc"}})
     found[Kind.TP]["b"] = Record({"torch": "8"}, found[Kind.TP]["b"].outcome)
     assert "- TP: 3 yes, 0 refused, 0 limited, 0 fails; with torch 9 (2 architectures); torch 8 (1 architectures)" in (
-        sharding.summary(found)
+        sharding_outcomes.summary(found)
     )
 
 
 def test_every_outcome_that_is_not_agreement_has_a_reason() -> None:
     found = read_records(PAGES)
     registered = set(registry.architectures(aliases=False))
-    for kind in sharding.FEATURES:
+    for kind in sharding_outcomes.FEATURES:
         assert found[kind].keys() <= registered
         for name, record in found[kind].items():
             outcome = ShardingOutcome.of(record)
