@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
+from enum import StrEnum, auto
 
 
 class NRLModelsError(Exception):
@@ -19,28 +19,28 @@ def in_words(error: BaseException) -> str:
 class ProblemKind(StrEnum):
     """What kind of problem it is."""
 
-    MISSING = "missing"
-    UNEXPECTED = "unexpected"
-    DUPLICATED = "duplicated"
-    PARTIAL = "partial"
-    SHAPE = "shape"
-    DTYPE = "dtype"
-    TIED = "tied"
-    FILE = "file"
-    INDEX = "index"
-    FORMAT = "format"
-    CONFIG = "config"
-    UNKNOWN = "unknown"
+    MISSING = auto()
+    UNEXPECTED = auto()
+    DUPLICATED = auto()
+    PARTIAL = auto()
+    SHAPE = auto()
+    DTYPE = auto()
+    TIED = auto()
+    FILE = auto()
+    INDEX = auto()
+    FORMAT = auto()
+    CONFIG = auto()
+    UNKNOWN = auto()
     """A configuration key that nothing reads."""
-    UNSUPPORTED = "unsupported"
+    UNSUPPORTED = auto()
     """A configuration value that the model does not honour."""
-    MESH = "mesh"
-    PLAN = "plan"
-    DIVIDE = "divide"
+    MESH = auto()
+    PLAN = auto()
+    DIVIDE = auto()
     """A size that is not divisible by the number of ranks."""
-    CONTEXT = "context"
+    CONTEXT = auto()
     """Something context parallelism does not support."""
-    RANK = "rank"
+    RANK = auto()
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ what is exchanged; only the inside of expert stacks, which depends on the data, 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -191,9 +191,8 @@ def _data_parallel(model: PreTrainedModel, mesh: DeviceMesh) -> tuple[int, int]:
     ranks = size_of(mesh, "fsdp")
     if ranks == 1:
         return 0, 0
-    units = [module for module in model.modules() if type(module).__name__ in _unit_names(model)]
     whole = _local_bytes(model)
-    sizes = [_local_bytes(unit) for unit in units]
+    sizes = [_local_bytes(unit) for unit in _units(model)]
     outermost, largest = whole - sum(sizes), max(sizes, default=0)
     # Parameters before the forward and, having been freed, before the backward; gradients after it.
     sent = 3 * whole * (ranks - 1) // ranks
@@ -201,8 +200,9 @@ def _data_parallel(model: PreTrainedModel, mesh: DeviceMesh) -> tuple[int, int]:
     return sent, 3 * largest + 2 * outermost
 
 
-def _unit_names(model: PreTrainedModel) -> Collection[str]:
-    return sharding_of(model).plan.units or ()
+def _units(model: PreTrainedModel) -> list[nn.Module]:
+    """The modules that `fsdp` gathers as one."""
+    return [module for module in model.modules() if type(module).__name__ in (sharding_of(model).plan.units or ())]
 
 
 class _Exchanges(TorchDispatchMode):
@@ -236,7 +236,7 @@ _TIMES_SENT = {
 
 def _run(model: PreTrainedModel, setting: Setting, mesh: DeviceMesh) -> tuple[int, dict[str, int]]:
     """Bytes of activations at their peak, and bytes sent by dimension, of one micro-batch."""
-    units = {module for module in model.modules() if type(module).__name__ in _unit_names(model)}
+    units = set(_units(model))
     kept: list[ref[_Kept]] = []  # until their graph is dropped
     inputs: dict[nn.Module, int] = {}
     running: list[nn.Module | None] = [None]
@@ -344,8 +344,9 @@ def _stub_experts(model: PreTrainedModel, setting: Setting, stack: ExitStack) ->
 
     Each choice of a token keeps its input and output, the outputs of gate and up, the activation and their product.
     """
+    config = model.config.get_text_config()
     keys = ("num_experts_per_tok", "moe_topk", "top_k")
-    top_k = next((value for key in keys if (value := getattr(_text(model), key, None))), 1)
+    top_k = next((value for key in keys if (value := getattr(config, key, None))), 1)
     found: dict[nn.Module, int] = {}
     for module in model.modules():
         stacked = [
@@ -355,7 +356,7 @@ def _stub_experts(model: PreTrainedModel, setting: Setting, stack: ExitStack) ->
             continue
         locals_ = [_local(parameter).shape for parameter in stacked]
         share = module.num_experts / stacked[0].shape[0] if isinstance(module, ExpertsOfThisRank) else 1.0
-        hidden = _text(model).hidden_size
+        hidden = config.hidden_size
         features = min(math.prod(shape[1:]) // hidden for shape in locals_)
         choices = setting.seq_len * setting.micro_batch * top_k * share
         found[module] = int(choices * (2 * hidden + 4 * features) * setting.compute.itemsize)
@@ -367,10 +368,6 @@ def _stub_experts(model: PreTrainedModel, setting: Setting, stack: ExitStack) ->
         stack.enter_context(mock.patch.object(computes, "forward", lambda self, hidden, *_, **__: hidden * 1))
     stack.enter_context(mock.patch.object(ExpertsOfThisRank, "forward", _exchanged))
     return found
-
-
-def _text(model: PreTrainedModel) -> PreTrainedConfig:
-    return model.config.get_text_config()
 
 
 def _exchanged(

@@ -64,11 +64,11 @@ def match(
         target = find(key)
         if target is None:
             if (why := why_unexpected(key)) is not None:
-                result.problems.append(Problem(ProblemKind.UNEXPECTED, key, why, _file(tensor)))
+                result.problems.append(Problem(ProblemKind.UNEXPECTED, key, why, getattr(tensor, "file", None)))
         elif tensor.shape != target.shape:
             misfits.update(target.parameters)
             detail = f"has shape {tensor.shape}, the model expects {target.shape}"
-            result.problems.append(Problem(ProblemKind.SHAPE, key, detail, _file(tensor)))
+            result.problems.append(Problem(ProblemKind.SHAPE, key, detail, getattr(tensor, "file", None)))
         else:
             for parameter in target.parameters:
                 result.sources[parameter].append((key, target))
@@ -96,7 +96,7 @@ def _coverage(
     views = [piece.view for _, target in sources for piece in target.pieces if piece.view.parameter == name]
     places = [view.place_in(spec.shape) for view in views]
     filled, wanted = sum(math.prod(place.shape) for place in places), math.prod(spec.shape)
-    files = sorted({file for key in keys if (file := _file(given[key]))})
+    files = sorted({file for key in keys if (file := getattr(given[key], "file", None))})
     file = ", ".join(files) or None
     if filled > wanted or (wanted and _overlap(views, places)):  # an empty tensor cannot be filled twice
         return [Problem(ProblemKind.DUPLICATED, _listed(keys), f"fill {name} more than once", file)]
@@ -109,10 +109,6 @@ def _coverage(
         listed = _listed(sorted(map(str, dtypes)))
         return [Problem(ProblemKind.DTYPE, _listed(keys), f"cannot be one tensor: they are {listed}", file)]
     return []
-
-
-def _file(tensor: TensorSpec | StoredTensor) -> str | None:
-    return tensor.file if isinstance(tensor, StoredTensor) else None
 
 
 def _overlap(views: Sequence[View], places: Sequence[Place]) -> bool:
