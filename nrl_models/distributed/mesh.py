@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -87,18 +87,20 @@ def agree(mesh: DeviceMesh, what: str, facts: dict[str, Any], error: Exception |
         raise (dead if error is None else error) from dead
     if error is not None:
         raise error
-    problems = [Problem(ProblemKind.RANK, f"rank {rank}", message) for rank, message, _ in ranks if message is not None]
-    if not problems:
-        problems = [
-            Problem(
-                ProblemKind.RANK, f"{key} of rank {rank}", f"is {theirs.get(key)}, but rank {ranks[0][0]} has {value}"
-            )
-            for key, value in ranks[0][2].items()
-            for rank, _, theirs in ranks
+    found = {f"rank {rank}": message for rank, message, _ in ranks if message is not None}
+    advice = "see the output of the rank named; nothing was changed on the others"
+    if not found:
+        (first, _, expected), *others = ranks
+        found = {
+            f"{key} of rank {rank}": f"is {theirs.get(key)}, but rank {first} has {value}"
+            for key, value in expected.items()
+            for rank, _, theirs in others
             if theirs.get(key) != value
-        ]
-    if problems:
-        raise ShardingError(f"cannot {what}: ranks failed or disagree", problems, _advice(ranks))
+        }
+        advice = "give every rank the same checkpoint, configuration, mesh, plan and versions"
+    if found:
+        problems = [Problem(ProblemKind.RANK, subject, detail) for subject, detail in found.items()]
+        raise ShardingError(f"cannot {what}: ranks failed or disagree", problems, [advice])
 
 
 @contextmanager
@@ -143,9 +145,3 @@ def _short(text: str, limit: int = 120) -> str:
     if len(text) <= limit:
         return text
     return f"{text[: limit // 2]}... (sha256 {hashlib.sha256(text.encode()).hexdigest()[:12]})"
-
-
-def _advice(ranks: Sequence[tuple[int, str | None, dict[str, str]]]) -> list[str]:
-    if any(message is not None for _, message, _ in ranks):
-        return ["see the output of the rank named; nothing was changed on the others"]
-    return ["give every rank the same checkpoint, configuration, mesh, plan and versions"]

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers import PreTrainedModel
 
 from nrl_models.common.projections import groups_of
-from nrl_models.distributed.mesh import agree, describe, rank_in, size_of
+from nrl_models.distributed.mesh import agreed, check_mesh, describe, rank_in, size_of
 from nrl_models.distributed.parallel_plan import (
     ParallelPlan,
     Plan,
@@ -59,18 +59,13 @@ def parallelize(model: PreTrainedModel, mesh: DeviceMesh, plan: Plan | ParallelP
         ShardingError: mesh or plan do not fit the model, or ranks disagree on it; on every rank, and the model is
             then unchanged.
     """
-    chosen, error = None, None
-    try:
+    check_mesh(mesh)
+    with agreed(mesh, "shard the model") as facts:
         if getattr(model, "sharding", None) is not None:
             problem = Problem(ProblemKind.MESH, describe(sharding_of(model).mesh), "is its mesh")
             raise ShardingError("the model is sharded already", [problem])
         chosen = plan_for(model, mesh, plan)
-    except ShardingError as caught:
-        if not mesh.mesh_dim_names:
-            raise  # nothing to agree over
-        error = caught
-    agree(mesh, "shard the model", {"plan": chosen, **_facts(model)}, error)
-    assert chosen is not None
+        facts |= {"plan": chosen, **_facts(model)}
     sharding = divide_model(model, mesh, chosen)
     sharding.finish(model)
     divide_data(model, sharding)

@@ -34,7 +34,7 @@ from nrl_models.common.projections import own_storage
 from nrl_models.common.state_dict.blocks import Block
 from nrl_models.common.state_dict.views import HFTensor
 from nrl_models.distributed.gathering import DEFAULT_BUCKET, gathered
-from nrl_models.distributed.mesh import agree, gather_over, reporting_dead_ranks
+from nrl_models.distributed.mesh import agreed, gather_over, reporting_dead_ranks
 from nrl_models.distributed.saving import Attempt, on_meta, split_into_files, write_together
 from nrl_models.distributed.sharding import sharding_of
 from nrl_models.distributed.shards import blocks_of
@@ -165,18 +165,15 @@ def load_checkpoint(folder: str | Path, model: PreTrainedModel, optimizer: Optim
     adapter, mesh = sharding.adapter, sharding.mesh
     own = model.state_dict()
     exported = adapter._exported("hub")
-    error, training, saved_states = None, {}, None
-    try:
-        training = _read_training(folder)
+    with agreed(mesh, f"load {folder}") as facts:
+        training, saved_states = _read_training(folder), None
+        facts |= {"training": training, "adapter": list(adapter.own)}
         _check_files(folder, training, [MODEL] if optimizer is None else [MODEL, OPTIMIZER])
         reader = HuggingFaceStorageReader(str(folder / MODEL))
         _check_tensors(folder, reader.read_metadata(), {name: tensor.shape for name, tensor in exported.items()})
         if optimizer is not None:
             saved_states = FileSystemReader(folder / OPTIMIZER).read_metadata()
             _check_optimizer(folder, model, optimizer, training)
-    except Exception as caught:
-        error = caught
-    agree(mesh, f"load {folder}", {"training": training, "adapter": list(adapter.own)}, error)
     weights = _shards(exported, own, mesh, is_source=False)
     with _naming_ranks(f"load {folder}"):
         dcp.load(weights, storage_reader=HuggingFaceStorageReader(str(folder / MODEL)))
