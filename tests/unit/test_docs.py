@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +18,7 @@ from typer.testing import CliRunner
 
 from nrl_models import AutoModelForCausalLM, registry
 from nrl_models.cli import app
+from nrl_models.devtools.mutants import CATALOGUE
 from nrl_models.testing.case import FamilyCase
 
 ROOT = Path(__file__).parents[2]
@@ -57,10 +60,23 @@ def test_the_readmes_commands(here: Path) -> None:
     lines = "".join(blocks("README.md", "console")).splitlines()
     shown = [shlex.split(line, comments=True)[2:] for line in lines if line.startswith("$ nrl-models ")]
     commands = {words[0]: words for words in shown}
-    for command in ("inspect", "parity", "convert"):
+    for command in ("inspect", "convert", "plan", "quirks", "parity"):
         result = CliRunner().invoke(app, commands[command])
         assert result.exit_code == 0, result.output
     assert (here / "out" / "model.safetensors").is_file()
+
+
+def test_the_readmes_figures() -> None:
+    """Correct the README when this fails."""
+    text = " ".join((ROOT / "README.md").read_text().split())
+    tested, bugs = len(registry.architectures(aliases=False)), len(CATALOGUE)
+    outcomes = json.loads((ROOT / "docs" / "engine-coverage.json").read_text())["outcomes"].values()
+    counts = Counter(outcome["status"] for outcome in outcomes)
+    compared = counts["agrees"] + counts["agrees as loaded"] + counts["disagrees"]
+    assert f"generated tests for each of [{tested} architectures]" in text
+    assert f"Each of the {tested} architectures" in text
+    assert f"{bugs} known bugs" in text
+    assert f"{counts['agrees']} of the {compared} architectures compared so far" in text
 
 
 def test_the_code_for_who_comes_from_nemo(here: Path) -> None:
