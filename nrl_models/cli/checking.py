@@ -76,14 +76,10 @@ def parity(
 def consistency(
     path: CheckpointPath,
     engine: EngineName = "vllm",
-    length: Annotated[
-        list[int] | None, typer.Option(help="Tokens of a sequence; repeatable. 100, 1000 and 10000 by default.")
-    ] = None,
-    data: Annotated[list[Data] | None, typer.Option(help="Repeatable. Both by default.")] = None,
-    mode: Annotated[list[Mode] | None, typer.Option(help="Repeatable. Both by default.")] = None,
-    batch: Annotated[
-        list[int] | None, typer.Option(help="Sequences generated together; repeatable. 1, 8 and 32 by default.")
-    ] = None,
+    length: Annotated[list[int] | None, typer.Option(help="Tokens of a sequence; 100, 1000 and 10000 without.")] = None,
+    data: Annotated[list[Data] | None, typer.Option(help="What prompts are; both without.")] = None,
+    mode: Annotated[list[Mode] | None, typer.Option(help="How tokens are chosen; both without.")] = None,
+    batch: Annotated[list[int] | None, typer.Option(help="Sequences at a time; 1, 8 and 32 without.")] = None,
     repeats: Annotated[int, typer.Option(help="Measurements of each cell, with other prompts.", min=1)] = 1,
     new_tokens: Annotated[int, typer.Option(help="Tokens generated at most, in each sequence.", min=1)] = 128,
     temperature: Annotated[float, typer.Option(help="Of mode sampling.")] = 0.8,
@@ -95,7 +91,7 @@ def consistency(
     trainer_dtype: TrainerDtype = None,
     device: Device = "cpu",
     text: Annotated[
-        Path | None, typer.Option(exists=True, dir_okay=False, help="Real text; that of this machine's Python without.")
+        Path | None, typer.Option(exists=True, dir_okay=False, help="Real text; or Python's sources.")
     ] = None,
     load_format: Annotated[
         Literal["auto", "dummy"],
@@ -106,16 +102,13 @@ def consistency(
     out: Annotated[Path | None, typer.Option(help="Where measurements are kept; consistency/NAME by default.")] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Discard what was measured before.")] = False,
     json_file: JsonFile = None,
-    markdown: Annotated[
-        Path | None, typer.Option(help="Write the report here as Markdown, too.", callback=writable)
-    ] = None,
-    html: Annotated[
-        Path | None, typer.Option(help="Write the report here as one HTML page with plots, too.", callback=writable)
-    ] = None,
+    markdown: Annotated[Path | None, typer.Option(help="Write the report as Markdown.", callback=writable)] = None,
+    html: Annotated[Path | None, typer.Option(help="Write it as one HTML page with plots.", callback=writable)] = None,
 ) -> None:
     """Check that training and inference give the same log-probabilities, over a matrix of settings.
 
-    An interrupted run goes on where it stopped: give the same command again.
+    Options of the matrix (length, data, mode, batch) are repeatable. An interrupted run continues where it stopped, when
+    the same command is given again.
     """
     from nrl_models.consistency.cells import BATCHES, DATA, LENGTHS, MODES, Settings
     from nrl_models.consistency.html import require_matplotlib, write_html
@@ -162,7 +155,7 @@ def consistency(
                 progress=progress,
             )
     except KeyboardInterrupt:
-        show(f"interrupted: what was measured is in {kept}; the same command goes on from there")
+        show(f"interrupted: what was measured is in {kept}; the same command continues from there")
         raise typer.Exit(130) from None
     if not output.console().is_terminal:
         show(report.table())
@@ -177,7 +170,7 @@ def consistency(
         write_html(report, html, load_tokenizer(path), command=shown_command(sys.argv[1:]))
     if report.error:
         raise EngineError(
-            f"{report.error}\nWhat was measured before is in {kept}; the same command goes on from there."
+            f"{report.error}\nWhat was measured before is in {kept}; the same command continues from there."
         )
     if not report.passed:
         raise typer.Exit(1)
@@ -192,9 +185,7 @@ def refit_check(
     length: Annotated[int, typer.Option(help="Tokens of the sequences that are compared.", min=8)] = 100,
     batch: Annotated[int, typer.Option(help="How many of them.", min=1)] = 4,
     threshold: Threshold = 1.05,
-    bucket_mb: Annotated[
-        float | None, typer.Option(help="Send so many MB at a time at most; where no copy is needed, all at once.")
-    ] = None,
+    bucket_mb: Annotated[float | None, typer.Option(help="MB to send at a time at most; everything without.")] = None,
     engine_option: EngineOptions = None,
     json_file: JsonFile = None,
 ) -> None:

@@ -27,12 +27,8 @@ def new(
         ),
     ],
     name: Annotated[str | None, typer.Option(help="Of the package; else the model_type.")] = None,
-    out_of_tree: Annotated[
-        Path | None, typer.Option(help="Write an installable package to this new directory, not into this repository.")
-    ] = None,
-    again: Annotated[
-        bool, typer.Option("--again", help="Also for what is served already, with --out-of-tree.")
-    ] = False,
+    out_of_tree: Annotated[Path | None, typer.Option(help="Write an installable package to this directory.")] = None,
+    again: Annotated[bool, typer.Option("--again", help="With --out-of-tree, also what is served already.")] = False,
 ) -> None:
     """Make a family: find out what combines, write it, run the generated tests, say what is left to decide."""
     from rich.table import Table
@@ -104,9 +100,7 @@ def coverage(
 @dev.command()
 def ledger(
     architectures: Architectures = None,
-    again: Annotated[
-        bool, typer.Option("--again", help="Also those that are recorded with this transformers.")
-    ] = False,
+    again: Annotated[bool, typer.Option("--again", help="Also those that are recorded already.")] = False,
     survey: Annotated[bool, typer.Option("--survey", help="Only say which keys nothing reads; try none.")] = False,
 ) -> None:
     """Change each key of each configuration, here and in transformers, and record what it does in the ledger."""

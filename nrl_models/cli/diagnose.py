@@ -110,9 +110,7 @@ def embeddings(
     path: CheckpointPath,
     near_zero_threshold: Annotated[float, typer.Option(help="On the largest absolute value of a row.")] = 1e-10,
     identical_threshold: Annotated[float, typer.Option(help="On the standard deviation of a row.")] = 1e-8,
-    reinitialise: Annotated[
-        Path | None, typer.Option(help="Write the checkpoint here with such rows reinitialised.")
-    ] = None,
+    reinitialise: Annotated[Path | None, typer.Option(help="Write it here with such rows reinitialised.")] = None,
     seed: Annotated[int, typer.Option(help="Of the new rows.")] = 0,
     json_file: JsonFile = None,
 ) -> None:
