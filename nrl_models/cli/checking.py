@@ -107,7 +107,7 @@ def consistency(
 ) -> None:
     """Check that training and inference give the same log-probabilities, over a matrix of settings.
 
-    Options of the matrix (length, data, mode, batch) are repeatable. An interrupted run continues where it stopped, when
+    Options of the matrix (length, data, mode, batch) are repeatable. An interrupted run continues where it stopped, if
     the same command is given again.
     """
     from nrl_models.consistency.cells import BATCHES, DATA, LENGTHS, MODES, Settings
