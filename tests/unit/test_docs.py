@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
-from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -70,13 +68,12 @@ def test_the_readmes_figures() -> None:
     """Correct the README when this fails."""
     text = " ".join((ROOT / "README.md").read_text().split())
     tested, bugs = len(registry.architectures(aliases=False)), len(CATALOGUE)
-    outcomes = json.loads((ROOT / "docs" / "engine-coverage.json").read_text())["outcomes"].values()
-    counts = Counter(outcome["status"] for outcome in outcomes)
-    compared = counts["agrees"] + counts["agrees as loaded"] + counts["disagrees"]
+    outcomes = re.findall(r"^- (\d+) (agree|disagree)\b", (ROOT / "docs/engine-coverage.md").read_text(), re.MULTILINE)
+    compared, (agreeing, _) = sum(int(count) for count, _ in outcomes), outcomes[0]
     assert f"generated tests for each of [{tested} architectures]" in text
     assert f"Each of the {tested} architectures" in text
     assert f"{bugs} known bugs" in text
-    assert f"{counts['agrees']} of the {compared} architectures compared so far" in text
+    assert f"{agreeing} of the {compared} architectures compared so far" in text
 
 
 def test_the_code_for_who_comes_from_nemo(here: Path) -> None:
