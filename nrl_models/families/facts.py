@@ -1,4 +1,4 @@
-"""What the registry has to know of a family before it imports the family's models."""
+"""What the registry knows about a family before it imports the family's models."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Family:
-    """The facts of one family, said as `FAMILY` in its folder's `__init__.py`.
+    """The facts of one family: `FAMILY` in its folder's `__init__.py`.
 
     Args:
-        architectures: the classes that its `model.py` has, as `config.architectures` names them.
-        aliases: other names that configurations have for an architecture, each with the name of its class. What is
-            saved has the class's own.
-        requires: for each architecture that needs more than this package does the requirement, `"timm>=1.0"`.
-        configs: for each `model_type` that transformers lacks its configuration class, `"configuration:ClassConfig"`,
-            the module in the family's folder.
+        architectures: the classes in its `model.py`, as `config.architectures` names them.
+        aliases: other names of architectures in configurations, each with the name of its class. Checkpoints are saved
+            under the class's own name.
+        requires: additional requirements by architecture, `"timm>=1.0"`.
+        configs: configuration classes by `model_type`, for those that transformers lacks: `"configuration:ClassConfig"`,
+            with a module of the family's folder.
     """
 
     architectures: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""Limits that several families have in common, because transformers' own classes have them.
+"""Limits shared by several families, because transformers' own classes have them.
 
 A limit is a feature of `nrl_models.testing.features` with the reason why a model lacks it.
 """
@@ -6,34 +6,34 @@ A limit is a feature of `nrl_models.testing.features` with the reason why a mode
 from collections.abc import Mapping
 
 UPSTREAM_LACKS: Mapping[str, str] = {
-    "activation checkpointing": "transformers' own model does not support it",
-    "left padding": "transformers' own model gives a sequence other logits when it is padded on the left",
-    "right padding": "transformers' own model gives a sequence other logits when it is padded on the right",
-    "packed sequences": "in transformers' own model documents in one row see each other, whatever their positions",
-    "router replay": "transformers' own model does not use the indices of the `topk` that are replayed",
-    "cached decoding": "transformers' own model decodes other logits with a cache than without, or keeps none",
-    "batch order": "transformers' own model gives a sequence with an image other logits in another row of the batch",
-    "generate": "transformers' own `generate` asks the configuration for a token that it does not have",
-    "tensor parallelism": "divided by transformers' plan it is not the model that one process computes",
+    "activation checkpointing": "transformers' class does not support it",
+    "left padding": "transformers' class returns different logits for a left-padded sequence",
+    "right padding": "transformers' class returns different logits for a right-padded sequence",
+    "packed sequences": "in transformers' class packed documents attend to each other, whatever their positions",
+    "router replay": "transformers' class ignores the replayed `topk` indices",
+    "cached decoding": "transformers' class decodes different logits with a cache, or keeps no cache",
+    "batch order": "transformers' class returns different logits for a sequence with an image elsewhere in the batch",
+    "generate": "transformers' `generate` needs a token that the configuration lacks",
+    "tensor parallelism": "sharded by transformers' plan it differs from the unsharded model",
 }
-"""Features that some of transformers' classes lack, and how."""
+"""What is wrong in some of transformers' classes, by feature."""
 
 
 def lacks(*features: str) -> dict[str, str]:
-    """The limits of a model of which transformers' own class fails the same tests.
+    """Limits that transformers' own class has too: it fails the same tests.
 
     Args:
-        features: of `UPSTREAM_LACKS`, each with `"Architecture: "` before it if it is of one only.
+        features: keys of `UPSTREAM_LACKS`, prefixed with `"Architecture: "` for one architecture only.
     """
     return {feature: UPSTREAM_LACKS[feature.rpartition(": ")[2]] for feature in features}
 
 
 LAYOUTS = LEFT, RIGHT, PACKED, CACHED = ("left padding", "right padding", "packed sequences", "cached decoding")
-"""Every other way to give a model a sequence than whole and alone."""
-NEEDS_IMAGES = dict.fromkeys(LAYOUTS, "transformers' own model takes no text without an image")
-"""The limits of a model that describes images: what is proven with text alone is not proven of it."""
-READS_APART = dict.fromkeys(LAYOUTS, "an encoder reads the prompt, and the decoder writes another sequence")
-"""The limits of a model with an encoder: what is proven of one sequence, read and written, does not apply."""
+"""All sequence layouts beside a single unpadded sequence."""
+NEEDS_IMAGES = dict.fromkeys(LAYOUTS, "transformers' class takes no text without an image")
+"""For models that describe images: the text-only tests do not apply."""
+READS_APART = dict.fromkeys(LAYOUTS, "the encoder reads the prompt and the decoder writes a separate sequence")
+"""For encoder-decoder models: tests with a single sequence, read and continued, do not apply."""
 
-STATE_GOES_ON = {PACKED: "upstream's gated delta nets carry their state from a document to the next"}
-"""The limits of Qwen3.5."""
+STATE_GOES_ON = {PACKED: "upstream's gated delta nets carry their state across documents"}
+"""For models with gated delta nets."""

@@ -1,4 +1,4 @@
-"""Sizes of published models, as families state them for the generated tests at full size."""
+"""Helpers for the sizes of published models, which the generated tests use at full size."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from typing import Any
 def decoder_sizes(
     vocab: int, hidden: int, intermediate: int, layers: int, heads: int, key_values: int, **more: Any
 ) -> dict[str, Any]:
-    """A decoder's sizes under the keys that most configurations have for them, and whatever else is given."""
+    """A decoder's sizes under the usual configuration keys, plus any other values."""
     return {
         "vocab_size": vocab,
         "hidden_size": hidden,

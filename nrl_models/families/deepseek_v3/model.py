@@ -11,11 +11,11 @@ class DeepseekV3Family(FamilyModel):
     """What every DeepseekV3 model shares."""
 
     rewrites = {
-        # Down to the latents of queries and keys; without query compression there is `q_proj` in place of `q_a_proj`.
+        # Down-projections to the latents; without query compression `q_proj` takes the place of `q_a_proj`.
         hf.DeepseekV3Attention: combine(qkv_a_proj=("q_a_proj", "q_proj", "kv_a_proj_with_mqa")),
         hf.DeepseekV3MLP: CombinedGateUp,
     }
-    # Said of the router by published configurations: what it does, in other words.
+    # Keys of published configurations that describe the only routing there is.
     config_values = {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,)}
     tensor_parallel = {
         "model.layers.*.self_attn.q_proj": "colwise",

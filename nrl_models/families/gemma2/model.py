@@ -12,7 +12,7 @@ class Gemma2Family(FamilyModel):
     """What every Gemma2 model shares."""
 
     rewrites = {hf.Gemma2Attention: CombinedQKV, hf.Gemma2MLP: CombinedGateUp}
-    # The activation under its former name, and the window under another one.
+    # Former names of the activation and of the window.
     config_values = {"hidden_act": ("gelu_pytorch_tanh",)}
     ignored_config_keys = ("sliding_window_size",)
     flags = ModelFlag.VLLM_LOAD_FORMAT_AUTO

@@ -13,7 +13,7 @@ class Gemma3nFamily(SharedKeyValues, FamilyModel):
     """What every Gemma 3n model shares."""
 
     rewrites = {
-        hf.Gemma3nTextAttention: CombinedQKV,  # of queries alone in layers that share keys and values
+        hf.Gemma3nTextAttention: CombinedQKV,  # Q only in layers that share keys and values
         hf.Gemma3nTextMLP: CombinedGateUp,
         hf.Gemma3nAudioAttention: CombinedQKV,
     }
@@ -26,8 +26,8 @@ Gemma3nForCausalLM = ModelClass = Gemma3nFamily.head(hf.Gemma3nForCausalLM, publ
 Gemma3nForConditionalGeneration = Gemma3nFamily.head(
     hf.Gemma3nForConditionalGeneration,
     published={"Gemma-3n-E2B": {"text_config": E2B}},
-    # The vision tower is timm's, of one architecture: only its factory's arguments make it small. The last words of
-    # the vocabulary stand for audio, and the very last fills a clip up.
+    # The vision tower is timm's, which only its factory's arguments make smaller. The last tokens of the vocabulary
+    # stand for audio, and the very last one pads a clip.
     tiny={
         "vision_config": {
             "hidden_size": 2048,

@@ -12,7 +12,7 @@ class Gemma4Family(SharedKeyValues, FamilyModel):
     """What every Gemma 4 model shares."""
 
     rewrites = {
-        # Without values where keys are the values (`attention_k_eq_v`), of queries alone where both are shared.
+        # Q and K only where keys serve as values (`attention_k_eq_v`), Q only where both are shared.
         hf.Gemma4TextAttention: CombinedQKV,
         hf.Gemma4TextMLP: CombinedGateUp,
     }
@@ -26,6 +26,6 @@ Gemma4ForConditionalGeneration = Gemma4Family.head(
         "mm_token_type_ids",
         {"image_token_id": 1, "video_token_id": 2, "audio_token_id": 3},
     ),
-    # Has a tower for audio where there is a configuration of it, as E2B's and E4B's have.
+    # An audio tower exists only with an audio configuration, as in E2B and E4B.
     tiny={"audio_config": {}},
 )

@@ -14,10 +14,7 @@ from nrl_models.family import FamilyModel
 
 
 class GptOssModel(hf.GptOssModel):
-    """The decoder, in which documents packed into one row do not see each other.
-
-    Upstream makes its masks without the positions that tell documents apart.
-    """
+    """The decoder, with masks that keep packed documents apart; upstream builds its masks without positions."""
 
     handles_quirks = ("masks-without-positions",)
 
@@ -53,9 +50,9 @@ class GptOssFamily(FamilyModel):
     """What every GptOss model shares."""
 
     rewrites = {hf.GptOssAttention: CombinedQKV, hf.GptOssModel: GptOssModel}
-    # Of the model's other implementation; what they say is in other keys, too.
+    # Read by OpenAI's reference implementation; other keys say the same.
     ignored_config_keys = ("experts_per_token", "initial_context_length")
-    # Older classes have no such key, and compute with this limit.
+    # Older classes lack the key and use this value.
     config_values = {} if "swiglu_limit" in declared_keys(hf.GptOssConfig) else {"swiglu_limit": (7.0,)}
     tensor_parallel = {
         "model.layers.*.self_attn.q_proj": "colwise",

@@ -1,4 +1,4 @@
-"""Kimi-VL: a MoonViT vision tower, whose projections are one on the hub already, before DeepSeek-V3."""
+"""Kimi-VL: a MoonViT vision tower, with Q, K and V packed on the hub already, and DeepSeek-V3."""
 
 from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek_v3
 
@@ -14,7 +14,7 @@ class KimiVLFamily(FamilyModel):
         "scoring_func": ("sigmoid",),
         "topk_method": ("noaux_tc",),
         "moe_layer_freq": (1,),
-        # Of the linears that combine, where queries are not compressed, only one would have a bias.
+        # Without query compression only one of the combined linears would have a bias.
         "attention_bias": (False,),
     }
     rewrites = {

@@ -12,15 +12,15 @@ class NemotronHFamily(FamilyModel):
     """What every Nemotron-H model shares."""
 
     rewrites = {
-        hf.NemotronHAttention: CombinedQKV,  # mixers project once, and MLPs have no gate
+        hf.NemotronHAttention: CombinedQKV,  # mixers have one projection, and MLPs no gate
     }
-    # Of Mamba 1, of a rotary embedding that the model does not have, and sizes under another name.
+    # Keys of Mamba 1 and of a rotary embedding, which the model lacks, and sizes under other names.
     ignored_config_keys = ("attention_head_dim", "time_step_rank", "norm_eps", "rope_theta", "partial_rotary_factor")
-    limits = {"packed sequences": "upstream's Mamba mixers carry their state from a document to the next"}
+    limits = {"packed sequences": "upstream's Mamba mixers carry their state across documents"}
 
 
 def _sizes(layers: str, hidden: int, heads: int, key_values: int, **more: Any) -> dict[str, Any]:
-    """A published model's sizes; its layers by a letter each, as its `config.json` has them."""
+    """A published model's sizes, with one letter for each layer as in its `config.json`."""
     kinds = {"M": "mamba", "-": "mlp", "*": "attention", "E": "moe"}
     sizes = {"hidden_size": hidden, "num_attention_heads": heads, "num_key_value_heads": key_values, "head_dim": 128}
     mamba = {"ssm_state_size": 128, "n_groups": 8}

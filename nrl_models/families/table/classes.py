@@ -22,14 +22,14 @@ from nrl_models.family import FamilyModel, rewritten
 
 
 class TableModel(FamilyModel):
-    """A model of transformers in which every layer is rewritten that some family's declaration names.
+    """A transformers model in which every layer is rewritten that any family declares.
 
-    A vision-language model takes its decoder and its tower from others' packages, as its configuration says.
+    Any family, because a vision-language model takes its decoder and tower from other packages, by configuration.
     """
 
     @classmethod
     def rewrite_of(cls, layer: type[nn.Module]) -> type[nn.Module] | None:
-        """What becomes of a layer class, of whichever family."""
+        """The class that replaces a layer class, of whichever family."""
         return rewritten_layer(layer)
 
 
@@ -52,7 +52,7 @@ def rewritten_layer(layer: type[nn.Module]) -> type[nn.Module] | None:
 
 @cache
 def _declared_layers(family: str) -> Mapping[type[nn.Module], type[nn.Module]]:
-    """What the classes of a family with a folder of its own rewrite."""
+    """The rewritten layers of a family with its own folder."""
     found: dict[type[nn.Module], type[nn.Module]] = {}
     for value in vars(import_module(module_of(family))).values():
         if isinstance(value, type) and issubclass(value, FamilyModel):
@@ -89,7 +89,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _layers_of(package: str) -> Iterator[type[nn.Module]]:
-    """The rewritten layers of a row, as far as the installed transformers has their originals."""
+    """The rewritten layers of a row that the installed transformers has."""
     row = TABLE[package]
     for name in (*row.mixins, *row.layers):
         layer = row.layer(package, name)

@@ -1,4 +1,4 @@
-"""A row of the table: which linears of which layers read one input, for families that need nothing else said.
+"""A row of the table: which linears of which layers read the same input, for families that need nothing else.
 
 A row is a package of transformers (`transformers.models.NAME.modeling_NAME`): the architectures served, and for each
 layer class the linears that are combined, a string for a group. The generated tests hold every row against a trace of
@@ -20,22 +20,21 @@ class Row:
     """One package of transformers.
 
     Args:
-        prefix: how the names of its classes begin; all other arguments leave it out. Empty where they have none in
-            common.
-        heads: the classes of the package that are served.
+        prefix: common prefix of its class names, left out in all other arguments; empty if there is none.
+        heads: the model classes that are served.
         layers: for each layer class of the package its groups, with commas between: the names of linears, as
             `nrl_models.common.projections.combine_groups` takes them; before them, with a colon, what the module that
             computes them is called, where that is not the rule's name; after them, with an `@`, where they are
             combined, if the class reads one input in some places and two in others. A class of another module of the
             package has that module's name before its own (`vision.VisionAttention`).
-        limits: as `FamilyModel.limits`; what holds for one architecture only stands under `"Architecture: feature"`.
+        limits: as `FamilyModel.limits`; a limit of one architecture has the key `"Architecture: feature"`.
         mixins: for each other class of the package that is rewritten the mixin of `common.forward.mrope` that goes
             before it.
         tiny: as `FamilyModel.tiny`.
         ignored: as `FamilyModel.ignored_config_keys`.
-        since: the version of transformers that the classes need, where this package goes back further.
+        since: the first version of transformers that has the classes, if later than this package's minimum.
         aliases: as `Family.aliases`.
-        modeling: the module that has the classes, where it is not called as the package.
+        modeling: the module with the classes, if it is not named after the package.
         config_values: as `FamilyModel.config_values`.
         tensor_parallel: as `FamilyModel.tensor_parallel`.
         published: as `FamilyModel.published`, of the first of `heads`.
@@ -62,7 +61,7 @@ class Row:
 
     @property
     def family(self) -> Family:
-        """What the registry has to know of the row."""
+        """The registry's facts about the row."""
         requires = dict.fromkeys(self.architectures, f"transformers>={self.since}") if self.since else {}
         return Family(self.architectures, aliases=self.aliases, requires=requires)
 
@@ -71,7 +70,7 @@ class Row:
         return f"transformers.models.{package}.{self.modeling or f'modeling_{package}'}"
 
     def layer(self, package: str, name: str) -> type | None:
-        """A class that the row names; None if the installed transformers has no such class."""
+        """A class that the row names; None if the installed transformers lacks it."""
         module, _, own_name = name.rpartition(".")
         found = f"transformers.models.{package}.{module}" if module else self.module(package)
         return getattr(import_module(found), self.prefix + own_name, None)
