@@ -15,8 +15,8 @@ class Family:
         aliases: other names of architectures in configurations, each with the name of its class. Checkpoints are saved
             under the class's own name.
         requires: additional requirements by architecture, `"timm>=1.0"`.
-        configs: configuration classes by `model_type`, for those that transformers lacks: `"configuration:ClassConfig"`,
-            with a module of the family's folder.
+        configs: configuration classes by `model_type`, for those that transformers lacks: `"module:Class"`,
+            the module in the family's folder.
     """
 
     architectures: tuple[str, ...]
