@@ -342,16 +342,16 @@ def _write_training(folder: Path, training: Mapping[str, Any]) -> None:
     """Write `training.json`, with the size of every other file, so that an incomplete checkpoint is refused."""
     files = {
         str(file.relative_to(folder)): file.stat().st_size
-        for part in (MODEL, OPTIMIZER)
-        for file in sorted((folder / part).glob("*"))
+        for directory in (MODEL, OPTIMIZER)
+        for file in sorted((folder / directory).glob("*"))
     }
     (folder / TRAINING).write_text(json.dumps({**training, "files": files}, indent=1) + "\n")
 
 
-def _check_files(folder: Path, training: Mapping[str, Any], parts: Collection[str]) -> None:
+def _check_files(folder: Path, training: Mapping[str, Any], directories: Collection[str]) -> None:
     problems = []
     for name, size in training["files"].items():
-        if name.partition("/")[0] not in parts:
+        if name.partition("/")[0] not in directories:
             continue
         if not (folder / name).is_file():
             problems.append(Problem(ProblemKind.FILE, name, "is not there"))

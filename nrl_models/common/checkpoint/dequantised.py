@@ -105,19 +105,14 @@ class DequantisedFiles(CheckpointFiles):
             # One scale for the whole, of any shape, or one for each block; the last block of a row may be smaller.
             expected = () if block is None else _block_counts(values.shape, block)
             if scales.shape != expected and not (block is None and scales.numel == 1):
-                detail = (
-                    f"has shape {scales.shape}; {key} of shape {values.shape} in blocks of {block} needs {expected}"
-                )
-                problems.append(Problem(ProblemKind.SHAPE, scales.key, detail, scales.file))
+                needed = f"{key} of shape {values.shape} in blocks of {block} needs {expected}"
+                problems.append(scales.problem(ProblemKind.SHAPE, f"has shape {scales.shape}; {needed}"))
             elif not scales.dtype.is_floating_point:
-                detail = f"is {scales.dtype}, and scales are floats"
-                problems.append(Problem(ProblemKind.DTYPE, scales.key, detail, scales.file))
+                problems.append(scales.problem(ProblemKind.DTYPE, f"is {scales.dtype}, and scales are floats"))
             self._quantised[key] = Quantised(values, scales, block)
             self.tensors[key] = replace(values, dtype=torch.float32)
         left = [tensor for key, tensor in self.tensors.items() if key.endswith(SCALE)]
-        return problems + [
-            Problem(ProblemKind.UNEXPECTED, tensor.key, "scales no FP8 tensor", tensor.file) for tensor in left
-        ]
+        return problems + [tensor.problem(ProblemKind.UNEXPECTED, "scales no FP8 tensor") for tensor in left]
 
     def _pair_mxfp4(self) -> list[Problem]:
         problems = []
@@ -133,10 +128,10 @@ class DequantisedFiles(CheckpointFiles):
                 continue
             if (values.dtype, scales.dtype) != (torch.uint8, torch.uint8):
                 detail = f"is {values.dtype} with scales of {scales.dtype}; both are bytes in MXFP4"
-                problems.append(Problem(ProblemKind.DTYPE, key, detail, values.file))
+                problems.append(values.problem(ProblemKind.DTYPE, detail))
             if len(values.shape) < 3 or values.shape[-1] != 16 or scales.shape != values.shape[:-1]:
                 detail = f"has shape {scales.shape}; {key} of shape {values.shape} needs {values.shape[:-1]}"
-                problems.append(Problem(ProblemKind.SHAPE, scales.key, detail, scales.file))
+                problems.append(scales.problem(ProblemKind.SHAPE, detail))
                 continue
             if name in self.tensors:
                 problems.append(Problem(ProblemKind.DUPLICATED, name, f"is there beside {key}", values.file))
@@ -144,9 +139,7 @@ class DequantisedFiles(CheckpointFiles):
             self._quantised[name] = Quantised(values, scales, ())
             self.tensors[name] = StoredTensor(name, values.file, (*stack, groups * 32, rows), torch.bfloat16, 0)
         left = [tensor for key, tensor in self.tensors.items() if key.endswith(SCALES) and tensor.dtype == torch.uint8]
-        return problems + [
-            Problem(ProblemKind.UNEXPECTED, tensor.key, "scales no MXFP4 blocks", tensor.file) for tensor in left
-        ]
+        return problems + [tensor.problem(ProblemKind.UNEXPECTED, "scales no MXFP4 blocks") for tensor in left]
 
 
 def from_fp8(values: torch.Tensor, scales: torch.Tensor, block: tuple[int, ...] | None) -> torch.Tensor:

@@ -61,6 +61,10 @@ class StoredTensor:
         """How many elements it has."""
         return math.prod(self.shape)
 
+    def problem(self, kind: ProblemKind, detail: str) -> Problem:
+        """A problem with this tensor."""
+        return Problem(kind, self.key, detail, self.file)
+
 
 class CheckpointFiles:
     """The tensors of a checkpoint, by key, without reading them.
