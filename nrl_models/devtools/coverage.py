@@ -156,8 +156,8 @@ def _family_page(family: str, rows: Sequence[Row], records: Records, tests: Mapp
     )
     failures = (
         (f"failed: {reason or f'`{check}`'}", name)
-        for name, one in outcomes.items()
-        for check, reason in one.failed.items()
+        for name, outcome in outcomes.items()
+        for check, reason in outcome.failed.items()
     )
     skips = grouped((reason, name) for name, outcome in outcomes.items() for reason in outcome.skipped)
     numbers = [

@@ -321,11 +321,11 @@ def _tensors(value: Any, place: str) -> Iterator[tuple[str, torch.Tensor]]:
     if isinstance(value, torch.Tensor):
         yield place, value
     elif isinstance(value, Mapping):
-        for key, one in value.items():
-            yield from _tensors(one, f"{place}.{key}")
+        for key, item in value.items():
+            yield from _tensors(item, f"{place}.{key}")
     elif isinstance(value, (list, tuple)):
-        for index, one in enumerate(value):
-            yield from _tensors(one, f"{place}.{index}")
+        for index, item in enumerate(value):
+            yield from _tensors(item, f"{place}.{index}")
     elif hasattr(value, "layers"):
         yield from _tensors([vars(layer) for layer in value.layers], place)
     elif hasattr(value, "__dict__") and type(value).__name__.endswith("Cache"):
@@ -370,17 +370,17 @@ def _far(actual: Tensors, expected: Tensors, tolerance: float = TOLERANCE) -> st
     """How tensors depart from others by more than a tolerance; empty if none does."""
     if actual.keys() != expected.keys():
         return f"returns {sorted(set(actual) ^ set(expected))[:4]} on one side only"
-    for name, one in expected.items():
-        other = actual[name]
-        if other.shape != one.shape:
-            return f"{name} has shape {tuple(other.shape)}, the reference's {tuple(one.shape)}"
-        if other.dtype != one.dtype:
-            return f"{name} is of {other.dtype}, the reference's of {one.dtype}"
-        if not one.is_floating_point():
-            if not torch.equal(other, one):
+    for name, wanted in expected.items():
+        found = actual[name]
+        if found.shape != wanted.shape:
+            return f"{name} has shape {tuple(found.shape)}, the reference's {tuple(wanted.shape)}"
+        if found.dtype != wanted.dtype:
+            return f"{name} is of {found.dtype}, the reference's of {wanted.dtype}"
+        if not wanted.is_floating_point():
+            if not torch.equal(found, wanted):
                 return f"{name} differs"
             continue
-        scale = max(1.0, one.nan_to_num(0.0, 0.0, 0.0).abs().max().item()) if one.numel() else 1.0
-        if not torch.allclose(other, one, atol=tolerance * scale, rtol=tolerance, equal_nan=True):
-            return f"{name} differs by {(other - one).abs().max().item():.1e} (largest {scale:.1e})"
+        scale = max(1.0, wanted.nan_to_num(0.0, 0.0, 0.0).abs().max().item()) if wanted.numel() else 1.0
+        if not torch.allclose(found, wanted, atol=tolerance * scale, rtol=tolerance, equal_nan=True):
+            return f"{name} differs by {(found - wanted).abs().max().item():.1e} (largest {scale:.1e})"
     return ""

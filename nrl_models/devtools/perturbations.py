@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import reduce
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
-from nrl_models.common.config.keys import set_in
+from nrl_models.common.config.types import union_members
 from nrl_models.testing import sizes
 
 ACTIVATIONS = ("relu", "gelu", "silu")
@@ -32,12 +31,18 @@ def perturbed(config: PreTrainedConfig, path: str) -> Iterator[PreTrainedConfig 
     for value in other_values(type(part), key, own[key]):
         changes = {key: value, **_lists_that_follow(own, key, value)}
         values = everything
-        for name, one in changes.items():
-            values = set_in(values, ".".join((*parents, name)), one)
+        for name, changed in changes.items():
+            values = with_value_at(values, ".".join((*parents, name)), changed)
         try:
             yield type(config).from_dict(values)
         except Exception as error:  # whatever a configuration class raises
             yield error
+
+
+def with_value_at(values: Mapping[str, Any], path: str, value: Any) -> dict[str, Any]:
+    """A copy of nested `values` with another value at `path`."""
+    key, _, rest = path.partition(".")
+    return {**values, key: with_value_at(values[key], rest, value) if rest else value}
 
 
 def other_values(config_class: type[PreTrainedConfig], key: str, value: Any) -> list[Any]:
@@ -46,7 +51,7 @@ def other_values(config_class: type[PreTrainedConfig], key: str, value: Any) -> 
     found = [*_choices(annotated), *_by_type(key, value)]
     if value is None:
         found += _of_unset(key, annotated)
-    return [one for one in found if type(one) is not type(value) or one != value]
+    return [other for other in found if type(other) is not type(value) or other != value]
 
 
 def _by_type(key: str, value: Any) -> list[Any]:
@@ -74,7 +79,7 @@ def _whole_numbers(key: str, value: int) -> list[int]:
         return [value + 64]
     if value <= 0:
         return [1, 2]
-    return [one for one in (value // 2, value * 2, value + 1, value - 1, 0) if one >= 0]
+    return [other for other in (value // 2, value * 2, value + 1, value - 1, 0) if other >= 0]
 
 
 def _numbers(key: str, value: float) -> list[float]:
@@ -87,18 +92,18 @@ def _lists(key: str, value: list[Any]) -> list[Any]:
     if not value:
         return [[0], [1]]
     found: list[Any] = [value[::-1], [value[0]] * len(value), [value[-1]] * len(value), value[:-1]]
-    if all(type(one) is int for one in value):
-        found += [[one + 1 for one in value], [max(1, one // 2) for one in value], [one * 2 for one in value]]
-    elif all(isinstance(one, (int, float)) for one in value):
-        found.append([one * 2 for one in value])
-    return [one for one in found if one != value]
+    if all(type(item) is int for item in value):
+        found += [[item + 1 for item in value], [max(1, item // 2) for item in value], [item * 2 for item in value]]
+    elif all(isinstance(item, (int, float)) for item in value):
+        found.append([item * 2 for item in value])
+    return [other for other in found if other != value]
 
 
 def _rope(value: Values) -> list[Values]:
     """Rotary parameters with another base and twice the wavelengths; or with one of the two."""
-    if nested := {key: one for key, one in value.items() if isinstance(one, dict)}:
-        changed = {key: _rope(one) for key, one in nested.items()}
-        return [{**value, **{key: ones[place] for key, ones in changed.items()}} for place in range(3)]
+    if nested := {key: inner for key, inner in value.items() if isinstance(inner, dict)}:
+        changed = {key: _rope(inner) for key, inner in nested.items()}
+        return [{**value, **{key: others[place] for key, others in changed.items()}} for place in range(3)]
     based = {**value, "rope_theta": 3 * (value.get("rope_theta") or 1e4)}
     kind = value.get("rope_type", "default")
     scaled = {"rope_type": "linear", "factor": 2.0} if kind == "default" else {"factor": 2.0 * value.get("factor", 1.0)}
@@ -107,8 +112,8 @@ def _rope(value: Values) -> list[Values]:
 
 def _dicts(key: str, value: Values) -> list[Any]:
     found: list[Any] = []
-    for name, one in value.items():
-        found += [{**value, name: other} for other in _by_type(str(name), one)[:1]]
+    for name, item in value.items():
+        found += [{**value, name: other} for other in _by_type(str(name), item)[:1]]
     return [*found[:2], {}]
 
 
@@ -120,24 +125,21 @@ def _of_unset(key: str, annotated: Any) -> list[Any]:
     if sizes.is_token(key):
         found.append(3)
     by_type: dict[Any, list[Any]] = {bool: [True], int: [2, 8], float: [0.5, 30.0], str: ["gelu"], list: [[0, 1]]}
-    for one in _members(annotated):
-        found += by_type.get(get_origin(one) or one, [])
+    for member in union_members(annotated):
+        found += by_type.get(get_origin(member) or member, [])
     return found or [True, 2, 0.5]
 
 
 def _lists_that_follow(own: Values, key: str, value: Any) -> Values:
     if key not in sizes.LAYERS or type(value) is not int:
         return {}
-    lists = {name: one for name, one in own.items() if isinstance(one, list) and len(one) == own[key]}
-    return {name: [*one, *one[-1:]][:value] for name, one in lists.items()}
+    lists = {name: items for name, items in own.items() if isinstance(items, list) and len(items) == own[key]}
+    return {name: [*items, *items[-1:]][:value] for name, items in lists.items()}
 
 
 def _choices(annotated: Any) -> list[Any]:
-    return [choice for one in _members(annotated) if get_origin(one) is Literal for choice in get_args(one)]
-
-
-def _members(annotated: Any) -> list[Any]:
-    return list(get_args(annotated)) if get_origin(annotated) in (Union, types.UnionType) else [annotated]
+    literals = (member for member in union_members(annotated) if get_origin(member) is Literal)
+    return [choice for literal in literals for choice in get_args(literal)]
 
 
 def _annotation(config_class: type[PreTrainedConfig], key: str) -> Any:
@@ -145,7 +147,7 @@ def _annotation(config_class: type[PreTrainedConfig], key: str) -> Any:
     annotated = next((field.type for field in dataclasses.fields(config_class) if field.name == key), None)
     if not isinstance(annotated, str):
         return annotated
-    owner = next(one for one in config_class.__mro__ if key in vars(one).get("__annotations__", ()))
+    owner = next(base for base in config_class.__mro__ if key in vars(base).get("__annotations__", ()))
     try:
         return eval(annotated, vars(sys.modules[owner.__module__]))
     except (NameError, TypeError):  # of a name that is there for type checkers only

@@ -6,7 +6,7 @@ import ast
 import dataclasses
 import inspect
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import cache
 from importlib.util import find_spec
 from itertools import pairwise
@@ -56,12 +56,6 @@ FORMER = frozenset(
 
 NEAR = 0.85
 """How like a known key an unknown one has to be to be taken for a misspelt one (`difflib`'s ratio)."""
-
-
-def set_in(values: Mapping[str, Any], path: str, value: Any) -> dict[str, Any]:
-    """A copy of nested `values` with another value at `path`."""
-    key, _, rest = path.partition(".")
-    return {**values, key: set_in(values[key], rest, value) if rest else value}
 
 
 def value_at(config: PreTrainedConfig, path: str) -> Any:

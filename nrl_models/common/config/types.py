@@ -7,7 +7,7 @@ are refused here too, but with the file and all the keys at once.
 from __future__ import annotations
 
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Union, get_args, get_origin
 
 from transformers import PreTrainedConfig
@@ -60,13 +60,10 @@ def _converted(
 def takes_floats_only(config_class: type[PreTrainedConfig], key: str) -> bool:
     """Whether a configuration class declares that `key` is a float and cannot be an integer."""
     declared = getattr(config_class, "__dataclass_fields__", {}).get(key)
-    kinds = set(_kinds(declared.type)) if declared is not None else set()
-    return float in kinds and int not in kinds
+    members = union_members(declared.type) if declared is not None else ()
+    return float in members and int not in members
 
 
-def _kinds(annotation: Any) -> Iterator[Any]:
-    if get_origin(annotation) in (Union, types.UnionType):
-        for member in get_args(annotation):
-            yield from _kinds(member)
-    else:
-        yield annotation
+def union_members(annotation: Any) -> tuple[Any, ...]:
+    """The types that an annotation allows: the members of a union, else itself."""
+    return get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)

@@ -124,9 +124,9 @@ class Hunt:
         limits = case.model_class.limits
         # Those of what a family lacks fail anyhow.
         self._checks = [
-            one
-            for one in checks()
-            if one.test.feature not in limits and (only is None or one.function in only)  # type: ignore[attr-defined]
+            check
+            for check in checks()
+            if check.test.feature not in limits and (only is None or check.function in only)  # type: ignore[attr-defined]
         ]
         self._passes: dict[Check, bool] = {}
 
@@ -137,8 +137,8 @@ class Hunt:
             if not mutant.bug.is_possible(self.case):
                 outcome.impossible.append(mutant.name)
                 continue
-            likely = [one for name in mutant.killers for one in self._checks if one.function == name]
-            others = [one for one in self._checks if one not in likely]
+            likely = [check for name in mutant.killers for check in self._checks if check.function == name]
+            others = [check for check in self._checks if check not in likely]
             killer = self.killer(mutant, likely)
             if killer is None and mutant.bug.is_inert(self.case, self._expected):
                 outcome.inert.append(mutant.name)
@@ -183,7 +183,7 @@ def failure_of(check: Check, case: FamilyCase, *, skipped: bool = False) -> Base
         with tempfile.TemporaryDirectory(prefix="mutant-", ignore_cleanup_errors=True) as folder:
             given = {"family_case": case, "tmp_path": Path(folder)}
             wanted = inspect.signature(check.test).parameters
-            check.test(**{name: one for name, one in given.items() if name in wanted}, **check.arguments)
+            check.test(**{name: value for name, value in given.items() if name in wanted}, **check.arguments)
     except pytest.skip.Exception as error:
         return error if skipped else None
     except (Exception, pytest.fail.Exception) as error:

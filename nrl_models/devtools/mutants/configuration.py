@@ -41,11 +41,11 @@ def _one_fewer(count: int) -> int:
 def _exchanged_types(key: str, value: Any) -> Any:
     if key != "layer_types" or not isinstance(value, (list, tuple)):
         return value
-    kinds = list(dict.fromkeys(one for one in value if "attention" in one and "linear" not in one))
+    kinds = list(dict.fromkeys(kind for kind in value if "attention" in kind and "linear" not in kind))
     if len(kinds) != 2:
         return value
     other = {kinds[0]: kinds[1], kinds[1]: kinds[0]}
-    return type(value)(other.get(one, one) for one in value)
+    return type(value)(other.get(kind, kind) for kind in value)
 
 
 def _all_with_positions(key: str, value: Any) -> Any:
@@ -134,7 +134,9 @@ MUTANTS = (
     Mutant(
         "attention multiplier dropped",
         "the model's own scale of scores, or of keys, taken for the usual one",
-        _keys(r"^(attention|key|attention_out|attention_in)_multiplier$|^query_pre_attn_scalar$", lambda one: one * 2),
+        _keys(
+            r"^(attention|key|attention_out|attention_in)_multiplier$|^query_pre_attn_scalar$", lambda value: value * 2
+        ),
     ),
     Mutant(
         "clipping dropped",

@@ -34,12 +34,12 @@ EPSILONS = ("variance_epsilon", "eps", "epsilon", "layer_norm_epsilon", "layer_n
 SCALES = ("scaling", "scale", "softmax_scale", "norm_factor", "inv_norm_factor", "attention_scale")
 CORRECTIONS = ("e_score_correction_bias", "expert_bias", "expert_biases")
 OTHER_TYPE = {"sliding_attention": "full_attention", "full_attention": "sliding_attention"}
-ACTIVATIONS: Any = tuple({one[0] if isinstance(one, tuple) else one for one in ACT2CLS.values()})
+ACTIVATIONS: Any = tuple({entry[0] if isinstance(entry, tuple) else entry for entry in ACT2CLS.values()})
 
 
 def _has(*names: str, kind: str = "") -> Callable[[str, nn.Module], bool]:
     """Modules with one of these attributes of their own, and with `kind` in their class's name."""
-    return lambda name, module: kind in type(module).__name__ and any(_held(module, one) is not None for one in names)
+    return lambda name, module: kind in type(module).__name__ and any(_held(module, held) is not None for held in names)
 
 
 def _held(module: nn.Module, name: str) -> Any:
@@ -102,7 +102,7 @@ def _halves_exchanged(module: Any) -> Mapping[str, Any]:
 
 
 def _is_router(name: str, module: nn.Module) -> bool:
-    if any(isinstance(_held(module, one), torch.Tensor) for one in CORRECTIONS):
+    if any(isinstance(_held(module, held), torch.Tensor) for held in CORRECTIONS):
         return True
     routes = any(word in type(module).__name__ for word in ("Router", "TopK"))
     return routes and isinstance(_held(module, "bias"), torch.Tensor)
@@ -116,13 +116,15 @@ def _scale_of_embedding(case: FamilyCase) -> float | None:
     ids = case.words_alone()
     if ids is None or not isinstance(weight, torch.Tensor) or weight.ndim != 2 or ids.max() >= len(weight):
         return None
-    stacks = ((name, list(one.named_children())) for name, one in model.named_modules() if name.endswith("layers"))
+    stacks = (
+        (name, list(module.named_children())) for name, module in model.named_modules() if name.endswith("layers")
+    )
     stack, layers = next(((name, layers) for name, layers in stacks if layers), ("", []))
     names = [f"{stack}.{layer}" for layer, _ in layers]
     rows = weight[ids].detach()
     with torch.no_grad(), record_calls(model, names, copy=True) as calls:
         model(input_ids=ids, attention_mask=torch.ones_like(ids))
-    seen = [one.inputs[0] for one in calls.values() if one.inputs and one.inputs[0].shape == rows.shape]
+    seen = [call.inputs[0] for call in calls.values() if call.inputs and call.inputs[0].shape == rows.shape]
     if not seen:
         return None
     ratio = (seen[0] / rows).flatten().median()

@@ -187,7 +187,7 @@ def _changes(
         for key, value in values.items():
             if isinstance(value, PreTrainedConfig):
                 queue.append(vars(value))
-            elif isinstance(value, dict) and all(isinstance(one, str) for one in value):
+            elif isinstance(value, dict) and all(isinstance(key, str) for key in value):
                 queue.append(value)
             elif (wrong := change(key, value)) is not value and wrong != value:
                 yield values, key, wrong

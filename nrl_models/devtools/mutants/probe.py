@@ -35,9 +35,9 @@ def same(actual: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> bo
     What the right model refused does not count.
     """
     return all(
-        one.shape == other.shape and torch.allclose(one, other, rtol=1e-6, atol=3e-6 * float(other.abs().max()))
-        for one, other in zip(actual, expected, strict=True)
-        if other.numel()
+        found.shape == wanted.shape and torch.allclose(found, wanted, rtol=1e-6, atol=3e-6 * float(wanted.abs().max()))
+        for found, wanted in zip(actual, expected, strict=True)
+        if wanted.numel()
     )
 
 

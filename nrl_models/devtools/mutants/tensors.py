@@ -85,7 +85,11 @@ def _without_buffers(case: FamilyCase) -> list[Patch]:
     buffers = {name for name, _ in case.model().named_buffers()}
 
     def exported(original: Callable[..., Any], self: StateDictAdapter, layout: Any) -> dict[str, HFTensor]:
-        return {name: one for name, one in original(self, layout).items() if not buffers.intersection(one.parameters)}
+        return {
+            name: tensor
+            for name, tensor in original(self, layout).items()
+            if not buffers.intersection(tensor.parameters)
+        }
 
     return [wrapped(StateDictAdapter, "_exported", exported)]
 
@@ -113,7 +117,7 @@ def _after_loading(change: ModelChange) -> Callable[[FamilyCase], list[Patch]]:
 
 
 def _last_layer_new(model: PreTrainedModel) -> None:
-    names = [name for name, one in model.named_parameters() if ".layers." in name] or [*dict(model.named_parameters())]
+    names = [name for name, _ in model.named_parameters() if ".layers." in name] or [*dict(model.named_parameters())]
     parameter = model.get_parameter(names[-1])
     install(model, names[-1], torch.randn_like(parameter))
 
@@ -182,7 +186,9 @@ def _training(model: Any) -> None:
 
 def _everything_tied_apart(case: FamilyCase) -> list[Patch]:
     # A model within may tie what it is built with itself.
-    owners = {case.model_class} | {type(one) for one in case.model().modules() if isinstance(one, PreTrainedModel)}
+    owners = {case.model_class} | {
+        type(module) for module in case.model().modules() if isinstance(module, PreTrainedModel)
+    }
     return [(owner, "tie_weights", lambda self, *args, **kwargs: None) for owner in owners]
 
 

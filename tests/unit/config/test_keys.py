@@ -8,8 +8,9 @@ import pytest
 from transformers import LlamaConfig, PreTrainedConfig
 
 from nrl_models.common.config import keys
-from nrl_models.common.config.keys import declared_keys, is_read, keys_in_class, keys_in_model, set_in, value_at
+from nrl_models.common.config.keys import declared_keys, is_read, keys_in_class, keys_in_model, value_at
 from nrl_models.common.config.walk import walk
+from nrl_models.devtools.perturbations import with_value_at
 from nrl_models.families.deepseek_v3.model import DeepseekV3ForCausalLM
 from nrl_models.families.gemma3.model import Gemma3ForConditionalGeneration
 from nrl_models.families.llama.model import LlamaForCausalLM
@@ -76,6 +77,6 @@ def test_paths() -> None:
     config = FamilyCase(Gemma3ForConditionalGeneration).config
     paths = {path: value for path, _, _, value in walk(config)}
     assert paths["text_config.num_hidden_layers"] == value_at(config, "text_config.num_hidden_layers") == 2
-    changed = set_in(config.to_dict(), "text_config.num_hidden_layers", 3)
+    changed = with_value_at(config.to_dict(), "text_config.num_hidden_layers", 3)
     assert changed["text_config"]["num_hidden_layers"] == 3
     assert config.text_config.num_hidden_layers == 2
