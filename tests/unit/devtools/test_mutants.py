@@ -140,7 +140,8 @@ def test_what_changes_nothing_is_inert_and_not_counted(llama: FamilyCase) -> Non
 
 
 def test_what_a_model_lacks_is_not_tried(llama: FamilyCase) -> None:
-    assert verdict(misread(lambda key, value: 1 if key == "no_such_key" else value), llama) == Outcome(impossible=["one"])
+    bug = misread(lambda key, value: 1 if key == "no_such_key" else value)
+    assert verdict(bug, llama) == Outcome(impossible=["one"])
 
 
 def test_what_fails_without_the_bug_kills_nothing(llama: FamilyCase, monkeypatch: pytest.MonkeyPatch) -> None:
