@@ -15,9 +15,10 @@ from transformers import PreTrainedModel
 from transformers.models.auto import modeling_auto
 
 from nrl_models import registry
+from nrl_models.devtools.checkout import pages_folder
 from nrl_models.devtools.generated_tests import GeneratedTests, read_generated_tests
 from nrl_models.devtools.overview import table
-from nrl_models.devtools.results import pages_folder, read_records
+from nrl_models.devtools.results import read_records
 from nrl_models.onboarding.detect import Detection, detect
 
 MAPPINGS = (

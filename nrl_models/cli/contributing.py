@@ -78,12 +78,14 @@ def coverage(
     """Write the model coverage pages from what is recorded of every architecture; or look something up in it."""
     from tempfile import TemporaryDirectory
 
+    from nrl_models.devtools.checkout import pages_folder
+
+    pages = out or pages_folder()
     from nrl_models.devtools import overview
     from nrl_models.devtools.coverage import overview_rows, write_pages
     from nrl_models.devtools.generated_tests import record_generated_tests, run_generated_tests
-    from nrl_models.devtools.results import pages_folder, read_records
+    from nrl_models.devtools.results import read_records
 
-    pages = out or pages_folder()
     if kind or feature:
         found, names = overview.chosen(overview_rows(read_records(pages)), kind or (), feature or ())
         show(overview.as_table(found, names))
@@ -104,11 +106,12 @@ def ledger(
     survey: Annotated[bool, typer.Option("--survey", help="Only say which keys nothing reads; try none.")] = False,
 ) -> None:
     """Change each key of each configuration, here and in transformers, and record what it does in the ledger."""
-    from nrl_models.common.config.ledger import KeyKind
-    from nrl_models.devtools.record_ledger import write_ledger
-    from nrl_models.devtools.results import pages_folder
+    from nrl_models.devtools.checkout import pages_folder
 
     pages_folder()  # raises where this is no checkout
+    from nrl_models.common.config.ledger import KeyKind
+    from nrl_models.devtools.record_ledger import write_ledger
+
     recorded, differs = 0, False
     for name, found in write_ledger(architectures or (), again=again, survey=survey):
         recorded += 1
@@ -130,11 +133,13 @@ def mutate(
     again: Annotated[bool, typer.Option("--again", help="Try those that are recorded, too.")] = False,
 ) -> None:
     """Plant bugs into every architecture, one by one, and see that the generated tests find each."""
+    from nrl_models.devtools.checkout import pages_folder
+
+    pages = out or pages_folder()
     from nrl_models.devtools.mutants.campaign import architectures_in_order, run_mutants
-    from nrl_models.devtools.results import pages_folder
 
     killed = applicable = tried = 0
-    for architecture, outcome in run_mutants(architectures_in_order(architectures), out or pages_folder(), again=again):
+    for architecture, outcome in run_mutants(architectures_in_order(architectures), pages, again=again):
         tried, killed, applicable = tried + 1, killed + len(outcome.killed), applicable + outcome.applicable
         show(f"{architecture}: {len(outcome.killed)} of {outcome.applicable} killed")
         for mutant in outcome.survived:

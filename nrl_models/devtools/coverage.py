@@ -10,11 +10,12 @@ from typing import Any
 from nrl_models import families, registry
 from nrl_models.common.config.ledger import KeyKind, recorded
 from nrl_models.devtools import sharding_outcomes
+from nrl_models.devtools.checkout import CoverageError
 from nrl_models.devtools.generated_tests import GeneratedTests, read_generated_tests
 from nrl_models.devtools.mutants.campaign import Outcome, read_outcomes
 from nrl_models.devtools.overview import Row, overview_table, table
 from nrl_models.devtools.quirk_pages import class_subject, page_lines
-from nrl_models.devtools.results import CoverageError, Kind, Records, grouped, read_records, versions_summary
+from nrl_models.devtools.results import Kind, Records, grouped, read_records, versions_summary
 from nrl_models.onboarding.inspect import combined_groups
 from nrl_models.testing.features import FEATURES
 

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from nrl_models import registry
+from nrl_models.devtools.checkout import CoverageError
 from nrl_models.devtools.overview import Verdict
-from nrl_models.devtools.results import CoverageError, Kind, Record, Records, grouped, write_record
+from nrl_models.devtools.results import Kind, Record, Records, grouped, write_record
 from nrl_models.onboarding.inspect import kinds_of
 from nrl_models.testing.case import FamilyCase
 from nrl_models.testing.features import FEATURES, SUITE, generated_tests

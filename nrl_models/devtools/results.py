@@ -16,13 +16,7 @@ from typing import Any, TypeVar
 
 from nrl_models import registry
 from nrl_models.common.checkpoint.writing import write_whole
-from nrl_models.errors import NRLModelsError
-
-ROOT = Path(__file__).parents[2]
-"""The repository, where this package is used from a checkout."""
-
-PAGES = ROOT / "docs" / "model-coverage"
-"""The coverage pages."""
+from nrl_models.devtools.checkout import CoverageError
 
 FOLDER = "results"
 """The folder of the recorded outcomes, beside the pages."""
@@ -31,10 +25,6 @@ WIDTH = 110
 """Characters of a line in which a value is written whole."""
 
 Value = TypeVar("Value")
-
-
-class CoverageError(NRLModelsError):
-    """What was recorded is not here, does not cover what is asked for, or could not be made."""
 
 
 class Kind(StrEnum):
@@ -64,17 +54,6 @@ class Record:
 
 Records = Mapping[Kind, Mapping[str, Record]]
 """What is recorded, by kind and architecture."""
-
-
-def pages_folder() -> Path:
-    """The folder of the coverage pages.
-
-    Raises:
-        CoverageError: this package is not used from a checkout.
-    """
-    if not PAGES.is_dir():
-        raise CoverageError(f"needs a checkout of the repository: docs/model-coverage is not in {ROOT}")
-    return PAGES
 
 
 def family_of(architecture: str) -> str:

@@ -31,9 +31,10 @@ from jobs import sweep as jobs
 from world import RanksFailedError, RanksLostError, World
 
 from nrl_models import registry
+from nrl_models.devtools.checkout import pages_folder
 from nrl_models.devtools.coverage import write_pages
 from nrl_models.devtools.mutants.campaign import architectures_in_order
-from nrl_models.devtools.results import Kind, pages_folder
+from nrl_models.devtools.results import Kind
 from nrl_models.devtools.sharding_outcomes import ShardingOutcome, Status
 from tests.sweep import Outcomes, Sweep
 

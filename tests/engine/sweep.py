@@ -25,7 +25,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from nrl_models.devtools.results import PAGES, Kind, Record, read_records, versions_summary
+from nrl_models.devtools.checkout import PAGES
+from nrl_models.devtools.results import Kind, Record, read_records, versions_summary
 from tests.sweep import Outcomes, Sweep
 
 ROOT = Path(__file__).parents[2]

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from nrl_models import registry
-from nrl_models.devtools.results import PAGES, Kind, read_records
+from nrl_models.devtools.checkout import PAGES
+from nrl_models.devtools.results import Kind, read_records
 from nrl_models.engines.hf import HFEngine
 from nrl_models.logprobs import Sampling, token_mult_prob_error
 from tests.engine import sweep

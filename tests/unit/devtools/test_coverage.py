@@ -11,10 +11,11 @@ from nrl_models import registry
 from nrl_models.cli import app
 from nrl_models.common.config.ledger import KeyKind, Ledger, recorded
 from nrl_models.devtools import coverage
+from nrl_models.devtools.checkout import PAGES, CoverageError
 from nrl_models.devtools.coverage import write_pages
 from nrl_models.devtools.mutants import CATALOGUE
 from nrl_models.devtools.mutants.campaign import Outcome
-from nrl_models.devtools.results import FOLDER, PAGES, CoverageError, Kind, Record, read_records, write_record
+from nrl_models.devtools.results import FOLDER, Kind, Record, read_records, write_record
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from families import test_families
 
 from nrl_models import registry
 from nrl_models.devtools import generated_tests
+from nrl_models.devtools.checkout import PAGES, CoverageError
 from nrl_models.devtools.generated_tests import (
     GeneratedTests,
     read_generated_tests,
@@ -17,7 +18,7 @@ from nrl_models.devtools.generated_tests import (
     verdict_of,
 )
 from nrl_models.devtools.overview import Verdict
-from nrl_models.devtools.results import PAGES, CoverageError, Kind, read_records
+from nrl_models.devtools.results import Kind, read_records
 from nrl_models.testing.features import FEATURES, SUITE
 from nrl_models.testing.features import generated_tests as proofs
 

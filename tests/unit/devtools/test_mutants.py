@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from nrl_models import registry
 from nrl_models.cli import app
 from nrl_models.common.config.ledger import recorded
+from nrl_models.devtools.checkout import PAGES
 from nrl_models.devtools.mutants import CATALOGUE, Mutant, campaign
 from nrl_models.devtools.mutants.campaign import (
     Hunt,
@@ -24,7 +25,7 @@ from nrl_models.devtools.mutants.campaign import (
     run_mutants,
 )
 from nrl_models.devtools.mutants.planting import in_code, in_modules, misread, reads
-from nrl_models.devtools.results import PAGES, Kind, Record, read_records, write_record
+from nrl_models.devtools.results import Kind, Record, read_records, write_record
 from nrl_models.errors import UnknownArchitectureError
 from nrl_models.testing.case import FamilyCase
 from nrl_models.testing.features import generated_tests

@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from nrl_models.cli import app
-from nrl_models.devtools import results
+from nrl_models.devtools import checkout
 from nrl_models.devtools.generated_tests import GeneratedTests
 from nrl_models.devtools.overview import OverviewError, Row, chosen, overview_table
 from nrl_models.devtools.results import Kind, Record, write_record
@@ -78,7 +78,7 @@ def test_the_command_prints_what_is_asked_for_and_writes_nothing(tmp_path: Path)
 
 
 def test_outside_a_checkout_the_command_says_what_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(results, "PAGES", tmp_path / "docs" / "model-coverage")
+    monkeypatch.setattr(checkout, "PAGES", tmp_path / "docs" / "model-coverage")
     for command in (["coverage", "--kind", "dense"], ["ledger"], ["mutate"]):
         result = CliRunner().invoke(app, ["dev", *command])
         assert result.exit_code == 2

@@ -6,16 +6,14 @@ from pathlib import Path
 import pytest
 
 from nrl_models import registry
-from nrl_models.devtools import results
+from nrl_models.devtools import checkout
+from nrl_models.devtools.checkout import PAGES, CoverageError, pages_folder
 from nrl_models.devtools.results import (
     FOLDER,
-    PAGES,
     WIDTH,
-    CoverageError,
     Kind,
     Record,
     as_json,
-    pages_folder,
     read_records,
     versions_summary,
     write_record,
@@ -84,6 +82,6 @@ def test_the_committed_files_are_those_of_the_registered_families() -> None:
 
 def test_outside_a_checkout_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert pages_folder() == PAGES
-    monkeypatch.setattr(results, "PAGES", tmp_path / "docs" / "model-coverage")
+    monkeypatch.setattr(checkout, "PAGES", tmp_path / "docs" / "model-coverage")
     with pytest.raises(CoverageError, match="needs a checkout of the repository: docs/model-coverage is not"):
         pages_folder()

@@ -2,7 +2,8 @@
 
 from nrl_models import registry
 from nrl_models.devtools import sharding_outcomes
-from nrl_models.devtools.results import PAGES, Kind, Record, Records, read_records
+from nrl_models.devtools.checkout import PAGES
+from nrl_models.devtools.results import Kind, Record, Records, read_records
 from nrl_models.devtools.sharding_outcomes import ShardingOutcome, Status
 
 REFUSAL = """NovaForCausalLM cannot be sharded over tp=2 (1 problem)
