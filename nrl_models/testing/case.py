@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -34,6 +34,7 @@ class FamilyCase:
     model_class: type[FamilyModel]
     device: torch.device = field(default_factory=lambda: torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     tiny: Mapping[str, Any] = field(default_factory=dict)
+    _tests_reference: bool = field(default=False, init=False)
     _references: dict[torch.dtype, PreTrainedModel] = field(default_factory=dict, init=False)
     _models: dict[torch.dtype, FamilyModel] = field(default_factory=dict, init=False)
     _inputs: dict[tuple[tuple[str, Any], ...], Inputs] = field(default_factory=dict, init=False)
@@ -55,6 +56,16 @@ class FamilyCase:
         return self.reference_class.config_class
 
     @property
+    def default_config(self) -> PreTrainedConfig:
+        """The default of its configurations, which may be of no model."""
+        return self.config_class()
+
+    @cached_property
+    def tiny_values(self) -> dict[str, Any]:
+        """What the class and this case give for the tiny configuration, whichever part it is for."""
+        return dict(_flat({**self.model_class.tiny, **self.tiny}))
+
+    @property
     def config(self) -> PreTrainedConfig:
         """A tiny configuration, new at each call."""
         return copy.deepcopy(self._config)
@@ -70,7 +81,7 @@ class FamilyCase:
         Some classes' defaults are of no model: those that transformers cannot build are left out.
         """
         published = {name: self.config_class(**values) for name, values in self.model_class.published.items()}
-        default = self.config_class()
+        default = self.default_config
         try:
             with torch.device("meta"):
                 self.reference_class(copy.deepcopy(default))
@@ -86,7 +97,7 @@ class FamilyCase:
         return {name: value.clone() for name, value in self._inputs[key].items()}
 
     @torch.no_grad()
-    def words_alone(self, **options: Any) -> torch.Tensor | None:
+    def text_only(self, **options: Any) -> torch.Tensor | None:
         """The `input_ids` of `inputs` without images; None where the reference does not run on them alone."""
         input_ids = self.inputs(images=False, **options).get("input_ids")
         if input_ids is None:
@@ -111,6 +122,8 @@ class FamilyCase:
 
     def model(self, dtype: torch.dtype = torch.float32) -> FamilyModel:
         """The model under test with the reference's weights, in evaluation mode. Shared: do not change it."""
+        if self._tests_reference:
+            return cast(FamilyModel, self.reference(dtype))
         if dtype not in self._models:
             model = self.model_class.from_config(self.config, dtype=dtype, device=self.device)
             widen(model, dtype)
@@ -128,9 +141,23 @@ class FamilyCase:
         case._models = {}
         return case
 
+    def of_reference(self) -> FamilyCase:
+        """The same case with the reference as the model under test: what transformers' own class does in a test."""
+        case = copy.copy(self)
+        case._tests_reference = True
+        return case
+
     def new_pair(self, dtype: torch.dtype = torch.float32) -> tuple[PreTrainedModel, FamilyModel]:
         """Copies of `reference` and `model` to change at will."""
         return copy.deepcopy(self.reference(dtype)), copy.deepcopy(self.model(dtype))
+
+
+def _flat(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value)
+        else:
+            yield key, value
 
 
 @torch.no_grad()

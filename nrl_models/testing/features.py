@@ -6,7 +6,10 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from nrl_models.testing.case import FamilyCase
 
 INVARIANCES = (
     "activation checkpointing",
@@ -20,7 +23,7 @@ INVARIANCES = (
 )
 """Features that transformers' own class may lack: where it fails the same tests, the family says so in `limits`.
 
-Whatever compares with transformers' class (weights, layers, logits, gradients, files, LoRA) has no such excuse.
+Tests that compare with transformers' class (weights, layers, logits, gradients, files, LoRA) cannot be limited.
 """
 
 FEATURES = (
@@ -38,16 +41,18 @@ FEATURES = (
 """In the order in which they are shown."""
 
 SUITE = Path(__file__).with_name("suite")
-"""The folder of the generated tests."""
+"""The directory of the generated tests."""
 
 Test = TypeVar("Test", bound=Callable[..., Any])
+Condition = Callable[["FamilyCase"], bool]
+"""Whether a test applies to a class: known from its declarations, before a model is built."""
 
 
 def proves(feature: str) -> Callable[[Test], Test]:
     """Mark a generated test as one of those behind `feature`.
 
-    A family that lacks the feature says so (`FamilyModel.limits`), and its tests then have to fail: where they pass,
-    the limit is gone.
+    Where a family states that it lacks the feature (`FamilyModel.limits`), the test is run on transformers' class, too,
+    and both have to fail alike.
 
     Args:
         feature: one of `FEATURES`.
@@ -60,6 +65,26 @@ def proves(feature: str) -> Callable[[Test], Test]:
         return test
 
     return mark
+
+
+def applies_to(*conditions: Condition) -> Callable[[Test], Test]:
+    """Collect a test only for classes that meet all of `conditions` (`nrl_models.testing.suite.conditions`)."""
+
+    def mark(test: Test) -> Test:
+        test.conditions = conditions  # type: ignore[attr-defined]
+        return test
+
+    return mark
+
+
+def conditions_of(test: Callable[..., Any]) -> tuple[Condition, ...]:
+    """What a class has to meet for `test` to apply to it."""
+    return getattr(test, "conditions", ())
+
+
+def applies(test: Callable[..., Any], case: FamilyCase) -> bool:
+    """Whether `test` says anything about the class of `case`."""
+    return all(condition(case) for condition in conditions_of(test))
 
 
 @cache

@@ -1,23 +1,24 @@
-"""The pytest plugin: `--nrl-family` chooses classes, `--nrl-results` records what came out.
+"""The pytest plugin: `--nrl-family` chooses classes, `--nrl-results` records outcomes.
 
 It is loaded wherever this package is installed, so it imports nothing heavy until a test asks for a family.
 """
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import sys
-from collections.abc import Generator, Mapping
-from functools import lru_cache
+from collections.abc import Callable, Mapping
+from functools import cache, lru_cache
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 
-from nrl_models.testing.features import SUITE
+from nrl_models.testing.features import SUITE, Condition, conditions_of
 
 if TYPE_CHECKING:
     from nrl_models.testing.case import FamilyCase
@@ -52,7 +53,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """One test for each class, or for each of `FAMILY_VARIANTS` of a module that has some.
+    """One test for each class that it applies to, or for each of `FAMILY_VARIANTS` of a module that has some.
 
     `FAMILY_VARIANTS` maps a name to a class, as `--nrl-family` takes it, and values for its tiny configuration: a
     module that imports the suite's tests runs them on configurations the default one is not.
@@ -69,7 +70,25 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         from nrl_models import registry
 
         names = metafunc.config.stash.get(CHOSEN, []) or registry.architectures(aliases=False)
-    metafunc.parametrize("family_case", [_param(name) for name in names], indirect=True)
+    chosen = [name for name in names if all(_meets(condition, name) for condition in conditions_of(metafunc.function))]
+    metafunc.parametrize("family_case", [_param(name) for name in chosen or [NONE]], indirect=True)
+
+
+NONE = "#none"
+"""In place of a class where a test applies to none of them: pytest would make a skipped test of an empty list."""
+
+
+@cache
+def _meets(condition: Condition, name: str) -> bool:
+    """Whether a class meets a condition. Where that cannot be told, its tests are collected, and show why."""
+    from nrl_models import registry
+
+    if registry.unmet_requirement(_architecture(name)):
+        return True
+    try:
+        return condition(_new_case(name))
+    except Exception:  # whatever importing the family leads to
+        return True
 
 
 _variants: dict[str, Mapping[str, Any]] = {}  # values for tiny configurations, by class and variant
@@ -83,6 +102,7 @@ def _param(name: str) -> Any:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put the tests of one class together: its models are built once, and not kept for longer."""
+    items[:] = [item for item in items if _class_name(item) != NONE]
     order: dict[str | None, int] = {None: 0}
     for item in items:
         order.setdefault(_class_name(item), len(order))
@@ -130,55 +150,90 @@ def _problem_with(name: str) -> str | None:
 def family_case(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> FamilyCase:
     """The class under test, with its models.
 
-    A test of a feature that the family limits may fail, and not because the model refuses: the limit is lifted for it.
-    One of the feature's tests has to (`pytest_runtest_makereport`).
+    For a test of a feature that the family limits, the limit is lifted: the test has to fail because transformers'
+    class does (`pytest_pyfunc_call`), not because ours refuses.
     """
     request.node.user_properties.append(("architecture", _architecture(request.param)))
     case = _case(request.param)
     limits, feature = case.model_class.limits, getattr(request.function, "feature", "")
     if reason := limits.get(feature):
-        request.node.add_marker(pytest.mark.xfail(reason=reason, strict=False))
-        request.node.limited_feature = (request.param, feature)
+        request.node.limit = _Limit(request.param, feature, reason)
         lifted = {name: stated for name, stated in limits.items() if name != feature}
         monkeypatch.setattr(case.model_class, "limits", lifted)
     return case
 
 
-_limited: dict[tuple[str, str], set[str]] = {}  # by class and feature it limits, tests that are still to run
-_lacking: set[tuple[str, str]] = set()  # those of which some test failed
+class _Limit(NamedTuple):
+    """A feature that a class states it lacks, with the reason."""
+
+    family: str
+    feature: str
+    reason: str
 
 
-@pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
-    """Fail the last test of a feature that a family limits if none of the feature's tests failed: the limit is gone."""
-    report = yield
-    limited = getattr(item, "limited_feature", None)
-    if call.when != "call" or limited is None:
-        return report
-    left = _limited.setdefault(limited, _tests_of(item.session, *limited))
-    left.discard(item.nodeid)
-    if report.outcome == "skipped" and hasattr(report, "wasxfail"):
-        _lacking.add(limited)
-    if not left and report.outcome == "passed" and limited not in _lacking:
-        report.outcome = "failed"
-        report.longrepr = f"every test of {limited[1]!r} passes, though the family's limits say it lacks that"
-        del report.wasxfail
-    return report
+_shown: set[_Limit] = set()  # those of which a test has failed on transformers' class
+_left: dict[_Limit, set[str]] = {}  # for each the tests that are still to run
 
 
-def _tests_of(session: pytest.Session, family: str, feature: str) -> set[str]:
-    """The tests of a feature of a class that are to run; with one that never does if not all were chosen."""
-    from nrl_models.testing.features import generated_tests
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test of a limited feature on transformers' class first: where it fails, ours has to fail in the same way.
+
+    Then the outcome is an expected failure; where transformers' class passes, ours has to. A limit that no test of the
+    feature shows is out of date.
+    """
+    limit: _Limit | None = getattr(pyfuncitem, "limit", None)
+    if limit is None:
+        return None
+    arguments: dict[str, Any] = {
+        name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters
+    }
+    upstream = _failure(pyfuncitem.obj, arguments | {"family_case": arguments["family_case"].of_reference()})
+    ours = _failure(pyfuncitem.obj, arguments)
+    left = _left.setdefault(limit, _tests_of(pyfuncitem.session, limit))
+    left.discard(pyfuncitem.nodeid)
+    if upstream is not None:
+        _shown.add(limit)
+        if ours is None:
+            pytest.fail(f"passes, but not for transformers' class: {_described(upstream)}. Limit less, or nothing")
+        if _described(ours) != _described(upstream):
+            pytest.fail(f"{_described(ours)}, but transformers' class fails otherwise: {_described(upstream)}")
+        pytest.xfail(limit.reason)
+    if ours is not None:
+        raise ours
+    if not left and limit not in _shown:
+        pytest.fail(f"transformers' class passes every test of {limit.feature!r}: remove that from the family's limits")
+    return True
+
+
+def _failure(test: Callable[..., None], arguments: Mapping[str, Any]) -> Exception | None:
+    try:
+        test(**arguments)
+    except Exception as error:
+        return error
+    return None
+
+
+def _described(error: Exception) -> str:
+    """An error's type and message; of a comparison the type alone, since two models differ in numbers."""
+    name = type(error).__name__
+    return name if isinstance(error, AssertionError) else f"{name}: {error}"
+
+
+def _tests_of(session: pytest.Session, limit: _Limit) -> set[str]:
+    """The tests of a limited feature that are to run; with one that never does if not all were chosen."""
+    from nrl_models.testing.features import applies, suite
 
     chosen = {
         item.nodeid: item.function.__name__
         for item in session.items
         if isinstance(item, pytest.Function)
-        and _class_name(item) == family
-        and getattr(item.function, "feature", "") == feature
+        and _class_name(item) == limit.family
+        and getattr(item.function, "feature", "") == limit.feature
     }
-    proving = {name for name, proven in generated_tests().items() if proven == feature}
-    return chosen.keys() | (proving - set(chosen.values()))
+    proving = {test for test in suite().values() if test.feature == limit.feature}  # type: ignore[attr-defined]
+    case = _case(limit.family)
+    return chosen.keys() | ({test.__name__ for test in proving if applies(test, case)} - set(chosen.values()))
 
 
 def share_cores() -> None:
@@ -193,11 +248,17 @@ def share_cores() -> None:
 @lru_cache(maxsize=1)
 def _case(name: str) -> FamilyCase:
     from nrl_models import registry
-    from nrl_models.testing.case import FamilyCase
 
     share_cores()
     if unmet := registry.unmet_requirement(_architecture(name)):
         pytest.skip(f"{name} needs {unmet}")
+    return _new_case(name)
+
+
+def _new_case(name: str) -> FamilyCase:
+    from nrl_models import registry
+    from nrl_models.testing.case import FamilyCase
+
     module, colon, attribute = name.partition("#")[0].partition(":")
     model_class: Any = getattr(import_module(module), attribute) if colon else registry.model_class(module)
     return FamilyCase(model_class, tiny=_variants.get(name, {}))
@@ -207,8 +268,8 @@ class ResultsRecorder:
     """Collects the outcome of every test that has an architecture.
 
     The file holds `{"versions": {...}, "results": [{"architecture", "check", "outcome", "reason"}]}`, where a check is
-    a test's name, its dtype included, and an outcome is `passed`, `failed`, `skipped` (does not apply) or `limited`
-    (fails, as the family says).
+    a test's name, its dtype included, and an outcome is `passed`, `failed`, `skipped` (needs what is not installed) or
+    `limited` (fails as it does for transformers' class, as the family says).
     """
 
     def __init__(self, file: Path) -> None:

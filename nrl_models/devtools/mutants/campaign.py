@@ -24,7 +24,7 @@ from nrl_models.devtools.mutants.probe import probe
 from nrl_models.devtools.results import Kind, Record, Records, grouped, read_records, write_record
 from nrl_models.errors import UnknownArchitectureError
 from nrl_models.testing.case import FamilyCase
-from nrl_models.testing.features import suite
+from nrl_models.testing.features import applies, suite
 from nrl_models.testing.tiny import silent_transformers
 
 
@@ -126,7 +126,9 @@ class Hunt:
         self._checks = [
             check
             for check in checks()
-            if check.test.feature not in limits and (only is None or check.function in only)  # type: ignore[attr-defined]
+            if check.test.feature not in limits  # type: ignore[attr-defined]
+            and applies(check.test, case)
+            and (only is None or check.function in only)
         ]
         self._passes: dict[Check, bool] = {}
 

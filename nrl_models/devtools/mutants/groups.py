@@ -23,7 +23,7 @@ from nrl_models.common.projections.run import Run
 from nrl_models.devtools.mutants.planting import Bug, Mutant, in_code, wrapped
 from nrl_models.testing.case import FamilyCase
 
-LAYERS = ("test_attention_equivalence", "test_mlp_equivalence", "test_layer_equivalence", "test_logits_equivalence")
+LAYERS = ("test_layer_equivalence", "test_logits_equivalence")
 TRAINING = ("test_gradient_equivalence", "test_training_loss_decreases")
 COPIES = ("test_copies_keep_one_storage",)
 

@@ -123,7 +123,12 @@ ROWS: dict[str, Row] = {
         published={"Mixtral-8x22B": decoder_sizes(32768, 6144, 16384, 56, 48, 8)},
     ),
     "olmoe": Row("Olmoe", CAUSAL, {"Attention": QKV}),
-    "phimoe": Row("Phimoe", CAUSAL, {"Attention": QKV}),
+    "phimoe": Row(
+        "Phimoe",
+        CAUSAL,
+        {"Attention": QKV},
+        {"router replay": "transformers' own model chooses experts by their largest scores, with no `topk` to replay"},
+    ),
     "qwen2_moe": Row("Qwen2Moe", ALL_HEADS, {"Attention": QKV, "MLP": GATE_UP}),
     "solar_open": Row("SolarOpen", CAUSAL, {"Attention": QKV, "MLP": GATE_UP}),
 }

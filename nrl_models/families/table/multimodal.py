@@ -228,7 +228,14 @@ ROWS: dict[str, Row] = {
     "llava_onevision": Row("LlavaOnevision", CONDITIONAL),
     "minicpm_ocr": Row("MiniCPMOcr", CONDITIONAL, {"VisionAttention": QKV}, lacks(PACKED), since="5.23"),
     "minicpmv4_6": Row("MiniCPMV4_6", CONDITIONAL, {"VisionAttention": QKV}, lacks(PACKED)),
-    "minicpmv4_7": Row("MiniCPMV4_7", CONDITIONAL, {"VisionAttention": QKV}, lacks(PACKED), since="5.18"),
+    "minicpmv4_7": Row(
+        "MiniCPMV4_7",
+        CONDITIONAL,
+        {"VisionAttention": QKV},
+        lacks(PACKED),
+        mixins={"Model": "FreshPositions"},
+        since="5.18",
+    ),
     "minimax_m3_vl": Row(
         "",
         ("MiniMaxM3SparseForConditionalGeneration", "MiniMaxM3VLForCausalLM"),

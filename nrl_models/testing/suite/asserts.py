@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +32,19 @@ def assert_close(
     torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance, msg=say)
 
 
+def assert_same_outcome(actual: Callable[[], Any], expected: Callable[[], Any], scale: float = 1.0) -> None:
+    """What `actual` returns is close to what `expected` does; or it raises the same error, where that raises one."""
+    try:
+        result = expected()
+    except Exception as error:
+        with pytest.raises(type(error), match=f"^{re.escape(str(error))}$"):
+            actual()
+    else:
+        assert_close(actual(), result, scale=scale)
+
+
 def all_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """The tensors of every safetensors file in `folder`."""
+    """The tensors of every safetensors file in a directory."""
     return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,19 +17,26 @@ from nrl_models.inputs.images import in_order
 from nrl_models.inputs.model_inputs import FIRST_TEXT_TOKEN
 from nrl_models.parity.noise import logits_and_routing, logits_of
 from nrl_models.testing.case import FamilyCase
-from nrl_models.testing.features import proves
-from nrl_models.testing.suite.asserts import assert_close
+from nrl_models.testing.features import applies_to, proves
+from nrl_models.testing.suite.asserts import assert_close, assert_same_outcome
+from nrl_models.testing.suite.conditions import (
+    chooses_experts,
+    generates,
+    reads_what_it_writes,
+    scores_every_token,
+    takes_text,
+)
 
 
 @proves("left padding")
+@applies_to(scores_every_token, reads_what_it_writes)
 def test_left_padding(family_case: FamilyCase) -> None:
     """A sequence has the same logits alone and padded in a batch, on the left."""
-    if family_case.architecture.endswith("SequenceClassification"):
-        pytest.skip("transformers' classification heads take the last token that is not padding")
     check_padding(family_case, lambda room, length: slice(room - length, None))
 
 
 @proves("right padding")
+@applies_to(reads_what_it_writes)
 def test_right_padding(family_case: FamilyCase) -> None:
     """A sequence has the same logits alone and padded in a batch, on the right."""
     check_padding(family_case, lambda room, length: slice(length))
@@ -52,27 +60,32 @@ def check_padding(case: FamilyCase, place: Callable[[int, int], slice]) -> None:
 
 
 @proves("logits")
+@applies_to(takes_text)
 def test_padded_batch(family_case: FamilyCase) -> None:
-    """A padded batch has the reference's logits, on whichever side it is padded, with positions and without."""
+    """A padded batch has the reference's logits, on whichever side it is padded, with positions and without.
+
+    Where transformers' class does not run on text alone, it fails as that does.
+    """
     batches = padded_batches(family_case)
     if "position_ids" in inspect.signature(family_case.reference_class.forward).parameters:
         batches.append(batches[0] | {"position_ids": token_positions(batches[0]["attention_mask"])})
     for inputs in batches:
-        words = inputs["attention_mask"].bool()
-        with torch.no_grad():
-            actual, expected = family_case.model()(**inputs).logits, family_case.reference()(**inputs).logits
-        if actual.shape[:2] == words.shape and actual.ndim == 3:
-            actual, expected = actual[words], expected[words]
-        assert_close(actual, expected)
+        assert_same_outcome(
+            partial(logits_of_words, family_case.model(), inputs),
+            partial(logits_of_words, family_case.reference(), inputs),
+        )
+
+
+@torch.no_grad()
+def logits_of_words(model: PreTrainedModel, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Logits without those of padding."""
+    logits, words = model(**inputs).logits, inputs["attention_mask"].bool()
+    return logits[words] if logits.shape[:2] == words.shape and logits.ndim == 3 else logits
 
 
 def padded_batches(case: FamilyCase) -> list[dict[str, torch.Tensor]]:
-    """Two sequences, the second shorter by five: on the left, and on the right.
-
-    Skips where transformers' own class does not run on words alone.
-    """
-    if (input_ids := case.words_alone(length=14, seed=5)) is None:
-        pytest.skip("transformers' own class does not run on words alone")
+    """Two sequences, the second shorter by five: on the left, and on the right."""
+    input_ids = case.inputs(images=False, length=14, seed=5)["input_ids"]
     batches = []
     for padding in (slice(5), slice(-5, None)):
         batch = {"input_ids": input_ids.clone(), "attention_mask": torch.ones_like(input_ids)}
@@ -82,6 +95,7 @@ def padded_batches(case: FamilyCase) -> list[dict[str, torch.Tensor]]:
 
 
 @proves("packed sequences")
+@applies_to(scores_every_token, reads_what_it_writes)
 @pytest.mark.parametrize("mask", [None, "ones", "padded"])
 def test_packing(family_case: FamilyCase, mask: str | None) -> None:
     """Sequences packed into one row, told apart by their positions, have the logits they have alone.
@@ -98,6 +112,7 @@ def test_packing(family_case: FamilyCase, mask: str | None) -> None:
 
 
 @proves("packed sequences")
+@applies_to(scores_every_token, reads_what_it_writes)
 def test_documents_get_no_gradient_from_each_other(family_case: FamilyCase) -> None:
     """What is lost on one document of a packed row moves no embedding of another, without and with a mask."""
     packed = pack(family_case)
@@ -112,8 +127,6 @@ def test_documents_get_no_gradient_from_each_other(family_case: FamilyCase) -> N
 
 def pack(case: FamilyCase, padding: int = 0) -> dict[str, torch.Tensor]:
     """The documents in one row, with positions, a mask, and padding at the end."""
-    if case.architecture.endswith("SequenceClassification"):
-        pytest.skip("a sequence classifier has one score a row")
     documents = documents_of(case)
     input_ids = torch.cat([*documents, documents[0].new_zeros(padding)])
     lengths = [*map(len, documents), padding]
@@ -147,12 +160,12 @@ def test_batch_order(family_case: FamilyCase) -> None:
 
 
 @proves("router replay")
+@applies_to(chooses_experts)
 def test_router_replay(family_case: FamilyCase) -> None:
     """Replaying the experts that were chosen changes nothing; other choices give other logits."""
     model, inputs = family_case.model(), family_case.inputs()
     expected, routing = logits_and_routing(model, inputs)
-    if not routing:
-        pytest.skip("chooses no experts")
+    assert routing, "no choice of experts was recorded"
     with replay_routing(model, routing):
         assert_close(logits_of(model, inputs), expected)
     others = {name: [choice.flip(0) for choice in choices] for name, choices in routing.items()}
@@ -160,17 +173,11 @@ def test_router_replay(family_case: FamilyCase) -> None:
         assert (logits_of(model, inputs) - expected).abs().max() > 1e-3
 
 
-def generating_model(case: FamilyCase) -> PreTrainedModel:
-    """The model under test; skips where it does not generate."""
-    if not case.model().can_generate():
-        pytest.skip("does not generate")
-    return case.model()
-
-
 @proves("cached decoding")
+@applies_to(generates, reads_what_it_writes)
 def test_cached_decode(family_case: FamilyCase) -> None:
     """Decoding token by token with a cache gives the logits of one full forward."""
-    model = generating_model(family_case)
+    model = family_case.model()
     input_ids = family_case.inputs(length=14, images=False)["input_ids"]
     with torch.no_grad():
         full = model(input_ids=input_ids, use_cache=False).logits
@@ -185,22 +192,25 @@ def test_cached_decode(family_case: FamilyCase) -> None:
 
 
 @proves("generate")
+@applies_to(generates)
 def test_decoded_steps(family_case: FamilyCase) -> None:
-    """Each step with a cache has the reference's logits, after images too, and where it reads another sequence."""
-    model, inputs = generating_model(family_case), family_case.inputs(length=12)
-    try:
-        expected = decoded_steps(family_case.reference(), inputs)
-    except Exception as error:
-        pytest.skip(f"transformers' own class takes no steps with a cache: {type(error).__name__}")
-    for actual, step in zip(decoded_steps(model, inputs), expected, strict=True):
-        assert_close(actual, step, scale=10)
+    """Each step with a cache has the reference's logits, after images too, and where an encoder reads another sequence.
+
+    Where transformers' class takes no steps with a cache, it fails as that does.
+    """
+    inputs = family_case.inputs(length=12)
+    assert_same_outcome(
+        partial(decoded_steps, family_case.model(), inputs),
+        partial(decoded_steps, family_case.reference(), inputs),
+        scale=10,
+    )
 
 
 @torch.no_grad()
 def decoded_steps(model: PreTrainedModel, inputs: Mapping[str, torch.Tensor], steps: int = 3) -> list[torch.Tensor]:
     """Logits of a first forward, and of single words after it that see it through its cache alone."""
     prefix = "decoder_" if "decoder_input_ids" in inputs else ""
-    # An encoder's sequence is read anew, and what its keys and values are is in the cache.
+    # An encoder's sequence is read again, and what its keys and values are is in the cache.
     again = {name: value for name, value in inputs.items() if not name.startswith(prefix)} if prefix else {}
     output = model(**inputs, use_cache=True)
     logits = [output.logits]
@@ -213,23 +223,28 @@ def decoded_steps(model: PreTrainedModel, inputs: Mapping[str, torch.Tensor], st
 
 
 @proves("generate")
+@applies_to(generates)
 def test_greedy_generation(family_case: FamilyCase) -> None:
     """`generate` picks the reference's tokens."""
-    check_generation(family_case, family_case.inputs(length=12))
+    inputs = family_case.inputs(length=12)
+    assert torch.equal(generated(family_case.model(), inputs, 8), generated(family_case.reference(), inputs, 8))
 
 
 @proves("generate")
+@applies_to(generates, takes_text)
 def test_padded_generation(family_case: FamilyCase) -> None:
-    """So it does for sequences of different length, padded on the left."""
-    generating_model(family_case)  # or it is skipped for that reason
-    check_generation(family_case, padded_batches(family_case)[0], words=4)
+    """`generate` picks the reference's tokens for sequences of different length, padded on the left.
+
+    Where transformers' class does not generate from text alone, it fails as that does.
+    """
+    inputs = padded_batches(family_case)[0]
+    assert_same_outcome(
+        partial(generated, family_case.model(), inputs, 4), partial(generated, family_case.reference(), inputs, 4)
+    )
 
 
-def check_generation(case: FamilyCase, inputs: Mapping[str, torch.Tensor], words: int = 8) -> None:
-    """Compare greedy words with the reference's."""
-    options = {"max_new_tokens": words, "do_sample": False, "min_new_tokens": words}
-    model: Any = generating_model(case)
-    reference: Any = case.reference()
-    actual = model.generate(**inputs, **options)
-    assert torch.equal(actual, reference.generate(**inputs, **options))
-    assert actual.shape[1] >= words  # what stands before the new tokens is the model's own affair
+def generated(model: Any, inputs: Mapping[str, torch.Tensor], count: int) -> torch.Tensor:
+    """`count` tokens picked greedily, after whatever the model repeats of its input."""
+    tokens = model.generate(**inputs, max_new_tokens=count, do_sample=False, min_new_tokens=count)
+    assert tokens.shape[1] >= count
+    return tokens

@@ -3,7 +3,7 @@
 from nrl_models.testing.suite.test_files import *  # noqa: F403
 
 # Not what compares with the trace, which proposes no group that is mixed.
-from nrl_models.testing.suite.test_layers import test_attention_equivalence, test_layer_equivalence  # noqa: F401
+from nrl_models.testing.suite.test_layers import test_layer_equivalence  # noqa: F401
 from nrl_models.testing.suite.test_model import *  # noqa: F403
 from nrl_models.testing.suite.test_state_dict import *  # noqa: F403
 

@@ -1,0 +1,50 @@
+"""Which classes a generated test applies to, from what is declared: no model is built while tests are collected."""
+
+from __future__ import annotations
+
+import inspect
+
+from nrl_models.common.config.walk import all_values
+from nrl_models.inputs.model_inputs import has_encoder
+from nrl_models.testing.case import FamilyCase
+
+
+def scores_every_token(case: FamilyCase) -> bool:
+    """Whether logits have a row for each token; a sequence classifier's have one for each sequence."""
+    return not case.architecture.endswith("SequenceClassification")
+
+
+def takes_text(case: FamilyCase) -> bool:
+    """Whether the class takes `input_ids`; some read an image alone."""
+    return _takes(case, "input_ids")
+
+
+def reads_what_it_writes(case: FamilyCase) -> bool:
+    """Whether prompt and completion are one sequence, which they are not where an encoder reads the prompt."""
+    return not (_takes(case, "decoder_input_ids") and has_encoder(case.default_config))
+
+
+def generates(case: FamilyCase) -> bool:
+    """Whether the class has `generate`."""
+    return case.model_class.can_generate()
+
+
+def ties_embeddings(case: FamilyCase) -> bool:
+    """Whether the class names parameters that it can tie."""
+    return bool(case.model_class._tied_weights_keys)
+
+
+def chooses_experts(case: FamilyCase) -> bool:
+    """Whether the configuration says how many experts there are, or how many are chosen, of a mixture that is on."""
+    values = dict(all_values(case.default_config)) | case.tiny_values
+    counts = [key for key in values if "expert" in key or "topk" in key]
+    is_on = all(values[key] is not False for key in values if key in MIXTURE_SWITCHES)
+    return is_on and any(values[key] for key in counts)
+
+
+MIXTURE_SWITCHES = ("enable_moe_block", "is_moe")
+"""Keys that switch a mixture of experts off, whatever is said of its experts."""
+
+
+def _takes(case: FamilyCase, argument: str) -> bool:
+    return argument in inspect.signature(case.reference_class.forward).parameters
