@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from transformers.models.llama import modeling_llama as hf
+from transformers.models.opt import modeling_opt as opt
 from transformers.models.qwen2 import modeling_qwen2 as biased
 
 from nrl_models.common.projections import CombinedGateUp, CombinedProjections, CombinedQKV, LinearGroup
@@ -148,7 +149,26 @@ class ApartForCausalLM(Nova, hf.LlamaForCausalLM):
 NOT_A_FAMILY = LlamaMLP
 
 
-# A limit of what the model has: the feature's tests pass, and the last of them has to fail.
+# Limits: one that transformers' class has, one behind which a bug hides, and one that nothing shows.
+
+
+class Lacking(FamilyModel):
+    rewrites = {opt.OPTAttention: CombinedQKV}
+    limits = {"packed sequences": "transformers' OPT lets documents see each other"}
+    tiny = {"num_hidden_layers": 1}
+
+
+class LackingForCausalLM(Lacking, opt.OPTForCausalLM):
+    """Right: what it lacks transformers' class lacks, too."""
+
+
+class CrashingForCausalLM(Lacking, opt.OPTForCausalLM):
+    """Raises where transformers' class computes something else: not what its limit states."""
+
+    def forward(self, *args: Any, position_ids: torch.Tensor | None = None, **kwargs: Any) -> Any:
+        if position_ids is not None and (position_ids.diff() < 0).any():
+            raise TypeError("a bug in this class")
+        return super().forward(*args, position_ids=position_ids, **kwargs)
 
 
 class GoneForCausalLM(Nova, hf.LlamaForCausalLM):

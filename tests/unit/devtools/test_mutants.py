@@ -49,7 +49,7 @@ STAND_FOR_ALL = (
 )
 """Of which every mutant can be in one at least; the first that can have a mutant is tried."""
 
-QUICK = ("test_mlp_equivalence", "test_logits_equivalence")
+QUICK = ("test_layer_equivalence", "test_logits_equivalence")
 
 
 @lru_cache(maxsize=len(STAND_FOR_ALL))
