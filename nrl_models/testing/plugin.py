@@ -171,16 +171,15 @@ class _Limit(NamedTuple):
     reason: str
 
 
-_shown: set[_Limit] = set()  # those of which a test has failed on transformers' class
+_shown: set[_Limit] = set()  # those of which a test has failed on both classes
 _left: dict[_Limit, set[str]] = {}  # for each the tests that are still to run
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Run a test of a limited feature on transformers' class first: where it fails, ours has to fail in the same way.
+    """Where a test of a limited feature fails, run it on transformers' class: that has to fail in the same way.
 
-    Then the outcome is an expected failure; where transformers' class passes, ours has to. A limit that no test of the
-    feature shows is out of date.
+    Then the outcome is an expected failure. A limit that none of the feature's tests shows is out of date.
     """
     limit: _Limit | None = getattr(pyfuncitem, "limit", None)
     if limit is None:
@@ -188,21 +187,19 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     arguments: dict[str, Any] = {
         name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters
     }
-    upstream = _failure(pyfuncitem.obj, arguments | {"family_case": arguments["family_case"].of_reference()})
-    ours = _failure(pyfuncitem.obj, arguments)
     left = _left.setdefault(limit, _tests_of(pyfuncitem.session, limit))
     left.discard(pyfuncitem.nodeid)
-    if upstream is not None:
-        _shown.add(limit)
-        if ours is None:
-            pytest.fail(f"passes, but not for transformers' class: {_described(upstream)}. Limit less, or nothing")
-        if _described(ours) != _described(upstream):
-            pytest.fail(f"{_described(ours)}, but transformers' class fails otherwise: {_described(upstream)}")
-        pytest.xfail(limit.reason)
+    ours = _failure(pyfuncitem.obj, arguments)
     if ours is not None:
-        raise ours
+        upstream = _failure(pyfuncitem.obj, arguments | {"family_case": arguments["family_case"].of_reference()})
+        if _described(ours) != _described(upstream):
+            raise AssertionError(
+                f"{_described(ours)}; transformers' class: {_described(upstream)}. The limit stated is {limit.reason!r}"
+            ) from ours
+        _shown.add(limit)
+        pytest.xfail(limit.reason)
     if not left and limit not in _shown:
-        pytest.fail(f"transformers' class passes every test of {limit.feature!r}: remove that from the family's limits")
+        pytest.fail(f"every test of {limit.feature!r} passes: remove that from the family's limits")
     return True
 
 
@@ -214,8 +211,10 @@ def _failure(test: Callable[..., None], arguments: Mapping[str, Any]) -> Excepti
     return None
 
 
-def _described(error: Exception) -> str:
+def _described(error: Exception | None) -> str:
     """An error's type and message; of a comparison the type alone, since two models differ in numbers."""
+    if error is None:
+        return "passes"
     name = type(error).__name__
     return name if isinstance(error, AssertionError) else f"{name}: {error}"
 

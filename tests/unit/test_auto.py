@@ -436,7 +436,7 @@ def test_code_of_a_checkpoint_for_a_configuration_that_is_known_is_not_run_unask
     config = T5Config(auto_map=AUTO_MAP)  # no language model of transformers'
     with pytest.raises(RemoteCodeError, match=r"modeling_toy\.ToyForCausalLM"):
         AutoModelForCausalLM.from_pretrained(toy, config=config)
-    with pytest.raises(RemoteCodeError):
+    with pytest.raises(RemoteCodeError, match=r"modeling_toy\.ToyForCausalLM"):
         AutoModelForCausalLM.from_config(config)
 
 

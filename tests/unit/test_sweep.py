@@ -107,5 +107,5 @@ def test_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         assert swept.sweep.main(ArgumentParser()) == 0
         assert swept.ran == ran
     monkeypatch.setattr(sys, "argv", ["sweep", "d"])
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit, match="2"):
         swept.sweep.main(ArgumentParser())

@@ -71,7 +71,7 @@ def test_a_checkpoint_is_refused_before_anything_is_read(folder: Path) -> None:
 @pytest.mark.parametrize("ignored", ["use_qk_norm", ("use_qk_norm",), {"use_qk_norm", "something_else"}])
 def test_the_user_may_ignore_a_key(folder: Path, ignored: Any) -> None:
     edit_config(folder, use_qk_norm=True)
-    with pytest.raises(ConfigurationError):
+    with pytest.raises(ConfigurationError, match="use_qk_norm"):
         LlamaForCausalLM.from_pretrained(folder)
     assert LlamaForCausalLM.from_pretrained(folder, ignore_config_keys=ignored).config.use_qk_norm is True
     config = AutoConfig.from_pretrained(folder)

@@ -99,7 +99,7 @@ def test_an_engine_moves_no_random_states(
         assert states() == before, "refit"
         engine.module_calls(prompts[0])
         assert states() == before, "module_calls"
-        with pytest.raises(EngineError):
+        with pytest.raises(EngineError, match="nothing"):
             engine.refit([("nothing", torch.ones(1))])
         assert states() == before, "a refit that fails"
     assert states() == before, "close"

@@ -68,7 +68,7 @@ def test_logits_equal_transformers(llama_checkpoint: Path, llama: PreTrainedMode
 def test_building_does_not_change_how_others_build(llama_checkpoint: Path) -> None:
     register = torch.nn.Module.register_parameter
     AutoModelForCausalLM.from_pretrained(llama_checkpoint)
-    with pytest.raises(UnknownArgumentError):
+    with pytest.raises(UnknownArgumentError, match="nonsense"):
         AutoModelForCausalLM.from_pretrained(llama_checkpoint, nonsense=1)
     with pytest.raises(ValueError, match="attn_implementation"):
         AutoModelForCausalLM.from_pretrained(llama_checkpoint, attn_implementation="nonsense")
@@ -239,7 +239,7 @@ def test_a_familys_class_loads_directly(llama_checkpoint: Path, llama: PreTraine
     model = LlamaForCausalLM.from_pretrained(llama_checkpoint, dtype=torch.float32, combine=True)
     assert type(model) is LlamaForCausalLM
     assert_same_model(model, llama)
-    with pytest.raises(UnknownArgumentError):
+    with pytest.raises(UnknownArgumentError, match="nonsense"):
         LlamaForCausalLM.from_pretrained(llama_checkpoint, nonsense=1)
 
 

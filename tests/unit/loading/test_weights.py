@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,7 @@ def refuse(folder: Path, **options: Any) -> CheckpointError:
     with pytest.raises(CheckpointError) as caught:
         AutoModelForCausalLM.from_pretrained(folder, **options)
     model = meta_model(folder)
-    with pytest.raises(CheckpointError):
+    with pytest.raises(CheckpointError, match=re.escape(str(caught.value))):
         load_weights(model, CheckpointFiles(folder), dtype=torch.float32, strict=options.get("strict", True))
     assert all(parameter.device.type == "meta" for parameter in model.parameters())
     assert getattr(model, "_weight_conversions", None) is None

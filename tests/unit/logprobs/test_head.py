@@ -146,5 +146,5 @@ def test_a_model_without_output_embedding_is_refused(input_ids: torch.Tensor) ->
 
 
 def test_errors_of_the_model_itself_come_through() -> None:
-    with pytest.raises(IndexError):
+    with pytest.raises(IndexError, match="index out of range in self"):
         token_logprobs(new_model("LlamaForCausalLM"), torch.full((1, 4), 10_000))

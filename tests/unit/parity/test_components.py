@@ -67,7 +67,7 @@ def test_no_gradient_and_no_hook_is_left() -> None:
     call = calls_of(model, {Scale}, INPUTS)["second"]
     assert not call.args[1].requires_grad
     assert not run_layer(model.second, call)[0].requires_grad
-    with pytest.raises(TypeError):
+    with pytest.raises(TypeError, match="unknown"):
         calls_of(model, {Scale}, INPUTS | {"unknown": torch.ones(1)})
     assert not any(module._forward_pre_hooks for module in model.modules())
 

@@ -249,7 +249,7 @@ def test_conversions_are_compiled_when_they_are_used() -> None:
     assert copy.deepcopy([deferred]) == [re.compile(r"(?P<g0>a(\d+))")]
     assert deferred.search("xa12").group("g0") == "a12"
     assert deferred.groupindex == {"g0": 1}
-    with pytest.raises(re.error):
+    with pytest.raises(re.error, match="unterminated subpattern"):
         Deferred("(").search("x")
     compiled = conversions_of(small_deepseek())
     assert compiled

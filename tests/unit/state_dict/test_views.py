@@ -183,13 +183,13 @@ def test_tracing_records_what_torch_does(operation: Callable[[torch.Tensor], Any
     ],
 )
 def test_tracing_refuses_what_is_no_view(operation: Callable[[torch.Tensor], Any]) -> None:
-    with pytest.raises(NotAViewError):
+    with pytest.raises(NotAViewError, match="view"):
         operation(traced())
 
 
 def test_an_index_outside_the_tensor_is_refused() -> None:
     for index in (6, -7):
-        with pytest.raises(IndexError):
+        with pytest.raises(IndexError, match=f"index {index} is out of range for dimension 0 of size 6"):
             traced()[index]
 
 

@@ -95,10 +95,11 @@ def test_a_limit_that_transformers_class_has_too_is_shown(results: dict[str, dic
 def test_what_else_is_wrong_is_no_limit(results: dict[str, dict[str, list]]) -> None:
     reasons = {run["reason"] for run in results["CrashingForCausalLM"]["test_packing"]}
     assert reasons == {
-        "Failed: TypeError: a bug in this class, but transformers' class fails otherwise: AssertionError"
+        "AssertionError: TypeError: a bug in this class; transformers' class: AssertionError. "
+        'The limit stated is "transformers\' OPT lets documents see each other"'
     }
     (run,) = results["GoneForCausalLM"]["test_left_padding"]
-    assert "transformers' class passes every test of 'left padding': remove that" in run["reason"]
+    assert "every test of 'left padding' passes: remove that from the family's limits" in run["reason"]
 
 
 @pytest.mark.parametrize("name", BUGS)

@@ -84,7 +84,7 @@ def test_reentrant_checkpointing_is_refused(case: FamilyCase) -> None:
     for kwargs in ({"use_reentrant": True}, {"use_reentrant": True, "preserve_rng_state": False}):
         with pytest.raises(UnknownArgumentError, match=r"attend to earlier ones' keys and values.*use_reentrant=False"):
             model.gradient_checkpointing_enable(kwargs)
-        with pytest.raises(UnknownArgumentError):
+        with pytest.raises(UnknownArgumentError, match="use_reentrant=False"):
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)
     assert not model.is_gradient_checkpointing
     model.gradient_checkpointing_enable({"use_reentrant": False})
