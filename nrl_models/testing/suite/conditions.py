@@ -11,7 +11,7 @@ from nrl_models.testing.case import FamilyCase
 
 def scores_every_token(case: FamilyCase) -> bool:
     """Whether logits have a row for each token; a sequence classifier's have one for each sequence."""
-    return not case.architecture.endswith("SequenceClassification")
+    return not case.reference_class.__name__.endswith("SequenceClassification")
 
 
 def takes_text(case: FamilyCase) -> bool:

@@ -37,7 +37,7 @@ def test_forward_shape(family_case: FamilyCase) -> None:
         logits = family_case.model()(**inputs).logits
         if image_token(config) is None:
             logits = logits[:, -length:] if logits.ndim == 3 else logits
-    name = family_case.architecture
+    name = family_case.reference_class.__name__
     columns = config.num_labels if name.endswith("Classification") else vocabulary_size(config)
     rows = (batch,) if name.endswith("SequenceClassification") else (batch, length)
     assert tuple(logits.shape) == (*rows, columns)
