@@ -170,7 +170,7 @@ def test_a_model_that_was_made_without_a_tower_gets_text_unless_an_image_is_aske
     model = model_class(tiny_config(model_class.config_class))
     assert model.config.vision_config is None
     assert inputs_for(model).keys() == {"input_ids"}
-    with pytest.raises(ImageInputsError, match="takes images in a form that is not known here"):
+    with pytest.raises(ImageInputsError, match="takes images in an unknown form"):
         inputs_for(model, images=True)
 
 
