@@ -108,7 +108,7 @@ def main() -> None:
             "ours / transformers": median_of(
                 first[what] / second[what] for first, second in zip(ours, theirs, strict=True)
             ),
-            "null ratio": _null_ratio([one[what] for one in theirs]),
+            "null ratio": _null_ratio([run[what] for run in theirs]),
             "limit, CPU s": "",
         }
         for what in ("load", "save")

@@ -59,7 +59,7 @@ def main() -> None:
                 "tensors": 1 if name == "one copy" else len(plan),
                 "tensors copied to export": "" if name == "one copy" else copied,
                 "seconds": median(found[1:]),
-                "ratio": median(one / other for one, other in pairs),
+                "ratio": median(ours / theirs for ours, theirs in pairs),
             }
         )
     publish("refit", "Streaming weights to a consumer", rows, options.out, [" ".join((__doc__ or "").split())])

@@ -21,7 +21,7 @@ PROMPTS = ["def main(", "import os", "The function returns", "class Error("]
 
 def short_words(completions: list[str], **_: Any) -> list[float]:
     """More for shorter words."""
-    return [1.0 / (1 + max(map(len, one.split()), default=0)) for one in completions]
+    return [1.0 / (1 + max(map(len, completion.split()), default=0)) for completion in completions]
 
 
 def trainer_for(

@@ -58,7 +58,7 @@ def main(
         json_file.write_text(json.dumps(history, indent=1) + "\n")
     share = max(1, steps // 5)
     first, last = (sum(one["reward"] for one in some) / share for some in (history[:share], history[-share:]))
-    worst = max(one["token_mult_prob_error"] for one in history)
+    worst = max(entry["token_mult_prob_error"] for entry in history)
     print(f"reward {first:.3f} to {last:.3f}; token_mult_prob_error at most {worst:.7f}, bound {bound:g}")
     if last <= first or worst > bound:
         raise typer.Exit(1)

@@ -2,5 +2,5 @@
 
 from nrl_models.cli import app
 
-if __name__ == "__main__":  # an engine's processes import this module anew
+if __name__ == "__main__":  # an engine's processes import this module again
     app()

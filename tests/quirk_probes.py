@@ -150,7 +150,7 @@ def new_tensors(width: int) -> Iterator[list[int]]:
     class Sizes(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             result = func(*args, **(kwargs or {}))
-            given = {one.untyped_storage().data_ptr() for one in args if isinstance(one, torch.Tensor)}
+            given = {arg.untyped_storage().data_ptr() for arg in args if isinstance(arg, torch.Tensor)}
             for one in result if isinstance(result, (tuple, list)) else (result,):
                 is_wide = isinstance(one, torch.Tensor) and one.ndim > 0 and one.shape[-1] == width
                 if is_wide and one.untyped_storage().data_ptr() not in given:
@@ -342,7 +342,11 @@ def ring_attention_rejects_masks() -> bool:
 
 def a_kernel_projects_out(case: FamilyCase) -> bool:
     """Whether a mixer hands the weight of its projection to a fused kernel, past the module's hooks."""
-    mixers = {type(one) for one in case.reference().modules() if hasattr(one, "A_log") and hasattr(one, "out_proj")}
+    mixers = {
+        type(module)
+        for module in case.reference().modules()
+        if hasattr(module, "A_log") and hasattr(module, "out_proj")
+    }
     return any("outproj_weight=self.out_proj.weight" in inspect.getsource(mixer) for mixer in mixers)
 
 

@@ -77,7 +77,9 @@ def check_catalogue(quirks: Iterable[Quirk]) -> None:
     if unknown := sorted(SWITCHES - seen):
         problems.append(f"{', '.join(unknown)}: can be switched off, but the catalogue does not say what it is")
     if problems:
-        raise CatalogueError("the catalogue of quirks is not whole:\n" + "\n".join(f"  - {one}" for one in problems))
+        raise CatalogueError(
+            "the catalogue of quirks is not whole:\n" + "\n".join(f"  - {problem}" for problem in problems)
+        )
 
 
 def _problems_of(quirk: Quirk) -> Iterable[str]:

@@ -97,7 +97,7 @@ def _index(rows: Sequence[Row], records: Records, tests: Mapping[str, GeneratedT
             *sharding_outcomes.summary(records),
             *_mutants_summary(records),
             "An architecture that is not here loads as transformers' own class, with the identity adapter "
-            "and one warning; parity and export work for it all the same.",
+            "and one warning; parity and export work for it anyway.",
             "",
             "`nrl-models dev coverage --kind moe --feature TP --feature 'packed sequences'` prints the architectures "
             "that are of a kind and have features (`--feature TP=refused`: another verdict than yes). By kind:",

@@ -58,7 +58,7 @@ def load_quantised(
     ]
     if options.strict and problems:
         raise CheckpointError(
-            f"{folder} does not fit {model_class.__name__}", problems, ["pass strict=False to load it all the same"]
+            f"{folder} does not fit {model_class.__name__}", problems, ["pass strict=False to load it anyway"]
         )
     if getattr(model, "hf_quantizer", None) is None:
         model._weight_conversions = None  # dequantised: saving must not quantise it again

@@ -63,7 +63,7 @@ LOADING = (
         where=("load",),
         applies=predicates.declares("tower-names"),
         handling="Keys are renamed by transformers' own rules and looked for with and without the inner model's "
-        "prefix; a tensor that is missing all the same is an error before anything is written.",
+        "prefix; a tensor that is still missing is an error before anything is written.",
         code=("nrl_models.loading.fit:CheckpointNames", "nrl_models.common.state_dict.matching:match"),
         off="load with transformers' own class",
         fixed="transformers>=5.6",

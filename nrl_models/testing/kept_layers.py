@@ -37,7 +37,7 @@ class KeptLayers:
             for key, value in lists.items()
             if key not in self._per_layer
             and key.endswith(sizes.INDEX_SUFFIXES)
-            and all(type(one) is int and 0 <= one < self._count for one in value)
+            and all(type(element) is int and 0 <= element < self._count for element in value)
         }
         self._leading = {key: value for key in sizes.LEADING if type(value := config.get(key)) is int}
         self._trailing = {key: value for key in sizes.TRAILING if type(value := config.get(key)) is int}

@@ -251,13 +251,13 @@ def _in_form_of(value: Any, size: float) -> Any:
     largest = max(value)
     if largest <= size and len(set(value)) > 1:
         return None
-    return type(value)(one and max(1, round(size * one / largest)) for one in value)
+    return type(value)(element and max(1, round(size * element / largest)) for element in value)
 
 
 def _each(value: Any, change: Callable[[Any], Any]) -> Any:
     """What becomes of a value; of a list what becomes of each in it."""
     if isinstance(value, (list, tuple)):
-        return type(value)(_each(one, change) for one in value)
+        return type(value)(_each(element, change) for element in value)
     return change(value)
 
 
@@ -271,7 +271,7 @@ def _equations(old: Values, new: Values) -> dict[str, Any]:
     """What the equations that hold in `old`, and those that always hold, make of `new`."""
     new = dict(new)
     result = {}
-    for key, right, always in [*((*one, False) for one in sizes.RELATIONS), *((*one, True) for one in sizes.LAWS)]:
+    for key, right, always in [*((*rule, False) for rule in sizes.RELATIONS), *((*rule, True) for rule in sizes.LAWS)]:
         try:
             if key in old and (always or right(SimpleNamespace(**old)) == old[key]):
                 value = right(SimpleNamespace(**new))

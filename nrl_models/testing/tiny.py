@@ -119,7 +119,7 @@ def _find(source: Source, overrides: Mapping[str, Any], model_class: type[PreTra
         if candidate.failure is None:
             break
     for key in best.needs.keys:
-        without = attempt(replace(best.needs, keys=tuple(one for one in best.needs.keys if one != key)))
+        without = attempt(replace(best.needs, keys=tuple(need for need in best.needs.keys if need != key)))
         best = max(without, best, key=lambda one: STAGES.index(one.reached))
     return best
 

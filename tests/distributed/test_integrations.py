@@ -154,7 +154,7 @@ def test_qlora_with_bitsandbytes(checkpoint: Path, tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(checkpoint, quantization_config=config)
     assert isinstance(model.model.layers[0].self_attn.q_proj, bitsandbytes.nn.Linear4bit)
     model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
-    optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=1e-2)
+    optimizer = torch.optim.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad], lr=1e-2)
     tokens = torch.tensor([[20, 30, 40, 50, 60, 70]])
     losses = []
     for _ in range(6):
@@ -245,7 +245,7 @@ def test_trl_grpo(checkpoint: Path, tmp_path: Path, tokenizer: Any) -> None:
     prompts = ["20 30 40", "50 60 70", "80 90 100", "110 120 130"]
 
     def reward(completions: list[str], **_: Any) -> list[float]:
-        return [sum(int(word) % 7 for word in one.split() if word.isdigit()) / 10 for one in completions]
+        return [sum(int(word) % 7 for word in completion.split() if word.isdigit()) / 10 for completion in completions]
 
     weights = []
     for name, auto in (("theirs", transformers.AutoModelForCausalLM), ("ours", AutoModelForCausalLM)):
@@ -388,7 +388,7 @@ def test_the_example_on_torch_alone_in_bf16(two: World, checkpoint: Path, tmp_pa
     run = [str(checkpoint), str(tmp_path / "out"), "--length", "16", "--bf16"]
     for losses in two.run(integrations.sharded_example, *run, "--mesh", "fsdp=2", "--steps", "2"):
         assert all(torch.isfinite(torch.tensor(losses)))
-    assert {one.dtype for one in stored(tmp_path / "out" / "model").values()} == {torch.float32}
+    assert {tensor.dtype for tensor in stored(tmp_path / "out" / "model").values()} == {torch.float32}
 
 
 # accelerate's device maps

@@ -163,9 +163,9 @@ class Outcome:
 def shared_architectures() -> list[str]:
     """Every architecture that writes text and that the installed engine and the registry both have."""
     return sorted(
-        one
-        for one in set(ModelRegistry.get_supported_archs()) & set(registry.architectures())
-        if not one.endswith("Classification")
+        architecture
+        for architecture in set(ModelRegistry.get_supported_archs()) & set(registry.architectures())
+        if not architecture.endswith("Classification")
     )
 
 

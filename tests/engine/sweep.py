@@ -55,7 +55,7 @@ def main() -> int:
     """Run what is asked for, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     if CHILD in sys.argv:
-        *names, gathered = [one for one in sys.argv[1:] if one != CHILD]
+        *names, gathered = [argument for argument in sys.argv[1:] if argument != CHILD]
         run_here(names, Path(gathered))
         return 0
     from tests.engine.families import shared_architectures

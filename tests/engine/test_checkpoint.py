@@ -82,12 +82,12 @@ def test_refit_check_from_random_weights_and_after_a_step(demo: Path, vllm: Vllm
     assert result.exit_code == 0, result.output
     found = json.loads(file.read_text())
     assert [one["name"] for one in found["refits"]] == ["from random weights", "after a training step"]
-    for one in found["refits"]:
-        assert one["before"] > 1.01
-        assert one["token_mult_prob_error"] <= 1.0001
-        assert one["report"]["largest_bucket"] <= 4.3e6  # the embedding is larger than a bucket
-        assert one["report"]["buckets"] > 3
-        assert one["report"]["unwritten"] == []
+    for refit in found["refits"]:
+        assert refit["before"] > 1.01
+        assert refit["token_mult_prob_error"] <= 1.0001
+        assert refit["report"]["largest_bucket"] <= 4.3e6  # the embedding is larger than a bucket
+        assert refit["report"]["buckets"] > 3
+        assert refit["report"]["unwritten"] == []
 
 
 def test_an_engine_in_a_process_of_its_own_is_refitted_too(demo: Path, vllm: Vllm, demo_trainer: HFEngine) -> None:
@@ -193,7 +193,7 @@ def test_decode_and_prefill_agree(demo: Path, vllm: Vllm, demo_prompts: Prompts)
     prompts = [demo_prompts.counting(20)[:24], demo_prompts.counting(40)[30:60]]
     result = diagnose_decode_vs_prefill(vllm(demo), "demo", prompts, new_tokens=100, threshold=1.0001)
     assert result.passed, result.lines
-    assert [one["tokens"] for one in result.measured["sequences"]] == [100, 100]
+    assert [sequence["tokens"] for sequence in result.measured["sequences"]] == [100, 100]
 
 
 def test_decoding_with_other_positions_fails(demo: Path, vllm: Vllm, demo_prompts: Prompts) -> None:
@@ -225,7 +225,7 @@ def test_backend_eager_gives_eagers_logprobs(demo: Path, vllm: Vllm, demo_prompt
     result = diagnose_precision(start, "demo", [demo_prompts.counting(20)[:24]], new_tokens=16, modes=[mode])
     assert result.informative
     assert result.passed, result.lines
-    assert [one["elements"] for one in result.measured["comparisons"]] == [23, 16]
+    assert [comparison["elements"] for comparison in result.measured["comparisons"]] == [23, 16]
 
 
 def test_a_mode_that_computes_otherwise_is_reported_and_no_failure(

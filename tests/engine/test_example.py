@@ -21,5 +21,5 @@ def test_the_reward_rises_and_the_logprobs_stay_together(
     example.main(demo, steps=10, prompts=4, group=6, new_tokens=16, json_file=file)  # exits with 1 if either fails
     history = json.loads(file.read_text())
     assert len(history) == 10
-    assert sum(one["reward"] for one in history[-3:]) > sum(one["reward"] for one in history[:3])
+    assert sum(entry["reward"] for entry in history[-3:]) > sum(entry["reward"] for entry in history[:3])
     assert max(one["token_mult_prob_error"] for one in history) <= 1.0001

@@ -29,7 +29,10 @@ REPRESENTATIVE = {architecture for family in ONE_OF_EACH_PATTERN for architectur
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "architecture" in metafunc.fixturenames:
         every = metafunc.config.getoption("every_family")
-        metafunc.parametrize("architecture", [one for one in shared_architectures() if every or one in REPRESENTATIVE])
+        metafunc.parametrize(
+            "architecture",
+            [architecture for architecture in shared_architectures() if every or architecture in REPRESENTATIVE],
+        )
 
 
 def test_what_was_published_is_of_families_that_both_have() -> None:

@@ -184,7 +184,7 @@ def test_a_layer_that_is_not_refitted_is_named(llama: Bench) -> None:
 
     with refitted(llama, without) as step:
         assert not step.passed
-        assert any("parameters of the engine were not written: model.layers.2." in one for one in step.problems)
+        assert any("parameters of the engine were not written: model.layers.2." in problem for problem in step.problems)
         verdict = step.result.verdict
     assert verdict.kind == "engine"
     # A step moves its norm by less than its projections.
@@ -194,7 +194,7 @@ def test_a_layer_that_is_not_refitted_is_named(llama: Bench) -> None:
 
 def test_a_stale_output_embedding_is_named(llama: Bench) -> None:
     with refitted(llama, lambda tensors: ((n, t) for n, t in tensors if n != "lm_head.weight")) as step:
-        assert any("lm_head.weight" in one for one in step.problems)
+        assert any("lm_head.weight" in problem for problem in step.problems)
         verdict = step.result.verdict
     assert verdict.divergence.module == "logits"
     assert "it was not refitted" in str(verdict.divergence)
@@ -212,7 +212,7 @@ def test_gate_and_up_swapped_on_the_way_are_named(llama: Bench) -> None:
             yield name, tensor
 
     with refitted(llama, swapped) as step:
-        assert any("arrived changed" in one for one in step.problems)
+        assert any("arrived changed" in problem for problem in step.problems)
         verdict = step.result.verdict
     assert verdict.kind == "engine"
     assert verdict.divergence.module == "model.layers.0.mlp.gate_up_proj"
@@ -267,10 +267,10 @@ def test_a_stale_buffer_is_named(gemma2: Bench) -> None:
 
 def test_a_wrong_scale_of_attention_is_named(gemma2: Bench) -> None:
     with ExitStack() as stack:
-        for one in model_of(gemma2.engine).model.layers:
-            kept = one.self_attn.attn.impl.scale
-            stack.callback(setattr, one.self_attn.attn.impl, "scale", kept)
-            one.self_attn.attn.impl.scale = gemma2.trainer.model.config.head_dim**-0.5
+        for layer in model_of(gemma2.engine).model.layers:
+            kept = layer.self_attn.attn.impl.scale
+            stack.callback(setattr, layer.self_attn.attn.impl, "scale", kept)
+            layer.self_attn.attn.impl.scale = gemma2.trainer.model.config.head_dim**-0.5
         verdict = gemma2.verdict()
     assert verdict.kind == "engine"
     assert "query_pre_attn_scalar" in verdict.cause.message

@@ -88,7 +88,7 @@ def test_symptom_of_engine_dummy_buffers(with_constant: Path, vllm: Any) -> None
     assert not torch.equal(model.model.normalizer, right)
     model.model.normalizer.fill_(2.0)  # as much as to be seen: the dummy loader's own is next to nothing
     step = refit(with_constant, engine)
-    assert any("buffers of the engine were not written: model.normalizer" in one for one in step.problems)
+    assert any("buffers of the engine were not written: model.normalizer" in problem for problem in step.problems)
     assert "engine-dummy-buffers" in names(step)
     vllm.stop()
 

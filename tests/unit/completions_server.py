@@ -55,7 +55,7 @@ class Served:
                 choice["token_ids"] = tokens
                 if score is not None:
                     places = zip(score[1:], sample.prompt[1:], strict=True)
-                    choice["prompt_logprobs"] = [None, *({str(token): {"logprob": one}} for one, token in places)]
+                    choice["prompt_logprobs"] = [None, *({str(token): {"logprob": place}} for place, token in places)]
             elif score is not None:
                 tokens, logprobs = [*sample.prompt, *tokens], [None, *score[1:], *logprobs]
             names = [f"token_id:{token}" for token in tokens]

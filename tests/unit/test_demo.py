@@ -54,7 +54,7 @@ def test_every_check_but_learning_passes_after_two_steps(tmp_path: Path, monkeyp
     assert [one["check"] for one in checks if not one["passed"]] == ["trained with transformers"], result.output
     assert result.exit_code == 1  # for that one
     assert "training a model on" in result.stderr  # there is no terminal here
-    names = {one["check"] for one in checks}
+    names = {check["check"] for check in checks}
     assert {
         "loaded through the registry",
         "level 1: weights",

@@ -99,7 +99,7 @@ def test_the_guides_code_for_a_refit(llama_checkpoint: Path, llama: PreTrainedMo
     model = AutoModelForCausalLM.from_pretrained(llama_checkpoint)
     weights: dict[str, torch.Tensor] = {}
     engine = SimpleNamespace(update=weights.__setitem__)
-    own = {name: torch.ones_like(one) for name, one in model.named_parameters()}
+    own = {name: torch.ones_like(parameter) for name, parameter in model.named_parameters()}
     weight = model.model.layers[0].self_attn.q_proj.weight
     exec(
         block_with("docs/loading.md", "iter_export"),
@@ -113,7 +113,7 @@ def test_the_guides_code_for_freezing() -> None:
     found: dict[str, Any] = {"model": model, "torch": torch}
     exec(block_with("docs/training.md", "freeze_vision_tower"), found)
     given = {id(one) for group in found["optimizer"].param_groups for one in group["params"]}
-    frozen = [name for name, one in model.named_parameters() if id(one) not in given]
+    frozen = [name for name, parameter in model.named_parameters() if id(parameter) not in given]
     assert frozen
     assert all("vision_tower" in name or "projector" in name for name in frozen)
 

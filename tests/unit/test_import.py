@@ -113,7 +113,7 @@ def test_every_module_imports_and_has_what_it_says() -> None:
     unmet = {
         registry.MODEL_ARCH_MAPPING[name][0] for name in registry.architectures() if registry.unmet_requirement(name)
     }
-    names = [one.name for one in pkgutil.walk_packages([str(ROOT)], "nrl_models.")]
+    names = [package.name for package in pkgutil.walk_packages([str(ROOT)], "nrl_models.")]
     assert len(names) > 50
     for name in names:
         if name in unmet or name == "nrl_models.__main__":  # which runs the command
@@ -362,7 +362,7 @@ def test_no_code_asks_for_a_model_type() -> None:
             if not isinstance(node, ast.Compare):
                 continue
             sides = [node.left, *node.comparators]
-            asked = any("model_type" in ast.unparse(one) for one in sides)
+            asked = any("model_type" in ast.unparse(side) for side in sides)
             assert not (asked and any(is_text(one) for one in sides)), f"{file}:{node.lineno}"
 
 

@@ -42,7 +42,10 @@ class Swept:
 
 def statuses(pages: Path, kind: Kind = Kind.TP) -> dict[str, tuple[str, str]]:
     """The recorded outcomes, and their versions."""
-    return {name: (one.outcome["status"], one.versions["torch"]) for name, one in read_records(pages)[kind].items()}
+    return {
+        name: (read_record.outcome["status"], read_record.versions["torch"])
+        for name, read_record in read_records(pages)[kind].items()
+    }
 
 
 def test_it_goes_on_where_it_was_cut(tmp_path: Path) -> None:

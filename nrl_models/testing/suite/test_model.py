@@ -145,7 +145,7 @@ def test_tied_weights_share_storage(family_case: FamilyCase, tmp_path: Path) -> 
 @proves("copies")
 def test_copies_keep_one_storage(family_case: FamilyCase) -> None:
     """`deepcopy`, pickling and `torch.save` give models that are joined as the original is, and apart from it."""
-    # Made anew, because transformers' hooks on inner outputs, which some forwards install, cannot be pickled.
+    # Rebuilt, because transformers' hooks on inner outputs, which some forwards install, cannot be pickled.
     model = family_case.model_class.from_config(family_case.config, device=family_case.device)
     saved = io.BytesIO()
     torch.save(model, saved)

@@ -29,7 +29,7 @@ def expected(case: FamilyCase, count: int) -> tuple[float, dict[str, torch.Tenso
         torch.manual_seed(seed)  # some routers draw lots in training
         losses.append(model(**batch, use_cache=False).loss / count)
     torch.stack(losses).sum().backward()
-    gradients = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
     return sum(loss.item() for loss in losses), model.state_dict_adapter.to_hf(gradients)
 
 
@@ -48,7 +48,9 @@ def step(model: PreTrainedModel, case: FamilyCase) -> float:
 
 def whole_gradients(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """The gradients of a sharded model, whole, by hub name."""
-    own = {name: one.grad.full_tensor() for name, one in model.named_parameters() if one.grad is not None}
+    own = {
+        name: parameter.grad.full_tensor() for name, parameter in model.named_parameters() if parameter.grad is not None
+    }
     return model.state_dict_adapter.to_hf(own)
 
 
@@ -74,7 +76,7 @@ def _differences(case: FamilyCase, checkpointing: bool, sizes: dict[str, int]) -
     found = whole_gradients(model)
     assert sorted(found) == sorted(gradients)
     worst = max(float((found[name] - gradients[name]).abs().max()) for name in gradients)
-    scale = max(float(one.abs().max()) for one in gradients.values())
+    scale = max(float(gradient.abs().max()) for gradient in gradients.values())
     # Rounding grows with the largest gradient.
     return {"loss": abs(actual - loss), "gradients": worst / max(1.0, scale), "scale": scale}
 
@@ -142,7 +144,7 @@ def collectives(architecture: str, **sizes: int) -> list[dict[str, int]]:
             outputs = [part(input) for part in group.linears.values()]
             group.end(run, complete=True)
         with Counts() as backward:
-            torch.autograd.backward(outputs, [torch.ones_like(one) for one in outputs])
+            torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
         found.append({"forward": forward.seen, "backward": backward.seen})
     return found
 
@@ -223,7 +225,11 @@ def plain_fully_shard(architecture: str) -> None:
         torch.manual_seed(0)
         loss = model(**batches(case, 2)[dist.get_rank()], use_cache=False).loss
         loss.backward()
-        gradients = {name: one.grad.full_tensor() for name, one in model.named_parameters() if one.grad is not None}
+        gradients = {
+            name: parameter.grad.full_tensor()
+            for name, parameter in model.named_parameters()
+            if parameter.grad is not None
+        }
         optimizer.step()
         options = StateDictOptions(full_state_dict=True)
         found[kind] = float(loss), gradients, get_state_dict(model, optimizer, options=options)
@@ -235,7 +241,7 @@ def plain_fully_shard(architecture: str) -> None:
     (loss, gradients, (weights, states)), (their_loss, their_gradients, (their_weights, their_states)) = found.values()
     assert abs(loss - their_loss) <= 1e-6
     assert sorted(gradients) == sorted(their_gradients)
-    assert max(float((gradients[name] - one).abs().max()) for name, one in their_gradients.items()) <= 1e-6
+    assert max(float((gradients[name] - gradient).abs().max()) for name, gradient in their_gradients.items()) <= 1e-6
     assert list(weights) == list(their_weights)
     assert states["state"].keys() == their_states["state"].keys()
     assert states["param_groups"][0]["params"] == their_states["param_groups"][0]["params"]
@@ -254,7 +260,7 @@ def data_parallel(architecture: str) -> None:
     own.backward()
     dist.all_reduce(total := own.detach().clone())
     assert abs(float(total) / 2 - loss) <= 1e-6
-    found = {name.removeprefix("module."): one.grad for name, one in model.named_parameters()}
+    found = {name.removeprefix("module."): parameter.grad for name, parameter in model.named_parameters()}
     assert sorted(found) == sorted(gradients)
     assert max(float((found[name] - gradients[name]).abs().max()) for name in gradients) <= 1e-5
     assert all(group.joined for group in report(model))

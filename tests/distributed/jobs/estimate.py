@@ -19,7 +19,7 @@ def measures(architecture: str, batch: int, length: int, **sizes: int) -> dict[s
     optimizer = torch.optim.AdamW(model.parameters())
     tokens = case.inputs(batch=batch, length=length)["input_ids"]
     kept: dict[int, int] = {}
-    parameters = {local(one).untyped_storage().data_ptr() for one in model.parameters()}
+    parameters = {local(parameter).untyped_storage().data_ptr() for parameter in model.parameters()}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = local(tensor).untyped_storage()
@@ -38,7 +38,7 @@ def measures(architecture: str, batch: int, length: int, **sizes: int) -> dict[s
         "parameters": sum(local(one).nbytes for one in model.parameters()),
         "gradients": sum(local(one.grad).nbytes for one in model.parameters()),
         "optimizer": sum(local(one).nbytes for one in states),
-        "buffers": sum(one.nbytes for one in model.buffers()),
+        "buffers": sum(buffer.nbytes for buffer in model.buffers()),
         "activations": sum(kept.values()),
         "traffic": sent.nbytes,
     }

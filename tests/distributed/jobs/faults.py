@@ -27,7 +27,7 @@ def differs() -> list[object]:
     weights = dict(model.state_dict_adapter.iter_export(model))
     found: list[object] = [
         sweep.different_tensors(weights | {"lm_head.weight": weights["lm_head.weight"] + 1e-7}, weights),
-        sweep.different_tensors({name: one for name, one in weights.items() if "head" not in name}, weights),
+        sweep.different_tensors({name: tensor for name, tensor in weights.items() if "head" not in name}, weights),
     ]
     parallelize(model.train(), mesh)
     right = sweep.whole_gradients

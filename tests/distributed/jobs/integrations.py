@@ -25,13 +25,13 @@ def trains_lora(checkpoint: str, adapter: str, **sizes: int) -> list[str]:
     torch.manual_seed(0)
     peft.inject_adapter_in_model(config, model)
     parallelize(model, mesh_of(**sizes))
-    trainable = [one for one in model.parameters() if one.requires_grad]
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     assert trainable
     assert all("lora" in name for name, one in model.named_parameters() if one.requires_grad)
     optimizer = torch.optim.AdamW(trainable, lr=1e-2)
     losses = train(model, optimizer, case_of("LlamaForCausalLM"), range(4))
     assert losses[-1] != losses[0]
-    state = peft.get_peft_model_state_dict(model, {name: full(one) for name, one in model.state_dict().items()})
+    state = peft.get_peft_model_state_dict(model, {name: full(tensor) for name, tensor in model.state_dict().items()})
     if dist.get_rank() == 0:
         config.save_pretrained(adapter)
         save_file(

@@ -32,7 +32,7 @@ def loads(folder: str, architecture: str, **sizes: int) -> dict[str, Any]:
         expected = dict(whole.state_dict_adapter.iter_export(whole, layout=layout))
         assert_same(dict(model.state_dict_adapter.iter_export(model, layout=layout)), expected)
     assert_same(dict(model.named_buffers()), dict(whole.named_buffers()))
-    assert {name: one.dtype for name, one in model.named_parameters()} == {
+    assert {name: parameter.dtype for name, parameter in model.named_parameters()} == {
         name: one.dtype for name, one in whole.named_parameters()
     }
     assert list(model.state_dict()) == list(whole.state_dict())
@@ -108,5 +108,5 @@ def loads_classifier(folder: str, **sizes: int) -> dict[str, Any]:
     return {
         "std": float(weights["score.weight"].std()),
         "same": all(torch.equal(one, seen[0]) for one in seen),
-        "body": all(torch.equal(one, expected[name]) for name, one in weights.items() if name != "score.weight"),
+        "body": all(torch.equal(tensor, expected[name]) for name, tensor in weights.items() if name != "score.weight"),
     }

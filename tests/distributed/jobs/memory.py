@@ -55,7 +55,7 @@ class Sent(TorchDispatchMode):
         if name in ("c10d::_allgather_base_", "c10d::_reduce_scatter_base_"):  # FSDP's: (output, input, ...)
             self.nbytes["fsdp"] += min(args[0].nbytes, args[1].nbytes) * (self.sizes["fsdp"] - 1)
         elif name.startswith("_c10d_functional::") and not ("wait" in name or "wrap" in name):
-            groups = [self.names[one] for one in args if isinstance(one, str) and one in self.names]
+            groups = [self.names[arg] for arg in args if isinstance(arg, str) and arg in self.names]
             # A group of all dimensions together, which torch makes once something has flattened such a mesh: it does
             # what one collective a dimension would do.
             for dim in groups[0] if groups else tuple(self.sizes):

@@ -120,7 +120,7 @@ def _train_quantised(
 
     config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
     model: nn.Module = model_class.from_pretrained(folder, quantization_config=config, **options)
-    quantised = [name for name, one in model.named_modules() if isinstance(one, bitsandbytes.nn.Linear4bit)]
+    quantised = [name for name, module in model.named_modules() if isinstance(module, bitsandbytes.nn.Linear4bit)]
     if not quantised:
         return [], []
     torch.manual_seed(SEED)
@@ -128,7 +128,7 @@ def _train_quantised(
     targets = [name for name in quantised if not name.endswith(".out_proj")]
     # In training mode: in the other bitsandbytes repacks weights for processors that have a kernel for it.
     model = peft.get_peft_model(model.train(), peft.LoraConfig(r=4, target_modules=targets))
-    optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=1e-3)
+    optimizer = torch.optim.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad], lr=1e-3)
     (batch,) = batches(case, 1)
     losses = []
     for _ in range(3):

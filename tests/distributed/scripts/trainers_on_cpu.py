@@ -97,7 +97,7 @@ class EveryParameterIsShared(TrainerCallback):
 
 def reward(completions: list[str], **_: Any) -> list[float]:
     """Something in which completions differ."""
-    return [sum(int(word) % 7 for word in one.split() if word.isdigit()) / 10 for one in completions]
+    return [sum(int(word) % 7 for word in completion.split() if word.isdigit()) / 10 for completion in completions]
 
 
 if __name__ == "__main__":

@@ -204,7 +204,9 @@ def test_mxfp4_is_read_into_the_experts(
     folder, experts = mxfp4
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     assert hasattr(model.model.layers[0].self_attn, "qkv_proj")
-    assert_same({key: hf_tensors(model)[key] for key in experts}, {key: one.to(dtype) for key, one in experts.items()})
+    assert_same(
+        {key: hf_tensors(model)[key] for key in experts}, {key: expert.to(dtype) for key, expert in experts.items()}
+    )
     model.train()(input_ids, labels=input_ids).loss.backward()
     model.save_pretrained(tmp_path / "plain")
     saved = stored(tmp_path / "plain")

@@ -238,7 +238,7 @@ def test_a_truncated_shard(shards: Path) -> None:
 
 def test_a_tensor_that_is_not_where_the_index_says(shards: Path) -> None:
     key, file = next(iter(weight_map(shards).items()))
-    other = next(one for one in weight_map(shards).values() if one != file)
+    other = next(tensor for tensor in weight_map(shards).values() if tensor != file)
     edit_index(shards, lambda entries: entries.update({key: other}))
     error = refuse(shards)
     assert problems(error) == {("index", key)}

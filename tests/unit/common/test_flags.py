@@ -24,9 +24,13 @@ def test_no_two_flags_are_one() -> None:
 
 @pytest.mark.parametrize("name", list(registry.FAMILIES))
 def test_every_class_of_a_family_has_its_flags(name: str) -> None:
-    classes = [registry.model_class(one) for one in registry.FAMILIES[name] if not registry.unmet_requirement(one)]
+    classes = [
+        registry.model_class(architecture)
+        for architecture in registry.FAMILIES[name]
+        if not registry.unmet_requirement(architecture)
+    ]
     assert len({one.flags for one in classes}) <= 1
     assert all(isinstance(one.flags, ModelFlag) for one in classes)
-    for one in classes:
-        if ModelFlag.SKIP_DTENSOR_TIED_WEIGHTS_CHECK in one.flags:
-            assert one.reference_class().config_class().tie_word_embeddings
+    for model_class in classes:
+        if ModelFlag.SKIP_DTENSOR_TIED_WEIGHTS_CHECK in model_class.flags:
+            assert model_class.reference_class().config_class().tie_word_embeddings

@@ -41,7 +41,7 @@ def test_every_parameter_is_of_some_component_and_only_parts_overlap(architectur
     text = components["freeze_language_model"].keys()
     assert components["freeze_embeddings"].keys() <= text
     assert components.get("freeze_routers", {}).keys() <= text
-    tied = {name for name, one in components["freeze_embeddings"].items() if one.ndim == 2}
+    tied = {name for name, component in components["freeze_embeddings"].items() if component.ndim == 2}
     rest = [set(own) for key, own in components.items() if key not in ("freeze_embeddings", "freeze_routers")]
     assert sum(map(len, rest)) - len(set().union(*rest)) <= len(tied)  # a tied head is an embedding, too
     if getattr(model.config, "vision_config", None) is not None:
@@ -55,10 +55,10 @@ def test_what_is_frozen_gets_no_gradient_and_the_rest_does(architecture: str) ->
     components = components_of(model)
     key = "freeze_vision_tower" if architecture == WITH_IMAGES else "freeze_routers"
     found = freeze(model, {key: True})
-    assert found.frozen[key] == sum(one.numel() for one in components[key].values()) > 0
+    assert found.frozen[key] == sum(component.numel() for component in components[key].values()) > 0
     assert found.total - found.trainable == found.frozen[key]
     model(**case.inputs(labels=True)).loss.backward()
-    with_gradient = {name for name, one in model.named_parameters() if one.grad is not None}
+    with_gradient = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
     assert not with_gradient & components[key].keys()
     assert with_gradient == {name for name, one in model.named_parameters() if one.requires_grad}
     optimizer = torch.optim.AdamW(trainable_parameters(model))
@@ -70,7 +70,7 @@ def test_what_is_frozen_gets_no_gradient_and_the_rest_does(architecture: str) ->
 def test_what_is_said_of_a_part_goes_before_what_is_said_of_the_whole() -> None:
     _, model = new_model(WITH_EXPERTS)
     freeze(model, {"freeze_language_model": True, "freeze_routers": False})
-    trains = {name for name, one in model.named_parameters() if one.requires_grad}
+    trains = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert trains == components_of(model)["freeze_routers"].keys() | {"lm_head.weight"}
 
 
@@ -78,7 +78,7 @@ def test_what_is_not_named_stays_as_it_is() -> None:
     _, model = new_model(WITH_IMAGES)
     freeze(model, {"freeze_projector": True})
     freeze(model, {"freeze_vision_tower": True})
-    frozen = {name for name, one in model.named_parameters() if not one.requires_grad}
+    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     components = components_of(model)
     assert frozen == components["freeze_projector"].keys() | components["freeze_vision_tower"].keys()
 
@@ -95,7 +95,7 @@ def test_keys_and_values_that_are_unknown_are_refused_and_nothing_is_frozen(conf
     _, model = new_model(WITH_IMAGES)
     with pytest.raises(UnknownArgumentError, match=message):
         freeze(model, {"freeze_projector": True, **config})
-    assert all(one.requires_grad for one in model.parameters())
+    assert all(parameter.requires_grad for parameter in model.parameters())
 
 
 def test_tied_weights_are_frozen_together_or_not_at_all(llama_config: LlamaConfig) -> None:
@@ -129,5 +129,7 @@ def test_what_a_loss_does_not_reach_is_frozen_and_reported() -> None:
     tied = "model.language_model.embed_tokens.weight"
     assert found.keys() == components["freeze_vision_tower"].keys() | components["freeze_projector"].keys()
     assert set(found.values()) == {"belongs to a module that is never called"}
-    assert {name for name, one in model.named_parameters() if not one.requires_grad} == found.keys() | {tied}
+    assert {name for name, parameter in model.named_parameters() if not parameter.requires_grad} == found.keys() | {
+        tied
+    }
     assert freeze_unreachable(model, lambda: model(**inputs).loss) == {}

@@ -179,7 +179,7 @@ def test_other_values_are_other_and_of_the_kind() -> None:
     assert other_values(LlamaConfig, "num_attention_heads", 8)[:2] == [4, 16]
     assert other_values(LlamaConfig, "rms_norm_eps", 1e-6) == [0.1]
     assert other_values(LlamaConfig, "problem_type", None)[0] == "regression"
-    assert {type(one) for one in other_values(LlamaConfig, "head_dim", None)} == {int}
+    assert {type(other_value) for other_value in other_values(LlamaConfig, "head_dim", None)} == {int}
 
 
 def test_lists_follow_the_number_of_layers() -> None:

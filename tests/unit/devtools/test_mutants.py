@@ -70,7 +70,7 @@ def test_each_mutant_is_killed_by_a_test_meant_for_it(mutant: Mutant) -> None:
             continue
         tried = hunt(architecture)
         if mutant.bug.is_possible(tried.case):
-            likely = [one for name in mutant.killers for one in checks() if one.function == name]
+            likely = [check for name in mutant.killers for check in checks() if check.function == name]
             if tried.killer(mutant, likely):
                 return
             inert.append(mutant.bug.is_inert(tried.case, tried._expected))
@@ -99,7 +99,7 @@ def logits(model: nn.Module, case: FamilyCase) -> torch.Tensor:
 
 
 BUGS = {
-    "in code": next(one for one in CATALOGUE if one.name == "gate and up exchanged").bug,
+    "in code": next(quirk for quirk in CATALOGUE if quirk.name == "gate and up exchanged").bug,
     "in rewritten modules": next(one for one in CATALOGUE if one.name == "attention scale dropped").bug,
     "in other modules": next(one for one in CATALOGUE if one.name == "a norm's weight off by one").bug,
     "in reading": next(one for one in CATALOGUE if one.name == "another rope base").bug,
@@ -163,7 +163,7 @@ def test_a_run_goes_on_where_another_was_cut(tmp_path: Path, monkeypatch: pytest
 
     def fake_run(self: Hunt, mutants: list[Mutant]) -> Outcome:
         tried.append((self.case.architecture, [one.name for one in mutants]))
-        return Outcome({one.name: "test_lora" for one in mutants[:-1]}, [mutants[-1].name])
+        return Outcome({mutant.name: "test_lora" for mutant in mutants[:-1]}, [mutants[-1].name])
 
     monkeypatch.setattr(Hunt, "run", fake_run)
     first, second, third = CATALOGUE[:3]
@@ -218,5 +218,5 @@ def test_no_bug_survives_in_the_committed_results() -> None:
     registered = registry.architectures(aliases=False)
     expected = {name for name in registered if not registry.unmet_requirement(name)}
     assert not expected - outcomes.keys(), "run `nrl-models dev mutate` and commit what it writes"
-    assert not {name: one.survived for name, one in outcomes.items() if one.survived}
+    assert not {name: outcome.survived for name, outcome in outcomes.items() if outcome.survived}
     assert not {name: one.not_run for name, one in outcomes.items() if one.not_run}

@@ -44,7 +44,7 @@ def healthy(folder: Path) -> Path:
 def test_a_healthy_checkpoint_passes(healthy: Path) -> None:
     result = diagnose_embeddings(healthy)
     assert result.passed
-    assert [one["kind"] for one in result.measured["embeddings"]] == ["input", "output"]
+    assert [embedding["kind"] for embedding in result.measured["embeddings"]] == ["input", "output"]
     assert not result.measured["tied"]
     assert result.lines.count("✅ No obvious untrained patterns detected") == 2
 

@@ -56,7 +56,7 @@ def test_the_limit_is_on_prompt_and_generated_tokens_together(engine: HFEngine, 
 def test_decode_and_prefill_agree(engine: HFEngine) -> None:
     result = diagnose_decode_vs_prefill(engine, "tiny", [PROMPT, PROMPT[:5]], new_tokens=20, threshold=1.0001)
     assert result.passed, result.lines
-    assert [one["tokens"] for one in result.measured["sequences"]] == [20, 20]
+    assert [sequence["tokens"] for sequence in result.measured["sequences"]] == [20, 20]
 
 
 def test_an_error_of_one_sequence_is_not_diluted_by_prompts_or_others(engine: HFEngine) -> None:
@@ -64,7 +64,7 @@ def test_an_error_of_one_sequence_is_not_diluted_by_prompts_or_others(engine: HF
 
     def spoiled(*args: Any, **kwargs: Any) -> list[Sample]:
         first, second = generate(*args, **kwargs)
-        return [first, replace(second, logprobs=tuple(one - 0.06 for one in second.logprobs))]
+        return [first, replace(second, logprobs=tuple(logprob - 0.06 for logprob in second.logprobs))]
 
     engine.generate = spoiled
     # exp(0.06) is 1.062 over what was generated; with 200 prompt tokens averaged in it would be 1.002.
@@ -86,7 +86,7 @@ def test_modes_are_compared_on_the_same_tokens(llama_checkpoint: Path) -> None:
     result = diagnose_precision(start, "tiny", [PROMPT, PROMPT[:9]], new_tokens=6, modes=list(dtypes))
     assert not result.passed
     assert result.informative
-    close = {one["comparison"]: one["close"] for one in result.measured["comparisons"]}
+    close = {comparison["comparison"]: comparison["close"] for comparison in result.measured["comparisons"]}
     assert close == {
         "Eager and compiled lps (prompt lps)": True,
         "Eager and compiled lps (generation lps)": True,
@@ -111,7 +111,7 @@ def test_prefix_caching_counts_nan(engine: HFEngine) -> None:
     result = diagnose_prefix_caching(engine, "tiny", PROMPT, new_tokens=10)
     assert not result.passed
     assert result.lines[-1] == "[tiny] FAIL: 9/10 logprobs are NaN on iteration 2 (prefix caching is broken)"
-    assert [one["nan"] for one in result.measured["iterations"]] == [0, 9]
+    assert [iteration["nan"] for iteration in result.measured["iterations"]] == [0, 9]
 
 
 def test_the_command_prints_the_guides_lines(llama_checkpoint: Path, tmp_path: Path) -> None:

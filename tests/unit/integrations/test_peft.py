@@ -65,7 +65,7 @@ def assert_close(actual: Any, expected: Any) -> None:
 def trained(model: nn.Module, input_ids: torch.Tensor) -> nn.Module:
     """The model after a few steps on what is trainable."""
     model.train()
-    optimizer = torch.optim.SGD([one for one in model.parameters() if one.requires_grad], lr=0.1)
+    optimizer = torch.optim.SGD([parameter for parameter in model.parameters() if parameter.requires_grad], lr=0.1)
     for _ in range(3):
         model(input_ids=input_ids, labels=input_ids, use_cache=False).loss.backward()
         optimizer.step()
@@ -179,7 +179,7 @@ def test_all_linear_finds_each_linear_of_the_hugging_face_model_once(llama_check
     expected, actual = (get_peft_model(load(llama_checkpoint), config) for load in (theirs, ours))
     assert actual.base_model.targeted_module_names == expected.base_model.targeted_module_names
     assert len(set(actual.base_model.targeted_module_names)) == 2 * 7
-    assert [name for name, one in actual.named_parameters() if one.requires_grad] == [
+    assert [name for name, parameter in actual.named_parameters() if parameter.requires_grad] == [
         name for name, one in expected.named_parameters() if one.requires_grad
     ]
 
@@ -206,7 +206,9 @@ def test_adapter_gradients_equal(adapter: Path, llama_checkpoint: Path, input_id
     for load in (theirs, ours):
         model = PeftModel.from_pretrained(load(llama_checkpoint), adapter, is_trainable=True).train()
         model(input_ids=input_ids, labels=input_ids, use_cache=False).loss.backward()
-        gradients.append({name: one.grad for name, one in model.named_parameters() if one.grad is not None})
+        gradients.append(
+            {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+        )
     expected, actual = gradients
     assert list(actual) == list(expected)
     assert all("lora_" in name for name in actual)

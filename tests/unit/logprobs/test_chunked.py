@@ -41,7 +41,10 @@ def tokens() -> torch.Tensor:
 def with_gradients(found: TokenStatistics, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
     """The statistics, and the gradients of a random combination of all that is finite in them."""
     weights = torch.randn(3, TOKENS, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-    loss = sum((torch.where(one.isfinite(), one, 0) * weight).sum() for one, weight in zip(found, weights, strict=True))
+    loss = sum(
+        (torch.where(tensor.isfinite(), tensor, 0) * weight).sum()
+        for tensor, weight in zip(found, weights, strict=True)
+    )
     gradients = torch.autograd.grad(loss, inputs)
     return [*(one.detach() for one in found), *gradients]
 

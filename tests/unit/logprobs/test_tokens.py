@@ -70,7 +70,7 @@ def test_packing(model: PreTrainedModel, documents: list[torch.Tensor]) -> None:
     position_ids = torch.cat([torch.arange(len(one)) for one in documents])[None]
     found = token_logprobs(model, torch.cat(documents)[None], position_ids=position_ids)
     assert torch.equal(found.mask, position_ids > 0)
-    expected = torch.cat([by_hand(model, one) for one in documents])
+    expected = torch.cat([by_hand(model, document) for document in documents])
     torch.testing.assert_close(found.logprobs[found.mask], expected, rtol=0, atol=1e-5)
 
 
@@ -144,7 +144,7 @@ def test_lora(model: PreTrainedModel, documents: list[torch.Tensor]) -> None:
     found = token_logprobs(adapted, document)
     torch.testing.assert_close(found.logprobs[0, 1:], by_hand(adapted, document[0]), rtol=0, atol=1e-5)
     found.logprobs.sum().backward()
-    assert {"lora_" in name for name, one in adapted.named_parameters() if one.grad is not None} == {True}
+    assert {"lora_" in name for name, parameter in adapted.named_parameters() if parameter.grad is not None} == {True}
 
 
 @pytest.mark.parametrize("name", ["attention_mask", "position_ids", "score"])

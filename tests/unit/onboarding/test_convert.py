@@ -82,7 +82,9 @@ def test_other_shards(shards: Path, tmp_path: Path) -> None:
 
 def test_experts_stay_as_the_hub_has_them(mixtral_checkpoint: Path, tmp_path: Path) -> None:
     convert(mixtral_checkpoint, tmp_path / "out", dtype="bfloat16")
-    assert_same(stored(tmp_path / "out"), {name: one.bfloat16() for name, one in stored(mixtral_checkpoint).items()})
+    assert_same(
+        stored(tmp_path / "out"), {name: tensor.bfloat16() for name, tensor in stored(mixtral_checkpoint).items()}
+    )
     assert HFMixtral.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
 
 

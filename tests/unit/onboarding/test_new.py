@@ -130,7 +130,7 @@ def test_what_transformers_lacks_too_is_a_limit_and_the_rest_is_left_to_a_person
     plan = plan_family(configured("OlmoForCausalLM"), again=True)
     limits, results, undecided = prove(plan, "olmo", tmp_path / "stage")
     assert limits == {"packed sequences": "transformers' own Olmo fails test_packing, too"}
-    assert [one["outcome"] for one in results] == ["failed", "passed", "limited", "failed"]
+    assert [result["outcome"] for result in results] == ["failed", "passed", "limited", "failed"]
     assert [decision.message for decision in undecided] == [
         "OlmoForCausalLM: test_generate failed: so it is",
         "OlmoForCausalLM: test_state_dict_roundtrip failed: so it is",

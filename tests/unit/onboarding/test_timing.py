@@ -27,7 +27,7 @@ def row(name: str, seconds: float, load: float = 1.0, decided: str = "yes") -> R
 
 def test_what_combines_is_drawn() -> None:
     classes = [transformers.MambaForCausalLM, transformers.OPTForCausalLM, transformers.LlamaForCausalLM]
-    names = sorted(one.__name__ for one in onboarding.drawn(classes))
+    names = sorted(model_class.__name__ for model_class in onboarding.drawn(classes))
     assert names == ["LlamaForCausalLM", "OPTForCausalLM"]  # Mamba has nothing to combine
 
 

@@ -60,7 +60,9 @@ def pair(forward: Forward) -> tuple[Attention, Any]:
 def test_everyone_sees_the_plain_module(plain: Attention, combined: CombinedAttention) -> None:
     for look in (
         lambda module: [(name, type(child)) for name, child in module.named_modules() if name],
-        lambda module: [(name, type(one), one.requires_grad) for name, one in module.named_parameters()],
+        lambda module: [
+            (name, type(parameter), parameter.requires_grad) for name, parameter in module.named_parameters()
+        ],
         lambda module: list(module.state_dict()),
         lambda module: [name for name, _ in module.named_children()],
         lambda module: [hasattr(getattr(module, name), "forward") for name in PARTS],

@@ -57,7 +57,7 @@ def test_mixed_dtypes_are_an_obstacle() -> None:
     layer.b.register_forward_pre_hook(lambda module, args: None)
     layer.b.weight.data = layer.b.weight.data.double()
     layer.b.forward = lambda x: x  # the sizes of the numbers are all that matters here
-    assert [one.obstacle for one in traced(layer).readers] == ["mixed dtypes or devices"]
+    assert [reader.obstacle for reader in traced(layer).readers] == ["mixed dtypes or devices"]
 
 
 def test_linears_that_others_call_cannot_be_combined_by_their_module() -> None:
@@ -140,4 +140,4 @@ def test_hooks_are_gone_afterwards_also_when_the_run_fails() -> None:
     with pytest.raises(KeyboardInterrupt):
         trace_linears(layer, fails)
     modules = list(layer.modules())
-    assert not any(one._forward_pre_hooks or one._forward_hooks for one in modules)
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in modules)

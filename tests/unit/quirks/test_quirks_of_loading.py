@@ -48,7 +48,7 @@ def test_symptom_of_fp32_masters(in_bf16: Path) -> None:
 
 def test_cure_of_fp32_masters(in_bf16: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(in_bf16, dtype=torch.float32)
-    assert {one.dtype for one in model.parameters()} == {torch.float32}
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
     with torch.no_grad():
         model.model.norm.weight.fill_(1.0)
     assert moved(model) == pytest.approx(1e-6, rel=0.1)

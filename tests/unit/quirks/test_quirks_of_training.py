@@ -111,7 +111,7 @@ def test_cure_of_routing_flips() -> None:
     """Recomputation chooses what was chosen, though the router would choose otherwise by itself."""
     model = MOE.new_pair()[1].train()
     inputs = MOE.inputs(labels=True)
-    record = {name: [one.flip(0) for one in choices] for name, choices in _chosen(model, inputs).items()}
+    record = {name: [choice.flip(0) for choice in choices] for name, choices in _chosen(model, inputs).items()}
     gradients = []
     for checkpointing in (False, True):
         one = copy.deepcopy(model)

@@ -116,7 +116,7 @@ class Double(ConversionOps):
     def convert(
         self, input_dict: dict[str, list[torch.Tensor]], target_patterns: list[str], **_: Any
     ) -> dict[str, list[torch.Tensor]]:
-        return {target_patterns[0]: [one * 2 for tensors in input_dict.values() for one in tensors]}
+        return {target_patterns[0]: [tensor * 2 for tensors in input_dict.values() for tensor in tensors]}
 
     @property
     def reverse_op(self) -> ConversionOps:
@@ -204,9 +204,9 @@ def test_no_reference_to_the_model_is_kept(llama_config: LlamaConfig) -> None:
 def test_copies_of_an_adapter(adapter: StateDictAdapter, model: PreTrainedModel) -> None:
     pickled = pickle.dumps(adapter)
     assert len(pickled) < 100_000  # no weight is in it
-    for one in (copy.deepcopy(adapter), copy.copy(adapter), pickle.loads(pickled)):
-        assert vars(one) == vars(adapter)
-        assert_same(one.to_hf(model.state_dict()), adapter.to_hf(model.state_dict()))
+    for load in (copy.deepcopy(adapter), copy.copy(adapter), pickle.loads(pickled)):
+        assert vars(load) == vars(adapter)
+        assert_same(load.to_hf(model.state_dict()), adapter.to_hf(model.state_dict()))
 
 
 def test_an_adapter_is_made_anew_from_the_model_as_it_is(llama_config: LlamaConfig) -> None:

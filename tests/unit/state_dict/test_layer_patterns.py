@@ -55,7 +55,7 @@ class Recorded:
 
 
 def renamed(tensors: dict[str, HFTensor], new_name: Callable[[str], str]) -> dict[str, HFTensor]:
-    return {new_name(name): HFTensor(new_name(name), one.shape, one.pieces) for name, one in tensors.items()}
+    return {new_name(name): HFTensor(new_name(name), tensor.shape, tensor.pieces) for name, tensor in tensors.items()}
 
 
 def test_two_layers_of_a_kind_are_converted_and_the_others_are_like_them() -> None:

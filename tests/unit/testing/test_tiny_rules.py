@@ -35,10 +35,10 @@ NO_DEFAULT = {"Gemma4AssistantConfig", "VisionEncoderDecoderConfig"}  # their ow
 def config_classes() -> list[type[PreTrainedConfig]]:
     """The configurations of every decoder of transformers, text or vision-language."""
     names = [
-        one
+        element
         for mapping in MAPPINGS
         for value in mapping.values()
-        for one in ([value] if isinstance(value, str) else value)
+        for element in ([value] if isinstance(value, str) else value)
     ]
     found = (getattr(transformers, name, None) for name in names)
     return list(dict.fromkeys(one.config_class for one in found if one is not None))
