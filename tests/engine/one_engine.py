@@ -19,7 +19,7 @@ class OneEngine:
 
     def __init__(self) -> None:
         self._asked, self._running = "", None
-        # vLLM looks at each model class in a process that imports all of vLLM anew, for the sake of GPUs.
+        # vLLM looks at each model class in a process that imports all of vLLM again, for the sake of GPUs.
         models._run_in_subprocess = lambda look: look()
 
     def __call__(self, path: Path, **options: Any) -> VLLMEngine:

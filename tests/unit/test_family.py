@@ -58,7 +58,7 @@ def test_the_default_implementations_are_the_references(mixtral_config: MixtralC
 
 
 class OwnDecoder(modeling_llama.LlamaModel):
-    """A decoder that a family writes anew."""
+    """A decoder that a family writes itself."""
 
 
 class OwnDecoderForCausalLM(FamilyModel, modeling_llama.LlamaForCausalLM):

@@ -1,4 +1,4 @@
-"""What ranks hold and send, for `nrl-models plan` to be held against."""
+"""What ranks hold and send, for `nrl-models plan` to be compared with."""
 
 from __future__ import annotations
 

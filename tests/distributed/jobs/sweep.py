@@ -1,4 +1,4 @@
-"""One architecture after another, loaded over the ranks and held against one process."""
+"""One architecture after another, loaded over the ranks and compared with one process."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ def test_a_server_that_dies_leaves_what_was_measured(
     served.broken = False
     result = check(checkpoint, address)
     assert result.exit_code == 0, message(result)
-    assert len(seen) == 4  # the second cell alone was measured anew
+    assert len(seen) == 4  # the second cell alone was measured again
     assert [cell["length"] for cell in report(tmp_path)["cells"]] == [16, 24]
 
 

@@ -113,7 +113,7 @@ def test_a_bug_is_in_our_models_alone_and_only_while_planted(kind: str, llama: F
     ours.save_pretrained(tmp_path)
     with BUGS[kind].planted(llama) as mutated:
         assert not torch.allclose(logits(mutated.model(), llama), right, atol=1e-3)
-        if kind != "in reading":  # what loading computes anew is read at rest, and right
+        if kind != "in reading":  # what loading computes again is read at rest, and right
             assert not torch.allclose(logits(llama.model_class.from_pretrained(tmp_path), llama), right, atol=1e-3)
         assert torch.equal(logits(theirs, llama), right)
         assert mutated.model().config.rope_parameters == ours.config.rope_parameters

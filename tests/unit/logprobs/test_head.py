@@ -101,7 +101,7 @@ def one_token_barred(logits: torch.Tensor) -> torch.Tensor:
 
 
 def first_token_barred(logits: torch.Tensor) -> torch.Tensor:
-    # Invisible among the stand-ins for logits, whose first is zero; seen when held against the model's own.
+    # Invisible among the stand-ins for logits, whose first is zero; seen when compared with the model's own.
     return torch.cat([logits[..., :1] * 3, logits[..., 1:]], -1)
 
 
