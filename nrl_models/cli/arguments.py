@@ -100,7 +100,8 @@ def mesh_sizes(text: str) -> str:
     try:
         parse_mesh(text)
     except ShardingError as error:
-        raise typer.BadParameter("; ".join(map(str, error.problems))) from error
+        found = (f"{problem.subject}: {problem.detail}; {problem.advice}" for problem in error.problems)
+        raise typer.BadParameter("\n".join(found)) from error
     return text
 
 

@@ -24,9 +24,9 @@ def parse_mesh(text: str) -> dict[str, int]:
         name, _, size = item.strip().partition("=")
         if name not in DIMENSIONS or not size.isdecimal() or int(size) < 1 or name in sizes:
             expected = f"expected name=size once for each of some of {', '.join(DIMENSIONS)}"
-            problems.append(Problem(ProblemKind.MESH, repr(item), expected))
+            problems.append(Problem(ProblemKind.MESH, repr(item), expected, advice="write it as fsdp=16,tp=8"))
         else:
             sizes[name] = int(size)
     if problems:
-        raise ShardingError("no such mesh", problems, ["write it as fsdp=16,tp=8"])
+        raise ShardingError("no such mesh", problems)
     return {name: sizes[name] for name in DIMENSIONS if name in sizes}
