@@ -12,6 +12,7 @@ from pathlib import Path
 import planted_bugs
 import pytest
 
+from nrl_models import registry
 from nrl_models.testing.features import SUITE, generated_tests
 
 pytestmark = pytest.mark.xdist_group("plugin")  # the run below is made once
@@ -172,6 +173,8 @@ def test_a_family_is_found_where_pytest_is_started(pytester: pytest.Pytester) ->
 
 def test_only_what_applies_is_collected(pytester: pytest.Pytester) -> None:
     scorer, mixture = "LlamaForSequenceClassification", "MixtralForCausalLM"
+    for name in (scorer, mixture):
+        registry.model_class(name)  # or what is imported inside the run is thrown away after it
     tests = collected(pytester, "--nrl-family", scorer, "--nrl-family", mixture)
     names = {
         name: {line.partition("::")[2].partition("[")[0] for line in tests if name in line}
@@ -209,10 +212,10 @@ def test_without_a_family_nothing_is_added(pytester: pytest.Pytester) -> None:
 
 
 def test_the_suite_alone_runs_for_every_registered_architecture(pytester: pytest.Pytester) -> None:
-    from nrl_models import registry
-
-    tests = collected(pytester, str(SUITE), "-k", "test_forward_shape")
-    found = {line.partition("[")[2].rstrip("]") for line in tests}
+    # In a process of its own, because it imports every family.
+    command = (sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider")
+    done = pytester.run(*command, str(SUITE), "-k", "test_forward_shape")
+    found = {line.partition("[")[2].rstrip("]") for line in done.outlines if "::test_forward_shape[" in line}
     assert found == set(registry.architectures()) - set(registry.ALIASES)
 
 
