@@ -14,8 +14,8 @@ CAN = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForC
 CANNOT = {
     "MistralForCausalLM": "sliding_attention",
     "Gemma2ForCausalLM": "caps its attention scores",
-    "Gemma3ForCausalLM": "attention keeps its mask",
-    "Gemma3TextForSequenceClassification": "attention keeps its mask",
+    "Gemma3ForCausalLM": "attention always gets a mask",
+    "Gemma3TextForSequenceClassification": "attention always gets a mask",
     "Gemma3ForConditionalGeneration": "tokens of an image see each other",
     "GptOssForCausalLM": "has attention sinks",
 }

@@ -15,7 +15,7 @@ from nrl_models.testing.suite.conditions import generates, takes_text
 
 REFUSED = {
     "BlipForConditionalGeneration": "has no output embedding",
-    "ChameleonForConditionalGeneration": "fails behind its output embedding",  # it masks words by their place
+    "ChameleonForConditionalGeneration": "fails after its output embedding",  # it masks words by their place
     "Florence2ForConditionalGeneration": "calls its output embedding",  # on the decoder's words, which are others
     "Inkling2ForCausalLM": "are not those of its output embedding",  # it cuts off rows that pad the vocabulary
     "Inkling2ForConditionalGeneration": "are not those of its output embedding",

@@ -85,7 +85,7 @@ def test_symptom_of_context_parallel_masks() -> None:
 def test_cure_of_context_parallel_masks(architecture: str) -> None:
     model_class = registry.model_class(architecture)
     model = model_class.from_config(FamilyCase(model_class).config, device="meta")
-    with pytest.raises(ShardingError, match="attention keeps its mask"):
+    with pytest.raises(ShardingError, match="attention always gets a mask"):
         check_context_parallel(model)
     check_context_parallel(PLAIN.model())
 
