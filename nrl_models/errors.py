@@ -11,7 +11,7 @@ class NRLModelsError(Exception):
     """Base of every error this library raises on purpose."""
 
 
-def in_words(error: BaseException) -> str:
+def one_line(error: BaseException) -> str:
     """A foreign error on one line, to quote in a message of our own."""
     return f"{type(error).__name__}: {' '.join(str(error).split()).rstrip('.')}"
 

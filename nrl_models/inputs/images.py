@@ -19,7 +19,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from nrl_models.common.config.walk import parts
-from nrl_models.errors import NRLModelsError, in_words
+from nrl_models.errors import NRLModelsError, one_line
 
 Inputs = dict[str, Any]
 Shape = tuple[int, ...]
@@ -213,7 +213,7 @@ def image_inputs(model: PreTrainedModel, inputs: Inputs, generator: torch.Genera
                 count = token_count(run_on(model, method, image | _settings(model.config, known)), len(text))
                 return result | {"input_ids": _with_tokens(model.config, text, count)}
             except Exception as error:
-                failures[str(tuple(shape))] = in_words(error)
+                failures[str(tuple(shape))] = one_line(error)
     tried = "; ".join(f"{pixels} of shape {shape}: {failure}" for shape, failure in failures.items())
     raise ImageInputsError(
         f"{type(model).__name__} takes images in an unknown form ({tried}). "

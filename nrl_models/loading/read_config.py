@@ -21,7 +21,7 @@ from nrl_models.errors import (
     RemoteCodeError,
     UnknownArchitectureError,
     UnknownArgumentError,
-    in_words,
+    one_line,
 )
 from nrl_models.loading.options import KEYWORDS
 
@@ -54,7 +54,7 @@ def read_config(folder: Path, *, trust_remote_code: bool = False) -> PreTrainedC
 
 
 def _refused_values(folder: Path, error: Exception, advice: str) -> CheckpointError:
-    problem = Problem(ProblemKind.CONFIG, CONFIG_NAME, in_words(error))
+    problem = Problem(ProblemKind.CONFIG, CONFIG_NAME, one_line(error))
     return CheckpointError(f"cannot load {folder}", [problem], [advice])
 
 
@@ -125,7 +125,7 @@ def override(config: PreTrainedConfig, overrides: Mapping[str, Any]) -> None:
             else:
                 setattr(config, name, value)
     except StrictDataclassFieldValidationError as error:
-        raise UnknownArgumentError(f"{name}={value!r}: {in_words(error)}") from error
+        raise UnknownArgumentError(f"{name}={value!r}: {one_line(error)}") from error
 
 
 def _is_value(config: PreTrainedConfig, name: str) -> bool:

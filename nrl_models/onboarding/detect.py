@@ -19,7 +19,7 @@ from nrl_models.common.projections.combined import is_at
 from nrl_models.common.projections.tracing import Trace, trace_linears
 from nrl_models.common.random_states import random_states_kept
 from nrl_models.common.state_dict.adapter import StateDictAdapter
-from nrl_models.errors import in_words
+from nrl_models.errors import one_line
 from nrl_models.inputs.audio import AUDIO, takes_audio
 from nrl_models.inputs.images import PIXELS, Inputs, takes_images
 from nrl_models.inputs.model_inputs import inputs_for
@@ -120,7 +120,7 @@ def detect(model_class: type[PreTrainedModel], overrides: Mapping[str, Any] | No
         except Exception as error:
             if not multimodal:
                 raise
-            found["note"] = f"takes no text alone: {in_words(error)}"  # it describes images, for example
+            found["note"] = f"takes no text alone: {one_line(error)}"  # it describes images, for example
         if multimodal:
             step = Step.MEDIA
             inputs = inputs_for(model)
@@ -142,7 +142,7 @@ def detect(model_class: type[PreTrainedModel], overrides: Mapping[str, Any] | No
         loss.backward()
         step = None
     except Exception as error:
-        found["failure"] = in_words(error)
+        found["failure"] = one_line(error)
     return Detection(model_class.__name__, model_class.config_class.model_type, **found, step=step)
 
 

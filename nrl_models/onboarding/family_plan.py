@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from nrl_models import registry
 from nrl_models.common.checkpoint.files import CheckpointFiles
 from nrl_models.common.config.keys import BOOKKEEPING
-from nrl_models.errors import NRLModelsError, StateDictError, in_words
+from nrl_models.errors import NRLModelsError, StateDictError, one_line
 from nrl_models.families import folders
 from nrl_models.loading.fit import fit_checkpoint
 from nrl_models.loading.read_config import read_config
@@ -214,5 +214,5 @@ def misfits(model_class: type[PreTrainedModel], config: PreTrainedConfig, folder
     except StateDictError as error:
         return [str(problem) for problem in error.problems]
     except Exception as error:
-        return [f"the class cannot be built at full size: {in_words(error)}"]
+        return [f"the class cannot be built at full size: {one_line(error)}"]
     return []

@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from nrl_models.common.config.walk import all_values
-from nrl_models.errors import NRLModelsError, in_words
+from nrl_models.errors import NRLModelsError, one_line
 from nrl_models.inputs.model_inputs import inputs_for
 from nrl_models.testing import sizes
 from nrl_models.testing.shrink import Needs, shrink
@@ -68,7 +68,7 @@ def tiny_config(
     if found.config is None or (model_class is not None and found.reached == "configuration"):
         name = (model_class or (source if isinstance(source, type) else type(source))).__name__
         raise TinyModelError(
-            f"cannot build a tiny {name}: {in_words(found.failure) if found.failure else 'no configuration'}. "
+            f"cannot build a tiny {name}: {one_line(found.failure) if found.failure else 'no configuration'}. "
             "If it is a value that is wrong, give one by its key, in a family's `tiny`."
         ) from found.failure
     return copy.deepcopy(found.config)

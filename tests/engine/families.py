@@ -24,7 +24,7 @@ from nrl_models.consistency.refit import RefitChecker, RefitStep
 from nrl_models.consistency.store import Store
 from nrl_models.engines.hf import HFEngine
 from nrl_models.engines.vllm import VLLMEngine
-from nrl_models.errors import EngineError, in_words
+from nrl_models.errors import EngineError, one_line
 from nrl_models.logprobs import Sampling, token_logprobs
 from nrl_models.testing.case import randomise
 from nrl_models.testing.sizes import FIRST_SPECIAL
@@ -212,7 +212,7 @@ def hold(architecture: str, start: Start, folder: Path, overrides: dict[str, Any
         tokenizer(checkpoint, model.config.get_text_config().vocab_size)
         temperature, untrained = spreading_temperature(model), copy.deepcopy(model)
     except Exception as error:  # whatever a model's code raises
-        return Outcome(architecture, NOT_RUN, reason=f"no tiny model: {in_words(error)}")
+        return Outcome(architecture, NOT_RUN, reason=f"no tiny model: {one_line(error)}")
     trainer = HFEngine(model, "trainer")
     prompts = Prompts(None, min(FIRST_SPECIAL, trainer.capabilities().vocabulary))  # no images' tokens
     settings = replace(SETTINGS, sampling=Sampling(temperature))
@@ -229,7 +229,7 @@ def hold(architecture: str, start: Start, folder: Path, overrides: dict[str, Any
             steps.append(checker.refit("after a training step"))
         problem = "; ".join(why(step) for step in steps if not step.passed)
     except Exception as error:  # the engine's, or the model's
-        problem = in_words(error)
+        problem = one_line(error)
     measured = [_error(step) for step in steps] + [None, None]
     numbers = {"refitted": measured[0], "stepped": measured[1]}
     if not problem:
@@ -241,7 +241,7 @@ def hold(architecture: str, start: Start, folder: Path, overrides: dict[str, Any
         meter = Meter(engine, HFEngine(untrained, "trainer"), prompts, settings, store)
         report = run_matrix(str(checkpoint), meter, References(checkpoint))
     except Exception as error:
-        return Outcome(architecture, unfit, **numbers, reason=f"{problem}; from files: {in_words(error)}")
+        return Outcome(architecture, unfit, **numbers, reason=f"{problem}; from files: {one_line(error)}")
     if report.error:
         return Outcome(architecture, unfit, **numbers, reason=f"{problem}; from files: {report.error}")
     result = report.results[0]
