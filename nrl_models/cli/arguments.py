@@ -9,14 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, overload
 import typer
 
 from nrl_models.cli.console import STANDARD_OUTPUT, output
-from nrl_models.common.checkpoint.local_path import is_local
+from nrl_models.common.checkpoint.local_path import ADAPTER_CONFIG_NAME, CONFIG_NAME, is_local
 from nrl_models.common.mesh_sizes import parse_mesh
 from nrl_models.errors import ShardingError
 
 if TYPE_CHECKING:
     import torch
-
-CONFIG_NAME = "config.json"
 
 DtypeName = Literal["float32", "bfloat16", "float16", "float64"]
 
@@ -43,7 +41,7 @@ def checkpoint_path(text: str) -> Path:
         raise typer.BadParameter(f"no such directory: {text}")
     if (path / CONFIG_NAME).exists():
         _check_config(path / CONFIG_NAME)
-    elif not (path / "adapter_config.json").exists():  # of which loading has more to say
+    elif not (path / ADAPTER_CONFIG_NAME).exists():  # of which loading has more to say
         raise typer.BadParameter(f"{text}: config.json is missing; expected a checkpoint's directory")
     return path
 

@@ -12,7 +12,7 @@ from huggingface_hub.errors import StrictDataclassFieldValidationError
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from nrl_models.common.checkpoint.files import CONFIG_NAME
+from nrl_models.common.checkpoint.local_path import CONFIG_NAME
 from nrl_models.common.config.types import with_declared_types
 from nrl_models.errors import (
     CheckpointError,

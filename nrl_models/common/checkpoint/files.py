@@ -19,13 +19,11 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from safetensors import SafetensorError, safe_open
 from transformers.modeling_utils import str_to_torch_dtype
 
-from nrl_models.common.checkpoint.local_path import is_local
+from nrl_models.common.checkpoint.local_path import ADAPTER_CONFIG_NAME, CONFIG_NAME, is_local
 from nrl_models.common.checkpoint.page_maps import Run, joined, map_file, map_runs
 from nrl_models.common.garbage import no_collections
 from nrl_models.errors import CheckpointError, Problem, ProblemKind
 
-CONFIG_NAME = "config.json"
-ADAPTER_CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 

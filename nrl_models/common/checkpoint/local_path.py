@@ -1,9 +1,12 @@
-"""Whether the name of a checkpoint is a local path or a hub repository. Imports nothing heavy."""
+"""Where a checkpoint is and what its configuration is called. Imports nothing heavy."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
+
+CONFIG_NAME = "config.json"
+ADAPTER_CONFIG_NAME = "adapter_config.json"
 
 _REPOSITORY = re.compile(r"[\w.-]{1,96}(/[\w.-]{1,96})?")
 
