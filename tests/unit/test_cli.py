@@ -13,20 +13,16 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
-from typer.testing import CliRunner, Result
+from typer.testing import CliRunner
 
 from nrl_models import registry
 from nrl_models.cli import app, demo
 from nrl_models.common.checkpoint.files import INDEX_NAME, CheckpointFiles
 from nrl_models.parity import ParityReport, ParityRow
 from nrl_models.testing.case import FamilyCase
+from tests.unit.printed import unframed
 
 runner = CliRunner()
-
-
-def words(result: Result) -> str:
-    """What was printed, without line breaks and frames."""
-    return " ".join(result.output.replace("│", " ").split())
 
 
 @pytest.fixture
@@ -76,7 +72,7 @@ def test_parity_exits_non_zero_on_failure(checkpoint: Path, monkeypatch: pytest.
 def test_parity_refuses_an_unknown_check(checkpoint: Path) -> None:
     result = runner.invoke(app, ["parity", str(checkpoint), "--check", "9"])
     assert result.exit_code == 2
-    assert "'9' is not one of '1', '2', '3', 'gradients'" in words(result)
+    assert "'9' is not one of '1', '2', '3', 'gradients'" in unframed(result.output)
 
 
 def test_convert(checkpoint: Path, tmp_path: Path) -> None:
@@ -96,7 +92,7 @@ def test_errors_have_no_traceback(command: list[str], tmp_path: Path) -> None:
     arguments = [*command, str(tmp_path), *([str(tmp_path / "out")] if command == ["convert"] else [])]
     result = runner.invoke(app, arguments)
     assert result.exit_code == 2
-    assert "config.json is missing" in words(result)
+    assert "config.json is missing" in unframed(result.output)
     assert "Traceback" not in result.output
     assert not (tmp_path / "out").exists()
 
@@ -142,7 +138,7 @@ def test_a_path_that_is_nowhere(command: str, tmp_path: Path) -> None:
     arguments = [command, str(tmp_path / "nowhere"), *([str(tmp_path / "out")] if command == "convert" else [])]
     result = runner.invoke(app, arguments)
     assert result.exit_code == 2
-    assert "no such directory" in words(result)
+    assert "no such directory" in unframed(result.output)
     assert not (tmp_path / "out").exists()
 
 
@@ -158,7 +154,7 @@ def test_convert_refuses_what_it_does_not_know(
 ) -> None:
     result = runner.invoke(app, ["convert", str(checkpoint), str(tmp_path / "out"), *arguments])
     assert result.exit_code == 2
-    assert says in words(result)
+    assert says in unframed(result.output)
     assert not (tmp_path / "out").exists()
 
 

@@ -10,10 +10,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner, Result
+from typer.testing import CliRunner
 
 import nrl_models
 from nrl_models.cli import app
+from tests.unit.printed import unframed
 
 runner = CliRunner()
 
@@ -25,11 +26,6 @@ def run_process(*arguments: str, cwd: Path | None = None, **variables: str) -> s
     return subprocess.run(
         command, capture_output=True, text=True, check=False, cwd=cwd, env=os.environ | {"COLUMNS": "200"} | variables
     )
-
-
-def words(result: Result) -> str:
-    """What was printed, without line breaks and frames."""
-    return " ".join((result.output + result.stderr).replace("│", " ").split())
 
 
 @pytest.fixture
@@ -103,7 +99,7 @@ MISTAKES = (
 def test_a_mistake_gets_a_message(command: str, message: str) -> None:
     result = runner.invoke(app, command.split())
     assert result.exit_code == 2
-    assert message in words(result)
+    assert message in unframed(result.output + result.stderr)
     assert isinstance(result.exception, SystemExit)  # no traceback
 
 
@@ -139,7 +135,7 @@ def test_a_hub_repository_is_not_taken_for_a_path(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     result = runner.invoke(app, ["inspect", "owner/no-such-name"])
     assert result.exit_code == 2
-    assert "cannot be fetched as a hub repository" in words(result)
+    assert "cannot be fetched as a hub repository" in unframed(result.output + result.stderr)
 
 
 def test_json_on_standard_output_is_all_there_is_on_it(llama_checkpoint: Path) -> None:
@@ -171,7 +167,7 @@ def test_an_unexpected_error_has_its_traceback_only_on_demand(
     monkeypatch.setattr("nrl_models.onboarding.inspect.inspect", inspect)
     result = runner.invoke(app, ["inspect", str(llama_checkpoint)])
     assert result.exit_code == 2
-    assert "error: KeyError 'nope' nrl_models did not expect this error." in words(result)
+    assert "error: KeyError 'nope' nrl_models did not expect this error." in unframed(result.output + result.stderr)
     result = runner.invoke(app, ["inspect", str(llama_checkpoint), "--traceback"])
     assert isinstance(result.exception, KeyError)
 
@@ -199,5 +195,5 @@ def test_a_configuration_that_is_wrong(
     (tmp_path / "config.json").write_text(json.dumps(content))
     result = runner.invoke(app, command.format(tmp_path).split())
     assert result.exit_code == 2
-    assert message in words(result)
-    assert "did not expect" not in words(result)
+    assert message in unframed(result.output + result.stderr)
+    assert "did not expect" not in unframed(result.output + result.stderr)
