@@ -29,6 +29,12 @@ def chosen() -> list[str]:
     return [architecture for architecture in registry.architectures(aliases=False) if architecture in wanted]
 
 
+def others() -> list[str]:
+    """The architectures that `chosen` leaves."""
+    left = set(chosen())
+    return [architecture for architecture in registry.architectures(aliases=False) if architecture not in left]
+
+
 def changed() -> set[str]:
     """The families whose folder or row is not as on the main branch, or as committed where there is no such branch."""
     base = git("merge-base", "HEAD", "origin/main").strip() or "HEAD"

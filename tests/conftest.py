@@ -11,14 +11,29 @@ pytest_plugins = ["pytester"]
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all-families", action="store_true", help="run the generated tests for every architecture")
+    parser.addoption(
+        "--other-families", action="store_true", help="run what a run with --all-families has beside one without"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     share_cores()
-    if not config.getoption("--all-families"):
-        from chosen_families import chosen
+    if config.getoption("--all-families"):
+        return
+    from chosen_families import chosen, others
 
-        config.stash[CHOSEN] = chosen()
+    config.stash[CHOSEN] = others() if config.getoption("--other-families") else chosen()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of the tests collected for other families, leave those that are of no family."""
+    if config.getoption("--other-families"):
+        rest = set(config.stash[CHOSEN])
+        items[:] = [
+            item
+            for item in items
+            if getattr(item, "callspec", None) and item.callspec.params.get("family_case") in rest
+        ]
 
 
 def pytest_collection_finish() -> None:
