@@ -54,7 +54,7 @@ def main() -> None:
                 "extra memory, MB": peak / 1e6,
                 "memory, ratio": peak / base_peak,
                 "seconds": median(seconds),
-                "time, ratio": median(one / other for one, other in zip(seconds, base_seconds, strict=True)),
+                "time, ratio": median(took / other for took, other in zip(seconds, base_seconds, strict=True)),
             }
         )
     notes = [" ".join((__doc__ or "").split()), f"{options.runs} run{'s' if options.runs > 1 else ''} of each."]

@@ -193,7 +193,7 @@ def measure(models: dict[str, Any], runs: int, tokens: Any, base: str) -> dict[s
             "tokens": tokens.numel() / statistics.median(took),
             "mfu": operations / statistics.median(took) / peak,
             "memory": memory[name],
-            "ratio": statistics.median(one / other for one, other in zip(took, times[base], strict=True)),
+            "ratio": statistics.median(seconds / other for seconds, other in zip(took, times[base], strict=True)),
         }
         for name, took in times.items()
     }

@@ -51,7 +51,7 @@ def documents_meet(model: PreTrainedModel, inputs: Inputs, *, mask: bool) -> boo
         mask: whether to give a mask of ones and leave the cache at its default; else there is neither.
     """
     first, second = inputs["input_ids"][0, :-5], inputs["input_ids"][1]
-    positions = [torch.arange(len(one), device=second.device) for one in (first, second)]
+    positions = [torch.arange(len(document), device=second.device) for document in (first, second)]
     packed: dict[str, Any] = {"input_ids": torch.cat([first, second])[None], "position_ids": torch.cat(positions)[None]}
     packed |= {"attention_mask": torch.ones_like(packed["input_ids"])} if mask else {"use_cache": False}
     together = model(**packed).logits[0, -len(second) :]
@@ -151,10 +151,10 @@ def new_tensors(width: int) -> Iterator[list[int]]:
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             result = func(*args, **(kwargs or {}))
             given = {arg.untyped_storage().data_ptr() for arg in args if isinstance(arg, torch.Tensor)}
-            for one in result if isinstance(result, (tuple, list)) else (result,):
-                is_wide = isinstance(one, torch.Tensor) and one.ndim > 0 and one.shape[-1] == width
-                if is_wide and one.untyped_storage().data_ptr() not in given:
-                    sizes.append(one.numel())
+            for output in result if isinstance(result, (tuple, list)) else (result,):
+                is_wide = isinstance(output, torch.Tensor) and output.ndim > 0 and output.shape[-1] == width
+                if is_wide and output.untyped_storage().data_ptr() not in given:
+                    sizes.append(output.numel())
             return result
 
     with Sizes():
@@ -269,7 +269,7 @@ def tower_names_are_lost(case: FamilyCase) -> bool:
     where = next(name for name, module in reference.named_modules() if module is tower)
     names = [name for name in reference.state_dict() if name.startswith(f"{where}.")]
     older = [name.removeprefix(f"{reference.base_model_prefix}.") for name in names]
-    renamings = [one for one in get_model_conversion_mapping(reference) if isinstance(one, WeightRenaming)]
+    renamings = [step for step in get_model_conversion_mapping(reference) if isinstance(step, WeightRenaming)]
     return [reduce(lambda key, renaming: renaming.rename_source_key(key)[0], renamings, key) for key in older] != names
 
 
@@ -379,7 +379,7 @@ def dummy_loading_touches_buffers(model: nn.Module) -> bool:
     from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
     # Names with an underscore are vLLM's own, which it sets afterwards (scales of a quantised cache).
-    derived = {name: one for name, one in model.named_buffers() if not name.rpartition(".")[2].startswith("_")}
+    derived = {name: buffer for name, buffer in model.named_buffers() if not name.rpartition(".")[2].startswith("_")}
     before = {name: buffer.clone() for name, buffer in derived.items()}
     DummyModelLoader(LoadConfig(load_format="dummy")).load_weights(model, None)
     return any(not torch.equal(buffer, before[name]) for name, buffer in derived.items())

@@ -54,7 +54,7 @@ def lowest_version(package: str) -> str | None:
     """The lowest version of `package` that this package takes; None if it does not say."""
     for line in requires("nrl_models") or ():
         requirement = Requirement(line)
-        bounds = [one.version for one in requirement.specifier if one.operator in (">=", "==", "~=")]
+        bounds = [bound.version for bound in requirement.specifier if bound.operator in (">=", "==", "~=")]
         if requirement.name == package and bounds:
             return max(bounds, key=Version)
     return None
@@ -73,7 +73,7 @@ def check_catalogue(quirks: Iterable[Quirk]) -> None:
         if quirk.name in seen:
             wrong.append("is in the catalogue twice")
         seen.add(quirk.name)
-        problems += [f"{quirk.name}: {one}" for one in wrong]
+        problems += [f"{quirk.name}: {problem}" for problem in wrong]
     if unknown := sorted(SWITCHES - seen):
         problems.append(f"{', '.join(unknown)}: can be switched off, but the catalogue does not say what it is")
     if problems:

@@ -87,7 +87,7 @@ def test_a_half_written_checkpoint_is_none(two: World, tmp_path: Path) -> None:
 @pytest.mark.parametrize("damage", ["cut", "gone"])
 def test_a_damaged_checkpoint_is_an_error_on_every_rank(two: World, tmp_path: Path, part: str, damage: str) -> None:
     two.run(partial(checkpoint.train_and_save, fsdp=2), str(tmp_path / "c"), "LlamaForCausalLM")
-    file = max((tmp_path / "c" / part).iterdir(), key=lambda one: one.stat().st_size)
+    file = max((tmp_path / "c" / part).iterdir(), key=lambda path: path.stat().st_size)
     if damage == "cut":
         file.write_bytes(file.read_bytes()[:-1000])
     else:
@@ -99,7 +99,7 @@ def test_a_damaged_checkpoint_is_an_error_on_every_rank(two: World, tmp_path: Pa
 
 def test_a_checkpoint_that_cannot_be_read_to_its_end_names_the_ranks(two: World, tmp_path: Path) -> None:
     two.run(partial(checkpoint.train_and_save, fsdp=2), str(tmp_path / "c"), "LlamaForCausalLM")
-    file = max((tmp_path / "c" / "optimizer").iterdir(), key=lambda one: one.stat().st_size)
+    file = max((tmp_path / "c" / "optimizer").iterdir(), key=lambda path: path.stat().st_size)
     file.write_bytes(bytes(file.stat().st_size))
     for kind, text in refused(two, partial(checkpoint.resume, fsdp=2), str(tmp_path / "c"), "LlamaForCausalLM"):
         assert kind == "ShardingError"

@@ -39,7 +39,7 @@ def _one_thread() -> None:
 
 
 def stored(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: one for file in folder.glob("*.safetensors") for name, one in load_file(file).items()}
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
 def examples(count: int) -> list[dict[str, Any]]:

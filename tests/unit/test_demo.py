@@ -51,7 +51,7 @@ def test_every_check_but_learning_passes_after_two_steps(tmp_path: Path, monkeyp
     arguments = ["--out", str(tmp_path / "demo"), "--steps", "2", "--json", str(tmp_path / "out.json")]
     result = CliRunner().invoke(app, ["demo", *arguments])
     checks = json.loads((tmp_path / "out.json").read_text())["checks"]
-    assert [one["check"] for one in checks if not one["passed"]] == ["trained with transformers"], result.output
+    assert [check["check"] for check in checks if not check["passed"]] == ["trained with transformers"], result.output
     assert result.exit_code == 1  # for that one
     assert "training a model on" in result.stderr  # there is no terminal here
     names = {check["check"] for check in checks}

@@ -112,7 +112,7 @@ def test_the_guides_code_for_freezing() -> None:
     _, model = FamilyCase(registry.model_class("Gemma3ForConditionalGeneration")).new_pair()
     found: dict[str, Any] = {"model": model, "torch": torch}
     exec(block_with("docs/training.md", "freeze_vision_tower"), found)
-    given = {id(one) for group in found["optimizer"].param_groups for one in group["params"]}
+    given = {id(parameter) for group in found["optimizer"].param_groups for parameter in group["params"]}
     frozen = [name for name, parameter in model.named_parameters() if id(parameter) not in given]
     assert frozen
     assert all("vision_tower" in name or "projector" in name for name in frozen)

@@ -22,10 +22,10 @@ SERVED = [registry.model_class(name) for name in registry.architectures() if reg
 def _nothing_asked_yet(monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers keeps the answers on the class, so that a subclass finds those for a class asked before."""
     for model_class in SERVED:
-        for one in model_class.__mro__:
+        for base in model_class.__mro__:
             for kept in [f"{question}_cached_value" for question in QUESTIONS]:
-                if kept in vars(one):
-                    monkeypatch.delattr(one, kept)
+                if kept in vars(base):
+                    monkeypatch.delattr(base, kept)
 
 
 @pytest.mark.usefixtures("_nothing_asked_yet")

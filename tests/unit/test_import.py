@@ -363,7 +363,7 @@ def test_no_code_asks_for_a_model_type() -> None:
                 continue
             sides = [node.left, *node.comparators]
             asked = any("model_type" in ast.unparse(side) for side in sides)
-            assert not (asked and any(is_text(one) for one in sides)), f"{file}:{node.lineno}"
+            assert not (asked and any(is_text(side) for side in sides)), f"{file}:{node.lineno}"
 
 
 def is_text(node: ast.AST) -> bool:

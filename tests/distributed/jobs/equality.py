@@ -113,7 +113,7 @@ def rows_are_the_parts_own(**sizes: int) -> None:
     attention = model.model.layers[0].self_attn
     with torch.no_grad():
         attention.k_proj.weight.mul_(2)
-    shares = [one.weight.to_local() for one in (attention.q_proj, attention.k_proj, attention.v_proj)]
+    shares = [projection.weight.to_local() for projection in (attention.q_proj, attention.k_proj, attention.v_proj)]
     assert torch.equal(attention.qkv_proj.weight, torch.cat(shares))
     assert attention.qkv_proj.weight.data_ptr() == shares[0].data_ptr()
     copied = copy.deepcopy(model)
@@ -173,7 +173,7 @@ def whole_step_collectives(architecture: str, **sizes: int) -> list[dict[str, in
         loss = model(**batch, use_cache=False).loss
     with Counts() as backward:
         loss.backward()
-    return [{name: count for name, count in one.seen.items() if name != "matmuls"} for one in (forward, backward)]
+    return [{name: count for name, count in record.seen.items() if name != "matmuls"} for record in (forward, backward)]
 
 
 def trains_as_one_process(config: dict[str, Any], **sizes: int) -> float:
@@ -181,12 +181,16 @@ def trains_as_one_process(config: dict[str, Any], **sizes: int) -> float:
     case = llama_case(config)
     whole = copy.deepcopy(case.model()).train()
     model = parallelize(copy.deepcopy(whole), mesh_of(**sizes))
-    losses = [train(one, torch.optim.SGD(one.parameters(), lr=0.3), case, range(4)) for one in (whole, model)]
+    losses = [
+        train(trained, torch.optim.SGD(trained.parameters(), lr=0.3), case, range(4)) for trained in (whole, model)
+    ]
     assert losses[0][-1] != losses[0][0]
     expected = dict(whole.state_dict_adapter.iter_export(whole))
     moved = expected["model.layers.0.self_attn.k_proj.bias"] - case.model().model.layers[0].self_attn.k_proj.bias
     assert float(moved.detach().abs().max()) > 1e-6  # keys' biases have tiny gradients
-    return max(float((one - expected[name]).abs().max()) for name, one in model.state_dict_adapter.iter_export(model))
+    return max(
+        float((tensor - expected[name]).abs().max()) for name, tensor in model.state_dict_adapter.iter_export(model)
+    )
 
 
 def mixed_precision() -> dict[str, str]:

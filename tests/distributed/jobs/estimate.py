@@ -33,11 +33,11 @@ def measures(architecture: str, batch: int, length: int, **sizes: int) -> dict[s
             loss = torch.nn.functional.cross_entropy(logits.float().flatten(0, -2), tokens.flatten())
         loss.backward()
     optimizer.step()
-    states = [one for state in optimizer.state.values() for one in state.values() if one.ndim > 0]
+    states = [value for state in optimizer.state.values() for value in state.values() if value.ndim > 0]
     return {
-        "parameters": sum(local(one).nbytes for one in model.parameters()),
-        "gradients": sum(local(one.grad).nbytes for one in model.parameters()),
-        "optimizer": sum(local(one).nbytes for one in states),
+        "parameters": sum(local(parameter).nbytes for parameter in model.parameters()),
+        "gradients": sum(local(parameter.grad).nbytes for parameter in model.parameters()),
+        "optimizer": sum(local(state).nbytes for state in states),
         "buffers": sum(buffer.nbytes for buffer in model.buffers()),
         "activations": sum(kept.values()),
         "traffic": sent.nbytes,

@@ -45,7 +45,7 @@ def differs() -> list[object]:
     found.append(seen(lambda own: own))
     with torch.no_grad():
         model.model.norm.weight.div_(1.001)
-    found.append(seen(lambda own: {name: one for name, one in own.items() if name != small}))
+    found.append(seen(lambda own: {name: value for name, value in own.items() if name != small}))
     return found
 
 

@@ -27,7 +27,7 @@ def trains_lora(checkpoint: str, adapter: str, **sizes: int) -> list[str]:
     parallelize(model, mesh_of(**sizes))
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     assert trainable
-    assert all("lora" in name for name, one in model.named_parameters() if one.requires_grad)
+    assert all("lora" in name for name, parameter in model.named_parameters() if parameter.requires_grad)
     optimizer = torch.optim.AdamW(trainable, lr=1e-2)
     losses = train(model, optimizer, case_of("LlamaForCausalLM"), range(4))
     assert losses[-1] != losses[0]
@@ -35,7 +35,7 @@ def trains_lora(checkpoint: str, adapter: str, **sizes: int) -> list[str]:
     if dist.get_rank() == 0:
         config.save_pretrained(adapter)
         save_file(
-            {f"base_model.model.{name}": one for name, one in state.items()}, f"{adapter}/adapter_model.safetensors"
+            {f"base_model.model.{name}": value for name, value in state.items()}, f"{adapter}/adapter_model.safetensors"
         )
     dist.barrier()
     return list(state)

@@ -107,6 +107,6 @@ def loads_classifier(folder: str, **sizes: int) -> dict[str, Any]:
     dist.all_gather_object(seen, weights["score.weight"])
     return {
         "std": float(weights["score.weight"].std()),
-        "same": all(torch.equal(one, seen[0]) for one in seen),
+        "same": all(torch.equal(value, seen[0]) for value in seen),
         "body": all(torch.equal(tensor, expected[name]) for name, tensor in weights.items() if name != "score.weight"),
     }

@@ -69,7 +69,7 @@ def train(model: PreTrainedModel, optimizer: torch.optim.Optimizer, case: Family
 def new_optimizer(model: PreTrainedModel) -> torch.optim.Optimizer:
     """AdamW with two groups, as trainers make it: no decay for what has one dimension."""
     matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
-    others = [one for one in model.parameters() if one.ndim <= 1]
+    others = [parameter for parameter in model.parameters() if parameter.ndim <= 1]
     return torch.optim.AdamW([{"params": matrices}, {"params": others, "weight_decay": 0.0}], lr=1e-3, weight_decay=0.1)
 
 

@@ -67,7 +67,7 @@ def different_step(case: FamilyCase, model: PreTrainedModel, mesh: DeviceMesh) -
     lines = []
     if not abs(actual - loss) <= LOSS * abs(loss):
         lines.append(f"loss is {actual:.7f}, and {loss:.7f} in one process")
-    scale = max(float(one.abs().max()) for one in wanted.values())
+    scale = max(float(tensor.abs().max()) for tensor in wanted.values())
     wrong: dict[str, float] = {}
     for name in {**wanted, **found}:  # no gradient is as good as zeros
         one, other = wanted.get(name), found.get(name)
@@ -106,7 +106,7 @@ def qlora(architecture: str, folder: str) -> tuple[str, str]:
         return "disagrees", f"other linears are quantised: {_some(sorted(set(quantised) ^ set(reference)))}"
     if wanted[-1] == wanted[0]:
         return "limited", "adapters change nothing in transformers' own class either"
-    off = max(abs(one - other) for one, other in zip(losses, wanted, strict=True))
+    off = max(abs(loss - other) for loss, other in zip(losses, wanted, strict=True))
     return ("agrees", "") if off <= 1e-5 * wanted[0] else ("disagrees", f"losses are {losses}, and {wanted} there")
 
 

@@ -211,7 +211,7 @@ def test_mxfp4_is_read_into_the_experts(
     model.save_pretrained(tmp_path / "plain")
     saved = stored(tmp_path / "plain")
     assert not any(key.endswith(("_blocks", "_scales")) for key in saved)
-    assert_same({key: saved[key] for key in experts}, {key: one.to(dtype) for key, one in experts.items()})
+    assert_same({key: saved[key] for key in experts}, {key: tensor.to(dtype) for key, tensor in experts.items()})
 
 
 @pytest.mark.parametrize(

@@ -270,7 +270,7 @@ def test_a_path_outside_the_folder_is_refused(shards: Path, path: str) -> None:
     key, tensor = load_file(shard).popitem()
     save_file({key: tensor}, outside)
     shutil.copy(outside, shards / "..\\outside.safetensors")
-    save_file({name: one for name, one in load_file(shard).items() if name != key}, shard)
+    save_file({name: tensor for name, tensor in load_file(shard).items() if name != key}, shard)
     (shards / "sub").mkdir()
     edit_index(shards, lambda entries: entries.update({key: path}))
     error = refuse(shards)

@@ -68,11 +68,11 @@ def test_experts_are_chosen(
 def model_class(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Each architecture's class, before transformers has found out anything about it or what it extends."""
     model_class = registry.model_class(request.param)
-    for one in model_class.__mro__:
+    for base in model_class.__mro__:
         for name in ("attn", "experts"):
             cached = f"_can_set_{name}_implementation_cached_value"
-            if cached in vars(one):
-                monkeypatch.delattr(one, cached)
+            if cached in vars(base):
+                monkeypatch.delattr(base, cached)
     return model_class
 
 

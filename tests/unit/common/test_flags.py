@@ -29,8 +29,8 @@ def test_every_class_of_a_family_has_its_flags(name: str) -> None:
         for architecture in registry.FAMILIES[name]
         if not registry.unmet_requirement(architecture)
     ]
-    assert len({one.flags for one in classes}) <= 1
-    assert all(isinstance(one.flags, ModelFlag) for one in classes)
+    assert len({model_class.flags for model_class in classes}) <= 1
+    assert all(isinstance(model_class.flags, ModelFlag) for model_class in classes)
     for model_class in classes:
         if ModelFlag.SKIP_DTENSOR_TIED_WEIGHTS_CHECK in model_class.flags:
             assert model_class.reference_class().config_class().tie_word_embeddings

@@ -60,7 +60,7 @@ def test_what_is_frozen_gets_no_gradient_and_the_rest_does(architecture: str) ->
     model(**case.inputs(labels=True)).loss.backward()
     with_gradient = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
     assert not with_gradient & components[key].keys()
-    assert with_gradient == {name for name, one in model.named_parameters() if one.requires_grad}
+    assert with_gradient == {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     optimizer = torch.optim.AdamW(trainable_parameters(model))
     optimizer.step()
     assert len(optimizer.state) == len(with_gradient)

@@ -104,7 +104,7 @@ BUGS = {
 }
 
 
-@pytest.mark.parametrize(("model_class", "found"), BUGS.items(), ids=lambda one: getattr(one, "__name__", ""))
+@pytest.mark.parametrize(("model_class", "found"), BUGS.items(), ids=lambda value: getattr(value, "__name__", ""))
 def test_a_family_that_does_not_follow_a_key_is_found(
     model_class: type[FamilyModel], found: tuple[str, str, str]
 ) -> None:
@@ -160,7 +160,7 @@ def test_a_survey_says_what_cannot_matter_without_trying_anything() -> None:
     surveyed, found = differential.survey(), differential.run()
     assert set(surveyed.values()) == {KeyKind.INERT, KeyKind.UNTRIED}
     assert {path for path, kind in surveyed.items() if kind == KeyKind.INERT} <= {
-        path for path, one in found.items() if one.kind == KeyKind.INERT
+        path for path, inert in found.items() if inert.kind == KeyKind.INERT
     }
 
 

@@ -100,9 +100,9 @@ def logits(model: nn.Module, case: FamilyCase) -> torch.Tensor:
 
 BUGS = {
     "in code": next(quirk for quirk in CATALOGUE if quirk.name == "gate and up exchanged").bug,
-    "in rewritten modules": next(one for one in CATALOGUE if one.name == "attention scale dropped").bug,
-    "in other modules": next(one for one in CATALOGUE if one.name == "a norm's weight off by one").bug,
-    "in reading": next(one for one in CATALOGUE if one.name == "another rope base").bug,
+    "in rewritten modules": next(kind for kind in CATALOGUE if kind.name == "attention scale dropped").bug,
+    "in other modules": next(kind for kind in CATALOGUE if kind.name == "a norm's weight off by one").bug,
+    "in reading": next(kind for kind in CATALOGUE if kind.name == "another rope base").bug,
 }
 
 
@@ -162,7 +162,7 @@ def test_a_run_goes_on_where_another_was_cut(tmp_path: Path, monkeypatch: pytest
     tried = []
 
     def fake_run(self: Hunt, mutants: list[Mutant]) -> Outcome:
-        tried.append((self.case.architecture, [one.name for one in mutants]))
+        tried.append((self.case.architecture, [mutant.name for mutant in mutants]))
         return Outcome({mutant.name: "test_lora" for mutant in mutants[:-1]}, [mutants[-1].name])
 
     monkeypatch.setattr(Hunt, "run", fake_run)
@@ -219,4 +219,4 @@ def test_no_bug_survives_in_the_committed_results() -> None:
     expected = {name for name in registered if not registry.unmet_requirement(name)}
     assert not expected - outcomes.keys(), "run `nrl-models dev mutate` and commit what it writes"
     assert not {name: outcome.survived for name, outcome in outcomes.items() if outcome.survived}
-    assert not {name: one.not_run for name, one in outcomes.items() if one.not_run}
+    assert not {name: outcome.not_run for name, outcome in outcomes.items() if outcome.not_run}

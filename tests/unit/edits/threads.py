@@ -38,7 +38,7 @@ def wrong(results: list[torch.Tensor], expected: torch.Tensor) -> int:
 def gradient_of(mlp: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """All weights' gradients of one pass, in a row; `.grad`, which threads would share, is not touched."""
     found = torch.autograd.grad(mlp(x).square().sum(), list(mlp.parameters()), allow_unused=True)
-    return torch.cat([torch.full((1,), torch.nan) if one is None else one.flatten() for one in found])
+    return torch.cat([torch.full((1,), torch.nan) if tensor is None else tensor.flatten() for tensor in found])
 
 
 def without_graph(mlp: nn.Module, x: torch.Tensor) -> torch.Tensor:

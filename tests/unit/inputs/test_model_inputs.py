@@ -48,8 +48,8 @@ def test_no_special_token_is_a_word() -> None:
 def test_a_seed_gives_the_same_numbers_and_draws_no_others() -> None:
     inputs(), vision_inputs()  # building the models draws some
     state = torch.get_rng_state()
-    for one in (inputs, vision_inputs):
-        first, again, other = one(labels=True), one(labels=True), one(labels=True, seed=1)
+    for given in (inputs, vision_inputs):
+        first, again, other = given(labels=True), given(labels=True), given(labels=True, seed=1)
         assert first.keys() == again.keys() == other.keys()
         assert all(torch.equal(first[name], tensor) for name, tensor in again.items())
         assert not torch.equal(first["input_ids"], other["input_ids"])

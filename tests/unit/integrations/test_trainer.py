@@ -208,7 +208,7 @@ def test_the_best_model_is_loaded_at_the_end(llama_checkpoint: Path, tmp_path: P
         run(load(llama_checkpoint), tmp_path / load.__name__, evaluate=True, learning_rate=0.02, **options)
         for load in (theirs, ours)
     ]
-    best = [Path(one.trainer.state.best_model_checkpoint).name for one in runs]
+    best = [Path(run.trainer.state.best_model_checkpoint).name for run in runs]
     assert best[0] == best[1] != f"checkpoint-{STEPS}"
     assert_same_run(runs[1], runs[0], 1e-3)  # at this rate rounding grows
     expected = stored(runs[1].out / best[1])

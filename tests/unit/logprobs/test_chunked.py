@@ -46,7 +46,7 @@ def with_gradients(found: TokenStatistics, inputs: list[torch.Tensor]) -> list[t
         for tensor, weight in zip(found, weights, strict=True)
     )
     gradients = torch.autograd.grad(loss, inputs)
-    return [*(one.detach() for one in found), *gradients]
+    return [*(tensor.detach() for tensor in found), *gradients]
 
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
@@ -218,9 +218,9 @@ def test_peak_memory_is_that_of_a_chunk() -> None:
 
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             result = func(*args, **(kwargs or {}))
-            for one in result if isinstance(result, (tuple, list)) else (result,):
-                if isinstance(one, torch.Tensor):
-                    self.elements = max(self.elements, one.untyped_storage().nbytes() // one.element_size())
+            for output in result if isinstance(result, (tuple, list)) else (result,):
+                if isinstance(output, torch.Tensor):
+                    self.elements = max(self.elements, output.untyped_storage().nbytes() // output.element_size())
             return result
 
     count, chunk = 4096, 64
@@ -232,7 +232,7 @@ def test_peak_memory_is_that_of_a_chunk() -> None:
     for sampling in (Sampling(), Sampling(0.7, top_p=0.9)):
         with Largest() as largest:
             found = chunked_statistics(hidden, head, ids, sampling, entropy=True, reference=reference, chunk_size=chunk)
-            sum(one.sum() for one in found).backward()
+            sum(output.sum() for output in found).backward()
         assert largest.elements <= max(chunk * VOCABULARY, count * HIDDEN)
         assert largest.elements < count * VOCABULARY / 4
 

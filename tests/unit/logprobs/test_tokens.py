@@ -55,7 +55,9 @@ def test_each_token_has_the_logprob_of_itself(model: PreTrainedModel, documents:
 def test_padding(model: PreTrainedModel, documents: list[torch.Tensor], side: str) -> None:
     size = max(DOCUMENTS)
     rows, mask = torch.zeros(len(documents), size, dtype=torch.long), torch.zeros(len(documents), size)
-    places = [slice(size - len(one), size) if side == "left" else slice(0, len(one)) for one in documents]
+    places = [
+        slice(size - len(document), size) if side == "left" else slice(0, len(document)) for document in documents
+    ]
     for row, (place, document) in enumerate(zip(places, documents, strict=True)):
         rows[row, place], mask[row, place] = document, 1
     found = token_logprobs(model, rows, attention_mask=mask, temperature=0.7)
@@ -67,7 +69,7 @@ def test_padding(model: PreTrainedModel, documents: list[torch.Tensor], side: st
 
 
 def test_packing(model: PreTrainedModel, documents: list[torch.Tensor]) -> None:
-    position_ids = torch.cat([torch.arange(len(one)) for one in documents])[None]
+    position_ids = torch.cat([torch.arange(len(document)) for document in documents])[None]
     found = token_logprobs(model, torch.cat(documents)[None], position_ids=position_ids)
     assert torch.equal(found.mask, position_ids > 0)
     expected = torch.cat([by_hand(model, document) for document in documents])

@@ -150,7 +150,7 @@ def test_nothing_random_is_drawn_and_every_registered_declaration_agrees() -> No
             if issubclass(rewrite, CombinedProjections)
         }
         assert found.keys() == declared.keys()
-        assert all(set(group) <= set(declared[one][0]) for one, groups in found.items() for group in groups)
+        assert all(set(group) <= set(declared[layer][0]) for layer, groups in found.items() for group in groups)
     assert torch.equal(torch.get_rng_state(), state)
 
 

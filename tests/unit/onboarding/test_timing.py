@@ -33,12 +33,12 @@ def test_what_combines_is_drawn() -> None:
 
 def test_what_was_timed_is_added_to_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     timed = iter((10.0, 20.0))
-    monkeypatch.setattr(onboarding, "time_one", lambda one: row(one.__name__, next(timed)))
+    monkeypatch.setattr(onboarding, "time_one", lambda timed_class: row(timed_class.__name__, next(timed)))
     file = tmp_path / "onboarding.json"
     file.write_text(json.dumps({"rows": [row("X", 60.0, 2.0, "no"), row("OPTForCausalLM", 99.0)]}))
     onboarding.measure([transformers.OPTForCausalLM, transformers.LlamaForCausalLM], tmp_path)
     content = json.loads(file.read_text())
-    assert [(one["architecture"], one["seconds"]) for one in content["rows"]] == [
+    assert [(entry["architecture"], entry["seconds"]) for entry in content["rows"]] == [
         ("LlamaForCausalLM", 20.0), ("OPTForCausalLM", 10.0), ("X", 60.0)
     ]  # fmt: skip
     (words,) = content["notes"]

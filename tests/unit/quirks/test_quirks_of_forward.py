@@ -77,7 +77,7 @@ def test_cure_of_token_types() -> None:
 def test_symptom_of_shared_kv_without_cache() -> None:
     """What transformers hands on from layer to layer is all they have: projections of their own are gone."""
     model = SHARING.model()
-    layer = next(one for one in model.modules() if getattr(one, "is_kv_shared_layer", False))
+    layer = next(module for module in model.modules() if getattr(module, "is_kv_shared_layer", False))
     assert not hasattr(layer, "k_proj")
 
     def forget(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:

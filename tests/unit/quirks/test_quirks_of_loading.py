@@ -104,7 +104,7 @@ def without_renaming(monkeypatch: pytest.MonkeyPatch, with_tower: Path) -> None:
     original = conversion_mapping.get_model_conversion_mapping
 
     def lost(*args: Any, **options: Any) -> list[Any]:
-        return [one for one in original(*args, **options) if "^visual" not in one.source_patterns]
+        return [step for step in original(*args, **options) if "^visual" not in step.source_patterns]
 
     for module in (conversion_mapping, probes):
         monkeypatch.setattr(module, "get_model_conversion_mapping", lost)

@@ -35,7 +35,7 @@ def without_state(case: FamilyCase, model: nn.Module) -> set[str]:
     model(**case.inputs(labels=True, images=False)).loss.backward()
     optimizer.step()
     names = {parameter: name for name, parameter in model.named_parameters()}
-    return {names[one] for one in given if one not in optimizer.state}
+    return {names[parameter] for parameter in given if parameter not in optimizer.state}
 
 
 def test_symptom_of_unreachable_parameters() -> None:
@@ -182,7 +182,7 @@ FUSED = FamilyCase(registry.model_class("NemotronHForCausalLM"))
 
 def test_symptom_of_fused_out_projection(monkeypatch: pytest.MonkeyPatch) -> None:
     model = FUSED.new_pair()[1].train()
-    mixer = next(one for one in model.modules() if hasattr(one, "A_log"))
+    mixer = next(module for module in model.modules() if hasattr(module, "A_log"))
     seen: list[str] = []
 
     def fused(projected: torch.Tensor, *args: object, outproj_weight: torch.Tensor, **options: object) -> torch.Tensor:

@@ -101,7 +101,7 @@ class PermuteRows(ConversionOps):
     def convert(
         self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **_: Any
     ) -> dict[str, torch.Tensor]:
-        ((tensor,),) = ([one] if isinstance(one, torch.Tensor) else one for one in input_dict.values())
+        ((tensor,),) = ([tensors] if isinstance(tensors, torch.Tensor) else tensors for tensors in input_dict.values())
         heads = tensor.view(8, *self.shape, 256)
         return {target_patterns[0]: heads.transpose(1, 2).reshape(256, 256)}
 
@@ -198,7 +198,7 @@ def test_no_reference_to_the_model_is_kept(llama_config: LlamaConfig) -> None:
     gone = [weakref.ref(model), *(weakref.ref(parameter) for parameter in model.parameters())]
     del model
     gc.collect()
-    assert not [one for one in gone if one() is not None]
+    assert not [reference for reference in gone if reference() is not None]
 
 
 def test_copies_of_an_adapter(adapter: StateDictAdapter, model: PreTrainedModel) -> None:
@@ -277,7 +277,7 @@ def test_an_excluded_name_is_searched_for(adapter: StateDictAdapter, model: PreT
     everything = adapter.to_hf(model.state_dict())
     left = adapter.to_hf(model.state_dict(), exclude_key_regex=r"k_proj|^lm_head")
     assert_same(
-        left, {name: one for name, one in everything.items() if "k_proj" not in name and name != "lm_head.weight"}
+        left, {name: tensor for name, tensor in everything.items() if "k_proj" not in name and name != "lm_head.weight"}
     )
     assert len(left) == len(everything) - 5
     assert_same(adapter.to_hf(model.state_dict(), exclude_key_regex=""), everything)
@@ -359,7 +359,7 @@ def pair(llama_config: LlamaConfig) -> tuple[PreTrainedModel, PreTrainedModel]:
 
 def test_optimiser_states_are_mapped(pair: tuple[PreTrainedModel, PreTrainedModel], input_ids: torch.Tensor) -> None:
     reference, model = pair
-    optimizers = [trained(one, input_ids) for one in pair]
+    optimizers = [trained(model, input_ids) for model in pair]
     for key in ("exp_avg", "exp_avg_sq"):
         expected, own = states(reference, optimizers[0], key), states(model, optimizers[1], key)
         back = model.state_dict_adapter.from_hf(expected, strict=False)
@@ -380,7 +380,7 @@ def test_training_continues_from_mapped_states(
     continued = trained(model, input_ids, steps=0)
     mapped = {key: adapter.from_hf(states(reference, optimizer, key)) for key in ("exp_avg", "exp_avg_sq")}
     for name, parameter in model.named_parameters():
-        continued.state[parameter] = {key: one[name].clone() for key, one in mapped.items()}
+        continued.state[parameter] = {key: value[name].clone() for key, value in mapped.items()}
         continued.state[parameter]["step"] = torch.tensor(2.0)
     for one, its_optimizer in ((reference, optimizer), (model, continued)):
         step(one, its_optimizer, input_ids)

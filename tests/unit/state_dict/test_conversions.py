@@ -24,6 +24,6 @@ def test_conversions_are_alike_if_they_do_the_same() -> None:
     scoped.scope_prefix = "tower"
     assert not are_alike([WeightRenaming("a", "b")], [scoped])
     first, second = conversions_of(mixtral), conversions_of(mixtral)
-    converter = next(one for one in second if getattr(one, "operations", None))
+    converter = next(step for step in second if getattr(step, "operations", None))
     converter.operations[0].dim = 7
     assert not are_alike(first, second)

@@ -253,4 +253,4 @@ def test_conversions_are_compiled_when_they_are_used() -> None:
         Deferred("(").search("x")
     compiled = conversions_of(small_deepseek())
     assert compiled
-    assert all(isinstance(one.compiled_sources, re.Pattern) for one in compiled)
+    assert all(isinstance(step.compiled_sources, re.Pattern) for step in compiled)

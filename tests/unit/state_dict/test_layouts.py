@@ -130,7 +130,9 @@ def test_a_prefix_is_kept_that_the_checkpoint_carried(prefix: str, llama: PreTra
     save_file(tensors, tmp_path / "given" / WEIGHTS, metadata={"format": "pt"})
     llama.config.save_pretrained(tmp_path / "given")
     edit_config(tmp_path / "given", architectures=["PrefixedForCausalLM"])
-    model, reference = (one.from_pretrained(tmp_path / "given") for one in (PrefixedForCausalLM, Upstream))
+    model, reference = (
+        model_class.from_pretrained(tmp_path / "given") for model_class in (PrefixedForCausalLM, Upstream)
+    )
     assert_same(hf_tensors(model), llama.state_dict())
     assert set(model.state_dict_adapter.hub) == set(tensors)
     model.save_pretrained(tmp_path / "ours")

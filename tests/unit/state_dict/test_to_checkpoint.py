@@ -90,7 +90,7 @@ def test_hub_names_are_the_adapters_to_translate(mixtral: PreTrainedModel, mixtr
 
 def test_two_models_side_by_side(llama: PreTrainedModel, mixtral: PreTrainedModel) -> None:
     pair = nn.ModuleDict(
-        {name: AutoModelForCausalLM.from_config(one.config) for name, one in (("a", llama), ("b", mixtral))}
+        {name: AutoModelForCausalLM.from_config(part.config) for name, part in (("a", llama), ("b", mixtral))}
     )
     given = {f"a.{name}": tensor for name, tensor in llama.state_dict().items()}
     given |= {f"b.{name}": tensor for name, tensor in mixtral.state_dict().items()}

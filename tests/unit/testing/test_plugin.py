@@ -63,7 +63,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, lis
     selected = f"({' or '.join(CHECKS)}) and not bfloat16"
     command = [sys.executable, "-m", "pytest", *options, "-k", selected]
     command += [part for name in families for part in ("--nrl-family", name)]
-    path = [str(Path(planted_bugs.__file__).parent), *(one for one in sys.path if one)]
+    path = [str(Path(planted_bugs.__file__).parent), *(entry for entry in sys.path if entry)]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     environment |= {"PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"}  # others are using the cores
     run = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=250)

@@ -39,7 +39,7 @@ def case(request: pytest.FixtureRequest) -> FamilyCase:
 def parts_of(config: PreTrainedConfig) -> list[PreTrainedConfig]:
     """A configuration and those inside it."""
     inside = [value for value in vars(config).values() if isinstance(value, PreTrainedConfig)]
-    return [config, *(part for one in inside for part in parts_of(one))]
+    return [config, *(part for config_inside in inside for part in parts_of(config_inside))]
 
 
 def test_every_architecture_has_one_of_test_size(case: FamilyCase) -> None:

@@ -41,7 +41,7 @@ def config_classes() -> list[type[PreTrainedConfig]]:
         for element in ([value] if isinstance(value, str) else value)
     ]
     found = (getattr(transformers, name, None) for name in names)
-    return list(dict.fromkeys(one.config_class for one in found if one is not None))
+    return list(dict.fromkeys(model_class.config_class for model_class in found if model_class is not None))
 
 
 def all_parts(config: PreTrainedConfig, path: str = "") -> dict[str, PreTrainedConfig]:
@@ -192,9 +192,9 @@ def test_special_tokens_that_differ_still_do_and_those_that_do_not_do_not() -> N
     keys = [key for key in default.to_dict() if sizes.is_token(key)]
     old, new = [getattr(default, key) for key in keys], [getattr(config, key) for key in keys]
     assert len(keys) >= 4
-    for one in range(len(keys)):
+    for place in range(len(keys)):
         for other in range(len(keys)):
-            assert (old[one] == old[other]) == (new[one] == new[other])
+            assert (old[place] == old[other]) == (new[place] == new[other])
     assert all(value >= sizes.FIRST_SPECIAL for value in new)
 
 

@@ -59,7 +59,8 @@ def test_an_image_is_the_same_alone_and_packed(tower: hf.MoonViTModel, attn: str
     assert packed.shape == (6 + 16 + 1, 4, 64)
     sizes = [height * width for height, width in GRID]
     alone = [
-        tower(one, torch.tensor([size])).last_hidden_state for one, size in zip(pixels.split(sizes), GRID, strict=True)
+        tower(image, torch.tensor([size])).last_hidden_state
+        for image, size in zip(pixels.split(sizes), GRID, strict=True)
     ]
     torch.testing.assert_close(packed, torch.cat(alone), atol=1e-5, rtol=1e-5)
 
