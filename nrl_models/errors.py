@@ -122,6 +122,10 @@ class HeadError(NRLModelsError, ValueError):
     """A model's head is not an output embedding with an optional scale or soft cap."""
 
 
+class DownloadError(NRLModelsError, RuntimeError):
+    """Weights cannot be downloaded, or may not before their terms are accepted."""
+
+
 class EngineError(NRLModelsError, RuntimeError):
     """An inference engine is missing, refused a request, returned no log-probabilities, timed out or died."""
 

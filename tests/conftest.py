@@ -6,7 +6,7 @@ import pytest
 
 from nrl_models.testing.plugin import CHOSEN, share_cores
 
-pytest_plugins = ["pytester"]
+pytest_plugins = ["pytester", "real_models"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

