@@ -87,6 +87,13 @@ def consistency(
     top_p: Annotated[float, typer.Option(help="Of mode sampling; 1 is all.")] = 0.95,
     strict: Annotated[bool, typer.Option(help="Sample from the trainer, too, and average.")] = False,
     threshold: Threshold = 1.05,
+    noise_factor: Annotated[
+        float,
+        typer.Option(
+            help="An error above the threshold passes if it is at most so many times as far from 1 as the noise floor.",
+            min=0.0,
+        ),
+    ] = 1.5,
     dtype: Dtype = None,
     trainer_dtype: TrainerDtype = None,
     device: Device = "cpu",
@@ -134,6 +141,7 @@ def consistency(
         new_tokens=new_tokens,
         strict=strict,
         threshold=threshold,
+        noise_factor=noise_factor,
         seed=seed,
     )
     kept = out or Path("consistency") / path.resolve().name
@@ -160,6 +168,8 @@ def consistency(
     if not output.console().is_terminal:
         show(report.table())
     for result in report.results:
+        for line in result.notes:
+            show(f"{result.cell}: {line}")
         if not result.passed:
             show(f"{result.cell}: {'; '.join(result.problems)}")
             show(result.verdict.summary if result.verdict else "not judged: others failed before it")
@@ -182,16 +192,20 @@ def refit_check(
     dtype: Dtype = None,
     trainer_dtype: TrainerDtype = None,
     device: Device = "cpu",
-    length: Annotated[int, typer.Option(help="Tokens of the sequences that are compared.", min=8)] = 100,
+    length: Annotated[
+        int | None,
+        typer.Option(help="Tokens of the sequences that are compared; 100, or what the model takes, without.", min=8),
+    ] = None,
     batch: Annotated[int, typer.Option(help="How many of them.", min=1)] = 4,
     threshold: Threshold = 1.05,
-    bucket_mb: Annotated[float | None, typer.Option(help="MB to send at a time at most; everything without.")] = None,
+    bucket_mb: Annotated[
+        float | None, typer.Option(help="MB to send at a time at most; everything without.", min=1e-6)
+    ] = None,
     engine_option: EngineOptions = None,
     json_file: JsonFile = None,
 ) -> None:
     """Check that new weights reach an engine: from random ones, and again after a training step."""
-    from nrl_models.consistency.cells import Settings
-    from nrl_models.consistency.refit import check_refit
+    from nrl_models.consistency.refit import check_refit, refit_settings
 
     check_device(device)
     with status("starting") as note:
@@ -201,13 +215,13 @@ def refit_check(
             dtype=torch_dtype(dtype),
             trainer_dtype=torch_dtype(trainer_dtype),
             device=device,
-            settings=Settings((length,), ("dummy",), ("sampling",), (batch,), threshold=threshold),
+            settings=refit_settings(path, engine, length, batch, threshold),
             bucket_bytes=None if bucket_mb is None else int(bucket_mb * 1e6),
             engine_options=dict(engine_option or ()),
             note=note,
         )
     for step in check.steps:
-        for problem in (*step.problems, *step.result.problems):
+        for problem in (*step.problems, *step.result.problems, *step.result.notes):
             show(f"{step.name}: {problem}")
         if step.result.verdict:
             show(f"{step.name}: {step.result.verdict.summary}")
@@ -236,9 +250,10 @@ def _cells_as_they_finish() -> Iterator[Callable[[ConsistencyReport], None]]:
         nonlocal done
         results = report.results
         for result in results[done:]:
+            comparison, error = result.worst
             console.print(
                 f"{len(results)}/{len(results) + len(report.running)} {result.cell}: "
-                f"{'pass' if result.passed else 'FAIL'}, token_mult_prob_error {max(result.errors):.7f}, "
+                f"{'pass' if result.passed else 'FAIL'}, token_mult_prob_error {error:.7f} against {comparison}, "
                 f"noise floor {result.noise:.7f}",
                 highlight=False,
                 soft_wrap=True,

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 from rich.markup import escape
 from rich.table import Table
 
-from nrl_models.consistency.cells import Cell, Settings
+from nrl_models.common.dtypes import dtype_name
+from nrl_models.consistency.cells import NOISE_FACTOR, Cell, Settings, largest_error
 from nrl_models.consistency.measure import Comparison, Measurement
 from nrl_models.consistency.verdict import Verdict
 from nrl_models.logprobs.metrics import ConsistencyMetrics, finite_or_none
@@ -33,13 +34,15 @@ class CellResult:
     Args:
         cell: which.
         repeats: its measurements.
-        threshold: bound on `token_mult_prob_error`.
+        threshold: bound on `token_mult_prob_error`, where the noise floor allows no more.
+        noise_factor: how many times further from 1 than the noise floor it may be.
         verdict: where the disagreement comes from; None if the cell passes, or was not judged.
     """
 
     cell: Cell
     repeats: tuple[Measurement, ...]
     threshold: float
+    noise_factor: float = NOISE_FACTOR
     verdict: Verdict | None = None
 
     @property
@@ -57,8 +60,35 @@ class CellResult:
 
     @property
     def noise(self) -> float:
-        """The noise floor: `token_mult_prob_error` of the trainer compared with itself under other roundings."""
+        """The noise floor: `token_mult_prob_error` of one model under other roundings, in the lower precision."""
         return max(repeat.metrics[Comparison.NOISE].token_mult_prob_error for repeat in self.repeats)
+
+    @property
+    def bound(self) -> float:
+        """The largest `token_mult_prob_error` that passes."""
+        return largest_error(self.threshold, self.noise_factor, self.noise)
+
+    @property
+    def worst(self) -> tuple[Comparison, float]:
+        """The comparison with the largest `token_mult_prob_error`, and that."""
+        errors = {
+            name: max((metrics.token_mult_prob_error for metrics in repeats), key=last_if_nan)
+            for name, repeats in self.comparisons.items()
+        }
+        name = max(errors, key=lambda name: last_if_nan(errors[name]))
+        return name, errors[name]
+
+    @property
+    def notes(self) -> list[str]:
+        """What to know about a cell that passes: an error above the threshold that precision explains."""
+        name, error = self.worst
+        if not self.passed or error <= self.threshold:
+            return []
+        precision = dtype_name(self.repeats[0].noise_dtype)
+        return [
+            f"token_mult_prob_error {error:.4g} against {name}, above {self.threshold:g}, is within the noise floor of "
+            f"{precision}: {_shown(self.noise)}"
+        ]
 
     @property
     def problems(self) -> list[str]:
@@ -66,8 +96,11 @@ class CellResult:
         problems = []
         for name, repeats in self.comparisons.items():
             worst = max((metrics.token_mult_prob_error for metrics in repeats), key=last_if_nan)
-            if not worst <= self.threshold:
-                problems.append(f"token_mult_prob_error {worst:.6g} against {name}, above {self.threshold:g}")
+            if not worst <= self.bound:
+                above = f"above {self.threshold:g}"
+                if self.bound > self.threshold:
+                    above += f" and what the noise floor of {_shown(self.noise)} explains ({self.bound:.4g})"
+                problems.append(f"token_mult_prob_error {worst:.6g} against {name}, {above}")
             for count, what in (
                 (sum(metrics.nan for metrics in repeats), "NaN"),
                 (sum(metrics.engine_infinite for metrics in repeats), "infinite in the engine"),
@@ -102,8 +135,11 @@ class CellResult:
             "token_mult_prob_error_deviation": statistics.pstdev(self.errors) if finite else None,
             "token_mult_prob_error_strict": finite_or_none((worst + max(strict)) / 2) if strict else None,
             "noise_floor": finite_or_none(self.noise),
+            "noise_dtype": dtype_name(self.repeats[0].noise_dtype),
             "threshold": self.threshold,
+            "bound": self.bound,
             "problems": self.problems,
+            "notes": self.notes,
             "explanation": None if self.verdict is None else self.verdict.to_json(),
             "repeats": [
                 dict.fromkeys(Comparison) | {name: metrics.to_json() for name, metrics in repeat.metrics.items()}
@@ -230,8 +266,8 @@ class ConsistencyReport:
         ]
         lines += [f"| {' | '.join(row)} |" for row in table]
         for result in self.results:
-            if not result.passed:
-                lines += ["", f"**{result.cell}**", "", *(f"- {line}" for line in result.explanation)]
+            if said := [*result.explanation, *result.notes]:
+                lines += ["", f"**{result.cell}**", "", *(f"- {line}" for line in said)]
         return "\n".join([*lines, "", f"Engine: {described(self.engine)}.", f"Trainer: {described(self.trainer)}.", ""])
 
 

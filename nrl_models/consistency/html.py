@@ -97,7 +97,7 @@ def _plots(result: CellResult, engine: str) -> str:
             mean, largest = _by_column(differences)
             by_position.plot(positions, mean, color=colour, linewidth=1.2, label=f"{name}, mean")
             by_position.plot(positions, largest, color=colour, linewidth=0.6, alpha=0.5, label=f"{name}, largest")
-    noise, _ = _by_column([repeat.rounded - repeat.trainer[: len(repeat.rounded)] for repeat in repeats])
+    noise, _ = _by_column([rounded - unrounded for rounded, unrounded in (repeat.noise_sides for repeat in repeats)])
     by_position.plot(positions, noise, color="0.5", linewidth=0.8, linestyle="--", label="noise floor, mean")
     by_position.set_yscale("symlog", linthresh=1e-7)
     by_position.set_ylim(bottom=0)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from nrl_models.common.dtypes import dtype_name
-from nrl_models.consistency.cells import Cell
+from nrl_models.consistency.cells import Cell, Settings, largest_error
 from nrl_models.consistency.divergence import Divergence, classify, first_divergence
 from nrl_models.consistency.hypotheses import Hypotheses, distance
 from nrl_models.consistency.measure import Comparison, Measurement, Meter, order_by_error
@@ -53,7 +53,7 @@ class Judge:
     def judge(self, cell: Cell, measurement: Measurement) -> Verdict:
         """The verdict on one measurement of a cell; of one that agrees, kind `precision`."""
         sampling = self.settings.sampling_of(cell)
-        tokens, parties = _worst_sequences(measurement, self.settings.threshold, 1 if cell.length > 2_000 else 2)
+        tokens, parties = _worst_sequences(measurement, self.settings, 1 if cell.length > 2_000 else 2)
         generated = measurement.decode.shape[1]
 
         @cache
@@ -176,12 +176,14 @@ class Judge:
 
 
 def _worst_sequences(
-    measurement: Measurement, threshold: float, count: int
+    measurement: Measurement, settings: Settings, count: int
 ) -> tuple[torch.Tensor, dict[Party, torch.Tensor]]:
     """The sequences with the largest errors, and every party's log-probabilities of them."""
     metrics = measurement.metrics
     sampled = [metrics[name] for name in (Comparison.DECODE, Comparison.PREFILL) if name in metrics]
-    if Comparison.STRICT in metrics and all(found.token_mult_prob_error <= threshold for found in sampled):
+    noise = metrics[Comparison.NOISE].token_mult_prob_error
+    bound = largest_error(settings.threshold, settings.noise_factor, noise)
+    if Comparison.STRICT in metrics and all(found.token_mult_prob_error <= bound for found in sampled):
         tokens = measurement.strict_tokens
         parties = {Party.TRAINER: measurement.strict_trainer, Party.PREFILL: measurement.strict_engine}
     else:

@@ -21,16 +21,16 @@ from nrl_models.consistency.store import Store
 from nrl_models.consistency.verdict import Verdict
 from nrl_models.engines import start_engine
 from nrl_models.engines.hf import HFEngine
+from nrl_models.engines.start import engine_keywords, longest_sequence, room_to_score
 from nrl_models.errors import ConsistencyError, EngineError
-from nrl_models.loading.read_config import read_config
 
 MAX_VERDICTS = 3
 """How many failing cells are judged; that takes a few times as long as measuring."""
 
-FORMAT = 2
+FORMAT = 3
 """Of what is kept on disk: raised whenever what was kept before cannot be read any more."""
 
-_MAY_CHANGE = ("lengths", "data", "modes", "batches", "repeats", "strict", "threshold")
+_MAY_CHANGE = ("lengths", "data", "modes", "batches", "repeats", "strict", "threshold", "noise_factor")
 """Settings that a cell's measurement does not depend on: others may be added later."""
 
 
@@ -64,7 +64,8 @@ def check_consistency(
         fresh: whether to discard earlier measurements.
         load_format: `auto`, or `dummy` for an engine that starts on random weights and is refitted by the trainer.
         engine_options: the engine's own options.
-        skip_too_long: whether to skip lengths that exceed the model's limit, and report them, instead of raising.
+        skip_too_long: whether to skip lengths that exceed the model's limit, and report them, instead of raising; if
+            none is left, the longest possible one is checked.
         progress: called at every step with the report so far.
 
     Returns:
@@ -77,7 +78,10 @@ def check_consistency(
     """
     settings = settings or Settings()
     folder = resolve_folder(path)
-    settings, skipped = _fitting(folder, settings, skip_too_long)
+    settings, skipped = _fitting(folder, settings, engine, skip_too_long)
+    longest = max(settings.lengths) + room_to_score(engine) if engine == "vllm" else None
+    own = {"dtype": dtype, "load_format": load_format, "seed": settings.seed, "max_length": longest}
+    keywords = engine_keywords(engine_options, **own)
     decisive = {
         "format": FORMAT,
         "checkpoint": fingerprint(folder),
@@ -93,13 +97,12 @@ def check_consistency(
     model = auto_class_for(path).from_pretrained(path, dtype=trainer_dtype or dtype or "auto", device=device)
     trainer = HFEngine(model, "trainer")
     prompts = Prompts.of_checkpoint(folder, trainer.capabilities().vocabulary or 0, text_file)
-    # vLLM has to sample one more token to score.
-    options = {"max_length": max(settings.lengths) + 1 if engine == "vllm" else None, **(engine_options or {})}
     dummy = load_format == "dummy"
-    with start_engine(engine, path, dtype=dtype, load_format=load_format, seed=settings.seed, **options) as started:
+    with start_engine(engine, path, **keywords) as started:
         if dummy:
             started.refit(model.state_dict_adapter.iter_export(model))
-        meter, references = Meter(started, trainer, prompts, settings, store), References(path, device=device)
+        references = References(path, device=device)
+        meter = Meter(started, trainer, prompts, settings, store, references)
         return run_matrix(str(path), meter, references, skipped=skipped, random_weights=dummy, progress=progress)
 
 
@@ -139,7 +142,7 @@ def run_matrix(
                 progress(report)
 
             repeats = tuple(meter.measure(cell, repeat, note) for repeat in range(settings.repeats))
-            result = CellResult(cell, repeats, settings.threshold)
+            result = CellResult(cell, repeats, settings.threshold, settings.noise_factor)
             judged = sum(earlier.verdict is not None for earlier in report.results)
             if not result.passed and judged < MAX_VERDICTS:
                 note("judging")
@@ -172,21 +175,23 @@ def _badness(measurement: Measurement) -> float:
     )
 
 
-def _fitting(folder: Path, settings: Settings, skip: bool) -> tuple[Settings, dict[Cell, str]]:
+def _fitting(folder: Path, settings: Settings, engine: str, skip: bool) -> tuple[Settings, dict[Cell, str]]:
     """The settings without lengths that exceed the model's limit, and the cells this leaves out."""
-    limit = getattr(read_config(folder).get_text_config(), "max_position_embeddings", None)
-    too_long = [length for length in settings.lengths if limit is not None and length > limit]
-    if not too_long:
+    longest = longest_sequence(folder, engine)
+    too_long = [length for length in settings.lengths if longest is not None and length > longest]
+    if longest is None or not too_long:
         return settings, {}
-    fitting = tuple(length for length in settings.lengths if length not in too_long)
-    if not skip or not fitting:
+    fitting = tuple(length for length in settings.lengths if length not in too_long) or (longest,)
+    room = room_to_score(engine)
+    reason = f"the model takes {longest + room:,} tokens"
+    reason += f", of which {engine} needs {room} to score" if room else ""
+    if not skip:
         raise ConsistencyError(
-            f"the model takes {limit:,} tokens (max_position_embeddings), and a length of "
-            f"{', '.join(f'{length:,}' for length in too_long)} is asked for: leave it out"
-            + (f" (--length {' --length '.join(map(str, fitting))})" if fitting else "")
+            f"{reason}, and a length of {', '.join(f'{length:,}' for length in too_long)} is asked for: leave it out, "
+            f"or take --length {' --length '.join(map(str, fitting))}"
         )
     left_out = replace(settings, lengths=tuple(too_long)).cells()
-    return replace(settings, lengths=fitting), dict.fromkeys(left_out, f"the model takes {limit:,} tokens")
+    return replace(settings, lengths=fitting), dict.fromkeys(left_out, reason)
 
 
 def fingerprint(folder: Path) -> dict[str, Any]:

@@ -12,14 +12,18 @@ import torch
 
 from nrl_models.consistency.cells import Cell, Settings
 from nrl_models.consistency.prompts import Prompts
+from nrl_models.consistency.references import References
 from nrl_models.consistency.store import Store
 from nrl_models.engines.base import Engine, final_scores, padded
 from nrl_models.engines.hf import HFEngine
 from nrl_models.logprobs.metrics import ConsistencyMetrics, consistency_metrics
 from nrl_models.parity.noise import rounded_otherwise
 
-NOISE_SEQUENCES = 2
-"""Sequences of a batch on which the noise floor is measured."""
+NOISE_SEQUENCES = (2, 8)
+"""Sequences of a batch on which the noise floor is measured: from one to another it differs by half, so as many as
+`NOISE_TOKENS` allows between these."""
+
+NOISE_TOKENS = 8_000
 
 
 class Comparison(StrEnum):
@@ -32,7 +36,7 @@ class Comparison(StrEnum):
     WITHIN_ENGINE = "within_engine"
     """The engine's prefill with its own decoding."""
     NOISE = "noise"
-    """The trainer with itself under other roundings: the noise floor."""
+    """A model in the lower precision of the two with itself under other roundings: the noise floor."""
     STRICT = "strict"
     """Trainer with engine, on what the trainer sampled."""
 
@@ -47,7 +51,10 @@ class Measurement:
         decode: `(sequences, generated)` fp64, like all that follow: log-probabilities from the engine as it sampled.
         prefill: from the engine, given the same tokens; None if it cannot score them.
         trainer: from the trainer.
-        rounded: from the trainer under other roundings, for the first sequences: the noise floor.
+        rounded: under other roundings, for the first sequences: from the trainer or, if the engine computes in a lower
+            precision, from transformers' model in that.
+        unrounded: what `rounded` is compared with; None if it is the trainer's.
+        noise_dtype: the precision of both.
         strict_tokens: what the trainer sampled, if it was asked to.
         strict_trainer, strict_engine: log-probabilities of that.
     """
@@ -58,9 +65,16 @@ class Measurement:
     prefill: torch.Tensor | None = None
     trainer: torch.Tensor
     rounded: torch.Tensor
+    unrounded: torch.Tensor | None = None
+    noise_dtype: torch.dtype = torch.float32
     strict_tokens: torch.Tensor | None = None
     strict_trainer: torch.Tensor | None = None
     strict_engine: torch.Tensor | None = None
+
+    @property
+    def noise_sides(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The two sets of log-probabilities that differ by the noise floor."""
+        return self.rounded, self.trainer[: len(self.rounded)] if self.unrounded is None else self.unrounded
 
     @cached_property
     def metrics(self) -> dict[Comparison, ConsistencyMetrics]:
@@ -69,7 +83,7 @@ class Measurement:
             Comparison.DECODE: (self.trainer, self.decode),
             Comparison.PREFILL: (self.trainer, self.prefill),
             Comparison.WITHIN_ENGINE: (self.prefill, self.decode),
-            Comparison.NOISE: (self.rounded, self.trainer[: len(self.rounded)]),
+            Comparison.NOISE: self.noise_sides,
             Comparison.STRICT: (self.strict_trainer, self.strict_engine),
         }
         return {
@@ -98,6 +112,8 @@ class Meter:
         prompts: where prompts come from.
         settings: what to measure.
         store: where results go, and come from if they are there; None keeps nothing.
+        references: make the model on which the noise floor is measured, if the engine's precision is the lower; it is
+            measured on the trainer otherwise, and without them.
     """
 
     engine: Engine
@@ -105,6 +121,15 @@ class Meter:
     prompts: Prompts
     settings: Settings
     store: Store | None = None
+    references: References | None = None
+
+    @property
+    def noise_dtype(self) -> torch.dtype:
+        """The lower of the two precisions, that of the noise floor; the trainer's, if the engine's is unknown."""
+        dtypes = [self.trainer.model.dtype]
+        if self.references is not None and (dtype := self.engine.capabilities().dtype) is not None:
+            dtypes.append(dtype)
+        return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
 
     def measure(self, cell: Cell, repeat: int = 0, note: Callable[[str], None] = lambda step: None) -> Measurement:
         """Measure one repeat of a cell, or what is missing of it.
@@ -123,7 +148,7 @@ class Meter:
             "decode": ("generating", lambda: self._sample(self.engine, cell, seed)),
             "prefill": ("engine scores", lambda: {"prefill": self._scores(self.engine, arrays["tokens"], cell)}),
             "trainer": ("trainer scores", lambda: {"trainer": self._scores(self.trainer, arrays["tokens"], cell)}),
-            "rounded": ("noise floor", lambda: {"rounded": self._rounded(arrays["tokens"], cell)}),
+            "rounded": ("noise floor", lambda: self._rounded(arrays["tokens"], cell)),
         }
         if self.settings.strict:
             steps["strict_engine"] = ("trainer samples", lambda: self._strict(cell, seed))
@@ -135,7 +160,7 @@ class Meter:
                 if self.store:
                     self.store.save(cell, repeat, arrays)
         present = {name: array for name, array in arrays.items() if len(array)}
-        return Measurement(prompt_length=self._prompt_length(cell), **present)
+        return Measurement(prompt_length=self._prompt_length(cell), noise_dtype=self.noise_dtype, **present)
 
     def _prompt_length(self, cell: Cell) -> int:
         return cell.length - self.settings.generated(cell)
@@ -150,9 +175,16 @@ class Meter:
             "decode": padded([sample.logprobs for sample in samples]),
         }
 
-    def _rounded(self, tokens: torch.Tensor, cell: Cell) -> torch.Tensor:
-        with rounded_otherwise(self.trainer.model):
-            return self._scores(self.trainer, tokens[:NOISE_SEQUENCES], cell, full_logits=True)
+    def _rounded(self, tokens: torch.Tensor, cell: Cell) -> Arrays:
+        fewest, most = NOISE_SEQUENCES
+        tokens = tokens[: max(fewest, min(most, NOISE_TOKENS // tokens.shape[1]))]
+        party, arrays = self.trainer, {}
+        if self.noise_dtype != self.trainer.model.dtype:
+            assert self.references is not None
+            party = HFEngine(self.references.model(self.noise_dtype), "reference", max_length=tokens.shape[1])
+            arrays["unrounded"] = self._scores(party, tokens, cell)
+        with rounded_otherwise(party.model):
+            return arrays | {"rounded": self._scores(party, tokens, cell, full_logits=True)}
 
     def _strict(self, cell: Cell, seed: int) -> Arrays:
         tokens = self._sample(self.trainer, cell, seed, offset=1)["tokens"]

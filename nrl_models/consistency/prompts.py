@@ -21,27 +21,21 @@ class Prompts:
         vocabulary: the number of rows of the model's embedding.
         text: real text; that of this machine's Python if None.
 
-    Raises:
-        ConsistencyError: the tokenizer has more token ids than the embedding has rows.
+    A tokenizer may have more tokens than the embedding has rows, as long as it uses none of them: Gemma 3's has a token
+    for images that the text model lacks.
     """
 
     def __init__(self, tokenizer: Any | None, vocabulary: int, text: str | None = None) -> None:
         self.tokenizer, self.vocabulary = tokenizer, vocabulary
         self._text = text
         self._ids: list[int] | None = None
-        if tokenizer is not None and len(tokenizer) > vocabulary:
-            raise ConsistencyError(
-                f"the tokenizer has {len(tokenizer):,} tokens and the model's embedding {vocabulary:,} rows: token ids "
-                f"from {vocabulary:,} on have none. It is another model's tokenizer, or the embedding was not resized "
-                "(model.resize_token_embeddings)."
-            )
 
     @classmethod
     def of_checkpoint(cls, path: str | Path, vocabulary: int, text_file: Path | None = None) -> Prompts:
         """Prompts for the checkpoint in `path`, with its tokenizer if it has one.
 
         Raises:
-            ConsistencyError: the text cannot be read, or the tokenizer is another model's.
+            ConsistencyError: the text cannot be read, or the tokenizer does not load.
         """
         try:
             text = None if text_file is None else text_file.read_text(encoding="utf-8")
@@ -58,7 +52,8 @@ class Prompts:
             seed: decides where in the text, or at which number, each begins.
 
         Raises:
-            ConsistencyError: real text without a tokenizer, or too little of it.
+            ConsistencyError: real text without a tokenizer, or too little of it; or the tokenizer gives ids that the
+                embedding has no rows for.
         """
         generator = random.Random(f"{seed} {cell.data} {length}")
         make = self._real if cell.data == Data.REAL else self._dummy
@@ -105,16 +100,18 @@ class Prompts:
         return [FIRST_TEXT_TOKEN + place % ids for place in range(first, first + count)] if ids > 1 else [0] * count
 
     def _encode(self, text: str) -> list[int]:
-        ids = self._tokenized(text, add_special_tokens=False)
-        if ids and max(ids) >= self.vocabulary:
-            raise ConsistencyError(
-                f"the tokenizer gives token {max(ids)}, and the model's embedding has {self.vocabulary:,} rows"
-            )
-        return ids
+        return self._tokenized(text, add_special_tokens=False)
 
     def _tokenized(self, text: str, **options: Any) -> list[int]:
         assert self.tokenizer is not None
-        return self.tokenizer(text, **options)["input_ids"]
+        ids = self.tokenizer(text, **options)["input_ids"]
+        if ids and max(ids) >= self.vocabulary:
+            raise ConsistencyError(
+                f"the tokenizer gives token {max(ids):,} ({self.tokenizer.decode([max(ids)])!r}), and the model's "
+                f"embedding has {self.vocabulary:,} rows. It is another model's tokenizer, or the embedding was not "
+                "resized (model.resize_token_embeddings)."
+            )
+        return ids
 
     def _start(self) -> list[int]:
         """The special tokens that the tokenizer puts before a text."""

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from nrl_models.auto import auto_class_for
 from nrl_models.common.checkpoint.files import resolve_folder
-from nrl_models.consistency.cells import Data, Mode, Settings
+from nrl_models.consistency.cells import THRESHOLD, Data, Mode, Settings
 from nrl_models.consistency.consistency_report import CellResult
 from nrl_models.consistency.judge import Judge
 from nrl_models.consistency.measure import Comparison, Measurement, Meter
@@ -27,12 +27,16 @@ from nrl_models.consistency.verdict import Verdict
 from nrl_models.engines import start_engine
 from nrl_models.engines.base import NamedTensor, RefitReport, digested, final_scores
 from nrl_models.engines.hf import HFEngine
-from nrl_models.errors import EngineError
+from nrl_models.engines.start import engine_keywords, longest_sequence, room_to_score
+from nrl_models.errors import ConsistencyError, EngineError
 from nrl_models.family import FamilyModel
 from nrl_models.logprobs.metrics import token_mult_prob_error
 from nrl_models.parity.parity_report import Outcome
 
 Tensors = Iterable[NamedTensor]
+
+LENGTH = 100
+"""Tokens of the sequences that are compared, if the model takes as many."""
 
 LEARNING_RATE = 1e-2
 """Of the training step between two refits: large, so that stale weights show."""
@@ -85,23 +89,29 @@ def check_refit(
         dtype: the engine's; the checkpoint's by default.
         trainer_dtype: the trainer's; the engine's by default.
         device: where the trainer runs.
-        settings: how to compare: its first cell, its threshold.
+        settings: how to compare: its first cell, its threshold; by default `refit_settings`.
         bucket_bytes: bytes sent at a time at most; everything at once by default, where that needs no copy.
         engine_options: the engine's own options.
         note: told the name of each step.
 
     Raises:
         EngineError: the engine does not start, takes no weights, or fails.
+        ConsistencyError: the model does not take sequences as long.
         CheckpointError, UnknownArchitectureError, ...: as `from_pretrained`.
     """
-    settings = settings or Settings(lengths=(100,), data=(Data.DUMMY,), modes=(Mode.SAMPLING,), batches=(4,))
+    settings = settings or refit_settings(path, engine)
+    length, longest = settings.cells()[0].length, longest_sequence(path, engine)
+    if longest is not None and length > longest:
+        raise ConsistencyError(f"a length of {length:,} is asked for: with this model and engine, {longest:,} at most")
+    own = {"dtype": dtype, "load_format": "dummy", "seed": settings.seed + 1}
+    own["max_length"] = length + room_to_score(engine)
+    keywords = engine_keywords(engine_options, **own)
     note("loading the trainer")
     model = auto_class_for(path).from_pretrained(path, dtype=trainer_dtype or dtype or "auto", device=device)
     trainer = HFEngine(model, "trainer")
     prompts = Prompts.of_checkpoint(resolve_folder(path), trainer.capabilities().vocabulary or 0)
     note("starting the engine on random weights")
-    options = {"max_length": settings.cells()[0].length + 1, **(engine_options or {})}
-    with start_engine(engine, path, dtype=dtype, load_format="dummy", seed=settings.seed + 1, **options) as started:
+    with start_engine(engine, path, **keywords) as started:
         if not started.capabilities().refit:
             raise EngineError(f"{engine} takes no new weights here, so there is nothing to check")
         checker = RefitChecker(str(path), Meter(started, trainer, prompts, settings), device)
@@ -112,6 +122,15 @@ def check_refit(
         note("second refit")
         checker.refit("after a training step", bucket_bytes=bucket_bytes)
     return checker
+
+
+def refit_settings(
+    path: str | Path, engine: str, length: int | None = None, batch: int = 4, threshold: float = THRESHOLD
+) -> Settings:
+    """How refits are compared: dummy data, sampled; by default of `LENGTH` tokens, or as many as the model takes."""
+    longest = longest_sequence(path, engine)
+    length = length or (LENGTH if longest is None else min(LENGTH, longest))
+    return Settings((length,), (Data.DUMMY,), (Mode.SAMPLING,), (batch,), threshold=threshold)
 
 
 @dataclass
@@ -154,13 +173,15 @@ class RefitChecker:
         """
         model: FamilyModel = self.meter.trainer.model
         adapter = model.state_dict_adapter
+        self.meter.references = self._references()
         before = self.meter.measure(self.cell)
         sent: dict[str, str] = {}
         exported = adapter.iter_export(model, max_bytes=bucket_bytes)
         report = self.meter.engine.refit(change(digested(exported, sent)), bucket_bytes=bucket_bytes)
         problems = tuple(self._problems(report, sent, adapter.export_plan()))
         after = self.meter.measure(self.cell)
-        result = CellResult(self.cell, (after,), self.meter.settings.threshold)
+        settings = self.meter.settings
+        result = CellResult(self.cell, (after,), settings.threshold, settings.noise_factor)
         if not result.passed or problems:
             result = replace(result, verdict=self._judge(after))
         step = RefitStep(name, report, problems, result, before.metrics[Comparison.DECODE].token_mult_prob_error)
@@ -217,15 +238,19 @@ class RefitChecker:
             yield "the same weights were sent as last time: the training step changed nothing"
 
     def _judge(self, measurement: Measurement) -> Verdict:
+        assert self.meter.references is not None
+        return Judge(self.meter, self.meter.references, random_weights=True).judge(self.cell, measurement)
+
+    def _references(self) -> References:
+        """Models with the trainer's weights as they are now."""
         model: FamilyModel = self.meter.trainer.model
         previous = self._previous
-        references = References(
+        return References(
             self.path,
             device=self.device,
             weights=lambda: model.state_dict_adapter.iter_export(model),
             previous=None if previous is None else lambda: previous.items(),
         )
-        return Judge(self.meter, references, random_weights=True).judge(self.cell, measurement)
 
     @property
     def passed(self) -> bool:
@@ -246,6 +271,7 @@ class RefitChecker:
                     "token_mult_prob_error": step.result.to_json()["token_mult_prob_error"],
                     "before": step.before,
                     "problems": [*step.problems, *step.result.problems],
+                    "notes": step.result.notes,
                     "report": asdict(replace(step.report, digests={})) | {"digests": len(step.report.digests)},
                     "comparison": step.result.to_json(),
                 }

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -17,6 +17,9 @@ from nrl_models.common.dtypes import dtype_name
 from nrl_models.common.random_states import random_states_kept
 from nrl_models.errors import EngineError
 from nrl_models.logprobs.sampling import Sampling
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 Tokens = Sequence[int]
 NamedTensor = tuple[str, torch.Tensor]
@@ -258,6 +261,23 @@ class Engine(AbstractContextManager["Engine"]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def model_limit(config: PreTrainedConfig) -> int | None:
+    """Tokens of a sequence that a model takes, by its configuration; None if that does not say."""
+    text = config.get_text_config(decoder=True)
+    found = (getattr(text, key, None) for key in ("max_position_embeddings", "max_seq_len", "max_target_positions"))
+    return min((limit for limit in found if isinstance(limit, int) and limit > 0), default=None)
+
+
+def require_number(name: str, value: Any, *types: type) -> None:
+    """Require that an engine's option, if given, is a positive number of one of the types.
+
+    Raises:
+        EngineError: it is not.
+    """
+    if value is not None and (type(value) not in types or not value > 0):
+        raise EngineError(f"{name}={value!r}: expected a positive {'whole ' if float not in types else ''}number")
 
 
 def require_lengths(engine: Engine, sequences: Sequence[Tokens], more: int = 0) -> None:

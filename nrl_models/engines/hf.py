@@ -28,10 +28,12 @@ from nrl_models.engines.base import (
     NamedTensor,
     Sample,
     Tokens,
+    model_limit,
     require_lengths,
+    require_number,
     tensor_digest,
 )
-from nrl_models.errors import EngineError
+from nrl_models.errors import EngineError, one_line
 from nrl_models.loading.read_config import read_config
 from nrl_models.logprobs.head import output_embedding
 from nrl_models.logprobs.sampling import Sampling, processed
@@ -63,13 +65,12 @@ class HFEngine(Engine):
     Args:
         model: any causal language model, in evaluation mode.
         name: its name in reports: `hf-generate`, `trainer`, `reference`.
-        max_length: tokens of a sequence at most; by default the configuration's `max_position_embeddings`.
+        max_length: tokens of a sequence at most; by default what the configuration says.
     """
 
     def __init__(self, model: Any, name: str = "hf-generate", max_length: int | None = None) -> None:
         self.model, self.name = model, name
-        text = model.config.get_text_config()
-        self.max_length = max_length or getattr(text, "max_position_embeddings", None)
+        self.max_length = max_length or model_limit(model.config)
 
     @classmethod
     def start(
@@ -89,12 +90,20 @@ class HFEngine(Engine):
             path, dtype, max_length, load_format, seed: as for `start_engine`.
             device: where to run.
             unknown: refused.
+
+        Raises:
+            EngineError: an option that is unknown or has an invalid value.
         """
         wrong = [*unknown, *([f"load_format={load_format}"] if load_format not in ("auto", "dummy") else [])]
         if wrong:
             raise EngineError(
                 f"hf-generate does not know {', '.join(wrong)}: expected device, load_format=auto|dummy, seed"
             )
+        require_number("max_length", max_length, int)
+        try:
+            torch.empty(0, device=device)
+        except (AssertionError, NotImplementedError, RuntimeError, TypeError) as error:
+            raise EngineError(f"hf-generate cannot run on device={device}: {one_line(error)}") from error
         if load_format == "dummy":
             torch.manual_seed(seed)
         model = reference_model(path, dtype, device, weights=load_format == "auto")

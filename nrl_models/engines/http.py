@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from nrl_models.common.checkpoint.files import resolve_folder
-from nrl_models.engines.base import Capabilities, Engine, Sample, Tokens, require_lengths
+from nrl_models.engines.base import Capabilities, Engine, Sample, Tokens, require_lengths, require_number
 from nrl_models.errors import EngineError
 from nrl_models.loading.read_config import read_config
 from nrl_models.logprobs.sampling import Sampling
@@ -38,6 +38,7 @@ class HTTPEngine(Engine):
         timeout: seconds to wait for an answer.
         vocabulary: number of token ids, which a server does not report.
         max_length: tokens of a sequence at most; by default what the server reports.
+        dtype: what it computes in, which a server does not report.
 
     Raises:
         EngineError: no server answers there, or it serves no such model.
@@ -54,6 +55,7 @@ class HTTPEngine(Engine):
         timeout: float = TIMEOUT,
         vocabulary: int | None = None,
         max_length: int | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         self.address = address.rstrip("/").removesuffix("/v1")
         self.headers = {"Content-Type": "application/json"}
@@ -69,7 +71,7 @@ class HTTPEngine(Engine):
             )
         self.model = model
         self.max_length = max_length or served[model].get("max_model_len")
-        self.vocabulary = vocabulary
+        self.vocabulary, self.dtype = vocabulary, dtype
 
     @classmethod
     def start(
@@ -85,13 +87,16 @@ class HTTPEngine(Engine):
     ) -> HTTPEngine:
         """Connect to a server that serves the checkpoint in `path`.
 
-        `dtype`, `load_format` and `seed` are ignored: they were chosen where the server was started.
+        `load_format` and `seed` are ignored: they were chosen where the server was started, as `dtype` was, which says
+        what it was.
         """
         vocabulary = getattr(read_config(resolve_folder(path)).get_text_config(), "vocab_size", None)
         unknown = options.keys() - {"model", "api_key", "timeout"}
         if unknown:
             raise EngineError(f"a server does not take {', '.join(sorted(unknown))}: expected model, api_key, timeout")
-        return cls(address, vocabulary=vocabulary, max_length=max_length, **options)
+        require_number("max_length", max_length, int)
+        require_number("timeout", options.get("timeout"), int, float)
+        return cls(address, vocabulary=vocabulary, max_length=max_length, dtype=dtype, **options)
 
     def capabilities(self) -> Capabilities:
         """Generation, and scores at temperature 1; nothing that needs access to the process."""
@@ -100,6 +105,7 @@ class HTTPEngine(Engine):
             max_length=self.max_length,
             own_limit=self.max_length is not None,
             vocabulary=self.vocabulary,
+            dtype=self.dtype,
         )
 
     def describe(self) -> dict[str, Any]:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from nrl_models.engines.base import Engine
+from nrl_models.common.checkpoint.files import resolve_folder
+from nrl_models.engines.base import Engine, model_limit
 from nrl_models.errors import EngineError
+from nrl_models.loading.read_config import read_config
 
 ENGINES = ("vllm", "hf-generate", "http://HOST:PORT")
 """Names of engines; any `http://` or `https://` address is a server."""
@@ -29,16 +32,21 @@ def start_engine(
     Args:
         name: one of `ENGINES`.
         path: the checkpoint's directory.
-        dtype: to compute in; the checkpoint's by default. A server has its own.
+        dtype: to compute in; the checkpoint's by default. A server has its own, and this says what it is.
         max_length: tokens of a sequence at most.
         load_format: `auto` reads the checkpoint's weights, `dummy` makes random ones.
         seed: of random numbers and weights.
-        options: the engine's own, see its `start`.
+        options: the engine's own, see its `start`. `python`, an environment's interpreter or directory, starts the vLLM
+            that is there (`nrl_models.engines.environment`).
 
     Raises:
         EngineError: an unknown name, or an engine that is not installed or does not start.
     """
     keywords = {"dtype": dtype, "max_length": max_length, "load_format": load_format, "seed": seed} | options
+    if name == "vllm" and "python" in options:
+        from nrl_models.engines.environment import EnvironmentEngine
+
+        return EnvironmentEngine.start(path, **keywords)
     if name == "vllm":
         from nrl_models.engines.vllm import VLLMEngine
 
@@ -52,3 +60,38 @@ def start_engine(
 
         return HTTPEngine.start(path, address=name, **keywords)
     raise EngineError(f"unknown engine {name!r}: expected one of {', '.join(ENGINES)}")
+
+
+def room_to_score(name: str) -> int:
+    """How many positions an engine needs beyond the tokens it scores: most have to sample another token."""
+    return 0 if name == "hf-generate" else 1
+
+
+def longest_sequence(path: str | Path, name: str) -> int | None:
+    """Tokens of the longest sequence of a checkpoint that an engine can score; None if the configuration has no limit.
+
+    Args:
+        path: the checkpoint's directory.
+        name: the engine's.
+    """
+    limit = model_limit(read_config(resolve_folder(path)))
+    return None if limit is None else limit - room_to_score(name)
+
+
+def engine_keywords(options: Mapping[str, Any] | None, **own: Any) -> dict[str, Any]:
+    """What a command passes to `start_engine`: its own keywords, and the engine's options it was given.
+
+    Args:
+        options: the engine's; `max_length` among them takes the place of the command's.
+        own: the command's.
+
+    Raises:
+        EngineError: an option that the command has another argument for, or decides itself.
+    """
+    taken = sorted((options or {}).keys() & own.keys() - {"max_length"})
+    if taken:
+        raise EngineError(
+            f"{', '.join(taken)}: not an engine option here, but decided by the command or an argument of its own "
+            f"(--{', --'.join(name.replace('_', '-') for name in taken)}, if it has that)"
+        )
+    return own | dict(options or {})

@@ -32,6 +32,7 @@ from nrl_models.engines.base import (
     Sample,
     Tokens,
     require_lengths,
+    require_number,
 )
 from nrl_models.errors import EngineError
 from nrl_models.loading.read_config import read_config
@@ -93,10 +94,14 @@ class VLLMEngine(Engine):
             EngineError: vLLM is not installed, or does not start; NRL_VLLM_USE_V1=0.
         """
         _refuse_v0()
+        require_number("max_length", max_length, int)
         os.environ.setdefault("VLLM_LOGGING_LEVEL", log_level)
         # vLLM would bind its threads, and with them the trainer's, to cores. Where other processes use these cores,
         # every step then waits for them: it took twenty times as long.
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        os.environ.setdefault(
+            "OMP_WAIT_POLICY", "PASSIVE"
+        )  # for processes of its own; here it is read on torch's import
         vllm = _import_vllm()
         separate = _runs_transformers_classes(path) if multiprocessing is None else multiprocessing
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if separate else "0"

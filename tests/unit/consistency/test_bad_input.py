@@ -155,8 +155,8 @@ def test_prompts_longer_than_the_engines_limit_are_refused(checkpoint: Path, che
 
 def test_a_tokenizer_of_another_model_is_refused(checkpoint: Path, check: Check, tmp_path: Path) -> None:
     path = shutil.copytree(checkpoint, tmp_path / "checkpoint")
-    words = Tokenizer(models.WordLevel({f"word{index}": index for index in range(600)}, unk_token="word0"))
+    words = Tokenizer(models.WordLevel({f"word{index}": index for index in range(600)}, unk_token="word599"))
     PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(path)
     result = check(path, "hf-generate")
     assert result.exit_code == 2
-    assert "the tokenizer has 600 tokens and the model's embedding 512 rows" in message(result)
+    assert "the tokenizer gives token 599 ('word599'), and the model's embedding has 512 rows" in message(result)

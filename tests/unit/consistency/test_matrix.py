@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 import torch
 from small_cell import SETTINGS
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from nrl_models.cli import app
@@ -284,6 +286,22 @@ def test_an_engine_that_is_not_installed_is_said_how_to_get(
     assert "make test-engine" in result.output + result.stderr
 
 
-def test_a_tokenizer_of_another_model_is_refused() -> None:
-    with pytest.raises(ConsistencyError, match=r"the tokenizer has 600 tokens and the model's embedding 512 rows"):
-        Prompts(["token"] * 600, 512)
+def words(count: int) -> PreTrainedTokenizerFast:
+    """A tokenizer whose tokens are the numbers below `count`."""
+    known = Tokenizer(models.WordLevel({str(number): number for number in range(count)}, unk_token="0"))
+    known.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=known)
+
+
+def test_a_tokenizer_may_have_tokens_that_the_model_lacks_and_may_not_use_them() -> None:
+    """As Gemma 3's, which has a token for images."""
+    text = " ".join(map(str, range(2_000)))
+    prompts = Prompts(words(600), 512, text)
+    cell = replace(SETTINGS, data=("real",)).cells()[0]
+    with pytest.raises(ConsistencyError, match=r"the tokenizer gives token 599 \('599'\), .* has 512 rows"):
+        prompts.make(cell, 16, seed=0)
+    with pytest.raises(ConsistencyError, match="the tokenizer gives token 599"):
+        prompts.counting(3_000)
+    fine = Prompts(words(600), 512, text.partition(" 512 ")[0] * 2)
+    assert max(map(max, fine.make(cell, 16, seed=0))) < 512
+    assert fine.counting(40) == list(range(1, 41))

@@ -1,0 +1,205 @@
+"""vLLM in another Python environment: another version than this process could import.
+
+`environment_worker.py` runs there, by that environment's interpreter, and needs nothing but vLLM in it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nrl_models.common.dtypes import dtype_name
+from nrl_models.engines.base import Capabilities, Engine, Sample, Tokens, require_lengths, require_number
+from nrl_models.engines.vllm import KV_CACHE_BYTES
+from nrl_models.errors import EngineError
+from nrl_models.logprobs.sampling import Sampling
+
+WORKER = Path(__file__).with_name("environment_worker.py")
+
+LAST_LINES = 12
+"""Lines of its output that are quoted if it dies."""
+
+
+class EnvironmentEngine(Engine):
+    """A running vLLM of another environment. It generates, and scores at temperature 1.
+
+    Args:
+        python: the interpreter.
+        keywords: of its `vllm.LLM`.
+
+    Raises:
+        EngineError: there is no such interpreter, or vLLM does not start there.
+    """
+
+    name = "vllm"
+
+    def __init__(self, python: Path, keywords: dict[str, Any]) -> None:
+        self.python = python
+        self._said = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the process
+        environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+        for name, value in (("VLLM_CPU_OMP_THREADS_BIND", "nobind"), ("OMP_WAIT_POLICY", "PASSIVE")):
+            environment.setdefault(name, value)
+        environment.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        try:
+            # -I: neither PYTHONPATH nor this directory's modules are imported there.
+            self.process = subprocess.Popen(
+                [str(python), "-I", str(WORKER), json.dumps(keywords)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._said,
+                env=environment,
+                text=True,
+            )
+        except OSError as error:
+            raise EngineError(f"{python} does not run: {error.strerror}") from error
+        try:
+            self.described = self._answer()
+        except EngineError:
+            self.close()
+            raise
+
+    @classmethod
+    def start(
+        cls,
+        path: str | Path,
+        *,
+        python: str | Path,
+        dtype: torch.dtype | None = None,
+        max_length: int | None = None,
+        load_format: str = "auto",
+        seed: int = 0,
+        **options: Any,
+    ) -> EnvironmentEngine:
+        """Start vLLM on a checkpoint.
+
+        Args:
+            path, dtype, max_length, load_format, seed: as for `start_engine`; `max_length` is vLLM's `max_model_len`.
+            python: the environment: its interpreter, or its directory.
+            options: further keywords of `vllm.LLM`; their values have to be JSON.
+
+        Raises:
+            EngineError: there is no such environment, or vLLM does not start in it.
+        """
+        require_number("max_length", max_length, int)
+        keywords: dict[str, Any] = {
+            "model": str(path),
+            "load_format": load_format,
+            "seed": seed,
+            "logprobs_mode": "processed_logprobs",
+            "kv_cache_memory_bytes": KV_CACHE_BYTES,
+            "enforce_eager": True,
+            "skip_tokenizer_init": True,
+        }
+        keywords |= {} if dtype is None else {"dtype": dtype_name(dtype)}
+        keywords |= {} if max_length is None else {"max_model_len": max_length}
+        return cls(interpreter_of(python), keywords | options)
+
+    def capabilities(self) -> Capabilities:
+        """Generation, and scores at temperature 1; nothing that needs access to the process."""
+        return Capabilities(
+            processed_scores=False,
+            prefix_caching=self.described["prefix_caching"],
+            max_length=self.described["max_model_len"],
+            own_limit=True,
+            vocabulary=self.described["vocabulary"],
+            dtype=getattr(torch, self.described["dtype"], None),
+        )
+
+    def describe(self) -> dict[str, Any]:
+        """Version and settings."""
+        return {"engine": self.name, "python": str(self.python), **self.described}
+
+    def _generate(
+        self, prompts: Sequence[Tokens], sampling: Sampling, *, max_new_tokens: int, seed: int, ignore_end: bool
+    ) -> list[Sample]:
+        if self.described["logprobs_mode"] != "processed_logprobs" and not (sampling.greedy or sampling.is_identity):
+            raise EngineError(
+                f"vLLM {self.described['vllm']} gives log-probabilities from before the temperature: temperature 0 or 1"
+            )
+        asked = asdict(sampling) | {"max_tokens": max_new_tokens, "logprobs": 0, "ignore_eos": ignore_end}
+        seeds = [None if sampling.greedy else seed + index for index in range(len(prompts))]
+        return [
+            Sample(
+                tuple(prompt),
+                tuple(found["tokens"]),
+                tuple(found["logprobs"]),
+                str(found["finish_reason"] or "unfinished"),
+            )
+            for prompt, found in zip(prompts, self._ask(prompts, asked, seeds), strict=True)
+        ]
+
+    def score(self, sequences: Sequence[Tokens], sampling: Sampling, *, last: int | None = None) -> list[list[float]]:
+        """See `Engine.score`."""
+        if not sampling.is_identity:
+            raise EngineError(f"vLLM of {self.python} scores given tokens at temperature 1 only, not at {sampling}")
+        require_lengths(self, sequences, 1)
+        asked = {"temperature": 0.0, "max_tokens": 1, "prompt_logprobs": 0}
+        found = self._ask(sequences, asked, [None] * len(sequences))
+        return [[math.nan, *sample["prompt_logprobs"]] for sample in found]
+
+    def close(self) -> None:
+        """End the process."""
+        if self.process.stdin is not None:
+            self.process.stdin.close()
+        try:
+            self.process.wait(timeout=30)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        if self.process.stdout is not None:
+            self.process.stdout.close()
+        self._said.close()
+
+    def _ask(
+        self, prompts: Sequence[Tokens], sampling: dict[str, Any], seeds: Sequence[int | None]
+    ) -> list[dict[str, Any]]:
+        request = {
+            "prompts": [list(prompt) for prompt in prompts],
+            "seeds": list(seeds),
+            "sampling": sampling | {"detokenize": False},
+        }
+        assert self.process.stdin is not None
+        try:
+            print(json.dumps(request), file=self.process.stdin, flush=True)
+        except OSError as error:
+            raise self._died() from error
+        return self._answer()["samples"]
+
+    def _answer(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise self._died()
+        answer = json.loads(line)
+        if "error" in answer:
+            raise EngineError(f"vLLM of {self.python} failed: {answer['error'][:600]}")
+        return answer
+
+    def _died(self) -> EngineError:
+        self.process.wait()
+        self._said.seek(0)
+        said = self._said.read().decode(errors="replace").splitlines()[-LAST_LINES:]
+        return EngineError(f"vLLM of {self.python} died (exit status {self.process.returncode}):\n" + "\n".join(said))
+
+
+def interpreter_of(environment: str | Path) -> Path:
+    """The interpreter of an environment, which is given as that or as its directory.
+
+    Raises:
+        EngineError: there is none.
+    """
+    path = Path(environment).expanduser()
+    candidates = (path / "bin" / "python", path / "Scripts" / "python.exe") if path.is_dir() else (path,)
+    for candidate in candidates:
+        if candidate.is_file():
+            return candidate
+    raise EngineError(f"no Python at {environment}: expected an interpreter, or the directory of a virtual environment")

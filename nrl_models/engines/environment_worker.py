@@ -1,0 +1,89 @@
+"""Runs a vLLM for `environment.py`, by the interpreter of its environment; imports nothing but that and the standard
+library, so that it runs beside any version.
+
+The first argument is JSON: keywords of `vllm.LLM`. Every line of standard input is a request, every line of standard
+output the answer to it, both JSON; the first answer comes unasked and describes the engine. An answer with `error`
+says what vLLM raised.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any
+
+DISPENSABLE = ("kv_cache_memory_bytes", "logprobs_mode")
+"""Keywords that versions lack, and that greedy decoding does without."""
+
+
+def main() -> None:
+    """Start the engine, and answer until standard input ends."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # vLLM prints to standard output
+
+    def answer(content: dict[str, Any]) -> None:
+        print(json.dumps(content), file=answers, flush=True)
+
+    try:
+        llm, described = started(json.loads(sys.argv[1]))
+    except Exception as error:  # whatever vLLM and the model's code raise
+        answer({"error": f"{type(error).__name__}: {error}"})
+        sys.exit(1)
+    answer(described)
+    for line in sys.stdin:
+        try:
+            answer({"samples": generated(llm, json.loads(line))})
+        except Exception as error:
+            answer({"error": f"{type(error).__name__}: {error}"})
+
+
+def started(keywords: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The engine, and what it says about itself."""
+    import torch
+    import vllm
+    from vllm.engine.arg_utils import EngineArgs
+
+    known = getattr(EngineArgs, "__dataclass_fields__", {})
+    left_out = [name for name in DISPENSABLE if name in keywords and name not in known]
+    if torch.cuda.is_available():
+        left_out.append("kv_cache_memory_bytes")
+    keywords = {name: value for name, value in keywords.items() if name not in left_out}
+    llm = vllm.LLM(**keywords)
+    config = llm.llm_engine.vllm_config
+    return llm, {
+        "vllm": getattr(vllm, "__version__", "unknown"),
+        "logprobs_mode": keywords.get("logprobs_mode", "raw_logprobs"),
+        "dtype": str(config.model_config.dtype).rpartition(".")[2],
+        "max_model_len": config.model_config.max_model_len,
+        "vocabulary": config.model_config.get_vocab_size(),
+        "prefix_caching": bool(config.cache_config.enable_prefix_caching),
+    }
+
+
+def generated(llm: Any, request: dict[str, Any]) -> list[dict[str, Any]]:
+    """Tokens and log-probabilities of each prompt's continuation, and of the prompt if it was asked for."""
+    import vllm
+
+    seeds = request["seeds"]
+    sampling = [vllm.SamplingParams(**request["sampling"], seed=seed) for seed in seeds]
+    prompts = [{"prompt_token_ids": prompt} for prompt in request["prompts"]]
+    samples = []
+    outputs = llm.generate(prompts, sampling, use_tqdm=False)
+    for prompt, output in zip(request["prompts"], outputs, strict=True):
+        best = output.outputs[0]
+        tokens = list(best.token_ids)
+        sample = {"tokens": tokens, "finish_reason": best.finish_reason, "logprobs": chosen(best.logprobs, tokens)}
+        if output.prompt_logprobs is not None:
+            sample["prompt_logprobs"] = chosen(output.prompt_logprobs[1:], prompt[1:])
+        samples.append(sample)
+    return samples
+
+
+def chosen(places: Any, tokens: list[int]) -> list[float]:
+    """The log-probability of each token, looked up by its id."""
+    return [float(place[token].logprob) for place, token in zip(places, tokens, strict=True)]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,153 @@
+"""An error above the threshold passes if the lower precision of the two explains it, and fails if it does not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_cell import SETTINGS
+from typer.testing import CliRunner
+
+from nrl_models import AutoModelForCausalLM
+from nrl_models.cli import app
+from nrl_models.consistency.cells import Cell
+from nrl_models.consistency.consistency_report import CellResult, ConsistencyReport
+from nrl_models.consistency.matrix import run_matrix
+from nrl_models.consistency.measure import Comparison, Measurement, Meter
+from nrl_models.consistency.prompts import Prompts
+from nrl_models.consistency.references import References
+from nrl_models.consistency.store import Store
+from nrl_models.engines.hf import HFEngine
+from nrl_models.errors import ConsistencyError
+
+CELL = Cell(100, "dummy", "greedy", 1)
+
+TIGHT = replace(SETTINGS, threshold=1.0005, new_tokens=12)
+"""A threshold that bf16 exceeds."""
+
+Run = Callable[..., ConsistencyReport]
+
+
+def result(error: float, noise: float, **options: Any) -> CellResult:
+    """A cell with this `token_mult_prob_error` in prefill, none in decoding, and this noise floor."""
+    zero = torch.zeros(1, 50, dtype=torch.float64)
+    found = Measurement(
+        tokens=torch.zeros(1, 100, dtype=torch.int64),
+        prompt_length=50,
+        decode=zero,
+        prefill=zero + torch.tensor(error).log(),
+        trainer=zero,
+        rounded=zero + torch.tensor(noise).log(),
+        noise_dtype=torch.bfloat16,
+    )
+    return CellResult(CELL, (found,), 1.05, **options)
+
+
+@pytest.mark.parametrize(
+    ("error", "noise", "passes", "noted"),
+    [
+        (1.04, 1.00001, True, False),
+        (1.06, 1.00001, False, False),
+        (1.073, 1.07, True, True),
+        (1.104, 1.07, True, True),
+        (1.107, 1.07, False, False),
+        (1.06, float("nan"), False, False),
+        (1.06, float("inf"), False, False),
+    ],
+)
+def test_the_noise_floor_moves_the_bound_only_up(error: float, noise: float, passes: bool, noted: bool) -> None:
+    found = result(error, noise)
+    assert found.passed == passes
+    assert bool(found.notes) == noted
+    if noted:
+        assert f"above 1.05, is within the noise floor of bfloat16: {noise:.4f}" in found.notes[0]
+
+
+def test_a_noise_factor_of_zero_leaves_the_threshold_alone() -> None:
+    assert not result(1.073, 1.07, noise_factor=0.0).passed
+    with pytest.raises(ConsistencyError, match="noise_factor -1"):
+        replace(SETTINGS, noise_factor=-1.0)
+
+
+def test_the_number_that_failed_is_the_one_shown() -> None:
+    assert result(1.5, 1.0).worst == (Comparison.PREFILL, pytest.approx(1.5))
+
+
+@pytest.fixture
+def run(checkpoint: Path, prompts: Prompts, tmp_path: Path) -> Run:
+    """Runs the matrix on an engine and a trainer in these precisions, the engine changed."""
+
+    def run(
+        engine_dtype: torch.dtype, dtype: torch.dtype, change: Callable[[Any], None] = lambda model: None
+    ) -> ConsistencyReport:
+        engine = HFEngine.start(checkpoint, dtype=engine_dtype)
+        with torch.no_grad():
+            change(engine.model)
+        trainer = HFEngine(AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype), "trainer")
+        references = References(checkpoint)
+        meter = Meter(engine, trainer, prompts, TIGHT, Store(tmp_path / "kept", {}, fresh=True), references)
+        return run_matrix(str(checkpoint), meter, references)
+
+    return run
+
+
+@pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)])
+def test_the_floor_is_that_of_the_lower_precision(run: Run, dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+    report = run(*dtypes)
+    (found,) = report.results
+    assert found.worst[1] > TIGHT.threshold
+    assert found.noise > 1.0005
+    assert report.passed, report.markdown()
+    assert "within the noise floor of bfloat16" in report.markdown()
+    assert report.to_json()["cells"][0]["noise_dtype"] == "bfloat16"
+
+
+def scaled_norm(model: Any) -> None:
+    model.model.layers[1].input_layernorm.weight.mul_(1.1)
+
+
+def swapped_gate_and_up(model: Any) -> None:
+    mlp = model.model.layers[1].mlp
+    gate = mlp.gate_proj.weight.clone()
+    mlp.gate_proj.weight.copy_(mlp.up_proj.weight)
+    mlp.up_proj.weight.copy_(gate)
+
+
+def other_rope_base(model: Any) -> None:
+    frequencies = model.model.rotary_emb.inv_freq
+    frequencies.mul_(10.0 ** -torch.linspace(0, 1, len(frequencies)))
+
+
+@pytest.mark.parametrize("change", [scaled_norm, swapped_gate_and_up, other_rope_base])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_small_defect_fails_in_bfloat16_too(run: Run, dtype: torch.dtype, change: Callable[[Any], None]) -> None:
+    report = run(torch.bfloat16, dtype, change)
+    assert not report.passed
+    assert "what the noise floor of 1.0" in report.results[0].problems[0]
+
+
+def test_the_command_exits_with_the_verdict_and_shows_why(checkpoint: Path, tmp_path: Path) -> None:
+    base = ["consistency", str(checkpoint), "--engine", "hf-generate", "--dtype", "bfloat16"]
+    base += [
+        "--trainer-dtype",
+        "float32",
+        "--threshold",
+        "1.0005",
+        "--new-tokens",
+        "12",
+        "--out",
+        str(tmp_path / "out"),
+    ]
+    base += ["--length", "24", "--data", "dummy", "--batch", "2", "--json", str(tmp_path / "a.json")]
+    passed = CliRunner().invoke(app, base)
+    assert passed.exit_code == 0, passed.output
+    assert "is within the noise floor of bfloat16" in " ".join(passed.output.split())
+    assert json.loads((tmp_path / "a.json").read_text())["verdict"] == "pass"
+    failed = CliRunner().invoke(app, [*base, "--noise-factor", "0"])
+    assert failed.exit_code == 1
+    assert "The difference is explained by precision" in " ".join(failed.output.split())
