@@ -17,7 +17,7 @@ from nrl_models.cli.arguments import (
     JsonFile,
     torch_dtype,
 )
-from nrl_models.cli.console import show, write_json
+from nrl_models.cli.console import show, show_report, write_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from nrl_models.consistency.prompts import Prompts
     from nrl_models.diagnostics.result import Diagnosis
     from nrl_models.engines import Engine
+
+USUAL_COUNT, USUAL_NEW_TOKENS = 3_000, 2_048
+"""The guide's, of prefix caching."""
 
 app = typer.Typer(no_args_is_help=True, help="Targeted checks for known failure modes.")
 
@@ -40,8 +43,16 @@ def _show(result: Diagnosis, json_file: Path | None) -> None:
 
 def _engine(path: Path, name: str, dtype: DtypeName | None, options: list[EngineOption] | None, **more: Any) -> Engine:
     from nrl_models.engines import start_engine
+    from nrl_models.engines.start import engine_keywords
 
-    return start_engine(name, path, dtype=torch_dtype(dtype), **(more | dict(options or ())))
+    return start_engine(name, path, **engine_keywords(dict(options or ()), dtype=torch_dtype(dtype), **more))
+
+
+def _limit(engine: str, tokens: int) -> dict[str, int]:
+    """The longest sequence of a run, with room to score it, for an engine that is started here."""
+    from nrl_models.engines.start import room_to_score
+
+    return {} if engine.startswith("http") else {"max_length": tokens + room_to_score(engine)}
 
 
 def _prompt_source(path: Path) -> Prompts:
@@ -86,8 +97,8 @@ def decode_vs_prefill(
     path: CheckpointPath,
     engine: EngineName = "vllm",
     prompts: Annotated[int, typer.Option(help="How many.", min=1)] = 8,
-    length: Annotated[int, typer.Option(help="Tokens of a prompt.", min=1)] = 64,
-    new_tokens: Annotated[int, typer.Option(help="Tokens to generate for each.", min=1)] = 512,
+    length: Annotated[int | None, typer.Option(help="Tokens of a prompt; 64, or what fits.", min=1)] = None,
+    new_tokens: Annotated[int | None, typer.Option(help="To generate for each; 512, or what fits.", min=1)] = None,
     threshold: Annotated[float, typer.Option(help="Bound on the mean of exp(abs(difference)).")] = 1.05,
     seed: Annotated[int, typer.Option(help="Of prompts and sampling.")] = 0,
     dtype: Dtype = None,
@@ -96,12 +107,13 @@ def decode_vs_prefill(
 ) -> None:
     """2: decoding gives the log-probabilities of one prefill."""
     from nrl_models.diagnostics.engine_checks import diagnose_decode_vs_prefill
+    from nrl_models.diagnostics.lengths import fitting_lengths
+    from nrl_models.engines.start import longest_sequence
 
-    made = _prompts(_prompt_source(path), length, prompts, seed)
-    with _engine(path, engine, dtype, engine_option, seed=seed) as started:
-        result = diagnose_decode_vs_prefill(
-            started, str(path), made, new_tokens=new_tokens, threshold=threshold, seed=seed
-        )
+    size, new = fitting_lengths(longest_sequence(path, engine), length, new_tokens, usual=(64, 512))
+    made = _prompts(_prompt_source(path), size, prompts, seed)
+    with _engine(path, engine, dtype, engine_option, seed=seed, **_limit(engine, size + new)) as started:
+        result = diagnose_decode_vs_prefill(started, str(path), made, new_tokens=new, threshold=threshold, seed=seed)
     _show(result, json_file)
 
 
@@ -128,21 +140,32 @@ def precision(
     path: CheckpointPath,
     engine: EngineName = "vllm",
     prompts: Annotated[int, typer.Option(help="How many.", min=1)] = 4,
-    length: Annotated[int, typer.Option(help="Tokens of a prompt.", min=2)] = 64,
-    new_tokens: Annotated[int, typer.Option(help="Tokens that eager mode generates for each.", min=1)] = 64,
+    length: Annotated[int | None, typer.Option(help="Tokens of a prompt; 64, or what fits.", min=2)] = None,
+    new_tokens: Annotated[
+        int | None, typer.Option(help="Tokens that eager mode generates for each; 64, or what fits.", min=1)
+    ] = None,
     tolerance: Annotated[float, typer.Option(help="Absolute and relative.")] = 1e-3,
     dtype: Dtype = None,
     engine_option: EngineOptions = None,
     json_file: JsonFile = None,
 ) -> None:
     """4: compiled modes give eager's log-probabilities. Informative: failures are common, and exit with 0."""
-    from nrl_models.diagnostics.engine_checks import diagnose_precision
+    from nrl_models.diagnostics.engine_checks import VLLM, diagnose_precision
+    from nrl_models.diagnostics.lengths import fitting_lengths
+    from nrl_models.engines.start import longest_sequence
+    from nrl_models.errors import EngineError
+
+    if engine != "vllm":
+        raise EngineError(
+            f"{engine} has no compiled modes to choose from here, so there is nothing to compare. This needs {VLLM}."
+        )
+    size, new = fitting_lengths(longest_sequence(path, engine), length, new_tokens, usual=(64, 64))
 
     def start(mode: dict[str, Any]) -> Any:
-        return _engine(path, engine, dtype, engine_option, **mode)
+        return _engine(path, engine, dtype, engine_option, **_limit(engine, size + new), **mode)
 
-    made = _prompts(_prompt_source(path), length, prompts)
-    result = diagnose_precision(start, str(path), made, new_tokens=new_tokens, tolerance=tolerance)
+    made = _prompts(_prompt_source(path), size, prompts)
+    result = diagnose_precision(start, str(path), made, new_tokens=new, tolerance=tolerance)
     _show(result, json_file)
 
 
@@ -150,22 +173,44 @@ def precision(
 def prefix_caching(
     path: CheckpointPath,
     engine: EngineName = "vllm",
-    count: Annotated[int, typer.Option(help="The prompt counts so far.", min=1)] = 3000,
-    new_tokens: Annotated[int, typer.Option(help="Tokens to generate, twice.", min=1)] = 2048,
+    engine_python: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="ENVIRONMENT",
+            help="Run the vLLM of this environment (its directory, or its interpreter); repeatable, for versions.",
+        ),
+    ] = None,
+    count: Annotated[int | None, typer.Option(help="The prompt counts so far; 3000, or what fits.", min=1)] = None,
+    new_tokens: Annotated[int | None, typer.Option(help="To generate, twice; 2048, or what fits.", min=1)] = None,
     dtype: Dtype = None,
     engine_option: EngineOptions = None,
     json_file: JsonFile = None,
 ) -> None:
     """5: no NaN once an answer is part of the next prompt."""
     from nrl_models.diagnostics.engine_checks import diagnose_prefix_caching
+    from nrl_models.diagnostics.lengths import counting_prompt, fitting_lengths
+    from nrl_models.diagnostics.versions import diagnose_versions
+    from nrl_models.engines.start import longest_sequence
 
-    source = _prompt_source(path)
-    prompt = source.counting(count)
-    # One more token, because the engine samples one when it scores.
-    options: dict[str, Any] = {"enable_prefix_caching": True} if engine == "vllm" else {}
-    if not engine.startswith("http"):
-        options["max_length"] = len(prompt) + 2 * new_tokens + 1
+    if engine_python and engine != "vllm":
+        raise typer.BadParameter(f"{engine} is not an environment's vLLM: leave out one of the two options")
+    source, longest = _prompt_source(path), longest_sequence(path, engine)
+    asked = None if count is None else len(source.counting(count))
+    usual = len(source.counting(USUAL_COUNT)), USUAL_NEW_TOKENS
+    length, new = fitting_lengths(longest, asked, new_tokens, usual=usual, turns=2)
+    prompt, reached = counting_prompt(source.counting, count or USUAL_COUNT, length)
+    if (count is None and reached < USUAL_COUNT) or (new_tokens is None and new < USUAL_NEW_TOKENS):
+        show(f"The model takes {longest:,} tokens: the prompt counts to {reached:,}, and {new:,} tokens are generated.")
+    options: dict[str, Any] = _limit(engine, len(prompt) + 2 * new)
+    options |= {"enable_prefix_caching": True} if engine == "vllm" else {}
     decode: Callable[..., str] | None = None if source.tokenizer is None else source.text
-    with _engine(path, engine, dtype, engine_option, **options) as started:
-        result = diagnose_prefix_caching(started, str(path), prompt, new_tokens=new_tokens, decode=decode)
-    _show(result, json_file)
+
+    def diagnose(**environment: Any) -> Diagnosis:
+        with _engine(path, engine, dtype, engine_option, **options, **environment) as started:
+            return diagnose_prefix_caching(started, str(path), prompt, new_tokens=new, decode=decode)
+
+    if not engine_python:
+        _show(diagnose(), json_file)
+        return
+    found = diagnose_versions(engine_python, lambda python: diagnose(python=str(python)), show)
+    show_report(found, json_file)

@@ -27,15 +27,18 @@ TOLERANCE = 1e-3
 """The guide's tolerance for compiled modes, absolute and relative."""
 
 MODES: dict[str, dict[str, Any]] = {
-    "compiled": {"enforce_eager": False},
-    "compiled, with torch inductor precision flag": {
+    "cuda graph mode lps": {"enforce_eager": False},
+    "cuda graph mode lps with torch inductor precision flag": {
         "enforce_eager": False,
         "compilation_config": {"inductor_compile_config": {"emulate_precision_casts": True}},
     },
-    "compiled, with backend=eager": {"enforce_eager": False, "compilation_config": {"backend": "eager"}},
+    "cuda graph mode lps with backend=eager": {"enforce_eager": False, "compilation_config": {"backend": "eager"}},
 }
-"""Modes that are compared with eager mode, with vLLM's options. The precision flag is what the environment variable
-`TORCHINDUCTOR_EMULATE_PRECISION_CASTS=1` sets. On a GPU, compiled modes capture CUDA graphs."""
+"""Modes that are compared with eager mode, under the guide's names, with vLLM's options. The precision flag is what the
+environment variable `TORCHINDUCTOR_EMULATE_PRECISION_CASTS=1` sets. On a CPU they compile, and there are no graphs."""
+
+VLLM = "--engine vllm (`make test-engine` sets it up without a GPU, `pip install 'nrl_models[vllm]'` with one)"
+"""What runs the diagnostics that other engines cannot."""
 
 SHOWN_TOKENS = 3
 """First tokens of an answer that are shown if prefix caching gives NaN."""
@@ -61,7 +64,10 @@ def diagnose_max_model_len(engine: Engine, subject: str, prompt: Sequence[int]) 
     known = engine.capabilities()
     limit = known.max_length
     if not known.own_limit or limit is None:
-        raise EngineError(f"{engine.name} has no limit of its own, so there is nothing to check")
+        raise EngineError(
+            f"{engine.name} has no limit of its own, so there is nothing to check. This needs an engine that enforces "
+            f"its max_model_len: {VLLM}, or a server that reports one (--engine http://HOST:PORT)."
+        )
     prompt = list(prompt)[: min(PROMPT_TOKENS, limit - 1)]
     if not prompt:
         raise EngineError(f"a limit of {limit} leaves no room for a prompt and a token")
@@ -157,6 +163,8 @@ def diagnose_precision(
         EngineError: the engine does not start in a mode, or fails.
     """
     result = Diagnosis("precision", subject, informative=True)
+    if not torch.cuda.is_available():
+        result.say("No CUDA here: the modes compile without capturing graphs.")
     with start({"enforce_eager": True}) as engine:
         samples = engine.generate(prompts, Sampling(0.0), max_new_tokens=new_tokens)
         sequences = [sample.sequence for sample in samples]
@@ -168,7 +176,7 @@ def diagnose_precision(
             free = engine.generate(prompts, Sampling(0.0), max_new_tokens=new_tokens)
         for part in ("prompt", "generation"):
             expected, actual = (_part(rows, samples, part) for rows in (eager, scores))
-            measured.append(_compare(result, f"Eager and {mode} lps ({part} lps)", expected, actual, tolerance))
+            measured.append(_compare(result, f"Eager and {mode} ({part} lps)", expected, actual, tolerance))
         pairs = [zip(first.tokens, second.tokens, strict=False) for first, second in zip(samples, free, strict=True)]
         same = [len(list(takewhile(lambda pair: pair[0] == pair[1], tokens))) for tokens in pairs]
         result.say(f"  generating by itself, it agrees with eager on the first {same} of {new_tokens} tokens")
@@ -193,10 +201,11 @@ def _compare(
     mismatched = int((~given.isclose(wanted, rtol=tolerance, atol=tolerance)).sum())
     result.say("=" * 100)
     try:
-        numpy.testing.assert_allclose(given.numpy(), wanted.numpy(), rtol=tolerance, atol=tolerance, verbose=False)
+        numpy.testing.assert_allclose(actual.numpy(), expected.numpy(), rtol=tolerance, atol=tolerance)
     except AssertionError as error:
         result.say(f"{name}: FAILED - Arrays are different")
-        result.lines += [f"  {line}" for line in str(error).splitlines() if line]
+        result.say("Detailed error:")
+        result.lines += [line.strip() for line in str(error).splitlines() if line.strip()]
     else:
         result.say(f"{name}: PASSED - Arrays are close within tolerance (atol={tolerance}, rtol={tolerance})")
     return {
@@ -232,13 +241,18 @@ def diagnose_prefix_caching(
         EngineError: no prefix caching, or the sequences do not fit.
     """
     if not engine.capabilities().prefix_caching:
-        raise EngineError(f"{engine.name} runs without prefix caching, so there is nothing to check")
+        raise EngineError(
+            f"{engine.name} runs without prefix caching, so there is nothing to check. This needs an engine that keeps "
+            f"the keys and values of earlier prompts: {VLLM}, or several versions of it (--engine-python ENVIRONMENT)."
+        )
     result = Diagnosis("prefix-caching", subject)
     iterations: list[dict[str, Any]] = []
-    result.measured = {"iterations": iterations}
+    version = str(engine.describe().get("vllm", "")).rpartition(" ")[2]
+    result.measured = {"engine": f"{engine.name} {version}".strip(), "iterations": iterations}
     tokens = tuple(prompt)
     for iteration in (1, 2):
-        result.say(f"Iteration {iteration} - prompt length: {len(tokens)} tokens")
+        length = f"{len(tokens)} tokens" if decode is None else f"{len(decode(tokens))} chars"
+        result.say(f"Iteration {iteration} — prompt length: {length}")
         sample = engine.generate([tokens], Sampling(0.0), max_new_tokens=new_tokens)[0]
         result.say(f"  tokens: {len(sample.tokens)}, finish_reason: {sample.finish_reason}")
         if decode is not None:
@@ -252,7 +266,8 @@ def diagnose_prefix_caching(
                 text = f" decoded={decode([sample.tokens[place]])!r}" if decode is not None else ""
                 result.say(f"    token[{place}] id={sample.tokens[place]}: logprob={sample.logprobs[place]}{text}")
             count = f"{nan}/{len(sample.tokens)} logprobs"
-            return result.finish(f"{count} are NaN on iteration {iteration} (prefix caching is broken)")
+            broken = "prefix caching is broken" + (f" in vLLM {version}" if version else "")
+            return result.finish(f"{count} are NaN on iteration {iteration} ({broken})")
         tokens = sample.sequence
     # The guide only asks for no NaN; a prefill without the cache shows whether the numbers are right.
     (found,) = _against_prefill(engine, [sample], new_tokens)

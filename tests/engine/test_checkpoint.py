@@ -221,7 +221,7 @@ def test_backend_eager_gives_eagers_logprobs(demo: Path, vllm: Vllm, demo_prompt
         with VLLMEngine.start(demo, dtype=torch.float32, max_length=64, **mode) as engine:
             yield engine
 
-    mode = "compiled, with backend=eager"
+    mode = "cuda graph mode lps with backend=eager"
     result = diagnose_precision(start, "demo", [demo_prompts.counting(20)[:24]], new_tokens=16, modes=[mode])
     assert result.informative
     assert result.passed, result.lines

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,15 +16,17 @@ import torch
 from typer.testing import CliRunner
 
 from nrl_models.cli import app
+from nrl_models.consistency.prompts import Prompts
 from nrl_models.diagnostics.engine_checks import (
     diagnose_decode_vs_prefill,
     diagnose_max_model_len,
     diagnose_precision,
     diagnose_prefix_caching,
 )
+from nrl_models.diagnostics.lengths import counting_prompt, fitting_lengths
 from nrl_models.engines.base import Sample
 from nrl_models.engines.hf import HFEngine
-from nrl_models.errors import EngineError
+from nrl_models.errors import ConsistencyError, EngineError
 
 PROMPT = list(range(20, 44))
 
@@ -76,24 +79,33 @@ def test_an_error_of_one_sequence_is_not_diluted_by_prompts_or_others(engine: HF
 
 
 def test_modes_are_compared_on_the_same_tokens(llama_checkpoint: Path) -> None:
-    dtypes = {"compiled": torch.float32, "compiled, with backend=eager": torch.bfloat16}
+    modes = ["cuda graph mode lps", "cuda graph mode lps with backend=eager"]
 
     @contextmanager
     def start(mode: dict[str, Any]) -> Iterator[HFEngine]:
         dtype = torch.bfloat16 if mode.get("compilation_config") else torch.float32
         yield HFEngine.start(llama_checkpoint, dtype=dtype)
 
-    result = diagnose_precision(start, "tiny", [PROMPT, PROMPT[:9]], new_tokens=6, modes=list(dtypes))
+    result = diagnose_precision(start, "tiny", [PROMPT, PROMPT[:9]], new_tokens=6, modes=modes)
     assert not result.passed
     assert result.informative
     close = {comparison["comparison"]: comparison["close"] for comparison in result.measured["comparisons"]}
     assert close == {
-        "Eager and compiled lps (prompt lps)": True,
-        "Eager and compiled lps (generation lps)": True,
-        "Eager and compiled, with backend=eager lps (prompt lps)": False,
-        "Eager and compiled, with backend=eager lps (generation lps)": False,
+        "Eager and cuda graph mode lps (prompt lps)": True,
+        "Eager and cuda graph mode lps (generation lps)": True,
+        "Eager and cuda graph mode lps with backend=eager (prompt lps)": False,
+        "Eager and cuda graph mode lps with backend=eager (generation lps)": False,
     }
-    assert [one["elements"] for one in result.measured["comparisons"][:2]] == [23 + 8, 12]
+    assert [found["elements"] for found in result.measured["comparisons"][:2]] == [23 + 8, 12]
+    # The guide's lines, with both arrays; shorter sequences are padded with NaN.
+    lines = result.lines
+    assert "Eager and cuda graph mode lps (prompt lps): PASSED - Arrays are close within tolerance" in "\n".join(lines)
+    place = lines.index("Eager and cuda graph mode lps with backend=eager (prompt lps): FAILED - Arrays are different")
+    assert lines[place - 1] == "=" * 100
+    assert lines[place + 1 : place + 3] == ["Detailed error:", "Not equal to tolerance rtol=0.001, atol=0.001"]
+    assert re.fullmatch(r"Mismatched elements: \d+ / 46 \(.*%\)", lines[place + 3])
+    arrays = [line.partition(":")[0] for line in lines[place:] if re.match("(ACTUAL|DESIRED): array", line)]
+    assert arrays == ["ACTUAL", "DESIRED"] * 2
 
 
 def test_prefix_caching_counts_nan(engine: HFEngine) -> None:
@@ -111,6 +123,7 @@ def test_prefix_caching_counts_nan(engine: HFEngine) -> None:
     result = diagnose_prefix_caching(engine, "tiny", PROMPT, new_tokens=10)
     assert not result.passed
     assert result.lines[-1] == "[tiny] FAIL: 9/10 logprobs are NaN on iteration 2 (prefix caching is broken)"
+    assert f"Iteration 1 — prompt length: {len(PROMPT)} tokens" in result.lines
     assert [iteration["nan"] for iteration in result.measured["iterations"]] == [0, 9]
 
 
@@ -132,3 +145,45 @@ def test_the_command_says_what_the_engine_cannot_do(llama_checkpoint: Path) -> N
     )
     assert result.exit_code == 2
     assert "no limit of its own" in result.output + result.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("max-model-len", ("enforces its max_model_len", "--engine vllm", "http://HOST:PORT")),
+        ("precision", ("no compiled modes", "--engine vllm")),
+        ("prefix-caching", ("keeps the keys and values of earlier prompts", "--engine vllm", "--engine-python")),
+    ],
+)
+def test_what_a_diagnostic_needs_is_said(llama_checkpoint: Path, name: str, words: tuple[str, ...]) -> None:
+    result = CliRunner().invoke(app, ["diagnose", name, str(llama_checkpoint), "--engine", "hf-generate"])
+    assert result.exit_code == 2
+    for word in (*words, "make test-engine"):
+        assert word in " ".join((result.output + result.stderr).split())
+
+
+@pytest.mark.parametrize(
+    ("limit", "prompt", "new", "found"),
+    [
+        (None, None, None, (13_990, 2_048)),
+        (100_000, None, None, (13_990, 2_048)),
+        (8_191, None, None, (6_337, 927)),
+        (8_191, 5_000, None, (5_000, 1_595)),
+        (8_191, None, 100, (7_991, 100)),
+        (8_191, 5_000, 100, (5_000, 100)),
+    ],
+)
+def test_lengths_fit_the_model(limit: int | None, prompt: int | None, new: int | None, found: tuple[int, int]) -> None:
+    assert fitting_lengths(limit, prompt, new, usual=(13_990, 2_048), turns=2) == found
+
+
+def test_lengths_that_were_asked_for_are_refused_if_they_do_not_fit() -> None:
+    with pytest.raises(ConsistencyError, match=r"13,990 tokens and 2 answers of 2,048 need 18,086 positions.* 8,191"):
+        fitting_lengths(8_191, 13_990, 2_048, usual=(1, 1), turns=2)
+
+
+def test_the_counting_prompt_goes_as_far_as_fits() -> None:
+    source = Prompts(None, 512)
+    assert counting_prompt(source.counting, 300, 400) == (source.counting(300), 300)
+    tokens, reached = counting_prompt(source.counting, 300, 123)
+    assert (len(tokens), reached) == (123, 123)

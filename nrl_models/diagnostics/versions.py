@@ -1,0 +1,102 @@
+"""One diagnostic over several versions of an engine, each in an environment of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.markup import escape
+from rich.table import Table
+
+from nrl_models.diagnostics.result import Diagnosis
+from nrl_models.errors import EngineError
+from nrl_models.parity.parity_report import Outcome
+
+
+@dataclass(frozen=True, slots=True)
+class Version:
+    """The outcome in one environment.
+
+    Args:
+        environment: its interpreter, or its directory.
+        diagnosis: the result; None if the engine failed.
+        error: how it failed.
+    """
+
+    environment: Path
+    diagnosis: Diagnosis | None = None
+    error: str = ""
+
+    @property
+    def outcome(self) -> Outcome:
+        """What came out; `INCOMPLETE` of an engine that failed."""
+        return Outcome.INCOMPLETE if self.diagnosis is None else self.diagnosis.outcome
+
+    @property
+    def engine(self) -> str:
+        """The engine's version; empty if that is not known."""
+        return "" if self.diagnosis is None else str(self.diagnosis.measured.get("engine", ""))
+
+
+@dataclass(frozen=True, slots=True)
+class Versions:
+    """The outcomes in all environments, in the order in which they were given."""
+
+    found: tuple[Version, ...]
+
+    @property
+    def verdict(self) -> Outcome:
+        """`FAIL` if a version failed, `INCOMPLETE` if an engine did."""
+        outcomes = {version.outcome for version in self.found}
+        return next(outcome for outcome in (Outcome.FAIL, Outcome.INCOMPLETE, Outcome.PASS) if outcome in outcomes)
+
+    @property
+    def passed(self) -> bool:
+        """Whether every version passed."""
+        return self.verdict == Outcome.PASS
+
+    def table(self) -> Table:
+        """A row for each environment."""
+        table = Table("environment", "engine", "verdict", "result")
+        for version in self.found:
+            last = version.error.splitlines()[0] if version.diagnosis is None else version.diagnosis.lines[-1]
+            table.add_row(
+                escape(str(version.environment)), escape(version.engine) or "-", version.outcome.markup, escape(last)
+            )
+        return table
+
+    def to_json(self) -> dict[str, Any]:
+        """`{"verdict", "environments": [{"environment", "verdict", "error", ...}]}`."""
+        return {
+            "verdict": self.verdict,
+            "environments": [
+                {"environment": str(version.environment), "verdict": version.outcome, "error": version.error or None}
+                | ({} if version.diagnosis is None else version.diagnosis.to_json())
+                for version in self.found
+            ],
+        }
+
+
+def diagnose_versions(
+    environments: Sequence[Path], diagnose: Callable[[Path], Diagnosis], show: Callable[[str], None]
+) -> Versions:
+    """Run a diagnostic in each environment; one whose engine fails does not stop the others.
+
+    Args:
+        environments: interpreters or directories.
+        diagnose: runs it in one of them.
+        show: prints a line.
+    """
+    found = []
+    for environment in environments:
+        show(f"== {environment}")
+        try:
+            version = Version(environment, diagnose(environment))
+        except EngineError as error:
+            version = Version(environment, error=str(error))
+        for line in [version.error] if version.diagnosis is None else version.diagnosis.lines:
+            show(line)
+        found.append(version)
+    return Versions(tuple(found))
