@@ -121,9 +121,27 @@ def engine_option(text: str) -> EngineOption:
         return EngineOption(key, {"True": True, "False": False, "None": None}.get(value, value))
 
 
+def ignored_keys(context: typer.Context, keys: list[str] | None) -> list[str] | None:
+    """Ignore these configuration keys until the command ends."""
+    from nrl_models.common.config.ignored import ignoring
+
+    context.with_resource(ignoring(keys or ()))
+    return keys
+
+
 CheckpointPath = Annotated[
     Path, typer.Argument(parser=checkpoint_path, metavar="PATH", help="A checkpoint's directory, or a hub repository.")
 ]
+IgnoredConfigKeys = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--ignore-config-key",
+        metavar="KEY",
+        help="A key of config.json, by name or path, that may ask for what the model does not do; repeatable.",
+        callback=ignored_keys,
+    ),
+]
+"""For every command that builds a model; the callback does it all."""
 JsonFile = Annotated[
     Path | None,
     typer.Option("--json", metavar="FILE", help="Write the result as JSON, too; - is stdout.", callback=json_target),

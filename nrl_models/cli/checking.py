@@ -19,6 +19,7 @@ from nrl_models.cli.arguments import (
     Dtype,
     EngineName,
     EngineOptions,
+    IgnoredConfigKeys,
     JsonFile,
     Threshold,
     TrainerDtype,
@@ -62,6 +63,7 @@ def parity(
     length: Annotated[int, typer.Option(help="Tokens in a sequence.", min=8)] = 64,
     batch: Annotated[int, typer.Option(help="Sequences.", min=2)] = 2,
     seed: Annotated[int, typer.Option(help="Of the random inputs.")] = 42,
+    ignore_config_key: IgnoredConfigKeys = None,
     json_file: JsonFile = None,
 ) -> None:
     """Compare a checkpoint loaded here with what transformers loads; name the first module that differs."""
@@ -108,6 +110,7 @@ def consistency(
     seed: Annotated[int, typer.Option(help="Of prompts and sampling.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Where measurements are kept; consistency/NAME by default.")] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Discard what was measured before.")] = False,
+    ignore_config_key: IgnoredConfigKeys = None,
     json_file: JsonFile = None,
     markdown: Annotated[Path | None, typer.Option(help="Write the report as Markdown.", callback=writable)] = None,
     html: Annotated[Path | None, typer.Option(help="Write it as one HTML page with plots.", callback=writable)] = None,
@@ -202,6 +205,7 @@ def refit_check(
         float | None, typer.Option(help="MB to send at a time at most; everything without.", min=1e-6)
     ] = None,
     engine_option: EngineOptions = None,
+    ignore_config_key: IgnoredConfigKeys = None,
     json_file: JsonFile = None,
 ) -> None:
     """Check that new weights reach an engine: from random ones, and again after a training step."""

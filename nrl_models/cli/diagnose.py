@@ -14,6 +14,7 @@ from nrl_models.cli.arguments import (
     EngineName,
     EngineOption,
     EngineOptions,
+    IgnoredConfigKeys,
     JsonFile,
     torch_dtype,
 )
@@ -79,6 +80,7 @@ def max_model_len(
     limit: Annotated[int, typer.Option(help="max_model_len to start the engine with.", min=2)] = 20,
     dtype: Dtype = None,
     engine_option: EngineOptions = None,
+    ignore_config_key: IgnoredConfigKeys = None,
     json_file: JsonFile = None,
 ) -> None:
     """1: the engine keeps to the longest sequence it was told."""
@@ -103,6 +105,7 @@ def decode_vs_prefill(
     seed: Annotated[int, typer.Option(help="Of prompts and sampling.")] = 0,
     dtype: Dtype = None,
     engine_option: EngineOptions = None,
+    ignore_config_key: IgnoredConfigKeys = None,
     json_file: JsonFile = None,
 ) -> None:
     """2: decoding gives the log-probabilities of one prefill."""
@@ -124,6 +127,7 @@ def embeddings(
     identical_threshold: Annotated[float, typer.Option(help="On the standard deviation of a row.")] = 1e-8,
     reinitialise: Annotated[Path | None, typer.Option(help="Write it here with such rows reinitialised.")] = None,
     seed: Annotated[int, typer.Option(help="Of the new rows.")] = 0,
+    ignore_config_key: IgnoredConfigKeys = None,
     json_file: JsonFile = None,
 ) -> None:
     """3: no embedding row is zero or constant. Reads the embeddings alone, and needs no engine."""
@@ -147,6 +151,7 @@ def precision(
     tolerance: Annotated[float, typer.Option(help="Absolute and relative.")] = 1e-3,
     dtype: Dtype = None,
     engine_option: EngineOptions = None,
+    ignore_config_key: IgnoredConfigKeys = None,
     json_file: JsonFile = None,
 ) -> None:
     """4: compiled modes give eager's log-probabilities. Informative: failures are common, and exit with 0."""
@@ -184,6 +189,7 @@ def prefix_caching(
     new_tokens: Annotated[int | None, typer.Option(help="To generate, twice; 2048, or what fits.", min=1)] = None,
     dtype: Dtype = None,
     engine_option: EngineOptions = None,
+    ignore_config_key: IgnoredConfigKeys = None,
     json_file: JsonFile = None,
 ) -> None:
     """5: no NaN once an answer is part of the next prompt."""

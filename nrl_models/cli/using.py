@@ -7,7 +7,15 @@ from typing import Annotated, Literal
 
 import typer
 
-from nrl_models.cli.arguments import CheckpointPath, DtypeName, JsonFile, config_path, mesh_sizes, torch_dtype
+from nrl_models.cli.arguments import (
+    CheckpointPath,
+    DtypeName,
+    IgnoredConfigKeys,
+    JsonFile,
+    config_path,
+    mesh_sizes,
+    torch_dtype,
+)
 from nrl_models.cli.console import show, show_report, write_json
 
 
@@ -24,7 +32,7 @@ def demo(
     show("\n".join(["Try next:", *(f"  {command}" for command in next_commands(out))]))
 
 
-def inspect(path: CheckpointPath, json_file: JsonFile = None) -> None:
+def inspect(path: CheckpointPath, ignore_config_key: IgnoredConfigKeys = None, json_file: JsonFile = None) -> None:
     """Show what a checkpoint holds, from its configuration and its files' headers alone."""
     from dataclasses import asdict
 
@@ -57,6 +65,7 @@ def convert(
     target: Annotated[Path, typer.Argument(metavar="OUT", help="The directory to write.")],
     dtype: Annotated[Literal["auto", DtypeName], typer.Option(help="auto keeps the checkpoint's.")] = "auto",
     max_shard_size: Annotated[str, typer.Option(help="Largest file.")] = "5GB",
+    ignore_config_key: IgnoredConfigKeys = None,
 ) -> None:
     """Write a checkpoint in another dtype or with other shards; the tokenizer and other files come along."""
     from nrl_models.onboarding.convert import convert as write
@@ -79,6 +88,7 @@ def plan(
     compute: Annotated[DtypeName, typer.Option(help="In which the model computes.")] = "bfloat16",
     checkpointing: Annotated[bool, typer.Option(help="Recompute activations in the backward.")] = True,
     memory: Annotated[float, typer.Option(help="GiB of a device.", min=0.0)] = 80.0,
+    ignore_config_key: IgnoredConfigKeys = None,
     json_file: JsonFile = None,
 ) -> None:
     """Estimate memory and traffic of training on each rank of a mesh, and what to change if it does not fit.
@@ -107,6 +117,7 @@ def quirks(
             parser=config_path, metavar="[PATH]", help="A checkpoint or its config.json; all quirks without."
         ),
     ] = None,
+    ignore_config_key: IgnoredConfigKeys = None,
     json_file: JsonFile = None,
 ) -> None:
     """List the known quirks, or those of a checkpoint: symptom, handling, how to switch it off, expiry."""

@@ -13,6 +13,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from nrl_models.common.checkpoint.local_path import CONFIG_NAME
+from nrl_models.common.config.keys import is_value
 from nrl_models.common.config.types import with_declared_types
 from nrl_models.errors import (
     CheckpointError,
@@ -106,14 +107,20 @@ def override(config: PreTrainedConfig, overrides: Mapping[str, Any]) -> None:
     """Set keyword overrides on `config`, in place.
 
     Raises:
-        UnknownArgumentError: unknown names, or values of the wrong type.
+        UnknownArgumentError: unknown names, attributes that are no values, or values of the wrong type.
     """
     if other := [name for name in overrides if name in _OTHER_SHARDING]:
         raise UnknownArgumentError(
             f"{', '.join(other)}: transformers' own sharded loading is not used here. Pass "
             "mesh=init_device_mesh(device, sizes, mesh_dim_names=('fsdp', 'tp')) and plan='auto' (docs/scaling.md)"
         )
-    unknown = [name for name in overrides if name not in IMPLEMENTATIONS and not _is_value(config, name)]
+    unknown = [name for name in overrides if name not in IMPLEMENTATIONS and not is_value(config, name)]
+    fixed = [name for name in unknown if hasattr(config, name) and not callable(getattr(config, name))]
+    if fixed and "torch_dtype" not in fixed:
+        raise UnknownArgumentError(
+            f"{', '.join(fixed)}: expected values of the configuration, and this is none: {type(config).__name__} sets "
+            "it itself. Leave it out; to use another class, change config.json, or pass config="
+        )
     if unknown:
         raise UnknownArgumentError(_unknown_keywords(unknown, config))
     try:
@@ -126,10 +133,6 @@ def override(config: PreTrainedConfig, overrides: Mapping[str, Any]) -> None:
                 setattr(config, name, value)
     except StrictDataclassFieldValidationError as error:
         raise UnknownArgumentError(f"{name}={value!r}: {one_line(error)}") from error
-
-
-def _is_value(config: PreTrainedConfig, name: str) -> bool:
-    return name != "torch_dtype" and hasattr(config, name) and not callable(getattr(config, name))
 
 
 def _unknown_keywords(unknown: Iterable[str], config: PreTrainedConfig) -> str:

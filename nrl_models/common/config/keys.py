@@ -54,8 +54,19 @@ FORMER = frozenset(
 )
 """Keys that transformers once wrote into every configuration, mostly unset: no misspelt ones, however like others."""
 
-NEAR = 0.85
-"""How like a known key an unknown one has to be to be taken for a misspelt one (`difflib`'s ratio)."""
+FORMER_ROPE = ("partial_rotary_factor", "rope_scaling", "rope_theta")
+"""Keys of before there were `rope_parameters`, of which every class with these makes something."""
+
+NO_VALUES = frozenset(
+    {
+        *("model_type", "transformers_version", "name_or_path", "torch_dtype"),
+        *("allow_global_per_layer_attribute_access", "serialize_explicit_per_layer_config"),
+    }
+)
+"""Settable attributes of a configuration that no caller chooses: its class sets them, or who read it."""
+
+TOKEN_IDS = ("_token_id", "_token_ids", "_token_index")
+"""How the keys end that say which number a token has."""
 
 
 def value_at(config: PreTrainedConfig, path: str) -> Any:
@@ -85,6 +96,21 @@ def declared_keys(config_class: type[PreTrainedConfig]) -> frozenset[str]:
 def generation_keys() -> frozenset[str]:
     """Keys of generation, which older `config.json`s have; transformers drops them."""
     return frozenset(GenerationConfig().to_dict())
+
+
+def is_value(config: PreTrainedConfig, name: str) -> bool:
+    """Whether `name` is a value of `config` that a caller may set, and not an attribute of its class."""
+    owner = type(config)
+    if name in NO_VALUES or name.startswith("_"):
+        return False
+    member = getattr(owner, name, None)
+    is_settable = isinstance(member, property) and member.fset is not None
+    return is_settable or name in declared_keys(owner) or (hasattr(config, name) and not hasattr(owner, name))
+
+
+def is_token_id(key: str) -> bool:
+    """Whether a key says which number a token has, which asks a model that does not read it for nothing."""
+    return key.endswith(TOKEN_IDS)
 
 
 # What code reads

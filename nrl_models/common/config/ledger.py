@@ -92,3 +92,24 @@ def read_ledgers(folder: Path) -> dict[str, Ledger]:
     """The ledgers in the files of a folder, by architecture; none if it is not there."""
     contents = (json.loads(file.read_text()) for file in sorted(folder.glob("*.json")))
     return {name: Ledger.from_json(ledger) for content in contents for name, ledger in content.items()}
+
+
+def changes_outputs_of(key: str) -> tuple[str, ...]:
+    """The architectures whose outputs a key changes, by its name; none if in some it changes parameters.
+
+    A size of parameters needs no attention: the weights do not fit where it is not heeded.
+    """
+    return _changing_outputs().get(key, ())
+
+
+@cache
+def _changing_outputs() -> Mapping[str, tuple[str, ...]]:
+    found: dict[str, dict[KeyKind, list[str]]] = {}
+    for architecture, ledger in recorded().items():
+        for path, kind in ledger.kinds.items():
+            found.setdefault(path.rpartition(".")[2], {}).setdefault(kind, []).append(architecture)
+    return {
+        key: tuple(kinds[KeyKind.OUTPUTS])
+        for key, kinds in found.items()
+        if KeyKind.OUTPUTS in kinds and KeyKind.SHAPES not in kinds
+    }

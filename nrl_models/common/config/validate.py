@@ -1,38 +1,55 @@
-"""Whether a model computes what a configuration asks for: no key that nobody reads, no value that nobody honours."""
+"""Whether a model computes what a configuration asks for: no value that nothing honours, no misspelt key."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from difflib import get_close_matches
+from dataclasses import dataclass, field
 from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.utils import logging
 
+from nrl_models.common.config.ignored import ignored_here
 from nrl_models.common.config.keys import (
     BOOKKEEPING,
     FORMER,
-    NEAR,
+    FORMER_ROPE,
     declared_keys,
     generation_keys,
     is_read,
+    is_token_id,
     keys_in_class,
     parts_of,
     value_at,
 )
-from nrl_models.common.config.ledger import recorded
+from nrl_models.common.config.ledger import changes_outputs_of, recorded
+from nrl_models.common.config.spelling import misspellings_of
 from nrl_models.common.config.walk import own_values, walk
 from nrl_models.errors import ConfigurationError, Problem, ProblemKind
+
+logger = logging.get_logger(__name__)
+
+NEUTRAL = (-1, 0, 1)
+"""Numbers that ask for nothing, whatever they are multiplied with, added to, or limit."""
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What was found in a configuration.
+
+    Args:
+        problems: what it asks for and the model does not do.
+        unread: the other keys that nothing reads, by path, with their values.
+    """
+
+    problems: list[Problem] = field(default_factory=list)
+    unread: dict[str, Any] = field(default_factory=dict)
 
 
 def check_config(
     model_class: type[PreTrainedModel], config: PreTrainedConfig, ignored: Collection[str] | str = ()
 ) -> None:
-    """Refuse a configuration that asks for something the model would leave out in silence.
-
-    A key is known if the configuration class declares it or makes something of it, if the modelling code reads it, if
-    it is bookkeeping, or if the family says so (`ignored_config_keys`, `config_values`). An unknown one that asks for
-    nothing (null, false, zero, empty) passes, unless it looks like a misspelt known one. Keys that are supported at
-    some values only are those of `config_values`, and those the ledger records as such.
+    """Refuse a configuration that asks for something the model would leave out, and name the keys that nothing reads.
 
     Args:
         model_class: the class it is for; of another than a family's nothing is known, and nothing is checked.
@@ -40,41 +57,91 @@ def check_config(
         ignored: keys, by name or path, that are not to be checked.
 
     Raises:
-        ConfigurationError: unknown keys, and values that are not supported; all of them.
+        ConfigurationError: misspelt keys, and values that are not supported; all of them.
+    """
+    found = examine(model_class, config, ignored)
+    where = config.name_or_path or "the configuration"
+    if found.problems:
+        keys = ", ".join(repr(problem.subject) for problem in found.problems)
+        raise ConfigurationError(
+            f"{where} asks for what {model_class.__name__} does not do",
+            found.problems,
+            [
+                f"correct the configuration; or, if the model is right without, pass ignore_config_keys=({keys},), "
+                "on the command line --ignore-config-key KEY"
+            ],
+        )
+    if found.unread:
+        keys = ", ".join(f"{path}: {_shown(value)}" for path, value in found.unread.items())
+        logger.warning_once(f"{where} has keys that nothing in {model_class.__name__} reads; they are ignored: {keys}")
+
+
+def examine(
+    model_class: type[PreTrainedModel], config: PreTrainedConfig, ignored: Collection[str] | str = ()
+) -> Findings:
+    """What `check_config` refuses, and what it only mentions.
+
+    A key is known if the configuration class declares it or makes something of it, if the modelling code reads it, if
+    it is bookkeeping, or if the family says so (`ignored_config_keys`, `config_values`). What nothing reads is refused
+
+    - if it is a known key, misspelt, unless it is unset or has the same value as that;
+    - if its value is a number that means something only to who computes with it: it changes the outputs of another
+      architecture, as the ledger records, and is none of `NEUTRAL`. Switches and names (`use_qk_norm: true`,
+      `scoring_func: "sigmoid"`) are not, because published configurations state with them what a model always does;
+      nor are sizes of parameters, which the weights are compared with, or the ids of tokens.
+
+    Of the known keys those are refused that have another value than `config_values`, or than the ledger says is
+    supported.
     """
     if not hasattr(model_class, "rewrites"):
-        return
+        return Findings()
     check = _Check(model_class, config, {ignored} if isinstance(ignored, str) else set(ignored))
-    if problems := [*check.unknown(), *check.unsupported()]:
-        keys = ", ".join(repr(problem.subject) for problem in problems)
-        raise ConfigurationError(
-            f"{config.name_or_path or 'the configuration'} asks for what {model_class.__name__} does not do",
-            problems,
-            [f"correct the configuration; or pass ignore_config_keys=({keys},) if the model is right without"],
-        )
+    found = Findings()
+    check.unread(found)
+    found.problems.extend(check.unsupported())
+    return found
 
 
 class _Check:
     def __init__(self, model_class: Any, config: PreTrainedConfig, ignored: set[str]) -> None:
         self.model_class = model_class
         self.config = config
-        self.ignored = ignored | set(model_class.ignored_config_keys)
+        self.ignored = ignored | ignored_here() | set(model_class.ignored_config_keys)
         self.values: Mapping[str, Collection[Any]] = model_class.config_values
 
-    def unknown(self) -> Iterator[Problem]:
-        """Keys that nobody reads."""
+    def unread(self, found: Findings) -> None:
+        """Sort the keys that nobody reads."""
         for path, part, key, value in walk(self.config):
             if self._is_ignored(path, key) or key in self.values or self._is_known(part, key):
                 continue
             if self._is_read(key) or self._says_what_a_part_says(part, key, value):
                 continue
-            known = {*declared_keys(type(part)), *keys_in_class(type(part)), *self.values} - BOOKKEEPING
-            near = get_close_matches(key, sorted(known), n=3, cutoff=NEAR)
-            if value or (near and key not in FORMER):
-                close = near or get_close_matches(key, sorted(declared_keys(type(part))), n=3)
-                meant = f"; did you mean {' or '.join(close)}?" if close else ""
-                detail = f"is {_shown(value)}, and neither {type(part).__name__} nor the model reads it{meant}"
-                yield Problem(ProblemKind.UNKNOWN, path, detail)
+            if problem := self._misspelt(path, part, key, value) or self._unheard(path, key, value):
+                found.problems.append(problem)
+            elif value or key not in FORMER:
+                found.unread[path] = value
+
+    def _misspelt(self, path: str, part: PreTrainedConfig, key: str, value: Any) -> Problem | None:
+        if value is None or key in FORMER:
+            return None
+        known = {*declared_keys(type(part)), *keys_in_class(type(part)), *self.values} - BOOKKEEPING
+        values = own_values(part)
+        if isinstance(rope := values.get("rope_parameters"), Mapping):
+            known.update(FORMER_ROPE)
+            values |= rope
+        near = misspellings_of(key, sorted(known))
+        if not near or any(name in values and _same(value, values[name]) for name in near):
+            return None
+        detail = f"is {_shown(value)}, and neither {type(part).__name__} nor the model reads it"
+        return Problem(ProblemKind.UNKNOWN, path, f"{detail}; did you mean {' or '.join(near)}?")
+
+    def _unheard(self, path: str, key: str, value: Any) -> Problem | None:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or value in NEUTRAL or is_token_id(key):
+            return None
+        if not (others := changes_outputs_of(key)):
+            return None
+        detail = f"is {_shown(value)}, which {others[0]} computes with, and nothing in {self.model_class.__name__} does"
+        return Problem(ProblemKind.UNSUPPORTED, path, detail)
 
     def unsupported(self) -> Iterator[Problem]:
         """Values that are read by nobody, or of which it is known that the model does something else."""
@@ -115,6 +182,10 @@ class _Check:
             for inner in parts_of(part)
             if inner is not part
         )
+
+
+def _same(value: Any, other: Any) -> bool:
+    return type(value) is type(other) and value == other
 
 
 def _value_or(config: PreTrainedConfig, path: str, default: Any) -> Any:

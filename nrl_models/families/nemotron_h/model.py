@@ -14,8 +14,8 @@ class NemotronHFamily(FamilyModel):
     rewrites = {
         hf.NemotronHAttention: CombinedQKV,  # mixers have one projection, and MLPs no gate
     }
-    # Keys of Mamba 1 and of a rotary embedding, which the model lacks, and sizes under other names.
-    ignored_config_keys = ("attention_head_dim", "time_step_rank", "norm_eps", "rope_theta", "partial_rotary_factor")
+    # A rotary embedding, which the model lacks, an epsilon under another name, and how the vendor's own code schedules.
+    ignored_config_keys = ("rope_theta", "partial_rotary_factor", "norm_eps", "moe_shared_expert_overlap")
     limits = {"packed sequences": "upstream's Mamba mixers carry their state across documents"}
 
 

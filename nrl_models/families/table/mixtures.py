@@ -4,6 +4,9 @@ from nrl_models.families.limits import CACHED, LEFT, PACKED, lacks
 from nrl_models.families.published import decoder_sizes
 from nrl_models.families.table.row import ALL_HEADS, CAUSAL, CAUSAL_AND_SEQUENCE, GATE_UP, LATENTS, QKV, Row
 
+DEEPSEEK_ROUTING = {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,)}
+"""What published configurations state of routing like DeepSeek-V3's, the only kind there is."""
+
 ROWS: dict[str, Row] = {
     "afmoe": Row(
         "Afmoe",
@@ -27,7 +30,12 @@ ROWS: dict[str, Row] = {
     ),
     "beam": Row("Beam", CAUSAL, {"Attention": "q_proj k_proj v_proj gate_proj", "MLP": GATE_UP}, since="5.23"),
     "cohere2_moe": Row("Cohere2Moe", CAUSAL, {"Attention": QKV}),
-    "deepseek_v2": Row("DeepseekV2", CAUSAL_AND_SEQUENCE, {"Attention": LATENTS, "MLP": GATE_UP}),
+    "deepseek_v2": Row(
+        "DeepseekV2",
+        CAUSAL_AND_SEQUENCE,
+        {"Attention": LATENTS, "MLP": GATE_UP},
+        config_values={"scoring_func": ("softmax",), "moe_layer_freq": (1,)},
+    ),
     "deepseek_v32": Row(
         "DeepseekV32",
         CAUSAL,
@@ -35,6 +43,7 @@ ROWS: dict[str, Row] = {
         lacks(CACHED),
         tiny={"n_routed_experts": 4},  # with others, two words score alike in the indexer
         since="5.18",
+        config_values=DEEPSEEK_ROUTING,
     ),
     "deepseek_v4": Row(
         "DeepseekV4",
@@ -49,6 +58,7 @@ ROWS: dict[str, Row] = {
         lacks(LEFT, PACKED),
         tiny={"index_topk": 2},  # of what four words are compressed to each
         since="5.23",
+        config_values={"topk_method": ("noaux_tc",)},
     ),
     "doge": Row(
         "Doge", CAUSAL_AND_SEQUENCE, {"Attention": QKV, "MLP": GATE_UP}, lacks("tensor parallelism"), since="5.18"
@@ -71,6 +81,7 @@ ROWS: dict[str, Row] = {
         {"Attention": LATENTS, "Indexer": "wk weights_proj", "MLP": GATE_UP},
         lacks(CACHED),
         since="5.18",
+        config_values=DEEPSEEK_ROUTING | {"rope_interleave": (True,), "indexer_rope_interleave": (True,)},
     ),
     "granitemoe": Row("GraniteMoe", CAUSAL, {"Attention": QKV}),
     "granitemoe_swa": Row("GraniteMoeSWA", CAUSAL, {"Attention": QKV}),
@@ -128,6 +139,7 @@ ROWS: dict[str, Row] = {
         CAUSAL,
         {"Attention": QKV},
         {"router replay": "transformers' own model chooses experts by their largest scores, with no `topk` to replay"},
+        aliases={"PhiMoEForCausalLM": "PhimoeForCausalLM"},  # as its checkpoints spell it
     ),
     "qwen2_moe": Row("Qwen2Moe", ALL_HEADS, {"Attention": QKV, "MLP": GATE_UP}),
     "solar_open": Row("SolarOpen", CAUSAL, {"Attention": QKV, "MLP": GATE_UP}),

@@ -355,6 +355,7 @@ ROWS: dict[str, Row] = {
         {"GatedDeltaNet": DELTA_NET, "Attention": QKV, "MLP": GATE_UP},
         STATE_GOES_ON,
         {"Model": "FreshPositions"},
+        config_values={"attn_output_gate": (True,)},
     ),
     "qwen3_5_moe": Row(
         "Qwen3_5Moe",
@@ -362,6 +363,7 @@ ROWS: dict[str, Row] = {
         {"GatedDeltaNet": DELTA_NET, "Attention": QKV, "MLP": GATE_UP},
         STATE_GOES_ON,
         {"Model": "FreshPositions"},
+        config_values={"attn_output_gate": (True,)},
     ),
     "qwen3_omni_moe": Row(
         "Qwen3OmniMoe",
@@ -378,6 +380,7 @@ ROWS: dict[str, Row] = {
         {"TextAttention": QKV},
         lacks("tensor parallelism"),
         mixins={"Model": "FreshPositions"},
+        config_values={"norm_topk_prob": (True,)},
     ),
     "qwen4_exp": Row(
         "Qwen4Exp",

@@ -1,18 +1,20 @@
-"""A configuration that asks for something nobody does is refused; what published configurations say is not."""
+"""A configuration that asks for something nobody does is refused; a key that does nothing is mentioned."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from checkpoints import edit_config
+from published_configs import published
 from transformers import AutoConfig, LlamaConfig, PreTrainedConfig
 
 from nrl_models import AutoModelForCausalLM, registry
-from nrl_models.common.config.validate import check_config
+from nrl_models.common.config.ignored import ignoring
+from nrl_models.common.config.ledger import changes_outputs_of
+from nrl_models.common.config.validate import check_config, examine
 from nrl_models.errors import ConfigurationError
 from nrl_models.families.gemma3.model import Gemma3ForConditionalGeneration
 from nrl_models.families.llama.model import LlamaForCausalLM
@@ -20,13 +22,10 @@ from nrl_models.family import FamilyModel
 from nrl_models.testing.case import FamilyCase
 from nrl_models.testing.tiny import tiny_config
 
-PUBLISHED: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("published_configs.json").read_text())
-"""Configurations as they stand on the hub, by repository, quantised layers and layer patterns cut short."""
-
 
 def config_of(name: str, **changes: Any) -> tuple[type, PreTrainedConfig]:
     registry.register_custom_configs()
-    values = PUBLISHED[name] | changes
+    values = dict(published()[name].config) | changes
     return registry.model_class(values["architectures"][0]), AutoConfig.for_model(**values)
 
 
@@ -36,17 +35,71 @@ def problems(model_class: type, config: PreTrainedConfig, ignored: Any = ()) -> 
     return {problem.subject: (problem.kind, problem.detail) for problem in caught.value.problems}
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_published_configurations_pass(name: str) -> None:
-    check_config(*config_of(name))
+def llama_with(llama_config: LlamaConfig, **values: Any) -> LlamaConfig:
+    return LlamaConfig(**llama_config.to_dict() | values)
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_a_key_nobody_reads_is_refused_whatever_else_there_is(name: str) -> None:
-    model_class, config = config_of(name, use_fourth_dimension=True)
-    found = problems(model_class, config)
-    assert list(found) == ["use_fourth_dimension"]
-    assert found["use_fourth_dimension"][0] == "unknown"
+@pytest.mark.parametrize("values", [
+    {"is_llama_config": True}, {"unk_token_id": 3}, {"use_qk_norm": True}, {"position_embedding_type": "absolute"},
+    {"mtp_num_hidden_layers": 1}, {"swa_head_dim": 192}, {"image_token_id": 7}, {"qkv_bias": False},
+    {"logit_scale": 1.0}, {"attn_logit_softcapping": None}, {"rope_thetaa": 1e4},
+    {"some_block": {"factor": 2}}, {"hidden_activation": "silu"},
+])  # fmt: skip
+def test_a_key_that_nothing_reads_is_mentioned_once(
+    values: dict, llama_config: LlamaConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = llama_with(llama_config, **values)
+    config.name_or_path = f"a checkpoint with {values}"
+    for _ in range(2):
+        check_config(LlamaForCausalLM, config)
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    ((key, value),) = values.items()
+    assert caplog.text.rstrip().endswith(
+        f"{config.name_or_path} has keys that nothing in LlamaForCausalLM reads; they are ignored: {key}: {value!r}"
+    )
+
+
+@pytest.mark.parametrize(("key", "value", "other"), [
+    ("attn_logit_softcapping", 50.0, "Gemma2ForCausalLM"), ("logit_scale", 0.0625, "CohereForCausalLM"),
+    ("residual_multiplier", 0.22, "GraniteForCausalLM"), ("query_pre_attn_scalar", 256, "Gemma2ForCausalLM"),
+])  # fmt: skip
+def test_a_number_that_another_model_computes_with_is_refused(
+    key: str, value: float, other: str, llama_config: LlamaConfig
+) -> None:
+    kind, detail = problems(LlamaForCausalLM, llama_with(llama_config, **{key: value}))[key]
+    assert kind == "unsupported"
+    assert detail.startswith(f"is {value!r}, which ")
+    assert detail.endswith("computes with, and nothing in LlamaForCausalLM does")
+    assert other in changes_outputs_of(key)
+    for neutral in (None, True, False, 0, 1.0, -1, "eager"):
+        assert not examine(LlamaForCausalLM, llama_with(llama_config, **{key: neutral})).problems
+
+
+@pytest.mark.parametrize(("misspelt", "value", "meant"), [
+    ("num_key_value_head", 8, "num_key_value_heads"), ("rope_thetaa", 1e6, "rope_theta"),
+    ("rms_norm_epsilon", 1e-5, "rms_norm_eps"), ("rope_scalings", {"factor": 2.0}, "rope_scaling"),
+    ("rmsnorm_eps", 1e-5, "rms_norm_eps"), ("attn_bias", True, "attention_bias"), ("hiden_act", "gelu", "hidden_act"),
+    ("tie_word_embedding", True, "tie_word_embeddings"), ("hidden_activation", "gelu", "hidden_act"),
+    ("Hidden_Act", "gelu", "hidden_act"), ("num_hidden_layer", 0, "num_hidden_layers"),
+])  # fmt: skip
+def test_a_misspelt_key_is_refused(misspelt: str, value: Any, meant: str, llama_config: LlamaConfig) -> None:
+    kind, detail = problems(LlamaForCausalLM, llama_with(llama_config, **{misspelt: value}))[misspelt]
+    assert kind == "unknown"
+    assert detail == f"is {value!r}, and neither LlamaConfig nor the model reads it; did you mean {meant}?"
+
+
+def test_a_kind_of_positions_that_transformers_dropped_is_refused() -> None:
+    _, config = config_of("google-bert/bert-base-uncased", position_embedding_type="relative_key")
+    assert problems(registry.model_class("BertLMHeadModel"), config) == {
+        "position_embedding_type": ("unsupported", "is 'relative_key'; only 'absolute' is supported"),
+    }
+
+
+def test_keys_of_a_whole_command_are_ignored(llama_config: LlamaConfig) -> None:
+    config = llama_with(llama_config, attn_logit_softcapping=50.0)
+    with ignoring(["attn_logit_softcapping"]):
+        check_config(LlamaForCausalLM, config)
+    assert set(problems(LlamaForCausalLM, config)) == {"attn_logit_softcapping"}
 
 
 def test_everything_that_is_wrong_is_named_with_the_nearest_key_and_the_way_out(llama_config: LlamaConfig) -> None:
@@ -57,23 +110,25 @@ def test_everything_that_is_wrong_is_named_with_the_nearest_key_and_the_way_out(
     assert "LlamaForCausalLM does not do (2 problems)" in message
     assert "rms_norm_epsilon: is 1e-05" in message
     assert "did you mean rms_norm_eps?" in message
-    assert "attn_logit_softcapping: is 50.0, and neither LlamaConfig nor the model reads it" in message
+    assert "attn_logit_softcapping: is 50.0, which " in message
+    assert "computes with, and nothing in LlamaForCausalLM does" in message
     assert "ignore_config_keys=('rms_norm_epsilon', 'attn_logit_softcapping',)" in message
+    assert "--ignore-config-key KEY" in message
 
 
 def test_a_checkpoint_is_refused_before_anything_is_read(folder: Path) -> None:
-    edit_config(folder, attention_bais=True)
+    edit_config(folder, attention_bais=False)
     (folder / "model.safetensors").write_bytes(b"not what it was")
-    with pytest.raises(ConfigurationError, match=r"attention_bais: is True.* did you mean attention_bias"):
+    with pytest.raises(ConfigurationError, match=r"attention_bais: is False.* did you mean attention_bias"):
         AutoModelForCausalLM.from_pretrained(folder)
 
 
-@pytest.mark.parametrize("ignored", ["use_qk_norm", ("use_qk_norm",), {"use_qk_norm", "something_else"}])
+@pytest.mark.parametrize("ignored", ["logit_scale", ("logit_scale",), {"logit_scale", "something_else"}])
 def test_the_user_may_ignore_a_key(folder: Path, ignored: Any) -> None:
-    edit_config(folder, use_qk_norm=True)
-    with pytest.raises(ConfigurationError, match="use_qk_norm"):
+    edit_config(folder, logit_scale=0.5)
+    with pytest.raises(ConfigurationError, match="logit_scale"):
         LlamaForCausalLM.from_pretrained(folder)
-    assert LlamaForCausalLM.from_pretrained(folder, ignore_config_keys=ignored).config.use_qk_norm is True
+    assert LlamaForCausalLM.from_pretrained(folder, ignore_config_keys=ignored).config.logit_scale == 0.5
     config = AutoConfig.from_pretrained(folder)
     with torch.device("meta"):
         assert AutoModelForCausalLM.from_config(config, ignore_config_keys=ignored).combine
@@ -81,18 +136,12 @@ def test_the_user_may_ignore_a_key(folder: Path, ignored: Any) -> None:
 
 def test_parts_are_checked_and_ignored_by_path() -> None:
     config = FamilyCase(Gemma3ForConditionalGeneration).config
-    config.vision_config.use_rope = True
-    config.text_config.use_rope = True
-    assert set(problems(Gemma3ForConditionalGeneration, config)) == {"text_config.use_rope", "vision_config.use_rope"}
-    assert set(problems(Gemma3ForConditionalGeneration, config, "vision_config.use_rope")) == {"text_config.use_rope"}
-    check_config(Gemma3ForConditionalGeneration, config, "use_rope")
-
-
-@pytest.mark.parametrize("value", [None, False, 0, 0.0, "", [], {}])
-def test_a_key_that_asks_for_nothing_passes_unless_it_is_misspelt(llama_config: LlamaConfig, value: Any) -> None:
-    check_config(LlamaForCausalLM, LlamaConfig(**llama_config.to_dict(), logit_softcapping=value))
-    misspelt = LlamaConfig(**llama_config.to_dict(), tie_word_embedding=value)
-    assert "did you mean tie_word_embeddings" in problems(LlamaForCausalLM, misspelt)["tie_word_embedding"][1]
+    config.vision_config.logit_scale = 0.5
+    config.text_config.logit_scale = 0.5
+    paths = {"text_config.logit_scale", "vision_config.logit_scale"}
+    assert set(problems(Gemma3ForConditionalGeneration, config)) == paths
+    assert set(problems(Gemma3ForConditionalGeneration, config, min(paths))) == {max(paths)}
+    check_config(Gemma3ForConditionalGeneration, config, "logit_scale")
 
 
 def test_keys_of_generation_and_bookkeeping_pass(llama_config: LlamaConfig) -> None:
@@ -100,7 +149,7 @@ def test_keys_of_generation_and_bookkeeping_pass(llama_config: LlamaConfig) -> N
         **llama_config.to_dict(), temperature=0.7, num_beams=4, unsloth_version="2025.1", aux_loss_alpha=0.001,
         _attn_implementation_autoset=True, auto_map={"AutoConfig": "x.Y"}, **{"transformers.js_config": {"a": 1}},
     )  # fmt: skip
-    check_config(LlamaForCausalLM, config)
+    assert not examine(LlamaForCausalLM, config).unread
 
 
 @pytest.mark.parametrize("key", ["scoring_func", "topk_method", "moe_layer_freq"])
@@ -108,7 +157,7 @@ def test_a_value_the_family_does_not_do_is_refused(key: str) -> None:
     model_class, config = config_of("deepseek-ai/DeepSeek-V3", **{key: 2})
     kind, detail = problems(model_class, config)[key]
     assert kind == "unsupported"
-    assert detail == f"is 2; only {PUBLISHED['deepseek-ai/DeepSeek-V3'][key]!r} is supported"
+    assert detail == f"is 2; only {published()['deepseek-ai/DeepSeek-V3'].config[key]!r} is supported"
     check_config(model_class, config, key)
 
 

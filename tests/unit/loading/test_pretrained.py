@@ -188,6 +188,22 @@ def test_an_unknown_keyword_is_refused(llama_checkpoint: Path, keyword: str, hin
     assert "or a key of LlamaConfig" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "keyword", ["model_type", "transformers_version", "sub_configs", "use_return_dict", "_name_or_path"]
+)
+def test_an_attribute_that_is_no_value_is_refused(llama_checkpoint: Path, keyword: str) -> None:
+    with pytest.raises(
+        UnknownArgumentError, match=f"^{keyword}: expected values of the configuration, and this is none"
+    ):
+        AutoModelForCausalLM.from_pretrained(llama_checkpoint, **{keyword: "mixtral"})
+
+
+@pytest.mark.parametrize("values", [{"num_labels": 3}, {"rms_norm_eps": 0.5}, {"architectures": ["LlamaForCausalLM"]}])
+def test_a_value_by_whatever_name_is_taken(llama_checkpoint: Path, values: dict[str, Any]) -> None:
+    config = AutoModelForCausalLM.from_pretrained(llama_checkpoint, **values).config
+    assert {name: getattr(config, name) for name in values} == values
+
+
 def test_all_unknown_keywords_are_named(llama_checkpoint: Path) -> None:
     with pytest.raises(UnknownArgumentError, match=r"unknown keywords one, devise \(did you mean device\?\): expected"):
         AutoModelForCausalLM.from_pretrained(llama_checkpoint, one=1, devise="cpu")

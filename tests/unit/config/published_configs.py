@@ -1,0 +1,85 @@
+"""Configurations as they are published, and the same with small sizes: every key that they have, odd ones included."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from nrl_models.common.config.walk import own_values
+from nrl_models.testing.shrink import Needs, shrink
+
+FOLDER = Path(__file__).with_name("published")
+"""A file for each family: `{repository: {"config": ..., "unread": ..., "tiny": ..., "auto": ...}}`, see `Published`."""
+
+STORED_OTHERWISE = ("quantization_config", "compression_config")
+"""Keys that say how weights are stored, which for tiny models are stored plain."""
+
+
+@dataclass(frozen=True)
+class Published:
+    """A configuration of a repository of the hub.
+
+    Args:
+        config: its `config.json`.
+        unread: the paths of the keys in it that nothing reads, which are mentioned when it is loaded.
+        tiny: what to write over it for a tiny model where the general rules do not find it.
+        auto: the auto class that loads it.
+    """
+
+    config: Mapping[str, Any]
+    unread: Collection[str] = ()
+    tiny: Mapping[str, Any] = field(default_factory=dict)
+    auto: str = "AutoModelForCausalLM"
+
+
+@cache
+def published() -> Mapping[str, Published]:
+    """All of them, by repository."""
+    files = (json.loads(file.read_text()) for file in sorted(FOLDER.glob("*.json")))
+    return {name: Published(**entry) for entries in files for name, entry in entries.items()}
+
+
+def shrunk(entry: Published, config: PreTrainedConfig) -> dict[str, Any]:
+    """The content of `entry` for a tiny model: the same keys, and other values where a size is one.
+
+    Args:
+        entry: what is published.
+        config: transformers' reading of it.
+    """
+    tiny = shrink(config, {}, Needs())
+    values = _with_sizes(dict(entry.config), config, tiny) | dict(entry.tiny)
+    return {key: value for key, value in values.items() if key not in STORED_OTHERWISE}
+
+
+def _with_sizes(values: dict[str, Any], config: PreTrainedConfig, tiny: PreTrainedConfig) -> dict[str, Any]:
+    old, new = own_values(config), own_values(tiny)
+    written_as = {own: name for name, own in config.attribute_map.items() if name in values and own not in values}
+    for key, value in new.items():
+        if isinstance(part := old.get(key), PreTrainedConfig):
+            if key in values:
+                values[key] = _with_sizes(dict(values[key]), part, value)
+            elif "num_hidden_layers" in values and part is config.get_text_config():
+                values = _with_sizes(values, part, value)  # its keys stand beside the other parts
+            else:
+                values[key] = {"model_type": part.model_type} | _with_sizes({}, part, value)
+        elif key == "rope_parameters":
+            values = _with_rope(values, old.get(key), value)
+        elif key in old and value != old[key]:
+            values[written_as.get(key, key)] = value
+    return values
+
+
+def _with_rope(values: dict[str, Any], old: Any, new: Any) -> dict[str, Any]:
+    """`values` with the new sizes in its rotary parameters, spelt as they are there."""
+    if old == new:
+        return values
+    if "rope_parameters" in values or not values.get("rope_scaling"):
+        return values | {"rope_parameters": new}
+    layers = [inner for inner in new.values() if isinstance(inner, Mapping)] or [new]
+    return values | {"rope_scaling": {key: layers[-1].get(key, value) for key, value in values["rope_scaling"].items()}}

@@ -1,0 +1,101 @@
+"""Published configurations load as they are, and give the model that transformers makes of them."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from published_configs import published, shrunk
+from transformers import PreTrainedConfig, PreTrainedModel
+
+import nrl_models
+from nrl_models import registry
+from nrl_models.common.config.validate import check_config, examine
+from nrl_models.family import FamilyModel
+from nrl_models.inputs.model_inputs import inputs_for
+from nrl_models.loading.read_config import config_for, read_config
+from nrl_models.testing.case import randomise
+from nrl_models.testing.tiny import silent_transformers
+
+
+class Notes(logging.Handler):
+    """What `check_config` mentions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(record.getMessage())
+
+
+@pytest.fixture
+def notes() -> Iterator[Notes]:
+    handler, logger = Notes(), logging.getLogger(check_config.__module__)
+    logger.addHandler(handler)
+    yield handler
+    logger.removeHandler(handler)
+
+
+@pytest.fixture(autouse=True)
+def _small_and_quiet() -> Iterator[None]:
+    registry.register_custom_configs()
+    with silent_transformers():
+        yield
+
+
+def write(folder: Path, values: dict) -> None:
+    (folder / "config.json").write_text(json.dumps(values))
+
+
+def class_of(auto: str, folder: Path) -> tuple[type[FamilyModel], PreTrainedConfig]:
+    config = read_config(folder)
+    architecture = getattr(nrl_models, auto).architecture(config)
+    if unmet := registry.unmet_requirement(architecture):
+        pytest.skip(f"needs {unmet}")
+    model_class = registry.model_class(architecture)
+    return model_class, config_for(model_class, config)
+
+
+def as_transformers(model_class: type[FamilyModel], config: PreTrainedConfig, folder: Path) -> PreTrainedModel:
+    """transformers' model of the checkpoint in `folder`, after giving it random weights and no other `config.json`."""
+    content = (folder / "config.json").read_text()
+    upstream = model_class.reference_class()
+    torch.manual_seed(0)
+    model = upstream._from_config(config, dtype=torch.float32)
+    assert model.num_parameters() < 8e6, "sizes that the general rules do not know: say them in `tiny`"
+    randomise(model)
+    model.save_pretrained(folder)
+    (folder / "config.json").write_text(content)
+    return upstream.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+@pytest.mark.parametrize("repository", published())
+def test_a_published_configuration_gives_transformers_model(repository: str, tmp_path: Path, notes: Notes) -> None:
+    entry = published()[repository]
+    write(tmp_path, dict(entry.config))
+    model_class, config = class_of(entry.auto, tmp_path)
+    assert set(examine(model_class, config).unread) == set(entry.unread)
+    write(tmp_path, dict(entry.config) | {"tie_word_embeding": "yes", "use_fourth_dimension": True})
+    odd = examine(*class_of(entry.auto, tmp_path))
+    assert [problem.subject for problem in odd.problems] == ["tie_word_embeding"]
+    assert set(odd.unread) == {*entry.unread, "use_fourth_dimension"}
+
+    write(tmp_path, shrunk(entry, config))
+    expected = as_transformers(*class_of(entry.auto, tmp_path), tmp_path)
+    model = getattr(nrl_models, entry.auto).from_pretrained(tmp_path, dtype=torch.float32)
+    assert type(model) is model_class
+    inputs = inputs_for(expected, length=12)
+    with torch.no_grad():
+        torch.testing.assert_close(model(**inputs).logits, expected(**inputs).logits, rtol=0, atol=1e-5)
+    assert len(notes.said) == bool(entry.unread)
+    assert all(f"{path}: " in notes.said[0] for path in entry.unread)
+
+
+def test_there_are_as_many_as_promised() -> None:
+    assert len(published()) >= 60
+    assert sum(bool(entry.unread) for entry in published().values()) >= 20
