@@ -130,11 +130,19 @@ def embeddings(
     ignore_config_key: IgnoredConfigKeys = None,
     json_file: JsonFile = None,
 ) -> None:
-    """3: no embedding row is zero or constant. Reads the embeddings alone, and needs no engine."""
+    """3: no embedding row was left untrained. Reads the embeddings alone, and needs no engine."""
+    from nrl_models.common.checkpoint.files import resolve_folder
+    from nrl_models.consistency.prompts import load_tokenizer
     from nrl_models.diagnostics.embeddings import diagnose_embeddings
 
+    folder = resolve_folder(path)
     result = diagnose_embeddings(
-        path, near_zero=near_zero_threshold, identical=identical_threshold, reinitialise=reinitialise, seed=seed
+        folder,
+        near_zero=near_zero_threshold,
+        identical=identical_threshold,
+        reinitialise=reinitialise,
+        seed=seed,
+        tokenizer=load_tokenizer(folder),
     )
     _show(result, json_file)
 

@@ -1,15 +1,16 @@
 """Diagnostic 3: embedding rows that were never trained, found in a checkpoint's files.
 
 Rows of tokens that pretraining never saw (reserved special tokens, padding of the vocabulary) stay near zero or
-constant, and make gradients explode in post-training once a prompt has such a token. Only the embeddings are read.
+constant, or equal to each other, and make gradients explode in post-training once a prompt has such a token. Only the
+embeddings are read; `embedding_rows` has what counts as untrained.
 """
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -17,22 +18,29 @@ from typing import Any
 import safetensors.torch
 import torch
 from safetensors import safe_open
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from nrl_models.auto import auto_class_for
 from nrl_models.common.checkpoint.files import CheckpointFiles, StoredTensor, resolve_folder
 from nrl_models.common.checkpoint.writing import staged
 from nrl_models.common.dtypes import dtype_name
 from nrl_models.common.state_dict.adapter import StateDictAdapter
+from nrl_models.diagnostics.embedding_rows import (
+    IDENTICAL,
+    NEAR_ZERO,
+    SAME_DIRECTION,
+    SMALL,
+    UntrainedRows,
+    statistics,
+    untrained_rows,
+)
 from nrl_models.diagnostics.result import Diagnosis
 from nrl_models.errors import CheckpointError, Problem, ProblemKind
 from nrl_models.loading.read_config import read_config
 from nrl_models.parity.parity_report import Outcome
 
-NEAR_ZERO = 1e-10
-IDENTICAL = 1e-8
-"""The guide's thresholds: on the largest absolute value of a row, and on its standard deviation."""
-
-ROWS_AT_A_TIME = 8192
+SHOWN_TOKENS, SHOWN_GROUPS = 12, 8
+"""How many tokens are named in a line, and how many groups are listed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +51,7 @@ class EmbeddingSummary:
         kind: `Input` or `Output`.
         key: the tensor's name in the files.
         shape, dtype: of the tensor.
-        near_zero: rows whose values are all below the first threshold.
-        identical: rows whose values hardly differ from each other.
+        untrained: the rows that were hardly trained.
         mean_abs, max_abs: over all values.
         std_range: the smallest and largest standard deviation of a row.
         healthy_std: standard deviation over the values of all other rows; 0 if there are none.
@@ -54,21 +61,16 @@ class EmbeddingSummary:
     key: str
     shape: tuple[int, int]
     dtype: torch.dtype
-    near_zero: list[int]
-    identical: list[int]
+    untrained: UntrainedRows
     mean_abs: float
     max_abs: float
     std_range: tuple[float, float]
     healthy_std: float
 
-    @property
-    def untrained(self) -> list[int]:
-        """Rows that are near zero or identical."""
-        return sorted({*self.near_zero, *self.identical})
-
     def to_json(self) -> dict[str, Any]:
         """By name."""
-        return asdict(self) | {"kind": self.kind.lower(), "dtype": dtype_name(self.dtype)}
+        values = asdict(self)
+        return values | values.pop("untrained") | {"kind": self.kind.lower(), "dtype": dtype_name(self.dtype)}
 
 
 def diagnose_embeddings(
@@ -78,6 +80,7 @@ def diagnose_embeddings(
     identical: float = IDENTICAL,
     reinitialise: Path | None = None,
     seed: int = 0,
+    tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> Diagnosis:
     """Find untrained rows of the input and output embeddings.
 
@@ -85,24 +88,31 @@ def diagnose_embeddings(
         path: the checkpoint's directory. Nested text models and tied embeddings are found, too.
         near_zero: a row is near zero if no absolute value reaches this.
         identical: a row's values are identical if their standard deviation is below this.
-        reinitialise: where to write the checkpoint with such rows reinitialised, from a normal distribution with the
-            standard deviation of the healthy rows; None writes nothing.
+        reinitialise: where to write the checkpoint with the rows reinitialised that are near zero, flat or at the mean,
+            from a normal distribution with the standard deviation of the healthy rows; None writes nothing. Duplicates
+            and clusters stay: as output embeddings they say that their tokens are never predicted.
         seed: of the new rows.
+        tokenizer: names the rows' tokens.
 
     Raises:
         CheckpointError: no embeddings in the files, or damaged files.
     """
     folder = resolve_folder(path)
+    config, names = read_config(folder).get_text_config(), token_names(tokenizer)
     result = Diagnosis("embeddings", str(path))
     with closing(CheckpointFiles(folder)) as files:
         found, tied = find_embeddings(folder, files)
-        summaries = [
-            summarise(kind, key, files.read(stored), near_zero=near_zero, identical=identical)
-            for kind, (key, stored) in found.items()
-        ]
+        summaries: list[EmbeddingSummary] = []
+        for kind, (key, stored) in found.items():
+            if summaries and summaries[0].key == key:
+                summaries.append(replace(summaries[0], kind=kind))
+                continue
+            padding = padding_row(config) if kind == "Input" else None
+            weight = files.read(stored)
+            summaries.append(summarise(kind, key, weight, near_zero=near_zero, identical=identical, padding=padding))
     result.lines += ["=" * 80, "EMBEDDING SUMMARIES", "=" * 80]
     for summary in summaries:
-        result.lines += ["", *_lines(summary, tied, near_zero, identical)]
+        result.lines += ["", *_lines(summary, tied, near_zero, identical, names)]
     result.measured = {
         "tied": tied,
         "thresholds": {"near_zero": near_zero, "identical": identical},
@@ -113,7 +123,7 @@ def diagnose_embeddings(
         result.lines += ["", f"Wrote {reinitialise} with {changed} rows reinitialised."]
         result.measured["reinitialised"] = str(reinitialise)
     result.lines += ["", "=== Final Summary ===", f"Model: {path}", "Analysis complete."]
-    result.outcome = Outcome.of(not any(summary.untrained for summary in summaries))
+    result.outcome = Outcome.of(not any(summary.untrained.all for summary in summaries))
     return result
 
 
@@ -149,57 +159,120 @@ def find_embeddings(folder: Path, files: CheckpointFiles) -> tuple[dict[str, tup
     return result, tied and modules["Output"] is not None
 
 
+def padding_row(config: PreTrainedConfig) -> int | None:
+    """The row of a token that is for padding alone; None if there is none.
+
+    transformers initialises it to zeros, and torch never trains it.
+    """
+    padding = getattr(config, "pad_token_id", None)
+    ends = getattr(config, "eos_token_id", None)
+    others = [getattr(config, "bos_token_id", None), *(ends if isinstance(ends, list) else [ends])]
+    return padding if isinstance(padding, int) and padding not in others else None
+
+
+def token_names(tokenizer: PreTrainedTokenizerBase | None) -> Callable[[Sequence[int]], str]:
+    """What names the tokens of some rows, in a line; nothing without a tokenizer."""
+    tokens = {} if tokenizer is None else {row: token for token, row in tokenizer.get_vocab().items()}
+
+    def line(rows: Sequence[int]) -> str:
+        known = [row for row in rows if row in tokens]
+        names = [repr(tokens[row]) for row in known[:SHOWN_TOKENS]]
+        names += [f"and {len(known) - SHOWN_TOKENS} more"] * (len(known) > SHOWN_TOKENS)
+        names += [f"{len(rows) - len(known)} without a token"] * (len(known) < len(rows))
+        return ", ".join(names)
+
+    return line if tokens else lambda rows: ""
+
+
 def summarise(
-    kind: str, key: str, weight: torch.Tensor, *, near_zero: float = NEAR_ZERO, identical: float = IDENTICAL
+    kind: str,
+    key: str,
+    weight: torch.Tensor,
+    *,
+    near_zero: float = NEAR_ZERO,
+    identical: float = IDENTICAL,
+    padding: int | None = None,
 ) -> EmbeddingSummary:
-    """Statistics of every row of `weight`, `(vocabulary, hidden)`, in fp32; sums are in fp64."""
-    found = []
-    for rows in weight.split(ROWS_AT_A_TIME):
-        rows = rows.float()
-        exact = rows.double()
-        largest, deviation = rows.abs().amax(1), rows.std(dim=1, correction=0)
-        found.append(torch.stack([largest, deviation, exact.abs().sum(1), exact.sum(1), exact.square().sum(1)]))
-    largest, deviation, absolute, total, squares = torch.cat(found, dim=1)
-    zero, constant = largest < near_zero, deviation < identical
-    healthy = ~(zero | constant)
+    """Statistics and untrained rows of `weight`, `(vocabulary, hidden)`; `padding` is a row that may be zero."""
+    found = statistics(weight)
+    untrained = untrained_rows(weight, found, near_zero=near_zero, identical=identical, padding=padding)
+    healthy = torch.ones(len(weight), dtype=torch.bool)
+    healthy[[*untrained.all, *([] if untrained.padding is None else [untrained.padding])]] = False
     count = max(int(healthy.sum()) * weight.shape[1], 1)
-    variance = squares[healthy].sum() / count - (total[healthy].sum() / count) ** 2
+    variance = found.squares[healthy].sum() / count - (found.total[healthy].sum() / count) ** 2
     return EmbeddingSummary(
         kind=kind,
         key=key,
         shape=(weight.shape[0], weight.shape[1]),
         dtype=weight.dtype,
-        near_zero=zero.nonzero()[:, 0].tolist(),
-        identical=constant.nonzero()[:, 0].tolist(),
-        mean_abs=absolute.sum().item() / max(weight.numel(), 1),
-        max_abs=largest.max().item(),
-        std_range=(deviation.min().item(), deviation.max().item()),
+        untrained=untrained,
+        mean_abs=found.absolute.sum().item() / max(weight.numel(), 1),
+        max_abs=found.largest.max().item(),
+        std_range=(found.deviation.min().item(), found.deviation.max().item()),
         healthy_std=max(variance.item(), 0.0) ** 0.5,
     )
 
 
-def _lines(summary: EmbeddingSummary, tied: bool, near_zero: float, identical: float) -> Iterator[str]:
+def _lines(
+    summary: EmbeddingSummary,
+    tied: bool,
+    near_zero: float,
+    identical: float,
+    names: Callable[[Sequence[int]], str],
+) -> Iterator[str]:
+    found, count = summary.untrained, summary.shape[0]
     note = f" (Tied: {tied})" if summary.kind == "Output" else ""
     yield f"--- {summary.kind} Embeddings Summary{note} ---"
     yield f"Shape: {torch.Size(summary.shape)}, Dtype: {summary.dtype}, Key: {summary.key}"
+
+    def counted(what: str, rows: int) -> str:
+        return f"{what}: {rows}/{count} ({rows / max(count, 1):.1%})"
+
+    def listed(rows: Sequence[int], label: str = "Indices") -> Iterator[str]:
+        yield f"  {label}: {ranges(rows)}"
+        if named := names(rows):
+            yield f"  Tokens: {named}"
+
     for rows, what in (
-        (summary.near_zero, f"Near-zero embeddings (abs < {near_zero:.2e})"),
-        (summary.identical, f"Identical embeddings (std < {identical:.2e})"),
+        (found.near_zero, f"Near-zero embeddings (abs < {near_zero:.2e})"),
+        (found.identical, f"Identical embeddings (std < {identical:.2e})"),
+        (found.flat, f"Flat embeddings (std < {SMALL:.0%} of the median)"),
+        (found.at_mean, f"Embeddings at the mean (distance < {SMALL:.0%} of the median)"),
     ):
-        yield f"{what}: {len(rows)}/{summary.shape[0]} ({len(rows) / max(summary.shape[0], 1):.1%})"
+        yield counted(what, len(rows))
         if rows:
-            yield f"  Indices: {ranges(rows)}"
+            yield from listed(rows)
+    for groups, what in (
+        (found.duplicates, "Duplicate embeddings (equal bit for bit)"),
+        (found.clusters, f"Clustered embeddings (cosine > {SAME_DIRECTION:g} with a centre)"),
+    ):
+        yield counted(what, sum(map(len, groups)))
+        for group in groups[:SHOWN_GROUPS]:
+            yield from listed(group, f"{len(group)} rows")
+        if len(groups) > SHOWN_GROUPS:
+            yield f"  ... and {len(groups) - SHOWN_GROUPS} more groups"
+    if found.padding is not None:
+        yield f"Row {found.padding} is the padding token's, and zero, as transformers leaves it: not counted"
     low, high = summary.std_range
     yield (
         f"Statistics: mean_abs={summary.mean_abs:.6f}, max_abs={summary.max_abs:.6f}, std_range=[{low:.6f}, {high:.6f}]"
     )
-    if summary.untrained:
-        yield (
-            f"⚠️ POTENTIAL ISSUES: {len(summary.near_zero)} near-zero embeddings, {len(summary.identical)} identical "
-            "embeddings"
-        )
-    else:
+    if not found.all:
         yield "✅ No obvious untrained patterns detected"
+        return
+    also = {
+        "flat": len(found.flat),
+        "mean": len(found.at_mean),
+        "duplicate": sum(map(len, found.duplicates)),
+        "clustered": sum(map(len, found.clusters)),
+    }
+    yield ", ".join(
+        [
+            f"⚠️ POTENTIAL ISSUES: {len(found.near_zero)} near-zero embeddings",
+            f"{len(found.identical)} identical embeddings",
+            *(f"{number} {what} embeddings" for what, number in also.items() if number),
+        ]
+    )
 
 
 def ranges(indices: Sequence[int]) -> str:
@@ -224,7 +297,9 @@ def write_reinitialised(folder: Path, target: Path, summaries: Sequence[Embeddin
             [Problem(ProblemKind.FILE, str(target), "is the checkpoint itself")],
             ["give another directory"],
         )
-    without_healthy = [summary.key for summary in summaries if summary.untrained and summary.healthy_std == 0.0]
+    without_healthy = [
+        summary.key for summary in summaries if summary.untrained.degenerate and summary.healthy_std == 0.0
+    ]
     if without_healthy:
         raise CheckpointError(
             "cannot re-initialise",
@@ -233,7 +308,7 @@ def write_reinitialised(folder: Path, target: Path, summaries: Sequence[Embeddin
                 for key in without_healthy
             ],
         )
-    changed = {summary.key: summary for summary in summaries if summary.untrained}
+    changed = {summary.key: summary for summary in summaries if summary.untrained.degenerate}
     generator = torch.Generator().manual_seed(seed)
     with staged(target) as stage:
         for source in sorted(path for path in folder.iterdir() if path.is_file()):
@@ -247,8 +322,8 @@ def write_reinitialised(folder: Path, target: Path, summaries: Sequence[Embeddin
             tensors = safetensors.torch.load_file(source)
             for key in keys:
                 summary = changed[key]
-                rows = torch.tensor(summary.untrained)
+                rows = torch.tensor(summary.untrained.degenerate)
                 new = torch.randn(len(rows), summary.shape[1], generator=generator) * summary.healthy_std
                 tensors[key][rows] = new.to(summary.dtype)
             safetensors.torch.save_file(tensors, stage / source.name, metadata=metadata)
-    return sum(len(summary.untrained) for summary in changed.values())
+    return sum(len(summary.untrained.degenerate) for summary in changed.values())

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import edit_weights, new_model, stored
+from checkpoints import edit_config, edit_weights, new_model, stored
 from safetensors import safe_open
-from transformers import Gemma3Config, LlamaConfig
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import Gemma3Config, LlamaConfig, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from nrl_models.cli import app
@@ -18,12 +20,12 @@ from nrl_models.diagnostics.embeddings import diagnose_embeddings, ranges
 from nrl_models.errors import CheckpointError
 from nrl_models.testing.tiny import tiny_config
 
-ZERO, CONSTANT = [0, 1, 7, 300], [40]
+PADDING, ZERO, CONSTANT = 0, [1, 7, 300], [40]
 """transformers leaves the padding token's row, 0, at zero."""
 
 
 def spoil(tensors: dict[str, torch.Tensor], key: str = "model.embed_tokens.weight") -> None:
-    tensors[key][ZERO] = 0.0
+    tensors[key][[PADDING, *ZERO]] = 0.0
     tensors[key][CONSTANT] = 0.25
 
 
@@ -55,20 +57,22 @@ def test_untrained_rows_are_found_in_the_embedding_that_has_them(untrained: Path
     first, second = result.measured["embeddings"]
     assert first["near_zero"] == ZERO
     assert first["identical"] == sorted(ZERO + CONSTANT)  # zeros are all the same, too
+    assert first["padding"] == PADDING
+    assert first["duplicates"] == [], "rows of zeros are counted once"
     assert (second["near_zero"], second["identical"]) == ([], [])
     text = "\n".join(result.lines)
-    assert "Near-zero embeddings (abs < 1.00e-10): 4/512 (0.8%)" in text
-    assert "Indices: 0-1,7,40,300" in text
+    assert "Near-zero embeddings (abs < 1.00e-10): 3/512 (0.6%)" in text
+    assert "Indices: 1,7,40,300" in text
     weight = stored(untrained)["model.embed_tokens.weight"].float()
     assert first["mean_abs"] == pytest.approx(weight.abs().mean().item(), rel=1e-5)
     assert first["max_abs"] == weight.abs().max().item()
-    healthy = weight[[row for row in range(512) if row not in ZERO + CONSTANT]]
+    healthy = weight[[row for row in range(512) if row not in (PADDING, *ZERO, *CONSTANT)]]
     assert first["healthy_std"] == pytest.approx(healthy.std(correction=0).item(), rel=1e-4)
 
 
 def test_thresholds_decide(llama_checkpoint: Path) -> None:
-    assert len(diagnose_embeddings(llama_checkpoint, near_zero=1e9).measured["embeddings"][0]["near_zero"]) == 512
-    assert len(diagnose_embeddings(llama_checkpoint, identical=1e9).measured["embeddings"][0]["identical"]) == 512
+    assert len(diagnose_embeddings(llama_checkpoint, near_zero=1e9).measured["embeddings"][0]["near_zero"]) == 511
+    assert len(diagnose_embeddings(llama_checkpoint, identical=1e9).measured["embeddings"][0]["identical"]) == 511
 
 
 def test_only_embeddings_are_read(llama_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,14 +95,15 @@ def test_tied_embeddings_of_a_nested_text_model_are_found(tmp_path: Path) -> Non
     model.save_pretrained(tmp_path)
     result = diagnose_embeddings(tmp_path)
     assert result.measured["tied"]
-    assert result.measured["embeddings"][0]["near_zero"] == [0, 5]
+    assert result.measured["embeddings"][0]["near_zero"] == [5]
+    assert result.measured["embeddings"][0]["padding"] == 0
     assert "language_model" in result.measured["embeddings"][0]["key"]
 
 
 def test_rows_are_drawn_anew_and_nothing_else_changes(untrained: Path, tmp_path: Path) -> None:
     target = tmp_path / "mended"
     result = diagnose_embeddings(untrained, reinitialise=target)
-    assert "with 5 rows reinitialised" in "\n".join(result.lines)
+    assert "with 4 rows reinitialised" in "\n".join(result.lines)
     assert diagnose_embeddings(target).passed
     before, after = stored(untrained), stored(target)
     rows = sorted(ZERO + CONSTANT)
@@ -129,8 +134,23 @@ def test_a_tied_head_counts_once(tmp_path: Path) -> None:
     result = diagnose_embeddings(tmp_path)
     assert result.measured["tied"]
     first, *rest = result.measured["embeddings"]
-    assert first["near_zero"] == [0]
+    assert first["padding"] == 0
+    assert result.passed
     assert all(one["key"] == first["key"] for one in rest)
+
+
+def test_a_row_of_zeros_of_a_token_that_is_not_only_padding_counts(folder: Path) -> None:
+    edit_config(folder, pad_token_id=2, eos_token_id=[1, 2])
+    edit_weights(folder, lambda tensors: tensors["model.embed_tokens.weight"][2].zero_())
+    first = diagnose_embeddings(folder).measured["embeddings"][0]
+    assert (first["near_zero"], first["padding"]) == ([PADDING, 2], None)
+
+
+def test_tokens_are_named(folder: Path) -> None:
+    vocabulary = {"<pad>": PADDING, "good": 2, "<unused>": 7}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(vocabulary)))
+    edit_weights(folder, lambda tensors: tensors["model.embed_tokens.weight"][7::293].zero_())
+    assert "  Tokens: '<unused>', 1 without a token" in diagnose_embeddings(folder, tokenizer=tokenizer).lines
 
 
 def test_ranges_are_the_guides() -> None:

@@ -1,0 +1,125 @@
+"""What counts as an untrained row, on embeddings that are made like trained ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from nrl_models.diagnostics.embedding_rows import (
+    IDENTICAL,
+    NEAR_ZERO,
+    SMALLEST_CLUSTER,
+    UntrainedRows,
+    statistics,
+    untrained_rows,
+)
+
+VOCABULARY, HIDDEN = 8_000, 96
+FALSE_ALARMS = 0.001
+
+
+@pytest.fixture(scope="module")
+def trained() -> torch.Tensor:
+    """Rows as trained ones are: a common mean, few strong directions, topics, norms that differ by a factor of five."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator)
+
+    strength = torch.linspace(1.0, 0.1, HIDDEN)
+    topics = normal(80, HIDDEN)[torch.randint(80, (VOCABULARY,), generator=generator)]
+    rows = (normal(VOCABULARY, HIDDEN) + topics) * strength
+    norms = (0.3 * normal(VOCABULARY)).clamp(-0.8, 0.8).exp()
+    return (rows * norms[:, None] + normal(HIDDEN)).bfloat16()
+
+
+def find(weight: torch.Tensor) -> UntrainedRows:
+    return untrained_rows(weight, statistics(weight), near_zero=NEAR_ZERO, identical=IDENTICAL)
+
+
+def test_trained_rows_raise_no_alarm(trained: torch.Tensor) -> None:
+    assert len(find(trained).all) <= FALSE_ALARMS * VOCABULARY
+
+
+def zero(rows: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(rows)
+
+
+def near_zero(rows: torch.Tensor) -> torch.Tensor:
+    """Far above the guide's threshold of 1e-10, as weight decay leaves rows."""
+    return rows * 1e-3
+
+
+def constant(rows: torch.Tensor) -> torch.Tensor:
+    return rows[:, :1] + 1e-3 * rows
+
+
+def at_the_mean(rows: torch.Tensor) -> torch.Tensor:
+    """As `resize_token_embeddings` puts new tokens."""
+    return rows.mean(0) + 1e-3 * rows
+
+
+def pairs(rows: torch.Tensor) -> torch.Tensor:
+    return rows[: len(rows) // 2].repeat(2, 1)
+
+
+def one_direction(rows: torch.Tensor) -> torch.Tensor:
+    """As the gradient that all tokens share moves rows that are never seen."""
+    noise = rows - rows.mean(0)
+    common = 3 * noise[0]
+    return rows.mean(0) + common + 0.2 * common.norm() * torch.nn.functional.normalize(noise)
+
+
+PLANTED: dict[Callable[[torch.Tensor], torch.Tensor], tuple[str, ...]] = {
+    zero: ("near_zero", "identical", "flat"),
+    near_zero: ("flat",),
+    constant: ("flat",),
+    at_the_mean: ("at_mean",),
+    pairs: ("duplicates",),
+    one_direction: ("clusters",),
+}
+"""What is planted, and the kinds of untrained rows that all of it is."""
+
+
+@pytest.mark.parametrize("plant", PLANTED, ids=lambda plant: plant.__name__)
+def test_all_planted_rows_are_found_and_few_others(
+    trained: torch.Tensor, plant: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    rows = torch.randperm(VOCABULARY, generator=torch.Generator().manual_seed(1))[: 4 * SMALLEST_CLUSTER]
+    weight = trained.clone()
+    centred = trained[rows].float() - trained[rows].float().mean(0) + trained.float().mean(0)
+    weight[rows] = plant(centred).bfloat16()
+    found, expected = find(weight), set(rows.tolist())
+    for kind in PLANTED[plant]:
+        listed = getattr(found, kind)
+        assert expected <= set(torch.tensor(listed).flatten().tolist()), kind
+    assert len(set(found.all) - expected) <= FALSE_ALARMS * VOCABULARY
+
+
+def test_a_row_is_reported_once_where_kinds_exclude_each_other(trained: torch.Tensor) -> None:
+    """Zeros are equal to each other, too; duplicates point the same way."""
+    weight = trained.clone()
+    weight[10:20] = 0.0
+    weight[30:34] = trained[30]
+    found = find(weight)
+    assert found.duplicates == [[30, 31, 32, 33]]
+    assert not found.clusters
+    assert set(found.all) >= {*range(10, 20), *range(30, 34)}
+
+
+def test_two_groups_of_duplicates_are_apart(trained: torch.Tensor) -> None:
+    weight = trained.clone()
+    weight[[1, 9]] = trained[5]
+    weight[8] = trained[2]
+    assert find(weight).duplicates == [[1, 5, 9], [2, 8]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_any_dtype_and_a_vocabulary_of_few(dtype: torch.dtype) -> None:
+    weight = torch.randn(3, 8, generator=torch.Generator().manual_seed(0)).to(dtype)
+    weight[2] = weight[0]
+    found = find(weight)
+    assert found.duplicates == [[0, 2]]
+    assert found.all == [0, 2]
