@@ -16,6 +16,7 @@ from nrl_models.inputs.model_inputs import inputs_for
 from nrl_models.parity.levels import compare_components, compare_end_to_end, compare_gradients, compare_weights
 from nrl_models.parity.localise import localise
 from nrl_models.parity.parity_report import Level, ParityReport, ParityRow
+from nrl_models.parity.precision import Truth
 
 CHECKS = tuple(Level)
 """All levels."""
@@ -33,8 +34,8 @@ def check_parity(
 ) -> ParityReport:
     """Compare a checkpoint loaded here with the same checkpoint loaded by transformers.
 
-    Levels 1, 2 and gradients run in fp32, where a mistake shows best; level 3 also in bf16, which is how models are
-    trained. If any of them fails, the first modules that diverge are named.
+    Every level runs in fp32, where a mistake shows best; all but the first also in bf16, which is how models are
+    trained. If any fails in fp32, the first modules that diverge are named; in bf16 each row names the worst.
 
     Args:
         path: the checkpoint's directory.
@@ -58,22 +59,26 @@ def check_parity(
     reference = load_reference(model, path, torch.float32, device)
     report = ParityReport(f"{path}: {type(model).__name__} against transformers' {type(reference).__name__}")
     inputs = inputs_for(model, length=length, batch=batch, seed=seed)
+    with_labels = inputs_for(model, length=length, batch=batch, seed=seed, labels=True)
+
+    def compare(truth: Truth | None = None) -> None:
+        if Level.COMPONENTS in checks:
+            report.add(compare_components(model, reference, inputs, seed, truth))
+        if Level.LOGITS in checks:
+            report.add(compare_end_to_end(model, reference, inputs, truth))
+        if Level.GRADIENTS in checks:
+            report.add(compare_gradients(model, reference, with_labels, truth))
+
     if Level.WEIGHTS in checks:
         report.add(compare_weights(model, reference))
-    if Level.COMPONENTS in checks:
-        report.add(compare_components(model, reference, inputs, seed))
-    if Level.LOGITS in checks:
-        report.add(compare_end_to_end(model, reference, inputs))
-    if Level.GRADIENTS in checks:
-        with_labels = inputs_for(model, length=length, batch=batch, seed=seed, labels=True)
-        report.add(compare_gradients(model, reference, with_labels))
+    compare()
     if not report.passed:
         culprits = localise(model, reference, inputs)
         report.add(ParityRow("first divergence", False, str(culprit), "no module diverges") for culprit in culprits)
-    if Level.LOGITS in checks:
+    if set(checks) - {Level.WEIGHTS}:
         model = auto_class.from_pretrained(path, dtype=torch.bfloat16, device=device, **load_options)
         reference = load_reference(model, path, torch.bfloat16, device)
-        report.add(compare_end_to_end(model, reference, inputs))
+        compare(Truth(reference))
     return report
 
 

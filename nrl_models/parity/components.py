@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
+from transformers import PreTrainedModel
 
 from nrl_models.inputs.images import Inputs, cast
 
@@ -38,6 +39,15 @@ class Call:
             tuple(new if value is hidden else value for value in self.args),
             {name: new if value is hidden else value for name, value in self.kwargs.items()},
         )
+
+
+def component_classes(reference: nn.Module) -> set[type[nn.Module]]:
+    """The classes that a modelling file defines for layers: neither torch's own, nor whole models."""
+    return {
+        type(module)
+        for module in reference.modules()
+        if not type(module).__module__.startswith("torch.") and not isinstance(module, PreTrainedModel)
+    }
 
 
 def calls_of(model: nn.Module, classes: Collection[type[nn.Module]], inputs: Inputs) -> dict[str, Call]:

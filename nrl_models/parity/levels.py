@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import math
 import textwrap
-from contextlib import nullcontext
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from nrl_models.common.dtypes import dtype_name
-from nrl_models.common.forward.routing import RoutingRecord, can_replay, flip_rate, replay_routing
+from nrl_models.common.forward.routing import RoutingRecord, can_replay, flip_rate
 from nrl_models.family import FamilyModel
 from nrl_models.inputs.model_inputs import Inputs
 from nrl_models.parity.compare import StateDictComparison, compare_state_dicts, compare_tensors
-from nrl_models.parity.components import calls_of, run_layer
+from nrl_models.parity.components import calls_of, component_classes, run_layer
 from nrl_models.parity.noise import (
     NOISE_FACTOR,
     TOLERANCE,
@@ -28,6 +27,12 @@ from nrl_models.parity.noise import (
     routing_noise,
 )
 from nrl_models.parity.parity_report import Level, ParityRow
+from nrl_models.parity.precision import (
+    Truth,
+    compare_components_rounded,
+    compare_gradients_rounded,
+    compare_logits_rounded,
+)
 
 MIN_COSINE = 0.9999
 
@@ -44,10 +49,10 @@ def compare_weights(model: FamilyModel, reference: PreTrainedModel) -> list[Pari
     """
     adapter = model.state_dict_adapter
     own, expected = model.state_dict(), reference.state_dict()
-    weights = compare_state_dicts(expected, adapter.to_hf(own, layout="transformers"))
-    round_trip = compare_state_dicts(own, adapter.from_hf(adapter.to_hf(own)))
+    weights = compare_state_dicts(expected, adapter.to_hf(own, layout="transformers"), verbose=False)
+    round_trip = compare_state_dicts(own, adapter.from_hf(adapter.to_hf(own)), verbose=False)
     buffers = dict(model.named_buffers())
-    of_buffers = compare_state_dicts(dict(reference.named_buffers()), buffers)
+    of_buffers = compare_state_dicts(dict(reference.named_buffers()), buffers, verbose=False)
     kept = model.state_dict(keep_vars=True)
     apart = [name for name, other in adapter.tied.items() if kept[name].data_ptr() != kept[other].data_ptr()]
     tied = ", ".join(f"{name} = {other}" for name, other in adapter.tied.items()) or "nothing is tied"
@@ -70,18 +75,26 @@ def compare_weights(model: FamilyModel, reference: PreTrainedModel) -> list[Pari
     ]
 
 
-def compare_components(model: nn.Module, reference: nn.Module, inputs: Inputs, seed: int = 42) -> list[ParityRow]:
+def compare_components(
+    model: FamilyModel, reference: PreTrainedModel, inputs: Inputs, seed: int = 42, truth: Truth | None = None
+) -> list[ParityRow]:
     """Level 2: one layer of each class gives the reference's output, on random hidden states.
+
+    Below fp32 it is every layer, on the inputs that the reference gives it, compared by their errors from fp32
+    (`nrl_models.parity.precision`).
 
     Args:
         model: the model under test.
         reference: the Hugging Face model, with the same weights and dtype.
         inputs: what to call the models with once, for the layers' other arguments.
         seed: of the random hidden states.
+        truth: the reference in fp32, if there is one already; for models below fp32.
     """
     dtype = next(reference.parameters()).dtype
+    if dtype != torch.float32:
+        return compare_components_rounded(model, reference, inputs, truth)
     rows = []
-    classes = _component_classes(reference)
+    classes = component_classes(reference)
     calls = calls_of(reference, classes, inputs)
     done: set[type] = set()
     for name, call in calls.items():
@@ -94,7 +107,7 @@ def compare_components(model: nn.Module, reference: nn.Module, inputs: Inputs, s
         if not expected:  # nothing to compare
             continue
         actual = run_layer(model.get_submodule(name), call)
-        found = [compare_tensors(first, second) for first, second in zip(expected, actual, strict=True)]
+        found = [compare_tensors(first, second, verbose=False) for first, second in zip(expected, actual, strict=True)]
         max_diff = max(comparison.max_diff for comparison in found)
         cosine = min(comparison.cosine_similarity for comparison in found)
         scale = max([1.0, *(tensor.abs().max().item() for tensor in expected if tensor.is_floating_point())])
@@ -112,36 +125,32 @@ def compare_components(model: nn.Module, reference: nn.Module, inputs: Inputs, s
     return rows
 
 
-def _component_classes(reference: nn.Module) -> set[type[nn.Module]]:
-    """The classes that a modelling file defines for layers: neither torch's own, nor whole models."""
-    return {
-        type(module)
-        for module in reference.modules()
-        if not type(module).__module__.startswith("torch.") and not isinstance(module, PreTrainedModel)
-    }
-
-
-def compare_end_to_end(model: nn.Module, reference: nn.Module, inputs: Inputs) -> list[ParityRow]:
+def compare_end_to_end(
+    model: nn.Module, reference: nn.Module, inputs: Inputs, truth: Truth | None = None
+) -> list[ParityRow]:
     """Level 3: the whole model gives the reference's logits.
 
-    The limit is a small multiple of how far the reference is from itself under other roundings (and never below the
-    dtype's tolerance), so that a bug cannot hide in an allowance that is larger than the noise. Below fp32, a mixture
-    of experts is compared on the reference's choice of experts; how often its own choice differs is a row of its own.
+    In fp32 the limit is a small multiple of how far the reference is from itself under other roundings (and never below
+    the tolerance), so that a bug cannot hide in an allowance that is larger than the noise. Below fp32 the model's
+    error from fp32 is compared with the reference's (`nrl_models.parity.precision`); a mixture of experts is compared
+    on the reference's choice of experts, and how often its own choice differs is a row of its own.
+
+    Args:
+        model: the model under test.
+        reference: the Hugging Face model, with the same weights and dtype.
+        inputs: what to call both with.
+        truth: the reference in fp32, if there is one already; for models below fp32.
     """
     dtype = next(reference.parameters()).dtype
     expected, routing = logits_and_routing(reference, inputs)
-    rows = []
-    if dtype == torch.float32:
-        routing = {}
-    elif routing:
-        rows.append(_choices(model, reference, inputs, routing))
-        routing = routing if can_replay(model) else {}
-    noise = logits_noise(reference, inputs, routing)
-    with replay_routing(model, routing) if routing else nullcontext():
-        result = compare_tensors(expected, logits_of(model, inputs))
+    if dtype != torch.float32:
+        replayed = routing if can_replay(model) else {}
+        rounded = compare_logits_rounded(model, reference, inputs, expected, replayed, truth)
+        return [_choices(model, reference, inputs, routing), rounded] if routing else [rounded]
+    noise = logits_noise(reference, inputs)
+    result = compare_tensors(expected, logits_of(model, inputs), verbose=False)
     allowed = limit(noise, dtype)
     return [
-        *rows,
         ParityRow(
             f"level 3: logits, {dtype_name(dtype)}",
             result.max_diff <= allowed and result.cosine_similarity > MIN_COSINE,
@@ -168,15 +177,22 @@ def _choices(model: nn.Module, reference: nn.Module, inputs: Inputs, routing: Ro
     )
 
 
-def compare_gradients(model: FamilyModel, reference: PreTrainedModel, inputs: Inputs) -> list[ParityRow]:
+def compare_gradients(
+    model: FamilyModel, reference: PreTrainedModel, inputs: Inputs, truth: Truth | None = None
+) -> list[ParityRow]:
     """The gradients of the loss, mapped to the reference's names, equal the reference's.
+
+    Below fp32 their errors from fp32 are compared (`nrl_models.parity.precision`).
 
     Args:
         model: the model under test.
         reference: the Hugging Face model, with the same weights and dtype.
         inputs: with labels.
+        truth: the reference in fp32, if there is one already; for models below fp32.
     """
     dtype = next(reference.parameters()).dtype
+    if dtype != torch.float32:
+        return [compare_gradients_rounded(model, reference, inputs, truth)]
     expected = gradients(reference, inputs)
     noise = gradient_noise(reference, inputs, expected)
     actual = model.state_dict_adapter.to_hf(gradients(model, inputs), layout="transformers")
@@ -185,7 +201,7 @@ def compare_gradients(model: FamilyModel, reference: PreTrainedModel, inputs: In
     smallest = 1e-3 * max(gradient.abs().max().item() for gradient in expected.values())
     differences = {
         name: (
-            compare_tensors(gradient, actual[name]).max_diff,
+            compare_tensors(gradient, actual[name], verbose=False).max_diff,
             max(NOISE_FACTOR * noise[name], TOLERANCE[dtype] * max(gradient.abs().max().item(), smallest)),
         )
         for name, gradient in expected.items()

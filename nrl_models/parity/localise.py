@@ -83,7 +83,7 @@ def localise(model: FamilyModel, reference: PreTrainedModel, inputs: Inputs, max
         name, difference = found
         substituted[name] = expected[name].output
         with _substituting(model, substituted):
-            agrees = compare_tensors(logits, logits_of(model, inputs)).max_diff <= allowed
+            agrees = compare_tensors(logits, logits_of(model, inputs), verbose=False).max_diff <= allowed
         own = tuple(weight for weight in weights if weight.startswith(f"{name}."))
         culprits.append(Culprit(name, type(model.get_submodule(name)).__name__, difference, agrees, own))
         if agrees:
@@ -128,7 +128,7 @@ def _divergence(expected: list[torch.Tensor], actual: list[torch.Tensor], tolera
             return float("inf")
         finite = first.float().abs().nan_to_num(nan=0.0, posinf=0.0)
         scale = max(1.0, finite.max().item()) if first.numel() else 1.0
-        difference = compare_tensors(first, second).max_diff
+        difference = compare_tensors(first, second, verbose=False).max_diff
         if difference > tolerance * scale:
             worst = max(worst, difference)
     return worst

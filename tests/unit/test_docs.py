@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from nrl_models import AutoModelForCausalLM, registry
 from nrl_models.cli import app
 from nrl_models.devtools.mutants import CATALOGUE
+from nrl_models.parity import compare_tensors
 from nrl_models.testing.case import FamilyCase
 
 ROOT = Path(__file__).parents[2]
@@ -77,14 +78,39 @@ def test_the_readmes_figures() -> None:
 
 
 def test_the_code_for_who_comes_from_nemo(here: Path) -> None:
+    tests = block_with("docs/from-nemo.md", "@pytest.fixture")
     found: dict[str, Any] = {}
     for block in blocks("docs/from-nemo.md", "python"):
-        exec(block, found)
+        if block != tests:
+            exec(block, found)
     model = found["model"]
     assert model.config._attn_implementation == "eager"
     assert found["own"].keys() == model.state_dict().keys()
     assert (found["name"], found["more"]) == ("model.norm.weight", [])
     assert not model.get_input_embeddings().weight.requires_grad
+
+
+def test_the_onboarding_guides_tests(pytester: pytest.Pytester) -> None:
+    code = block_with("docs/from-nemo.md", "@pytest.fixture")
+    pytester.makepyfile(code)
+    pytester.runpytest_inprocess("-p", "no:cacheprovider").assert_outcomes(passed=code.count("def test_"))
+
+
+def test_the_parity_guides_code(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every snippet, in the order of the page, as a reader runs them."""
+    found: dict[str, Any] = {}
+    for block in blocks("docs/parity.md", "python"):
+        exec(block, found)
+    assert found["report"].passed
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if "PASSED" in line] == [
+        "Level 1 PASSED: state dict round-trip is exact.",
+        "Level 2 PASSED: component parity within tolerance.",
+        "Level 3 PASSED: E2E forward pass parity within tolerance.",
+    ]
+    assert any(re.fullmatch(r"weight_check: All \d+ parameters match exactly\.", line) for line in lines)
+    assert compare_tensors(found["expected"], found["final"], verbose=False).max_diff < 1e-5
+    assert sum(line.startswith("grad_") for line in lines) == len(list(found["model"].parameters()))
 
 
 def test_the_guides_code_for_loading(llama_checkpoint: Path) -> None:

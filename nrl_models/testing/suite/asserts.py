@@ -50,7 +50,7 @@ def all_tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 def assert_same_tensors(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
     """The same names, dtypes and values, bit for bit."""
-    found = compare_state_dicts(expected, actual)
+    found = compare_state_dicts(expected, actual, verbose=False)
     assert found.equal, str(found)
 
 

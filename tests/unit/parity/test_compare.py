@@ -74,3 +74,29 @@ def test_state_dicts() -> None:
     assert not compare_state_dicts(first, second).equal
     assert compare_state_dicts(first, dict(first)).equal
     assert "all tensors match exactly" in str(compare_state_dicts(first, dict(first)))
+
+
+def test_tensors_are_compared_aloud(capsys: pytest.CaptureFixture[str]) -> None:
+    """In the parity guide's words."""
+    compare_tensors(torch.tensor([3.0, 4.0]), torch.tensor([4.0, 3.0]), name="logits")
+    compare_tensors(torch.tensor([3.0]), torch.tensor([3.0]))
+    compare_tensors(torch.zeros(2), torch.zeros(2), verbose=False)
+    line = "max_diff={}, mean_diff={}, cosine_sim={}"
+    assert capsys.readouterr().out.splitlines() == [
+        "logits: " + line.format("1.000000e+00", "1.000000e+00", "0.96000000"),
+        line.format("0.000000e+00", "0.000000e+00", "1.00000000"),
+    ]
+
+
+def test_state_dicts_are_compared_aloud(capsys: pytest.CaptureFixture[str]) -> None:
+    first = {"a": torch.ones(1), "b": torch.ones(2), "c": torch.ones(2)}
+    compare_state_dicts(first, {"b": torch.zeros(2), "c": torch.ones(3), "d": torch.ones(1)}, prefix="check: ")
+    compare_state_dicts(first, dict(first), prefix="check: ")
+    compare_state_dicts(first, {}, verbose=False)
+    assert capsys.readouterr().out.splitlines() == [
+        "check: Missing keys: ['a']",
+        "check: Extra keys: ['d']",
+        "check: b: max_diff=1.000000e+00",
+        "check: c: max_diff=inf (shapes or dtypes differ, or NaN)",
+        "check: All 3 parameters match exactly.",
+    ]

@@ -1,0 +1,298 @@
+"""Checks below fp32: a model's error from fp32 may be hardly more than transformers' own error from fp32.
+
+In bf16 two right models differ by whole logits, and so do a right and a wrong one. What tells them apart is where the
+truth lies: the reference is run in fp32, too, on the same (rounded) weights and the same inputs, and both are measured
+against that. A norm computed in bf16, which no comparison in fp32 can see, triples a layer's error.
+
+Layers are compared one by one, on the inputs that the reference gives them, so that no error is buried under those of
+earlier layers. Without matrices (norms, rotary embeddings, activations) a layer has to be equal bit for bit; matmuls
+may sum in another order.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from einops import reduce
+from torch import nn
+from torch.utils._pytree import tree_map
+from transformers import PreTrainedModel
+
+from nrl_models.common.dtypes import dtype_name
+from nrl_models.common.forward.routing import RoutingRecord, can_replay, record_routing, replay_routing
+from nrl_models.common.projections import groups_of
+from nrl_models.common.recording import float_tensors
+from nrl_models.family import FamilyModel
+from nrl_models.inputs.images import Inputs
+from nrl_models.parity.compare import compare_tensors
+from nrl_models.parity.components import Call, calls_of, component_classes, run_layer
+from nrl_models.parity.noise import gradients, logits_and_routing, logits_of
+from nrl_models.parity.parity_report import Level, ParityRow
+
+FLOOR = 1e-6
+"""A relative error that always passes: of values that even the lower precision has exactly, or nearly."""
+
+
+class Errors(NamedTuple):
+    """How far a tensor is from its value in fp32, relative to the root mean square of each row (a token's values).
+
+    Attributes:
+        rms: root mean square over all elements; infinite where a value is not finite that should be.
+        largest: of any element.
+    """
+
+    rms: float
+    largest: float
+
+    @classmethod
+    def of(cls, actual: torch.Tensor, exact: torch.Tensor) -> Errors:
+        """The errors of `actual`; `exact` has its shape, and its last dimension is a row."""
+        if actual.shape != exact.shape:
+            return cls(math.inf, math.inf)
+        if exact.numel() == 0:
+            return cls(0.0, 0.0)
+        found, truth = actual.detach().float(), exact.detach().to(actual.device).float()
+        same = (found == truth) | (found.isnan() & truth.isnan())  # masked scores are infinite in both
+        difference = torch.where(same, 0.0, found - truth).nan_to_num(nan=math.inf)
+        finite = torch.where(truth.isfinite(), truth, 0.0)
+        rows = reduce(finite.square(), "... value -> ... 1", "mean").sqrt() if finite.ndim else finite.abs()
+        scale = rows.clamp_min(1e-3 * rows.square().mean().sqrt().item()).clamp_min(torch.finfo(torch.float32).tiny)
+        relative = difference / scale
+        return cls(relative.square().mean().sqrt().item(), relative.abs().max().item())
+
+    def times(self, reference: Errors) -> Errors:
+        """As multiples of the reference's."""
+        return Errors(self.rms / max(reference.rms, FLOOR), self.largest / max(reference.largest, FLOOR))
+
+    def excess(self, limits: Errors) -> float:
+        """Of multiples: by what factor they exceed the limits; at most 1 passes."""
+        return max(self.rms / limits.rms, self.largest / limits.largest)
+
+
+EXACT = Errors(0.0, 0.0)
+
+LIMITS = Errors(rms=1.25, largest=2.0)
+"""How many times the reference's errors a model's may be."""
+
+GRADIENT_LIMITS = Errors(rms=3.0, largest=math.inf)
+"""The same of a gradient: in a deep model the errors of two right backward passes differ more, and by chance."""
+
+SAME_BITS = "equal bit for bit"
+
+
+class Truth:
+    """The reference in fp32, made once it is needed: most models are equal to it bit for bit.
+
+    Args:
+        reference: in lower precision; its weights, as they are rounded, are the truth's.
+    """
+
+    def __init__(self, reference: nn.Module) -> None:
+        self.reference = reference
+
+    @cached_property
+    def model(self) -> nn.Module:
+        """The reference in fp32."""
+        return copy.deepcopy(self.reference).float()
+
+
+@dataclass(slots=True)
+class Found:
+    """What was found of layers of one class, or of the gradients.
+
+    Args:
+        compared: how many were compared.
+        same: how many of them are equal bit for bit.
+        times: the worst multiples of the reference's error.
+        where: the name of the worst.
+        limits: on the multiples.
+        differs: names of layers that had to be equal bit for bit and are not.
+    """
+
+    compared: int = 0
+    same: int = 0
+    times: Errors = EXACT
+    where: str = ""
+    limits: Errors = LIMITS
+    differs: tuple[str, ...] = ()
+
+    def add(self, name: str, times: Errors | None, *, strict: bool = False) -> None:
+        """Count one more; `times` is None if it is equal bit for bit."""
+        self.compared += 1
+        if times is None:
+            self.same += 1
+        elif strict:
+            self.differs += (name,)
+        elif times.excess(self.limits) >= self.times.excess(self.limits):
+            self.times, self.where = times, name
+
+    def row(self, check: str, level: Level, strict: bool = False) -> ParityRow:
+        """The row of a report."""
+        if self.differs:
+            measured = f"{len(self.differs)} of {self.compared} differ"
+        elif self.same == self.compared:
+            measured = SAME_BITS
+        else:
+            measured = f"{self.times.rms:.2f} times, largest {self.times.largest:.2f} times"
+        required = f"at most {self.limits.rms:g} times transformers' error"
+        if math.isfinite(self.limits.largest):
+            required += f", largest {self.limits.largest:g} times"
+        where = self.differs[0] if self.differs else self.where
+        return ParityRow(
+            check,
+            not self.differs and self.times.excess(self.limits) <= 1.0,
+            measured,
+            SAME_BITS if strict else required,
+            f"worst: {where}" if where else f"{self.compared} compared",
+            level,
+        )
+
+
+def compare_components_rounded(
+    model: FamilyModel, reference: PreTrainedModel, inputs: Inputs, truth: Truth | None = None
+) -> list[ParityRow]:
+    """Level 2 below fp32: every layer, on the inputs that the reference gives it in one forward; a row for each class.
+
+    Args:
+        model: the model under test, below fp32.
+        reference: the Hugging Face model, with the same weights and dtype.
+        inputs: what to call the reference with.
+        truth: of `reference`, if there is one already.
+    """
+    truth = truth or Truth(reference)
+    replays = can_replay(model)
+    found: dict[tuple[str, bool], Found] = {}
+    for name, call in calls_of(reference, component_classes(reference), inputs).items():
+        original, layer = reference.get_submodule(name), model.get_submodule(name)
+        with record_routing(original) as routing:
+            expected = float_tensors(run_layer(original, call))
+        if not expected:
+            continue
+        routing = routing if replays else {}
+        strict = _without_matmuls(original, layer, model)
+        with _replaying(layer, routing):
+            actual = float_tensors(run_layer(layer, call))
+        if _same(expected, actual):
+            times = None
+        else:
+            strict = strict and _same(expected, float_tensors(run_layer(original, call)))
+            counterpart = truth.model.get_submodule(name)
+            with _replaying(counterpart, routing):
+                exact = float_tensors(run_layer(counterpart, _in_fp32(call)))
+            times = max(_times(actual, expected, exact), key=lambda pair: pair.excess(LIMITS))
+        key = type(original).__name__, strict
+        found.setdefault(key, Found()).add(name, times, strict=strict)
+    dtype = dtype_name(_dtype(reference))
+    return [
+        result.row(f"level 2: {name}, {dtype}", Level.COMPONENTS, strict) for (name, strict), result in found.items()
+    ]
+
+
+def compare_logits_rounded(
+    model: nn.Module,
+    reference: nn.Module,
+    inputs: Inputs,
+    expected: torch.Tensor,
+    routing: RoutingRecord,
+    truth: Truth | None = None,
+) -> ParityRow:
+    """Level 3 below fp32: the whole model's logits; a mixture's on the experts that the reference chooses.
+
+    Args:
+        model: the model under test, below fp32.
+        reference: the Hugging Face model, with the same weights and dtype.
+        inputs: what to call both with.
+        expected: the reference's logits.
+        routing: the reference's choice of experts; empty if it is not to be replayed.
+        truth: of `reference`, if there is one already.
+    """
+    with _replaying(model, routing):
+        actual = logits_of(model, inputs)
+    found, difference = Found(), compare_tensors(expected, actual, verbose=False)
+    if torch.equal(expected, actual):
+        found.add("logits", None)
+    else:
+        exact_model = (truth or Truth(reference)).model
+        with _replaying(exact_model, routing):
+            exact = logits_of(exact_model, inputs)
+        found.add("logits", Errors.of(actual, exact).times(Errors.of(expected, exact)))
+    row = found.row(f"level 3: logits, {dtype_name(_dtype(reference))}", Level.LOGITS)
+    return replace(row, detail=f"max_diff {difference.max_diff:.1e}, cosine {difference.cosine_similarity:.8f}")
+
+
+def compare_gradients_rounded(
+    model: FamilyModel, reference: PreTrainedModel, inputs: Inputs, truth: Truth | None = None
+) -> ParityRow:
+    """The gradients of the loss below fp32, tensor by tensor; a mixture's on the experts that the reference chooses.
+
+    Args:
+        model: the model under test, below fp32.
+        reference: the Hugging Face model, with the same weights and dtype.
+        inputs: with labels.
+        truth: of `reference`, if there is one already.
+    """
+    routing = logits_and_routing(reference, inputs)[1] if can_replay(model) else {}
+    with _replaying(reference, routing):
+        expected = gradients(reference, inputs)
+    with _replaying(model, routing):
+        actual = model.state_dict_adapter.to_hf(gradients(model, inputs), layout="transformers")
+    missing = tuple(sorted(expected.keys() - actual.keys()))
+    found = Found(limits=GRADIENT_LIMITS, differs=missing)
+    shared = sorted(expected.keys() & actual.keys())
+    if not all(torch.equal(expected[name], actual[name]) for name in shared):
+        exact_model = (truth or Truth(reference)).model
+        with _replaying(exact_model, routing):
+            exact = gradients(exact_model, inputs)
+        # Some gradients are zero but for rounding (a key's bias does not change a softmax): they get the others' scale.
+        smallest = 1e-3 * max(gradient.square().mean().sqrt().item() for gradient in exact.values())
+    for name in shared:
+        if torch.equal(expected[name], actual[name]):
+            found.add(name, None)
+        else:
+            first, second, third = (which[name].flatten()[None] for which in (actual, expected, exact))
+            if third.square().mean().sqrt().item() > smallest:
+                found.add(name, Errors.of(first, third).times(Errors.of(second, third)))
+    row = found.row(f"gradients, {dtype_name(_dtype(reference))}", Level.GRADIENTS)
+    return replace(row, measured=f"none for {list(missing[:4])}") if missing else row
+
+
+def _times(
+    actual: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], exact: Sequence[torch.Tensor]
+) -> Iterator[Errors]:
+    for ours, theirs, true in zip(actual, expected, exact, strict=True):
+        yield Errors.of(ours, true).times(Errors.of(theirs, true))
+
+
+def _same(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> bool:
+    return len(first) == len(second) and all(
+        one.dtype == other.dtype and torch.equal(one, other) for one, other in zip(first, second, strict=True)
+    )
+
+
+def _without_matmuls(original: nn.Module, layer: nn.Module, model: FamilyModel) -> bool:
+    """Whether a layer has to be equal bit for bit: it has no matrix, and is the Hugging Face layer."""
+    matrices = any(parameter.ndim > 1 for parameter in original.parameters())
+    return not matrices and type(layer) is type(original) and not list(groups_of(layer))
+
+
+def _replaying(module: nn.Module, routing: RoutingRecord) -> AbstractContextManager[None]:
+    return replay_routing(module, routing) if routing else nullcontext()
+
+
+def _in_fp32(call: Call) -> Call:
+    def widen(value: object) -> object:
+        return value.float() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+    args, kwargs = tree_map(widen, (call.args, call.kwargs))
+    return Call(args, kwargs)
+
+
+def _dtype(model: nn.Module) -> torch.dtype:
+    return next(model.parameters()).dtype
