@@ -58,7 +58,7 @@ distributed-coverage: $(VENV)/.ready-integrations
 	$(BIN)/python -m tests.distributed.sweep
 
 test-engine: .venv-engine/.ready
-	$(ENGINE_BIN)/python -m pytest -q --timeout 600 tests/engine
+	OMP_WAIT_POLICY=PASSIVE $(ENGINE_BIN)/python -m pytest -q --timeout 600 tests/engine
 
 engine-coverage: .venv-engine/.ready
 	$(ENGINE_BIN)/python -m tests.engine.sweep

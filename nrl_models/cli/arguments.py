@@ -160,7 +160,10 @@ EngineOptions = Annotated[
         help="What the engine itself takes, such as tensor_parallel_size=2; repeatable. Values are JSON, or text.",
     ),
 ]
-Dtype = Annotated[DtypeName | None, typer.Option(help="What the engine computes in; the checkpoint's by default.")]
+Dtype = Annotated[
+    DtypeName | None,
+    typer.Option(help="What the engine computes in, or a server was started with; the checkpoint's by default."),
+]
 TrainerDtype = Annotated[DtypeName | None, typer.Option(help="What the trainer computes in; the engine's by default.")]
 Threshold = Annotated[float, typer.Option(help="Bound on token_mult_prob_error.")]
 

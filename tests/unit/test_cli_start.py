@@ -63,6 +63,18 @@ def test_version() -> None:
     assert runner.invoke(app, ["--version"]).output == f"nrl_models {nrl_models.__version__}\n"
 
 
+@pytest.mark.parametrize(("before", "after"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
+def test_threads_that_wait_sleep_unless_told_otherwise(
+    before: str | None, after: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before torch is imported, which reads it once: an engine and a trainer share the cores."""
+    monkeypatch.setenv("OMP_WAIT_POLICY", before or "")
+    if before is None:
+        monkeypatch.delenv("OMP_WAIT_POLICY")
+    assert runner.invoke(app, ["diagnose", "max-model-len", "nowhere"]).exit_code == 2
+    assert os.environ["OMP_WAIT_POLICY"] == after
+
+
 def test_completion() -> None:
     variables = {"_NRL_MODELS_COMPLETE": "complete_bash", "COMP_WORDS": "nrl-models ins", "COMP_CWORD": "1"}
     assert run_process(**variables).stdout.split() == ["inspect"]
