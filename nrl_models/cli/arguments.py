@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, overload
 import typer
 
 from nrl_models.cli.console import STANDARD_OUTPUT, output
-from nrl_models.common.checkpoint.local_path import ADAPTER_CONFIG_NAME, CONFIG_NAME, is_local
+from nrl_models.common.checkpoint.local_path import ADAPTER_CONFIG_NAME, CONFIG_NAME, is_gguf, is_local
 from nrl_models.common.mesh_sizes import parse_mesh
 from nrl_models.errors import ShardingError
 
@@ -27,7 +27,7 @@ class EngineOption(NamedTuple):
 
 
 def checkpoint_path(text: str) -> Path:
-    """A checkpoint's directory, or the name of a hub repository.
+    """A checkpoint's directory, a GGUF file, or the name of a hub repository.
 
     Raises:
         typer.BadParameter: there is no such directory, or its `config.json` is missing or damaged.
@@ -36,12 +36,15 @@ def checkpoint_path(text: str) -> Path:
     if not is_local(text):
         return path
     if path.is_file():
-        raise typer.BadParameter(f"{text} is a file, expected a checkpoint's directory")
+        if is_gguf(path):
+            return path
+        raise typer.BadParameter(f"{text} is a file, expected a checkpoint's directory or a GGUF file")
     if not path.is_dir():
         raise typer.BadParameter(f"no such directory: {text}")
     if (path / CONFIG_NAME).exists():
         _check_config(path / CONFIG_NAME)
-    elif not (path / ADAPTER_CONFIG_NAME).exists():  # of which loading has more to say
+    elif not (path / ADAPTER_CONFIG_NAME).exists() and not any(map(is_gguf, path.iterdir())):
+        # of which loading has more to say
         raise typer.BadParameter(f"{text}: config.json is missing; expected a checkpoint's directory")
     return path
 
@@ -49,7 +52,7 @@ def checkpoint_path(text: str) -> Path:
 def config_path(text: str) -> Path:
     """As `checkpoint_path`, or a configuration's file."""
     path = Path(text).expanduser()
-    if path.is_file():
+    if path.is_file() and not is_gguf(path):
         _check_config(path)
         return path
     return checkpoint_path(text)

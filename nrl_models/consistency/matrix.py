@@ -198,6 +198,6 @@ def fingerprint(folder: Path) -> dict[str, Any]:
     """Names, sizes and times of a checkpoint's files: they tell whether it is still the same."""
     return {
         file.name: [file.stat().st_size, file.stat().st_mtime_ns]
-        for file in sorted(folder.iterdir())
-        if file.is_file() and file.suffix in (".json", ".safetensors", ".model")
+        for file in (sorted(folder.iterdir()) if folder.is_dir() else [folder])
+        if file.is_file() and file.suffix in (".json", ".safetensors", ".model", ".gguf")
     }

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from nrl_models.common.checkpoint import gguf_tables
+from nrl_models.common.checkpoint.local_path import is_gguf
 from nrl_models.consistency.cells import Cell, Data
 from nrl_models.errors import ConsistencyError
 from nrl_models.inputs.model_inputs import FIRST_TEXT_TOKEN
@@ -120,13 +122,15 @@ class Prompts:
 
 
 def load_tokenizer(path: str | Path) -> Any | None:
-    """The tokenizer in a checkpoint's directory; None if there is none.
+    """The tokenizer in a checkpoint's directory or GGUF file; None if there is none.
 
     Raises:
         ConsistencyError: the tokenizer does not load.
     """
     from transformers import AutoTokenizer
 
+    if is_gguf(path):
+        return gguf_tables.load_tokenizer(Path(path))
     names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
     if not any((Path(path) / name).is_file() for name in names):
         return None

@@ -22,6 +22,8 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from nrl_models.auto import auto_class_for
 from nrl_models.common.checkpoint.files import CheckpointFiles, StoredTensor, resolve_folder
+from nrl_models.common.checkpoint.gguf_files import open_files
+from nrl_models.common.checkpoint.local_path import is_gguf
 from nrl_models.common.checkpoint.writing import staged
 from nrl_models.common.dtypes import dtype_name
 from nrl_models.common.state_dict.adapter import StateDictAdapter
@@ -98,9 +100,12 @@ def diagnose_embeddings(
         CheckpointError: no embeddings in the files, or damaged files.
     """
     folder = resolve_folder(path)
+    if reinitialise is not None and is_gguf(folder):
+        problem = Problem(ProblemKind.FORMAT, folder.name, "is a GGUF file, and rows are reinitialised in safetensors")
+        raise CheckpointError("cannot re-initialise", [problem], ["write it with `nrl-models convert` first"])
     config, names = read_config(folder).get_text_config(), token_names(tokenizer)
     result = Diagnosis("embeddings", str(path))
-    with closing(CheckpointFiles(folder)) as files:
+    with closing(open_files(folder)) as files:
         found, tied = find_embeddings(folder, files)
         summaries: list[EmbeddingSummary] = []
         for kind, (key, stored) in found.items():

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from nrl_models.common.checkpoint.files import resolve_folder
+from nrl_models.common.checkpoint.local_path import is_gguf
 from nrl_models.engines.base import Engine, model_limit
 from nrl_models.errors import EngineError
 from nrl_models.loading.read_config import read_config
@@ -43,6 +44,11 @@ def start_engine(
         EngineError: an unknown name, or an engine that is not installed or does not start.
     """
     keywords = {"dtype": dtype, "max_length": max_length, "load_format": load_format, "seed": seed} | options
+    if name == "vllm" and is_gguf(resolve_folder(path)):
+        raise EngineError(
+            f"{path} is a GGUF file, and vLLM would keep its weights quantised: write the plain weights with "
+            f"`nrl-models convert {path} DIR --dtype bfloat16`, and check DIR"
+        )
     if name == "vllm" and "python" in options:
         from nrl_models.engines.environment import EnvironmentEngine
 

@@ -43,6 +43,8 @@ class LoadOptions:
         strict: whether the checkpoint must match the model exactly. False initialises what is missing and skips what
             is unknown, with a warning that lists both: for a new head on a base model.
         revision, token, cache_dir, subfolder: as in transformers, for hub repositories.
+        gguf_file: the name of a GGUF file in the directory or repository, as in transformers. It is loaded as the plain
+            weights that it stands for.
         trust_remote_code: run the checkpoint's own code if neither transformers nor a registered family knows its
             `model_type`.
         ignore_config_keys: configuration keys, by name or path (`text_config.use_x`), that may have values that
@@ -66,6 +68,7 @@ class LoadOptions:
     token: str | bool | None = None
     cache_dir: str | Path | None = None
     subfolder: str = ""
+    gguf_file: str | None = None
     trust_remote_code: bool = False
     ignore_config_keys: Collection[str] | str = ()
 

@@ -16,12 +16,14 @@ from transformers.utils import logging
 from nrl_models.common.backend import BackendConfig, Combine
 from nrl_models.common.checkpoint.dequantised import DequantisedFiles
 from nrl_models.common.checkpoint.files import CheckpointFiles, resolve_folder
+from nrl_models.common.checkpoint.gguf_files import GGUFFiles
+from nrl_models.common.checkpoint.local_path import is_gguf
 from nrl_models.common.config.validate import check_config
 from nrl_models.distributed.mesh import agreed
 from nrl_models.errors import CheckpointError, Problem, ProblemKind
 from nrl_models.loading.options import LoadOptions
 from nrl_models.loading.placement import device_in_context, dispatch, on_cpu
-from nrl_models.loading.quantised import is_read_plain, load_quantised
+from nrl_models.loading.quantised import is_read_plain, load_quantised, require_plain_gguf
 from nrl_models.loading.read_config import config_for, override, read_config
 from nrl_models.loading.sharded import load_sharded
 from nrl_models.loading.skeleton import build_skeleton, construction, resolve_dtype
@@ -51,7 +53,7 @@ def open_source(path_or_id: str | Path, keywords: Mapping[str, Any]) -> Source:
     """Find a checkpoint and read its configuration: enough to choose a class for it.
 
     Args:
-        path_or_id: a directory, or the name of a hub repository.
+        path_or_id: a directory, a GGUF file, or the name of a hub repository.
         keywords: options, see `LoadOptions`, and values of the configuration.
 
     Raises:
@@ -66,6 +68,7 @@ def open_source(path_or_id: str | Path, keywords: Mapping[str, Any]) -> Source:
             revision=options.revision,
             token=options.token,
             cache_dir=options.cache_dir,
+            gguf_file=options.gguf_file,
         )
         if options.config is None:
             config = read_config(folder, trust_remote_code=options.trust_remote_code)
@@ -85,7 +88,10 @@ def load(model_class: type[PreTrainedModel], source: Source) -> PreTrainedModel:
             check_config(model_class, config, options.ignore_config_keys)
             built_with = construction(model_class, options.combine, options.backend, device)
             files: CheckpointFiles
-            if is_read_plain(config, options):
+            if is_gguf(folder):
+                require_plain_gguf(folder, options)
+                files = GGUFFiles(folder)
+            elif is_read_plain(config, options):
                 files = DequantisedFiles(folder, config.quantization_config)
                 del config.quantization_config  # the model is not quantised, nor what it saves
             elif options.quantization_config is not None or getattr(config, "quantization_config", None) is not None:

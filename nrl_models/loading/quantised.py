@@ -22,6 +22,24 @@ def is_read_plain(config: PreTrainedConfig, options: LoadOptions) -> bool:
     return quantised_as is not None and settings_of(quantised_as).get("quant_method") in METHODS
 
 
+def require_plain_gguf(file: Path, options: LoadOptions) -> None:
+    """Refuse to load a GGUF file as anything but the plain weights it stands for.
+
+    Raises:
+        CheckpointError: `quantization_config` asks for something else.
+    """
+    asked = options.quantization_config
+    if asked is None:
+        return
+    settings = settings_of(asked)
+    method = settings.get("quant_method")
+    if method == "gguf" and settings.get("dequantize"):
+        return
+    detail = f"asks for {getattr(method, 'value', method)}, and a GGUF file is read as the plain weights it stands for"
+    advice = "leave it out; to quantise those weights, write them with `nrl-models convert` first, and load that"
+    raise CheckpointError(f"cannot load {file}", [Problem(ProblemKind.DTYPE, "quantization_config", detail)], [advice])
+
+
 def load_quantised(
     model_class: type[PreTrainedModel],
     folder: Path,

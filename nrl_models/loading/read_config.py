@@ -12,7 +12,8 @@ from huggingface_hub.errors import StrictDataclassFieldValidationError
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from nrl_models.common.checkpoint.local_path import CONFIG_NAME
+from nrl_models.common.checkpoint import gguf_tables
+from nrl_models.common.checkpoint.local_path import CONFIG_NAME, is_gguf
 from nrl_models.common.config.keys import is_value
 from nrl_models.common.config.types import with_declared_types
 from nrl_models.errors import (
@@ -31,13 +32,18 @@ IMPLEMENTATIONS = ("attn_implementation", "experts_implementation")
 
 
 def read_config(folder: Path, *, trust_remote_code: bool = False) -> PreTrainedConfig:
-    """The configuration of the checkpoint in `folder`, which may also be the path of a configuration file.
+    """The configuration of the checkpoint in `folder`, which may also be the path of a configuration or GGUF file.
 
     Raises:
-        CheckpointError: `config.json` is not a JSON object, or has a value that its class refuses.
+        CheckpointError: `config.json` is not a JSON object, or has a value that its class refuses; a GGUF file is
+            damaged, or of an architecture that transformers does not read.
         UnknownArchitectureError: an unknown `model_type`.
         RemoteCodeError: it needs the checkpoint's own code, and `trust_remote_code` is not set.
     """
+    if is_gguf(folder):
+        values = gguf_tables.configuration(folder)
+        config_class = CONFIG_MAPPING[values["model_type"]]
+        return config_class.from_dict(with_declared_types(config_class, values, str(folder)))
     needs_its_code = _needs_its_code(folder, trust_remote_code)
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=needs_its_code)

@@ -61,13 +61,11 @@ def construction(
 
 
 def resolve_dtype(dtype: str | torch.dtype, config: PreTrainedConfig, files: CheckpointFiles) -> torch.dtype:
-    """The dtype to load in: "auto" is the configuration's, else that of the first floating-point tensor."""
+    """The dtype to load in: "auto" is the configuration's, else that of the files."""
     if dtype == "auto":
         configured = config.dtype or config.get_text_config().dtype
         if configured is None:
-            plain = (tensor for key, tensor in files.tensors.items() if key not in files.dequantised)
-            floats = (tensor.dtype for tensor in plain if tensor.dtype.is_floating_point)
-            return next((dtype for dtype in floats if dtype.itemsize > 1), torch.get_default_dtype())
+            return files.dtype or torch.get_default_dtype()
         dtype = configured
     resolved = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if not isinstance(resolved, torch.dtype) or not is_wide_float(resolved):

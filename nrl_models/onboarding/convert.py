@@ -9,6 +9,8 @@ from huggingface_hub import split_torch_state_dict_into_shards
 
 from nrl_models.auto import auto_class_for
 from nrl_models.common.checkpoint.files import CheckpointFiles, resolve_folder
+from nrl_models.common.checkpoint.gguf_tables import load_tokenizer
+from nrl_models.common.checkpoint.local_path import is_gguf
 from nrl_models.errors import CheckpointError, Problem, ProblemKind, UnknownArgumentError
 
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "*.onnx_data")
@@ -21,7 +23,8 @@ LEFT_BEHIND = (*WEIGHTS, "*.index.json", ".git", ".cache")
 def convert(source: str | Path, target: str | Path, *, dtype: str = "auto", max_shard_size: str = "5GB") -> str:
     """Write the checkpoint in `source` to `target`, in another dtype or other shards.
 
-    Everything else in the directory (tokenizer, templates, licence) is copied, over what `target` has of it.
+    Everything else in the directory (tokenizer, templates, licence) is copied, over what `target` has of it. Of a GGUF
+    file (`source` itself, or the one in that directory) the tokenizer that it holds is written beside the weights.
 
     Returns:
         What was written, as text.
@@ -45,10 +48,20 @@ def convert(source: str | Path, target: str | Path, *, dtype: str = "auto", max_
     # Nothing is computed, so nothing has to be side by side in memory: tensors go from file to file.
     model = auto_class_for(folder).from_pretrained(folder, dtype=dtype, combine=False)
     model.save_pretrained(target, max_shard_size=max_shard_size)
-    _copy_others(folder, target, {"config.json"} | ({"generation_config.json"} if model.can_generate() else set()))
+    if is_gguf(folder):
+        _save_tokenizer(folder, target)
+    else:
+        _copy_others(folder, target, {"config.json"} | ({"generation_config.json"} if model.can_generate() else set()))
     written = CheckpointFiles(target)
     kinds = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in written.tensors.values()})
     return f"{len(written.tensors):,} tensors, {written.nbytes / 1e9:.3f} GB, {' and '.join(kinds)}"
+
+
+def _save_tokenizer(file: Path, target: Path) -> None:
+    """Write the tokenizer that a GGUF file holds, if it holds one, with its chat template."""
+    tokenizer = load_tokenizer(file)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(target)
 
 
 def _copy_others(folder: Path, target: Path, saved: set[str]) -> None:

@@ -12,7 +12,9 @@ import torch
 from transformers import PreTrainedConfig
 
 from nrl_models.auto import auto_class_for
-from nrl_models.common.checkpoint.files import CheckpointFiles, resolve_folder
+from nrl_models.common.checkpoint.files import resolve_folder
+from nrl_models.common.checkpoint.gguf_files import open_files
+from nrl_models.common.checkpoint.local_path import is_gguf
 from nrl_models.common.projections import groups_of
 from nrl_models.family import FamilyModel
 from nrl_models.loading.read_config import read_config
@@ -51,7 +53,7 @@ class Inspection:
         parameters: number of parameters; tied ones once.
         stored_tensors: number of tensors in the files; None if there are none.
         stored_bytes: their size.
-        dtypes: number of stored tensors by dtype.
+        dtypes: number of stored tensors by dtype, of a GGUF file by its own types.
     """
 
     architecture: str
@@ -68,7 +70,7 @@ class Inspection:
 
 
 def inspect(path: str | Path) -> Inspection:
-    """Look at the checkpoint in `path`: a directory with `config.json`, with or without weights.
+    """Look at the checkpoint in `path`: a directory with `config.json`, with or without weights, or a GGUF file.
 
     Raises:
         CheckpointError: no configuration, or damaged files.
@@ -78,9 +80,8 @@ def inspect(path: str | Path) -> Inspection:
     auto_class = auto_class_for(folder)
     config = read_config(folder)
     model = auto_class.from_config(config, device="meta")
-    has_weights = any(folder.glob("*.safetensors")) or any(folder.glob("*.bin"))
-    files = CheckpointFiles(folder) if has_weights else None
-    stored = files.tensors.values() if files else ()
+    has_weights = is_gguf(folder) or any(folder.glob("*.safetensors")) or any(folder.glob("*.bin"))
+    files = open_files(folder) if has_weights else None
     text = config.get_text_config()
     return Inspection(
         architecture=type(model).__name__,
@@ -93,7 +94,7 @@ def inspect(path: str | Path) -> Inspection:
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         stored_tensors=len(files.tensors) if files else None,
         stored_bytes=files.nbytes if files else None,
-        dtypes=dict(Counter(str(tensor.dtype).removeprefix("torch.") for tensor in stored)),
+        dtypes=dict(Counter(files.stored_as(tensor) for tensor in files.tensors.values())) if files else {},
     )
 
 

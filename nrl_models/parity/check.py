@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from nrl_models.auto import auto_class_for
+from nrl_models.common.checkpoint.gguf_tables import upstream_source
 from nrl_models.common.forward.soft_cap import reference_attention
 from nrl_models.family import FamilyModel
 from nrl_models.inputs.model_inputs import inputs_for
@@ -102,9 +103,11 @@ def load_reference(
     reference_class = type(model).reference_class() if isinstance(model, FamilyModel) else type(model)
     attention = reference_attention(reference_class)
     if weights:
-        config = type(model.config).from_pretrained(path)
-        options: dict[str, Any] = {"dtype": dtype, **attention}
-        reference: Any = reference_class.from_pretrained(path, config=config, **options)
+        source, keywords = upstream_source(path)
+        options: dict[str, Any] = {"dtype": dtype, **attention, **keywords}
+        keywords.pop("quantization_config", None)
+        config = type(model.config).from_pretrained(source, **keywords)
+        reference: Any = reference_class.from_pretrained(source, config=config, **options)
     else:
         own = model.config.dtype if dtype == "auto" else dtype
         reference = reference_class._from_config(model.config, dtype=own, **attention)

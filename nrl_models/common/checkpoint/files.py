@@ -19,7 +19,13 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from safetensors import SafetensorError, safe_open
 from transformers.modeling_utils import str_to_torch_dtype
 
-from nrl_models.common.checkpoint.local_path import ADAPTER_CONFIG_NAME, CONFIG_NAME, is_local
+from nrl_models.common.checkpoint.local_path import (
+    ADAPTER_CONFIG_NAME,
+    CONFIG_NAME,
+    find_gguf,
+    is_gguf,
+    is_local,
+)
 from nrl_models.common.checkpoint.page_maps import Run, joined, map_file, map_runs
 from nrl_models.common.garbage import no_collections
 from nrl_models.errors import CheckpointError, Problem, ProblemKind
@@ -101,6 +107,16 @@ class CheckpointFiles:
         """Size of all tensors in bytes."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """The dtype of the first tensor of floats wider than 8 bits; None if there is none but dequantised ones."""
+        plain = (tensor.dtype for key, tensor in self.tensors.items() if key not in self.dequantised)
+        return next((dtype for dtype in plain if dtype.is_floating_point and dtype.itemsize > 1), None)
+
+    def stored_as(self, tensor: StoredTensor) -> str:
+        """What the type is called in which the tensor's values are stored."""
+        return str(tensor.dtype).removeprefix("torch.")
+
     def read(self, tensor: StoredTensor) -> torch.Tensor:
         """The tensor's values, as a private (copy-on-write) view of the file's pages: nothing is copied."""
         if tensor.numel == 0:
@@ -145,7 +161,7 @@ class CheckpointFiles:
             return {WEIGHTS_NAME: None}
         if (self.folder / INDEX_NAME).is_file():
             return self._indexed_files(problems)
-        found = sorted(path.name for path in self.folder.glob("*") if path.suffix in (".bin", ".pt", ".pth", ".gguf"))
+        found = sorted(path.name for path in self.folder.glob("*") if path.suffix in (".bin", ".pt", ".pth"))
         if found:
             detail = f"only {', '.join(found)} found, and only safetensors are read: other formats can run code"
             problems.append(Problem(ProblemKind.FORMAT, str(self.folder), detail))
@@ -238,15 +254,21 @@ def resolve_folder(
     revision: str | None = None,
     token: str | bool | None = None,
     cache_dir: str | Path | None = None,
+    gguf_file: str | None = None,
 ) -> Path:
     """The local directory of a checkpoint: `path_or_id` itself, or the hub repository of that name, downloaded.
 
-    Of a repository only configuration, code and safetensors weights are fetched.
+    Of a repository only configuration, code and safetensors weights are fetched, or the GGUF file alone. Where the
+    checkpoint is a GGUF file, the result is that file: `path_or_id` itself, `gguf_file`, or the only one in a directory
+    without safetensors.
 
     Raises:
-        CheckpointError: there is no such directory, no `config.json` in it, or a PEFT adapter is in it.
+        CheckpointError: there is no such directory, no `config.json` in it, or a PEFT adapter is in it; no such GGUF
+            file, or several to choose from.
     """
     folder = Path(path_or_id).expanduser()
+    if is_gguf(folder) and folder.is_file():
+        return folder
     if not folder.is_dir():
         if is_local(path_or_id):
             detail = "is a file, expected a directory" if folder.is_file() else "no such directory"
@@ -254,7 +276,8 @@ def resolve_folder(
             advice = ["check the path, or give the name of a hub repository (owner/name)"]
             raise CheckpointError(f"cannot load {path_or_id}", [problem], advice)
         prefix = f"{subfolder.strip('/')}/" if subfolder else ""
-        patterns = [prefix + name for name in ("*.json", "*.py", "model*.safetensors")]
+        names = ("*.json", "*.py", "model*.safetensors") if gguf_file is None else (gguf_file,)
+        patterns = [prefix + name for name in names]
         options: Any = {"revision": revision, "token": token, "cache_dir": cache_dir, "allow_patterns": patterns}
         try:
             folder = Path(snapshot_download(str(path_or_id), **options))
@@ -264,6 +287,9 @@ def resolve_folder(
             advice = ["check the path; for a hub repository check its name, your token and the network"]
             raise CheckpointError(f"cannot load {path_or_id}", [problem], advice) from error
     folder = folder / subfolder
+    has_safetensors = (folder / WEIGHTS_NAME).is_file() or (folder / INDEX_NAME).is_file()
+    if (gguf_file is not None or not has_safetensors) and (file := find_gguf(folder, gguf_file)) is not None:
+        return file
     if (folder / ADAPTER_CONFIG_NAME).is_file():
         _refuse_adapter(folder)
     if not (folder / CONFIG_NAME).is_file():

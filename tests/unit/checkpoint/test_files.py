@@ -160,7 +160,7 @@ def test_an_empty_folder(tmp_path: Path) -> None:
     assert f"neither {WEIGHTS} nor {INDEX}" in str(error)
 
 
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "consolidated.00.pth", "model.gguf"])
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "consolidated.00.pth"])
 def test_other_formats_are_refused_with_the_conversion(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(b"x")
     error = refuse(tmp_path)

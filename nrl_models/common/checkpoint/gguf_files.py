@@ -1,0 +1,112 @@
+"""GGUF files, read as the plain checkpoints they stand for.
+
+As in `nrl_models.common.checkpoint.dequantised`, keys and shapes are those of the plain checkpoint, and values are
+computed when a tensor is read: one tensor at a time is in memory in fp32. The `gguf` package dequantises, transformers'
+tables say which tensor is which and undo what llama.cpp's converter did, so that the values are bit for bit those that
+transformers loads.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from nrl_models.common.checkpoint.files import CheckpointFiles, StoredTensor
+from nrl_models.common.checkpoint.gguf_header import GGUFTensor, kinds_of, nbytes_of, read_header, refused
+from nrl_models.common.checkpoint.gguf_tables import Tables, require_package
+from nrl_models.common.checkpoint.local_path import is_gguf
+from nrl_models.errors import ProblemKind
+
+HALF = {"BF16": torch.bfloat16, "F16": torch.float16}
+"""Types of GGUF that a model can be loaded in."""
+
+
+def open_files(path: str | Path) -> CheckpointFiles:
+    """The tensors of the checkpoint in a directory with safetensors, or in a GGUF file.
+
+    Raises:
+        CheckpointError: see `CheckpointFiles` and `GGUFFiles`.
+    """
+    return GGUFFiles(path) if is_gguf(path) else CheckpointFiles(path)
+
+
+class GGUFFiles(CheckpointFiles):
+    """A GGUF file's tensors under transformers' names, as those of the plain checkpoint, in fp32.
+
+    What transformers' tables have no name for keeps the file's.
+
+    Args:
+        file: the GGUF file.
+
+    Raises:
+        CheckpointError: the package `gguf` is missing; a damaged file, or one part of several; an architecture or a
+            type of quantisation that is not read; tensors that lie past the file's end.
+    """
+
+    def __init__(self, file: str | Path) -> None:
+        self.folder = Path(file)
+        require_package(self.folder)
+        header = read_header(self.folder)
+        self._kinds = kinds_of(header)
+        self._tables = Tables(header)
+        self._sources: dict[str, list[GGUFTensor]] = defaultdict(list)
+        for tensor in header.tensors:
+            self._sources[self._tables.target(tensor.name) or tensor.name].append(tensor)
+        self.tensors = {key: self._announced(key, sources) for key, sources in self._sources.items()}
+        self.dequantised = frozenset(key for key, tensor in self.tensors.items() if self.stored_as(tensor) != "F32")
+        self._bytes: Any = np.memmap(self.folder, np.uint8, "r")
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """The 16-bit dtype of a file whose tensors are floats; else fp32, which holds every value exactly."""
+        names = {kind.name for kind in self._kinds.values()}
+        halves = [dtype for name, dtype in HALF.items() if name in names]
+        return halves[0] if halves and names <= {"F32", *HALF} else torch.float32
+
+    @property
+    def nbytes(self) -> int:
+        """Size of all tensors in bytes, as they are stored."""
+        return sum(nbytes_of(tensor, self._kinds[tensor.kind]) for found in self._sources.values() for tensor in found)
+
+    def stored_as(self, tensor: StoredTensor) -> str:
+        """GGUF's name of the type its values are stored in: `Q4_K`, or several with a plus sign between them."""
+        return "+".join(sorted({self._kinds[source.kind].name for source in self._sources[tensor.key]}))
+
+    def read(self, tensor: StoredTensor) -> torch.Tensor:
+        """The tensor's values, dequantised, in fp32: computed again at each call."""
+        arrays = {source.name: self._dequantised(source) for source in self._sources[tensor.key]}
+        found = self._tables.undo(arrays).get(tensor.key)
+        if found is None or found.shape != tensor.shape:
+            shape = None if found is None else tuple(found.shape)
+            detail = f"is {shape} when it is read, expected {tensor.shape}: transformers' tables do not fit the file"
+            raise refused(self.folder, [tensor.problem(ProblemKind.SHAPE, detail)], "report the file's architecture")
+        return found
+
+    def read_joined(self, tensors: Sequence[StoredTensor], shape: tuple[int, ...]) -> torch.Tensor | None:
+        """None: nothing in the file is a plain tensor's bytes."""
+        return None
+
+    def close(self) -> None:
+        """Close the file."""
+        self._bytes = None
+
+    def _dequantised(self, tensor: GGUFTensor) -> np.ndarray:
+        from gguf import dequantize
+
+        kind = self._kinds[tensor.kind]
+        data = self._bytes[tensor.start : tensor.start + nbytes_of(tensor, kind)]
+        rows = data.reshape(*tensor.shape[:-1], -1) if tensor.shape[:-1] else data
+        return dequantize(rows, kind).reshape(tensor.shape)
+
+    def _announced(self, key: str, sources: Sequence[GGUFTensor]) -> StoredTensor:
+        first = sources[0]
+        if len(sources) == 1 and self._tables.is_whole(first.name):
+            shape = self._tables.shape(first.name, first.shape)
+        else:  # stacks of experts, of which gate and up are one: rows one after the other
+            shape = (first.shape[0], sum(tensor.shape[1] for tensor in sources), *first.shape[2:])
+        return StoredTensor(key, self.folder.name, shape, torch.float32, first.start)

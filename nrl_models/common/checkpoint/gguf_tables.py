@@ -1,0 +1,192 @@
+"""transformers' tables for GGUF: the configuration in a file's metadata, its tensors' names, and what was done to them.
+
+They are private to transformers; nothing else here imports them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
+from transformers.utils import logging
+
+from nrl_models.common.checkpoint.files import resolve_folder
+from nrl_models.common.checkpoint.gguf_header import INSTALL, GGUFHeader, kinds_of, read_header, refused
+from nrl_models.common.checkpoint.local_path import is_gguf
+from nrl_models.errors import Problem, ProblemKind, one_line
+
+NOT_CONFIGURATION = ("_model_name_or_path", "unk_token_id")
+"""What transformers reads beside the configuration: the file's title, and a token that only its tokenizer has."""
+
+
+def require_package(file: Path) -> None:
+    """Refuse a GGUF file where the package that reads them is missing."""
+    if find_spec("gguf") is None:
+        detail = "is a GGUF file, and the package gguf is not installed"
+        raise refused(file, [Problem(ProblemKind.FORMAT, file.name, detail)], INSTALL)
+
+
+def configuration(file: Path) -> dict[str, Any]:
+    """The values of the configuration, `model_type` among them, that transformers reads from a file's metadata.
+
+    Raises:
+        CheckpointError: the package is missing, the file is damaged, or transformers has no table for its architecture.
+    """
+    values = _values(file, file.stat().st_mtime_ns)
+    return {key: value for key, value in values.items() if key not in NOT_CONFIGURATION}
+
+
+@cache  # transformers takes seconds for the vocabulary
+def _values(file: Path, changed: int) -> dict[str, Any]:
+    require_package(file)
+    header = read_header(file)
+    kinds_of(header)  # transformers' reader would stumble over what is wrong there
+    from transformers.modeling_gguf_pytorch_utils import GGUF_SUPPORTED_ARCHITECTURES, load_gguf_checkpoint
+
+    try:
+        return load_gguf_checkpoint(str(file))["config"]
+    except Exception as error:  # whatever its reader and its tables raise
+        known = ", ".join(sorted(set(GGUF_SUPPORTED_ARCHITECTURES) - {"general", "tokenizer"}))
+        detail = f"is of architecture {header.architecture!r}, which transformers {transformers.__version__} does not "
+        detail += f"read from GGUF ({one_line(error)}); it reads {known}"
+        advice = "load the safetensors it was made from; llama.cpp reads the file itself"
+        raise refused(file, [Problem(ProblemKind.FORMAT, file.name, detail)], advice) from error
+
+
+def upstream_source(path: str | Path) -> tuple[str | Path, dict[str, Any]]:
+    """What transformers' `from_pretrained` takes to load the plain weights of a checkpoint: its path, and keywords."""
+    found = resolve_folder(path)
+    if not is_gguf(found):
+        return path, {}
+    keywords: dict[str, Any] = {"gguf_file": found.name}
+    if hasattr(transformers, "GgufConfig"):  # before, transformers had no other way than this
+        keywords["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    return found.parent, keywords
+
+
+def load_tokenizer(file: Path) -> Any | None:
+    """The tokenizer that a GGUF file holds, as transformers builds it; None if it holds none.
+
+    Raises:
+        CheckpointError: transformers cannot build it.
+    """
+    if str(read_header(file).values.get("tokenizer.ggml.model", "none")) in ("none", "no_vocab"):
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    except Exception as error:  # whatever its conversion raises
+        detail = f"holds a tokenizer that transformers {transformers.__version__} does not build: {one_line(error)}"
+        advice = "take the tokenizer of the checkpoint it was made from"
+        raise refused(file, [Problem(ProblemKind.FORMAT, file.name, detail)], advice) from error
+
+
+class Tables:
+    """How the tensors of one file become those of transformers' model.
+
+    Args:
+        header: the file's.
+
+    Attributes:
+        names: for each tensor's name in the file transformers' name. Stacks of experts lack their `.weight` there, and
+            may be two in the file and one in the model.
+
+    Raises:
+        CheckpointError: see `configuration`; no model of transformers has these names.
+    """
+
+    def __init__(self, header: GGUFHeader) -> None:
+        from transformers.modeling_gguf_pytorch_utils import (
+            TENSOR_PROCESSORS,
+            TensorProcessor,
+            get_gguf_hf_weights_map,
+        )
+
+        values = dict(_values(header.file, header.file.stat().st_mtime_ns))
+        self._processor: Any = TENSOR_PROCESSORS.get(header.architecture, TensorProcessor)(config=values)
+        try:
+            model: Any = _Shallow(_model_of(values), _LEVELS)
+            self.names: Mapping[str, str] = get_gguf_hf_weights_map(model, self._processor)
+        except Exception as error:
+            detail = f"transformers {transformers.__version__} does not know the tensors' names: {one_line(error)}"
+            problem = Problem(ProblemKind.FORMAT, header.file.name, detail)
+            raise refused(header.file, [problem], "try a newer transformers, or a newer gguf package") from error
+
+    def target(self, name: str) -> str | None:
+        """transformers' name for the tensor that `name` is, or is a part of; None if it has none."""
+        return self.names.get(name) or self.names.get(name.removesuffix(".weight"))
+
+    def is_whole(self, name: str) -> bool:
+        """Whether the tensor is all of the one that `target` names; a stack of experts may be a part."""
+        return name in self.names or name.removesuffix(".weight") not in self.names
+
+    def undo(self, arrays: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
+        """Undo what llama.cpp's converter did to tensors, by transformers' name.
+
+        Args:
+            arrays: dequantised, in fp32, by their names in the file.
+        """
+        done: dict[str, Any] = {"tensors": {}}
+        for name, array in arrays.items():
+            result = self._processor.process(
+                weights=array, name=name, tensor_key_mapping=self.names, parsed_parameters=done
+            )
+            if result.name in self.names:
+                plain = np.require(result.weights, np.float32, ["C", "W"])
+                done["tensors"][self.names[result.name]] = torch.from_numpy(plain)
+        return done["tensors"]
+
+    def shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape that `undo` gives a whole tensor of this shape."""
+        result = self._processor.process(
+            weights=np.broadcast_to(np.float32(-1), shape),  # takes no memory; mamba takes a logarithm of its negative
+            name=name,
+            tensor_key_mapping=self.names,
+            parsed_parameters={"tensors": {}},
+        )
+        return tuple(result.weights.shape)
+
+
+_LEVELS = 2
+"""Some names in GGUF are those of the base model's parts; below its parts nothing has a name of its own."""
+
+
+class _Shallow:
+    """A model as transformers' table of names looks at it, with a few levels of its modules.
+
+    The table looks at every module, each time in a new copy of the `gguf` package's table: seconds, for nothing.
+    """
+
+    def __init__(self, module: Any, levels: int) -> None:
+        self._module, self._levels = module, levels
+        self.config = getattr(module, "config", None)
+
+    def state_dict(self) -> Any:
+        """Its tensors, by name."""
+        return self._module.state_dict()
+
+    def named_children(self) -> list[tuple[str, _Shallow]]:
+        """Its parts."""
+        parts = self._module.named_children() if self._levels else ()
+        return [(name, _Shallow(part, self._levels - 1)) for name, part in parts]
+
+
+def _model_of(values: Mapping[str, Any]) -> torch.nn.Module:
+    """transformers' model of such a configuration, on meta, for its names."""
+    config = AutoConfig.for_model(**values)
+    named = [getattr(transformers, name, None) for name in config.architectures or ()]
+    autos: tuple[Any, ...] = (AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModel)
+    classes = [*filter(None, named), *(auto for auto in autos if type(config) in auto._model_mapping)]
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # about a model that nobody gets
+    try:
+        with torch.device("meta"):
+            return classes[0].from_config(config) if classes[0] in autos else classes[0]._from_config(config)
+    finally:
+        logging.set_verbosity(verbosity)

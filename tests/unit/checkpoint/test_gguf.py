@@ -1,0 +1,320 @@
+"""GGUF files load as the plain weights they stand for: those that were written, and those that transformers loads."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+import transformers
+from checkpoints import assert_same, new_model, problems, stored
+from gguf import GGMLQuantizationType as Kind
+from gguf_checkpoints import CHAT_TEMPLATE, write_gguf
+from transformers import AutoModelForCausalLM as HFAutoModelForCausalLM
+from transformers import (
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    Gemma2Config,
+    LlamaConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3MoeConfig,
+)
+from typer.testing import CliRunner
+
+from nrl_models import AutoModelForCausalLM, CheckpointError
+from nrl_models.cli import app
+from nrl_models.common.checkpoint.files import CheckpointFiles
+from nrl_models.common.checkpoint.gguf_files import GGUFFiles
+from nrl_models.common.checkpoint.gguf_header import read_header
+from nrl_models.common.checkpoint.gguf_tables import upstream_source
+from nrl_models.diagnostics.embeddings import diagnose_embeddings
+from nrl_models.engines.start import start_engine
+from nrl_models.errors import EngineError
+from nrl_models.onboarding.convert import convert
+from nrl_models.testing.tiny import tiny_config
+
+SIZES = {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+
+
+def config_of(config_class: type[PreTrainedConfig], **values: Any) -> PreTrainedConfig:
+    return config_class(**SIZES, **HEADS, max_position_embeddings=256, bos_token_id=0, eos_token_id=1, **values)
+
+
+ARCHITECTURES: dict[str, tuple[PreTrainedConfig, dict[str, int]]] = {
+    "llama": (config_of(LlamaConfig, tie_word_embeddings=False), {"llama.rope.dimension_count": 16}),
+    "qwen2": (config_of(Qwen2Config, tie_word_embeddings=True), {}),
+    "gemma2": (config_of(Gemma2Config), {}),
+    "qwen3moe": (
+        config_of(Qwen3MoeConfig, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=768, norm_topk_prob=True),
+        {
+            "qwen3moe.expert_count": 4,
+            "qwen3moe.expert_used_count": 2,
+            "qwen3moe.expert_feed_forward_length": 768,
+        },
+    ),
+}
+MIXED = {"attn_v": Kind.Q8_0, "ffn": Kind.Q4_1, "attn_k": Kind.F16, "attn_q.": Kind.Q5_0, "token_embd": Kind.BF16}
+
+
+def written(
+    file: Path, architecture: str, kinds: Any = Kind.F32, *, values: dict[str, int] | None = None, **options: Any
+) -> PreTrainedModel:
+    """Write a random model to a file; returns it."""
+    config, own_values = ARCHITECTURES[architecture]
+    model = new_model(config)
+    write_gguf(file, model, architecture, kinds, values=own_values | (values or {}), **options)
+    return model
+
+
+def theirs(file: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    source, keywords = upstream_source(file)
+    return HFAutoModelForCausalLM.from_pretrained(source, dtype=dtype, **keywords).state_dict()
+
+
+def in_hf_names(model: Any) -> dict[str, torch.Tensor]:
+    return model.state_dict_adapter.to_hf(model.state_dict(), layout="transformers")
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    written(tmp_path / "in" / "llama.gguf", "llama", MIXED)
+    return tmp_path / "in" / "llama.gguf"
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_floats_come_back_as_they_were(architecture: str, tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    model = written(file, architecture)
+    loaded = AutoModelForCausalLM.from_pretrained(file)
+    expected = model.state_dict()
+    if architecture == "gemma2":  # x + 1 - 1
+        expected = {name: t + 1 - 1 if "norm" in name else t for name, t in expected.items()}
+    assert_same(in_hf_names(loaded), expected)
+    ids = torch.arange(2, 34)[None]
+    if architecture != "gemma2":
+        assert torch.equal(loaded(ids).logits, model.eval()(ids).logits)  # the configuration is the same, too
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_quantised_tensors_are_bit_for_bit_what_transformers_loads(
+    architecture: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    file = tmp_path / "model.gguf"
+    written(file, architecture, MIXED)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)  # the directory
+    assert_same(in_hf_names(loaded), theirs(file, dtype))
+
+
+@pytest.mark.parametrize("kind", [Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q8_0, Kind.F16, Kind.BF16], ids=str)
+def test_every_type_that_can_be_written(kind: Kind, tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    written(file, "llama", kind)
+    with_half = kind in (Kind.F16, Kind.BF16)
+    loaded = AutoModelForCausalLM.from_pretrained(file)
+    assert loaded.dtype == ({Kind.F16: torch.float16, Kind.BF16: torch.bfloat16}[kind] if with_half else torch.float32)
+    assert_same(loaded.state_dict(), theirs(file, loaded.dtype))
+
+
+@pytest.mark.parametrize("kind", [Kind.Q2_K, Kind.Q3_K, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K, Kind.IQ4_XS], ids=str)
+def test_types_that_only_llama_cpp_writes(kind: Kind, tmp_path: Path) -> None:
+    config = tiny_config(LlamaConfig, {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1})
+    write_gguf(tmp_path / "model.gguf", new_model(config), "llama", {"attn": kind, "ffn": kind})
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    expected = theirs(tmp_path / "model.gguf", torch.float32)
+    assert expected["model.layers.0.mlp.up_proj.weight"].unique().numel() > 100
+    assert_same(loaded.state_dict(), expected)
+
+
+# Which file
+
+
+def test_a_file_of_several_is_chosen(llama: Path) -> None:
+    written(llama.with_name("other.gguf"), "qwen2")
+    with pytest.raises(CheckpointError, match=r"several GGUF files: llama\.gguf, other\.gguf") as raised:
+        AutoModelForCausalLM.from_pretrained(llama.parent)
+    assert "gguf_file=" in str(raised.value)
+    assert type(AutoModelForCausalLM.from_pretrained(llama.parent, gguf_file="other.gguf")).__name__.startswith("Qwen2")
+    assert type(AutoModelForCausalLM.from_pretrained(llama)).__name__.startswith("Llama")
+    with pytest.raises(CheckpointError, match=r"none\.gguf: no such file; GGUF files there: llama\.gguf, other\.gguf"):
+        AutoModelForCausalLM.from_pretrained(llama.parent, gguf_file="none.gguf")
+
+
+def test_safetensors_come_first_unless_the_file_is_named(llama: Path) -> None:
+    model = new_model(ARCHITECTURES["qwen2"][0])
+    model.save_pretrained(llama.parent)
+    assert type(AutoModelForCausalLM.from_pretrained(llama.parent)).__name__.startswith("Qwen2")
+    loaded = AutoModelForCausalLM.from_pretrained(llama.parent, gguf_file=llama.name)
+    assert type(loaded).__name__.startswith("Llama")
+
+
+# What comes out
+
+
+def test_convert_writes_a_plain_checkpoint(llama: Path, tmp_path: Path) -> None:
+    (llama.parent / "other.txt").write_text("of somebody else")
+    convert(llama, tmp_path / "out", dtype="bfloat16")
+    plain = HFAutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert plain.dtype == torch.bfloat16
+    assert_same(plain.state_dict(), theirs(llama, torch.bfloat16))
+    assert_same(AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict(), plain.state_dict())
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    source, keywords = upstream_source(llama)
+    original = AutoTokenizer.from_pretrained(source, gguf_file=keywords["gguf_file"])
+    text = "Grüße, hello world! 42"
+    assert tokenizer(text)["input_ids"] == original(text)["input_ids"]
+    assert tokenizer.decode(tokenizer(text)["input_ids"], skip_special_tokens=True) == text
+    assert tokenizer.chat_template == CHAT_TEMPLATE
+    assert (tokenizer.bos_token, tokenizer.eos_token) == ("<s>", "</s>")
+    expected = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == expected | {"chat_template.jinja"}
+    assert "quantization_config" not in (tmp_path / "out" / "config.json").read_text()
+
+
+def test_without_a_tokenizer_none_is_written(tmp_path: Path) -> None:
+    written(tmp_path / "model.gguf", "llama", tokenizer=False)
+    convert(tmp_path / "model.gguf", tmp_path / "out")
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert names == {"config.json", "generation_config.json", "model.safetensors"}
+
+
+def test_save_and_reload(llama: Path, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(llama)
+    model.save_pretrained(tmp_path / "out")
+    assert_same(stored(tmp_path / "out"), theirs(llama, torch.float32))
+
+
+def test_commands_take_a_file(llama: Path) -> None:
+    runner = CliRunner()
+    looked = runner.invoke(app, ["inspect", str(llama)])
+    assert looked.exit_code == 0, looked.output
+    for word in ("LlamaForCausalLM", "Q4_1", "Q8_0", "BF16"):
+        assert word in looked.output
+    compared = runner.invoke(app, ["parity", str(llama.parent), "--length", "8"])
+    assert compared.exit_code == 0, compared.output
+    engine = ["--engine", "hf-generate", "--length", "16", "--batch", "1", "--out", str(llama.parent / "found")]
+    checked = runner.invoke(app, ["consistency", str(llama), *engine])
+    assert checked.exit_code == 0, checked.output
+
+
+def test_what_needs_plain_weights_says_so(llama: Path, tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match=r"nrl-models convert .*llama\.gguf"):
+        start_engine("vllm", llama)
+    with pytest.raises(CheckpointError, match="nrl-models convert"):
+        diagnose_embeddings(llama, reinitialise=tmp_path / "out")
+    with pytest.raises(CheckpointError, match="asks for bitsandbytes"):
+        AutoModelForCausalLM.from_pretrained(llama, quantization_config=BitsAndBytesConfig(load_in_4bit=True))
+    assert diagnose_embeddings(llama).outcome
+
+
+@pytest.mark.skipif(not hasattr(transformers, "GgufConfig"), reason="this transformers has no GgufConfig")
+def test_transformers_own_keywords_are_accepted(llama: Path) -> None:
+    source, keywords = upstream_source(llama)
+    loaded = AutoModelForCausalLM.from_pretrained(source, **keywords)
+    assert_same(loaded.state_dict(), theirs(llama, torch.float32))
+    packed = transformers.GgufConfig(dequantize=False)
+    with pytest.raises(CheckpointError, match="read as the plain weights"):
+        AutoModelForCausalLM.from_pretrained(llama, quantization_config=packed)
+
+
+# What is refused
+
+
+def test_one_tensor_at_a_time_is_dequantised(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original, sizes = gguf.dequantize, []
+
+    def counted(data: np.ndarray, kind: Kind) -> np.ndarray:
+        result = original(data, kind)
+        sizes.append(result.size)
+        return result
+
+    monkeypatch.setattr(gguf, "dequantize", counted)
+    files = GGUFFiles(llama)
+    assert sum(sizes) < 1000  # a block of each type, to see whether it can be read
+    sizes.clear()
+    key = "model.layers.1.self_attn.k_proj.weight"
+    assert files.read(files.tensors[key]).shape == (32, 64)
+    assert sizes == [32 * 64]
+    assert files.nbytes < llama.stat().st_size
+
+
+def test_a_file_cut_off_anywhere(llama: Path, tmp_path: Path) -> None:
+    whole = llama.read_bytes()
+    data_start = min(tensor.start for tensor in read_header(llama).tensors)
+    cut = tmp_path / "cut.gguf"
+    for size in (0, 3, 10, 23, 30, 200, data_start // 2, data_start - 40):
+        cut.write_bytes(whole[:size])
+        with pytest.raises(CheckpointError, match=r"cut\.gguf: is no GGUF file, damaged or cut off"):
+            AutoModelForCausalLM.from_pretrained(cut)
+    cut.write_bytes(whole[: len(whole) - 5000])
+    with pytest.raises(CheckpointError, match="it is cut off") as raised:
+        AutoModelForCausalLM.from_pretrained(cut)
+    assert "download the file again" in str(raised.value)
+    assert 1 <= len(raised.value.problems) < 22
+    cut.write_bytes(b"PK" + whole[2:])
+    with pytest.raises(CheckpointError, match="begins with b'PKUF', expected b'GGUF'"):
+        AutoModelForCausalLM.from_pretrained(cut)
+
+
+def test_parts_of_a_split_file(tmp_path: Path) -> None:
+    file = tmp_path / "model-00001-of-00003.gguf"
+    written(file, "llama", values={"split.count": 3, "split.no": 0})
+    with pytest.raises(CheckpointError, match=r"is part 1 of 3; .*\n.*llama-gguf-split --merge"):
+        AutoModelForCausalLM.from_pretrained(file)
+
+
+def test_an_architecture_without_tables(tmp_path: Path) -> None:
+    file = write_gguf(tmp_path / "model.gguf", new_model(ARCHITECTURES["llama"][0]), "plamo")
+    with pytest.raises(CheckpointError, match=r"architecture 'plamo', which transformers .* does not read") as raised:
+        AutoModelForCausalLM.from_pretrained(file)
+    assert ", llama, " in str(raised.value)
+
+
+def test_a_type_that_nobody_dequantises(llama: Path) -> None:
+    header = read_header(llama)
+    content = bytearray(llama.read_bytes())
+    name = b"blk.0.ffn_up.weight"
+    place = content.index(name) + len(name) + 4 + 2 * 8
+    assert content[place] == Kind.Q4_1
+    for number, word in ((4, "number 4"), (Kind.Q8_1, "Q8_1")):
+        content[place] = number
+        llama.write_bytes(content)
+        with pytest.raises(CheckpointError, match=f"is of type {word}, which the package gguf") as raised:
+            GGUFFiles(llama)
+        assert problems(raised.value) == {("dtype", name.decode())}
+        assert "llama-quantize" in str(raised.value)
+    assert len(header.tensors) == 2 * 9 + 3
+
+
+def test_without_the_package(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        "nrl_models.common.checkpoint.gguf_tables.find_spec", lambda name: None if name == "gguf" else find(name)
+    )
+    with pytest.raises(CheckpointError, match=r"pip install 'nrl_models\[gguf\]'"):
+        AutoModelForCausalLM.from_pretrained(llama)
+
+
+def test_a_tensor_that_transformers_has_no_name_for_is_not_dropped(tmp_path: Path) -> None:
+    """Llama 3.1's RoPE scaling stands in such a tensor, and nowhere else in the file."""
+    factors = {"rope_freqs.weight": np.linspace(1, 8, 8, dtype=np.float32)}
+    model = written(tmp_path / "model.gguf", "llama", extra=factors)
+    with pytest.raises(CheckpointError) as raised:
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert problems(raised.value) == {("unexpected", "rope_freqs.weight")}
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, strict=False)
+    assert_same(loaded.state_dict(), model.state_dict())
+
+
+def test_a_folder_without_gguf_is_refused_as_before(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(ARCHITECTURES["llama"][0].to_json_string())
+    (tmp_path / "pytorch_model.bin").touch()
+    with pytest.raises(CheckpointError, match=r"only pytorch_model\.bin found"):
+        CheckpointFiles(tmp_path)
