@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, cast
@@ -56,23 +56,14 @@ class FamilyCase:
         return self.reference_class.config_class
 
     @property
-    def default_config(self) -> PreTrainedConfig:
-        """The default of its configurations, which may be of no model."""
-        return self.config_class()
-
-    @cached_property
     def tiny_values(self) -> dict[str, Any]:
-        """What the class and this case give for the tiny configuration, whichever part it is for."""
-        return dict(_flat({**self.model_class.tiny, **self.tiny}))
+        """What the class and this case give for the tiny configuration."""
+        return {**self.model_class.tiny, **self.tiny}
 
     @property
     def config(self) -> PreTrainedConfig:
         """A tiny configuration, new at each call."""
-        return copy.deepcopy(self._config)
-
-    @cached_property
-    def _config(self) -> PreTrainedConfig:
-        return tiny_config(self.config_class, {**self.model_class.tiny, **self.tiny}, self.reference_class)
+        return tiny_config(self.config_class, self.tiny_values, self.reference_class)
 
     @property
     def full_configs(self) -> dict[str, PreTrainedConfig]:
@@ -81,7 +72,7 @@ class FamilyCase:
         Some classes' defaults are of no model: those that transformers cannot build are left out.
         """
         published = {name: self.config_class(**values) for name, values in self.model_class.published.items()}
-        default = self.default_config
+        default = self.config_class()
         try:
             with torch.device("meta"):
                 self.reference_class(copy.deepcopy(default))
@@ -95,18 +86,6 @@ class FamilyCase:
         if key not in self._inputs:  # to see in which form images come the model is run on some
             self._inputs[key] = inputs_for(self.reference(), **options)
         return {name: value.clone() for name, value in self._inputs[key].items()}
-
-    @torch.no_grad()
-    def text_only(self, **options: Any) -> torch.Tensor | None:
-        """The `input_ids` of `inputs` without images; None where the reference does not run on them alone."""
-        input_ids = self.inputs(images=False, **options).get("input_ids")
-        if input_ids is None:
-            return None
-        try:
-            self.reference()(input_ids=input_ids, attention_mask=torch.ones_like(input_ids))
-        except Exception:  # whatever its code raises for want of an image, or of a decoder's words
-            return None
-        return input_ids
 
     def reference(self, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
         """The reference with randomised weights, in evaluation mode. Shared: do not change it."""
@@ -151,14 +130,6 @@ class FamilyCase:
     def new_pair(self, dtype: torch.dtype = torch.float32) -> tuple[PreTrainedModel, FamilyModel]:
         """Copies of `reference` and `model` to change at will."""
         return copy.deepcopy(self.reference(dtype)), copy.deepcopy(self.model(dtype))
-
-
-def _flat(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value)
-        else:
-            yield key, value
 
 
 @torch.no_grad()

@@ -30,17 +30,20 @@ class KeptLayers:
     def __init__(self, config: Mapping[str, Any], count: int | None = None) -> None:
         types = config.get("layers_block_type") or config.get("layer_types") or ()
         self._count = next((value for key in sizes.LAYERS if type(value := config.get(key)) is int), len(types))
-        lists = {key: value for key, value in config.items() if isinstance(value, (list, tuple))}
-        self._per_layer = {key: value for key, value in lists.items() if len(value) == self._count > 2}
-        self._numbers = {
-            key: value
-            for key, value in lists.items()
-            if key not in self._per_layer
-            and key.endswith(sizes.INDEX_SUFFIXES)
-            and all(type(element) is int and 0 <= element < self._count for element in value)
-        }
-        self._leading = {key: value for key in sizes.LEADING if type(value := config.get(key)) is int}
-        self._trailing = {key: value for key in sizes.TRAILING if type(value := config.get(key)) is int}
+        self._lists: dict[str, Any] = {}  # keys with an entry for each layer
+        self._marks: dict[str, list[bool]] = {}  # of other keys about layers, for each whether it is one of theirs
+        for key, value in config.items():
+            if isinstance(value, (list, tuple)):
+                if len(value) == self._count > 2:
+                    self._lists[key] = value
+                elif key.endswith(sizes.INDEX_SUFFIXES) and all(
+                    type(element) is int and 0 <= element < self._count for element in value
+                ):
+                    self._marks[key] = [layer in value for layer in range(self._count)]
+            elif key in sizes.LEADING and type(value) is int:
+                self._marks[key] = [layer < value for layer in range(self._count)]
+            elif key in sizes.TRAILING and type(value) is int:
+                self._marks[key] = [layer >= self._count - value for layer in range(self._count)]
         own_values = {int(layer): values for layer, values in (config.get("per_layer_config") or {}).items()}
         self._own_values = own_values
         self.kept = self._choose(count)
@@ -50,14 +53,11 @@ class KeptLayers:
         """What `key` says in a model of the kept layers alone; None for keys about something else."""
         if not self.kept:
             return None
-        if key in self._per_layer:
+        if key in self._lists:
             return type(value)(range(len(self.kept)) if _are_numbers(value) else [value[layer] for layer in self.kept])
-        if key in self._numbers:
-            return type(value)(place for place, layer in enumerate(self.kept) if layer in value)
-        if key in self._leading:
-            return sum(layer < value for layer in self.kept)
-        if key in self._trailing:
-            return sum(layer >= self._count - value for layer in self.kept)
+        if key in self._marks:
+            marked = [place for place, layer in enumerate(self.kept) if self._marks[key][layer]]
+            return type(value)(marked) if isinstance(value, (list, tuple)) else len(marked)
         if key in sizes.LAYERS and type(value) is int:
             return len(self.kept)
         return None
@@ -77,22 +77,18 @@ class KeptLayers:
         return sorted([*chosen, *others[: max(0, wanted - len(chosen))]])[:wanted]
 
     def _kinds(self, layer: int) -> Iterator[Any]:
-        for key, values in self._per_layer.items():
+        for key, values in self._lists.items():
             if not _are_numbers(values):
                 yield key, _kind(values[layer], values)
-        for key, numbers in self._numbers.items():
-            yield key, layer in numbers
-        for key, count in self._leading.items():
-            yield key, layer < count
-        for key, count in self._trailing.items():
-            if count:  # one of each type, for what a layer shares is of its own type
-                yield key, layer >= self._count - count, *self._types(layer)
+        for key, marks in self._marks.items():
+            # One of each type among the last, for what a layer shares is of its own type.
+            yield key, marks[layer], *(self._types(layer) if key in sizes.TRAILING and any(marks) else ())
         yield "per_layer_config", layer in self._own_values
         for key, value in (self._own_values.get(layer) or {}).items():
             yield "per_layer_config", key, _kind(value, [values.get(key) for values in self._own_values.values()])
 
     def _types(self, layer: int) -> list[str]:
-        return [values[layer] for key, values in self._per_layer.items() if key in ("layer_types", "layers_block_type")]
+        return [values[layer] for key, values in self._lists.items() if key in ("layer_types", "layers_block_type")]
 
 
 def _are_numbers(values: Any) -> bool:

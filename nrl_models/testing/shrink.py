@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
@@ -58,10 +58,10 @@ def shrink(default: PreTrainedConfig, overrides: Values, needs: Needs) -> PreTra
     return _Shrinking(_token_ids(default), needs).config(default, overrides)
 
 
+@dataclass(frozen=True)
 class _Shrinking:
-    def __init__(self, token_ids: Mapping[int, int], needs: Needs) -> None:
-        self._token_ids = token_ids
-        self._needs = needs
+    token_ids: Mapping[int, int]
+    needs: Needs
 
     def config(self, default: PreTrainedConfig, overrides: Values) -> PreTrainedConfig:
         config_class = type(default)
@@ -70,7 +70,7 @@ class _Shrinking:
         for key, part_class in config_class.sub_configs.items():
             # AutoConfig is of no kind by itself: the class makes such a part of what it is given.
             wanted = isinstance(overrides.get(key), Mapping) and issubclass(part_class, PreTrainedConfig)
-            if (wanted or key in self._needs.keys) and old.get(key, 0) is None:
+            if (wanted or key in self.needs.keys) and old.get(key, 0) is None:
                 parts[key] = part_class()
         new_parts = {key: self.config(part, overrides.get(key, {})) for key, part in parts.items()}
         # What a parent gave its part, or a file a model, is in the description but not in the class's own default.
@@ -80,7 +80,7 @@ class _Shrinking:
         layers = KeptLayers(old, next((overrides[key] for key in sizes.LAYERS if key in overrides), None))
         values |= self._values(default, old, layers, parts, new_parts)
         values |= new_parts
-        for owner, key in self._needs.undeclared:
+        for owner, key in self.needs.undeclared:
             if owner is config_class:
                 values[key] = sizes.MISSING[key]
         values = {key: value for key, value in values.items() if key not in _read_only(config_class)}
@@ -114,11 +114,11 @@ class _Shrinking:
 
     def _value(self, key: str, value: Any, public: str, derived: bool) -> Any:
         """The new value of one key, None to leave it."""
-        if key in self._needs.keys and sizes.is_unset(key, value):
+        if key in self.needs.keys and sizes.is_unset(key, value):
             missing = sizes.MISSING[key]
             return missing(value) if callable(missing) else missing
         if sizes.is_token(key):
-            return sizes.COMMON_TOKENS.get(key, _each(value, lambda one: self._token_ids.get(one, one)))
+            return sizes.COMMON_TOKENS.get(key, _each(value, lambda one: self.token_ids.get(one, one)))
         if value is None or isinstance(value, (str, bool)):
             return None
         if key in sizes.VALUES:
@@ -151,11 +151,11 @@ class _Shrinking:
 
     def _rope(self, default: PreTrainedConfig, old: Values, new: Values) -> dict[str, Any] | None:
         parameters = old.get("rope_parameters") or {}
-        if not parameters and not (self._needs.rope and "rope_parameters" in old):
+        if not parameters and not (self.needs.rope and "rope_parameters" in old):
             return None
         head_dim = new.get("head_dim") or new.get("hidden_size", 0) // (new.get("num_attention_heads") or 1)
         known = getattr(default, "ignore_keys_at_rope_validation", None) or ()
-        sections = self._needs.rope == "sections" or "mrope_section" in known
+        sections = self.needs.rope == "sections" or "mrope_section" in known
 
         def one(given: Values) -> dict[str, Any]:
             result = {"rope_type": "default", "rope_theta": 1e4, **given}
@@ -171,7 +171,7 @@ class _Shrinking:
 
         if nested := {key: one(value) for key, value in parameters.items() if isinstance(value, Mapping)}:
             return {**parameters, **nested}
-        if self._needs.rope == "layer types" and new.get("layer_types"):
+        if self.needs.rope == "layer types" and new.get("layer_types"):
             return {layer_type: one(parameters) for layer_type in dict.fromkeys(new["layer_types"])}
         return one(parameters)
 
@@ -209,14 +209,13 @@ def _read_only(config_class: type[PreTrainedConfig]) -> frozenset[str]:
 
 def _token_ids(root: PreTrainedConfig) -> dict[int, int]:
     """A new id for each id of a special token in `root` and its parts."""
-    found = dict.fromkeys(_special_tokens(root))
-    return {one: sizes.FIRST_SPECIAL + place for place, one in enumerate(found)}
-
-
-def _special_tokens(config: PreTrainedConfig) -> Iterator[int]:
-    for key, value in all_values(config):
+    found: dict[int, int] = {}
+    for key, value in all_values(root):
         if sizes.is_token(key) and key not in sizes.COMMON_TOKENS:
-            yield from (one for one in (value if isinstance(value, (list, tuple)) else [value]) if type(one) is int)
+            for one in value if isinstance(value, (list, tuple)) else [value]:
+                if type(one) is int:
+                    found.setdefault(one, sizes.FIRST_SPECIAL + len(found))
+    return found
 
 
 # Values

@@ -113,7 +113,7 @@ def _scale_of_embedding(case: FamilyCase) -> float | None:
     model = case.model()
     embeddings = model.get_input_embeddings()
     weight = getattr(embeddings, "weight", None)
-    ids = case.text_only()
+    ids = case.inputs(images=False).get("input_ids")
     if ids is None or not isinstance(weight, torch.Tensor) or weight.ndim != 2 or ids.max() >= len(weight):
         return None
     stacks = (
@@ -122,8 +122,11 @@ def _scale_of_embedding(case: FamilyCase) -> float | None:
     stack, layers = next(((name, layers) for name, layers in stacks if layers), ("", []))
     names = [f"{stack}.{layer}" for layer, _ in layers]
     rows = weight[ids].detach()
-    with torch.no_grad(), record_calls(model, names, copy=True) as calls:
-        model(input_ids=ids, attention_mask=torch.ones_like(ids))
+    try:
+        with torch.no_grad(), record_calls(model, names, copy=True) as calls:
+            model(input_ids=ids, attention_mask=torch.ones_like(ids))
+    except Exception:  # whatever its code raises for want of an image, or of a decoder's words
+        return None
     seen = [call.inputs[0] for call in calls.values() if call.inputs and call.inputs[0].shape == rows.shape]
     if not seen:
         return None

@@ -21,7 +21,7 @@ def takes_text(case: FamilyCase) -> bool:
 
 def reads_what_it_writes(case: FamilyCase) -> bool:
     """Whether prompt and completion are one sequence, which they are not where an encoder reads the prompt."""
-    return not (_takes(case, "decoder_input_ids") and has_encoder(case.default_config))
+    return not (_takes(case, "decoder_input_ids") and has_encoder(case.config_class()))
 
 
 def generates(case: FamilyCase) -> bool:
@@ -36,7 +36,7 @@ def ties_embeddings(case: FamilyCase) -> bool:
 
 def chooses_experts(case: FamilyCase) -> bool:
     """Whether the configuration says how many experts there are, or how many are chosen, of a mixture that is on."""
-    values = dict(all_values(case.default_config)) | case.tiny_values
+    values = dict(all_values(case.config_class(**case.tiny_values)))
     counts = [key for key in values if "expert" in key or "topk" in key]
     is_on = all(values[key] is not False for key in values if key in MIXTURE_SWITCHES)
     return is_on and any(values[key] for key in counts)
