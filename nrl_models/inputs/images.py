@@ -10,13 +10,12 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import BatchFeature, PreTrainedConfig, PreTrainedModel
 
 from nrl_models.common.config.walk import parts
 from nrl_models.errors import NRLModelsError, one_line
@@ -32,40 +31,26 @@ class ImageInputsError(NRLModelsError, ValueError):
     """A model takes images in an unknown form."""
 
 
-@dataclass(frozen=True)
 class Geometry:
     """One image for each sequence, as a configuration describes it.
 
     Args:
+        config: the configuration.
         batch: number of sequences, and of images.
         length: tokens in a sequence.
+
+    Attributes:
         channels: of an image.
         patch: side of a patch, in pixels.
         frames: that a patch spans.
         merge: side of the square of patches that become one token.
+        grid: patches along a side, where a model takes any number: four tokens, and sixteen patches at least.
         side: of an image, in pixels, where it is fixed.
         tiles: that an image may be cut into.
         flat: numbers in a flattened patch.
     """
 
-    batch: int
-    length: int
-    channels: int
-    patch: int
-    frames: int
-    merge: int
-    side: int
-    tiles: int
-    flat: int
-
-    @property
-    def grid(self) -> int:
-        """Patches along a side, where a model takes any number: four tokens, and sixteen patches at least."""
-        return 2 * max(self.merge, 2)
-
-    @classmethod
-    def of(cls, config: PreTrainedConfig, batch: int, length: int) -> Geometry:
-        """The geometry that `config` describes."""
+    def __init__(self, config: PreTrainedConfig, batch: int, length: int) -> None:
         vision = _vision_part(config)
 
         def first(*names: str, default: int) -> int:
@@ -76,19 +61,15 @@ class Geometry:
                     return value
             return default
 
-        patch = first("patch_size", "spatial_patch_size", default=14)
-        channels = first("num_channels", "in_channels", "in_chans", default=3)
-        return cls(
-            batch=batch,
-            length=length,
-            channels=channels,
-            patch=patch,
-            frames=first("temporal_patch_size", "patch_temporal", default=1),
-            merge=first("spatial_merge_size", "merge_kernel_size", "merge_size", "pooling_kernel_size", default=2),
-            side=first("image_size", default=4 * patch),
-            tiles=first("max_num_tiles", default=1),
-            flat=first("patch_embed_hidden_size", default=channels * patch**2),
-        )
+        self.batch, self.length = batch, length
+        self.channels = first("num_channels", "in_channels", "in_chans", default=3)
+        self.patch = first("patch_size", "spatial_patch_size", default=14)
+        self.frames = first("temporal_patch_size", "patch_temporal", default=1)
+        self.merge = first("spatial_merge_size", "merge_kernel_size", "merge_size", "pooling_kernel_size", default=2)
+        self.grid = 2 * max(self.merge, 2)
+        self.side = first("image_size", default=4 * self.patch)
+        self.tiles = first("max_num_tiles", default=1)
+        self.flat = first("patch_embed_hidden_size", default=self.channels * self.patch**2)
 
     def layouts(self, pixels: str, names: Collection[str]) -> list[Shape]:
         """Shapes that the argument `pixels` may have beside arguments of these `names`, the likeliest first."""
@@ -194,7 +175,7 @@ def image_inputs(model: PreTrainedModel, inputs: Inputs, generator: torch.Genera
         ImageInputsError: none of the known layouts fits.
     """
     text = inputs["input_ids"] if "input_ids" in inputs else inputs["decoder_input_ids"]
-    geometry = Geometry.of(model.config, *text.shape)
+    geometry = Geometry(model.config, *text.shape)
     forward = parameters_of(model.forward)
     method = feature_method(model, "get_image_features")
     known = parameters_of(method or model.forward)
@@ -265,8 +246,8 @@ def _companions(known: dict[str, inspect.Parameter], g: Geometry, shape: Shape) 
     required = [name for name, parameter in known.items() if parameter.default is parameter.empty]
     for names in (known, required):
         makers = {name: COMPANIONS[name] for name in names if name in COMPANIONS}
-        for choice in range(max((len(maker) for maker in makers.values()), default=1)):
-            yield {name: maker[min(choice, len(maker) - 1)](g, shape) for name, maker in makers.items()}
+        for chosen in product(*makers.values()):
+            yield {name: make(g, shape) for name, make in zip(makers, chosen, strict=True)}
 
 
 @torch.no_grad()
@@ -278,12 +259,7 @@ def run_on(model: PreTrainedModel, function: Callable[..., Any], arguments: Inpu
 def cast(inputs: Inputs, model: nn.Module) -> Inputs:
     """The inputs on the model's device, floating-point tensors in its dtype."""
     own = next(model.parameters())
-    return {
-        name: value.to(own.device, own.dtype if value.is_floating_point() else None)
-        if isinstance(value, torch.Tensor)
-        else value
-        for name, value in inputs.items()
-    }
+    return BatchFeature(inputs).to(own.device, own.dtype).data
 
 
 def _without_method(model: PreTrainedModel, inputs: Inputs) -> Inputs:
