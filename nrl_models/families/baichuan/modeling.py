@@ -31,6 +31,7 @@ from transformers.modeling_layers import (
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama as llama
+from transformers.models.mistral.modeling_mistral import MistralMLP
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
@@ -45,27 +46,6 @@ def alibi_slopes(heads: int) -> list[float]:
     power = 2 ** math.floor(math.log2(heads))
     slopes = [2 ** (-8 * (head + 1) / power) for head in range(power)]
     return slopes if power == heads else slopes + alibi_slopes(2 * power)[::2][: heads - power]
-
-
-class BaichuanRMSNorm(llama.LlamaRMSNorm):
-    """Root-mean-square norm, in fp32."""
-
-
-class BaichuanRotaryEmbedding(llama.LlamaRotaryEmbedding):
-    """Tables of rotary positions."""
-
-
-class BaichuanMLP(nn.Module):
-    """SwiGLU without biases."""
-
-    forward = llama.LlamaMLP.forward
-
-    def __init__(self, config: BaichuanConfig) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
-        self.act_fn = llama.ACT2FN[config.hidden_act]
 
 
 class BaichuanAttention(nn.Module):
@@ -121,9 +101,9 @@ class BaichuanDecoderLayer(GradientCheckpointingLayer):
     def __init__(self, config: BaichuanConfig, layer_idx: int) -> None:
         super().__init__()
         self.self_attn = BaichuanAttention(config, layer_idx)
-        self.mlp = BaichuanMLP(config)
-        self.input_layernorm = BaichuanRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.post_attention_layernorm = BaichuanRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.mlp = MistralMLP(config)  # Llama's without biases
+        self.input_layernorm = llama.LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = llama.LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
 
 class BaichuanNormHead(nn.Linear):
@@ -138,19 +118,11 @@ class BaichuanNormHead(nn.Linear):
         return F.linear(input, F.normalize(self.weight), self.bias)
 
 
-class BaichuanPreTrainedModel(PreTrainedModel):
+class BaichuanPreTrainedModel(llama.LlamaPreTrainedModel):
     """What all Baichuan models share."""
 
     config_class = BaichuanConfig
-    base_model_prefix = "model"
-    supports_gradient_checkpointing = True
     _no_split_modules = ["BaichuanDecoderLayer"]
-    _skip_keys_device_placement = ["past_key_values"]
-    _supports_flash_attn = True
-    _supports_sdpa = True
-    _supports_flex_attn = True
-    _can_compile_fullgraph = True
-    _supports_attention_backend = True
     _can_record_outputs = {"hidden_states": BaichuanDecoderLayer, "attentions": BaichuanAttention}
     _keys_to_ignore_on_load_unexpected = [r"rotary_emb\.inv_freq$"]
 
@@ -166,9 +138,9 @@ class BaichuanModel(BaichuanPreTrainedModel):
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
         self.layers = nn.ModuleList(BaichuanDecoderLayer(config, index) for index in range(config.num_hidden_layers))
-        self.norm = BaichuanRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.norm = llama.LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         has_alibi = config.position_embedding_type == "alibi"
-        self.rotary_emb = None if has_alibi else BaichuanRotaryEmbedding(config=config)  # type: ignore[arg-type]
+        self.rotary_emb = None if has_alibi else llama.LlamaRotaryEmbedding(config=config)  # type: ignore[arg-type]
         self.gradient_checkpointing = False
         self.post_init()
 

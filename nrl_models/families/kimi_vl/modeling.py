@@ -249,14 +249,6 @@ class KimiVLForConditionalGeneration(KimiVLPreTrainedModel, GenerationMixin):
         self.language_model = DeepseekV3ForCausalLM._from_config(config.text_config)
         self.post_init()
 
-    def get_input_embeddings(self) -> nn.Module:
-        """The language model's."""
-        return self.language_model.get_input_embeddings()
-
-    def set_input_embeddings(self, value: nn.Module) -> None:
-        """Set the language model's."""
-        self.language_model.set_input_embeddings(value)
-
     def get_output_embeddings(self) -> nn.Module:
         """The language model's."""
         return self.language_model.get_output_embeddings()
