@@ -49,8 +49,8 @@ def new(
     table.add_row("written", "\n".join(map(str, made.files)))
     for note in plan.notes:
         table.add_row("note", note)
-    for decision in made.undecided:
-        table.add_row("to decide", decision.message)
+    for undecided in made.undecided:
+        table.add_row("to decide", undecided)
     show(table)
     if not made.ok:
         show("The family is written; a person has to go on from here.")

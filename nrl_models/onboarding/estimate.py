@@ -8,9 +8,10 @@ what is exchanged; only the inside of expert stacks, which depends on the data, 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 from weakref import ref
@@ -85,10 +86,6 @@ class Estimate:
         kept = self.parameters + self.gradients + self.optimizer + self.buffers
         return kept + self.gathered + self.activations
 
-    def to_json(self) -> dict[str, Any]:
-        """The figures, and the total."""
-        return asdict(self) | {"total": self.total}
-
 
 def estimate(config: PreTrainedConfig, setting: Setting) -> Estimate:
     """Estimate what the model of a configuration takes on a rank of a mesh.
@@ -110,30 +107,20 @@ def estimate(config: PreTrainedConfig, setting: Setting) -> Estimate:
     return Estimate(local, local, 2 * local, gathered, activations, buffers, traffic, total)
 
 
-@dataclass(frozen=True, slots=True)
-class Remedy:
-    """A change of a setting, and what the model then takes.
-
-    Args:
-        change: what to change, as text.
-        estimate: what the model then takes.
-    """
-
-    change: str
-    estimate: Estimate
-
-
-def remedies(config: PreTrainedConfig, setting: Setting, memory: int) -> list[Remedy]:
+def remedies(config: PreTrainedConfig, setting: Setting, memory: int) -> dict[str, Estimate]:
     """Changes of a setting, the smallest first, with which a model fits in `memory` bytes: two at most.
 
     Changes: recomputing activations, a smaller micro-batch, more ranks of a dimension, states in bf16.
+
+    Returns:
+        By each change, as text, what the model then takes.
     """
-    found: list[Remedy] = []
+    found: dict[str, Estimate] = {}
     for alternatives in _changes(setting):
         for change, changed in alternatives.items():
             with suppress(ShardingError):
                 if (result := estimate(config, changed)).total <= memory:
-                    found.append(Remedy(change, result))
+                    found[change] = result
                     break
         if len(found) == 2:
             break
@@ -210,18 +197,17 @@ class _Exchanges(TorchDispatchMode):
 
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__()
-        self.sent: dict[str, int] = {}
-        self.names = {str(mesh.get_group(dim).group_name): name for dim, name in enumerate(mesh.mesh_dim_names or ())}
-        self.sizes = {str(mesh.get_group(dim).group_name): mesh.size(dim) for dim in range(mesh.ndim)}
+        self.sent: Counter[str] = Counter()
+        names = enumerate(mesh.mesh_dim_names or ())
+        self.groups = {str(mesh.get_group(dim).group_name): (name, mesh.size(dim)) for dim, name in names}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         name = func._schema.name
         if name in _TIMES_SENT:
-            group = next(argument for argument in args if isinstance(argument, str) and argument in self.names)
-            ranks = self.sizes[group]
-            sent = _TIMES_SENT[name] * max(args[0].nbytes, result.nbytes) * (ranks - 1) // ranks
-            self.sent[self.names[group]] = self.sent.get(self.names[group], 0) + sent
+            group = next(argument for argument in args if isinstance(argument, str) and argument in self.groups)
+            dimension, ranks = self.groups[group]
+            self.sent[dimension] += _TIMES_SENT[name] * max(args[0].nbytes, result.nbytes) * (ranks - 1) // ranks
         return result
 
 
@@ -272,11 +258,11 @@ def _run(model: PreTrainedModel, setting: Setting, mesh: DeviceMesh) -> tuple[in
             # As trainers compute it: log-probabilities in fp32.
             scores = logits.float().flatten(0, -2)
             loss = nn.functional.cross_entropy(scores, tokens.flatten()) if logits.ndim == 3 else scores.sum()
-        forward = dict(exchanges.sent)
+        forward = exchanges.sent.copy()
         sizes = _sizes(model, [packed for reference in kept if (packed := reference()) is not None])
         loss.backward()
         if setting.checkpointing:  # what was exchanged is exchanged again
-            exchanges.sent = {name: sent + forward.get(name, 0) for name, sent in exchanges.sent.items()}
+            exchanges.sent.update(forward)
     for stack_of_experts, nbytes in experts.items():
         unit = next((module for module in units if stack_of_experts in set(module.modules())), None)
         sizes[unit] = sizes.get(unit, 0) + nbytes
@@ -284,7 +270,7 @@ def _run(model: PreTrainedModel, setting: Setting, mesh: DeviceMesh) -> tuple[in
     layers = sum(sizes.values())
     if setting.checkpointing and sizes:
         layers = sum(nbytes for module, nbytes in inputs.items() if module in sizes) + max(sizes.values())
-    return outside + layers, exchanges.sent
+    return outside + layers, dict(exchanges.sent)
 
 
 @dataclass(eq=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -81,9 +81,7 @@ def plan_report(path: str | Path, setting: Setting, memory: float) -> PlanReport
         largest = max(kinds, key=lambda kind: getattr(found, kind))
         lines = [f"does not fit: {found.total / GIB:.1f} of {memory:g} GiB; most of it is {largest}"]
         changes = remedies(config, setting, limit)
-        lines += [
-            f"  what to change: {remedy.change} takes {remedy.estimate.total / GIB:.1f} GiB" for remedy in changes
-        ]
+        lines += [f"  what to change: {change} takes {then.total / GIB:.1f} GiB" for change, then in changes.items()]
         if not changes:
             lines.append(
                 "  no single change makes it fit: combine more ranks of fsdp with tp or ep, and shorter sequences"
@@ -92,4 +90,5 @@ def plan_report(path: str | Path, setting: Setting, memory: float) -> PlanReport
     name = (config.architectures or [type(config).__name__])[0]
     sizes = ", ".join(f"{dimension}={size}" for dimension, size in setting.mesh.items())
     model = f"{name} ({found.total_parameters / 1e9:.1f}B parameters)"
-    return PlanReport(model, sizes, math.prod(setting.mesh.values()), limit, found.to_json(), verdict, fits)
+    figures = asdict(found) | {"total": found.total}
+    return PlanReport(model, sizes, math.prod(setting.mesh.values()), limit, figures, verdict, fits)

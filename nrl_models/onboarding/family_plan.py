@@ -6,7 +6,6 @@ import copy
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
-from enum import Enum
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -36,32 +35,6 @@ class OnboardingError(NRLModelsError, ValueError):
     """A family cannot be made, or must not be: nothing was written."""
 
 
-class DecisionKind(Enum):
-    """Why something about a family is left to a person."""
-
-    TINY_MODEL = "the tiny model does not run"
-    UNCALLED = "a linear was never called"
-    MISFIT = "weights do not fit the class"
-    TEST = "a generated test fails"
-    UNWRITTEN = "a generated file could not be written"
-
-
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """Something that a person has to decide or mend.
-
-    Args:
-        kind: what sort of decision it is.
-        message: what was found.
-    """
-
-    kind: DecisionKind
-    message: str
-
-    def __str__(self) -> str:
-        return self.message
-
-
 @dataclass(frozen=True)
 class FamilyPlan:
     """A family that is not written yet.
@@ -86,7 +59,7 @@ class FamilyPlan:
     nearest: tuple[str, float] | None
     detection: Detection
     tiny: Mapping[str, Any] = field(default_factory=dict)
-    undecided: tuple[Decision, ...] = ()
+    undecided: tuple[str, ...] = ()
 
     @property
     def notes(self) -> list[str]:
@@ -122,11 +95,10 @@ def plan_family(source: str | Path, name: str | None = None, *, again: bool = Fa
     if not found.ok:
         message = f"the tiny model fails at the step '{found.step}': {found.failure}. Find values for `tiny` with which"
         message += " it is built and run (nrl_models/testing/sizes.py has the rules)."
-        undecided.append(Decision(DecisionKind.TINY_MODEL, message))
+        undecided.append(message)
     for layer, names in found.uncalled.items():
-        message = f"{layer}: {', '.join(names)} was never called; say whether it joins a group"
-        undecided.append(Decision(DecisionKind.UNCALLED, message))
-    undecided += [Decision(DecisionKind.MISFIT, message) for message in misfits(model_class, config, folder)]
+        undecided.append(f"{layer}: {', '.join(names)} was never called; say whether it joins a group")
+    undecided += misfits(model_class, config, folder)
     return FamilyPlan(
         name=(name or config.model_type).replace("-", "_").replace(".", "_"),
         architectures=(architecture, *heads_beside(model_class, config)),

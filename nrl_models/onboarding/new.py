@@ -18,7 +18,7 @@ from typing import Any
 
 import nrl_models
 from nrl_models.common.config.ledger import FOLDER as LEDGERS
-from nrl_models.onboarding.family_plan import Decision, DecisionKind, FamilyPlan, OnboardingError, plan_family
+from nrl_models.onboarding.family_plan import FamilyPlan, OnboardingError, plan_family
 from nrl_models.onboarding.family_source import facts_source, plain_source, write_package, write_project
 from nrl_models.testing.features import INVARIANCES, SUITE, generated_tests
 
@@ -41,7 +41,7 @@ class Onboarding:
     limits: Mapping[str, str]
     results: tuple[Result, ...]
     files: tuple[Path, ...]
-    undecided: tuple[Decision, ...]
+    undecided: tuple[str, ...]
 
     @property
     def ok(self) -> bool:
@@ -91,7 +91,7 @@ def new_family(
     return Onboarding(plan, limits, tuple(results), tuple(files), (*plan.undecided, *undecided))
 
 
-def prove(plan: FamilyPlan, package: str, folder: Path) -> tuple[dict[str, str], list[Result], list[Decision]]:
+def prove(plan: FamilyPlan, package: str, folder: Path) -> tuple[dict[str, str], list[Result], list[str]]:
     """Write the package to `folder / package`, run the generated tests on it, and find its limits.
 
     Returns:
@@ -121,7 +121,7 @@ def prove(plan: FamilyPlan, package: str, folder: Path) -> tuple[dict[str, str],
     shutil.rmtree(folder / package / "__pycache__", ignore_errors=True)
     shutil.rmtree(folder / "__pycache__", ignore_errors=True)
     failures = [
-        Decision(DecisionKind.TEST, f"{result['architecture']}: {result['check']} failed: {result['reason']}")
+        f"{result['architecture']}: {result['check']} failed: {result['reason']}"
         for result in results
         if result["outcome"] == "failed"
     ]
@@ -192,7 +192,7 @@ def _place(made: Path, target: Path) -> list[Path]:
     return sorted(path for path in target.rglob("*") if path.is_file())
 
 
-def _register(plan: FamilyPlan, root: Path, results: list[Result]) -> tuple[list[Path], list[Decision]]:
+def _register(plan: FamilyPlan, root: Path, results: list[Result]) -> tuple[list[Path], list[str]]:
     """Declare the family, and enter its results in the coverage pages: what was written, and what was not."""
     facts = root / "nrl_models" / "families" / plan.name / "__init__.py"
     facts.write_text(facts_source(plan))
@@ -201,7 +201,7 @@ def _register(plan: FamilyPlan, root: Path, results: list[Result]) -> tuple[list
     pages = root / "docs" / "model-coverage"
     # The registry of this process does not know the family: another one writes its ledger, its results and its page.
     written: list[Path] = []
-    problems: list[Decision] = []
+    problems: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "results.json"
         versions = {package: version(package) for package in ("nrl_models", "torch", "transformers")}
@@ -222,7 +222,7 @@ def _register(plan: FamilyPlan, root: Path, results: list[Result]) -> tuple[list
             done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=root)
             if done.returncode != 0:
                 said = (done.stderr.strip() or done.stdout.strip())[-1000:]
-                problems.append(Decision(DecisionKind.UNWRITTEN, f"{what} could not be written: {said}"))
+                problems.append(f"{what} could not be written: {said}")
             else:
                 written += made
     return written, problems
