@@ -48,7 +48,7 @@ def has_experts(subject: Subject) -> bool:
 
 def has_towers(subject: Subject) -> bool:
     """It takes images, video or audio."""
-    return any(getattr(subject.config, name, None) is not None for name in ("vision_config", "audio_config"))
+    return any(getattr(subject.model.config, name, None) is not None for name in ("vision_config", "audio_config"))
 
 
 def has_several_names(subject: Subject) -> bool:
@@ -64,7 +64,7 @@ def has_a_large_vocabulary(subject: Subject) -> bool:
 
 def brings_its_own_configuration(subject: Subject) -> bool:
     """transformers has no class for its configuration."""
-    return type(subject.config).__module__.startswith("nrl_models.")
+    return type(subject.model.config).__module__.startswith("nrl_models.")
 
 
 def fuses_out_projection(subject: Subject) -> bool:

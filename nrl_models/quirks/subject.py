@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from nrl_models.auto import auto_class_for
 from nrl_models.common.checkpoint.files import resolve_folder
@@ -41,14 +41,9 @@ class Subject:
         return cls(auto_class_for(folder).from_config(read_config(folder), device="meta"))
 
     @property
-    def config(self) -> PreTrainedConfig:
-        """Its configuration."""
-        return self.model.config
-
-    @property
     def text(self) -> Any:
         """The configuration of its decoder."""
-        return self.config.get_text_config()
+        return self.model.config.get_text_config()
 
     @property
     def flags(self) -> ModelFlag:
