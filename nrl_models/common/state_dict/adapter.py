@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from nrl_models.common.garbage import no_collections
 from nrl_models.common.state_dict import layouts
+from nrl_models.common.state_dict.buckets import buckets
 from nrl_models.common.state_dict.layouts import TensorSpec
 from nrl_models.common.state_dict.matching import match
 from nrl_models.common.state_dict.views import HFTensor, Piece, place_of
@@ -143,14 +144,10 @@ class StateDictAdapter:
             StateDictError: names that are not the model's, or shapes that are not the parameter's.
         """
         self.check_own(state_dict)
-        excluded = re.compile(exclude_key_regex) if exclude_key_regex else None
-        result = {}
-        for name, tensor in self.layout(layout).items():
-            if excluded is not None and excluded.search(name):
-                continue
-            if all(parameter in state_dict for parameter in tensor.parameters):
-                result[name] = tensor.read(state_dict)
-        return result
+        excluded = re.compile(exclude_key_regex or r"(?!)")
+        return read_all(
+            {name: tensor for name, tensor in self.layout(layout).items() if not excluded.search(name)}, state_dict
+        )
 
     def check_own(self, state_dict: Mapping[str, torch.Tensor]) -> None:
         """Check that tensors are the model's own, all or some.
@@ -177,8 +174,7 @@ class StateDictAdapter:
             ValueError: the Hugging Face tensor also needs another parameter (a hub tensor that packs
                 separate parameters of this model); convert them together with `to_hf`.
         """
-        if name not in self.own or tuple(tensor.shape) != self.own[name].shape:
-            return list(self.to_hf({name: tensor}).items())  # raises, saying which
+        self.check_own({name: tensor})
         inside = self.tensors_in(name, layout)
         for hf_tensor in inside:
             if len(hf_tensor.parameters) > 1:
@@ -228,16 +224,9 @@ class StateDictAdapter:
             for name, tensor in exported.items():
                 yield name, tensor.read(own)
             return
-        bucket: list[tuple[str, torch.Tensor]] = []
-        size = 0
-        for name, tensor in exported.items():
-            value = tensor.read(own)
-            if bucket and size + _aligned(value.nbytes) > max_bytes:
-                yield from _packed(bucket)
-                bucket, size = [], 0
-            bucket.append((name, value))
-            size += _aligned(value.nbytes)
-        yield from _packed(bucket)
+        for _, bucket in buckets(exported, own, max_bytes):
+            for name, copy in bucket.items():
+                yield name, copy.copy_(exported[name].read(own))
 
     # Inside
 
@@ -309,25 +298,15 @@ def _by_parameter(table: Mapping[str, HFTensor]) -> dict[str, list[HFTensor]]:
     return dict(result)
 
 
+def read_all(table: Mapping[str, HFTensor], own: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors of a table that are made of the model's own tensors given: views of them, where possible."""
+    return {
+        name: tensor.read(own)
+        for name, tensor in table.items()
+        if all(parameter in own for parameter in tensor.parameters)
+    }
+
+
 def widest(dtypes: Iterable[torch.dtype]) -> torch.dtype:
     """The dtype that holds values of all `dtypes`, whatever their order."""
     return reduce(torch.promote_types, dtypes)
-
-
-def _aligned(nbytes: int) -> int:
-    """Bytes a tensor takes in a bucket: tensors of any dtype start at a multiple of 16."""
-    return -(-nbytes // 16) * 16
-
-
-def _packed(bucket: list[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The bucket's tensors, copied one after the other into one buffer."""
-    if not bucket:
-        return
-    device = bucket[0][1].device
-    buffer = torch.empty(sum(_aligned(value.nbytes) for _, value in bucket), dtype=torch.uint8, device=device)
-    start = 0
-    for name, value in bucket:
-        packed = buffer[start : start + value.nbytes].view(value.dtype).view(value.shape)
-        packed.copy_(value)
-        start += _aligned(value.nbytes)
-        yield name, packed

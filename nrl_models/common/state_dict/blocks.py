@@ -11,10 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import prod
 
 import torch
 
-from nrl_models.common.state_dict.views import Step, place_of
+from nrl_models.common.state_dict.views import Step, is_viewable, place_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -98,10 +99,16 @@ def _reshaped(block: Block, old: Sequence[int], new: Sequence[int]) -> list[Bloc
     """`block` of a tensor of shape `old`, as blocks of the same tensor of shape `new`."""
     blocks, dim = [block], 0
     for before, after in _groups(old, new):
-        if len(before) != 1:
-            blocks = [merged for block in blocks for merged in _merged(block, dim, before)]
-        if len(after) != 1:
-            blocks = [split for block in blocks for split in _split(block, dim, after)]
+        if not before:
+            blocks = [Block((*each.offset[:dim], 0, *each.offset[dim:]), each.tensor.unsqueeze(dim)) for each in blocks]
+        for place in reversed(range(1, len(before))):
+            inner = prod(before[place:])
+            blocks = [merged for each in blocks for merged in _merged(each, dim + place - 1, inner)]
+        for place in range(1, len(after)):
+            inner = prod(after[place:])
+            blocks = [split for each in blocks for split in _split(each, dim + place - 1, inner)]
+        if not after:
+            blocks = [Block((*each.offset[:dim], *each.offset[dim + 1 :]), each.tensor.squeeze(dim)) for each in blocks]
         dim += len(after)
     return blocks
 
@@ -113,8 +120,8 @@ def _groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[list[int], lis
     while left or right:
         before = [left.pop(0)] if left else []
         after = [right.pop(0)] if right else []
-        while torch.Size(before).numel() != torch.Size(after).numel():
-            if torch.Size(before).numel() < torch.Size(after).numel():
+        while prod(before) != prod(after):
+            if prod(before) < prod(after):
                 before.append(left.pop(0))
             else:
                 after.append(right.pop(0))
@@ -122,69 +129,32 @@ def _groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[list[int], lis
     return result
 
 
-def _merged(block: Block, dim: int, sizes: Sequence[int]) -> list[Block]:
-    """Merge dimensions `dim, dim + 1, ...` of `sizes` into one."""
-    if not sizes:
-        return [Block((*block.offset[:dim], 0, *block.offset[dim:]), block.tensor.unsqueeze(dim))]
-    if len(sizes) == 1:
-        return [block]
-    inner = torch.Size(sizes[1:]).numel()
-    rest = slice(dim + 1, dim + len(sizes))
-    shape, offset = block.shape, block.offset
-    if shape[dim] == 1 or shape[rest] == tuple(sizes[1:]):
-        # A contiguous run of the merged dimension, if strides can express it as one dimension.
-        first_of_rest = _flat_offset(offset[rest], shape[rest], sizes[1:])
-        if first_of_rest is not None:
-            merged_shape = (*shape[:dim], torch.Size(shape[dim : rest.stop]).numel(), *shape[rest.stop :])
-            start = offset[dim] * inner + first_of_rest
-            try:
-                view = block.tensor.view(merged_shape)
-            except RuntimeError:
-                pass
-            else:
-                return [Block((*offset[:dim], start, *offset[rest.stop :]), view)]
-    result = []
-    for index in range(shape[dim]):  # one by one along the first of them
-        slice_of_block = Block((*offset[:dim], *offset[dim + 1 :]), block.tensor.select(dim, index))
-        for merged in _merged(slice_of_block, dim, sizes[1:]):
-            start = (offset[dim] + index) * inner + merged.offset[dim]
-            result.append(Block((*merged.offset[:dim], start, *merged.offset[dim + 1 :]), merged.tensor))
-    return result
+def _merged(block: Block, dim: int, inner: int) -> list[Block]:
+    """Merge dimension `dim` and the next, of which the whole tensor's has size `inner`, into one."""
+    offset, shape = block.offset, block.shape
+    rows, length = shape[dim : dim + 2]
+    merged = (*shape[:dim], rows * length, *shape[dim + 2 :])
+    if length == inner and is_viewable(block.tensor, merged):
+        return [Block((*offset[:dim], offset[dim] * inner, *offset[dim + 2 :]), block.tensor.view(merged))]
+    return [
+        Block(
+            (*offset[:dim], (offset[dim] + row) * inner + offset[dim + 1], *offset[dim + 2 :]),
+            block.tensor.select(dim, row),
+        )
+        for row in range(rows)
+    ]
 
 
-def _flat_offset(offset: Sequence[int], shape: Sequence[int], sizes: Sequence[int]) -> int | None:
-    """Where a region begins in row-major order, if its elements follow one another there; else None."""
-    start = 0
-    for position, size in zip(offset, sizes, strict=True):
-        start = start * size + position
-    partial = next((at for at, size in enumerate(shape) if size > 1), len(shape))
-    follows = all(shape[at] == sizes[at] for at in range(partial + 1, len(shape)))
-    return start if follows else None
-
-
-def _split(block: Block, dim: int, sizes: Sequence[int]) -> list[Block]:
-    """Split dimension `dim` into several, of `sizes`."""
-    if not sizes:
-        return [Block((*block.offset[:dim], *block.offset[dim + 1 :]), block.tensor.squeeze(dim))]
-    if len(sizes) == 1:
-        return [block]
-    inner = torch.Size(sizes[1:]).numel()
+def _split(block: Block, dim: int, inner: int) -> list[Block]:
+    """Split dimension `dim` into two, of which the whole tensor's second has size `inner`."""
     start, length = block.offset[dim], block.shape[dim]
-    result: list[Block] = []
-    while length:
-        if start % inner == 0 and length >= inner:  # whole rows of the inner dimensions
-            count = length // inner * inner
-            rows = block.tensor.narrow(dim, start - block.offset[dim], count).unflatten(
-                dim, (count // inner, *sizes[1:])
-            )
-            zeros = (0,) * (len(sizes) - 1)
-            result.append(Block((*block.offset[:dim], start // inner, *zeros, *block.offset[dim + 1 :]), rows))
-        else:  # within one row
-            count = min(length, inner - start % inner)
-            row = block.tensor.narrow(dim, start - block.offset[dim], count)
-            within = Block((*block.offset[:dim], start % inner, *block.offset[dim + 1 :]), row)
-            for inside in _split(within, dim, sizes[1:]):
-                offset = (*inside.offset[:dim], start // inner, *inside.offset[dim:])
-                result.append(Block(offset, inside.tensor.unsqueeze(dim)))
-        start, length = start + count, length - count
+    result = []
+    done = 0
+    while done < length:
+        row, first = divmod(start + done, inner)
+        left = length - done
+        count = left // inner * inner if first == 0 and left >= inner else min(inner - first, left)
+        part = block.tensor.narrow(dim, done, count).unflatten(dim, (-1, min(count, inner)))
+        result.append(Block((*block.offset[:dim], row, first, *block.offset[dim + 1 :]), part))
+        done += count
     return result

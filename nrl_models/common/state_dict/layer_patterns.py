@@ -199,10 +199,10 @@ def _for_all(converted: Table, kinds: list[list[Layer]]) -> Table | None:
     if len(place) < len(stacks):
         return None
     for like in kinds:
-        templates = _templates(like[0], like[-1], blocks.get(like[0], []), blocks.get(like[-1], []))
-        if templates is None:
+        first, last = blocks.get(like[0], []), blocks.get(like[-1], [])
+        if [_moved(tensor, like[0], like[-1]) for tensor in first] != last:
             return None
-        blocks |= {layer: [_filled(template, layer) for template in templates] for layer in like[1:-1]}
+        blocks |= {layer: [_moved(tensor, like[0], layer) for tensor in first] for layer in like[1:-1]}
     in_order = sorted(blocks, key=lambda layer: (place.get(layer[0], 0), int(layer[1])))
     tensors = [tensor for layer in in_order for tensor in blocks[layer]]
     result = {tensor.name: tensor for tensor in tensors}
@@ -218,32 +218,11 @@ def _only_layer(tensor: HFTensor) -> Layer | None:
     return next(iter(layers)) if len(layers) == 1 else _SEVERAL
 
 
-def _templates(first: Layer, last: Layer, of_first: list[HFTensor], of_last: list[HFTensor]) -> list[HFTensor] | None:
-    """What both layers became, the layer's number left open; None if they differ in more than that.
-
-    A template's name has `{0}` for the number, and its parameters' names are the rest of them in the layer.
-    """
-    if len(of_first) != len(of_last):
-        return None
-    templates = []
-    for tensor, other in zip(of_first, of_last, strict=True):
-        # Components that differ are the layer's number; all others have to be the same.
-        components = zip(tensor.name.split("."), other.name.split("."), strict=False)
-        name = ".".join("{0}" if ours != theirs else _escaped(ours) for ours, theirs in components)
-        pieces = tuple(
-            Piece(View(piece.view.parameter.removeprefix("".join(first)), piece.view.steps), piece.region)
-            for piece in tensor.pieces
-        )
-        template = HFTensor(name, tensor.shape, pieces)
-        if _filled(template, first) != tensor or _filled(template, last) != other:
-            return None
-        templates.append(template)
-    return templates
-
-
-def _filled(template: HFTensor, layer: Layer) -> HFTensor:
-    prefix = "".join(layer)
+def _moved(tensor: HFTensor, first: Layer, layer: Layer) -> HFTensor:
+    """What a tensor of layer `first` is in another layer of its kind."""
+    before, after = "".join(first), "".join(layer)
     pieces = tuple(
-        Piece(View(prefix + piece.view.parameter, piece.view.steps), piece.region) for piece in template.pieces
+        Piece(View(after + piece.view.parameter.removeprefix(before), piece.view.steps), piece.region)
+        for piece in tensor.pieces
     )
-    return HFTensor(template.name.format(layer[1]), template.shape, pieces)
+    return HFTensor(_INDEX.sub(layer[1], tensor.name, count=1), tensor.shape, pieces)

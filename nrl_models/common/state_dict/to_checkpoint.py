@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from nrl_models.common.garbage import no_collections
 from nrl_models.common.projections import own_storage
-from nrl_models.common.state_dict.adapter import StateDictAdapter, adapter_of
+from nrl_models.common.state_dict.adapter import StateDictAdapter, adapter_of, read_all
 from nrl_models.common.state_dict.conversions import are_alike
 from nrl_models.common.state_dict.layouts import convert_layout, hub_conversions
 from nrl_models.common.state_dict.views import HFTensor
@@ -41,12 +41,7 @@ def to_checkpoint(
         _check_ties(model, adapter, state_dict)
     adapter.check_own(state_dict)
     table = checkpoint_layout(model, adapter, original_format=original_format)
-    available = {
-        name: tensor
-        for name, tensor in table.items()
-        if all(parameter in state_dict for parameter in tensor.parameters)
-    }
-    tensors = {name: tensor.read(state_dict) for name, tensor in available.items()}
+    tensors = read_all(table, state_dict)
     # transformers and safetensors treat tensors that share a storage as tied; experts of one stack are not tied.
     return {name: own_storage(tensor) for name, tensor in (tensors | getattr(model, "_unused_tensors", {})).items()}
 

@@ -8,7 +8,6 @@ applies to any tensor of the parameter's shape (the weight, its gradient, an opt
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -18,6 +17,8 @@ from typing import Any
 import torch
 
 from nrl_models.errors import NRLModelsError
+
+META = torch.device("meta")
 
 Step = tuple[str, tuple[int, ...]]
 """One `torch.Tensor` method and its integer arguments, e.g. `("narrow", (0, 0, 256))`."""
@@ -78,7 +79,7 @@ class View:
             ValueError: another step follows one that would copy.
         """
         for number, (method, args) in enumerate(self.steps):
-            if method == "reshape" and not _is_viewable(tensor, args):
+            if method == "reshape" and not is_viewable(tensor, args):
                 if any(later != "reshape" for later, _ in self.steps[number:]):
                     raise ValueError(f"{self} cannot be written: after a reshape that copies only reshapes may follow")
                 break
@@ -110,16 +111,16 @@ def place_of(shape: tuple[int, ...], steps: tuple[Step, ...] = ()) -> Place:
         ValueError: a step of another kind than those of `STEPS`.
     """
     if not steps:
-        return Place(shape, torch.empty(shape, device="meta").stride())
+        return Place(shape, torch.empty(shape, device=META).stride())
     *before, step = steps
     place = place_of(shape, tuple(before))
     if step[0] not in STEPS:
         raise ValueError(f"unknown step {step[0]}{step[1]}")
-    memory = torch.empty(place.shape, device="meta")
+    memory = torch.empty(place.shape, device=META)
     if place.strides is not None:
-        memory = torch.empty_strided(place.shape, place.strides, device="meta")
+        memory = torch.empty_strided(place.shape, place.strides, device=META)
     region = apply_steps(memory, [step])
-    if place.strides is None or (step[0] == "reshape" and not _is_viewable(memory, step[1])):
+    if place.strides is None or (step[0] == "reshape" and not is_viewable(memory, step[1])):
         return Place(tuple(region.shape), None)
     return Place(tuple(region.shape), region.stride(), place.offset + int(region.storage_offset()))
 
@@ -131,7 +132,8 @@ def apply_steps(tensor: torch.Tensor, steps: Iterable[Step]) -> torch.Tensor:
     return tensor
 
 
-def _is_viewable(tensor: torch.Tensor, shape: Sequence[int]) -> bool:
+def is_viewable(tensor: torch.Tensor, shape: Sequence[int]) -> bool:
+    """Whether strides can express `tensor.reshape(shape)`, so that nothing is copied."""
     try:
         tensor.view(*shape)
     except RuntimeError:
@@ -202,147 +204,116 @@ class TracedTensor(torch.Tensor):
     """A shape without data that records, as views, what is done to it.
 
     transformers describes the hub's layout by operations on tensors (`chunk`, `transpose`, ...).
-    Running them on traced tensors turns that description into views, whatever the operations are.
-    Operations that compute something raise `NotAViewError`.
+    Running them on traced tensors turns that description into views: torch breaks each of them down into the few
+    operations of `_RULES`. Operations that compute something raise `NotAViewError`.
     """
 
     pieces: tuple[Piece, ...]
-    # Asking a tensor subclass for its shape or dtype goes through `__torch_function__`; these do not.
-    sizes: tuple[int, ...]
-    element: torch.dtype
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def of_pieces(shape: Sequence[int], dtype: torch.dtype, pieces: tuple[Piece, ...]) -> TracedTensor:
         """A tensor of `shape` that lives in `pieces`."""
-        sizes = tuple(shape)
-        traced = torch.Tensor._make_subclass(TracedTensor, _on_meta(sizes, dtype))
-        traced.pieces, traced.sizes, traced.element = pieces, sizes, dtype
+        traced = torch.Tensor._make_wrapper_subclass(TracedTensor, torch.Size(shape), dtype=dtype, device=META)
+        traced.pieces = pieces
         return traced
 
     def step(self, method: str, *args: int) -> TracedTensor:
         """The traced result of one view step."""
         if len(self.pieces) != 1 or self.pieces[0].region:
             raise NotAViewError(f"`{method}` on a tensor joined from several parameters is no view of any of them")
-        shape = place_of(self.sizes, ((method, args),)).shape
-        return TracedTensor.of_pieces(shape, self.element, (Piece(self.pieces[0].view.then(method, *args)),))
+        shape = place_of(tuple(self.shape), ((method, args),)).shape
+        return TracedTensor.of_pieces(shape, self.dtype, (Piece(self.pieces[0].view.then(method, *args)),))
 
     @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        rule = _RULES.get(func.__name__)
-        if rule is not None:
-            return rule(*args, **(kwargs or {}))
-        with torch._C.DisableTorchFunctionSubclass():
-            result = func(*args, **(kwargs or {}))
-        if isinstance(result, torch.Tensor):
-            raise NotAViewError(f"`{func.__name__}` is not a view operation")
-        return result
+        name = func.overloadpacket.__name__
+        if name not in _RULES:
+            raise NotAViewError(f"`{name}` is not a view operation")
+        return _RULES[name](*args, **(kwargs or {}))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TracedTensor:
         return self
 
 
-@lru_cache(maxsize=256)
-def _on_meta(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
+# What each of torch's own operations means for a traced tensor. Arguments are named as torch names them.
 
 
-# What each torch operation means for a traced tensor. Arguments are named as torch names them.
+def _same(tensor: TracedTensor, *_: Any, **__: Any) -> TracedTensor:
+    return TracedTensor.of_pieces(tensor.shape, tensor.dtype, tensor.pieces)
+
+
+def _on_meta(tensor: TracedTensor) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=META)
 
 
 def _dim(tensor: TracedTensor, dim: int) -> int:
-    return dim if dim >= 0 else dim + len(tensor.sizes)
-
-
-def _identity(tensor: TracedTensor, *_: Any, **__: Any) -> TracedTensor:
-    return tensor
+    return range(tensor.ndim)[dim]
 
 
 def _narrow(tensor: TracedTensor, dim: int, start: int, length: int) -> TracedTensor:
-    dim = _dim(tensor, dim)
-    return tensor if length == tensor.sizes[dim] else tensor.step("narrow", dim, start, length)
+    return _same(tensor) if length == tensor.shape[dim] else tensor.step("narrow", dim, start, length)
 
 
-def _parts(split: Callable[..., Any]) -> Callable[..., tuple[TracedTensor, ...]]:
-    """The rule for `split`, one of torch's functions that divide a tensor: as torch divides its shape."""
-
-    def rule(tensor: TracedTensor, *args: Any, **kwargs: Any) -> tuple[TracedTensor, ...]:
-        dim = _dim(tensor, kwargs.get("dim", args[1] if len(args) > 1 else 0))
-        lengths = [part.shape[dim] for part in split(_on_meta(tensor.sizes, tensor.element), *args, **kwargs)]
-        starts = accumulate(lengths, initial=0)
-        return tuple(_narrow(tensor, dim, start, length) for start, length in zip(starts, lengths, strict=False))
-
-    return rule
+def _slice(self: TracedTensor, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> TracedTensor:
+    if step != 1:
+        raise NotAViewError(f"a slice with a step of {step} is not a supported view")
+    dim = _dim(self, dim)
+    start, end, _ = slice(start, end).indices(self.shape[dim])
+    return _narrow(self, dim, start, end - start)
 
 
-def _select(input: TracedTensor, dim: int, index: int) -> TracedTensor:
-    dim = _dim(input, dim)
-    size = input.sizes[dim]
-    if not -size <= index < size:
-        raise IndexError(f"index {index} is out of range for dimension {dim} of size {size}")
-    return input.step("select", dim, index % size)
+def _split(self: TracedTensor, split_size: Any, dim: int = 0) -> list[TracedTensor]:
+    dim = _dim(self, dim)
+    lengths = [part.shape[dim] for part in _on_meta(self).split(split_size, dim)]
+    starts = accumulate(lengths, initial=0)
+    return [_narrow(self, dim, start, length) for start, length in zip(starts, lengths, strict=False)]
 
 
-def _unbind(input: TracedTensor, dim: int = 0) -> tuple[TracedTensor, ...]:
-    return tuple(_select(input, dim, index) for index in range(input.sizes[dim]))
+def _select(self: TracedTensor, dim: int, index: int) -> TracedTensor:
+    dim = _dim(self, dim)
+    index = range(self.shape[dim])[index]
+    view = self.pieces[0].view
+    method, args = view.steps[-1] if len(self.pieces) == 1 and view.steps else ("", ())
+    if method != "narrow" or args[0] != dim:
+        return self.step("select", dim, index)
+    selected = View(view.parameter, view.steps[:-1]).then("select", dim, args[1] + index)  # a row of some is a row
+    shape = (*self.shape[:dim], *self.shape[dim + 1 :])
+    return TracedTensor.of_pieces(shape, self.dtype, (Piece(selected),))
 
 
-def _squeeze(input: TracedTensor, dim: int | None = None) -> TracedTensor:
-    if dim is None:
-        for place in reversed(range(len(input.sizes))):
-            input = _squeeze(input, place)
-        return input
-    dim = _dim(input, dim)
-    if input.sizes[dim] != 1:
-        return input
-    shape = (*input.sizes[:dim], *input.sizes[dim + 1 :])
-    view = input.pieces[0].view
-    method, args = view.steps[-1] if len(input.pieces) == 1 and view.steps else ("", ())
-    if method == "narrow" and args[0] == dim:  # a single row, then without that dimension: a select
-        selected = View(view.parameter, view.steps[:-1]).then("select", dim, args[1])
-        return TracedTensor.of_pieces(shape, input.element, (Piece(selected),))
-    return _reshape(input, *shape)
+def _unbind(self: TracedTensor, dim: int = 0) -> list[TracedTensor]:
+    return [_select(self, dim, index) for index in range(self.shape[dim])]
 
 
-def _transpose(input: TracedTensor, dim0: int, dim1: int) -> TracedTensor:
-    return input.step("transpose", _dim(input, dim0), _dim(input, dim1))
+def _squeeze(self: TracedTensor, dim: int | None = None) -> TracedTensor:
+    for place in reversed(range(self.ndim) if dim is None else [_dim(self, dim)]):
+        self = _select(self, place, 0) if self.shape[place] == 1 else _same(self)
+    return self
 
 
-def _reshape(input: TracedTensor, *shape: Any) -> TracedTensor:
-    wanted = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
-    known = math.prod(size for size in wanted if size != -1)
-    wanted = tuple(input.numel() // known if size == -1 else size for size in wanted)
-    return input if wanted == input.sizes else input.step("reshape", *wanted)
+def _transpose(self: TracedTensor, dim0: int, dim1: int) -> TracedTensor:
+    return self.step("transpose", _dim(self, dim0), _dim(self, dim1))
 
 
-def _getitem(tensor: TracedTensor, index: Any) -> TracedTensor:
-    dim = 0
-    for item in index if isinstance(index, tuple) else (index,):
-        if item is Ellipsis and dim == 0 and not isinstance(index, tuple):
-            return tensor
-        if isinstance(item, int):
-            tensor = _select(tensor, dim, item)
-        elif isinstance(item, slice) and item.step in (None, 1):
-            start, stop, _ = item.indices(tensor.sizes[dim])
-            tensor, dim = _narrow(tensor, dim, start, stop - start), dim + 1
-        else:
-            raise NotAViewError(f"indexing with {item!r} is not a supported view")
-    return tensor
+def _reshape(self: TracedTensor, size: Sequence[int], *_: Any) -> TracedTensor:
+    wanted = _on_meta(self).view(size).shape  # without -1
+    return _same(self) if wanted == self.shape else self.step("reshape", *wanted)
 
 
 def _cat(tensors: Sequence[TracedTensor], dim: int = 0) -> TracedTensor:
-    with torch._C.DisableTorchFunctionSubclass():
-        meta = torch.cat(list(tensors), dim=dim)
+    whole = torch.cat([_on_meta(tensor) for tensor in tensors], dim)
     dim = _dim(tensors[0], dim)
     pieces: list[Piece] = []
     start = 0
     for tensor in tensors:
-        length = tensor.sizes[dim]
+        length = tensor.shape[dim]
         for piece in tensor.pieces:
             pieces.append(Piece(piece.view, (("narrow", (dim, start, length)), *piece.region)))
         start += length
-    return TracedTensor.of_pieces(meta.shape, meta.dtype, _merge_neighbours(pieces, dim, meta.shape[dim]))
+    return TracedTensor.of_pieces(whole.shape, whole.dtype, _merge_neighbours(pieces, dim, whole.shape[dim]))
 
 
 def _merge_neighbours(pieces: list[Piece], dim: int, total: int) -> tuple[Piece, ...]:
@@ -379,21 +350,17 @@ def _join(left: Piece, right: Piece, dim: int) -> Piece | None:
 
 
 _RULES: dict[str, Callable[..., Any]] = {
-    "__getitem__": _getitem,
+    "_reshape_alias": _reshape,
+    "_to_copy": _same,
+    "alias": _same,
     "cat": _cat,
-    "chunk": _parts(torch.Tensor.chunk),
-    "clone": _identity,
-    "concat": _cat,
-    "contiguous": _identity,
-    "detach": _identity,
-    "narrow": _narrow,
-    "reshape": _reshape,
+    "clone": _same,
+    "detach": _same,
     "select": _select,
-    "split": _parts(torch.Tensor.split),
-    "split_with_sizes": _parts(torch.Tensor.split_with_sizes),
+    "slice": _slice,
+    "split": _split,
+    "split_with_sizes": _split,
     "squeeze": _squeeze,
-    "swapaxes": _transpose,
-    "to": _identity,
     "transpose": _transpose,
     "unbind": _unbind,
     "view": _reshape,

@@ -14,6 +14,7 @@ from nrl_models import family
 from nrl_models.common.modules import install
 from nrl_models.common.state_dict import adapter, layouts, to_checkpoint
 from nrl_models.common.state_dict.adapter import StateDictAdapter
+from nrl_models.common.state_dict.buckets import buckets
 from nrl_models.common.state_dict.views import HFTensor, Piece
 from nrl_models.devtools.mutants.planting import Mutant, Patch, around, in_code, wrapped
 from nrl_models.loading import fit, pretrained
@@ -94,14 +95,10 @@ def _without_buffers(case: FamilyCase) -> list[Patch]:
     return [wrapped(StateDictAdapter, "_exported", exported)]
 
 
-def _one_buffer_for_all(bucket: list[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    if bucket:
-        size = max(tensor.nbytes for _, tensor in bucket)
-        buffer = torch.empty(size, dtype=torch.uint8, device=bucket[0][1].device)
-        for name, tensor in bucket:
-            packed = buffer[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-            packed.copy_(tensor)
-            yield name, packed
+def _one_place_for_all(*args: Any) -> Iterator[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
+    for buffer, bucket in buckets(*args):
+        places = {name: buffer[: place.nbytes].view(place.dtype) for name, place in bucket.items()}
+        yield buffer, {name: places[name].view(place.shape) for name, place in bucket.items()}
 
 
 def _after_loading(change: ModelChange) -> Callable[[FamilyCase], list[Patch]]:
@@ -214,7 +211,7 @@ MUTANTS = (
     Mutant(
         "buckets written over",
         "one buffer for every tensor of a refit's bucket",
-        in_code(always, lambda case: [(adapter, "_packed", _one_buffer_for_all)]),
+        in_code(always, lambda case: [(adapter, "buckets", _one_place_for_all)]),
         EXPORT,
     ),
     Mutant(

@@ -231,15 +231,13 @@ def small_deepseek() -> PreTrainedModel:
 def test_a_wrong_generalisation_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     shared, full = _both(small_deepseek())
     assert list(shared.items()) == list(full.items())
-    filled = layer_patterns._filled
+    moved = layer_patterns._moved
 
-    def wrong(template: Any, layer: Any) -> HFTensor:
-        of_another = filled(template, (layer[0], "5"))
-        return (
-            replace(filled(template, layer), pieces=of_another.pieces) if layer[1] == "6" else filled(template, layer)
-        )
+    def wrong(tensor: HFTensor, first: Any, layer: Any) -> HFTensor:
+        right = moved(tensor, first, layer)
+        return replace(right, pieces=moved(tensor, first, (layer[0], "5")).pieces) if layer[1] == "6" else right
 
-    monkeypatch.setattr(layer_patterns, "_filled", wrong)
+    monkeypatch.setattr(layer_patterns, "_moved", wrong)
     shared, full = _both(small_deepseek())
     assert list(shared.items()) != list(full.items())
 

@@ -189,8 +189,14 @@ def test_tracing_refuses_what_is_no_view(operation: Callable[[torch.Tensor], Any
 
 def test_an_index_outside_the_tensor_is_refused() -> None:
     for index in (6, -7):
-        with pytest.raises(IndexError, match=f"index {index} is out of range for dimension 0 of size 6"):
+        with pytest.raises(IndexError, match=f"index {index} is out of bounds for dimension 0 with size 6"):
             traced()[index]
+        with pytest.raises(IndexError, match="out of range"):
+            traced().select(0, index)
+    with pytest.raises(IndexError, match="out of range"):
+        traced().transpose(0, 3)
+    with pytest.raises(RuntimeError, match="split_with_sizes expects"):
+        traced().split([1, 2])
 
 
 def test_parts_side_by_side_in_one_parameter_join_to_one_view() -> None:
