@@ -72,6 +72,35 @@ def record_calls(
 
 
 @contextmanager
+def modules_running(
+    model: nn.Module, begins: Callable[[str, nn.Module, tuple[Any, ...]], object]
+) -> Iterator[list[str]]:
+    """While open, keep the names of the modules whose forwards are running, outermost first.
+
+    Args:
+        model: whose modules.
+        begins: called before each forward, with the module's name, the module and its positional arguments.
+    """
+    running: list[str] = []
+
+    def enter(name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+        def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
+            begins(name, module, args)
+            running.append(name)
+
+        return hook
+
+    def leave(*_: Any) -> None:
+        running.pop()
+
+    with ExitStack() as stack:
+        for name, module in model.named_modules():
+            stack.callback(module.register_forward_pre_hook(enter(name)).remove)
+            stack.callback(module.register_forward_hook(leave, always_call=True).remove)
+        yield running
+
+
+@contextmanager
 def forward_replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
     """While open, `module` computes `forward`; its hooks fire as usual."""
     before = module.__dict__.get("forward")

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.nn import functional as F
 
 from nrl_models.common.cached import cached
-from nrl_models.common.projections import Buffer, LinearGroup
+from nrl_models.common.projections import LinearGroup
 from nrl_models.common.projections.group_memory import JoinedWeights
 
 
@@ -422,12 +422,9 @@ class DividedGroup(LinearGroup):
             return True  # parameters are local tensors at present
         return super().join()
 
-    def _rows(self, kind: str) -> torch.Tensor:
-        """This rank's shares."""
-        held = [linear._parameters[kind].detach() for linear in self.linears.values()]  # type: ignore[union-attr]
-        shares = [parameter.to_local() if isinstance(parameter, DTensor) else parameter for parameter in held]
-        buffer = Buffer.of(shares)
-        return torch.cat(shares) if buffer is None else buffer.rows
+    def values_of(self, parameter: torch.Tensor) -> torch.Tensor:
+        """This rank's share of a DTensor."""
+        return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
     def memory_of(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """This rank's share of a DTensor."""

@@ -147,7 +147,7 @@ def hidden_states_and_head(model: nn.Module, input_ids: torch.Tensor, **inputs: 
             f"instead. {_ADVICE}"
         )
     head = replace(_fit(observed, model), module=module)
-    _check_once(model, head, input_ids)
+    _check(model, head, input_ids)
     return given[0], head
 
 
@@ -207,28 +207,25 @@ def _fit(observed: torch.Tensor, model: nn.Module) -> OutputHead:
 _checked: weakref.WeakKeyDictionary[nn.Module, tuple[Any, ...]] = weakref.WeakKeyDictionary()
 
 
-def _check_once(model: nn.Module, head: OutputHead, input_ids: torch.Tensor) -> None:
-    """Compare `head` with the model's own logits, unless an equal head was compared before."""
-    key = (id(head.module), head.scale, head.cap, type(head.module))
-    if _checked.get(model) == key:
-        return
-    check_head(model, head, input_ids.reshape(-1)[:CHECKED_TOKENS][None])
-    _checked[model] = key
-
-
 @torch.no_grad()
-def check_head(model: nn.Module, head: OutputHead, input_ids: torch.Tensor) -> None:
-    """Require that `head` gives the model's own logits, up to the dtype's rounding, on a short text.
+def _check(model: nn.Module, head: OutputHead, input_ids: torch.Tensor) -> None:
+    """Require that `head` gives the model's own logits, up to the dtype's rounding, on the first few tokens.
+
+    Once for a model and a head: an equal head was compared before.
 
     Raises:
         HeadError: it does not.
     """
+    key = (id(head.module), head.scale, head.cap, type(head.module))
+    if _checked.get(model) == key:
+        return
+    text = input_ids.reshape(-1)[:CHECKED_TOKENS][None]
     given: list[torch.Tensor] = []
     handle = head.module.register_forward_pre_hook(lambda module, args: given.append(args[0]))
     was_training = model.training
     model.eval()
     try:
-        expected = _logits_of(model(input_ids=input_ids, use_cache=False)).float()
+        expected = _logits_of(model(input_ids=text, use_cache=False)).float()
     finally:
         model.train(was_training)
         handle.remove()
@@ -239,3 +236,4 @@ def check_head(model: nn.Module, head: OutputHead, input_ids: torch.Tensor) -> N
             f"{_name(model)}'s logits {tuple(expected.shape)} are not those of its output embedding with scale "
             f"{head.scale:g} and cap {head.cap} {tuple(actual.shape)}. {_ADVICE}"
         )
+    _checked[model] = key

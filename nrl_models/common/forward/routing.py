@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from nrl_models.common.recording import forward_replaced
+from nrl_models.common.recording import forward_replaced, modules_running
 
 RoutingRecord = dict[str, list[torch.Tensor]]
 """For each module that chose, by name, the indices of each `topk` of its last call, in order."""
@@ -34,23 +34,7 @@ def record_routing(model: nn.Module) -> Iterator[RoutingRecord]:
     While a record is replayed, this records what the model would have chosen itself.
     """
     record: RoutingRecord = {}
-    running: list[str] = []
-
-    def enter(name: str) -> Callable[..., None]:
-        def hook(*_: Any) -> None:
-            record.pop(name, None)
-            running.append(name)
-
-        return hook
-
-    def leave(*_: Any) -> None:
-        running.pop()
-
-    with ExitStack() as stack:
-        for name, module in model.named_modules():
-            stack.callback(module.register_forward_pre_hook(enter(name)).remove)
-            stack.callback(module.register_forward_hook(leave, always_call=True).remove)
-        stack.enter_context(_Recorder(record, running))
+    with modules_running(model, lambda name, *_: record.pop(name, None)) as running, _Recorder(record, running):
         yield record
 
 

@@ -49,6 +49,7 @@ class LinearGroup(nn.Module):
         linears: the linears by name, in the order their rows take.
 
     Attributes:
+        names: the names of all linears, in the order of their rows, including those that were replaced.
         always_answers: whether the group answers its linears' calls even where it computes them one by one, because a
             subclass processes their input.
     """
@@ -61,7 +62,7 @@ class LinearGroup(nn.Module):
         self.join()
 
     def _set_linears(self, linears: Mapping[str, nn.Linear]) -> None:
-        self._names = tuple(linears)
+        self.names = tuple(linears)
         # Weak, so that a linear that is replaced (by a quantised one, say) is freed with its weights.
         self._references = tuple(weakref.ref(linear) for linear in linears.values())
         self._types: tuple[type[nn.Module], ...] = (nn.Linear,) * len(linears)
@@ -75,14 +76,9 @@ class LinearGroup(nn.Module):
         self._uncalled: tuple[str, ...] = ()
 
     @property
-    def names(self) -> tuple[str, ...]:
-        """The names of all linears, in the order of their rows, including those that were replaced."""
-        return self._names
-
-    @property
     def linears(self) -> dict[str, nn.Linear]:
         """The linears by name, in the order of their rows, without those that were replaced."""
-        pairs = zip(self._names, (linear() for linear in self._references), strict=True)
+        pairs = zip(self.names, (linear() for linear in self._references), strict=True)
         return {name: linear for name, linear in pairs if linear is not None}
 
     @property
@@ -96,12 +92,9 @@ class LinearGroup(nn.Module):
         return None if next(iter(self.linears.values())).bias is None else self._rows("bias")
 
     def _rows(self, kind: str) -> torch.Tensor:
-        weights = None if self._layout is None else self._layout.weights_of(linear() for linear in self._references)
-        if weights is None:
-            return torch.cat([getattr(linear, kind).detach() for linear in self.linears.values()])
-        rows = weights.weight_rows if kind == "weight" else weights.bias_rows
-        assert rows is not None
-        return rows
+        tensors = [self.values_of(getattr(linear, kind).detach()) for linear in self.linears.values()]
+        buffer = Buffer.of(tensors)
+        return torch.cat(tensors) if buffer is None else buffer.rows
 
     # Memory
 
@@ -144,6 +137,10 @@ class LinearGroup(nn.Module):
         """Whether `join` has put the linears' weights side by side; they may have been moved since."""
         return self._layout is not None
 
+    def values_of(self, parameter: torch.Tensor) -> torch.Tensor:
+        """What this process has of a parameter."""
+        return parameter
+
     def memory_of(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """A parameter as a plain tensor over its memory in this process; None if it has none that can be exchanged."""
         return parameter if type(parameter) is nn.Parameter else None
@@ -163,7 +160,7 @@ class LinearGroup(nn.Module):
     def obstacle(self) -> Obstacle | None:
         """Why the linears' parameters cannot be neighbours in memory; None if they can."""
         linears = self.linears
-        if lost := [name for name in self._names if name not in linears]:
+        if lost := [name for name in self.names if name not in linears]:
             return Obstacle(ObstacleKind.REPLACED, f"replaced: {', '.join(lost)}")
         for (name, linear), expected in zip(linears.items(), self._types, strict=True):
             if type(linear) is not expected:
@@ -259,7 +256,7 @@ class LinearGroup(nn.Module):
 
     def inputs_of_linears(self, input: torch.Tensor) -> list[torch.Tensor]:
         """What each linear reads of the group's input: the same tensor, unless a subclass changes it."""
-        return [input] * len(self._names)
+        return [input] * len(self.names)
 
     def begin(self) -> Run | None:
         """Answer the linears' calls from now on, until `end`; None if that might differ from separate calls.
@@ -307,7 +304,7 @@ class LinearGroup(nn.Module):
                 del linear.__dict__["forward"]
         if complete and run.left:
             self.__dict__["_uncalled"] = tuple(
-                name for name, output in zip(self._names, run.outputs, strict=True) if output is not None
+                name for name, output in zip(self.names, run.outputs, strict=True) if output is not None
             )
         self._busy.release()
 
@@ -315,7 +312,7 @@ class LinearGroup(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but what holds for this object's memory only."""
-        made_here = {"_references", "_answers", "_layout", "_run", "_busy", "_uncalled", "_names"}
+        made_here = {"_references", "_answers", "_layout", "_run", "_busy", "_uncalled", "names"}
         state = {name: value for name, value in self.__dict__.items() if name not in made_here}
         return {**state, "linears": self.linears}
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 from torch import nn
 
 from nrl_models.common.dtypes import kept_dtypes
+from nrl_models.common.recording import modules_running
 
 
 @dataclass(frozen=True)
@@ -69,31 +69,19 @@ def trace_linears(model: nn.Module, run: Callable[[], Any]) -> Trace:
         for name, child in owner.named_children()
         if isinstance(child, nn.Linear)
     }
-    running: Counter[str] = Counter()
+    keys: dict[int, list[tuple[str, str]]] = defaultdict(list)
+    for key, linear in linears.items():
+        keys[id(linear)].append(key)
     inputs: dict[tuple[str, str], list[torch.Tensor]] = defaultdict(list)  # kept, so that no id is used twice
     outside: set[tuple[str, str]] = set()
 
-    def counts(owner: str, step: int) -> Callable[..., None]:
-        def hook(*_: Any) -> None:
-            running[owner] += step
+    def note(_: str, module: nn.Module, args: tuple[Any, ...]) -> None:
+        for owner, name in keys.get(id(module), ()):
+            inputs[owner, name].append(args[0])
+            if owner not in running:
+                outside.add((owner, name))
 
-        return hook
-
-    def notes(key: tuple[str, str]) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
-            inputs[key].append(args[0])
-            if not running[key[0]]:
-                outside.add(key)
-
-        return hook
-
-    with torch.no_grad(), ExitStack() as hooks:
-        for name in dict.fromkeys(owner for owner, _ in linears):
-            module = model.get_submodule(name)
-            hooks.callback(module.register_forward_pre_hook(counts(name, 1)).remove)
-            hooks.callback(module.register_forward_hook(counts(name, -1), always_call=True).remove)
-        for key, linear in linears.items():
-            hooks.callback(linear.register_forward_pre_hook(notes(key)).remove)
+    with torch.no_grad(), modules_running(model, note) as running:
         run()
 
     together: dict[tuple[str, tuple[int, ...]], dict[str, nn.Linear]] = defaultdict(dict)
