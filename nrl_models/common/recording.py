@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,24 +51,18 @@ def record_calls(
     given: dict[str, list[torch.Tensor]] = {}
     kept: Callable[[torch.Tensor], torch.Tensor] = torch.clone if copy else lambda tensor: tensor
 
-    def before(name: str) -> Any:
-        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-            given[name] = [kept(tensor) for tensor in float_tensors([*args, *kwargs.values()])]
+    def before(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        given[name] = [kept(tensor) for tensor in float_tensors([*args, *kwargs.values()])]
 
-        return hook
-
-    def after(name: str) -> Any:
-        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            calls.pop(name, None)
-            calls[name] = RecordedCall(given.pop(name, []), _copied(output) if copy else output)
-
-        return hook
+    def after(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        calls.pop(name, None)
+        calls[name] = RecordedCall(given.pop(name, []), _copied(output) if copy else output)
 
     with ExitStack() as stack:
         for name, module in model.named_modules():
             if names is None or name in names:
-                stack.callback(module.register_forward_pre_hook(before(name), with_kwargs=True).remove)
-                stack.callback(module.register_forward_hook(after(name), with_kwargs=True).remove)
+                stack.callback(module.register_forward_pre_hook(partial(before, name), with_kwargs=True).remove)
+                stack.callback(module.register_forward_hook(partial(after, name), with_kwargs=True).remove)
         yield calls
 
 
@@ -83,19 +78,16 @@ def modules_running(
     """
     running: list[str] = []
 
-    def enter(name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
-        def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
-            begins(name, module, args)
-            running.append(name)
-
-        return hook
+    def enter(name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
+        begins(name, module, args)
+        running.append(name)
 
     def leave(*_: Any) -> None:
         running.pop()
 
     with ExitStack() as stack:
         for name, module in model.named_modules():
-            stack.callback(module.register_forward_pre_hook(enter(name)).remove)
+            stack.callback(module.register_forward_pre_hook(partial(enter, name)).remove)
             stack.callback(module.register_forward_hook(leave, always_call=True).remove)
         yield running
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, dot_natural_key
 from transformers.utils import logging
 
@@ -21,7 +22,6 @@ from nrl_models.common.dtypes import kept_dtypes
 from nrl_models.common.garbage import no_collections
 from nrl_models.common.modules import class_name
 from nrl_models.common.state_dict.adapter import StateDictAdapter
-from nrl_models.common.state_dict.conversions import conversions_of
 from nrl_models.common.state_dict.layer_patterns import Names, Pattern, Renamer, ignore_indices
 from nrl_models.common.state_dict.matching import Match, is_wide_float, match
 from nrl_models.common.state_dict.views import HFTensor
@@ -138,7 +138,7 @@ class CheckpointNames:
     """
 
     def __init__(self, model: PreTrainedModel, adapter: StateDictAdapter, keys: Iterable[str]) -> None:
-        self._conversions: list[Any] = conversions_of(model)
+        self._conversions: list[Any] = get_model_conversion_mapping(model)
         self._converters = [conversion for conversion in self._conversions if isinstance(conversion, WeightConverter)]
         self._shares = ignore_indices(self._converters)
         self._prefix = f"{model.base_model_prefix}." if model.base_model_prefix else ""
@@ -146,7 +146,7 @@ class CheckpointNames:
         self._marked: set[Pattern] = set()
         # A key and the hub's name for the same tensor become the same name when both are renamed.
         self._table: dict[str, HFTensor] = dict(adapter.transformers)
-        self._table |= _renamed(adapter.hub, Renamer(conversions_of(model), self._names))
+        self._table |= _renamed(adapter.hub, Renamer(get_model_conversion_mapping(model), self._names))
         renamed = Renamer(self._conversions, self._names).rename(keys)
         self.found = {key: self._resolve(key, name) for key, name in renamed.items()}
 

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange, revert_weight_conversion
 
 from nrl_models.common.garbage import no_collections
-from nrl_models.common.state_dict.conversions import are_alike, conversions_of
 from nrl_models.common.state_dict.layer_patterns import convert_by_layer, ignore_indices
 from nrl_models.common.state_dict.views import HFTensor, TracedTensor, View
 
@@ -81,10 +81,29 @@ def hub_conversions(model: PreTrainedModel) -> list[Any] | None:
     loaded_with = getattr(model, "_weight_conversions", None) or ()
     conversions = [
         conversion
-        for conversion in conversions_of(model, add_legacy=False)
+        for conversion in get_model_conversion_mapping(model, add_legacy=False)
         if not isinstance(conversion, PrefixChange) or any(are_alike([conversion], [other]) for other in loaded_with)
     ]
     return conversions or None
+
+
+def are_alike(some: list[Any] | None, others: list[Any] | None) -> bool:
+    """Whether two lists of conversions do the same, one after the other; False if either is None or empty."""
+    return bool(some and others and list(map(_described, some)) == list(map(_described, others)))
+
+
+def _described(conversion: Any) -> tuple[Any, ...]:
+    """A conversion's type and its settings, without its state."""
+    operations = [(type(operation), vars(operation)) for operation in getattr(conversion, "operations", ())]
+    return (
+        type(conversion),
+        conversion._original_source_patterns,
+        conversion._original_target_patterns,
+        conversion.scope_prefix,
+        conversion.base_model_prefix,
+        getattr(conversion, "offset", None),
+        operations,
+    )
 
 
 @no_collections()

@@ -12,8 +12,7 @@ from transformers import PreTrainedModel
 from nrl_models.common.garbage import no_collections
 from nrl_models.common.projections import own_storage
 from nrl_models.common.state_dict.adapter import StateDictAdapter, adapter_of, read_all
-from nrl_models.common.state_dict.conversions import are_alike
-from nrl_models.common.state_dict.layouts import convert_layout, hub_conversions
+from nrl_models.common.state_dict.layouts import are_alike, convert_layout, hub_conversions
 from nrl_models.common.state_dict.views import HFTensor
 from nrl_models.errors import CheckpointError, Problem, ProblemKind
 

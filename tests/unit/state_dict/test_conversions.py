@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import torch
 from transformers import MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange, WeightRenaming
 
-from nrl_models.common.state_dict.conversions import are_alike, conversions_of
+from nrl_models.common.state_dict.layouts import are_alike
 
 
 def test_conversions_are_alike_if_they_do_the_same() -> None:
     with torch.device("meta"):
         mixtral = MixtralForCausalLM(MixtralConfig(hidden_size=64, intermediate_size=8, num_hidden_layers=1))
         qwen = Qwen3MoeForCausalLM(Qwen3MoeConfig(hidden_size=64, intermediate_size=8, num_hidden_layers=1))
-    assert are_alike(conversions_of(mixtral), conversions_of(mixtral))
-    assert not are_alike(conversions_of(mixtral), conversions_of(qwen))
-    assert not are_alike(conversions_of(mixtral), conversions_of(mixtral)[:-1])
+    assert are_alike(get_model_conversion_mapping(mixtral), get_model_conversion_mapping(mixtral))
+    assert not are_alike(get_model_conversion_mapping(mixtral), get_model_conversion_mapping(qwen))
+    assert not are_alike(get_model_conversion_mapping(mixtral), get_model_conversion_mapping(mixtral)[:-1])
     assert not are_alike([], [])
     assert not are_alike(None, None)
     assert not are_alike([WeightRenaming("a", "b")], [WeightRenaming("a", "c")])
@@ -23,7 +24,7 @@ def test_conversions_are_alike_if_they_do_the_same() -> None:
     scoped = WeightRenaming("a", "b")
     scoped.scope_prefix = "tower"
     assert not are_alike([WeightRenaming("a", "b")], [scoped])
-    first, second = conversions_of(mixtral), conversions_of(mixtral)
+    first, second = get_model_conversion_mapping(mixtral), get_model_conversion_mapping(mixtral)
     converter = next(step for step in second if getattr(step, "operations", None))
     converter.operations[0].dim = 7
     assert not are_alike(first, second)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -22,7 +20,6 @@ from transformers.core_model_loading import (
 
 from nrl_models import registry
 from nrl_models.common.state_dict import layer_patterns, layouts
-from nrl_models.common.state_dict.conversions import Deferred, conversions_of
 from nrl_models.common.state_dict.layer_patterns import Names, Renamer, convert_by_layer, ignore_indices
 from nrl_models.common.state_dict.layouts import convert_layout, hub_conversions, own_tensors, transformers_views
 from nrl_models.common.state_dict.views import HFTensor, Piece, View
@@ -240,15 +237,3 @@ def test_a_wrong_generalisation_is_seen(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(layer_patterns, "_moved", wrong)
     shared, full = _both(small_deepseek())
     assert list(shared.items()) != list(full.items())
-
-
-def test_conversions_are_compiled_when_they_are_used() -> None:
-    deferred = Deferred(r"(?P<g0>a(\d+))")
-    assert copy.deepcopy([deferred]) == [re.compile(r"(?P<g0>a(\d+))")]
-    assert deferred.search("xa12").group("g0") == "a12"
-    assert deferred.groupindex == {"g0": 1}
-    with pytest.raises(re.error, match="unterminated subpattern"):
-        Deferred("(").search("x")
-    compiled = conversions_of(small_deepseek())
-    assert compiled
-    assert all(isinstance(step.compiled_sources, re.Pattern) for step in compiled)
