@@ -6,7 +6,7 @@ All problems are collected before any tensor is read, and raised as one error.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, dot_natural_key
+from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key
 from transformers.utils import logging
 
 from nrl_models.common.checkpoint.files import CheckpointFiles
@@ -22,7 +22,7 @@ from nrl_models.common.dtypes import kept_dtypes
 from nrl_models.common.garbage import no_collections
 from nrl_models.common.modules import class_name
 from nrl_models.common.state_dict.adapter import StateDictAdapter
-from nrl_models.common.state_dict.layer_patterns import Names, Pattern, Renamer, ignore_indices
+from nrl_models.common.state_dict.layer_patterns import ignore_indices
 from nrl_models.common.state_dict.matching import Match, is_wide_float, match
 from nrl_models.common.state_dict.views import HFTensor
 from nrl_models.errors import CheckpointError, Problem, ProblemKind
@@ -140,14 +140,14 @@ class CheckpointNames:
     def __init__(self, model: PreTrainedModel, adapter: StateDictAdapter, keys: Iterable[str]) -> None:
         self._conversions: list[Any] = get_model_conversion_mapping(model)
         self._converters = [conversion for conversion in self._conversions if isinstance(conversion, WeightConverter)]
-        self._shares = ignore_indices(self._converters)
         self._prefix = f"{model.base_model_prefix}." if model.base_model_prefix else ""
-        self._names = Names()
-        self._marked: set[Pattern] = set()
+        renamed = _renamed(keys, self._conversions)
         # A key and the hub's name for the same tensor become the same name when both are renamed.
-        self._table: dict[str, HFTensor] = dict(adapter.transformers)
-        self._table |= _renamed(adapter.hub, Renamer(get_model_conversion_mapping(model), self._names))
-        renamed = Renamer(self._conversions, self._names).rename(keys)
+        names = renamed | _renamed(adapter.hub.keys() - renamed.keys(), get_model_conversion_mapping(model))
+        hub = {names[name]: tensor for name, tensor in adapter.hub.items()}
+        if len(hub) < len(adapter.hub):  # of several that become one name the last in transformers' order wins
+            hub = {names[name]: adapter.hub[name] for name in sorted(adapter.hub, key=dot_natural_key)}
+        self._table: dict[str, HFTensor] = adapter.transformers | hub
         self.found = {key: self._resolve(key, name) for key, name in renamed.items()}
 
     def used_conversions(self) -> list[Any]:
@@ -164,22 +164,20 @@ class CheckpointNames:
 
     def _mark_used(self, key: str) -> None:
         """Mark the converter that applies to `key` as used, as transformers does."""
-        pattern, _ = self._names[key]
-        if self._shares and pattern in self._marked:
-            return
-        self._marked.add(pattern)
         for converter in self._converters:
             if converter.rename_source_key(key)[1] is not None:
                 return
 
 
-def _renamed(table: Mapping[str, HFTensor], renamer: Renamer) -> dict[str, HFTensor]:
-    """A table keyed by renamed names; where several keys get the same name, the last in transformers' order wins."""
-    renamed = renamer.rename(table)
-    result = {name: table[key] for key, name in renamed.items()}
-    if len(result) < len(renamed):
-        result = {renamed[key]: table[key] for key in sorted(renamed, key=dot_natural_key)}
-    return result
+def _renamed(keys: Iterable[str], conversions: Iterable[Any]) -> dict[str, str]:
+    """The name that transformers' renamings give each key: in transformers' order, where that matters."""
+    renamings = [conversion for conversion in conversions if isinstance(conversion, WeightRenaming)]
+    names: dict[str, str] = {}
+    for key in keys if ignore_indices(renamings) else sorted(keys, key=dot_natural_key):
+        names[key] = key
+        for renaming in renamings:
+            names[key], _ = renaming.rename_source_key(names[key])
+    return names
 
 
 def _former_buffers(model: nn.Module) -> list[str]:

@@ -8,10 +8,8 @@ from typing import Any
 import pytest
 import torch
 from transformers import PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
 
 from nrl_models.common.state_dict import layouts
-from nrl_models.common.state_dict.layer_patterns import Names, Renamer
 from nrl_models.common.state_dict.layouts import convert_layout, hub_conversions, own_tensors, transformers_views
 from nrl_models.common.state_dict.views import HFTensor, Piece
 from nrl_models.testing.case import FamilyCase
@@ -38,8 +36,3 @@ def test_the_hub_layout_is_what_converting_every_layer_gives(family_case: Family
     shared = convert_layout(model, tensors, own, conversions)
     full = layouts._traced(model, tensors, lambda name: own[name].dtype, hub_conversions(model))
     assert list(shared.items()) == list(full.items())
-
-    renamer = Renamer(get_model_conversion_mapping(model), Names())
-    by_itself = Renamer(get_model_conversion_mapping(model), Names())
-    by_itself._shares = False
-    assert renamer.rename(full) == by_itself.rename(full)

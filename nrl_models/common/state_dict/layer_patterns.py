@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import count, groupby
+from collections.abc import Callable, Iterable, Mapping
+from itertools import groupby
 from typing import Any
 
 import torch
-from transformers.core_model_loading import PrefixChange, WeightConverter, WeightRenaming, dot_natural_key
+from transformers.core_model_loading import PrefixChange, WeightConverter, WeightRenaming
 
 from nrl_models.common.state_dict.views import HFTensor, Piece, View
 
@@ -55,81 +55,6 @@ def ignore_indices(conversions: Iterable[Any]) -> bool:
         for conversion in conversions
     )
 
-
-# Names
-
-Pattern = tuple[tuple[str, ...], tuple[int, ...]]
-"""A name without its numbers: what stands around them, and how many digits they have."""
-
-
-class Names(dict[str, tuple[Pattern, tuple[str, ...]]]):
-    """The pattern and the numbers of each name that is looked up; each is parsed once."""
-
-    def __missing__(self, name: str) -> tuple[Pattern, tuple[str, ...]]:
-        components = _INDEX.split(name)
-        numbers = tuple(components[1::2])
-        self[name] = parsed = (tuple(components[::2]), tuple(map(len, numbers))), numbers
-        return parsed
-
-
-class Renamer:
-    """transformers' renamings, run once for each pattern of names where that is enough.
-
-    Args:
-        conversions: of which only the renamings are used. Afterwards they know whether they were used, as if each name
-            had been renamed individually.
-        names: the parsed names.
-    """
-
-    def __init__(self, conversions: Iterable[Any], names: Names) -> None:
-        self._renamings = [conversion for conversion in conversions if isinstance(conversion, WeightRenaming)]
-        self._shares = ignore_indices(self._renamings)
-        self._names = names
-        self._templates: dict[Pattern, str | None] = {}
-
-    def rename(self, keys: Iterable[str]) -> dict[str, str]:
-        """The new name of each key; keys are in transformers' order where the order matters."""
-        if not self._shares:
-            return {key: self._rename_one(key) for key in sorted(keys, key=dot_natural_key)}
-        return {key: self._by_pattern(key) for key in keys}
-
-    def _rename_one(self, name: str) -> str:
-        for renaming in self._renamings:
-            name, _ = renaming.rename_source_key(name)
-        return name
-
-    def _by_pattern(self, key: str) -> str:
-        pattern, numbers = self._names[key]
-        if pattern not in self._templates:
-            self._templates[pattern] = self._template(key, numbers)
-        template = self._templates[pattern]
-        return self._rename_one(key) if template is None else template.format(*numbers)
-
-    def _template(self, name: str, numbers: Sequence[str]) -> str | None:
-        """The new name of names like `name`, with `{0}` for their first number; None if it depends on the numbers."""
-        if len(numbers) > 10:
-            return None
-        places = count()
-        given = _INDEX.sub(lambda _: f"{{{next(places)}}}", _escaped(name))
-        # Numbers that can be distinguished; and all of them alike, because a renaming replaces the first occurrence of
-        # what it matched, which with other numbers might be elsewhere.
-        examples = [
-            [str((step * place + 2) % 10) * len(number) for place, number in enumerate(numbers)] for step in (3, 7, 0)
-        ]
-        renamed = [self._rename_one(given.format(*example)) for example in examples]
-        try:
-            template = _INDEX.sub(lambda found: f"{{{examples[0].index(found[0])}}}", _escaped(renamed[0]))
-        except ValueError:  # a number that the name does not have
-            return None
-        fits = all(template.format(*example) == name for example, name in zip(examples, renamed, strict=True))
-        return template if fits else None
-
-
-def _escaped(text: str) -> str:
-    return text.replace("{", "{{").replace("}", "}}")
-
-
-# Layers
 
 Layer = tuple[str, str]
 """The text before a name's first number, and that number: `("model.layers.", "5")`."""

@@ -20,7 +20,7 @@ from transformers.core_model_loading import (
 
 from nrl_models import registry
 from nrl_models.common.state_dict import layer_patterns, layouts
-from nrl_models.common.state_dict.layer_patterns import Names, Renamer, convert_by_layer, ignore_indices
+from nrl_models.common.state_dict.layer_patterns import convert_by_layer, ignore_indices
 from nrl_models.common.state_dict.layouts import convert_layout, hub_conversions, own_tensors, transformers_views
 from nrl_models.common.state_dict.views import HFTensor, Piece, View
 
@@ -136,50 +136,6 @@ def test_which_conversions_ignore_numbers() -> None:
     scoped = WeightRenaming("a", "b")
     scoped.scope_prefix = "towers.1"
     assert not ignore_indices([scoped])
-
-
-NAMES = [
-    *("model.embed.weight", "11.weight", "model.layers.3", "layers.1.layers.1.mixer.weight", "model.x2.y{0}.weight"),
-    *(
-        f"model.layers.{layer}.{name}"
-        for layer in (0, 1, 7, 10, 11, 60)
-        for name in ("mixer.q", "mixer.q.3.w1", "norm1")
-    ),
-    *(f"model.layers.{layer}.experts.{expert}.w1" for layer in (1, 11) for expert in (0, 1, 10, 11, 111)),
-]
-
-RENAMINGS = {
-    "plain": [WeightRenaming(r"\.mixer\.", ".attention."), WeightRenaming("norm1", "norm")],
-    "with a group": [WeightRenaming(r"model\.layers\.(\d+)\.", r"h.\1.")],
-    "a chain": [WeightRenaming("mixer", "w1"), WeightRenaming(r"w1\.q", "q_proj")],
-    "dropped numbers": [WeightRenaming(r"experts\.\d+\.", "expert.")],
-    "the text stands earlier, too": [WeightRenaming(r"(?<=layers\.)\d+\.mixer", "x"), WeightRenaming(r"\d+\.w1$", "y")],
-    "of one layer": [WeightRenaming(r"layers\.1\.", "first.")],
-    "prefixes": [PrefixChange(prefix_to_add="text", model_prefix="model")],
-}
-
-
-@pytest.mark.parametrize("renamings", RENAMINGS.values(), ids=RENAMINGS)
-def test_names_are_renamed_as_each_by_itself(renamings: list[Any]) -> None:
-    def by_itself(name: str) -> str:
-        for renaming in renamings:
-            name, _ = renaming.rename_source_key(name)
-        return name
-
-    assert Renamer(renamings, Names()).rename(NAMES) == {name: by_itself(name) for name in NAMES}
-
-
-def test_a_pattern_is_renamed_once_and_conversions_know_that_they_were_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    used, unused = WeightRenaming("mixer", "attention"), WeightRenaming("decoder", "model")
-    renamer = Renamer([used, unused], Names())
-    asked: list[str] = []
-    renamed_by_itself = renamer._rename_one
-    monkeypatch.setattr(renamer, "_rename_one", lambda name: asked.append(name) or renamed_by_itself(name))
-    names = [f"layers.{layer}.experts.{expert}.mixer" for layer in range(10) for expert in range(100)]
-    assert renamer.rename(names)["layers.7.experts.42.mixer"] == "layers.7.experts.42.attention"
-    assert len(asked) == 2 * 3  # numbers of one digit and of two, three examples of each
-    assert used.was_used()
-    assert not unused.was_used()
 
 
 def _upstream(architecture: str) -> PreTrainedModel:
