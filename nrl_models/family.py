@@ -20,6 +20,7 @@ from nrl_models.common.forward.soft_cap import drops_soft_cap
 from nrl_models.common.projections import CombinedProjections
 from nrl_models.common.state_dict.adapter import StateDictAdapter, adapter_of
 from nrl_models.common.state_dict.to_checkpoint import to_checkpoint
+from nrl_models.distributed import saving
 from nrl_models.loading import pretrained
 
 if TYPE_CHECKING:
@@ -193,8 +194,12 @@ class FamilyModel(Upstream):
             super().save_pretrained(save_directory, state_dict=own, max_shard_size=max_shard_size, **options)
             return
         if self.sharding is not None and state_dict is None:
-            self.sharding.save_pretrained(
-                self, save_directory, max_shard_size, save_original_format=save_original_format, **options
+            saving.save_pretrained(
+                self,
+                save_directory,
+                max_shard_size=max_shard_size,
+                save_original_format=save_original_format,
+                **options,
             )
             return
         tensors = to_checkpoint(self, state_dict, original_format=save_original_format)

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh
 
 from nrl_models.common.mesh_sizes import DIMENSIONS
@@ -127,10 +128,16 @@ def reporting_dead_ranks(what: str) -> Iterator[None]:
     """Explain a failed collective: a rank is gone, or slower than the process group's timeout.
 
     Raises:
-        ShardingError: the collective failed.
+        ShardingError: the collective failed, or, on every rank, what torch's checkpoints did on some.
     """
     try:
         yield
+    except CheckpointException as error:  # not an Exception
+        problems = [
+            Problem(ProblemKind.RANK, f"rank {rank}", f"{type(cause).__name__}: {cause}")
+            for rank, (cause, _) in sorted(error.failures.items())
+        ]
+        raise ShardingError(f"cannot {what}", problems) from error
     except (RuntimeError, ValueError) as error:
         if isinstance(error, NRLModelsError):
             raise

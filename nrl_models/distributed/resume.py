@@ -12,8 +12,7 @@ every rank is done.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
@@ -31,14 +29,16 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from nrl_models.common.projections import own_storage
+from nrl_models.common.state_dict.adapter import StateDictAdapter
 from nrl_models.common.state_dict.blocks import Block
+from nrl_models.common.state_dict.layouts import TensorSpec
+from nrl_models.common.state_dict.matching import match
 from nrl_models.common.state_dict.views import HFTensor
-from nrl_models.distributed.gathering import DEFAULT_BUCKET, gathered
 from nrl_models.distributed.mesh import agreed, gather_over, reporting_dead_ranks
 from nrl_models.distributed.saving import Attempt, on_meta, split_into_files, write_together
 from nrl_models.distributed.sharding import sharding_of
-from nrl_models.distributed.shards import blocks_of
-from nrl_models.errors import CheckpointError, Problem, ProblemKind, ShardingError
+from nrl_models.distributed.shards import DEFAULT_BUCKET, blocks_of, gathered
+from nrl_models.errors import CheckpointError, Problem, ProblemKind
 
 MODEL, OPTIMIZER, TRAINING = "model", "optimizer", "training.json"
 
@@ -128,15 +128,11 @@ def save_checkpoint(
 
     def write(stage: Path | None, attempt: Attempt) -> None:
         (path, *_) = gather_over(mesh, None if stage is None else str(stage))
-        if path is None:  # the first rank could not make it, and raises
-            return
         target = Path(path)
         storage = HuggingFaceStorageWriter(str(target / MODEL), fqn_to_index_mapping=file_of, save_distributed=True)
-        what = f"save into {folder}"
-        with _naming_ranks(what):
-            dcp.save(weights, storage_writer=storage)
-            if optimizer is not None:
-                dcp.save(states, storage_writer=FileSystemWriter(target / OPTIMIZER))
+        dcp.save(weights, storage_writer=storage)
+        if optimizer is not None:
+            dcp.save(states, storage_writer=FileSystemWriter(target / OPTIMIZER))
         if stage is not None:
             attempt(_write_training, stage, training)
             attempt(model.config.save_pretrained, stage)
@@ -170,12 +166,12 @@ def load_checkpoint(folder: str | Path, model: PreTrainedModel, optimizer: Optim
         facts |= {"training": training, "adapter": list(adapter.own)}
         _check_files(folder, training, [MODEL] if optimizer is None else [MODEL, OPTIMIZER])
         reader = HuggingFaceStorageReader(str(folder / MODEL))
-        _check_tensors(folder, reader.read_metadata(), {name: tensor.shape for name, tensor in exported.items()})
+        _check_tensors(folder, reader.read_metadata(), adapter)
         if optimizer is not None:
             saved_states = FileSystemReader(folder / OPTIMIZER).read_metadata()
             _check_optimizer(folder, model, optimizer, training)
     weights = _shards(exported, own, mesh, is_source=False)
-    with _naming_ranks(f"load {folder}"):
+    with reporting_dead_ranks(f"load {folder}"):
         dcp.load(weights, storage_reader=HuggingFaceStorageReader(str(folder / MODEL)))
     for name, value in weights.items():
         if not isinstance(value, ShardOfTensor):  # loaded whole
@@ -185,29 +181,11 @@ def load_checkpoint(folder: str | Path, model: PreTrainedModel, optimizer: Optim
         assert saved_states is not None
         _make_states(model, optimizer, training, saved_states)
         states = _optimizer_tensors(model, optimizer, is_source=False)
-        with _naming_ranks(f"load {folder}"):
+        with reporting_dead_ranks(f"load {folder}"):
             dcp.load(states, storage_reader=FileSystemReader(folder / OPTIMIZER))
         for group, saved in zip(optimizer.param_groups, training["groups"], strict=True):
             group.update({key: _retyped(group.get(key), value) for key, value in saved["options"].items()})
     return training["progress"]
-
-
-@contextmanager
-def _naming_ranks(what: str) -> Iterator[None]:
-    """Report on which ranks DCP failed, and how, or that a rank is gone.
-
-    Raises:
-        ShardingError: DCP failed; on every rank.
-    """
-    try:
-        with reporting_dead_ranks(what):
-            yield
-    except CheckpointException as error:  # not an Exception
-        problems = [
-            Problem(ProblemKind.RANK, f"rank {rank}", f"{type(cause).__name__}: {cause}")
-            for rank, (cause, _) in sorted(error.failures.items())
-        ]
-        raise ShardingError(f"cannot {what}", problems) from error
 
 
 def _shards(
@@ -373,20 +351,18 @@ def _read_training(folder: Path) -> dict[str, Any]:
         ) from error
 
 
-def _check_tensors(folder: Path, saved: Metadata, expected: Mapping[str, tuple[int, ...]]) -> None:
-    stored = {name: tuple(stored_tensor.size) for name, stored_tensor in saved.state_dict_metadata.items()}  # type: ignore[union-attr]
-    problems = [Problem(ProblemKind.MISSING, name, "is not there") for name in expected.keys() - stored.keys()]
-    problems += [
-        Problem(ProblemKind.UNEXPECTED, name, "is no tensor of this model") for name in stored.keys() - expected.keys()
-    ]
-    problems += [
-        Problem(ProblemKind.SHAPE, name, f"has shape {shape}, the model expects {expected[name]}")
-        for name, shape in stored.items()
-        if name in expected and shape != tuple(expected[name])
-    ]
-    if problems:
-        problems.sort(key=lambda problem: problem.subject)
-        raise CheckpointError(f"{folder} is a checkpoint of another model", problems)
+def _check_tensors(folder: Path, saved: Metadata, adapter: StateDictAdapter) -> None:
+    stored: dict[str, Any] = saved.state_dict_metadata
+    found = match(
+        {name: TensorSpec(tuple(tensor.size), tensor.properties.dtype) for name, tensor in stored.items()},
+        adapter.hub.get,
+        adapter.own,
+        adapter.absent,
+        adapter.tied,
+        why_unexpected=lambda name: "is no tensor of this model",
+    )
+    if found.problems:
+        raise CheckpointError(f"{folder} is a checkpoint of another model", found.problems)
 
 
 def _check_optimizer(folder: Path, model: PreTrainedModel, optimizer: Optimizer, training: Mapping[str, Any]) -> None:

@@ -18,18 +18,16 @@ from nrl_models.common.checkpoint.files import INDEX_NAME
 from nrl_models.common.checkpoint.writing import staged
 from nrl_models.common.modules import class_name
 from nrl_models.common.projections import own_storage
-from nrl_models.common.state_dict.adapter import StateDictAdapter
 from nrl_models.common.state_dict.to_checkpoint import checkpoint_layout
 from nrl_models.common.state_dict.views import HFTensor
-from nrl_models.distributed.gathering import DEFAULT_BUCKET, gathered
-from nrl_models.distributed.mesh import agree, gather_over, is_first, reporting_dead_ranks
+from nrl_models.distributed.mesh import agree, agreed, gather_over, is_first, reporting_dead_ranks
+from nrl_models.distributed.sharding import sharding_of
+from nrl_models.distributed.shards import DEFAULT_BUCKET, gathered
 from nrl_models.errors import UnknownArgumentError
 
 
 def save_pretrained(
     model: PreTrainedModel,
-    adapter: StateDictAdapter,
-    mesh: DeviceMesh,
     folder: str | Path,
     *,
     max_shard_size: int | str = "5GB",
@@ -43,8 +41,6 @@ def save_pretrained(
 
     Args:
         model: a sharded model.
-        adapter: the model's.
-        mesh: over which it is sharded.
         folder: the directory, as the first rank sees it; made if necessary.
         max_shard_size: no file is larger, unless a single tensor is.
         save_original_format: see `FamilyModel.save_pretrained`.
@@ -58,6 +54,7 @@ def save_pretrained(
         raise UnknownArgumentError(
             f"save_pretrained of a sharded model takes no {', '.join(options)}: do that with the directory it saves"
         )
+    adapter, mesh = sharding_of(model).adapter, sharding_of(model).mesh
     own = model.state_dict()
     table = checkpoint_layout(model, adapter, original_format=save_original_format)
     unused = getattr(model, "_unused_tensors", {})  # the first rank's, which writes them
@@ -138,21 +135,14 @@ def write_together(folder: str | Path, mesh: DeviceMesh, write: Callable[[Path |
     """
     what = f"save into {folder}"
     attempt = Attempt()
-    agreed = False
-    try:
-        with ExitStack() as stack:
-            stages: list[Path] = []
-            if is_first(mesh):
-                attempt(lambda: stages.append(stack.enter_context(staged(folder))))
-            with reporting_dead_ranks(what):
-                write(stages[0] if stages else None, attempt)
-            agree(mesh, what, {}, attempt.error)
-            agreed = True
-    except Exception as error:
-        if not agreed:
-            raise
-        attempt.error = error  # moving into place failed
-    agree(mesh, what, {}, attempt.error)
+    with ExitStack() as stack:
+        with agreed(mesh, what):
+            stage = stack.enter_context(staged(folder)) if is_first(mesh) else None
+        with reporting_dead_ranks(what):
+            write(stage, attempt)
+        agree(mesh, what, {}, attempt.error)
+        with agreed(mesh, what):
+            stack.close()  # which moves it into place
 
 
 def _write_configuration(model: PreTrainedModel, own: Mapping[str, torch.Tensor], stage: Path) -> None:

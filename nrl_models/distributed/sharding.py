@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -14,10 +13,8 @@ from transformers import PreTrainedModel
 
 from nrl_models.common.state_dict.adapter import Layout, StateDictAdapter
 from nrl_models.common.state_dict.views import HFTensor
-from nrl_models.distributed.gathering import DEFAULT_BUCKET, gathered
 from nrl_models.distributed.parallel_plan import ParallelPlan
-from nrl_models.distributed.saving import save_pretrained
-from nrl_models.distributed.shards import blocks_of
+from nrl_models.distributed.shards import DEFAULT_BUCKET, blocks_of, gathered
 
 
 class Sharding:
@@ -62,12 +59,6 @@ class Sharding:
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Whole tensors, bucket by bucket, see `StateDictAdapter.iter_export`."""
         yield from gathered(model.state_dict(), exported, self.mesh, max_bytes or DEFAULT_BUCKET)
-
-    def save_pretrained(
-        self, model: PreTrainedModel, folder: str | Path, max_shard_size: int | str, **options: Any
-    ) -> None:
-        """Write a plain Hugging Face checkpoint, see `FamilyModel.save_pretrained`."""
-        save_pretrained(model, self.adapter, self.mesh, folder, max_shard_size=max_shard_size, **options)
 
 
 def sharding_of(model: nn.Module) -> Sharding:

@@ -1,14 +1,21 @@
-"""The blocks of parameters, and of Hugging Face tensors, that this rank holds."""
+"""The blocks of parameters, and of Hugging Face tensors, that this rank holds; whole tensors gathered from them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from nrl_models.common.state_dict.blocks import Block, through
+from nrl_models.common.state_dict.buckets import buckets
 from nrl_models.common.state_dict.views import HFTensor
+from nrl_models.distributed.mesh import reporting_dead_ranks
+
+DEFAULT_BUCKET = 512 * 2**20
+"""Bytes gathered at a time where nothing else is said."""
 
 
 def own_block(tensor: torch.Tensor) -> Block:
@@ -63,3 +70,34 @@ def over_shard(whole: DTensor, local: torch.Tensor) -> DTensor:
     return DTensor.from_local(
         local, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
     )
+
+
+def gathered(
+    own: Mapping[str, torch.Tensor], tensors: Mapping[str, HFTensor], mesh: DeviceMesh, max_bytes: int
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield whole Hugging Face tensors, in the order of `tensors`, the same on every rank.
+
+    Every rank has to go through all of it: each bucket is a collective. Values are bit for bit those of the shards.
+
+    Args:
+        own: the model's own tensors, by name: DTensors, or plain where every rank has them.
+        tensors: what to yield.
+        mesh: over which the DTensors are sharded.
+        max_bytes: the size of a bucket, which lives as long as a tensor in it. One tensor that is larger gets a
+            bucket of its own.
+    """
+    for buffer, bucket in buckets(tensors, own, max_bytes):
+        # Every rank puts its blocks into zeros, and the sum of all is the bucket. Summed as integers, to which nothing
+        # but zeros is added: no rounding, and no sign of zero is lost.
+        buffer.zero_()
+        divided = {name: divided_over(tensors[name], own) for name in bucket}
+        summed_over = sorted(set().union(*divided.values()))
+        for name, whole in bucket.items():
+            # Of ranks that hold the same values only the first contributes.
+            if all(dim in divided[name] or mesh.get_local_rank(dim) == 0 for dim in summed_over):
+                for block in blocks_of(tensors[name], own):
+                    block.put_into(whole)
+        with reporting_dead_ranks("gather the model's tensors"):
+            for dim in summed_over:
+                dist.all_reduce(buffer.view(torch.int32), group=mesh.get_group(dim))
+        yield from bucket.items()

@@ -15,7 +15,7 @@ from transformers import LlamaConfig
 from jobs.memory import Peak
 from jobs.setting import assert_same, case_of, full, local, mesh_of
 from nrl_models import AutoModelForCausalLM
-from nrl_models.distributed import gathering, parallelize, save_checkpoint, saving, share_of
+from nrl_models.distributed import parallelize, save_checkpoint, saving, shards, share_of
 from nrl_models.distributed import resume as dcp_checkpoint
 
 
@@ -112,7 +112,7 @@ def dies_while_saving(folder: str, dying: int, checkpoint: bool = False, **sizes
     """One rank ends after the first files are written."""
     model = parallelize(copy.deepcopy(case_of("LlamaForCausalLM").model()), mesh_of(**sizes))
     if dist.get_rank() == dying:
-        gathering.dist = SimpleNamespace(all_reduce=lambda *_, **__: os._exit(3))  # type: ignore[assignment]
+        shards.dist = SimpleNamespace(all_reduce=lambda *_, **__: os._exit(3))  # type: ignore[assignment]
         dcp_checkpoint.dcp = SimpleNamespace(save=lambda *_, **__: os._exit(3))  # type: ignore[assignment]
     if checkpoint:
         save_checkpoint(folder, model)
