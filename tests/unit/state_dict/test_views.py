@@ -116,6 +116,7 @@ OPERATIONS: dict[str, Callable[[torch.Tensor], Any]] = {
     "narrow to everything": lambda t: t.narrow(0, 0, 6),
     "select": lambda t: t.select(1, 2),
     "select, negative": lambda t: t.select(-1, -2),
+    "select of several rows": lambda t: t.narrow(0, 2, 3)[1],
     "transpose": lambda t: t.transpose(0, 2),
     "transpose, negative": lambda t: torch.transpose(t, -1, -2),
     "swapaxes": lambda t: t.swapaxes(0, 1),
