@@ -154,6 +154,11 @@ def is_read(key: str, model_class: type[PreTrainedModel], config: PreTrainedConf
     return any(key in _keys_beside(key, module) for module in _modules_of(model_class, config))
 
 
+def is_named(value: str, model_class: type[PreTrainedModel], config: PreTrainedConfig) -> bool:
+    """Whether the modelling code of a class, or of the parts of its configuration, has `value` as a string."""
+    return any(f'"{value}"' in _source(module) for module in _modules_of(model_class, config))
+
+
 def _modules_of(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> list[str]:
     """Names of the modules whose code reads configurations for the model, its own first."""
     modules = [base.__module__ for base in model_class.__mro__ if issubclass(base, PreTrainedModel)]

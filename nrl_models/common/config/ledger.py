@@ -95,9 +95,10 @@ def read_ledgers(folder: Path) -> dict[str, Ledger]:
 
 
 def changes_outputs_of(key: str) -> tuple[str, ...]:
-    """The architectures whose outputs a key changes, by its name; none if in some it changes parameters.
+    """The architectures whose outputs a key changes, by its name, if wherever it has an effect it is this one.
 
-    A size of parameters needs no attention: the weights do not fit where it is not heeded.
+    A size of parameters needs no attention: the weights do not fit where it is not heeded. Nor does what belongs to
+    training or to new weights, too, such as a dropout.
     """
     return _changing_outputs().get(key, ())
 
@@ -108,8 +109,9 @@ def _changing_outputs() -> Mapping[str, tuple[str, ...]]:
     for architecture, ledger in recorded().items():
         for path, kind in ledger.kinds.items():
             found.setdefault(path.rpartition(".")[2], {}).setdefault(kind, []).append(architecture)
+    others = (KeyKind.SHAPES, KeyKind.TRAINING, KeyKind.WEIGHTS)
     return {
         key: tuple(kinds[KeyKind.OUTPUTS])
         for key, kinds in found.items()
-        if KeyKind.OUTPUTS in kinds and KeyKind.SHAPES not in kinds
+        if KeyKind.OUTPUTS in kinds and not any(other in kinds for other in others)
     }

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils import logging
 
 from nrl_models.common.config.ignored import ignored_here
@@ -16,6 +17,7 @@ from nrl_models.common.config.keys import (
     FORMER_ROPE,
     declared_keys,
     generation_keys,
+    is_named,
     is_read,
     is_token_id,
     keys_in_class,
@@ -28,6 +30,9 @@ from nrl_models.common.config.walk import own_values, walk
 from nrl_models.errors import ConfigurationError, Problem, ProblemKind
 
 logger = logging.get_logger(__name__)
+
+ROPE_TYPES = {"default", *ROPE_INIT_FUNCTIONS}
+"""The rotary embeddings that transformers has."""
 
 NEUTRAL = (-1, 0, 1)
 """Numbers that ask for nothing, whatever they are multiplied with, added to, or limit."""
@@ -86,9 +91,9 @@ def examine(
 
     - if it is a known key, misspelt, unless it is unset or has the same value as that;
     - if its value is a number that means something only to who computes with it: it changes the outputs of another
-      architecture, as the ledger records, and is none of `NEUTRAL`. Switches and names (`use_qk_norm: true`,
-      `scoring_func: "sigmoid"`) are not, because published configurations state with them what a model always does;
-      nor are sizes of parameters, which the weights are compared with, or the ids of tokens.
+      architecture, as the ledger records, is none of `NEUTRAL`, and no key that is read has the same. Switches and
+      names (`use_qk_norm: true`, `scoring_func: "sigmoid"`) are not, because published configurations state with them
+      what a model always does; nor are sizes of parameters, which the weights are compared with, or the ids of tokens.
 
     Of the known keys those are refused that have another value than `config_values`, or than the ledger says is
     supported.
@@ -116,7 +121,7 @@ class _Check:
                 continue
             if self._is_read(key) or self._says_what_a_part_says(part, key, value):
                 continue
-            if problem := self._misspelt(path, part, key, value) or self._unheard(path, key, value):
+            if problem := self._misspelt(path, part, key, value) or self._unheard(path, part, key, value):
                 found.problems.append(problem)
             elif value or key not in FORMER:
                 found.unread[path] = value
@@ -135,10 +140,14 @@ class _Check:
         detail = f"is {_shown(value)}, and neither {type(part).__name__} nor the model reads it"
         return Problem(ProblemKind.UNKNOWN, path, f"{detail}; did you mean {' or '.join(near)}?")
 
-    def _unheard(self, path: str, key: str, value: Any) -> Problem | None:
+    def _unheard(self, path: str, part: PreTrainedConfig, key: str, value: Any) -> Problem | None:
         if isinstance(value, bool) or not isinstance(value, (int, float)) or value in NEUTRAL or is_token_id(key):
             return None
-        if not (others := changes_outputs_of(key)):
+        others = changes_outputs_of(key)
+        # The same number is mostly the same setting, by another model's name for it (`n_head`, `layer_norm_eps`).
+        if not others or any(
+            _same(value, own) and self._is_known(part, name) for name, own in own_values(part).items()
+        ):
             return None
         detail = f"is {_shown(value)}, which {others[0]} computes with, and nothing in {self.model_class.__name__} does"
         return Problem(ProblemKind.UNSUPPORTED, path, detail)
@@ -149,6 +158,8 @@ class _Check:
             if key in self.values and not self._is_ignored(path, key) and value not in self.values[key]:
                 valid = " or ".join(map(_shown, self.values[key]))
                 yield Problem(ProblemKind.UNSUPPORTED, path, f"is {_shown(value)}; only {valid} is supported")
+            elif not self._is_ignored(path, key):
+                yield from self._foreign(path, key, value)
         ledger = recorded().get(self.model_class.__name__)
         for path, default in (ledger.supported if ledger else {}).items():
             key = path.rpartition(".")[2]
@@ -157,6 +168,25 @@ class _Check:
                 continue
             detail = f"is {_shown(value)}, which no code honours; only {_shown(default)} is supported"
             yield Problem(ProblemKind.UNSUPPORTED, path, detail)
+
+    def _foreign(self, path: str, key: str, value: Any) -> Iterator[Problem]:
+        """What fails whichever the model: unknown rotary embeddings, and weights that MLX packed."""
+        if key == "rope_parameters" and isinstance(value, Mapping):
+            layers = {f"{path}.{layer}": inner for layer, inner in value.items() if isinstance(inner, Mapping)}
+            for where, parameters in (layers or {path: value}).items():
+                kind, former = parameters.get("rope_type") or "default", parameters.get("type")
+                if self._is_ignored(f"{where}.rope_type", "rope_type"):
+                    continue
+                if kind not in ROPE_TYPES and not is_named(kind, self.model_class, self.config):
+                    detail = f"is {_shown(kind)}; only {' or '.join(map(repr, sorted(ROPE_TYPES)))} is supported"
+                    yield Problem(ProblemKind.UNSUPPORTED, f"{where}.rope_type", detail)
+                elif former in ROPE_TYPES and former != kind:
+                    detail = f"is {kind!r}, and type, its former name, is {former!r}; expected the same, or one of them"
+                    yield Problem(ProblemKind.UNSUPPORTED, f"{where}.rope_type", detail)
+        packed_by_mlx = key in ("quantization", "quantization_config") and isinstance(value, Mapping)
+        if packed_by_mlx and {"bits", "group_size"} <= set(value) and not value.get("quant_method"):
+            detail = f"is {_shown(value)}, MLX's, whose packed weights nobody else reads; only plain ones are supported"
+            yield Problem(ProblemKind.UNSUPPORTED, path, detail, advice="dequantise it: mlx_lm.convert --dequantize")
 
     def _is_ignored(self, path: str, key: str) -> bool:
         return path in self.ignored or key in self.ignored

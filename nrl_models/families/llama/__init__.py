@@ -2,4 +2,7 @@
 
 from nrl_models.families.facts import Family
 
-FAMILY = Family(("LlamaForCausalLM", "LlamaForSequenceClassification", "LlamaForTokenClassification"))
+FAMILY = Family(
+    ("LlamaForCausalLM", "LlamaForSequenceClassification", "LlamaForTokenClassification"),
+    aliases={"LLaMAForCausalLM": "LlamaForCausalLM"},  # in checkpoints of before transformers had it
+)

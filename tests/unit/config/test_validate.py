@@ -61,7 +61,7 @@ def test_a_key_that_nothing_reads_is_mentioned_once(
 
 @pytest.mark.parametrize(("key", "value", "other"), [
     ("attn_logit_softcapping", 50.0, "Gemma2ForCausalLM"), ("logit_scale", 0.0625, "CohereForCausalLM"),
-    ("residual_multiplier", 0.22, "GraniteForCausalLM"), ("query_pre_attn_scalar", 256, "Gemma2ForCausalLM"),
+    ("residual_multiplier", 0.22, "GraniteForCausalLM"), ("query_pre_attn_scalar", 224, "Gemma2ForCausalLM"),
 ])  # fmt: skip
 def test_a_number_that_another_model_computes_with_is_refused(
     key: str, value: float, other: str, llama_config: LlamaConfig
@@ -86,6 +86,43 @@ def test_a_misspelt_key_is_refused(misspelt: str, value: Any, meant: str, llama_
     kind, detail = problems(LlamaForCausalLM, llama_with(llama_config, **{misspelt: value}))[misspelt]
     assert kind == "unknown"
     assert detail == f"is {value!r}, and neither LlamaConfig nor the model reads it; did you mean {meant}?"
+
+
+def test_the_same_number_under_another_models_name_is_mentioned(llama_config: LlamaConfig) -> None:
+    same = {"n_head": llama_config.num_attention_heads, "layer_norm_eps": llama_config.rms_norm_eps}
+    found = examine(LlamaForCausalLM, llama_with(llama_config, **same))
+    assert not found.problems
+    assert set(found.unread) == set(same)
+    different = examine(LlamaForCausalLM, llama_with(llama_config, n_head=3, layer_norm_eps=0.5))
+    assert {problem.subject for problem in different.problems} == set(same)
+
+
+@pytest.mark.parametrize(("rope", "key", "what"), [
+    ({"rope_type": "su"}, "rope_type", "is 'su'; only 'default' or 'dynamic' or 'linear'"),
+    ({"rope_type": "linear", "type": "yarn", "factor": 2.0}, "type", "is 'yarn', and rope_type is 'linear'"),
+])  # fmt: skip
+def test_a_rotary_embedding_that_there_is_not_is_refused(
+    rope: dict, key: str, what: str, llama_config: LlamaConfig
+) -> None:
+    llama_config.rope_parameters = {"rope_theta": 1e4, **rope}
+    ((path, (kind, detail)),) = problems(LlamaForCausalLM, llama_config).items()
+    assert path == f"rope_parameters.{key}"
+    assert kind == "unsupported"
+    assert detail.startswith(what)
+    gemma = FamilyCase(Gemma3ForConditionalGeneration).config
+    gemma.text_config.rope_parameters["full_attention"] |= rope
+    assert set(problems(Gemma3ForConditionalGeneration, gemma)) == {
+        "text_config.rope_parameters.full_attention.rope_type"
+    }
+
+
+@pytest.mark.parametrize("key", ["quantization", "quantization_config"])
+def test_weights_that_mlx_packed_are_refused(key: str, folder: Path) -> None:
+    edit_config(folder, **{key: {"group_size": 64, "bits": 4}})
+    with pytest.raises(ConfigurationError, match=f"{key}: .* MLX's.*\n.*\n.*mlx_lm.convert --dequantize"):
+        AutoModelForCausalLM.from_pretrained(folder)
+    old_bitsandbytes = {"load_in_8bit": True, "bits": 8}
+    assert not examine(LlamaForCausalLM, LlamaConfig(quantization_config=old_bitsandbytes)).problems
 
 
 def test_a_kind_of_positions_that_transformers_dropped_is_refused() -> None:
