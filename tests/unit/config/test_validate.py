@@ -97,18 +97,17 @@ def test_the_same_number_under_another_models_name_is_mentioned(llama_config: Ll
     assert {problem.subject for problem in different.problems} == set(same)
 
 
-@pytest.mark.parametrize(("rope", "key", "what"), [
-    ({"rope_type": "su"}, "rope_type", "is 'su'; only 'default' or 'dynamic' or 'linear'"),
-    ({"rope_type": "linear", "type": "yarn", "factor": 2.0}, "type", "is 'yarn', and rope_type is 'linear'"),
+@pytest.mark.parametrize(("rope", "what"), [
+    ({"rope_type": "su"}, "is 'su'; only 'default' or 'dynamic' or 'linear'"),
+    ({"rope_type": "linear", "type": "yarn", "factor": 2.0}, "is 'linear', and type, its former name, is 'yarn'"),
 ])  # fmt: skip
-def test_a_rotary_embedding_that_there_is_not_is_refused(
-    rope: dict, key: str, what: str, llama_config: LlamaConfig
-) -> None:
+def test_a_rotary_embedding_that_there_is_not_is_refused(rope: dict, what: str, llama_config: LlamaConfig) -> None:
     llama_config.rope_parameters = {"rope_theta": 1e4, **rope}
     ((path, (kind, detail)),) = problems(LlamaForCausalLM, llama_config).items()
-    assert path == f"rope_parameters.{key}"
+    assert path == "rope_parameters.rope_type"
     assert kind == "unsupported"
     assert detail.startswith(what)
+    check_config(LlamaForCausalLM, llama_config, path)
     gemma = FamilyCase(Gemma3ForConditionalGeneration).config
     gemma.text_config.rope_parameters["full_attention"] |= rope
     assert set(problems(Gemma3ForConditionalGeneration, gemma)) == {
