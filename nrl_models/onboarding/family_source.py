@@ -17,14 +17,14 @@ WIDTH = 120
 
 
 def write_package(plan: FamilyPlan, limits: Mapping[str, str], folder: Path) -> None:
-    """Write the family's package to `folder`, which must not exist.
+    """Write the family's package to `folder`, over what was written there before.
 
     Args:
         plan: the family.
         limits: as `FamilyModel.limits`.
         folder: the package's own.
     """
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / "__init__.py").write_text(f'"""{title(plan)}."""\n')
     (folder / "model.py").write_text(model_source(plan, limits))
 
@@ -70,16 +70,6 @@ def facts_source(plan: FamilyPlan) -> str:
     return (
         f'"""{title(plan)}."""\n\nfrom nrl_models.families.facts import Family\n\n'
         f"FAMILY = Family(\n    ({names}\n    )\n)\n"
-    )
-
-
-def plain_source(plan: FamilyPlan) -> str:
-    """A module with the same architectures and nothing rewritten: what fails there is not caused by the family."""
-    hf = plan.model_class.__module__.rpartition(".")
-    heads = "\n".join(f"{name} = Plain.head(hf.{name})" for name in plan.architectures)
-    return (
-        f"from {hf[0]} import {hf[2]} as hf\n\nfrom nrl_models.family import FamilyModel\n\n\n"
-        f"class Plain(FamilyModel):\n    tiny = {dict(plan.tiny)!r}\n\n\n{heads}\n"
     )
 
 
