@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 import nrl_models
 from nrl_models import registry
 from nrl_models.common.config.validate import check_config, examine
+from nrl_models.common.forward.soft_cap import reference_attention
 from nrl_models.family import FamilyModel
 from nrl_models.inputs.model_inputs import inputs_for
 from nrl_models.loading.read_config import config_for, read_config
@@ -71,7 +72,7 @@ def as_transformers(model_class: type[FamilyModel], config: PreTrainedConfig, fo
     randomise(model)
     model.save_pretrained(folder)
     (folder / "config.json").write_text(content)
-    return upstream.from_pretrained(folder, dtype=torch.float32).eval()
+    return upstream.from_pretrained(folder, dtype=torch.float32, **reference_attention(upstream)).eval()
 
 
 @pytest.mark.parametrize("repository", published())
