@@ -1,4 +1,5 @@
 from .auto import (
+    AutoModel,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
@@ -25,6 +26,7 @@ __version__: str
 
 __all__ = [
     "MODEL_ARCH_MAPPING",
+    "AutoModel",
     "AutoModelForCausalLM",
     "AutoModelForImageTextToText",
     "AutoModelForSequenceClassification",

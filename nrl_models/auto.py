@@ -38,15 +38,18 @@ class _AutoModel:
         raise TypeError(f"{type(self).__name__} is not instantiated: use from_pretrained(path) or from_config(config)")
 
     @classmethod
-    def from_pretrained(cls, path_or_id: str | Path, **options: Any) -> FamilyModel:
+    def from_pretrained(cls, path_or_id: str | Path | None = None, **options: Any) -> FamilyModel:
         """Load a checkpoint; the model is in evaluation mode.
 
         An unregistered architecture loads as transformers' own class, with the same adapter and one warning.
 
         Args:
-            path_or_id: a directory, or the name of a hub repository.
+            path_or_id: a directory, or the name of a hub repository; also as `pretrained_model_name_or_path`.
             options: see `nrl_models.loading.options.LoadOptions` (`dtype`, `device`, `mesh`, `strict`, ...);
                 anything else is a value of the configuration.
+
+        Returns:
+            The model; with `output_loading_info` it and what was missing or not used.
 
         Raises:
             CheckpointError: files that are missing, damaged, unsafe, or do not fit the model; all problems are listed.
@@ -55,14 +58,17 @@ class _AutoModel:
             FamilyImportError: the family does not import or needs another version of a package.
             RemoteCodeError: the checkpoint needs its own code.
             ShardingError: mesh or plan do not fit the model, or ranks failed or disagree; on every rank.
-            UnknownArgumentError: a keyword is neither an option nor in the configuration.
-            DeviceError: the destination is meta.
+            UnknownArgumentError: a keyword is neither an option nor in the configuration, or has a value that means
+                nothing.
+            DeviceError: the destination is meta, or is not there.
         """
         registry.register_custom_configs()
         source = pretrained.open_source(path_or_id, options)
         with agreed(source.options.mesh, "choose the model's class"):
             model_class = cls._class_for(source.config, source.folder, source.options.trust_remote_code)
-        return _with_adapter(pretrained.load(model_class, source))
+        loaded: Any = pretrained.load(model_class, source)
+        _with_adapter(loaded[0] if source.options.output_loading_info else loaded)
+        return loaded
 
     @classmethod
     def from_config(cls, config: PreTrainedConfig, *, trust_remote_code: bool = False, **options: Any) -> FamilyModel:
@@ -98,6 +104,11 @@ class _AutoModel:
         return registered
 
     @classmethod
+    def serves(cls, architecture: str) -> bool:
+        """Whether an architecture's name is that of a model of this kind."""
+        return architecture.endswith(cls.suffixes)
+
+    @classmethod
     def architecture(cls, config: PreTrainedConfig) -> str | None:
         """The architecture of this kind that `config` names; None if only the checkpoint's own code has it.
 
@@ -107,7 +118,7 @@ class _AutoModel:
         named = list(config.architectures or [])
         registered = set(registry.architectures())
         for name in named:
-            if name in registered and name.endswith(cls.suffixes) and not _is_another_models(name, config):
+            if name in registered and cls.serves(name) and not _is_another_models(name, config):
                 return name
         mapping: Mapping[type, Any] = cls.upstream._model_mapping
         if type(config) in mapping:
@@ -169,11 +180,28 @@ class AutoModelForTokenClassification(_AutoModel):
     suffixes = ("ForTokenClassification",)
 
 
+class AutoModel(_AutoModel):
+    """Base models: hidden states, without a head. Encoders that embed, and the decoders of language models."""
+
+    kind = "base model"
+    upstream = transformers.AutoModel
+    suffixes = ("Model",)
+
+    @classmethod
+    def serves(cls, architecture: str) -> bool:
+        """Whether an architecture's name is that of a base model."""
+        heads = tuple(suffix for auto_class in AUTO_CLASSES if auto_class is not cls for suffix in auto_class.suffixes)
+        if architecture.endswith(heads) or any(architecture in names for names in registry.FAMILIES.values()):
+            return False
+        return architecture.endswith(cls.suffixes)
+
+
 AUTO_CLASSES = (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
+    AutoModel,
 )
 
 
@@ -181,7 +209,7 @@ def auto_class_of(config: PreTrainedConfig) -> type[_AutoModel]:
     """The auto class for the architecture that a configuration names."""
     for named in config.architectures or []:
         for auto_class in AUTO_CLASSES:
-            if named.endswith(auto_class.suffixes):
+            if auto_class.serves(named):
                 return auto_class
     return next(
         (auto_class for auto_class in AUTO_CLASSES if type(config) in auto_class.upstream._model_mapping),
@@ -222,7 +250,8 @@ def _unknown_name(named: list[str], known: list[str], config: PreTrainedConfig) 
 def _kinds_of(config: PreTrainedConfig) -> str:
     fitting = [auto_class.__name__ for auto_class in AUTO_CLASSES if type(config) in auto_class.upstream._model_mapping]
     if fitting:
-        return f"Use {' or '.join(fitting)}."
+        heads = [name for name in fitting if name != AutoModel.__name__]
+        return f"Use {' or '.join(heads or fitting)}."
     return "No auto class serves it; a family can (CONTRIBUTING.md)."
 
 

@@ -115,7 +115,7 @@ class ShardingError(StateDictError):
 
 
 class DeviceError(NRLModelsError, RuntimeError):
-    """Weights cannot be loaded to the meta device."""
+    """Weights cannot be loaded to a device: meta, or one that is not there."""
 
 
 class HeadError(NRLModelsError, ValueError):

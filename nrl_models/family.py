@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from nrl_models.common.checkpoint.writing import staged
-from nrl_models.common.flags import ModelFlag
+from nrl_models.common.flags import Flags, ModelFlag
 from nrl_models.common.forward.mrope import FreshPositions, PackedTextPositions
 from nrl_models.common.forward.packing import keep_documents_apart
 from nrl_models.common.forward.soft_cap import drops_soft_cap
@@ -49,7 +49,7 @@ class FamilyModel(Upstream):
     Attributes:
         rewrites: by Hugging Face layer class the subclass that replaces it, or a `CombinedProjections` (`CombinedQKV`,
             `combine(...)`) from which such a subclass is made, under upstream's name in the family's module.
-        flags: what a trainer has to know, see `ModelFlag`.
+        flags: what a trainer has to know, see `ModelFlag`; what follows from the configurations is added.
         limits: features that the family lacks (`nrl_models.testing.features`, or others), each with the reason.
         tiny: configuration values for the generated tests that the general rules for tiny models get wrong.
         published: configuration values of published models by name, for the generated tests at full size; the
@@ -87,6 +87,8 @@ class FamilyModel(Upstream):
             cls.forward = keep_documents_apart(cls.forward)
         if issubclass(cls, PreTrainedModel) and drops_soft_cap(cls.reference_class()):
             cls._supports_sdpa = False
+        if issubclass(cls, PreTrainedModel):
+            cls.flags = Flags(cls.flags)  # type: ignore[assignment]
 
     def __init__(self, config: PreTrainedConfig, *args: Any, combine: bool = True, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
@@ -116,6 +118,27 @@ class FamilyModel(Upstream):
         return made
 
     @classmethod
+    def base_model_class(cls, upstream: type[PreTrainedModel], module: str) -> type[Any]:
+        """The class of this model's family for a base model: the same layers, without a head.
+
+        Args:
+            upstream: the Hugging Face class.
+            module: the name of the module that has the class, for pickle.
+        """
+        family: Any = next(
+            base for base in cls.__mro__ if issubclass(base, FamilyModel) and not issubclass(base, PreTrainedModel)
+        )
+        stated = ("tiny", "limits", "config_values", "ignored_config_keys", "rewrites")
+        prefix = f"{upstream.base_model_prefix}."
+        return family.head(
+            cls.rewrite_of(upstream) or upstream,  # which some families rewrite, too
+            __module__=module,
+            reference_class=classmethod(lambda _: upstream),
+            tensor_parallel={name.removeprefix(prefix): rule for name, rule in cls.tensor_parallel.items()},
+            **{name: getattr(cls, name) for name in stated},
+        )
+
+    @classmethod
     def reference_class(cls) -> type[PreTrainedModel]:
         """The Hugging Face class that this class extends and must be equivalent to."""
         return next(
@@ -139,7 +162,7 @@ class FamilyModel(Upstream):
         return cls.reference_class()._can_set_experts_implementation()
 
     @classmethod
-    def from_pretrained(cls, path_or_id: str | Path, **options: Any) -> Any:  # type: ignore[override]
+    def from_pretrained(cls, path_or_id: str | Path | None = None, **options: Any) -> Any:  # type: ignore[override]
         """Load a checkpoint into this class.
 
         Takes and raises what `nrl_models.AutoModelForCausalLM.from_pretrained` does.

@@ -39,7 +39,12 @@ MODEL_ARCH_MAPPING: OrderedDict[str, tuple[str, str]] = OrderedDict(
     for architecture in architectures
 )
 MODEL_ARCH_MAPPING.update((alias, MODEL_ARCH_MAPPING[name]) for alias, name in ALIASES.items())
-"""Module and class for each architecture (`config.architectures`), imported on first use."""
+"""Module and class for each architecture (`config.architectures`), imported on first use.
+
+A base model (`LlamaModel`) is added when it is first asked for.
+"""
+
+_BASE_MODELS = f"{families.__name__}.base_models"
 
 _CUSTOM_CONFIG_REGISTRATIONS: dict[str, tuple[str, str]] = {
     model_type: _split(f"{families.__name__}.{name}.{where}")
@@ -123,7 +128,11 @@ def model_class(architecture: str) -> type | None:
             "register_architecture(..., exist_ok=True)."
         )
     if architecture not in MODEL_ARCH_MAPPING:
-        return None
+        from nrl_models.families import base_models
+
+        if not base_models.is_served(architecture):
+            return None
+        MODEL_ARCH_MAPPING[architecture] = _BASE_MODELS, architecture
     if unmet := unmet_requirement(architecture):
         raise FamilyImportError(f"{architecture} is served by {_where(architecture)}, which needs {unmet}.")
     return _imported(MODEL_ARCH_MAPPING[architecture], f"{architecture} is served by")
@@ -144,9 +153,13 @@ def unmet_requirement(architecture: str) -> str | None:
 
 
 def architectures(*, aliases: bool = True) -> list[str]:
-    """All registered architectures, those of installed packages included; aliases only if asked for."""
+    """All registered architectures, those of installed packages included; aliases only if asked for.
+
+    Base models (`LlamaModel`) are not among them: they follow from the heads of their families.
+    """
     _read_entry_points()
-    return [name for name in MODEL_ARCH_MAPPING if aliases or name not in ALIASES]
+    heads = [name for name, (module, _) in MODEL_ARCH_MAPPING.items() if module != _BASE_MODELS]
+    return [name for name in heads if aliases or name not in ALIASES]
 
 
 def register_custom_configs() -> None:

@@ -15,6 +15,15 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+SHORT_NAMES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
+"""What trainers call dtypes."""
+
+
+def named_dtype(dtype: str | torch.dtype) -> str | torch.dtype:
+    """A dtype by its short name (`bf16`); everything else is returned as it is."""
+    return SHORT_NAMES.get(dtype, dtype) if isinstance(dtype, str) else dtype
+
+
 def kept_dtypes(model: nn.Module, dtype: torch.dtype) -> Callable[[str], torch.dtype | None]:
     """The dtypes of tensors that transformers keeps in another dtype when it loads `model` in `dtype`.
 

@@ -2,25 +2,63 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import Flag, auto
+from typing import Any
 
 
 class ModelFlag(Flag):
     """Special handling that a family needs from the trainer or engine around it.
 
-    A family declares its flags on its classes (`flags = ModelFlag.VLLM_LOAD_FORMAT_AUTO`). Names and
-    meaning follow NeMo RL's `ModelFlag`.
+    A family declares its flags on its classes (`flags = ModelFlag.VLLM_LOAD_FORMAT_AUTO`), but for those that follow
+    from its configurations (`follow_from`). Names and meaning follow NeMo RL's `ModelFlag`.
     """
 
     NONE = 0
     SKIP_DTENSOR_TIED_WEIGHTS_CHECK = auto()
-    """Every size ties its embeddings, large ones too: tying must not forbid tensor parallelism.
-    Embedding and head are then left out of the tensor-parallel plan, or sharded alike."""
+    """Every size ties its embeddings, large ones too: tying must not forbid tensor parallelism. It is for trainers that
+    refuse to divide tied models: nothing here reads it, because `parallelize` divides embedding and head alike, or
+    neither, for every family. It follows from the configurations."""
     VLLM_LOAD_FORMAT_AUTO = auto()
     """vLLM's dummy initialisation must not be used: the engine has buffers that no weight update
-    reaches, so it has to load the real checkpoint at start."""
+    reaches, so it has to load the real checkpoint at start. `nrl_models.engines.start_engine` does."""
 
     @property
     def names(self) -> list[str]:
         """The names of the flags that are set."""
         return [flag.name for flag in type(self) if flag in self and flag.name is not None]
+
+
+class Flags:
+    """A class attribute: the flags that a family declares, and those that follow from its configurations.
+
+    They are found when the attribute is read, because that builds configurations.
+    """
+
+    def __init__(self, declared: ModelFlag) -> None:
+        self.declared = declared
+
+    def __get__(self, model: object, model_class: Any) -> ModelFlag:
+        return self.declared | follow_from(model_class.config_class, model_class.published)
+
+
+def follow_from(config_class: Any, published: Mapping[str, Mapping[str, Any]]) -> ModelFlag:
+    """The flags that follow from a class's default configuration and those of its published models.
+
+    Args:
+        config_class: of the model.
+        published: configuration values of published models, by name.
+    """
+    try:
+        default = config_class()
+    except Exception:  # it has none: what its configurations say is up to each
+        return ModelFlag.NONE
+    if _ties(default) and all(_ties(config_class(**values)) for values in published.values()):
+        return ModelFlag.SKIP_DTENSOR_TIED_WEIGHTS_CHECK
+    return ModelFlag.NONE
+
+
+def _ties(config: Any) -> bool:
+    """Whether a configuration ties embedding and head: it, and its part with the decoder, if they have a say."""
+    said = {getattr(part, "tie_word_embeddings", None) for part in (config, config.get_text_config())}
+    return True in said and False not in said

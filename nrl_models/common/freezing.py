@@ -1,8 +1,9 @@
 """Freezing components of a model by name, and choosing the parameters to train.
 
 The keys are those of NeMo's `freeze_config`. There a misspelt key is ignored and its component trains; here it is an
-error. Which modules form a component follows from the model: transformers says where a decoder, a tower and a router
-are.
+error. A block is often shared by recipes of many models: a component that a model lacks is noted, and the rest of the
+block holds. Which modules form a component follows from the model: transformers says where a decoder, a tower and a
+router are.
 """
 
 from __future__ import annotations
@@ -15,8 +16,11 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.utils import logging
 
 from nrl_models.errors import UnknownArgumentError
+
+logger = logging.get_logger(__name__)
 
 COMPONENTS: dict[str, str] = {
     "freeze_vision_tower": "the encoder of images and videos, with its merger where that is a part of it",
@@ -28,6 +32,11 @@ COMPONENTS: dict[str, str] = {
     "freeze_lm_head": "the output embeddings, or the head of a classifier",
 }
 """The keys of a freeze configuration, and the component that each freezes."""
+
+SHORT_NAMES: dict[str, str] = {
+    key.removeprefix("freeze_").removesuffix("_tower").removesuffix("_model"): key for key in COMPONENTS
+}
+"""Shorter names of the keys: `vision`, `audio`, `projector`, `language`, `embeddings`, `routers`, `lm_head`."""
 
 _WITHIN = {"freeze_embeddings": "freeze_language_model", "freeze_routers": "freeze_language_model"}
 """Components that are parts of another: the key of the part takes precedence over that of the whole."""
@@ -41,11 +50,13 @@ class Frozen:
         frozen: for each component of the model the number of its parameters that are frozen now.
         trainable: number of parameters of the model that train.
         total: number of its parameters; tied ones once.
+        absent: the keys of components that the model lacks.
     """
 
     frozen: dict[str, int]
     trainable: int
     total: int
+    absent: tuple[str, ...] = ()
 
 
 def freeze(model: PreTrainedModel, config: Mapping[str, bool]) -> Frozen:
@@ -58,16 +69,19 @@ def freeze(model: PreTrainedModel, config: Mapping[str, bool]) -> Frozen:
 
     Args:
         model: the model.
-        config: for each of its components (`components_of`) whether it is frozen. Embeddings and routers are parts of
-            the language model: their keys take precedence over its key.
+        config: by key of `COMPONENTS`, or by its name in `SHORT_NAMES`, whether that component is frozen. Embeddings
+            and routers are parts of the language model: their keys take precedence over its key. Components that the
+            model lacks are noted, in the log and in the result.
 
     Raises:
-        UnknownArgumentError: keys that are not components of this model (with those that are), values that are neither
-            True nor False, components that share a tensor (a tied head) and differ, or nothing left to train.
-            Nothing is frozen then.
+        UnknownArgumentError: keys that name no component (with the nearest that do), two names of one component, values
+            that are neither True nor False, components that share a tensor (a tied head) and differ, or nothing left
+            to train. Nothing is frozen then.
     """
     components = components_of(model)
-    _check_keys(config, components, type(model).__name__)
+    config = _by_key(config, type(model).__name__)
+    absent = tuple(key for key in config if key not in components)
+    config = {key: value for key, value in config.items() if key in components}
     wanted: dict[int, tuple[str, bool]] = {}
     conflicts: list[str] = []
     # Parts first: their parameters are skipped by the whole. Towers and heads may share parameters with it.
@@ -85,12 +99,17 @@ def freeze(model: PreTrainedModel, config: Mapping[str, bool]) -> Frozen:
         not wanted.get(id(parameter), ("", not parameter.requires_grad))[1] for parameter in parameters
     ):
         raise UnknownArgumentError(f"nothing of {type(model).__name__} would train: {dict(config)}")
+    if absent:
+        logger.warning(
+            f"{type(model).__name__} has no component for {', '.join(absent)}: there is nothing of it to freeze or "
+            f"to train. It has {', '.join(components)}."
+        )
     for parameter in parameters:
         if id(parameter) in wanted:
             parameter.requires_grad_(not wanted[id(parameter)][1])
     counts = {key: _size(own.values(), requires_grad=False) for key, own in components.items()}
     trainable = _size(parameters, requires_grad=True)
-    return Frozen(counts, trainable, trainable + _size(parameters, requires_grad=False))
+    return Frozen(counts, trainable, trainable + _size(parameters, requires_grad=False), absent)
 
 
 def _size(parameters: Iterable[nn.Parameter], *, requires_grad: bool) -> int:
@@ -243,17 +262,24 @@ def _parameters(modules: Iterable[nn.Module | None], names: Mapping[int, str]) -
     }
 
 
-def _check_keys(config: Mapping[str, bool], components: Mapping[str, object], model: str) -> None:
+def _by_key(config: Mapping[str, bool], model: str) -> dict[str, bool]:
+    """A freeze configuration by key of `COMPONENTS`, checked."""
+    found: dict[str, bool] = {}
     wrong = []
-    for key, value in config.items():
-        if key not in components:
-            close = get_close_matches(key, components, n=1, cutoff=0.6)
-            absent = " (it has none)" if key in COMPONENTS else ""
-            wrong.append(key + absent + (f" (did you mean {close[0]}?)" if close and not absent else ""))
+    for given, value in config.items():
+        key = SHORT_NAMES.get(given, given)
+        if key not in COMPONENTS:
+            close = get_close_matches(given, [*COMPONENTS, *SHORT_NAMES], n=1, cutoff=0.6)
+            wrong.append(given + (f" (did you mean {close[0]}?)" if close else ""))
         elif not isinstance(value, bool):
-            wrong.append(f"{key}={value!r} (neither True nor False)")
+            wrong.append(f"{given}={value!r} (neither True nor False)")
+        elif key in found:
+            wrong.append(f"{given} (given as {key}, too)")
+        else:
+            found[key] = value
     if wrong:
         raise UnknownArgumentError(
             f"cannot freeze parts of {model}: {', '.join(wrong)}. Expected True or False for some of "
-            f"{', '.join(components)}"
+            f"{', '.join(COMPONENTS)}"
         )
+    return found

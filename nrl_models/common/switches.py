@@ -15,6 +15,7 @@ from nrl_models.errors import UnknownArgumentError
 
 SWITCHES = frozenset(
     {
+        "engine-dummy-buffers",
         "engine-experts-on-cpu",
         "engine-tied-head",
         "engine-tokenizer",

@@ -17,6 +17,7 @@ from rich.table import Table
 
 from nrl_models.auto import auto_class_for
 from nrl_models.common.checkpoint.files import resolve_folder
+from nrl_models.common.switches import quirks_off
 from nrl_models.consistency.cells import THRESHOLD, Data, Mode, Settings
 from nrl_models.consistency.consistency_report import CellResult
 from nrl_models.consistency.judge import Judge
@@ -111,7 +112,9 @@ def check_refit(
     trainer = HFEngine(model, "trainer")
     prompts = Prompts.of_checkpoint(resolve_folder(path), trainer.capabilities().vocabulary or 0)
     note("starting the engine on random weights")
-    with start_engine(engine, path, **keywords) as started:
+    with quirks_off("engine-dummy-buffers"):  # random weights are the point, and what no refit reaches is reported
+        started = start_engine(engine, path, **keywords)
+    with started:
         if not started.capabilities().refit:
             raise EngineError(f"{engine} takes no new weights here, so there is nothing to check")
         checker = RefitChecker(str(path), Meter(started, trainer, prompts, settings), device)

@@ -19,9 +19,12 @@ from typing import Any
 
 import safetensors.torch
 import torch
+from transformers.utils import logging
 
+from nrl_models import registry
 from nrl_models.common.checkpoint.files import resolve_folder
 from nrl_models.common.dtypes import dtype_name
+from nrl_models.common.flags import ModelFlag
 from nrl_models.common.switches import is_off
 from nrl_models.engines.base import (
     LOGITS,
@@ -37,6 +40,8 @@ from nrl_models.engines.base import (
 from nrl_models.errors import EngineError
 from nrl_models.loading.read_config import read_config
 from nrl_models.logprobs.sampling import Sampling
+
+logger = logging.get_logger(__name__)
 
 WORKER = "nrl_models.engines.vllm_worker.ConsistencyWorker"
 
@@ -83,6 +88,8 @@ class VLLMEngine(Engine):
 
         Args:
             path, dtype, max_length, load_format, seed: as for `start_engine`; `max_length` is vLLM's `max_model_len`.
+                A family that has `ModelFlag.VLLM_LOAD_FORMAT_AUTO` starts on the checkpoint's weights, with a note,
+                unless the quirk `engine-dummy-buffers` is switched off.
             multiprocessing: whether the engine runs in a process of its own: this process then survives a crash, but
                 modules cannot be recorded. By default only for models that vLLM runs by transformers' classes,
                 which it modifies, so that a trainer's model in the same process would break.
@@ -118,6 +125,11 @@ class VLLMEngine(Engine):
         if max_length is not None:
             keywords["max_model_len"] = max_length
         keywords |= options
+        if load_format == "dummy" and _needs_its_weights(path):
+            logger.warning(
+                f"{path} is of a family that vLLM must not start on random weights: it reads the checkpoint."
+            )
+            load_format = "auto"
         try:
             llm = vllm.LLM(
                 str(path),
@@ -284,6 +296,14 @@ def _needs_tokenizer(path: str | Path) -> bool:
         return False
     config = read_config(resolve_folder(path))
     return any(getattr(config, name, None) is not None for name in ("vision_config", "audio_config"))
+
+
+def _needs_its_weights(path: str | Path) -> bool:
+    """Whether the checkpoint's family says that dummy weights would leave buffers that no refit reaches."""
+    if is_off("engine-dummy-buffers"):
+        return False
+    classes = map(registry.model_class, read_config(resolve_folder(path)).architectures or [])
+    return any(ModelFlag.VLLM_LOAD_FORMAT_AUTO in getattr(found, "flags", ModelFlag.NONE) for found in classes)
 
 
 def _refuse_v0() -> None:

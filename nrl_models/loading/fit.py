@@ -6,7 +6,7 @@ All problems are collected before any tensor is read, and raised as one error.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,7 +39,8 @@ class Fit:
         names: the tensors that the checkpoint's keys stand for.
         found: which keys fill which tensors.
         dtypes: the dtype to load each parameter in.
-        skipped: keys that the model has no use for, where `strict=False` allows that.
+        skipped: keys that the model has no use for, where `strict=False` allows that, or of the head that a base
+            model does not have.
         unused: keys that the model has no use for but writes into the next checkpoint.
     """
 
@@ -59,12 +60,22 @@ class Fit:
             if files.tensors[key].dtype.itemsize > self.dtypes[name].itemsize and key not in files.dequantised
         ]
 
+    def info(self) -> dict[str, Any]:
+        """What `output_loading_info` returns, with transformers' keys."""
+        return {
+            "missing_keys": set(self.found.missing) - self.found.copies.keys(),
+            "unexpected_keys": set(self.skipped),
+            "mismatched_keys": set(),
+            "error_msgs": [],
+        }
+
     def warn(self, model: PreTrainedModel, files: CheckpointFiles) -> None:
         """Log one warning that lists what was missing and what was skipped (`strict=False`)."""
-        if self.skipped or self.found.missing:
+        others = [key for key in self.skipped if key not in self.names.of_head]
+        if others or self.found.missing:
             logger.warning(
                 f"{files.folder} does not hold all of {class_name(model)} (strict=False): initialised "
-                f"{', '.join(self.found.missing) or 'nothing'}; skipped {', '.join(self.skipped) or 'nothing'}."
+                f"{', '.join(self.found.missing) or 'nothing'}; skipped {', '.join(others) or 'nothing'}."
             )
 
 
@@ -75,19 +86,20 @@ def fit_checkpoint(
     *,
     dtype: torch.dtype,
     strict: bool = True,
+    key_mapping: Mapping[str, str] | None = None,
     share: tuple[int, int] = (0, 1),
 ) -> Fit:
     """Match a checkpoint to a model on meta. Only tied tensors that are stored twice are read, to compare them.
 
     Args:
-        model, files, dtype, strict: as in `load_weights`.
+        model, files, dtype, strict, key_mapping: as in `load_weights`.
         share: `(i, n)`: compare the i-th of n slices of tensors that are stored twice.
 
     Raises:
         CheckpointError: everything that does not fit.
     """
     adapter = StateDictAdapter(model)
-    names = CheckpointNames(model, adapter, files.tensors)
+    names = CheckpointNames(model, adapter, files.tensors, key_mapping)
     ignorable = _patterns(model, "_keys_to_ignore_on_load_unexpected", _former_buffers(model))
     optional = _patterns(model, "_keys_to_ignore_on_load_missing", ())
     kept = _patterns(model, "keeps_unused", ())
@@ -98,6 +110,9 @@ def fit_checkpoint(
         if ignorable.search(key):
             if kept.search(key):
                 unused.append(key)
+            return None
+        if key in names.of_head:
+            skipped.append(key)
             return None
         if not strict:
             skipped.append(key)
@@ -132,13 +147,21 @@ class CheckpointNames:
         model: the model to load.
         adapter: its adapter.
         keys: all keys of the checkpoint.
+        key_mapping: renamings of these keys that come before transformers'.
 
     Attributes:
         found: for each key the tensor it stands for, or None.
+        of_head: keys outside a base model in a checkpoint of a model with a head.
     """
 
-    def __init__(self, model: PreTrainedModel, adapter: StateDictAdapter, keys: Iterable[str]) -> None:
-        self._conversions: list[Any] = get_model_conversion_mapping(model)
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        adapter: StateDictAdapter,
+        keys: Iterable[str],
+        key_mapping: Mapping[str, str] | None = None,
+    ) -> None:
+        self._conversions: list[Any] = get_model_conversion_mapping(model, key_mapping and dict(key_mapping))
         self._converters = [conversion for conversion in self._conversions if isinstance(conversion, WeightConverter)]
         self._prefix = f"{model.base_model_prefix}." if model.base_model_prefix else ""
         renamed = _renamed(keys, self._conversions)
@@ -149,10 +172,16 @@ class CheckpointNames:
             hub = {names[name]: adapter.hub[name] for name in sorted(adapter.hub, key=dot_natural_key)}
         self._table: dict[str, HFTensor] = adapter.transformers | hub
         self.found = {key: self._resolve(key, name) for key, name in renamed.items()}
+        self.of_head = self._outside(renamed) if model.base_model is model else set()
 
     def used_conversions(self) -> list[Any]:
         """The conversions that applied to some key: those that saving has to revert."""
         return [conversion for conversion in self._conversions if conversion.was_used()]
+
+    def _outside(self, renamed: Mapping[str, str]) -> set[str]:
+        """The keys without the base model's prefix, where others have it."""
+        inside = {key for key, name in renamed.items() if self._prefix and name.startswith(self._prefix)}
+        return renamed.keys() - inside if any(self.found[key] is not None for key in inside) else set()
 
     def _resolve(self, key: str, renamed: str) -> HFTensor | None:
         for candidate in (renamed, key):

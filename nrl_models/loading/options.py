@@ -12,9 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedConfig
 
 from nrl_models.common.backend import BackendConfig, Combine
+from nrl_models.common.dtypes import named_dtype
 from nrl_models.distributed.mesh import check_mesh
 from nrl_models.errors import UnknownArgumentError
-from nrl_models.loading.placement import DeviceMap, device_around, refuse_meta
+from nrl_models.loading.keywords import NAMES, by_own_names
+from nrl_models.loading.placement import DeviceMap, checked_map, device_around, present_device, refuse_meta
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,13 +24,14 @@ class LoadOptions:
     """What `from_pretrained` takes beside configuration values.
 
     Args:
-        config: used instead of the checkpoint's configuration.
-        dtype: of the parameters; "auto" is the configuration's, else the checkpoint's. What transformers keeps in
-            fp32 stays fp32.
+        config: used instead of the checkpoint's configuration; an object, or where one is.
+        dtype: of the parameters, also by a name ("bfloat16", "bf16"); "auto" is the configuration's, else the
+            checkpoint's. What transformers keeps in fp32 stays fp32.
         device: where to put the model; None is the device of a `torch.device(...)` around the call, else the CPU,
             or with a mesh this rank's device.
         device_map: how to distribute the model over the devices of this process, the CPU and the disk, as in
-            transformers: "auto", a single device, or a device for each module.
+            transformers: "auto", "balanced", "balanced_low_0" or "sequential"; a single device, by name, as a
+            `torch.device` or as an accelerator's number; or a device for each module by name.
         offload_folder, offload_buffers, max_memory: directory for modules on "disk", whether buffers are offloaded,
             and the memory limit of each device.
         quantization_config: how transformers quantises linears while loading (QLoRA).
@@ -42,7 +45,12 @@ class LoadOptions:
             `nrl_models.distributed.ParallelPlan`.
         strict: whether the checkpoint must match the model exactly. False initialises what is missing and skips what
             is unknown, with a warning that lists both: for a new head on a base model.
-        revision, token, cache_dir, subfolder: as in transformers, for hub repositories.
+        key_mapping: renames the checkpoint's tensors before anything else, as in transformers: regular expressions,
+            each with what replaces it. What is saved has the checkpoint's names.
+        variant: of the weights' files: "fp16" reads `model.fp16.safetensors`.
+        output_loading_info: return `(model, info)`, with transformers' keys: `missing_keys`, `unexpected_keys`,
+            `mismatched_keys`, `error_msgs`. With `strict` nothing may be missing or unexpected.
+        revision, token, cache_dir, subfolder, local_files_only: as in transformers, for hub repositories.
         gguf_file: the name of a GGUF file in the directory or repository, as in transformers. It is loaded as the plain
             weights that it stands for.
         trust_remote_code: run the checkpoint's own code if neither transformers nor a registered family knows its
@@ -51,7 +59,7 @@ class LoadOptions:
             nothing reads or honours; see `nrl_models.common.config.validate.check_config`.
     """
 
-    config: PreTrainedConfig | None = None
+    config: PreTrainedConfig | str | Path | None = None
     dtype: str | torch.dtype = "auto"
     device: str | int | torch.device | None = None
     device_map: DeviceMap | None = None
@@ -64,11 +72,15 @@ class LoadOptions:
     mesh: DeviceMesh | None = None
     plan: Any = None
     strict: bool = True
+    key_mapping: Mapping[str, str] | None = None
+    variant: str | None = None
+    output_loading_info: bool = False
     revision: str | None = None
     token: str | bool | None = None
     cache_dir: str | Path | None = None
     subfolder: str = ""
     gguf_file: str | None = None
+    local_files_only: bool = False
     trust_remote_code: bool = False
     ignore_config_keys: Collection[str] | str = ()
 
@@ -79,21 +91,32 @@ class LoadOptions:
         If they name no destination, it is the device of a `torch.device(...)` around the call.
 
         Raises:
-            UnknownArgumentError: keywords that exclude one another.
-            DeviceError: the destination is meta.
+            UnknownArgumentError: keywords that exclude one another, or have values that mean nothing.
+            DeviceError: the destination is meta, or is not there.
             ShardingError: the mesh has unknown dimensions.
         """
-        options = cls(**{name: value for name, value in keywords.items() if name in KEYWORDS})
+        named = by_own_names(keywords)
+        rest = {name: value for name, value in named.items() if name not in OPTIONS}
+        options = cls(**{name: value for name, value in named.items() if name in OPTIONS})
         options._check_destination()
         if options.device is None and options.device_map is None:
             around = device_around()
             if options.mesh is None:
                 options = replace(options, device=around)
-        return options, {name: value for name, value in keywords.items() if name not in KEYWORDS}
+        return replace(options, dtype=named_dtype(options.dtype or "auto"))._with_single_device(), rest
+
+    def _with_single_device(self) -> LoadOptions:
+        """A map of the whole model to a device as that device: what is loaded there needs no dispatching."""
+        device_map = None if self.device_map is None else checked_map(self.device_map)
+        if isinstance(device_map, dict) and device_map.keys() == {""} and device_map[""] != "disk":
+            return replace(self, device=device_map[""], device_map=None)
+        return replace(self, device_map=device_map)
 
     def _check_destination(self) -> None:
         """Refuse contradictory or impossible destinations."""
         refuse_meta(self.device, self.device_map)
+        if self.device is not None:
+            present_device(self.device)
         given = [name for name in ("device", "device_map", "mesh") if getattr(self, name) is not None]
         if len(given) > 1 and given != ["device", "mesh"]:
             raise UnknownArgumentError(
@@ -114,4 +137,7 @@ class LoadOptions:
         return torch.device(kind, torch.get_device_module(kind).current_device())
 
 
-KEYWORDS = tuple(field.name for field in fields(LoadOptions))
+OPTIONS = tuple(field.name for field in fields(LoadOptions))
+
+KEYWORDS = (*OPTIONS, *NAMES)
+"""Everything that is taken beside values of the configuration."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from accelerate.utils import check_device_map
 from transformers import PreTrainedModel
 from transformers.modeling_utils import (
     _get_device_map,
@@ -16,7 +17,7 @@ from transformers.modeling_utils import (
     get_torch_context_manager_or_global_device,
 )
 
-from nrl_models.errors import DeviceError
+from nrl_models.errors import DeviceError, UnknownArgumentError
 
 Device = int | str | torch.device
 DeviceMap = Literal["auto", "balanced", "balanced_low_0", "sequential"] | Device | Mapping[str, Device]
@@ -37,7 +38,7 @@ def dispatch(
 
     Args:
         model: a model on the CPU.
-        device_map: see `DeviceMap`; "disk" and "cpu" are devices too.
+        device_map: from `checked_map`; "disk" and "cpu" are devices too.
         offload_folder: directory for modules on "disk".
         max_memory: limit for each device, for maps that are computed.
         offload_buffers: whether buffers are offloaded with their parameters.
@@ -46,12 +47,72 @@ def dispatch(
         ValueError: a map that misses modules, or uses "disk" without `offload_folder`.
     """
     memory = None if max_memory is None else dict(max_memory)
-    found = _get_device_map(model, check_and_set_device_map(device_map), memory, None)  # type: ignore[arg-type]
+    found = _get_device_map(model, device_map, memory, None)  # type: ignore[arg-type]
     places = set(found.values())
     if len(places) == 1 and places != {"disk"}:
+        if places != {"cpu"}:  # where all that the map leaves out is, too
+            check_device_map(model, dict(found))
         return model.to(*places)
     accelerate_dispatch(model, None, dict(found), offload_folder, None, offload_buffers)
     return model
+
+
+STRATEGIES = ("auto", "balanced", "balanced_low_0", "sequential")
+
+
+def checked_map(device_map: DeviceMap) -> str | dict[str, Any]:
+    """A strategy, or a device for each module by name, as transformers reads `device_map`.
+
+    Raises:
+        UnknownArgumentError: it names no strategy and no device.
+        DeviceError: it names a device that is not there.
+    """
+    if isinstance(device_map, str) and device_map in STRATEGIES:
+        return device_map
+    if not isinstance(device_map, str | int | torch.device | Mapping):
+        raise _no_device("device_map", device_map, [*STRATEGIES, "a device for each module"])
+    if isinstance(device_map, Mapping):
+        places = dict(device_map)
+    else:
+        present_device(device_map, "device_map")
+        as_map: Any = check_and_set_device_map(device_map)
+        places = dict(as_map)
+    for name, place in places.items():
+        if place != "disk":
+            present_device(place, f"device_map[{name!r}]")
+    return places
+
+
+def present_device(device: Device, keyword: str = "device") -> torch.device:
+    """A device that is there.
+
+    Args:
+        device: by name, as a `torch.device`, or as an accelerator's number.
+        keyword: that it was given by, for errors.
+
+    Raises:
+        UnknownArgumentError: it is no device.
+        DeviceError: it is not there.
+    """
+    there = ["cpu", *(str(torch.device(index)) for index in range(torch.accelerator.device_count()))]
+    if isinstance(device, int) and not isinstance(device, bool):
+        if not 0 <= device < len(there) - 1:
+            raise DeviceError(f"{keyword}={device}: there is no accelerator of this number, but {', '.join(there)}")
+        return torch.device(device)
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        more = STRATEGIES if keyword == "device_map" else ()
+        raise _no_device(keyword, device, more) from error
+    numbered = found if found.index is not None else torch.device(found.type, 0)
+    if found.type not in ("cpu", "meta") and str(numbered) not in there:
+        raise DeviceError(f"{keyword}={str(device)!r}: there is no such device, but {', '.join(there)}")
+    return found
+
+
+def _no_device(keyword: str, given: object, more: Iterable[str]) -> UnknownArgumentError:
+    others = "".join(f", {other}" for other in more)
+    return UnknownArgumentError(f"{keyword}={given!r}: expected a device (cpu, cuda:0, 0){others}")
 
 
 def device_in_context() -> torch.device | None:

@@ -3,30 +3,29 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
-from nrl_models.common.backend import BackendConfig, Combine
 from nrl_models.common.checkpoint.dequantised import DequantisedFiles
 from nrl_models.common.checkpoint.files import CheckpointFiles, resolve_folder
 from nrl_models.common.checkpoint.gguf_files import GGUFFiles
 from nrl_models.common.checkpoint.local_path import is_gguf
 from nrl_models.common.config.validate import check_config
 from nrl_models.distributed.mesh import agreed
-from nrl_models.errors import CheckpointError, Problem, ProblemKind
+from nrl_models.errors import CheckpointError, Problem, ProblemKind, UnknownArgumentError
+from nrl_models.loading.keywords import ALIASES, by_own_names, unknown_keywords
 from nrl_models.loading.options import LoadOptions
-from nrl_models.loading.placement import device_in_context, dispatch, on_cpu
+from nrl_models.loading.placement import device_in_context, dispatch, on_cpu, present_device
 from nrl_models.loading.quantised import is_read_plain, load_quantised, require_plain_gguf
-from nrl_models.loading.read_config import config_for, override, read_config
+from nrl_models.loading.read_config import IMPLEMENTATIONS, config_for, override, read_config
 from nrl_models.loading.sharded import load_sharded
-from nrl_models.loading.skeleton import build_skeleton, construction, resolve_dtype
+from nrl_models.loading.skeleton import build_skeleton, checked_dtype, construction, resolve_dtype
 from nrl_models.loading.weights import load_weights
 
 logger = logging.get_logger(__name__)
@@ -49,38 +48,61 @@ class Source:
     options: LoadOptions
 
 
-def open_source(path_or_id: str | Path, keywords: Mapping[str, Any]) -> Source:
+def open_source(path_or_id: str | Path | None, keywords: Mapping[str, Any]) -> Source:
     """Find a checkpoint and read its configuration: enough to choose a class for it.
 
     Args:
-        path_or_id: a directory, a GGUF file, or the name of a hub repository.
+        path_or_id: a directory, a GGUF file, or the name of a hub repository; None if `keywords` have it under
+            transformers' name.
         keywords: options, see `LoadOptions`, and values of the configuration.
 
     Raises:
         CheckpointError, UnknownArchitectureError, RemoteCodeError, UnknownArgumentError, DeviceError, ShardingError:
             as `nrl_models.AutoModelForCausalLM.from_pretrained`.
     """
+    path_or_id, keywords = _named_path(path_or_id, keywords)
     options, overrides = LoadOptions.split(keywords)
     with on_cpu(), agreed(options.mesh, "read the checkpoint's configuration"):
-        folder = resolve_folder(
-            path_or_id,
-            subfolder=options.subfolder,
-            revision=options.revision,
-            token=options.token,
-            cache_dir=options.cache_dir,
-            gguf_file=options.gguf_file,
-        )
-        if options.config is None:
-            config = read_config(folder, trust_remote_code=options.trust_remote_code)
-        else:
+        asked = ("subfolder", "revision", "token", "cache_dir", "gguf_file", "local_files_only")
+        folder = resolve_folder(path_or_id, **{name: getattr(options, name) for name in asked})
+        if isinstance(options.config, PreTrainedConfig):
             config = copy.deepcopy(options.config)
+        else:
+            place = Path(options.config or folder).expanduser()
+            config = read_config(
+                place if place.exists() else resolve_folder(place), trust_remote_code=options.trust_remote_code
+            )
         override(config, overrides)
         config.name_or_path = str(path_or_id)
     return Source(str(path_or_id), folder, config, options)
 
 
-def load(model_class: type[PreTrainedModel], source: Source) -> PreTrainedModel:
-    """Build `model_class`, fill it with the checkpoint's weights, and place it; in evaluation mode."""
+PATH_NAME = "pretrained_model_name_or_path"
+"""transformers' name of the first argument."""
+
+
+def _named_path(path_or_id: str | Path | None, keywords: Mapping[str, Any]) -> tuple[str | Path, dict[str, Any]]:
+    """The path, given as the first argument or under transformers' name, and the other keywords."""
+    given = [path for path in (path_or_id, keywords.get(PATH_NAME)) if path is not None]
+    if len(given) != 1:
+        raise UnknownArgumentError(
+            f"expected a directory or the name of a hub repository, once: as the first argument, or as {PATH_NAME}"
+        )
+    rest = {name: value for name, value in keywords.items() if name != PATH_NAME}
+    return given[0], rest
+
+
+def load(model_class: type[PreTrainedModel], source: Source) -> Any:
+    """Build `model_class`, fill it with the checkpoint's weights, and place it; in evaluation mode.
+
+    Returns:
+        The model; with `output_loading_info` it and what was missing or not used.
+    """
+    model, info = _loaded(model_class, source)
+    return (model, info) if source.options.output_loading_info else model
+
+
+def _loaded(model_class: type[PreTrainedModel], source: Source) -> tuple[PreTrainedModel, dict[str, Any]]:
     options, folder, device = source.options, source.folder, source.options.destination()
     with on_cpu(), ExitStack() as opened:
         with agreed(options.mesh, "prepare the model"):
@@ -92,21 +114,23 @@ def load(model_class: type[PreTrainedModel], source: Source) -> PreTrainedModel:
                 require_plain_gguf(folder, options)
                 files = GGUFFiles(folder)
             elif is_read_plain(config, options):
-                files = DequantisedFiles(folder, config.quantization_config)
+                files = DequantisedFiles(folder, config.quantization_config, options.variant)
                 del config.quantization_config  # the model is not quantised, nor what it saves
             elif options.quantization_config is not None or getattr(config, "quantization_config", None) is not None:
                 _refuse_sharding(source)
                 return load_quantised(model_class, folder, config, options, built_with)
             else:
-                files = CheckpointFiles(folder)
+                files = CheckpointFiles(folder, options.variant)
             opened.callback(files.close)
             dtype = resolve_dtype(options.dtype, config, files)
             model = build_skeleton(model_class, config, dtype, **built_with)
+        how: Any = {"dtype": dtype, "device": device, "strict": options.strict, "key_mapping": options.key_mapping}
         if options.mesh is None:
-            narrowed = load_weights(model, files, dtype=dtype, device=device, strict=options.strict)
+            fit = load_weights(model, files, **how)
         else:
             plan: Any = "auto" if options.plan is None else options.plan
-            narrowed = load_sharded(model, files, options.mesh, plan, dtype=dtype, device=device, strict=options.strict)
+            fit = load_sharded(model, files, options.mesh, plan, **how)
+        narrowed = fit.narrowed(files)
         if narrowed and options.dtype == "auto":
             logger.warning(
                 f"{source.name} stores {len(narrowed)} tensors ({narrowed[0]}, ...) in a wider dtype than {dtype}, "
@@ -115,15 +139,15 @@ def load(model_class: type[PreTrainedModel], source: Source) -> PreTrainedModel:
         if model.can_generate() and (folder / "generation_config.json").is_file():
             model.generation_config = GenerationConfig.from_pretrained(folder)
         model.eval()
-        if options.device_map is None:
-            return model
-        return dispatch(
-            model,
-            options.device_map,
-            options.offload_folder,
-            max_memory=options.max_memory,
-            offload_buffers=options.offload_buffers,
-        )
+        if options.device_map is not None:
+            dispatch(
+                model,
+                options.device_map,
+                options.offload_folder,
+                max_memory=options.max_memory,
+                offload_buffers=options.offload_buffers,
+            )
+        return model, fit.info()
 
 
 def _refuse_sharding(source: Source) -> None:
@@ -132,30 +156,32 @@ def _refuse_sharding(source: Source) -> None:
         raise CheckpointError(f"cannot load {source.name}", [problem], ["load it without mesh"])
 
 
-def from_config(
-    model_class: type[PreTrainedModel],
-    config: PreTrainedConfig,
-    *,
-    dtype: torch.dtype | None = None,
-    device: str | int | torch.device | None = None,
-    combine: Combine = True,
-    backend: BackendConfig | None = None,
-    ignore_config_keys: Collection[str] | str = (),
-) -> PreTrainedModel:
+NEW_MODEL_OPTIONS = ("dtype", "device", "combine", "backend", "ignore_config_keys", *IMPLEMENTATIONS)
+"""The options of `from_config`."""
+
+
+def from_config(model_class: type[PreTrainedModel], config: PreTrainedConfig, **keywords: Any) -> PreTrainedModel:
     """A model with new weights: for a given seed, bit-identical to transformers' initialisation.
 
     Args:
         model_class: its class.
         config: left unchanged.
-        dtype: of the parameters; None is the configuration's.
-        device: where to build it; None is as in `from_pretrained`, `"meta"` gives shapes without weights.
-        combine, backend, ignore_config_keys: as in `LoadOptions`.
+        keywords: some of `NEW_MODEL_OPTIONS`. `dtype`, of the parameters, and `device` are by default the
+            configuration's, and that of a `torch.device(...)` around the call; on `"meta"` there are shapes without
+            weights. The others are as in `LoadOptions`.
+
+    Raises:
+        UnknownArgumentError: other keywords, or values that mean nothing.
     """
+    named = by_own_names(keywords)
+    if unknown := [name for name in named if name not in NEW_MODEL_OPTIONS]:
+        raise UnknownArgumentError(unknown_keywords(unknown, (*NEW_MODEL_OPTIONS, *ALIASES)))
     config = config_for(model_class, copy.deepcopy(config))
-    check_config(model_class, config, ignore_config_keys)
-    torch_device = torch.device(device_in_context() or "cpu" if device is None else device)
-    options = construction(model_class, combine, backend, torch_device)
-    if dtype is not None:
-        options["dtype"] = dtype
-    with torch_device:
+    check_config(model_class, config, named.get("ignore_config_keys", ()))
+    device = present_device(named.get("device") or device_in_context() or "cpu")
+    options = construction(model_class, named.get("combine", True), named.get("backend"), device)
+    options |= {name: named[name] for name in IMPLEMENTATIONS if name in named}
+    if named.get("dtype") not in (None, "auto"):
+        options["dtype"] = checked_dtype(named["dtype"])
+    with device:
         return model_class._from_config(config, **options)

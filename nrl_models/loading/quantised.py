@@ -46,12 +46,15 @@ def load_quantised(
     config: PreTrainedConfig,
     options: LoadOptions,
     construction: dict[str, Any],
-) -> PreTrainedModel:
+) -> tuple[PreTrainedModel, dict[str, Any]]:
     """Load a quantised checkpoint with transformers; linears that its quantisers replace are not grouped.
 
     Args:
         model_class, folder, config, options: what to load, from where, and how.
         construction: keywords for the model's constructor.
+
+    Returns:
+        The model, and what transformers says of how it was loaded.
 
     Raises:
         CheckpointError: missing, unexpected or mismatched tensors, unless `strict=False`.
@@ -62,6 +65,7 @@ def load_quantised(
     if options.device_map is not None:
         asked = ("device_map", "offload_folder", "max_memory", "offload_buffers")
         keywords |= {name: getattr(options, name) for name in asked}
+    keywords |= {name: getattr(options, name) for name in ("key_mapping", "variant")}
     load = vars(PreTrainedModel)["from_pretrained"].__func__  # a family's class overrides it
     model, info = load(model_class, folder, output_loading_info=True, **keywords)
     kinds = {
@@ -81,4 +85,4 @@ def load_quantised(
     if getattr(model, "hf_quantizer", None) is None:
         model._weight_conversions = None  # dequantised: saving must not quantise it again
     join(model)
-    return model.eval()
+    return model.eval(), info

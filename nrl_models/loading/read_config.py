@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from nrl_models.errors import (
     UnknownArgumentError,
     one_line,
 )
+from nrl_models.loading.keywords import unknown_keywords
 from nrl_models.loading.options import KEYWORDS
 
 IMPLEMENTATIONS = ("attn_implementation", "experts_implementation")
@@ -122,13 +123,14 @@ def override(config: PreTrainedConfig, overrides: Mapping[str, Any]) -> None:
         )
     unknown = [name for name in overrides if name not in IMPLEMENTATIONS and not is_value(config, name)]
     fixed = [name for name in unknown if hasattr(config, name) and not callable(getattr(config, name))]
-    if fixed and "torch_dtype" not in fixed:
+    if fixed:
         raise UnknownArgumentError(
             f"{', '.join(fixed)}: expected values of the configuration, and this is none: {type(config).__name__} sets "
             "it itself. Leave it out; to use another class, change config.json, or pass config="
         )
     if unknown:
-        raise UnknownArgumentError(_unknown_keywords(unknown, config))
+        kind = f", or a key of {type(config).__name__}"
+        raise UnknownArgumentError(unknown_keywords(unknown, (*KEYWORDS, *IMPLEMENTATIONS), config.to_dict(), kind))
     try:
         for name, value in with_declared_types(type(config), overrides, "what was passed").items():
             if name in IMPLEMENTATIONS:
@@ -139,18 +141,6 @@ def override(config: PreTrainedConfig, overrides: Mapping[str, Any]) -> None:
                 setattr(config, name, value)
     except StrictDataclassFieldValidationError as error:
         raise UnknownArgumentError(f"{name}={value!r}: {one_line(error)}") from error
-
-
-def _unknown_keywords(unknown: Iterable[str], config: PreTrainedConfig) -> str:
-    known = [*KEYWORDS, *IMPLEMENTATIONS, *config.to_dict()]
-    lines = []
-    for name in unknown:
-        close = ["dtype"] if name == "torch_dtype" else get_close_matches(name, known, n=3, cutoff=0.7)
-        lines.append(name + (f" (did you mean {' or '.join(close)}?)" if close else ""))
-    return (
-        f"unknown keyword{'s' if len(lines) > 1 else ''} {', '.join(lines)}: expected one of "
-        f"{', '.join((*KEYWORDS, *IMPLEMENTATIONS))}, or a key of {type(config).__name__}"
-    )
 
 
 def config_for(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedConfig:

@@ -41,15 +41,16 @@ def load_sharded(
     dtype: torch.dtype,
     device: torch.device,
     strict: bool = True,
-) -> list[str]:
+    key_mapping: Mapping[str, str] | None = None,
+) -> Fit:
     """Shard a model on meta and fill each rank's shards of it.
 
     Args:
-        model, files, dtype, device, strict: as in `nrl_models.loading.weights.load_weights`.
+        model, files, dtype, device, strict, key_mapping: as in `nrl_models.loading.weights.load_weights`.
         mesh, plan: as in `nrl_models.distributed.parallelize`.
 
     Returns:
-        The keys that are stored with more precision than they are loaded in.
+        How the checkpoint fitted the model.
 
     Raises:
         CheckpointError, ShardingError: a problem on this or another rank, before memory is allocated.
@@ -58,7 +59,7 @@ def load_sharded(
         chosen = plan_for(model, mesh, plan)
         sharding = divide_model(model, mesh, chosen)
         share = (mesh.get_coordinate() or [0])[-1], mesh.size(mesh.ndim - 1)
-        fit = fit_checkpoint(model, files, dtype=dtype, strict=strict, share=share)
+        fit = fit_checkpoint(model, files, dtype=dtype, strict=strict, key_mapping=key_mapping, share=share)
         cast(Any, model)._weight_conversions = fit.names.used_conversions()
         _retype(model, fit)
         sharding.finish(model)
@@ -74,7 +75,7 @@ def load_sharded(
         _fill(model, fit, files, device)
         keep_unused(model, fit, files)
     fit.warn(model, files)
-    return fit.narrowed(files)
+    return fit
 
 
 def _retype(model: nn.Module, fit: Fit) -> None:

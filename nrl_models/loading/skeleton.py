@@ -11,6 +11,7 @@ from transformers.initialization import no_init_weights
 
 from nrl_models.common.backend import BackendConfig, Combine, should_combine
 from nrl_models.common.checkpoint.files import CheckpointFiles
+from nrl_models.common.dtypes import named_dtype
 from nrl_models.common.state_dict.matching import is_wide_float
 from nrl_models.errors import UnknownArgumentError
 
@@ -67,6 +68,16 @@ def resolve_dtype(dtype: str | torch.dtype, config: PreTrainedConfig, files: Che
         if configured is None:
             return files.dtype or torch.get_default_dtype()
         dtype = configured
+    return checked_dtype(dtype)
+
+
+def checked_dtype(dtype: str | torch.dtype) -> torch.dtype:
+    """A dtype that parameters may have, by its name or itself.
+
+    Raises:
+        UnknownArgumentError: any other.
+    """
+    dtype = named_dtype(dtype)
     resolved = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if not isinstance(resolved, torch.dtype) or not is_wide_float(resolved):
         raise UnknownArgumentError(f"dtype={dtype!r}: expected 'auto' or a floating-point dtype such as torch.bfloat16")

@@ -9,7 +9,7 @@ buffer, mapped or allocated. There are no intermediate copies: nothing is concat
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
@@ -43,7 +43,8 @@ def load_weights(
     dtype: torch.dtype,
     device: torch.device | None = None,
     strict: bool = True,
-) -> list[str]:
+    key_mapping: Mapping[str, str] | None = None,
+) -> Fit:
     """Fill `model`, built with meta parameters and real buffers, from `files`.
 
     Args:
@@ -54,21 +55,22 @@ def load_weights(
         strict: whether every tensor must be there and used. Otherwise missing ones are initialised as
             transformers initialises them, unexpected ones are skipped, and one warning lists both.
             Incomplete tensors, duplicates and wrong shapes are always errors.
+        key_mapping: renames the checkpoint's keys before anything else, see `LoadOptions`.
 
     Returns:
-        The keys that are stored with more precision than they are loaded in.
+        How the checkpoint fitted the model.
 
     Raises:
         CheckpointError: everything that does not fit; the model is unchanged.
     """
     device = device or torch.device("cpu")
-    fit = fit_checkpoint(model, files, dtype=dtype, strict=strict)
+    fit = fit_checkpoint(model, files, dtype=dtype, strict=strict, key_mapping=key_mapping)
     _read(model, fit, files, device)
     cast(Any, model)._weight_conversions = fit.names.used_conversions()
     keep_unused(model, fit, files)
     _finish(model, fit, device)
     fit.warn(model, files)
-    return fit.narrowed(files)
+    return fit
 
 
 def keep_unused(model: PreTrainedModel, fit: Fit, files: CheckpointFiles) -> None:

@@ -351,10 +351,14 @@ INFERENCE = (
         "reaches, and generates gibberish.",
         where=("engine",),
         applies=lambda subject: ModelFlag.VLLM_LOAD_FORMAT_AUTO in subject.flags,
-        handling="Families say so by ModelFlag.VLLM_LOAD_FORMAT_AUTO: start such engines on the checkpoint. A refit "
-        "reports persistent buffers that were not written.",
-        code=("nrl_models.common.flags:ModelFlag", "nrl_models.engines.vllm_worker:ConsistencyWorker"),
-        off='start_engine(..., load_format="dummy")',
+        handling="Families say so by ModelFlag.VLLM_LOAD_FORMAT_AUTO: vLLM then starts on the checkpoint. A refit "
+        "reports persistent buffers that were not written. `refit-check` and `consistency --load-format dummy` start "
+        "on random weights all the same, which is what they are for.",
+        code=(
+            "nrl_models.common.flags:ModelFlag",
+            "nrl_models.engines.vllm:VLLMEngine",
+            "nrl_models.engines.vllm_worker:ConsistencyWorker",
+        ),
         fixed="vllm>=0.9.2",
         kept_for="trainers that read the flag beside an older vLLM",
         probe="behavioural",

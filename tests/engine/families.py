@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from vllm import ModelRegistry
 
 from nrl_models import registry
+from nrl_models.common.switches import quirks_off
 from nrl_models.consistency.cells import Settings
 from nrl_models.consistency.matrix import run_matrix
 from nrl_models.consistency.measure import Meter
@@ -217,7 +218,8 @@ def hold(architecture: str, start: Start, folder: Path, overrides: dict[str, Any
     prompts = Prompts(None, min(FIRST_SPECIAL, trainer.capabilities().vocabulary))  # no images' tokens
     settings = replace(SETTINGS, sampling=Sampling(temperature))
     try:
-        engine = start(checkpoint, load_format="dummy", seed=1)
+        with quirks_off("engine-dummy-buffers"):
+            engine = start(checkpoint, load_format="dummy", seed=1)
     except EngineError as error:
         return Outcome(architecture, NOT_RUN, reason=str(error))
     steps: list[RefitStep] = []

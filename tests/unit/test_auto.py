@@ -19,10 +19,14 @@ from transformers import (
     MistralConfig,
     PersimmonConfig,
     PreTrainedModel,
+    RagConfig,
     T5Config,
+    VisionEncoderDecoderConfig,
+    XLMConfig,
 )
 
 from nrl_models import (
+    AutoModel,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
@@ -197,7 +201,9 @@ def test_an_auto_class_has_no_instances() -> None:
             "is not a token classifier. Use AutoModelForCausalLM or AutoModelForImage",
         ),
         (AutoModelForCausalLM, T5Config, "Use AutoModelForSequenceClassification or AutoModelForTokenClassification."),
-        (AutoModelForCausalLM, CLIPConfig, "No auto class serves it; a family can"),
+        (AutoModelForCausalLM, CLIPConfig, "Use AutoModel."),
+        (AutoModel, VisionEncoderDecoderConfig, "is not a base model. Use AutoModelForImageTextToText."),
+        (AutoModelForCausalLM, RagConfig, "No auto class serves it; a family can"),
     ],
 )
 def test_the_right_auto_class_is_named(auto: Any, config: Any, advice: str) -> None:
@@ -253,7 +259,10 @@ def test_another_head_or_none_is_no_unknown_architecture(named: list[str] | None
     [
         (["LlamaForTokenClassification"], LlamaConfig, AutoModelForTokenClassification),
         (["Gemma3ForConditionalGeneration"], Gemma3Config, AutoModelForImageTextToText),
-        (["LlamaModel"], LlamaConfig, AutoModelForCausalLM),
+        (["LlamaModel"], LlamaConfig, AutoModel),
+        (["XLMWithLMHeadModel"], XLMConfig, AutoModelForCausalLM),
+        (["VisionEncoderDecoderModel"], VisionEncoderDecoderConfig, AutoModelForImageTextToText),
+        (["Foreign"], CLIPConfig, AutoModel),
         (None, Gemma3Config, AutoModelForCausalLM),
     ],
 )

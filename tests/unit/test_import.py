@@ -105,8 +105,8 @@ def test_every_public_name_resolves() -> None:
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:
-    with pytest.raises(AttributeError, match="No nrl_models attribute AutoModel"):
-        nrl_models.AutoModel  # noqa: B018
+    with pytest.raises(AttributeError, match="No nrl_models attribute AutoModelForNothing"):
+        nrl_models.AutoModelForNothing  # noqa: B018
 
 
 def test_every_module_imports_and_has_what_it_says() -> None:

@@ -56,14 +56,15 @@ class DequantisedFiles(CheckpointFiles):
     Args:
         folder: see `CheckpointFiles`.
         quantised_as: the configuration's `quantization_config`.
+        variant: see `CheckpointFiles`.
 
     Raises:
         CheckpointError: what `CheckpointFiles` raises; values without scales, scales without values or of another
             number, dtypes that no quantisation has; all of them at once.
     """
 
-    def __init__(self, folder: str | Path, quantised_as: Any) -> None:
-        super().__init__(folder)
+    def __init__(self, folder: str | Path, quantised_as: Any, variant: str | None = None) -> None:
+        super().__init__(folder, variant)
         self._quantised: dict[str, Quantised] = {}
         method = settings_of(quantised_as)["quant_method"]
         problems = self._pair_mxfp4() if method == "mxfp4" else self._pair_fp8(settings_of(quantised_as))

@@ -17,7 +17,7 @@ import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from safetensors import SafetensorError, safe_open
-from transformers.modeling_utils import str_to_torch_dtype
+from transformers.modeling_utils import _add_variant, str_to_torch_dtype
 
 from nrl_models.common.checkpoint.local_path import (
     ADAPTER_CONFIG_NAME,
@@ -75,6 +75,7 @@ class CheckpointFiles:
 
     Args:
         folder: a directory with `model.safetensors`, or `model.safetensors.index.json` and its shards.
+        variant: of these files: "fp16" reads `model.fp16.safetensors`, or `model.safetensors.index.fp16.json`.
 
     Attributes:
         folder: the directory.
@@ -89,8 +90,9 @@ class CheckpointFiles:
     dequantised: frozenset[str] = frozenset()
 
     @no_collections()
-    def __init__(self, folder: str | Path) -> None:
+    def __init__(self, folder: str | Path, variant: str | None = None) -> None:
         self.folder = Path(folder)
+        self.weights_name, self.index_name = (_add_variant(name, variant) for name in (WEIGHTS_NAME, INDEX_NAME))
         self.tensors: dict[str, StoredTensor] = {}
         problems: list[Problem] = []
         files = self._files(problems)
@@ -157,25 +159,26 @@ class CheckpointFiles:
 
     def _files(self, problems: list[Problem]) -> dict[str, set[str] | None]:
         """The files to read and, where an index says so, the keys each must hold."""
-        if (self.folder / WEIGHTS_NAME).is_file():
-            return {WEIGHTS_NAME: None}
-        if (self.folder / INDEX_NAME).is_file():
+        if (self.folder / self.weights_name).is_file():
+            return {self.weights_name: None}
+        if (self.folder / self.index_name).is_file():
             return self._indexed_files(problems)
         found = sorted(path.name for path in self.folder.glob("*") if path.suffix in (".bin", ".pt", ".pth"))
         if found:
             detail = f"only {', '.join(found)} found, and only safetensors are read: other formats can run code"
             problems.append(Problem(ProblemKind.FORMAT, str(self.folder), detail))
         else:
-            problems.append(Problem(ProblemKind.FILE, str(self.folder), f"has neither {WEIGHTS_NAME} nor {INDEX_NAME}"))
+            detail = f"has neither {self.weights_name} nor {self.index_name}"
+            problems.append(Problem(ProblemKind.FILE, str(self.folder), detail))
         return {}
 
     def _indexed_files(self, problems: list[Problem]) -> dict[str, set[str] | None]:
         try:
-            weight_map: dict[str, str] = json.loads((self.folder / INDEX_NAME).read_text())["weight_map"]
+            weight_map: dict[str, str] = json.loads((self.folder / self.index_name).read_text())["weight_map"]
             entries = list(weight_map.items())
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             detail = f"is not an index with a weight_map: {type(error).__name__}: {error}"
-            problems.append(Problem(ProblemKind.INDEX, INDEX_NAME, detail))
+            problems.append(Problem(ProblemKind.INDEX, self.index_name, detail))
             return {}
         keys_in: dict[str, set[str]] = defaultdict(set)
         for key, file in entries:
@@ -185,10 +188,10 @@ class CheckpointFiles:
             path = PurePosixPath(file)
             if path.is_absolute() or ".." in path.parts or "\\" in file:
                 detail = f"points to {file!r}, outside the checkpoint"
-                problems += [Problem(ProblemKind.INDEX, key, detail, INDEX_NAME) for key in sorted(keys)]
+                problems += [Problem(ProblemKind.INDEX, key, detail, self.index_name) for key in sorted(keys)]
             elif path.suffix != ".safetensors":
                 detail = f"points to {file!r}, which is not safetensors"
-                problems += [Problem(ProblemKind.FORMAT, key, detail, INDEX_NAME) for key in sorted(keys)]
+                problems += [Problem(ProblemKind.FORMAT, key, detail, self.index_name) for key in sorted(keys)]
             else:
                 files[file] = keys
         return files
@@ -214,7 +217,9 @@ class CheckpointFiles:
                 problems.append(Problem(ProblemKind.DUPLICATED, tensor.key, f"is in {other} and in {file}"))
             self.tensors[tensor.key] = tensor
         for key in sorted((expected or set()) - found):
-            problems.append(Problem(ProblemKind.INDEX, key, f"is not in {file}, where {INDEX_NAME} says it is", file))
+            problems.append(
+                Problem(ProblemKind.INDEX, key, f"is not in {file}, where {self.index_name} says it is", file)
+            )
 
 
 def _stored_tensors(path: Path, file: str, problems: list[Problem]) -> Iterator[StoredTensor]:
@@ -255,6 +260,7 @@ def resolve_folder(
     token: str | bool | None = None,
     cache_dir: str | Path | None = None,
     gguf_file: str | None = None,
+    local_files_only: bool = False,
 ) -> Path:
     """The local directory of a checkpoint: `path_or_id` itself, or the hub repository of that name, downloaded.
 
@@ -279,6 +285,7 @@ def resolve_folder(
         names = ("*.json", "*.py", "model*.safetensors") if gguf_file is None else (gguf_file,)
         patterns = [prefix + name for name in names]
         options: Any = {"revision": revision, "token": token, "cache_dir": cache_dir, "allow_patterns": patterns}
+        options["local_files_only"] = local_files_only
         try:
             folder = Path(snapshot_download(str(path_or_id), **options))
         except (HfHubHTTPError, HFValidationError, OSError) as error:

@@ -102,13 +102,11 @@ def _one_place_for_all(*args: Any) -> Iterator[tuple[torch.Tensor, dict[str, tor
 
 
 def _after_loading(change: ModelChange) -> Callable[[FamilyCase], list[Patch]]:
-    def load_weights(
-        original: Callable[..., list[str]], model: PreTrainedModel, *args: Any, **kwargs: Any
-    ) -> list[str]:
-        narrowed = original(model, *args, **kwargs)
+    def load_weights(original: Callable[..., Any], model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+        fit = original(model, *args, **kwargs)
         with torch.no_grad():
             change(model)
-        return narrowed
+        return fit
 
     return lambda case: [wrapped(pretrained, "load_weights", load_weights)]
 

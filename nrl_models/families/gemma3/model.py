@@ -14,7 +14,7 @@ class Gemma3Family(FamilyModel):
     """What every Gemma3 model shares."""
 
     rewrites = {hf.Gemma3Attention: CombinedQKV, hf.Gemma3MLP: CombinedGateUp, siglip.SiglipAttention: CombinedQKV}
-    flags = ModelFlag.SKIP_DTENSOR_TIED_WEIGHTS_CHECK | ModelFlag.VLLM_LOAD_FORMAT_AUTO
+    flags = ModelFlag.VLLM_LOAD_FORMAT_AUTO
     limits = {"context parallelism": "attention always gets a mask, which torch's context parallelism rejects"}
 
 

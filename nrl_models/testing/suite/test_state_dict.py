@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers.core_model_loading import revert_weight_conversion
 
+from nrl_models.common.flags import ModelFlag
 from nrl_models.testing.case import FamilyCase
 from nrl_models.testing.features import proves
 from nrl_models.testing.suite.asserts import assert_same_tensors
@@ -52,9 +53,11 @@ def test_views_partition_parameters(family_case: FamilyCase) -> None:
 def test_full_size_names_and_shapes(family_case: FamilyCase) -> None:
     """At published sizes, on meta: names, shapes and order are those of transformers, in both layouts.
 
-    At the tiny size where no published one is named and transformers' default configuration is of no model.
+    At the tiny size where no published one is named and transformers' default configuration is of no model. A family
+    that ties its embeddings at all sizes says so.
     """
-    for size, config in (family_case.full_configs or {"tiny": family_case.config}).items():
+    full, tied = family_case.full_configs, []
+    for size, config in (full or {"tiny": family_case.config}).items():
         with torch.device("meta"):
             reference = family_case.reference_class(copy.deepcopy(config))
             model = family_case.model_class(config)
@@ -66,6 +69,9 @@ def test_full_size_names_and_shapes(family_case: FamilyCase) -> None:
         assert {name: tensor.shape for name, tensor in adapter.hub.items()} == {
             name: tuple(tensor.shape) for name, tensor in saved.items()
         }, size
+        tied.append(bool(reference.all_tied_weights_keys and reference.config.get_text_config().tie_word_embeddings))
+    if "default" in full and family_case.reference_class._tied_weights_keys:
+        assert (ModelFlag.SKIP_DTENSOR_TIED_WEIGHTS_CHECK in family_case.model_class.flags) == all(tied)
 
 
 @proves("refit")

@@ -395,5 +395,6 @@ def test_only_configuration_code_and_safetensors_are_fetched(
         "revision": "r",
         "token": "t",
         "cache_dir": "c",
+        "local_files_only": False,
         "allow_patterns": [f"{llama_checkpoint.name}/{end}" for end in ("*.json", "*.py", "model*.safetensors")],
     }

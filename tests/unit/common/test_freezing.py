@@ -87,7 +87,9 @@ def test_what_is_not_named_stays_as_it_is() -> None:
     ("config", "message"),
     [
         ({"freeze_vison_tower": True}, r"freeze_vison_tower \(did you mean freeze_vision_tower\?\).*freeze_projector"),
-        ({"freeze_audio_tower": True}, r"freeze_audio_tower \(it has none\)"),
+        ({"vison": True}, r"vison \(did you mean vision\?\)"),
+        ({"freeze_audio_tower": True, "freeze_sound": True}, r"parts of \w+: freeze_sound"),  # absent, and unknown
+        ({"vision": True, "freeze_vision_tower": True}, r"freeze_vision_tower \(given as freeze_vision_tower, too\)"),
         ({"vision_tower": True, "freeze_lm_head": 1}, r"vision_tower .*, freeze_lm_head=1 \(neither True nor False\)"),
     ],
 )
@@ -96,6 +98,26 @@ def test_keys_and_values_that_are_unknown_are_refused_and_nothing_is_frozen(conf
     with pytest.raises(UnknownArgumentError, match=message):
         freeze(model, {"freeze_projector": True, **config})
     assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+SEEDS = {"vision": True, "audio": True, "language": False}
+"""The block of NeMo RL's recipes: towers frozen, the language model trained."""
+
+
+@pytest.mark.parametrize("architecture", SOME)
+def test_one_block_serves_every_family(architecture: str, caplog: pytest.LogCaptureFixture) -> None:
+    case = FamilyCase(registry.model_class(architecture))
+    model, other = (case.model_class.from_config(case.config, device="meta") for _ in range(2))
+    components = components_of(model)
+    found = freeze(model, SEEDS)
+    absent = [key for key in ("freeze_vision_tower", "freeze_audio_tower") if key not in components]
+    assert list(found.absent) == absent
+    notes = [record.getMessage() for record in caplog.records]
+    assert len(notes) == bool(absent)
+    assert all(key in note for key in absent for note in notes)
+    towers = components.get("freeze_vision_tower", {}) | components.get("freeze_audio_tower", {})
+    assert {name for name, parameter in model.named_parameters() if not parameter.requires_grad} == towers.keys()
+    assert found == freeze(other, {"freeze_vision_tower": True, "freeze_audio_tower": True})
 
 
 def test_tied_weights_are_frozen_together_or_not_at_all(llama_config: LlamaConfig) -> None:

@@ -161,15 +161,12 @@ def test_a_given_configuration_is_used_and_not_changed(llama_checkpoint: Path) -
 @pytest.mark.parametrize(
     ("keyword", "hint"),
     [
-        ("torch_dtype", "torch_dtype (did you mean dtype?)"),
         ("devic", "devic (did you mean device?)"),
         ("atn_implementation", "did you mean attn_implementation"),
         ("rms_norm_epsilon", "did you mean rms_norm_eps"),
         ("trust_remote", "did you mean trust_remote_code"),
-        ("low_cpu_mem_usage", "unknown keyword low_cpu_mem_usage"),
         ("nonsense", "unknown keyword nonsense: expected one of config, dtype, device"),
         # What transformers' configuration loader takes for itself, without a word:
-        ("local_files_only", "unknown keyword local_files_only"),
         ("force_download", "unknown keyword force_download"),
         ("code_revision", "unknown keyword code_revision"),
         ("proxies", "unknown keyword proxies"),

@@ -1,0 +1,55 @@
+"""Base models: a family's layers without a head, made from transformers' class on first use.
+
+`LlamaModel` is an attribute of this module: `hf.LlamaModel` with the layers that `LlamaForCausalLM` rewrites. Pickle
+finds it here. A family says nothing for it: its package follows from transformers' class, its head from its
+configuration.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import transformers
+from transformers import PreTrainedModel
+
+from nrl_models.families import folders, module_of
+from nrl_models.families.table import TABLE
+from nrl_models.family import FamilyModel
+
+
+def is_served(name: str) -> bool:
+    """Whether `name` is a base model of transformers whose package is a family's."""
+    upstream = getattr(transformers, name, None)
+    return _is_base(upstream) and _head_for(upstream) is not None
+
+
+def _is_base(found: Any) -> bool:
+    """Whether it is a class of models that no auto class has a head of."""
+    if not (isinstance(found, type) and issubclass(found, PreTrainedModel)) or found.config_class is None:
+        return False
+    served = transformers.AutoModel._model_mapping.get(found.config_class, None)
+    return found in (served if isinstance(served, tuple | list) else (served,))
+
+
+def _head_for(upstream: Any) -> type[FamilyModel] | None:
+    """The class of a family that has `upstream` in it: of its configuration, if there is one."""
+    parts = upstream.__module__.split(".")
+    package = parts[2] if parts[:2] == ["transformers", "models"] else ""
+    if package in folders():
+        names = folders()[package].architectures
+    elif package in TABLE:
+        names = TABLE[package].architectures
+    else:
+        return None
+    module = import_module(module_of(package))
+    heads = [getattr(module, name) for name in names]
+    return next((head for head in heads if head.config_class is upstream.config_class), heads[0] if heads else None)
+
+
+def __getattr__(name: str) -> Any:
+    upstream: Any = getattr(transformers, name, None)
+    head = _head_for(upstream) if _is_base(upstream) else None
+    if head is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return head.base_model_class(upstream, __name__)

@@ -1,0 +1,97 @@
+"""Base models: what a family's layers are without a head, from a head's checkpoint and from their own."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import assert_same, edit_weights, stored
+from transformers import AutoConfig, PersimmonConfig
+from transformers import AutoModel as HFAutoModel
+
+from nrl_models import AutoModel, AutoModelForCausalLM, CheckpointError, registry
+from nrl_models.auto import auto_class_of
+from nrl_models.common.projections import report
+from nrl_models.family import FamilyModel
+from nrl_models.testing.case import FamilyCase
+
+HEADS = (
+    "LlamaForCausalLM",
+    "LlamaForSequenceClassification",
+    "MixtralForCausalLM",  # experts one by one
+    "BertLMHeadModel",  # a pooler that the head lacks
+    "XLMRobertaForCausalLM",
+    "NemotronHForCausalLM",  # another prefix on the hub
+    "Gemma3nForCausalLM",  # layers that share keys and values
+    "Qwen2_5_VLForConditionalGeneration",  # a base model that is rewritten itself
+    "Glm4vForConditionalGeneration",
+)
+
+
+@pytest.mark.parametrize("architecture", HEADS)
+@torch.no_grad()
+def test_a_base_model_is_transformers_own(architecture: str, tmp_path: Path) -> None:
+    case = FamilyCase(registry.model_class(architecture))
+    case.reference().save_pretrained(tmp_path / "head")
+    expected, told = HFAutoModel.from_pretrained(tmp_path / "head", output_loading_info=True)
+    strict = not told["missing_keys"]
+    if not strict:
+        with pytest.raises(CheckpointError, match="missing: "):
+            AutoModel.from_pretrained(tmp_path / "head")
+    model, info = AutoModel.from_pretrained(tmp_path / "head", output_loading_info=True, strict=strict)
+    assert isinstance(model, FamilyModel)
+    assert type(model).reference_class() is type(expected)
+    assert registry.model_class(type(model).__name__) is type(model)
+    assert info["missing_keys"] == told["missing_keys"]
+    assert (info["unexpected_keys"] == set()) == (told["unexpected_keys"] == set())
+    if not strict:
+        model.load_state_dict(expected.state_dict())
+    assert_same(model.state_dict(), expected.state_dict())
+    assert [group.linears for group in report(model)] == [
+        group.linears for group in report(case.model()) if "score" not in group.name
+    ]
+    inputs = case.inputs()
+    torch.testing.assert_close(model(**inputs)[0], expected(**inputs)[0], atol=1e-5, rtol=1e-5)
+    # What is saved is what transformers saves, and is a checkpoint of the base model.
+    model.save_pretrained(tmp_path / "ours")
+    expected.save_pretrained(tmp_path / "theirs")
+    assert_same(stored(tmp_path / "ours"), stored(tmp_path / "theirs"))
+    for path in (tmp_path / "theirs").glob("*config.json"):
+        assert (tmp_path / "ours" / path.name).read_text() == path.read_text()
+    for folder in ("ours", "theirs"):
+        assert auto_class_of(AutoConfig.from_pretrained(tmp_path / folder)) is AutoModel
+        assert_same(AutoModel.from_pretrained(tmp_path / folder).state_dict(), model.state_dict())
+    adapter = model.state_dict_adapter
+    assert_same(adapter.from_hf(adapter.to_hf(model.state_dict())), model.state_dict())
+    assert type(pickle.loads(pickle.dumps(model))) is type(model)
+
+
+def test_only_the_head_may_be_too_much(folder: Path) -> None:
+    assert type(AutoModel.from_pretrained(folder)).__name__ == "LlamaModel"
+    edit_weights(folder, lambda tensors: tensors.update({"model.extra": torch.zeros(1)}))
+    with pytest.raises(CheckpointError, match=r"1 problem\)\n.*unexpected: model\.extra"):
+        AutoModel.from_pretrained(folder)
+
+
+def test_a_base_model_is_no_head(tmp_path: Path, folder: Path) -> None:
+    AutoModel.from_pretrained(folder).save_pretrained(tmp_path / "base")
+    with pytest.raises(CheckpointError, match=r"missing: lm_head\.weight"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+
+
+def test_base_models_are_found_through_the_registry_and_not_listed() -> None:
+    model_class = registry.model_class("LlamaModel")
+    assert registry.MODEL_ARCH_MAPPING["LlamaModel"] == ("nrl_models.families.base_models", "LlamaModel")
+    assert model_class.rewrites == registry.model_class("LlamaForCausalLM").rewrites
+    assert "LlamaModel" not in registry.architectures()
+    for other in ("LlamaPreTrainedModel", "PersimmonModel", "NoModel"):
+        assert registry.model_class(other) is None
+
+
+@pytest.mark.usefixtures("sandbox")
+def test_a_base_model_that_no_family_serves_is_transformers_own() -> None:
+    config = PersimmonConfig(hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)
+    with pytest.warns(UserWarning, match="PersimmonModel is not registered"):
+        assert type(AutoModel.from_config(config, device="meta")).__name__ == "PersimmonModel"

@@ -1,0 +1,224 @@
+"""transformers' keywords: what each gives here is what it gives in transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import WEIGHTS, assert_same, edit_weights, stored
+from transformers import AutoModelForCausalLM as HFAuto
+from transformers import LlamaConfig, PreTrainedModel
+from transformers import LlamaForCausalLM as HFLlama
+
+from nrl_models import AutoModelForCausalLM, AutoModelForSequenceClassification, BackendConfig, CheckpointError
+from nrl_models.common.checkpoint import files
+from nrl_models.errors import DeviceError, UnknownArgumentError
+from nrl_models.families.llama.model import LlamaForCausalLM
+from nrl_models.loading import keywords as of_keywords
+
+
+def facts(model: PreTrainedModel) -> dict[str, Any]:
+    """What a keyword may change of a model."""
+    return {
+        "dtypes": {name: parameter.dtype for name, parameter in model.named_parameters()},
+        "devices": {name: parameter.device for name, parameter in model.named_parameters()},
+        "map": getattr(model, "hf_device_map", None),
+        "hooks": [name for name, module in model.named_modules() if hasattr(module, "_hf_hook")],
+        "training": model.training,
+        "dtype of the configuration": model.config.dtype,
+        "attention": model.config._attn_implementation,
+    }
+
+
+HALVES = {"model.embed_tokens": "cpu", "model.layers": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu"}
+
+
+@pytest.mark.parametrize(
+    "keywords",
+    [
+        {"dtype": None},
+        {"dtype": "auto"},
+        {"dtype": "bfloat16"},
+        {"dtype": torch.float16},
+        {"torch_dtype": torch.bfloat16},
+        {"torch_dtype": "auto"},
+        {"device_map": "cpu"},
+        {"device_map": torch.device("cpu")},
+        {"device_map": {"": "cpu"}},
+        {"device_map": {"": torch.device("cpu")}},
+        {"device_map": HALVES | {"lm_head": "cpu"}},
+        {"device_map": HALVES},  # the head is where all else is
+        {"device_map": "auto"},
+        {"device_map": "balanced"},
+        {"device_map": "balanced_low_0"},
+        {"device_map": "sequential"},
+        {"low_cpu_mem_usage": True},
+        {"low_cpu_mem_usage": False, "use_safetensors": True},
+        {"use_safetensors": None, "local_files_only": True},
+        {"attn_implementation": "eager"},
+    ],
+    ids=str,
+)
+def test_a_keyword_means_what_it_means_in_transformers(keywords: dict[str, Any], llama_checkpoint: Path) -> None:
+    theirs = HFAuto.from_pretrained(pretrained_model_name_or_path=llama_checkpoint, **keywords)
+    for of in (AutoModelForCausalLM, LlamaForCausalLM):
+        ours = of.from_pretrained(pretrained_model_name_or_path=llama_checkpoint, **keywords)
+        assert facts(ours) == facts(theirs)
+        assert_same(ours.state_dict(), theirs.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("short", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.float32)]
+)
+def test_trainers_names_of_dtypes(
+    short: str, dtype: torch.dtype, llama_checkpoint: Path, llama_config: LlamaConfig
+) -> None:
+    for model in (
+        AutoModelForCausalLM.from_pretrained(llama_checkpoint, dtype=short),
+        AutoModelForCausalLM.from_config(llama_config, torch_dtype=short),
+    ):
+        assert {parameter.dtype for parameter in model.parameters()} == {dtype}
+
+
+def test_the_former_name_of_dtype_is_noted(llama_checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
+    of_keywords.logger.warning_once.cache_clear()
+    for _ in range(2):
+        AutoModelForCausalLM.from_pretrained(llama_checkpoint, torch_dtype="bf16", dtype="bf16")
+    assert [record.getMessage().partition(":")[0] for record in caplog.records] == [
+        "`torch_dtype` is deprecated, in transformers, too"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("keywords", "error", "said"),
+    [
+        ({"device_map": "bogus"}, UnknownArgumentError, "device_map='bogus': expected a device .* auto, balanced"),
+        ({"device_map": {"": "cqu"}}, UnknownArgumentError, r"device_map\[''\]='cqu': expected a device"),
+        ({"device_map": 1.5}, UnknownArgumentError, "device_map=1.5"),
+        ({"device": "bogus"}, UnknownArgumentError, "device='bogus': expected a device"),
+        ({"device_map": -1}, DeviceError, "device_map=-1: there is no accelerator of this number, but cpu"),
+        ({"device_map": 99}, DeviceError, "device_map=99"),
+        ({"device_map": {"model": 99}}, DeviceError, r"device_map\['model'\]=99"),
+        ({"device_map": "cuda:99"}, DeviceError, "device_map='cuda:99': there is no such device, but cpu"),
+        ({"device": "cuda:99"}, DeviceError, "device='cuda:99'"),
+        ({"dtype": "float23"}, UnknownArgumentError, "dtype='float23'"),
+        (
+            {"dtype": "bf16", "torch_dtype": "fp16"},
+            UnknownArgumentError,
+            "torch_dtype='fp16': dtype is given otherwise",
+        ),
+        ({"use_safetensors": False}, UnknownArgumentError, "use_safetensors=False: .* only safetensors are read"),
+        ({"model_type": "mistral"}, UnknownArgumentError, "model_type: expected values of the configuration"),
+        ({"sub_configs": {}, "base_model_tp_plan": {}}, UnknownArgumentError, "sub_configs, base_model_tp_plan: "),
+        ({"from_tf": True, "use_safetensors": False}, UnknownArgumentError, "from_tf: .*; use_safetensors=False"),
+        ({"ignore_mismatched_sizes": True}, UnknownArgumentError, "strict=False"),
+        ({"key_mapping": {"(": "x"}}, UnknownArgumentError, r"key_mapping: '\(' is no regular expression"),
+        ({"local_file_only": True}, UnknownArgumentError, r"local_file_only \(did you mean local_files_only\?\)"),
+        ({"torch_dtpye": "auto"}, UnknownArgumentError, r"torch_dtpye \(did you mean torch_dtype\?\)"),
+        ({"backend_confg": None}, UnknownArgumentError, r"backend_confg \(did you mean backend_config"),
+        ({"pretrained_model_name_or_path": "a"}, UnknownArgumentError, "once: as the first argument, or as"),
+    ],
+    ids=str,
+)
+def test_what_means_nothing_is_refused_before_anything_is_read(
+    keywords: dict[str, Any], error: type[Exception], said: str, llama_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files.CheckpointFiles, "read", lambda *_: pytest.fail("read"))
+    monkeypatch.setattr(files.CheckpointFiles, "read_joined", lambda *_: pytest.fail("read"))
+    with pytest.raises(error, match=said):
+        AutoModelForCausalLM.from_pretrained(llama_checkpoint, **keywords)
+
+
+def test_no_path_is_an_error() -> None:
+    with pytest.raises(UnknownArgumentError, match="expected a directory or the name of a hub repository"):
+        AutoModelForCausalLM.from_pretrained()
+
+
+def test_a_new_model_takes_no_other_keyword(llama_config: LlamaConfig) -> None:
+    with pytest.raises(UnknownArgumentError, match=r"backends \(did you mean backend\?\)"):
+        AutoModelForCausalLM.from_config(llama_config, backends=None)
+    model = AutoModelForCausalLM.from_config(llama_config, attn_implementation="eager")
+    assert model.config._attn_implementation == "eager"
+    model = AutoModelForCausalLM.from_config(llama_config, backend_config=BackendConfig(attn="eager", linear="torch"))
+    assert model.config._attn_implementation == "eager"
+
+
+def test_local_files_only_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+
+    def fetch(name: str, *, local_files_only: bool, **_: object) -> str:
+        asked.append(local_files_only)
+        raise OSError("not there")
+
+    monkeypatch.setattr(files, "snapshot_download", fetch)
+    for keywords in ({"local_files_only": True}, {}):
+        with pytest.raises(CheckpointError, match="not there"):
+            AutoModelForCausalLM.from_pretrained("owner/name", **keywords)
+    assert asked == [True, False]
+
+
+@pytest.mark.parametrize("shard_size", ["5GB", "2MB"])
+def test_a_variant_of_the_weights(llama: PreTrainedModel, shard_size: str, tmp_path: Path) -> None:
+    llama.save_pretrained(tmp_path, variant="fp16", max_shard_size=shard_size)
+    assert not (tmp_path / WEIGHTS).exists()
+    assert len(list(tmp_path.glob("*.safetensors"))) == (1 if shard_size == "5GB" else 3)
+    ours, theirs = (of.from_pretrained(tmp_path, variant="fp16") for of in (AutoModelForCausalLM, HFAuto))
+    assert_same(ours.state_dict(), theirs.state_dict())
+    with pytest.raises(CheckpointError, match=r"has neither model\.bf16\.safetensors nor"):
+        AutoModelForCausalLM.from_pretrained(tmp_path, variant="bf16")
+    with pytest.raises(CheckpointError, match=r"has neither model\.safetensors nor"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_a_key_mapping_renames_and_is_undone_by_saving(folder: Path, llama: PreTrainedModel, tmp_path: Path) -> None:
+    def rename(tensors: dict[str, torch.Tensor]) -> None:
+        for name in list(tensors):
+            tensors[name.replace("model.layers", "decoder.blocks")] = tensors.pop(name)
+
+    edit_weights(folder, rename)
+    mapping = {r"^decoder\.blocks": "model.layers"}
+    models = {of: of.from_pretrained(folder, key_mapping=mapping) for of in (AutoModelForCausalLM, HFAuto)}
+    saved = []
+    for of, model in models.items():
+        assert_same(model.state_dict(), llama.state_dict())
+        model.save_pretrained(tmp_path / of.__module__)
+        saved.append(stored(tmp_path / of.__module__))
+    assert_same(*saved)
+    assert any(name.startswith("decoder.blocks") for name in saved[0])
+    with pytest.raises(CheckpointError, match=r"unexpected: decoder\.blocks"):
+        AutoModelForCausalLM.from_pretrained(folder)
+
+
+def test_what_is_told_of_a_load(llama_checkpoint: Path, folder: Path) -> None:
+    keywords: dict[str, Any] = {"output_loading_info": True}
+    ours, info = AutoModelForCausalLM.from_pretrained(llama_checkpoint, **keywords)
+    theirs, expected = HFAuto.from_pretrained(llama_checkpoint, **keywords)
+    assert info == expected
+    assert ours.state_dict_adapter is not None
+    edit_weights(folder, lambda tensors: tensors.update(extra=tensors.pop("model.norm.weight")))
+    torch.manual_seed(0)
+    ours, info = AutoModelForCausalLM.from_pretrained(folder, strict=False, **keywords)
+    torch.manual_seed(0)
+    theirs, expected = HFAuto.from_pretrained(folder, **keywords)
+    assert info == expected
+    assert info == {
+        "missing_keys": {"model.norm.weight"},
+        "unexpected_keys": {"extra"},
+        "mismatched_keys": set(),
+        "error_msgs": [],
+    }
+    assert_same(ours.state_dict(), theirs.state_dict())
+    _, info = AutoModelForSequenceClassification.from_pretrained(llama_checkpoint, strict=False, **keywords)
+    assert info["missing_keys"] == {"score.weight"}
+    assert info["unexpected_keys"] == {"lm_head.weight"}
+
+
+def test_a_configuration_from_elsewhere(llama_checkpoint: Path, folder: Path) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"rms_norm_eps": 0.5}))
+    for place in (folder, str(folder), path):
+        ours, theirs = (of.from_pretrained(llama_checkpoint, config=place) for of in (LlamaForCausalLM, HFLlama))
+        assert ours.config.rms_norm_eps == theirs.config.rms_norm_eps == 0.5
