@@ -161,7 +161,7 @@ class CheckpointNames:
         keys: Iterable[str],
         key_mapping: Mapping[str, str] | None = None,
     ) -> None:
-        self._conversions: list[Any] = get_model_conversion_mapping(model, key_mapping and dict(key_mapping))
+        self._conversions: list[Any] = get_model_conversion_mapping(model, dict(key_mapping) if key_mapping else None)
         self._converters = [conversion for conversion in self._conversions if isinstance(conversion, WeightConverter)]
         self._prefix = f"{model.base_model_prefix}." if model.base_model_prefix else ""
         renamed = _renamed(keys, self._conversions)
