@@ -53,7 +53,7 @@ class _AutoModel:
 
         Raises:
             CheckpointError: files that are missing, damaged, unsafe, or do not fit the model; all problems are listed.
-            ConfigurationError: keys that nothing reads, or values that the model does not honour; all of them.
+            ConfigurationError: misspelt keys, or values that the model does not honour; all of them.
             UnknownArchitectureError: the architecture is unknown or not of this kind.
             FamilyImportError: the family does not import or needs another version of a package.
             RemoteCodeError: the checkpoint needs its own code.

@@ -31,7 +31,7 @@ class ProblemKind(StrEnum):
     FORMAT = auto()
     CONFIG = auto()
     UNKNOWN = auto()
-    """A configuration key that nothing reads."""
+    """A configuration key that nothing reads, and that looks like one that something reads."""
     UNSUPPORTED = auto()
     """A configuration value that the model does not honour."""
     MESH = auto()
@@ -87,7 +87,7 @@ class CheckpointError(StateDictError):
 
 
 class ConfigurationError(StateDictError):
-    """A configuration has keys that nothing reads, or values that the model does not honour."""
+    """A configuration has misspelt keys, or values that the model does not honour."""
 
 
 class UnknownArchitectureError(NRLModelsError, ValueError):
