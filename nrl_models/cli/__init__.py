@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from typing import Annotated
 
@@ -39,6 +40,7 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def main(
+    context: typer.Context,
     quiet: Annotated[
         bool, typer.Option("--quiet", "-q", help="Print errors only; the exit status says whether checks passed.")
     ] = False,
@@ -53,3 +55,6 @@ def main(
     console.output.quiet, console.output.json_only = quiet, False
     if quiet:
         os.environ.update(HF_HUB_DISABLE_PROGRESS_BARS="1", TRANSFORMERS_VERBOSITY="error")
+        logger = logging.getLogger("nrl_models")
+        logger.setLevel(logging.ERROR)
+        context.call_on_close(lambda: logger.setLevel(logging.NOTSET))

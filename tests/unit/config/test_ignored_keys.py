@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -57,3 +58,11 @@ def test_a_command_ignores_a_key(command: str, folder: Path, tmp_path: Path) -> 
     done = CliRunner().invoke(app, [*arguments, "--ignore-config-key", "logit_scale"])
     assert done.exit_code != 2, done.output
     assert not ignored_here()
+
+
+@pytest.mark.parametrize("quiet", [False, True])
+def test_a_quiet_command_mentions_no_key(quiet: bool, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    edit_config(folder, is_llama_config=True)
+    assert CliRunner().invoke(app, [*["--quiet"] * quiet, "inspect", str(folder)]).exit_code == 0
+    assert ("is_llama_config" in caplog.text) is not quiet
+    assert logging.getLogger("nrl_models").level == logging.NOTSET
