@@ -7,9 +7,11 @@ import shlex
 from pathlib import Path
 
 import pytest
+import readme_samples
 import torch
 import transformers
 from checkpoints import assert_same, stored
+from readme_samples import README
 from typer.testing import CliRunner
 
 from nrl_models.cli import app, demo
