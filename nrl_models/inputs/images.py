@@ -14,6 +14,7 @@ from itertools import product
 from typing import Any
 
 import torch
+from einops import rearrange, repeat
 from torch import nn
 from transformers import BatchFeature, PreTrainedConfig, PreTrainedModel
 
@@ -106,13 +107,14 @@ def _grid(g: Geometry, shape: Shape) -> torch.Tensor:
 
 def _positions(g: Geometry, shape: Shape) -> torch.Tensor:
     rows, columns = torch.meshgrid(torch.arange(g.grid), torch.arange(g.grid), indexing="ij")
-    return torch.stack([columns, rows], dim=-1).view(1, -1, 2).repeat(g.batch, 1, 1)
+    return repeat([columns, rows], "xy rows columns -> batch (rows columns) xy", batch=g.batch)
 
 
 def _pooling(g: Geometry, shape: Shape) -> torch.Tensor:
     """For each token the four patches, of all images, that it pools."""
-    half = g.grid // 2
-    return torch.arange(g.batch * g.grid**2).view(g.batch, half, 2, half, 2).transpose(2, 3).reshape(-1, 4)
+    patches = torch.arange(g.batch * g.grid**2)
+    squares = "(image rows down columns across) -> (image rows columns) (down across)"
+    return rearrange(patches, squares, image=g.batch, rows=g.grid // 2, down=2, across=2)
 
 
 def _size(g: Geometry, shape: Shape) -> torch.Tensor:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from einops import rearrange
 
 from nrl_models.common.checkpoint.files import CheckpointFiles, StoredTensor
 from nrl_models.errors import CheckpointError, Problem, ProblemKind
@@ -173,7 +174,7 @@ def from_mxfp4(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     codes = torch.tensor(FP4_VALUES, dtype=torch.float32)
     pairs = torch.stack([codes[(values & 15).int()], codes[(values >> 4).int()]], dim=-1).flatten(-2)
     numbers = torch.ldexp(pairs, scales.int()[..., None] - 127).to(torch.bfloat16)
-    return numbers.flatten(-2).transpose(-1, -2).contiguous()
+    return rearrange(numbers, "... rows groups values -> ... (groups values) rows").contiguous()
 
 
 def _block_counts(shape: tuple[int, ...], block: tuple[int, ...]) -> tuple[int, ...]:

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from einops import rearrange
 from torch import nn
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
@@ -74,9 +75,8 @@ class BaichuanAttention(nn.Module):
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Output `(B, Q, hidden)` and, from eager attention, the weights `(B, H, Q, K)`."""
-        by_head = (*hidden_states.shape[:-1], -1, self.head_dim)
         query, key, value = (
-            projection(hidden_states).view(by_head).transpose(1, 2)
+            rearrange(projection(hidden_states), "b t (heads d) -> b heads t d", d=self.head_dim)
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
         if position_embeddings is not None:

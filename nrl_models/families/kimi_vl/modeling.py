@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from einops import rearrange
 from torch import nn
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
@@ -44,10 +45,10 @@ class MoonViTPositionEmbedding(nn.Module):
 
     def forward(self, grid: list[list[int]]) -> torch.Tensor:
         """Positions `(P, hidden)` of the patches of images of `grid`, rows and columns of each."""
-        table = self.weight.permute(2, 0, 1)[None]
+        table = rearrange(self.weight, "rows columns features -> 1 features rows columns")
         own_size = [*self.weight.shape[:2]]
         sized = [table if size == own_size else F.interpolate(table, size=size, mode="bicubic") for size in grid]
-        return torch.cat([embedding[0].permute(1, 2, 0).flatten(0, 1) for embedding in sized])
+        return torch.cat([rearrange(each, "1 features rows columns -> (rows columns) features") for each in sized])
 
 
 class MoonViTPatchEmbed(nn.Module):
@@ -211,9 +212,10 @@ class MoonViTModel(KimiVLPreTrainedModel):
         for block in self.encoder.blocks:
             hidden_states = block(hidden_states, angles, lengths)
         hidden_states = self.encoder.final_layernorm(hidden_states)
+        squares = "(rows down columns across) features -> (rows columns) (down across) features"
         merged = [
-            image.view(height // down, down, width // across, across, -1).transpose(1, 2).flatten(0, 1).flatten(1, 2)
-            for image, (height, width) in zip(hidden_states.split(lengths), grid, strict=True)
+            rearrange(image, squares, rows=height // down, down=down, across=across)
+            for image, (height, _) in zip(hidden_states.split(lengths), grid, strict=True)
         ]
         return BaseModelOutput(last_hidden_state=torch.cat(merged))
 
