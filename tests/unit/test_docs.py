@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from pathlib import Path
@@ -58,8 +59,9 @@ def test_the_readmes_code(here: Path, llama: PreTrainedModel) -> None:
 def test_the_readmes_commands(here: Path) -> None:
     lines = "".join(blocks("README.md", "console")).splitlines()
     shown = [shlex.split(line, comments=True)[2:] for line in lines if line.startswith("$ nrl-models ")]
-    commands = {words[0]: words for words in shown}
-    for command in ("inspect", "convert", "plan", "quirks", "parity"):
+    commands = {words[0]: words for words in reversed(shown)}
+    assert commands["diagnose"][1] == "embeddings", "the first of them, which needs no engine"
+    for command in ("inspect", "convert", "plan", "quirks", "parity", "diagnose"):
         result = CliRunner().invoke(app, commands[command])
         assert result.exit_code == 0, result.output
     assert (here / "out" / "model.safetensors").is_file()
@@ -74,6 +76,8 @@ def test_the_readmes_figures() -> None:
     assert f"generated tests for each of [{tested} architectures]" in text
     assert f"Each of the {tested} architectures" in text
     assert f"{bugs} known bugs" in text
+    published = sum(len(json.loads(file.read_text())) for file in (ROOT / "tests/unit/config/published").glob("*.json"))
+    assert f"{published} published ones load" in text
     assert f"{agreeing} of the {compared} architectures compared so far" in text
 
 
