@@ -28,7 +28,6 @@ SHOWN = (
     "loaded through the registry",
     "level 1: weights",
     "level 2: LlamaAttention",
-    "level 3: logits, float32",
     "level 2: LlamaAttention, bfloat16",
     "level 3: logits, bfloat16",
     "generated text",
