@@ -11,6 +11,7 @@ from transformers import MixtralConfig, PreTrainedModel
 
 from nrl_models import AutoModelForCausalLM, registry
 from nrl_models.common.backend import BackendConfig, should_combine
+from nrl_models.errors import UnknownArgumentError
 
 
 @pytest.mark.parametrize(
@@ -27,6 +28,34 @@ from nrl_models.common.backend import BackendConfig, should_combine
 )
 def test_only_what_is_set_is_passed_on(backend: BackendConfig, expected: dict[str, str]) -> None:
     assert backend.implementations() == expected
+
+
+@pytest.mark.parametrize(
+    ("theirs", "here"),
+    [
+        ({"attn": "sdpa", "linear": "torch"}, {"attn": "sdpa"}),
+        ({"attn": "flex"}, {"attn": "flex_attention"}),
+        ({"experts": "gmm", "dispatcher": "torch"}, {"experts": "grouped_mm"}),
+        ({"experts": "torch", "enable_deepep": False, "rms_norm": "torch"}, {"experts": "eager"}),
+    ],
+)
+def test_automodels_values_mean_what_they_mean_there(theirs: dict[str, Any], here: dict[str, Any]) -> None:
+    assert BackendConfig(**theirs) == BackendConfig(**here)
+    assert BackendConfig(**theirs).implementations() == BackendConfig(**here).implementations()
+
+
+def test_what_automodel_has_and_nobody_here_is_refused_with_the_reason() -> None:
+    with pytest.raises(UnknownArgumentError) as caught:
+        BackendConfig(attn="te", linear="te", rms_norm="bogus", experts="te", dispatcher="deepep", enable_deepep=True)
+    for said in (
+        "attn='te': Tr",
+        "linear='te': Tr",
+        "rms_norm='bogus': expected",
+        "experts='te': Tr",
+        "(docs/scaling.md)",
+    ):
+        assert said in str(caught.value)
+    assert str(caught.value).count("DeepEP's kernels") == 2
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+from transformers import Gemma2Config, GemmaConfig, LlamaConfig
 
 from nrl_models import registry
-from nrl_models.common.flags import ModelFlag
+from nrl_models.common.flags import ModelFlag, follow_from
+from nrl_models.common.switches import quirks_off
+from nrl_models.engines.vllm import _needs_its_weights
 
 
 def test_names_are_of_the_flags_that_are_set() -> None:
@@ -20,6 +25,22 @@ def test_names_are_of_the_flags_that_are_set() -> None:
 def test_no_two_flags_are_one() -> None:
     values = [flag.value for flag in ModelFlag]
     assert len(set(values)) == len(values) == len(ModelFlag.__members__) - 1  # NONE is no flag
+
+
+def test_what_ties_at_every_size_follows_from_the_configurations() -> None:
+    for name, ties in (("GemmaForCausalLM", True), ("CohereForCausalLM", True), ("LlamaForCausalLM", False)):
+        assert (ModelFlag.SKIP_DTENSOR_TIED_WEIGHTS_CHECK in registry.model_class(name).flags) is ties
+    published = {"small": {}, "large": {"tie_word_embeddings": False}}
+    assert follow_from(GemmaConfig, {"small": {}}) is ModelFlag.SKIP_DTENSOR_TIED_WEIGHTS_CHECK
+    assert follow_from(GemmaConfig, published) is ModelFlag.NONE
+
+
+def test_an_engine_reads_the_checkpoint_of_a_family_that_asks_for_it(tmp_path: Path) -> None:
+    for config, asks in ((Gemma2Config(architectures=["Gemma2ForCausalLM"]), True), (LlamaConfig(), False)):
+        config.save_pretrained(tmp_path)
+        assert _needs_its_weights(tmp_path) is asks
+        with quirks_off("engine-dummy-buffers"):
+            assert not _needs_its_weights(tmp_path)
 
 
 @pytest.mark.parametrize("name", list(registry.FAMILIES))
