@@ -1,0 +1,85 @@
+"""A published model with its trained weights (SmolLM2-135M-Instruct) against a real engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from inside import forget
+
+from nrl_models import AutoModelForCausalLM
+from nrl_models.consistency.cells import Settings
+from nrl_models.consistency.consistency_report import ConsistencyReport
+from nrl_models.consistency.matrix import run_matrix
+from nrl_models.consistency.measure import Meter
+from nrl_models.consistency.prompts import Prompts, load_tokenizer
+from nrl_models.consistency.references import References
+from nrl_models.consistency.store import Store
+from nrl_models.diagnostics.engine_checks import diagnose_decode_vs_prefill, diagnose_prefix_caching
+from nrl_models.engines.hf import HFEngine
+from nrl_models.engines.vllm import VLLMEngine
+from nrl_models.inputs.real_text import text_of_this_machine
+from tests.engine.one_engine import OneEngine
+
+SINGLE = Settings(
+    lengths=(100,), data=("dummy",), modes=("greedy",), batches=(1,), new_tokens=16, threshold=1.0001, noise_factor=0.0
+)
+BATCH = replace(SINGLE, data=("real",), modes=("sampling",), batches=(4,))
+LONG = replace(BATCH, lengths=(1_000,), batches=(1,))
+LONGEST = 1_001
+"""Positions of the engine: the longest sequence, and the token that it samples to score."""
+
+Check = Callable[..., ConsistencyReport]
+
+
+@pytest.fixture(scope="module")
+def prompts(smollm2: Path) -> Prompts:
+    """Prompts from a little text: tokenizing all of it takes longer than some of the tests."""
+    return Prompts(load_tokenizer(smollm2), 49_152, text_of_this_machine(200_000))
+
+
+@pytest.fixture
+def check(smollm2: Path, prompts: Prompts, tmp_path: Path) -> Check:
+    """Runs the matrix with a running engine, and a trainer in a precision of its own."""
+
+    def check(engine: VLLMEngine, dtype: torch.dtype, settings: Settings) -> ConsistencyReport:
+        forget(engine)
+        trainer = HFEngine(AutoModelForCausalLM.from_pretrained(smollm2, dtype=dtype), "trainer")
+        references = References(smollm2)
+        meter = Meter(engine, trainer, prompts, settings, Store(tmp_path / "kept", {}, fresh=True), references)
+        return run_matrix(str(smollm2), meter, references)
+
+    return check
+
+
+def full(vllm: OneEngine, path: Path) -> VLLMEngine:
+    """The engine in fp32."""
+    return vllm(path, max_length=LONGEST)
+
+
+@pytest.mark.parametrize("settings", [SINGLE, BATCH, LONG], ids=["single", "batch", "long"])
+def test_every_cell_agrees_in_float32(smollm2: Path, vllm: OneEngine, check: Check, settings: Settings) -> None:
+    report = check(full(vllm, smollm2), torch.float32, settings)
+    assert report.passed, report.markdown()
+    assert len(report.results) == len(settings.cells())
+    assert max(result.worst[1] for result in report.results) <= 1.0001
+
+
+def test_decoding_gives_the_logprobs_of_a_prefill(smollm2: Path, vllm: OneEngine, prompts: Prompts) -> None:
+    """Diagnostic 2."""
+    made = prompts.make(BATCH.cells()[0], 32, seed=0)[:2]
+    result = diagnose_decode_vs_prefill(full(vllm, smollm2), "SmolLM2", made, new_tokens=64, threshold=1.0001)
+    assert result.passed, result.lines
+
+
+def test_prefix_caching_counts_on_without_nan(smollm2: Path, vllm: OneEngine, prompts: Prompts) -> None:
+    """Diagnostic 5. The model goes on counting, which the random ones of other tests cannot."""
+    result = diagnose_prefix_caching(
+        full(vllm, smollm2), "SmolLM2", prompts.counting(100), new_tokens=24, decode=prompts.text
+    )
+    assert result.passed, result.lines
+    assert any("101 102 103" in line for line in result.lines), result.lines
+    assert result.measured["against_prefill"]["token_mult_prob_error"] < 1.0001
