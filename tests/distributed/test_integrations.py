@@ -227,19 +227,34 @@ def test_the_example_of_sft_with_qlora_leaves_an_adapter(with_tokenizer: Path, t
     assert not any("qkv_proj" in name for name in names)
 
 
-def test_the_example_of_grpo_saves_a_model_of_transformers(with_tokenizer: Path, tmp_path: Path) -> None:
+def test_the_example_of_grpo_evaluates_and_saves_a_model_of_transformers(with_tokenizer: Path, tmp_path: Path) -> None:
     pytest.importorskip("trl")
-    import grpo
+    import grpo_trl
     import transformers
 
-    grpo.main([str(with_tokenizer), str(tmp_path / "out"), "--steps", "1"])
+    tokenizer = transformers.AutoTokenizer.from_pretrained(with_tokenizer)
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+    tokenizer.save_pretrained(with_tokenizer)
+    options = ["--steps=1", "--questions=1", "--group=2", "--new-tokens=4"]
+    history = grpo_trl.main([str(with_tokenizer), str(tmp_path / "out"), *options])
+    assert [found["step"] for found in history["evaluations"]] == [0, 1]
+    assert len(history["steps"]) == 1
     _, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(info.values())
 
 
+def test_the_reward_of_the_example_of_grpo_asks_for_an_end(tokenizer: Any) -> None:
+    pytest.importorskip("trl")
+    import grpo_trl
+
+    replies = [[{"role": "assistant", "content": "17 + 25 = 42"}]] * 2
+    ids = [[17, 25, 42, tokenizer.eos_token_id], [17, 25, 42]]
+    assert grpo_trl.reward_for(tokenizer)(replies, ids, first=[17, 17], second=[25, 25]) == [1.0, 0.0]
+
+
 def test_trl_grpo(checkpoint: Path, tmp_path: Path, tokenizer: Any) -> None:
     pytest.importorskip("trl")
-    import grpo
+    import grpo_trl
     import transformers
 
     prompts = ["20 30 40", "50 60 70", "80 90 100", "110 120 130"]
@@ -249,9 +264,10 @@ def test_trl_grpo(checkpoint: Path, tmp_path: Path, tokenizer: Any) -> None:
 
     weights = []
     for name, auto in (("theirs", transformers.AutoModelForCausalLM), ("ours", AutoModelForCausalLM)):
-        trainer = grpo.trainer_for(
-            auto.from_pretrained(checkpoint, dtype=torch.float32), tokenizer, prompts, reward, str(tmp_path / name),
-            max_steps=2, learning_rate=1e-3, max_completion_length=6, use_cpu=True, bf16=False, seed=0,
+        trainer = grpo_trl.trainer_for(
+            auto.from_pretrained(checkpoint, dtype=torch.float32), tokenizer, {"prompt": prompts}, reward,
+            str(tmp_path / name), max_steps=2, learning_rate=1e-3, max_completion_length=6, use_cpu=True, bf16=False,
+            seed=0,
         )  # fmt: skip
         trainer.train()
         rewards = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]

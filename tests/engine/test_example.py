@@ -1,25 +1,59 @@
-"""The example's loop: the reward rises, and the engine keeps up with every step."""
+"""The example of GRPO on a real engine: the log-probabilities stay together, and replies end where the model ends them.
+
+That it learns is shown on a pretrained model, in docs/rl-run.md.
+"""
 
 from __future__ import annotations
 
-import importlib.util
 import json
+import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "grpo_tiny.py"
+import pytest
+from transformers import AutoTokenizer
+
+sys.path.append(str(Path(__file__).parents[2] / "examples"))
+
+import arithmetic
+import grpo
+
+TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
 
 
-def test_the_reward_rises_and_the_logprobs_stay_together(
-    demo: Path, vllm: Callable[..., object], tmp_path: Path
+@pytest.fixture
+def chat(demo: Path, tmp_path: Path) -> Path:
+    """The demo's checkpoint with a chat template, whose replies end with the line."""
+    folder = shutil.copytree(demo, tmp_path / "chat")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    ends = [tokenizer.eos_token_id, *tokenizer("\n", add_special_tokens=False)["input_ids"]]
+    file = folder / "generation_config.json"
+    settings = json.loads(file.read_text()) if file.exists() else {}
+    file.write_text(json.dumps(settings | {"eos_token_id": ends}))
+    return folder
+
+
+def test_every_refit_arrives_and_replies_end(
+    chat: Path, vllm: Callable[..., object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     vllm.stop()
-    spec = importlib.util.spec_from_file_location("grpo_tiny", EXAMPLE)
-    example = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(example)
+    # No reply of the demo's model is a sum.
+    monkeypatch.setattr(arithmetic, "reward", lambda question, reply, ended: 1 / (1 + len(reply)) + 0.1 * ended)
     file = tmp_path / "history.json"
-    example.main(demo, steps=10, prompts=4, group=6, new_tokens=16, json_file=file)  # exits with 1 if either fails
+    settings = {"steps": 4, "questions": 4, "group": 4, "new-tokens": 12, "learning-rate": 1e-3, "evaluate-every": 2}
+    options = [f"--{name}={value}" for name, value in settings.items()]
+    grpo.main([str(chat), "--out", str(tmp_path / "out"), "--history", str(file), *options])
+
     history = json.loads(file.read_text())
-    assert len(history) == 10
-    assert sum(entry["reward"] for entry in history[-3:]) > sum(entry["reward"] for entry in history[:3])
-    assert max(one["token_mult_prob_error"] for one in history) <= 1.0001
+    steps, evaluations = history["steps"], history["evaluations"]
+    assert [step["step"] for step in steps] == [0, 1, 2, 3]
+    assert [found["step"] for found in evaluations] == [0, 2, 4]
+    assert max(step["token_mult_prob_error"] for step in steps) <= grpo.BOUND
+    assert max(found["token_mult_prob_error"] for found in evaluations) <= grpo.BOUND
+    assert all(step["ended"] > 0 for step in steps)
+    assert all(step["tokens"] < 12 for step in steps)
+    assert evaluations[0]["rewards"] != evaluations[-1]["rewards"]
+    assert (tmp_path / "out" / "tokenizer.json").is_file()

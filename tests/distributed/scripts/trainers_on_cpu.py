@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import fsdp_on_cpu  # noqa: F401  FSDP on processors
-import grpo
+import grpo_trl
 import sft
 import torch
 import torch.distributed as dist
@@ -81,7 +81,9 @@ class Run:
         texts = [" ".join(str(20 + (7 * row + 3 * column) % 400) for column in range(8)) for row in range(16)]
         if self.kind == "sft":
             return sft.trainer_for(model, tokenizer, texts, self.out, **options)
-        return grpo.trainer_for(model, tokenizer, texts, reward, self.out, max_completion_length=6, **options)
+        return grpo_trl.trainer_for(
+            model, tokenizer, {"prompt": texts}, reward, self.out, max_completion_length=6, **options
+        )
 
 
 class EveryParameterIsShared(TrainerCallback):
