@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from nrl_models import registry
 from nrl_models.parity import compare_components, compare_end_to_end, compare_gradients
 from nrl_models.parity.parity_report import ParityRow
-from nrl_models.parity.precision import Errors, Truth
+from nrl_models.parity.precision import SAME_BITS, Errors, Truth
 from nrl_models.testing.case import FamilyCase
 
 BF16 = torch.bfloat16
@@ -150,6 +150,8 @@ def test_a_mistake_in_one_layer_is_found(bug: Callable[[PreTrainedModel], None])
     failed = {row.check: row for row in rows if not row.passed}
     assert f"level 2: {at_fault}, bfloat16" in failed, [(row.check, row.measured) for row in rows]
     assert failed[f"level 2: {at_fault}, bfloat16"].detail.startswith("worst: model.")
+    if bug in (norm_in_bf16, rope_in_bf16):
+        assert failed[f"level 2: {at_fault}, bfloat16"].expected == SAME_BITS, "it has no matrices"
 
 
 def test_gradients_below_fp32() -> None:
