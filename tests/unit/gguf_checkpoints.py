@@ -61,7 +61,7 @@ def write_gguf(
             them. Of types that only llama.cpp writes, values are random.
         values: further metadata, whole numbers.
         extra: further tensors.
-        tokenizer: whether to write one, of single bytes and one merge.
+        tokenizer: whether to write one, of single bytes and two merges.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     writer = gguf.GGUFWriter(file, architecture)
@@ -148,14 +148,14 @@ def rotated_in_pairs(array: np.ndarray, heads: int) -> np.ndarray:
 
 
 def _add_tokenizer(writer: gguf.GGUFWriter, vocab_size: int) -> None:
-    tokens = ["<s>", "</s>", "<|endoftext|>", *bytes_to_unicode().values(), "he"]
+    tokens = ["<s>", "</s>", "<|endoftext|>", *bytes_to_unicode().values(), "he", "ll"]
     tokens += [f"<unused{index}>" for index in range(vocab_size - len(tokens))]
     ordinary, control = 1, 3
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("llama-bpe")
     writer.add_token_list(tokens)
     writer.add_token_types([control if token.startswith("<") and token != "<" else ordinary for token in tokens])
-    writer.add_token_merges(["h e"])
+    writer.add_token_merges(["h e", "l l"])
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(1)
     writer.add_chat_template(CHAT_TEMPLATE)

