@@ -1,0 +1,36 @@
+"""A pretrained encoder, all-MiniLM-L6-v2, as published: it embeds as transformers' does, and is saved as it was."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from checkpoints import assert_same, stored
+from transformers import AutoModel as HFAutoModel
+from transformers import AutoTokenizer
+
+from nrl_models import AutoModel
+
+SENTENCES = ("A man is eating food.", "Someone eats a meal.", "The stock market fell sharply today.")
+
+
+def embedded(model: torch.nn.Module, folder: Path) -> torch.Tensor:
+    """The sentences as the model's users embed them, `(3, 384)`: the mean over tokens, of length 1."""
+    batch = AutoTokenizer.from_pretrained(folder)(list(SENTENCES), padding=True, return_tensors="pt")
+    with torch.no_grad():
+        states = model(**batch).last_hidden_state
+    mask = batch["attention_mask"][..., None].float()
+    return torch.nn.functional.normalize((states * mask).sum(1) / mask.sum(1), dim=-1)
+
+
+def test_it_embeds_as_transformers_model_does_and_is_saved_as_it_was(minilm: Path, tmp_path: Path) -> None:
+    ours, theirs = AutoModel.from_pretrained(minilm), HFAutoModel.from_pretrained(minilm)
+    vectors = embedded(ours, minilm)
+    assert torch.equal(vectors, embedded(theirs, minilm))
+    near, far = vectors[0] @ vectors[1], vectors[0] @ vectors[2]
+    assert near > far + 0.4  # the weights mean something
+    ours.save_pretrained(tmp_path)
+    assert_same(stored(tmp_path), theirs.state_dict())
+    reloaded, info = HFAutoModel.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(info.values())
+    assert torch.equal(embedded(reloaded, minilm), vectors)
