@@ -73,7 +73,9 @@ def generated(llm: Any, request: dict[str, Any]) -> list[dict[str, Any]]:
     for prompt, output in zip(request["prompts"], outputs, strict=True):
         best = output.outputs[0]
         tokens = list(best.token_ids)
-        sample = {"tokens": tokens, "finish_reason": best.finish_reason, "logprobs": chosen(best.logprobs, tokens)}
+        sample = {"tokens": tokens, "finish_reason": best.finish_reason}
+        if "logprobs" in request["sampling"]:
+            sample["logprobs"] = chosen(best.logprobs, tokens)
         if output.prompt_logprobs is not None:
             sample["prompt_logprobs"] = chosen(output.prompt_logprobs[1:], prompt[1:])
         samples.append(sample)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -9,8 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 from inside import forget
+from typer.testing import CliRunner
 
 from nrl_models import AutoModelForCausalLM
+from nrl_models.cli import app
 from nrl_models.consistency.cells import Settings
 from nrl_models.consistency.consistency_report import ConsistencyReport
 from nrl_models.consistency.matrix import run_matrix
@@ -83,3 +86,13 @@ def test_prefix_caching_counts_on_without_nan(smollm2: Path, vllm: OneEngine, pr
     assert result.passed, result.lines
     assert any("101 102 103" in line for line in result.lines), result.lines
     assert result.measured["against_prefill"]["token_mult_prob_error"] < 1.0001
+
+
+def test_max_model_len_is_respected(smollm2: Path, vllm: OneEngine, tmp_path: Path) -> None:
+    """Diagnostic 1."""
+    vllm.stop()
+    file = tmp_path / "found.json"
+    arguments = ["diagnose", "max-model-len", str(smollm2), "--dtype", "float32", "--json", str(file)]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    assert json.loads(file.read_text())["total_tokens"] == 20

@@ -47,7 +47,9 @@ class LLM:
     def answer(self, prompt, how):
         logprob = math.nan if len(calls) == {nan} else -0.25
         place = {{token: Is(logprob=logprob) for token in range(512)}}
-        best = Is(token_ids=[7] * how.max_tokens, finish_reason="length", logprobs=[place] * how.max_tokens)
+        best = Is(token_ids=[7] * how.max_tokens, finish_reason="length", logprobs=None)
+        if getattr(how, "logprobs", None) is not None:
+            best.logprobs = [place] * how.max_tokens
         scored = getattr(how, "prompt_logprobs", None) is not None
         return Is(outputs=[best], prompt_logprobs=[None, *[place] * (len(prompt) - 1)] if scored else None)
 """
