@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import sysconfig
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -96,3 +99,19 @@ def test_max_model_len_is_respected(smollm2: Path, vllm: OneEngine, tmp_path: Pa
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     assert json.loads(file.read_text())["total_tokens"] == 20
+
+
+def test_prefix_caching_in_another_environment(smollm2: Path, vllm: OneEngine, tmp_path: Path) -> None:
+    """It is this one, by another path; its vLLM runs in a process of its own all the same."""
+    vllm.stop()
+    environment = tmp_path / "another"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True)
+    (packages,) = environment.glob("lib/python*/site-packages")
+    (packages / "here.pth").write_text(sysconfig.get_path("purelib"))
+    arguments = ["diagnose", "prefix-caching", str(smollm2), "--count", "100", "--new-tokens", "8"]
+    arguments += ["--engine-python", str(environment), "--dtype", "float32", "--json", str(tmp_path / "found.json")]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    (version,) = json.loads((tmp_path / "found.json").read_text())["environments"]
+    assert version["engine"].startswith("vllm 0.")
+    assert version["against_prefill"]["token_mult_prob_error"] < 1.0001
