@@ -104,7 +104,10 @@ class Truth:
     @cached_property
     def model(self) -> nn.Module:
         """The reference in fp32."""
-        return copy.deepcopy(self.reference).float()
+        # What a forward left in modules (a recurrent state, a router's logits) hangs on its graph, and cannot be copied.
+        left = [value for module in self.reference.modules() for value in vars(module).values()]
+        graphs = [value for value in left if isinstance(value, torch.Tensor) and value.grad_fn is not None]
+        return copy.deepcopy(self.reference, {id(value): value.detach().clone() for value in graphs}).float()
 
 
 @dataclass(slots=True)

@@ -37,7 +37,11 @@ def rows_of(case: FamilyCase, model: PreTrainedModel, *, gradients: bool = True)
     return rows
 
 
-@pytest.mark.parametrize("family", ONE_OF_EACH_PATTERN)
+STATEFUL = "recurrent_gemma"
+"""A family whose modules keep what their last forward left."""
+
+
+@pytest.mark.parametrize("family", [*ONE_OF_EACH_PATTERN, STATEFUL])
 def test_right_models_pass(family: str) -> None:
     case = case_of(next(name for name in registry.FAMILIES[family] if name.endswith("ForCausalLM")))
     rows = rows_of(case, case.model(BF16))
