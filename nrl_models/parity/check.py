@@ -16,6 +16,7 @@ from nrl_models.family import FamilyModel
 from nrl_models.inputs.model_inputs import inputs_for
 from nrl_models.parity.levels import compare_components, compare_end_to_end, compare_gradients, compare_weights
 from nrl_models.parity.localise import localise
+from nrl_models.parity.noise import is_base_model
 from nrl_models.parity.parity_report import Level, ParityReport, ParityRow
 from nrl_models.parity.precision import Truth
 
@@ -60,7 +61,7 @@ def check_parity(
     reference = load_reference(model, path, torch.float32, device)
     report = ParityReport(f"{path}: {type(model).__name__} against transformers' {type(reference).__name__}")
     inputs = inputs_for(model, length=length, batch=batch, seed=seed)
-    with_labels = inputs_for(model, length=length, batch=batch, seed=seed, labels=True)
+    with_labels = inputs_for(model, length=length, batch=batch, seed=seed, labels=not is_base_model(model))
 
     def compare(truth: Truth | None = None) -> None:
         if Level.COMPONENTS in checks:

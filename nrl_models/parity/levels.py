@@ -24,6 +24,7 @@ from nrl_models.parity.noise import (
     logits_and_routing,
     logits_noise,
     logits_of,
+    output_name,
     routing_noise,
 )
 from nrl_models.parity.parity_report import Level, ParityRow
@@ -152,11 +153,11 @@ def compare_end_to_end(
     allowed = limit(noise, dtype)
     return [
         ParityRow(
-            f"level 3: logits, {dtype_name(dtype)}",
+            f"level 3: {output_name(reference)}, {dtype_name(dtype)}",
             result.max_diff <= allowed and result.cosine_similarity > MIN_COSINE,
             f"max_diff {result.max_diff:.1e}, cosine {result.cosine_similarity:.8f}",
             f"max_diff at most {allowed:.1e}, cosine above {MIN_COSINE}",
-            f"noise floor {noise:.1e}; logits up to {expected.abs().max().item():.1f}",
+            f"noise floor {noise:.1e}; values up to {expected.abs().max().item():.1f}",
             Level.LOGITS,
         ),
     ]

@@ -15,10 +15,14 @@ import torch
 from torch import nn
 
 from nrl_models.common.forward.routing import RoutingRecord, flip_rate, record_routing, replay_routing
+from nrl_models.common.random_states import random_states_kept
 from nrl_models.inputs.images import Inputs, cast
 
 TOLERANCE: Mapping[torch.dtype, float] = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-3}
 """Smaller differences always pass, by dtype (the parity guide's tolerances)."""
+
+SEED = 0
+"""Of what dropout drops, and of a base model's loss."""
 
 NOISE_FACTOR = 2.0
 """A difference may be this many times the noise floor."""
@@ -29,10 +33,24 @@ def limit(noise: float, dtype: torch.dtype) -> float:
     return max(NOISE_FACTOR * noise, TOLERANCE[dtype])
 
 
+def is_base_model(model: nn.Module) -> bool:
+    """Whether a model has no head: it gives hidden states, and has no loss."""
+    return getattr(model, "base_model", None) is model
+
+
+def output_name(model: nn.Module) -> str:
+    """What `logits_of` gives, for a report."""
+    return "hidden states" if is_base_model(model) else "logits"
+
+
 def logits_of(model: nn.Module, inputs: Inputs) -> torch.Tensor:
-    """The model's logits, in fp32 on the CPU, with floating-point inputs cast to the model's dtype."""
+    """The model's logits, in fp32 on the CPU, with floating-point inputs cast to the model's dtype.
+
+    Of a base model it is the last hidden states.
+    """
     with torch.no_grad():
-        return model(**cast(inputs, model), use_cache=False).logits.float().cpu()
+        output = model(**cast(inputs, model), use_cache=False)
+    return (output[0] if is_base_model(model) else output.logits).float().cpu()
 
 
 def logits_and_routing(model: nn.Module, inputs: Inputs) -> tuple[torch.Tensor, RoutingRecord]:
@@ -77,12 +95,20 @@ def routing_noise(reference: nn.Module, inputs: Inputs, routing: RoutingRecord) 
 
 
 def gradients(model: nn.Module, inputs: Inputs) -> dict[str, torch.Tensor]:
-    """The loss's gradients by parameter name, in training mode; the model is left as it was."""
+    """The loss's gradients by parameter name, in training mode; the model is left as it was.
+
+    The loss of a base model, which has none, is a random linear function of its hidden states, always the same. So is
+    what dropout drops.
+    """
     was_training = model.training
     model.train()
     model.zero_grad()
     try:
-        model(**cast(inputs, model), use_cache=False).loss.backward()
+        with random_states_kept():
+            torch.manual_seed(SEED)
+            output = model(**cast(inputs, model), use_cache=False)
+        loss = _any_loss(output[0]) if is_base_model(model) else output.loss
+        loss.backward()
         return {
             name: parameter.grad.detach().clone()
             for name, parameter in model.named_parameters()
@@ -91,6 +117,11 @@ def gradients(model: nn.Module, inputs: Inputs) -> dict[str, torch.Tensor]:
     finally:
         model.zero_grad()
         model.train(was_training)
+
+
+def _any_loss(hidden_states: torch.Tensor) -> torch.Tensor:
+    direction = torch.randn(hidden_states.shape, generator=torch.Generator().manual_seed(SEED))
+    return (hidden_states.float() * direction.to(hidden_states.device)).mean()
 
 
 def gradient_noise(reference: nn.Module, inputs: Inputs, expected: Mapping[str, torch.Tensor]) -> dict[str, float]:

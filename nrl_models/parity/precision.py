@@ -34,7 +34,7 @@ from nrl_models.family import FamilyModel
 from nrl_models.inputs.images import Inputs
 from nrl_models.parity.compare import compare_tensors
 from nrl_models.parity.components import Call, calls_of, component_classes, run_layer
-from nrl_models.parity.noise import gradients, logits_and_routing, logits_of
+from nrl_models.parity.noise import gradients, logits_and_routing, logits_of, output_name
 from nrl_models.parity.parity_report import Level, ParityRow
 
 FLOOR = 1e-6
@@ -104,7 +104,7 @@ class Truth:
     @cached_property
     def model(self) -> nn.Module:
         """The reference in fp32."""
-        # What a forward left in modules (a recurrent state, a router's logits) hangs on its graph, and cannot be copied.
+        # What a forward left in modules (a recurrent state) hangs on its graph, and cannot be copied.
         left = [value for module in self.reference.modules() for value in vars(module).values()]
         graphs = [value for value in left if isinstance(value, torch.Tensor) and value.grad_fn is not None]
         return copy.deepcopy(self.reference, {id(value): value.detach().clone() for value in graphs}).float()
@@ -225,7 +225,7 @@ def compare_logits_rounded(
         with _replaying(exact_model, routing):
             exact = logits_of(exact_model, inputs)
         found.add("logits", Errors.of(actual, exact).times(Errors.of(expected, exact)))
-    row = found.row(f"level 3: logits, {dtype_name(_dtype(reference))}", Level.LOGITS)
+    row = found.row(f"level 3: {output_name(reference)}, {dtype_name(_dtype(reference))}", Level.LOGITS)
     return replace(row, detail=f"max_diff {difference.max_diff:.1e}, cosine {difference.cosine_similarity:.8f}")
 
 

@@ -2,6 +2,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import BertModel, GPT2LMHeadModel
 from transformers.models.mixtral.modeling_mixtral import MixtralAttention
 
 from nrl_models import registry
@@ -23,6 +24,19 @@ def test_passes_on_a_checkpoint(checkpoint: Path) -> None:
     assert "level 3: logits, bfloat16" in checks
     assert "gradients, float32" in checks
     assert report.to_json()["verdict"] == "pass"
+
+
+@pytest.mark.parametrize(("model_class", "output"), [(BertModel, "hidden states"), (GPT2LMHeadModel, "logits")])
+def test_models_with_dropout_and_without_a_head(tmp_path: Path, model_class: type, output: str) -> None:
+    """Published encoders and GPT-2 train with dropout: both models drop the same, or gradients cannot be compared."""
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 128}
+    config = model_class.config_class(**sizes)
+    assert 0.1 in (getattr(config, "hidden_dropout_prob", 0), getattr(config, "resid_pdrop", 0))
+    model_class(config).save_pretrained(tmp_path)
+    report = check_parity(tmp_path)
+    assert report.passed, [row for row in report.rows if not row.passed]
+    checks = [row.check for row in report.rows]
+    assert {f"level 3: {output}, float32", "gradients, float32", "gradients, bfloat16"} <= set(checks)
 
 
 def test_names_the_culprit_of_a_broken_family(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
