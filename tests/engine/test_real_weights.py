@@ -6,25 +6,27 @@ import json
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from inside import forget
+from inside import changed, forget, model_of
 from typer.testing import CliRunner
 
 from nrl_models import AutoModelForCausalLM
 from nrl_models.cli import app
-from nrl_models.consistency.cells import Settings
-from nrl_models.consistency.consistency_report import ConsistencyReport
+from nrl_models.consistency.cells import NOISE_FACTOR, Settings
+from nrl_models.consistency.consistency_report import CellResult, ConsistencyReport
 from nrl_models.consistency.matrix import run_matrix
 from nrl_models.consistency.measure import Meter
 from nrl_models.consistency.prompts import Prompts, load_tokenizer
 from nrl_models.consistency.references import References
 from nrl_models.consistency.store import Store
-from nrl_models.diagnostics.engine_checks import diagnose_decode_vs_prefill, diagnose_prefix_caching
+from nrl_models.diagnostics.engine_checks import diagnose_decode_vs_prefill, diagnose_precision, diagnose_prefix_caching
 from nrl_models.engines.hf import HFEngine
 from nrl_models.engines.vllm import VLLMEngine
 from nrl_models.inputs.real_text import text_of_this_machine
@@ -35,6 +37,7 @@ SINGLE = Settings(
 )
 BATCH = replace(SINGLE, data=("real",), modes=("sampling",), batches=(4,))
 LONG = replace(BATCH, lengths=(1_000,), batches=(1,))
+HALF = replace(BATCH, lengths=(48,), batches=(2,), threshold=1.01, noise_factor=NOISE_FACTOR)
 LONGEST = 1_001
 """Positions of the engine: the longest sequence, and the token that it samples to score."""
 
@@ -91,14 +94,63 @@ def test_prefix_caching_counts_on_without_nan(smollm2: Path, vllm: OneEngine, pr
     assert result.measured["against_prefill"]["token_mult_prob_error"] < 1.0001
 
 
+def test_backend_eager_gives_eagers_logprobs(smollm2: Path, vllm: OneEngine, prompts: Prompts) -> None:
+    """Diagnostic 4."""
+
+    @contextmanager
+    def start(mode: dict[str, Any]) -> Iterator[VLLMEngine]:
+        options = {name: value for name, value in mode.items() if name != "enforce_eager" or not value}
+        yield vllm(smollm2, max_length=LONGEST, **options)
+
+    mode = "cuda graph mode lps with backend=eager"
+    result = diagnose_precision(start, "SmolLM2", [prompts.counting(20)[:24]], new_tokens=8, modes=[mode])
+    assert result.passed, result.lines
+
+
+def test_bfloat16_stays_within_its_noise_floor_and_a_small_defect_does_not(
+    smollm2: Path, vllm: OneEngine, prompts: Prompts
+) -> None:
+    engine = vllm(smollm2, max_length=128, dtype=torch.bfloat16)
+
+    def result(dtype: torch.dtype) -> CellResult:
+        forget(engine)
+        trainer = HFEngine(AutoModelForCausalLM.from_pretrained(smollm2, dtype=dtype), "trainer")
+        meter = Meter(engine, trainer, prompts, HALF, references=References(smollm2))
+        found = meter.measure(HALF.cells()[0])
+        return CellResult(HALF.cells()[0], (found,), HALF.threshold, HALF.noise_factor)
+
+    for dtype in (torch.bfloat16, torch.float32):
+        found = result(dtype)
+        assert found.passed, found.problems
+        assert found.repeats[0].noise_dtype == torch.bfloat16
+        assert found.notes
+    norm = model_of(engine).model.layers[5].input_layernorm.weight
+    with changed(norm, norm * 1.2):
+        found = result(torch.bfloat16)
+    assert "what the noise floor of" in found.problems[0], found.to_json()
+    forget(engine)
+
+
+def command(*arguments: str, file: Path) -> Any:
+    """Runs a command that starts an engine of its own; gives its JSON."""
+    result = CliRunner().invoke(app, [*arguments, "--dtype", "float32", "--json", str(file)])
+    assert result.exit_code == 0, result.output
+    return json.loads(file.read_text())
+
+
+def test_new_weights_arrive(smollm2: Path, vllm: OneEngine, tmp_path: Path) -> None:
+    vllm.stop()
+    arguments = ["refit-check", str(smollm2), "--threshold", "1.0001", "--length", "64", "--batch", "2"]
+    found = command(*arguments, file=tmp_path / "found.json")
+    assert [refit["token_mult_prob_error"] <= 1.0001 for refit in found["refits"]] == [True, True]
+    assert found["refits"][1]["before"] > 1.01
+
+
 def test_max_model_len_is_respected(smollm2: Path, vllm: OneEngine, tmp_path: Path) -> None:
     """Diagnostic 1."""
     vllm.stop()
-    file = tmp_path / "found.json"
-    arguments = ["diagnose", "max-model-len", str(smollm2), "--dtype", "float32", "--json", str(file)]
-    result = CliRunner().invoke(app, arguments)
-    assert result.exit_code == 0, result.output
-    assert json.loads(file.read_text())["total_tokens"] == 20
+    found = command("diagnose", "max-model-len", str(smollm2), file=tmp_path / "found.json")
+    assert found["total_tokens"] == 20
 
 
 def test_prefix_caching_in_another_environment(smollm2: Path, vllm: OneEngine, tmp_path: Path) -> None:
@@ -109,9 +161,7 @@ def test_prefix_caching_in_another_environment(smollm2: Path, vllm: OneEngine, t
     (packages,) = environment.glob("lib/python*/site-packages")
     (packages / "here.pth").write_text(sysconfig.get_path("purelib"))
     arguments = ["diagnose", "prefix-caching", str(smollm2), "--count", "100", "--new-tokens", "8"]
-    arguments += ["--engine-python", str(environment), "--dtype", "float32", "--json", str(tmp_path / "found.json")]
-    result = CliRunner().invoke(app, arguments)
-    assert result.exit_code == 0, result.output
-    (version,) = json.loads((tmp_path / "found.json").read_text())["environments"]
+    found = command(*arguments, "--engine-python", str(environment), file=tmp_path / "found.json")
+    (version,) = found["environments"]
     assert version["engine"].startswith("vllm 0.")
     assert version["against_prefill"]["token_mult_prob_error"] < 1.0001
