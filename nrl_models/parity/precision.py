@@ -279,7 +279,7 @@ def _times(
 
 def _same(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> bool:
     return len(first) == len(second) and all(
-        one.dtype == other.dtype and torch.equal(one, other) for one, other in zip(first, second, strict=True)
+        tensor.dtype == other.dtype and torch.equal(tensor, other) for tensor, other in zip(first, second, strict=True)
     )
 
 

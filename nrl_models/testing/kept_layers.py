@@ -98,6 +98,6 @@ def _are_numbers(values: Any) -> bool:
 
 def _kind(value: Any, values: Any) -> str:
     """What a layer's value says about its kind: all of it, unless layers merely differ in size."""
-    if isinstance(value, (int, float)) and len({repr(one) for one in values}) > MANY:
+    if isinstance(value, (int, float)) and len({repr(element) for element in values}) > MANY:
         return "some" if value else "none"
     return repr(value)

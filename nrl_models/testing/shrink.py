@@ -118,7 +118,7 @@ class _Shrinking:
             missing = sizes.MISSING[key]
             return missing(value) if callable(missing) else missing
         if sizes.is_token(key):
-            return sizes.COMMON_TOKENS.get(key, _each(value, lambda one: self.token_ids.get(one, one)))
+            return sizes.COMMON_TOKENS.get(key, _each(value, lambda token: self.token_ids.get(token, token)))
         if value is None or isinstance(value, (str, bool)):
             return None
         if key in sizes.VALUES:
@@ -212,9 +212,9 @@ def _token_ids(root: PreTrainedConfig) -> dict[int, int]:
     found: dict[int, int] = {}
     for key, value in all_values(root):
         if sizes.is_token(key) and key not in sizes.COMMON_TOKENS:
-            for one in value if isinstance(value, (list, tuple)) else [value]:
-                if type(one) is int:
-                    found.setdefault(one, sizes.FIRST_SPECIAL + len(found))
+            for element in value if isinstance(value, (list, tuple)) else [value]:
+                if type(element) is int:
+                    found.setdefault(element, sizes.FIRST_SPECIAL + len(found))
     return found
 
 
@@ -237,7 +237,7 @@ def _at_most(most: int, value: Any) -> Any:
 
 def _is_large_width(key: str, value: Any) -> bool:
     values = value if isinstance(value, (list, tuple)) else [value]
-    whole = bool(values) and all(type(one) is int for one in values)
+    whole = bool(values) and all(type(element) is int for element in values)
     return key.endswith(sizes.WIDTH_SUFFIXES) and whole and max(values) > sizes.WIDTH
 
 
@@ -245,7 +245,7 @@ def _in_form_of(value: Any, size: float) -> Any:
     """`size` as `value` is: of its type, a list of its length in its proportions, zero where it is zero."""
     if not isinstance(value, (list, tuple)):
         return type(value)(size) if isinstance(value, (int, float)) and value else None
-    if not value or not all(isinstance(one, (int, float)) for one in value):
+    if not value or not all(isinstance(element, (int, float)) for element in value):
         return None
     largest = max(value)
     if largest <= size and len(set(value)) > 1:
@@ -281,5 +281,5 @@ def _equations(old: Values, new: Values) -> dict[str, Any]:
     return result
 
 
-def _same(one: Any, other: Any) -> bool:
-    return type(one) is type(other) and one == other
+def _same(value: Any, other: Any) -> bool:
+    return type(value) is type(other) and value == other

@@ -115,12 +115,12 @@ def _find(source: Source, overrides: Mapping[str, Any], model_class: type[PreTra
     needs = Needs(tuple(dict.fromkeys(unset)))
     for rope in ("", "sections", "layer types"):
         candidate = attempt(replace(needs, rope=rope))
-        best = max(best, candidate, key=lambda one: STAGES.index(one.reached))
+        best = max(best, candidate, key=lambda attempt: STAGES.index(attempt.reached))
         if candidate.failure is None:
             break
     for key in best.needs.keys:
         without = attempt(replace(best.needs, keys=tuple(need for need in best.needs.keys if need != key)))
-        best = max(without, best, key=lambda one: STAGES.index(one.reached))
+        best = max(without, best, key=lambda attempt: STAGES.index(attempt.reached))
     return best
 
 

@@ -79,8 +79,8 @@ def test_accelerate_launch_with_fsdp2(tmp_path: Path) -> None:
     setting.case_of("LlamaForCausalLM").reference().save_pretrained(checkpoint)
     theirs = trained(tmp_path / "theirs", checkpoint, WRAP)
     ours = trained(tmp_path / "ours", checkpoint, ["--fsdp_auto_wrap_policy", "NO_WRAP"], "--beforehand")
-    for one, other in zip(theirs, ours, strict=True):
-        assert one == pytest.approx(other, abs=1e-5)
+    for record, other in zip(theirs, ours, strict=True):
+        assert record == pytest.approx(other, abs=1e-5)
     before, first, second = stored(checkpoint), stored(tmp_path / "theirs"), stored(tmp_path / "ours")
     assert sorted(first) == sorted(second) == sorted(before)
     for name, tensor in first.items():

@@ -247,7 +247,7 @@ def hold(architecture: str, start: Start, folder: Path, overrides: dict[str, Any
     if report.error:
         return Outcome(architecture, unfit, **numbers, reason=f"{problem}; from files: {report.error}")
     result = report.results[0]
-    loaded = max(one.token_mult_prob_error for several in result.comparisons.values() for one in several)
+    loaded = max(comparison.token_mult_prob_error for several in result.comparisons.values() for comparison in several)
     if result.passed:
         return Outcome(architecture, AS_LOADED, **numbers, loaded=loaded, reason=problem)
     said = "; ".join([*result.problems, result.verdict.summary if result.verdict else ""])
@@ -267,7 +267,8 @@ def why(step: RefitStep) -> str:
 
 
 def _error(step: RefitStep) -> float | None:
-    worst = max(one.token_mult_prob_error for several in step.result.comparisons.values() for one in several)
+    found = [comparison for several in step.result.comparisons.values() for comparison in several]
+    worst = max(comparison.token_mult_prob_error for comparison in found)
     return worst if math.isfinite(worst) else None
 
 

@@ -86,7 +86,7 @@ def run_in_children(names: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
         gathered = Path(folder) / "outcomes.jsonl"
         while left:
             ended = yield from child(left, gathered)
-            left = [one for one in left if one not in outcomes(gathered)]
+            left = [name for name in left if name not in outcomes(gathered)]
             if ended and left:  # it ended in the middle of the first
                 outcome = {"architecture": left[0], "status": "not run", "reason": ended}
                 note(gathered, outcome)
@@ -158,7 +158,7 @@ def note(gathered: Path, outcome: dict[str, Any]) -> None:
 def outcomes(gathered: Path) -> dict[str, Any]:
     """What is there, by architecture."""
     lines = gathered.read_text().splitlines() if gathered.exists() else []
-    return {one["architecture"]: one for one in map(json.loads, lines)}
+    return {outcome["architecture"]: outcome for outcome in map(json.loads, lines)}
 
 
 def versions() -> dict[str, str]:

@@ -81,7 +81,7 @@ def test_refit_check_from_random_weights_and_after_a_step(demo: Path, vllm: Vllm
     result = CliRunner().invoke(app, [*arguments, "--json", str(file)])
     assert result.exit_code == 0, result.output
     found = json.loads(file.read_text())
-    assert [one["name"] for one in found["refits"]] == ["from random weights", "after a training step"]
+    assert [refit["name"] for refit in found["refits"]] == ["from random weights", "after a training step"]
     for refit in found["refits"]:
         assert refit["before"] > 1.01
         assert refit["token_mult_prob_error"] <= 1.0001
@@ -237,7 +237,7 @@ def test_a_mode_that_computes_otherwise_is_reported_and_no_failure(
 
     @contextmanager
     def start(mode: dict[str, Any]) -> Iterator[VLLMEngine]:
-        yield vllm(demo, **({"max_length": 128} | {key: one for key, one in mode.items() if key == "dtype"}))
+        yield vllm(demo, **({"max_length": 128} | {key: value for key, value in mode.items() if key == "dtype"}))
 
     prompt = demo_prompts.counting(20)[:24]
     result = diagnose_precision(start, "demo", [prompt], new_tokens=16, modes=["half as precise"], tolerance=1e-5)

@@ -154,7 +154,7 @@ def test_copies_keep_one_storage(family_case: FamilyCase) -> None:
     for copied in copies:
         assert_same_tensors(copied.state_dict(), model.state_dict())
         assert report(copied) == report(model)
-        assert all(one.untyped_storage().nbytes() == one.nbytes for one in copied.parameters())
+        assert all(parameter.untyped_storage().nbytes() == parameter.nbytes for parameter in copied.parameters())
         pointers = {parameter.data_ptr() for parameter in model.parameters() if parameter.numel()}
         assert not pointers.intersection(parameter.data_ptr() for parameter in copied.parameters())
         for owner, _, group in groups_of(copied):

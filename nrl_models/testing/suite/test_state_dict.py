@@ -93,7 +93,7 @@ def test_single_tensor_export(family_case: FamilyCase) -> None:
         with pytest.raises(ValueError, match="convert them together"):
             adapter.convert_single_tensor_to_hf(key, own[key])
     all_at_once = adapter.to_hf(own)
-    parts_of_joint = {one.name for key in joint for one in adapter.tensors_in(key, "hub")}
+    parts_of_joint = {tensor.name for key in joint for tensor in adapter.tensors_in(key, "hub")}
     assert_same_tensors(one_by_one, {key: all_at_once[key] for key in all_at_once.keys() - parts_of_joint})
     storages = {tensor.untyped_storage().data_ptr() for tensor in own.values()}
     # Rows in another order (rotary weights) are no view; nothing else may be copied.
@@ -111,7 +111,7 @@ def test_export_plan(family_case: FamilyCase) -> None:
     model = family_case.model(torch.bfloat16)
     adapter = model.state_dict_adapter
     plan = adapter.export_plan()
-    expected = adapter.to_hf({name: one for name, one in model.state_dict().items() if name not in adapter.tied})
+    expected = adapter.to_hf({name: tensor for name, tensor in model.state_dict().items() if name not in adapter.tied})
     for max_bytes in (None, 600_000):
         stream = list(adapter.iter_export(model, max_bytes))
         assert [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in stream] == plan

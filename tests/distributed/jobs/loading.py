@@ -33,7 +33,7 @@ def loads(folder: str, architecture: str, **sizes: int) -> dict[str, Any]:
         assert_same(dict(model.state_dict_adapter.iter_export(model, layout=layout)), expected)
     assert_same(dict(model.named_buffers()), dict(whole.named_buffers()))
     assert {name: parameter.dtype for name, parameter in model.named_parameters()} == {
-        name: one.dtype for name, one in whole.named_parameters()
+        name: parameter.dtype for name, parameter in whole.named_parameters()
     }
     assert list(model.state_dict()) == list(whole.state_dict())
     groups = report(model)

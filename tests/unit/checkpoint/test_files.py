@@ -88,8 +88,8 @@ def test_tensors_stay_when_the_files_are_closed(llama_checkpoint: Path) -> None:
     tensor = files.tensors["model.embed_tokens.weight"]
     value, joined = files.read(tensor), files.read_joined([tensor], tensor.shape)
     files.close()
-    for one in (value, joined):
-        assert torch.equal(one, stored(llama_checkpoint)[tensor.key])
+    for written in (value, joined):
+        assert torch.equal(written, stored(llama_checkpoint)[tensor.key])
 
 
 def test_writing_into_a_tensor_leaves_the_file_alone(folder: Path) -> None:

@@ -176,9 +176,9 @@ def test_modules_show_what_they_compute(engine: HFEngine, prompts: list[list[int
     assert norm.class_name == "LlamaRMSNorm"
     assert torch.equal(engine.model.model.norm(norm.inputs[0]), norm.outputs[0])
     for name, call in step.items():
-        for one, other in zip(call.outputs, whole[name].outputs, strict=True):
-            assert one.shape[1] == 1
-            torch.testing.assert_close(one, other[:, -1:], rtol=0, atol=1e-4)
+        for output, other in zip(call.outputs, whole[name].outputs, strict=True):
+            assert output.shape[1] == 1
+            torch.testing.assert_close(output, other[:, -1:], rtol=0, atol=1e-4)
 
 
 def test_unknown_options_are_refused(checkpoint: Path) -> None:

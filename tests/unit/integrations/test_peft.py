@@ -153,8 +153,8 @@ def test_an_adapter_of_experts(
     expected = logits(reference, input_ids)
     assert not torch.allclose(expected, logits(theirs(mixtral_checkpoint), input_ids), atol=0.1)
     assert_close(logits(model, input_ids), expected)
-    for name, one in (("theirs", reference), ("ours", model)):
-        one.merge_and_unload().save_pretrained(tmp_path / name)
+    for name, tuned in (("theirs", reference), ("ours", model)):
+        tuned.merge_and_unload().save_pretrained(tmp_path / name)
     assert_close(stored(tmp_path / "ours"), stored(tmp_path / "theirs"))
 
 
@@ -180,7 +180,7 @@ def test_all_linear_finds_each_linear_of_the_hugging_face_model_once(llama_check
     assert actual.base_model.targeted_module_names == expected.base_model.targeted_module_names
     assert len(set(actual.base_model.targeted_module_names)) == 2 * 7
     assert [name for name, parameter in actual.named_parameters() if parameter.requires_grad] == [
-        name for name, one in expected.named_parameters() if one.requires_grad
+        name for name, parameter in expected.named_parameters() if parameter.requires_grad
     ]
 
 

@@ -120,7 +120,7 @@ def test_divergence_from_a_reference(model: PreTrainedModel, documents: list[tor
     document = documents[1][None]
     found = token_logprobs(model, document, reference=reference, temperature=0.8)
     with torch.no_grad():
-        ours, theirs = ((one(input_ids=document).logits / 0.8).log_softmax(-1) for one in (model, reference))
+        ours, theirs = ((computed(input_ids=document).logits / 0.8).log_softmax(-1) for computed in (model, reference))
     expected = (ours.exp() * (ours - theirs)).sum(-1)[0, :-1]
     torch.testing.assert_close(found.kl[0, 1:], expected, rtol=1e-4, atol=1e-5)
     same = token_logprobs(model, document, reference=model)

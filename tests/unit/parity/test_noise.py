@@ -40,7 +40,7 @@ def test_gradients_have_a_noise_each(llama: PreTrainedModel, input_ids: torch.Te
         for name, gradient in expected.items()
         if "k_proj.bias" not in name
     )
-    assert sum(one > 0 for one in noise.values()) > len(noise) / 2
+    assert sum(change > 0 for change in noise.values()) > len(noise) / 2
 
 
 def test_a_limit_is_never_below_the_dtypes_tolerance() -> None:

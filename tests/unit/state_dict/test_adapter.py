@@ -267,10 +267,10 @@ def test_given_dicts_are_left_alone(adapter: StateDictAdapter, model: PreTrained
 def test_hugging_face_tensors_are_views_of_the_own(
     adapter: StateDictAdapter, model: PreTrainedModel, moe: PreTrainedModel
 ) -> None:
-    for one, of in ((adapter, model), (moe.state_dict_adapter, moe)):
+    for converter, of in ((adapter, model), (moe.state_dict_adapter, moe)):
         own = of.state_dict()
         for layout in LAYOUTS:
-            assert storages(one.to_hf(own, layout=layout)) <= storages(own)
+            assert storages(converter.to_hf(own, layout=layout)) <= storages(own)
 
 
 def test_an_excluded_name_is_searched_for(adapter: StateDictAdapter, model: PreTrainedModel) -> None:
@@ -382,8 +382,8 @@ def test_training_continues_from_mapped_states(
     for name, parameter in model.named_parameters():
         continued.state[parameter] = {key: value[name].clone() for key, value in mapped.items()}
         continued.state[parameter]["step"] = torch.tensor(2.0)
-    for one, its_optimizer in ((reference, optimizer), (model, continued)):
-        step(one, its_optimizer, input_ids)
+    for trained_model, its_optimizer in ((reference, optimizer), (model, continued)):
+        step(trained_model, its_optimizer, input_ids)
     exported = adapter.to_hf(model.state_dict(), layout="transformers")
     torch.testing.assert_close(exported, dict(reference.state_dict()), atol=1e-9, rtol=1e-6)
 

@@ -46,9 +46,9 @@ def test_models_are_shared_and_pairs_are_not(case: FamilyCase) -> None:
     assert case.model() is case.model()
     assert case.reference() is case.reference()
     before = snapshot(case.model()), snapshot(case.reference())
-    for one in case.new_pair():
+    for copied in case.new_pair():
         with torch.no_grad():
-            for parameter in one.parameters():
+            for parameter in copied.parameters():
                 parameter.zero_()
     assert_same(case.model().state_dict(), before[0])
     assert_same(case.reference().state_dict(), before[1])
