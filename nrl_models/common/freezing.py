@@ -216,14 +216,16 @@ def components_of(model: PreTrainedModel) -> dict[str, dict[str, nn.Parameter]]:
     """The parameters of each component that a model has, by key of `COMPONENTS` and by name."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     decoder = model.get_decoder()
+    towers = {modality: _towers(model, modality) for modality in ("image", "audio")}
+    in_towers = {module for found in towers.values() for tower in found for module in tower.modules()}
     embeddings = [
         model.get_input_embeddings(),
-        *(module for module in decoder.modules() if isinstance(module, nn.Embedding)),
+        *(module for module in decoder.modules() if isinstance(module, nn.Embedding) and module not in in_towers),
     ]
     heads = [model.get_output_embeddings(), *(getattr(model, name, None) for name in ("score", "classifier"))]
     found = {
-        "freeze_vision_tower": _parameters(_towers(model, "image"), names),
-        "freeze_audio_tower": _parameters(_towers(model, "audio"), names),
+        "freeze_vision_tower": _parameters(towers["image"], names),
+        "freeze_audio_tower": _parameters(towers["audio"], names),
         "freeze_embeddings": _parameters(embeddings, names),
         "freeze_routers": _parameters(_routers(model), names),
         "freeze_lm_head": _parameters(heads, names),
