@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, ClassVar
@@ -100,7 +100,7 @@ class _AutoModel:
         registered = registry.model_class(architecture)
         if registered is None:
             registry.warn_unregistered(architecture)
-            return getattr(transformers, architecture)
+            return next(served for served in cls._served_for(config) if served.__name__ == architecture)
         return registered
 
     @classmethod
@@ -120,10 +120,7 @@ class _AutoModel:
         for name in named:
             if name in registered and cls.serves(name) and not _is_another_models(name, config):
                 return name
-        mapping: Mapping[type, Any] = cls.upstream._model_mapping
-        if type(config) in mapping:
-            classes = mapping[type(config)]
-            names = [served.__name__ for served in (classes if isinstance(classes, (list, tuple)) else (classes,))]
+        if names := [served.__name__ for served in cls._served_for(config)]:
             if named and not any(name in registered or hasattr(transformers, name) for name in named):
                 raise UnknownArchitectureError(_unknown_name(named, sorted(registered.union(names)), config))
             return next((name for name in named if name in names), names[0])
@@ -133,6 +130,13 @@ class _AutoModel:
             f"{config.name_or_path or type(config).__name__} (model_type {config.model_type!r}, architectures {named}) "
             f"is not a {cls.kind}. {_kinds_of(config)}"
         )
+
+    @classmethod
+    def _served_for(cls, config: PreTrainedConfig) -> Sequence[type[PreTrainedModel]]:
+        """The classes that transformers has for a configuration in this auto class."""
+        mapping: Mapping[type, Any] = cls.upstream._model_mapping
+        found = mapping.get(type(config), ())
+        return found if isinstance(found, (list, tuple)) else (found,)
 
     @classmethod
     def _remote_class(

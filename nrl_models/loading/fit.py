@@ -5,12 +5,15 @@ All problems are collected before any tensor is read, and raised as one error.
 
 from __future__ import annotations
 
+import copy
 import re
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -151,7 +154,7 @@ class CheckpointNames:
 
     Attributes:
         found: for each key the tensor it stands for, or None.
-        of_head: keys outside a base model in a checkpoint of a model with a head.
+        of_head: keys of the head, where a base model is loaded from a checkpoint of a model with one.
     """
 
     def __init__(
@@ -172,16 +175,12 @@ class CheckpointNames:
             hub = {names[name]: adapter.hub[name] for name in sorted(adapter.hub, key=dot_natural_key)}
         self._table: dict[str, HFTensor] = adapter.transformers | hub
         self.found = {key: self._resolve(key, name) for key, name in renamed.items()}
-        self.of_head = self._outside(renamed) if model.base_model is model else set()
+        unknown = [key for key, tensor in self.found.items() if tensor is None]
+        self.of_head = _names_of_head(model, renamed, key_mapping).intersection(unknown) if unknown else set()
 
     def used_conversions(self) -> list[Any]:
         """The conversions that applied to some key: those that saving has to revert."""
         return [conversion for conversion in self._conversions if conversion.was_used()]
-
-    def _outside(self, renamed: Mapping[str, str]) -> set[str]:
-        """The keys without the base model's prefix, where others have it."""
-        inside = {key for key, name in renamed.items() if self._prefix and name.startswith(self._prefix)}
-        return renamed.keys() - inside if any(self.found[key] is not None for key in inside) else set()
 
     def _resolve(self, key: str, renamed: str) -> HFTensor | None:
         for candidate in (renamed, key):
@@ -196,6 +195,27 @@ class CheckpointNames:
         for converter in self._converters:
             if converter.rename_source_key(key)[1] is not None:
                 return
+
+
+def _names_of_head(model: PreTrainedModel, keys: Iterable[str], key_mapping: Mapping[str, str] | None) -> set[str]:
+    """Of a base model: the keys of what the model with a head that the configuration names has beside it.
+
+    That model is built without weights, because only it knows its names: in some checkpoints `lm_head.weight` is
+    `language_model.lm_head.weight`.
+    """
+    architecture = next(iter(model.config.architectures or ()), "")
+    # The code of models that are not in transformers has both classes in one module.
+    modules = (transformers, sys.modules[type(model).__module__])
+    head_class: Any = next((getattr(module, architecture) for module in modules if hasattr(module, architecture)), None)
+    if model.base_model is not model or architecture == type(model).__name__:
+        return set()
+    if getattr(head_class, "config_class", None) is not type(model.config):
+        return set()
+    with torch.device("meta"):
+        head: PreTrainedModel = head_class._from_config(copy.deepcopy(model.config))
+    own, inside = set(head.state_dict()), f"{head.base_model_prefix}."
+    renamed = _renamed(keys, get_model_conversion_mapping(head, dict(key_mapping) if key_mapping else None))
+    return {key for key, name in renamed.items() if name in own and not name.startswith(inside)}
 
 
 def _renamed(keys: Iterable[str], conversions: Iterable[Any]) -> dict[str, str]:
