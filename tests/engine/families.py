@@ -165,7 +165,7 @@ def shared_architectures() -> list[str]:
     """Every architecture that writes text and that the installed engine and the registry both have."""
     return sorted(
         architecture
-        for architecture in set(ModelRegistry.get_supported_archs()) & set(registry.architectures())
+        for architecture in set(ModelRegistry.get_supported_archs()) & set(registry.architectures(aliases=False))
         if not architecture.endswith("Classification")
     )
 
