@@ -103,7 +103,9 @@ class LoadOptions:
             around = device_around()
             if options.mesh is None:
                 options = replace(options, device=around)
-        return replace(options, dtype=named_dtype(options.dtype or "auto"))._with_single_device(), rest
+        return replace(
+            options, dtype=named_dtype("auto" if options.dtype is None else options.dtype)
+        )._with_single_device(), rest
 
     def _with_single_device(self) -> LoadOptions:
         """A map of the whole model to a device as that device: what is loaded there needs no dispatching."""

@@ -41,7 +41,7 @@ def test_inspect(checkpoint: Path, tmp_path: Path) -> None:
     assert found["family"] == "nrl_models.families.gemma2.model"
     assert found["kinds"] == ["dense"]
     assert found["tied"] is True
-    assert found["flags"] == ["VLLM_LOAD_FORMAT_AUTO"]
+    assert found["flags"] == ["SKIP_DTENSOR_TIED_WEIGHTS_CHECK", "VLLM_LOAD_FORMAT_AUTO"]
     assert found["groups"] == {"Gemma2Attention: q_proj + k_proj + v_proj": 2, "Gemma2MLP: gate_proj + up_proj": 2}
     reference = FamilyCase(registry.model_class("Gemma2ForCausalLM")).reference()
     assert found["parameters"] == sum(parameter.numel() for parameter in reference.parameters())
