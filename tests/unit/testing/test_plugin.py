@@ -211,6 +211,7 @@ def test_without_a_family_nothing_is_added(pytester: pytest.Pytester) -> None:
     assert collected(pytester) == ["test_own.py::test_own"]
 
 
+@pytest.mark.long
 def test_the_suite_alone_runs_for_every_registered_architecture(pytester: pytest.Pytester) -> None:
     # In a process of its own, because it imports every family.
     command = (sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider")
