@@ -4,7 +4,7 @@ import gc
 
 import pytest
 
-from nrl_models.testing.plugin import CHOSEN, share_cores
+from nrl_models.testing.plugin import CHOSEN, class_under_test, share_cores
 
 pytest_plugins = ["pytester", "real_models"]
 
@@ -29,15 +29,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Leave long tests to a run with all families, unless their file is named; leave it those tests alone, if asked."""
     if config.getoption("--other-families"):
         rest = set(config.stash[CHOSEN])
-        items[:] = [item for item in items if item.get_closest_marker("long") or family_of(item) in rest]
+        items[:] = [item for item in items if item.get_closest_marker("long") or class_under_test(item) in rest]
     elif not config.getoption("--all-families") and config.args_source is pytest.Config.ArgsSource.TESTPATHS:
         items[:] = [item for item in items if not item.get_closest_marker("long")]
-
-
-def family_of(item: pytest.Item) -> str | None:
-    """The class that a generated test is of, as `--nrl-family` takes it; None of other tests."""
-    callspec = getattr(item, "callspec", None)
-    return callspec.params.get("family_case") if callspec else None
 
 
 def pytest_collection_finish() -> None:

@@ -1,4 +1,4 @@
-"""Putting tensors into the modules of a model."""
+"""What a model is, and putting tensors into its modules."""
 
 from __future__ import annotations
 
@@ -12,6 +12,11 @@ from torch import nn
 def class_name(model: nn.Module) -> str:
     """The name of a model's class, without the prefix that FSDP adds."""
     return type(model).__name__.removeprefix("FSDP")
+
+
+def is_base_model(model: nn.Module) -> bool:
+    """Whether a model has no head: it gives hidden states, and has no loss."""
+    return getattr(model, "base_model", None) is model
 
 
 def owner_of(model: nn.Module, name: str) -> tuple[nn.Module, str]:

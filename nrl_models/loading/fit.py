@@ -23,7 +23,7 @@ from transformers.utils import logging
 from nrl_models.common.checkpoint.files import CheckpointFiles
 from nrl_models.common.dtypes import kept_dtypes
 from nrl_models.common.garbage import no_collections
-from nrl_models.common.modules import class_name
+from nrl_models.common.modules import class_name, is_base_model
 from nrl_models.common.state_dict.adapter import StateDictAdapter
 from nrl_models.common.state_dict.layer_patterns import ignore_indices
 from nrl_models.common.state_dict.matching import Match, is_wide_float, match
@@ -207,7 +207,7 @@ def _names_of_head(model: PreTrainedModel, keys: Iterable[str], key_mapping: Map
     # The code of models that are not in transformers has both classes in one module.
     modules = (transformers, sys.modules[type(model).__module__])
     head_class: Any = next((getattr(module, architecture) for module in modules if hasattr(module, architecture)), None)
-    if model.base_model is not model or architecture == type(model).__name__:
+    if not is_base_model(model) or architecture == type(model).__name__:
         return set()
     if getattr(head_class, "config_class", None) is not type(model.config):
         return set()

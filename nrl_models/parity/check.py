@@ -12,11 +12,11 @@ from transformers import PreTrainedModel
 from nrl_models.auto import auto_class_for
 from nrl_models.common.checkpoint.gguf_tables import upstream_source
 from nrl_models.common.forward.soft_cap import reference_attention
+from nrl_models.common.modules import is_base_model
 from nrl_models.family import FamilyModel
 from nrl_models.inputs.model_inputs import inputs_for
 from nrl_models.parity.levels import compare_components, compare_end_to_end, compare_gradients, compare_weights
 from nrl_models.parity.localise import localise
-from nrl_models.parity.noise import is_base_model
 from nrl_models.parity.parity_report import Level, ParityReport, ParityRow
 from nrl_models.parity.precision import Truth
 

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from nrl_models.common.forward.routing import RoutingRecord, flip_rate, record_routing, replay_routing
+from nrl_models.common.modules import is_base_model
 from nrl_models.common.random_states import random_states_kept
 from nrl_models.inputs.images import Inputs, cast
 
@@ -31,11 +32,6 @@ NOISE_FACTOR = 2.0
 def limit(noise: float, dtype: torch.dtype) -> float:
     """The largest difference that still counts as equal."""
     return max(NOISE_FACTOR * noise, TOLERANCE[dtype])
-
-
-def is_base_model(model: nn.Module) -> bool:
-    """Whether a model has no head: it gives hidden states, and has no loss."""
-    return getattr(model, "base_model", None) is model
 
 
 def output_name(model: nn.Module) -> str:

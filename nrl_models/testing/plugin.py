@@ -102,18 +102,18 @@ def _param(name: str) -> Any:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put the tests of one class together: its models are built once, and not kept for longer."""
-    items[:] = [item for item in items if _class_name(item) != NONE]
+    items[:] = [item for item in items if class_under_test(item) != NONE]
     order: dict[str | None, int] = {None: 0}
     for item in items:
-        order.setdefault(_class_name(item), len(order))
-    items.sort(key=lambda item: order[_class_name(item)])
+        order.setdefault(class_under_test(item), len(order))
+    items.sort(key=lambda item: order[class_under_test(item)])
 
 
 def _architecture(name: str) -> str:
     return name.partition("#")[0].rpartition(":")[2]
 
 
-def _class_name(item: pytest.Item) -> str | None:
+def class_under_test(item: pytest.Item) -> str | None:
     """The class a test is of, as `--nrl-family` takes it; None of other tests."""
     callspec = getattr(item, "callspec", None)
     return callspec.params.get("family_case") if callspec else None
@@ -227,7 +227,7 @@ def _tests_of(session: pytest.Session, limit: _Limit) -> set[str]:
         item.nodeid: item.function.__name__
         for item in session.items
         if isinstance(item, pytest.Function)
-        and _class_name(item) == limit.family
+        and class_under_test(item) == limit.family
         and getattr(item.function, "feature", "") == limit.feature
     }
     proving = {test for test in suite().values() if test.feature == limit.feature}  # type: ignore[attr-defined]

@@ -13,6 +13,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from nrl_models.common.cached import cached
+from nrl_models.common.config.types import is_same_value
 from nrl_models.common.config.walk import all_values, own_values
 from nrl_models.testing import sizes
 from nrl_models.testing.kept_layers import KeptLayers
@@ -76,7 +77,7 @@ class _Shrinking:
         # What a parent gave its part, or a file a model, is in the description but not in the class's own default.
         given = default_values(config_class)
         own = {key: value for key, value in old.items() if key not in parts}
-        values = {key: value for key, value in own.items() if key in given and not _same(value, given[key])}
+        values = {key: value for key, value in own.items() if key in given and not is_same_value(value, given[key])}
         layers = KeptLayers(old, next((overrides[key] for key in sizes.LAYERS if key in overrides), None))
         values |= self._values(default, old, layers, parts, new_parts)
         values |= new_parts
@@ -110,7 +111,7 @@ class _Shrinking:
             }
         if rope := self._rope(default, old, {**old, **new}):
             new["rope_parameters"] = rope
-        return {key: value for key, value in new.items() if not _same(value, old[key])}
+        return {key: value for key, value in new.items() if not is_same_value(value, old[key])}
 
     def _value(self, key: str, value: Any, public: str, derived: bool) -> Any:
         """The new value of one key, None to leave it."""
@@ -279,7 +280,3 @@ def _equations(old: Values, new: Values) -> dict[str, Any]:
         except (AttributeError, TypeError, ZeroDivisionError):  # keys that this configuration does not have, or unset
             continue
     return result
-
-
-def _same(value: Any, other: Any) -> bool:
-    return type(value) is type(other) and value == other

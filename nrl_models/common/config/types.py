@@ -64,6 +64,11 @@ def takes_floats_only(config_class: type[PreTrainedConfig], key: str) -> bool:
     return float in members and int not in members
 
 
+def is_same_value(value: Any, other: Any) -> bool:
+    """Whether two values are equal and of one type: `1` is neither `True` nor `1.0`."""
+    return type(value) is type(other) and value == other
+
+
 def union_members(annotation: Any) -> tuple[Any, ...]:
     """The types that an annotation allows: the members of a union, else itself."""
     return get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)

@@ -26,6 +26,7 @@ from nrl_models.common.config.keys import (
 )
 from nrl_models.common.config.ledger import changes_outputs_of, recorded
 from nrl_models.common.config.spelling import misspellings_of
+from nrl_models.common.config.types import is_same_value
 from nrl_models.common.config.walk import own_values, walk
 from nrl_models.errors import ConfigurationError, Problem, ProblemKind
 
@@ -135,7 +136,7 @@ class _Check:
             known.update(FORMER_ROPE)
             values |= rope
         near = misspellings_of(key, sorted(known))
-        if not near or any(name in values and _same(value, values[name]) for name in near):
+        if not near or any(name in values and is_same_value(value, values[name]) for name in near):
             return None
         detail = f"is {_shown(value)}, and neither {type(part).__name__} nor the model reads it"
         return Problem(ProblemKind.UNKNOWN, path, f"{detail}; did you mean {' or '.join(near)}?")
@@ -146,7 +147,7 @@ class _Check:
         others = changes_outputs_of(key)
         # The same number is mostly the same setting, by another model's name for it (`n_head`, `layer_norm_eps`).
         if not others or any(
-            _same(value, own) and self._is_known(part, name) for name, own in own_values(part).items()
+            is_same_value(value, own) and self._is_known(part, name) for name, own in own_values(part).items()
         ):
             return None
         detail = f"is {_shown(value)}, which {others[0]} computes with, and nothing in {self.model_class.__name__} does"
@@ -212,10 +213,6 @@ class _Check:
             for inner in parts_of(part)
             if inner is not part
         )
-
-
-def _same(value: Any, other: Any) -> bool:
-    return type(value) is type(other) and value == other
 
 
 def _value_or(config: PreTrainedConfig, path: str, default: Any) -> Any:
