@@ -8,6 +8,7 @@ router are.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -71,7 +72,8 @@ def freeze(model: PreTrainedModel, config: Mapping[str, bool]) -> Frozen:
         model: the model.
         config: by key of `COMPONENTS`, or by its name in `SHORT_NAMES`, whether that component is frozen. Embeddings
             and routers are parts of the language model: their keys take precedence over its key. Components that the
-            model lacks are noted, in the log and in the result.
+            model lacks are noted, in the log and in the result. False undoes a freeze: what transformers builds
+            frozen (positions that are computed, corrections that a router's balancing sets) stays frozen.
 
     Raises:
         UnknownArgumentError: keys that name no component (with the nearest that do), two names of one component, values
@@ -95,21 +97,39 @@ def freeze(model: PreTrainedModel, config: Mapping[str, bool]) -> Frozen:
             f"one tensor cannot be frozen and trained: {'; '.join(conflicts)} (tied weights). Give both the same value."
         )
     parameters = list(model.parameters())
-    if parameters and not any(
-        not wanted.get(id(parameter), ("", not parameter.requires_grad))[1] for parameter in parameters
-    ):
+    unfrozen = {key for key, (_, frozen) in wanted.items() if not frozen}
+    kept = {name: parameter for name, parameter in _built_frozen(model).items() if id(parameter) in unfrozen}
+    unfrozen -= {id(parameter) for parameter in kept.values()}
+    trains = {id(parameter): parameter.requires_grad for parameter in parameters}
+    trains |= {key: key in unfrozen for key in wanted}
+    if parameters and not any(trains.values()):
         raise UnknownArgumentError(f"nothing of {type(model).__name__} would train: {dict(config)}")
     if absent:
         logger.warning(
             f"{type(model).__name__} has no component for {', '.join(absent)}: there is nothing of it to freeze or "
             f"to train. It has {', '.join(components)}."
         )
+    if kept:
+        some = ", ".join(sorted(kept)[:4]) + ", ..." * (len(kept) > 4)
+        logger.warning(
+            f"{type(model).__name__} is built with {len(kept)} frozen parameters, which stay frozen: {some}. To train "
+            "them, set requires_grad, or the key of the configuration that freezes them."
+        )
     for parameter in parameters:
-        if id(parameter) in wanted:
-            parameter.requires_grad_(not wanted[id(parameter)][1])
+        parameter.requires_grad_(trains[id(parameter)])
     counts = {key: _size(own.values(), requires_grad=False) for key, own in components.items()}
     trainable = _size(parameters, requires_grad=True)
     return Frozen(counts, trainable, trainable + _size(parameters, requires_grad=False), absent)
+
+
+def _built_frozen(model: PreTrainedModel) -> dict[str, nn.Parameter]:
+    """The parameters that are frozen now, and in a new model of this class and configuration."""
+    frozen = {name: parameter for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    if not frozen:
+        return {}
+    with torch.device("meta"):
+        new = dict(type(model)(copy.deepcopy(model.config)).named_parameters())
+    return {name: frozen[name] for name in frozen if name in new and not new[name].requires_grad}
 
 
 def _size(parameters: Iterable[nn.Parameter], *, requires_grad: bool) -> int:
