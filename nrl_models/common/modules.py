@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from inspect import signature
 from typing import Any
 
 import torch
@@ -15,8 +16,11 @@ def class_name(model: nn.Module) -> str:
 
 
 def is_base_model(model: nn.Module) -> bool:
-    """Whether a model has no head: it gives hidden states, and has no loss."""
-    return getattr(model, "base_model", None) is model
+    """Whether a model has no head: it gives hidden states, and has no loss.
+
+    Some models with a head have no module for the rest, and are their own `base_model`: those take labels.
+    """
+    return getattr(model, "base_model", None) is model and "labels" not in signature(type(model).forward).parameters
 
 
 def owner_of(model: nn.Module, name: str) -> tuple[nn.Module, str]:

@@ -24,7 +24,7 @@ import torch
 from einops import reduce
 from torch import nn
 from torch.utils._pytree import tree_map
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from nrl_models.common.dtypes import dtype_name
 from nrl_models.common.forward.routing import RoutingRecord, can_replay, record_routing, replay_routing
@@ -87,6 +87,10 @@ TYPICAL_GRADIENT, WORST_GRADIENT = 1.5, 8.0
 """The same of gradients: of their median, and of any. By chance the errors of two right backward passes of SmolLM2
 differ by 1.13 in the median, and by a factor of four in some norm's weight."""
 
+FEW_VALUES = 16
+"""A gradient of fewer values is measured against transformers' typical error where its own is smaller: that of a single
+value may be near zero by chance."""
+
 REQUIRED = f"at most {LIMITS.rms:g} times transformers' error, largest {LIMITS.largest:g} times"
 SAME_BITS = "equal bit for bit"
 
@@ -107,7 +111,12 @@ class Truth:
         # What a forward left in modules (a recurrent state) hangs on its graph, and cannot be copied.
         left = [value for module in self.reference.modules() for value in vars(module).values()]
         graphs = [value for value in left if isinstance(value, torch.Tensor) and value.grad_fn is not None]
-        return copy.deepcopy(self.reference, {id(value): value.detach().clone() for value in graphs}).float()
+        model = copy.deepcopy(self.reference, {id(value): value.detach().clone() for value in graphs}).float()
+        # Some towers take the dtype of their inputs from their configuration.
+        for module in model.modules():
+            if isinstance(config := vars(module).get("config"), PreTrainedConfig):
+                config.dtype = torch.float32
+        return model
 
 
 @dataclass(slots=True)
@@ -254,10 +263,20 @@ def compare_gradients_rounded(
             exact = {name: gradient.flatten() for name, gradient in gradients(exact_model, inputs).items()}
         # Some gradients are zero but for rounding (a key's bias does not change a softmax).
         smallest = 1e-3 * max(gradient.square().mean().sqrt().item() for gradient in exact.values())
+        errors = {
+            name: (
+                Errors.of(actual[name].flatten(), exact[name]).rms,
+                Errors.of(expected[name].flatten(), exact[name]).rms,
+            )
+            for name in exact.keys() & actual.keys()
+            if exact[name].square().mean().sqrt().item() > smallest
+        }
+        usual = median([theirs for _, theirs in errors.values()] or [FLOOR])
         for name in differing:
-            if exact[name].square().mean().sqrt().item() > smallest:
-                ours, theirs = (Errors.of(found[name].flatten(), exact[name]) for found in (actual, expected))
-                multiples[name] = ours.times(theirs).rms
+            if name in errors:
+                ours, theirs = errors[name]
+                floor = usual if exact[name].numel() < FEW_VALUES else FLOOR
+                multiples[name] = ours / max(theirs, floor)
     worst, typical = max(multiples, key=multiples.__getitem__), median(multiples.values())
     measured = f"{typical:.2f} times, at worst {multiples[worst]:.2f} times" if differing else SAME_BITS
     return ParityRow(
