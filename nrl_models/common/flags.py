@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import Flag, auto
+from functools import cache
 from typing import Any
 
 
@@ -32,14 +33,19 @@ class ModelFlag(Flag):
 class Flags:
     """A class attribute: the flags that a family declares, and those that follow from its configurations.
 
-    They are found when the attribute is read, because that builds configurations.
+    They are found when the attribute is first read, because that builds configurations.
     """
 
     def __init__(self, declared: ModelFlag) -> None:
         self.declared = declared
 
     def __get__(self, model: object, model_class: Any) -> ModelFlag:
-        return self.declared | follow_from(model_class.config_class, model_class.published)
+        return self.declared | _following(model_class)
+
+
+@cache
+def _following(model_class: Any) -> ModelFlag:
+    return follow_from(model_class.config_class, model_class.published)
 
 
 def follow_from(config_class: Any, published: Mapping[str, Mapping[str, Any]]) -> ModelFlag:
