@@ -9,10 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from gguf import GGMLQuantizationType as Kind
 from jobs import loading, setting
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 from world import RanksFailedError, World
+
+from tests.unit.gguf_checkpoints import write_gguf
 
 LAYOUTS = {
     "fsdp": {"fsdp": 2},
@@ -68,6 +71,20 @@ def test_it_holds_what_one_process_loads(
             # ep leaves whole what is no expert, tp the tower that sees images
             norms_and_such = 0.04
             assert found["read"] <= 1 / world.size + norms_and_such
+
+
+@pytest.mark.parametrize("layout", ["fsdp", "tp"])
+@pytest.mark.parametrize("quantised", [False, True], ids=["base model", "GGUF"])
+def test_what_is_no_plain_checkpoint_of_the_class(
+    two: World, llama: Path, tmp_path: Path, layout: str, quantised: bool
+) -> None:
+    """A base model from the checkpoint of a head; a file in GGUF, whose tensors are dequantised and permuted."""
+    path, auto = llama, "AutoModel"
+    if quantised:
+        model = setting.case_of("LlamaForCausalLM").reference(torch.float32)
+        path, auto = write_gguf(tmp_path / "llama.gguf", model, "llama", Kind.Q8_0), "AutoModelForCausalLM"
+    for difference in two.run(partial(loading.loads_alike, **LAYOUTS[layout]), str(path), auto):
+        assert difference <= 1e-5
 
 
 def test_no_rank_ever_holds_more_than_its_share_and_one_tensor(two: World, four: World, tmp_path: Path) -> None:

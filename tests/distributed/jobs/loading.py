@@ -12,12 +12,14 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoConfig
 
+import nrl_models
 from jobs.memory import Peak
 from jobs.setting import assert_same, case_of, mesh_of
 from nrl_models import AutoModelForCausalLM, AutoModelForSequenceClassification
 from nrl_models.common.projections import report
 from nrl_models.distributed import parallelize
 from nrl_models.errors import NRLModelsError
+from nrl_models.inputs.model_inputs import inputs_for
 from nrl_models.loading import sharded
 
 
@@ -47,6 +49,16 @@ def loads(folder: str, architecture: str, **sizes: int) -> dict[str, Any]:
         difference = (model(**inputs).logits - whole(**inputs).logits).abs().max().item()
     nbytes = sum(tensor.nbytes for tensor in whole.state_dict_adapter.to_hf(whole.state_dict()).values())
     return {"logits": difference, "read": model.sharding.loaded_bytes / nbytes}
+
+
+def loads_alike(path: str, auto: str, **sizes: int) -> float:
+    """Load with an auto class, sharded and whole: the same tensors. Returns by how much outputs differ at most."""
+    auto_class = getattr(nrl_models, auto)
+    whole, model = auto_class.from_pretrained(path), auto_class.from_pretrained(path, mesh=mesh_of(**sizes))
+    assert_same(dict(model.state_dict_adapter.iter_export(model)), dict(whole.state_dict_adapter.iter_export(whole)))
+    inputs = inputs_for(whole, length=12)
+    with torch.no_grad():
+        return (model(**inputs)[0] - whole(**inputs)[0]).abs().max().item()
 
 
 def loads_over(folder: str, sizes: tuple[int, ...], names: tuple[str, ...] | None) -> None:
