@@ -5,10 +5,42 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum, auto
+from typing import Any
+
+LONGEST = 2_000
+"""Characters of one line of a message; a name may have millions."""
+
+
+def visible(text: str) -> str:
+    """`text` on one line, with everything escaped that a terminal would act on or not show, and cut off if very long.
+
+    Names of tensors and files are whatever their writer chose: an escape sequence clears a screen or forges a line.
+    """
+    if len(text) > LONGEST:
+        text = f"{text[: LONGEST // 2]} ... {text[-LONGEST // 2 :]}"
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
+def shown(value: object) -> str:
+    """A value as a message quotes it: its beginning, if it is long."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:60]}..."
 
 
 class NRLModelsError(Exception):
-    """Base of every error this library raises on purpose."""
+    """Base of every error this library raises on purpose.
+
+    Args:
+        lines: of the message; what a terminal would act on is escaped in each, see `visible`.
+    """
+
+    def __init__(self, *lines: object) -> None:
+        super().__init__(*(visible(str(line)) for line in lines))
+
+    def __str__(self) -> str:
+        return "\n".join(self.args)
 
 
 def one_line(error: BaseException) -> str:
@@ -63,7 +95,7 @@ class Problem:
 
     def __str__(self) -> str:
         where = f" ({self.file})" if self.file else ""
-        return f"{self.kind}: {self.subject}{where}: {self.detail}"
+        return visible(f"{self.kind}: {self.subject}{where}: {self.detail}")
 
 
 class StateDictError(NRLModelsError, ValueError):
@@ -75,11 +107,15 @@ class StateDictError(NRLModelsError, ValueError):
 
     def __init__(self, summary: str, problems: Iterable[Problem], advice: Sequence[str] = ()) -> None:
         self.problems = tuple(problems)
+        self._arguments = summary, self.problems, tuple(advice)
         lines = [f"{summary} ({len(self.problems)} problem{'s' if len(self.problems) != 1 else ''})"]
         lines += [f"  - {problem}" for problem in self.problems]
         own_advice = (problem.advice for problem in self.problems if problem.advice)
         lines += [f"  What to do: {line}" for line in dict.fromkeys((*advice, *own_advice))]
-        super().__init__("\n".join(lines))
+        super().__init__(*lines)
+
+    def __reduce__(self) -> Any:
+        return type(self), self._arguments
 
 
 class CheckpointError(StateDictError):

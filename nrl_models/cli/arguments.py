@@ -10,8 +10,9 @@ import typer
 
 from nrl_models.cli.console import STANDARD_OUTPUT, output
 from nrl_models.common.checkpoint.local_path import ADAPTER_CONFIG_NAME, CONFIG_NAME, is_gguf, is_local
+from nrl_models.common.json_reading import read_object
 from nrl_models.common.mesh_sizes import parse_mesh
-from nrl_models.errors import ShardingError
+from nrl_models.errors import CheckpointError, ShardingError, visible
 
 if TYPE_CHECKING:
     import torch
@@ -67,11 +68,10 @@ def local_config_path(text: str) -> Path:
 
 def _check_config(file: Path) -> None:
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise typer.BadParameter(f"{file} cannot be read as JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise typer.BadParameter(f"{file} is not a JSON object: expected a model's configuration")
+        read_object(file)
+    except CheckpointError as error:
+        detail = "; ".join(problem.detail for problem in error.problems)
+        raise typer.BadParameter(visible(f"{file} {detail}: expected a model's configuration")) from error
 
 
 def writable(file: Path | None) -> Path | None:

@@ -183,7 +183,8 @@ def consistency(
         write_html(report, html, load_tokenizer(path), command=shown_command(sys.argv[1:]))
     if report.error:
         raise EngineError(
-            f"{report.error}\nWhat was measured before is in {kept}; the same command continues from there."
+            *report.error.splitlines(),
+            f"What was measured before is in {kept}; the same command continues from there.",
         )
     if not report.passed:
         raise typer.Exit(1)

@@ -13,7 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
+from rich.text import Text
 from typer.core import TyperGroup
+
+from nrl_models.errors import NRLModelsError, visible
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -31,6 +34,14 @@ UNEXPECTED = (
 )
 
 
+class PlainConsole(Console):
+    """A console that shows control characters in what it prints, a tensor's name say, escaped."""
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        """The text to print for a string or a table's cell."""
+        return super().render_str("\n".join(map(visible, text.split("\n"))), **options)
+
+
 @dataclass
 class Output:
     """Where this run of the command prints.
@@ -43,9 +54,9 @@ class Output:
     quiet: bool = False
     json_only: bool = False
 
-    def console(self, *, stderr: bool = False) -> Console:
+    def console(self, *, stderr: bool = False) -> PlainConsole:
         """The console for results or, with `stderr`, for progress."""
-        console = Console(stderr=stderr or self.json_only, quiet=self.quiet)
+        console = PlainConsole(stderr=stderr or self.json_only, quiet=self.quiet)
         if not console.is_terminal and "COLUMNS" not in os.environ:
             console.width = 160  # a pipe or a log: wide enough that a table's rows stay one line each
         return console
@@ -64,8 +75,6 @@ class Commands(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         """Run a command; exit with 2 if it failed."""
-        from nrl_models.errors import NRLModelsError
-
         try:
             return super().invoke(ctx)
         except (typer.Abort, BrokenPipeError):  # Ctrl-C, and a reader of the output who has gone
@@ -73,7 +82,7 @@ class Commands(TyperGroup):
         except Exception as error:
             if ctx.params["traceback"] or hasattr(error, "exit_code"):  # which typer's own errors have
                 raise
-            console = Console(stderr=True, soft_wrap=True, highlight=False)
+            console = PlainConsole(stderr=True, soft_wrap=True, highlight=False)
             console.print(f"[bold red]error:[/bold red] {type(error).__name__}")
             console.print(str(error), markup=False)
             if not isinstance(error, (NRLModelsError, OSError)):

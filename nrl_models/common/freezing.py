@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.utils import logging
 
+from nrl_models.common.logs import get_logger
 from nrl_models.errors import UnknownArgumentError
 
-logger = logging.get_logger(__name__)
+logger = get_logger(__name__)
 
 COMPONENTS: dict[str, str] = {
     "freeze_vision_tower": "the encoder of images and videos, with its merger where that is a part of it",

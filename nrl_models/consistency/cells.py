@@ -116,7 +116,7 @@ class Settings:
         if self.sampling.greedy:
             problems.append("sampling at temperature 0 is greedy: choose mode greedy instead")
         if problems:
-            raise ConsistencyError("cannot check this:\n" + "\n".join(f"  - {problem}" for problem in problems))
+            raise ConsistencyError("cannot check this:", *(f"  - {problem}" for problem in problems))
 
     def cells(self) -> list[Cell]:
         """The matrix, short sequences first."""

@@ -48,9 +48,9 @@ class Store:
         ]
         if different:
             raise ConsistencyError(
-                f"{folder} holds measurements made with other settings:\n"
-                + "\n".join(f"  - {difference}" for difference in different)
-                + "\nChoose another directory (--out), or discard them (--fresh)."
+                f"{folder} holds measurements made with other settings:",
+                *(f"  - {difference}" for difference in different),
+                "Choose another directory (--out), or discard them (--fresh).",
             )
         folder.mkdir(parents=True, exist_ok=True)
         write_whole(file, json.dumps(wanted, indent=1))

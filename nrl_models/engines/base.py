@@ -304,9 +304,9 @@ def require_lengths(engine: Engine, sequences: Sequence[Tokens], more: int = 0) 
             )
     if problems:
         raise EngineError(
-            f"{engine.name} cannot take this:\n"
-            + "\n".join(f"  - {problem}" for problem in problems[:20])
-            + (f"\n  - and {len(problems) - 20} more" if len(problems) > 20 else "")
+            f"{engine.name} cannot take this:",
+            *(f"  - {problem}" for problem in problems[:20]),
+            *([f"  - and {len(problems) - 20} more"] if len(problems) > 20 else []),
         )
 
 

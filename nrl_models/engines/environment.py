@@ -188,7 +188,7 @@ class EnvironmentEngine(Engine):
         self.process.wait()
         self._said.seek(0)
         said = self._said.read().decode(errors="replace").splitlines()[-LAST_LINES:]
-        return EngineError(f"vLLM of {self.python} died (exit status {self.process.returncode}):\n" + "\n".join(said))
+        return EngineError(f"vLLM of {self.python} died (exit status {self.process.returncode}):", *said)
 
 
 def interpreter_of(environment: str | Path) -> Path:

@@ -19,12 +19,12 @@ from typing import Any
 
 import safetensors.torch
 import torch
-from transformers.utils import logging
 
 from nrl_models import registry
 from nrl_models.common.checkpoint.files import resolve_folder
 from nrl_models.common.dtypes import dtype_name
 from nrl_models.common.flags import ModelFlag
+from nrl_models.common.logs import get_logger
 from nrl_models.common.switches import is_off
 from nrl_models.engines.base import (
     LOGITS,
@@ -41,7 +41,7 @@ from nrl_models.errors import EngineError
 from nrl_models.loading.read_config import read_config
 from nrl_models.logprobs.sampling import Sampling
 
-logger = logging.get_logger(__name__)
+logger = get_logger(__name__)
 
 WORKER = "nrl_models.engines.vllm_worker.ConsistencyWorker"
 

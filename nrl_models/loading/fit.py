@@ -18,11 +18,11 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key
-from transformers.utils import logging
 
 from nrl_models.common.checkpoint.files import CheckpointFiles
 from nrl_models.common.dtypes import kept_dtypes
 from nrl_models.common.garbage import no_collections
+from nrl_models.common.logs import get_logger
 from nrl_models.common.modules import class_name, is_base_model
 from nrl_models.common.state_dict.adapter import StateDictAdapter
 from nrl_models.common.state_dict.layer_patterns import ignore_indices
@@ -30,7 +30,7 @@ from nrl_models.common.state_dict.matching import Match, is_wide_float, match
 from nrl_models.common.state_dict.views import HFTensor
 from nrl_models.errors import CheckpointError, Problem, ProblemKind
 
-logger = logging.get_logger(__name__)
+logger = get_logger(__name__)
 
 
 @dataclass(slots=True)

@@ -10,11 +10,10 @@ from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from typing import Any
 
-from transformers.utils import logging
-
+from nrl_models.common.logs import get_logger
 from nrl_models.errors import UnknownArgumentError
 
-logger = logging.get_logger(__name__)
+logger = get_logger(__name__)
 
 ALIASES = {"torch_dtype": "dtype", "backend_config": "backend"}
 """Other names of options: transformers' former one, and NeMo AutoModel's."""

@@ -9,26 +9,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
-from transformers.utils import logging
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from nrl_models.common.checkpoint.dequantised import DequantisedFiles
 from nrl_models.common.checkpoint.files import CheckpointFiles, resolve_folder
 from nrl_models.common.checkpoint.gguf_files import GGUFFiles
 from nrl_models.common.checkpoint.local_path import is_gguf
+from nrl_models.common.config.at_fault import blaming
+from nrl_models.common.config.limits import limited_modules
 from nrl_models.common.config.validate import check_config
+from nrl_models.common.logs import get_logger
 from nrl_models.distributed.mesh import agreed
 from nrl_models.errors import CheckpointError, Problem, ProblemKind, UnknownArgumentError
 from nrl_models.loading.keywords import ALIASES, by_own_names, unknown_keywords
 from nrl_models.loading.options import LoadOptions
 from nrl_models.loading.placement import device_in_context, dispatch, on_cpu, present_device
 from nrl_models.loading.quantised import is_read_plain, load_quantised, require_plain_gguf
-from nrl_models.loading.read_config import IMPLEMENTATIONS, config_for, override, read_config
+from nrl_models.loading.read_config import IMPLEMENTATIONS, config_for, generation_config, override, read_config
 from nrl_models.loading.sharded import load_sharded
 from nrl_models.loading.skeleton import build_skeleton, checked_dtype, construction, resolve_dtype
 from nrl_models.loading.weights import load_weights
 
-logger = logging.get_logger(__name__)
+logger = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +109,8 @@ def _loaded(model_class: type[PreTrainedModel], source: Source) -> tuple[PreTrai
     with on_cpu(), ExitStack() as opened:
         with agreed(options.mesh, "prepare the model"):
             config = config_for(model_class, source.config)
-            check_config(model_class, config, options.ignore_config_keys)
+            with blaming(config, f"check {model_class.__name__}"):
+                check_config(model_class, config, options.ignore_config_keys)
             built_with = construction(model_class, options.combine, options.backend, device)
             files: CheckpointFiles
             if is_gguf(folder):
@@ -118,12 +121,15 @@ def _loaded(model_class: type[PreTrainedModel], source: Source) -> tuple[PreTrai
                 del config.quantization_config  # the model is not quantised, nor what it saves
             elif options.quantization_config is not None or getattr(config, "quantization_config", None) is not None:
                 _refuse_sharding(source)
+                generation_config(model_class, folder)
                 return load_quantised(model_class, folder, config, options, built_with)
             else:
                 files = CheckpointFiles(folder, options.variant)
             opened.callback(files.close)
-            dtype = resolve_dtype(options.dtype, config, files)
-            model = build_skeleton(model_class, config, dtype, **built_with)
+            with blaming(config, f"build {model_class.__name__}"), limited_modules(len(files.tensors)):
+                dtype = resolve_dtype(options.dtype, config, files)
+                model = build_skeleton(model_class, config, dtype, **built_with)
+            generation = generation_config(model_class, folder)
         how: Any = {"dtype": dtype, "device": device, "strict": options.strict, "key_mapping": options.key_mapping}
         if options.mesh is None:
             fit = load_weights(model, files, **how)
@@ -136,8 +142,8 @@ def _loaded(model_class: type[PreTrainedModel], source: Source) -> tuple[PreTrai
                 f"{source.name} stores {len(narrowed)} tensors ({narrowed[0]}, ...) in a wider dtype than {dtype}, "
                 f"in which they are loaded. Pass a wider dtype to keep their values, or dtype={dtype} if intended."
             )
-        if model.can_generate() and (folder / "generation_config.json").is_file():
-            model.generation_config = GenerationConfig.from_pretrained(folder)
+        if generation is not None:
+            model.generation_config = generation
         model.eval()
         if options.device_map is not None:
             dispatch(

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub.errors import StrictDataclassFieldValidationError
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from nrl_models.common.checkpoint import gguf_tables
 from nrl_models.common.checkpoint.local_path import CONFIG_NAME, is_gguf
 from nrl_models.common.config.keys import is_value
+from nrl_models.common.config.limits import check_limits
 from nrl_models.common.config.types import with_declared_types
+from nrl_models.common.json_reading import read_object
 from nrl_models.errors import (
     CheckpointError,
     Problem,
@@ -24,9 +25,12 @@ from nrl_models.errors import (
     UnknownArchitectureError,
     UnknownArgumentError,
     one_line,
+    shown,
 )
 from nrl_models.loading.keywords import unknown_keywords
 from nrl_models.loading.options import KEYWORDS
+
+GENERATION_NAME = "generation_config.json"
 
 IMPLEMENTATIONS = ("attn_implementation", "experts_implementation")
 """Values transformers takes like configuration values, though `config.json` has no such keys."""
@@ -44,7 +48,10 @@ def read_config(folder: Path, *, trust_remote_code: bool = False) -> PreTrainedC
     if is_gguf(folder):
         values = gguf_tables.configuration(folder)
         config_class = CONFIG_MAPPING[values["model_type"]]
-        return config_class.from_dict(with_declared_types(config_class, values, str(folder)))
+        try:
+            return config_class.from_dict(with_declared_types(config_class, values, str(folder)))
+        except Exception as error:
+            raise _refused_values(folder, error, "correct the file's metadata, or download it again") from error
     needs_its_code = _needs_its_code(folder, trust_remote_code)
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=needs_its_code)
@@ -59,6 +66,24 @@ def read_config(folder: Path, *, trust_remote_code: bool = False) -> PreTrainedC
         if needs_its_code:
             raise
         raise _refused_values(folder, error, "correct the values that its class refuses") from error
+
+
+def generation_config(model_class: type[PreTrainedModel], folder: Path) -> GenerationConfig | None:
+    """The generation settings of the checkpoint in `folder`; None if it has none, or the model does not generate.
+
+    Raises:
+        CheckpointError: the file is not a JSON object, or has values that transformers refuses.
+    """
+    file = folder / GENERATION_NAME
+    if not model_class.can_generate() or not file.is_file():
+        return None
+    read_object(file)
+    try:
+        return GenerationConfig.from_pretrained(folder)
+    except Exception as error:  # whatever its checks and conversions raise
+        problem = Problem(ProblemKind.CONFIG, GENERATION_NAME, one_line(error))
+        advice = f"correct {GENERATION_NAME}, or remove it: defaults follow from config.json then"
+        raise CheckpointError(f"cannot load {folder}", [problem], [advice]) from error
 
 
 def _refused_values(folder: Path, error: Exception, advice: str) -> CheckpointError:
@@ -79,17 +104,16 @@ def _with_declared_types(folder: Path) -> PreTrainedConfig:
 
 def _needs_its_code(folder: Path, trust_remote_code: bool) -> bool:
     """Whether only the checkpoint's own code can read its configuration; raises if that is not allowed."""
-    try:
-        content = json.loads(_config_file(folder).read_text(encoding="utf-8"))
-        model_type = content.get("model_type")
-    except (ValueError, AttributeError) as error:
-        raise CheckpointError(
-            f"cannot load {folder}", [Problem(ProblemKind.FILE, CONFIG_NAME, f"is not a JSON object: {error}")]
-        ) from error
-    for key, names in (("model_type", [model_type or ""]), ("architectures", content.get("architectures") or [])):
-        if not all(isinstance(name, str) for name in names):
-            problem = Problem(ProblemKind.CONFIG, key, f"is {content[key]!r}, expected the name of one")
-            raise CheckpointError(f"cannot load {folder}", [problem])
+    content = read_object(_config_file(folder))
+    model_type, names = content.get("model_type"), content.get("architectures")
+    problems = []
+    if not isinstance(model_type, str | None):
+        problems.append(Problem(ProblemKind.CONFIG, "model_type", f"is {shown(model_type)}, expected a name"))
+    if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+        problems.append(Problem(ProblemKind.CONFIG, "architectures", f"is {shown(names)}, expected a list of names"))
+    if problems:
+        raise CheckpointError(f"cannot load {folder}", problems, [f"correct it in {CONFIG_NAME}"])
+    check_limits(content, _config_file(folder))
     if model_type in CONFIG_MAPPING:
         return False
     if "auto_map" in content:

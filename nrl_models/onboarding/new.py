@@ -147,7 +147,7 @@ def run_tests(module: str, architectures: Iterable[str], folder: Path, tests: It
         done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=out)
         if done.returncode not in (0, 1) or not file.is_file():
             said = (done.stdout + done.stderr)[-3000:]
-            raise OnboardingError(f"pytest ended with exit status {done.returncode}:\n{said}")
+            raise OnboardingError(f"pytest ended with exit status {done.returncode}:", *said.splitlines())
         return json.loads(file.read_text())["results"]
 
 

@@ -16,7 +16,7 @@ import torch
 from einops import rearrange
 
 from nrl_models.common.checkpoint.files import CheckpointFiles, StoredTensor
-from nrl_models.errors import CheckpointError, Problem, ProblemKind
+from nrl_models.errors import CheckpointError, Problem, ProblemKind, shown
 
 METHODS = ("fp8", "mxfp4")
 """What `quantization_config` calls the methods that are read here."""
@@ -29,7 +29,14 @@ FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2
 
 
 def settings_of(quantised_as: Any) -> dict[str, Any]:
-    """A quantisation's settings, given as transformers' object or as `config.json` has them."""
+    """A quantisation's settings, given as transformers' object or as `config.json` has them.
+
+    Raises:
+        CheckpointError: neither of them.
+    """
+    if not isinstance(quantised_as, Mapping) and not hasattr(quantised_as, "to_dict"):
+        problem = Problem(ProblemKind.CONFIG, "quantization_config", f"is {shown(quantised_as)}, expected an object")
+        raise CheckpointError("cannot load a quantised checkpoint", [problem], ["correct it, or leave it out"])
     return dict(quantised_as) if isinstance(quantised_as, Mapping) else quantised_as.to_dict()
 
 
@@ -93,9 +100,9 @@ class DequantisedFiles(CheckpointFiles):
         return super().read_joined(tensors, shape)
 
     def _pair_fp8(self, settings: Mapping[str, Any]) -> list[Problem]:
-        size = settings.get("weight_block_size")
-        block = None if size is None else tuple(size)
-        problems = []
+        block, problems = _block_of(settings.get("weight_block_size"))
+        if problems:
+            return problems
         for key, values in list(self.tensors.items()):
             if values.dtype not in FP8:
                 continue
@@ -175,6 +182,20 @@ def from_mxfp4(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     pairs = torch.stack([codes[(values & 15).int()], codes[(values >> 4).int()]], dim=-1).flatten(-2)
     numbers = torch.ldexp(pairs, scales.int()[..., None] - 127).to(torch.bfloat16)
     return rearrange(numbers, "... rows groups values -> ... (groups values) rows").contiguous()
+
+
+def _block_of(size: Any) -> tuple[tuple[int, ...] | None, list[Problem]]:
+    """Rows and columns of a block as `weight_block_size` has them, None for one scale a tensor; and what is wrong."""
+    if size is None:
+        return None, []
+    if (
+        isinstance(size, (list, tuple))
+        and len(size) == 2
+        and all(type(number) is int and number > 0 for number in size)
+    ):
+        return tuple(size), []
+    detail = f"is {shown(size)}, expected the rows and columns of a block, such as [128, 128], or null"
+    return None, [Problem(ProblemKind.CONFIG, "quantization_config.weight_block_size", detail)]
 
 
 def _block_counts(shape: tuple[int, ...], block: tuple[int, ...]) -> tuple[int, ...]:

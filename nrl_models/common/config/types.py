@@ -12,11 +12,11 @@ from typing import Any, Union, get_args, get_origin
 
 from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.utils import logging
 
+from nrl_models.common.logs import get_logger
 from nrl_models.common.switches import is_off
 
-logger = logging.get_logger(__name__)
+logger = get_logger(__name__)
 
 
 def with_declared_types(config_class: type[PreTrainedConfig], values: Mapping[str, Any], source: str) -> dict[str, Any]:

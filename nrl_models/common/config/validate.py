@@ -8,7 +8,6 @@ from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-from transformers.utils import logging
 
 from nrl_models.common.config.ignored import ignored_here
 from nrl_models.common.config.keys import (
@@ -28,9 +27,10 @@ from nrl_models.common.config.ledger import changes_outputs_of, recorded
 from nrl_models.common.config.spelling import misspellings_of
 from nrl_models.common.config.types import is_same_value
 from nrl_models.common.config.walk import own_values, walk
-from nrl_models.errors import ConfigurationError, Problem, ProblemKind
+from nrl_models.common.logs import get_logger
+from nrl_models.errors import ConfigurationError, Problem, ProblemKind, shown
 
-logger = logging.get_logger(__name__)
+logger = get_logger(__name__)
 
 ROPE_TYPES = {"default", *ROPE_INIT_FUNCTIONS}
 """The rotary embeddings that transformers has."""
@@ -78,7 +78,7 @@ def check_config(
             ],
         )
     if found.unread:
-        keys = ", ".join(f"{path}: {_shown(value)}" for path, value in found.unread.items())
+        keys = ", ".join(f"{path}: {shown(value)}" for path, value in found.unread.items())
         logger.warning_once(f"{where} has keys that nothing in {model_class.__name__} reads; they are ignored: {keys}")
 
 
@@ -138,7 +138,7 @@ class _Check:
         near = misspellings_of(key, sorted(known))
         if not near or any(name in values and is_same_value(value, values[name]) for name in near):
             return None
-        detail = f"is {_shown(value)}, and neither {type(part).__name__} nor the model reads it"
+        detail = f"is {shown(value)}, and neither {type(part).__name__} nor the model reads it"
         return Problem(ProblemKind.UNKNOWN, path, f"{detail}; did you mean {' or '.join(near)}?")
 
     def _unheard(self, path: str, part: PreTrainedConfig, key: str, value: Any) -> Problem | None:
@@ -150,15 +150,15 @@ class _Check:
             is_same_value(value, own) and self._is_known(part, name) for name, own in own_values(part).items()
         ):
             return None
-        detail = f"is {_shown(value)}, which {others[0]} computes with, and nothing in {self.model_class.__name__} does"
+        detail = f"is {shown(value)}, which {others[0]} computes with, and nothing in {self.model_class.__name__} does"
         return Problem(ProblemKind.UNSUPPORTED, path, detail)
 
     def unsupported(self) -> Iterator[Problem]:
         """Values that are read by nobody, or of which it is known that the model does something else."""
         for path, _, key, value in walk(self.config):
             if key in self.values and not self._is_ignored(path, key) and value not in self.values[key]:
-                valid = " or ".join(map(_shown, self.values[key]))
-                yield Problem(ProblemKind.UNSUPPORTED, path, f"is {_shown(value)}; only {valid} is supported")
+                valid = " or ".join(map(shown, self.values[key]))
+                yield Problem(ProblemKind.UNSUPPORTED, path, f"is {shown(value)}; only {valid} is supported")
             elif not self._is_ignored(path, key):
                 yield from self._foreign(path, key, value)
         ledger = recorded().get(self.model_class.__name__)
@@ -167,7 +167,7 @@ class _Check:
             value = _value_or(self.config, path, default)
             if value in (default, None) or self._is_ignored(path, key) or self._is_read(key):
                 continue
-            detail = f"is {_shown(value)}, which no code honours; only {_shown(default)} is supported"
+            detail = f"is {shown(value)}, which no code honours; only {shown(default)} is supported"
             yield Problem(ProblemKind.UNSUPPORTED, path, detail)
 
     def _foreign(self, path: str, key: str, value: Any) -> Iterator[Problem]:
@@ -179,14 +179,14 @@ class _Check:
                 if self._is_ignored(f"{where}.rope_type", "rope_type"):
                     continue
                 if kind not in ROPE_TYPES and not is_named(kind, self.model_class, self.config):
-                    detail = f"is {_shown(kind)}; only {' or '.join(map(repr, sorted(ROPE_TYPES)))} is supported"
+                    detail = f"is {shown(kind)}; only {' or '.join(map(repr, sorted(ROPE_TYPES)))} is supported"
                     yield Problem(ProblemKind.UNSUPPORTED, f"{where}.rope_type", detail)
                 elif former in ROPE_TYPES and former != kind:
                     detail = f"is {kind!r}, and type, its former name, is {former!r}; expected the same, or one of them"
                     yield Problem(ProblemKind.UNSUPPORTED, f"{where}.rope_type", detail)
         packed_by_mlx = key in ("quantization", "quantization_config") and isinstance(value, Mapping)
         if packed_by_mlx and {"bits", "group_size"} <= set(value) and not value.get("quant_method"):
-            detail = f"is {_shown(value)}, MLX's, whose packed weights nobody else reads; only plain ones are supported"
+            detail = f"is {shown(value)}, MLX's, whose packed weights nobody else reads; only plain ones are supported"
             yield Problem(ProblemKind.UNSUPPORTED, path, detail, advice="dequantise it: mlx_lm.convert --dequantize")
 
     def _is_ignored(self, path: str, key: str) -> bool:
@@ -220,8 +220,3 @@ def _value_or(config: PreTrainedConfig, path: str, default: Any) -> Any:
         return value_at(config, path)
     except (AttributeError, KeyError):  # a part of another class than the tiny configuration's, or none
         return default
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:60]}..."

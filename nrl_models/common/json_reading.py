@@ -1,0 +1,83 @@
+"""Reading JSON that somebody else wrote: within limits, and with errors that name the file. Imports nothing heavy."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from nrl_models.errors import CheckpointError, Problem, ProblemKind, one_line
+
+MOST_BYTES = 256 * 2**20
+"""The largest file that is read: an index of a million tensors has half of it."""
+
+MOST_LEVELS = 64
+"""How deep objects and arrays may be nested; configurations have six levels."""
+
+
+def read_object(file: Path, kind: ProblemKind = ProblemKind.FILE) -> dict[str, Any]:
+    """The JSON object in a file.
+
+    Args:
+        file: a regular file.
+        kind: of the problem, if it is none.
+
+    Raises:
+        CheckpointError: no such file, larger than `MOST_BYTES`, no JSON in UTF-8, nested deeper than `MOST_LEVELS`, or
+            no object.
+    """
+    try:
+        if file.exists() and not file.is_file():  # reading a pipe waits for who writes
+            raise OSError("not a regular file")
+        with open(file, "rb") as handle:
+            data = handle.read(MOST_BYTES + 1)
+    except OSError as error:
+        raise _refused(file.name, file, kind, f"cannot be read: {one_line(error)}") from error
+    return parse_object(data, file.name, file, kind)
+
+
+def parse_object(data: bytes, name: str, place: object, kind: ProblemKind = ProblemKind.FILE) -> dict[str, Any]:
+    """The JSON object that `data` is.
+
+    Args:
+        data: what a file or an answer holds.
+        name: what it is called in a message.
+        place: where it is from: a path, an address.
+        kind: of the problem, if it is none.
+
+    Raises:
+        CheckpointError: see `read_object`.
+    """
+    if len(data) > MOST_BYTES:
+        raise _refused(name, place, kind, f"has more than {MOST_BYTES:,} bytes")
+    try:
+        content = json.loads(data.decode())
+    except RecursionError as error:
+        raise _refused(name, place, kind, f"is nested deeper than {MOST_LEVELS} levels") from error
+    except ValueError as error:
+        raise _refused(name, place, kind, f"is not a JSON object: {error}") from error
+    if not isinstance(content, dict):
+        found = "null" if content is None else type(content).__name__
+        raise _refused(name, place, kind, f"is not a JSON object: it is {found}")
+    if _is_deeper(content, MOST_LEVELS):
+        raise _refused(name, place, kind, f"is nested deeper than {MOST_LEVELS} levels")
+    return content
+
+
+def _refused(name: str, place: object, kind: ProblemKind, detail: str) -> CheckpointError:
+    advice = "correct it, or download or save it again"
+    return CheckpointError(f"cannot load {place}", [Problem(kind, name, detail)], [advice])
+
+
+def _is_deeper(content: Any, levels: int) -> bool:
+    nested = [content]
+    for _ in range(levels):
+        nested = [
+            inner
+            for outer in nested
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(inner, (dict, list))
+        ]
+        if not nested:
+            return False
+    return True

@@ -1,0 +1,48 @@
+"""Reading JSON that somebody else wrote."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from nrl_models.common import json_reading
+from nrl_models.common.json_reading import read_object
+from nrl_models.errors import CheckpointError
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "is not a JSON object: Expecting value"),
+        (b"null", "is not a JSON object: it is null"),
+        (b"[{}]", "is not a JSON object: it is list"),
+        (b"\xff{}", "is not a JSON object: 'utf-8' codec"),
+        (b'{"a": %s}' % (b"9" * 5_000), "is not a JSON object: Exceeds the limit"),
+        (b'{"a": %s%s}' % (b"[" * 70, b"]" * 70), "is nested deeper than 64 levels"),
+        (b'{"a": %s%s}' % (b"[" * 10**5, b"]" * 10**5), "is nested deeper than 64 levels"),
+        (b'{"a": 1}' + b" " * 1_000, "has more than 1,000 bytes"),
+    ],
+)
+def test_what_is_refused(
+    content: bytes, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    if "1,000" in message:
+        monkeypatch.setattr(json_reading, "MOST_BYTES", 1_000)
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        read_object(tmp_path / "config.json")
+    assert [problem.subject for problem in caught.value.problems] == ["config.json"]
+
+
+def test_what_is_read(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text('{"a": {"b": [1, "\\u0007", NaN]}, "a": 2, "ü": ' + "[" * 60 + "]" * 60 + "}")
+    assert read_object(tmp_path / "a.json")["a"] == 2
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda _: None], ids=["pipe", "directory", "nothing"])
+def test_what_is_no_file(make: object, tmp_path: Path) -> None:
+    make(tmp_path / "a.json")  # type: ignore[operator]
+    with pytest.raises(CheckpointError, match=r"a\.json: cannot be read"):
+        read_object(tmp_path / "a.json")

@@ -1,0 +1,44 @@
+"""What a message or a log shows of names that somebody else chose."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+from nrl_models.common.logs import get_logger
+from nrl_models.errors import CheckpointError, EngineError, FamilyImportError, Problem, ProblemKind, visible
+
+NAMES = ("a\x1b[2Jb", "a\nerror: forged", "a\rb", "a\u202eb", "a\u2028b", "a\x9b31mb", "a\x00b", "a\ud800b")
+
+
+@pytest.mark.parametrize("name", NAMES, ids=repr)
+def test_names_are_escaped_wherever_they_stand(name: str) -> None:
+    shown = ascii(name)[1:-1]
+    problem = Problem(ProblemKind.MISSING, name, f"beside {name}", name, advice=f"remove {name}")
+    error = CheckpointError(f"cannot load {name}", [problem], [f"look at {name}"])
+    for message, lines in (
+        (error, 4),
+        (EngineError(f"no {name}"), 1),
+        (FamilyImportError(f"no {name}", "nor this"), 2),
+    ):
+        assert len(str(message).split("\n")) == lines
+        assert all(line.isprintable() for line in str(message).split("\n"))
+        assert shown in str(message)
+    assert (problem.subject, problem.file) == (name, name)  # code gets the name itself
+
+
+def test_a_warning_escapes_names(caplog: pytest.LogCaptureFixture) -> None:
+    get_logger("nrl_models.of_this_test").warning("skipped %s", "a\x1b[2Jb")
+    assert caplog.messages == [r"skipped a\x1b[2Jb"]
+
+
+def test_what_is_readable_stays_and_what_is_endless_is_cut() -> None:
+    assert visible("größe, 模型, 'x'") == "größe, 模型, 'x'"
+    assert len(visible("x" * 10**6)) < 3_000
+
+
+def test_an_error_survives_pickling() -> None:
+    error = CheckpointError("cannot load", [Problem(ProblemKind.FILE, "a\nb", "is missing")], ["look again"])
+    again = pickle.loads(pickle.dumps(error))
+    assert (str(again), again.problems) == (str(error), error.problems)
