@@ -54,8 +54,7 @@ test-full: setup
 # One process at a time: the tests start processes themselves.
 test-distributed: $(VENV)/.ready-integrations
 	$(BIN)/python -m pytest -q tests/distributed
-# Here with the packages that some of them need.
-	$(BIN)/python -m pytest -q tests/unit/edits
+	$(BIN)/python -m pytest -q -m integrations tests/unit/edits tests/unit/loading
 
 # Goes on where another run was cut.
 distributed-coverage: $(VENV)/.ready-integrations

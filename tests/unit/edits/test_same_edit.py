@@ -50,7 +50,10 @@ def skip_unless_installed(edit: Edit) -> None:
         pytest.skip(f"needs {', '.join(missing)}: install the extra `integrations`")
 
 
-@pytest.mark.parametrize("edit", EDITS, ids=lambda edit: edit.id)
+@pytest.mark.parametrize(
+    "edit",
+    [pytest.param(edit, id=edit.id, marks=[pytest.mark.integrations] if edit.needs else []) for edit in EDITS],
+)
 def test_same_edit(edit: Edit, tmp_path: Path) -> None:
     skip_unless_installed(edit)
     expected = outcome_of(edit, "transformers", tmp_path / "transformers")

@@ -353,6 +353,7 @@ def test_fp8_loads_as_transformers_dequantises_it(
     assert_same_model(AutoModelForCausalLM.from_pretrained(tmp_path / "saved"), expected)
 
 
+@pytest.mark.integrations
 def test_what_bitsandbytes_quantises_computes_itself_and_the_rest_is_joined(
     llama_checkpoint: Path, input_ids: torch.Tensor
 ) -> None:
