@@ -59,6 +59,8 @@ class ProblemKind(StrEnum):
     DTYPE = auto()
     TIED = auto()
     FILE = auto()
+    REPLACED = auto()
+    """A file that another process replaced while the checkpoint was read."""
     INDEX = auto()
     FORMAT = auto()
     CONFIG = auto()
@@ -120,6 +122,10 @@ class StateDictError(NRLModelsError, ValueError):
 
 class CheckpointError(StateDictError):
     """A checkpoint's files are damaged, unsafe, in an unsupported format, or do not fit the model."""
+
+
+class SaveError(NRLModelsError, OSError):
+    """Files cannot be saved: the disk is full or read-only, or another process does not make way."""
 
 
 class ConfigurationError(StateDictError):

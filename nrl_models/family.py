@@ -167,7 +167,7 @@ class FamilyModel(Upstream):
 
         Takes and raises what `nrl_models.AutoModelForCausalLM.from_pretrained` does.
         """
-        return pretrained.load(cls, pretrained.open_source(path_or_id, options))
+        return pretrained.from_pretrained(path_or_id, options, lambda source: cls)
 
     @classmethod
     def from_config(cls, config: PreTrainedConfig, **options: Any) -> Any:
@@ -214,7 +214,8 @@ class FamilyModel(Upstream):
         """
         if getattr(self, "_hf_peft_config_loaded", False):  # transformers then writes the adapter only
             own: Any = state_dict
-            super().save_pretrained(save_directory, state_dict=own, max_shard_size=max_shard_size, **options)
+            with staged(save_directory) as stage:
+                super().save_pretrained(stage, state_dict=own, max_shard_size=max_shard_size, **options)
             return
         if self.sharding is not None and state_dict is None:
             saving.save_pretrained(

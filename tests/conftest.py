@@ -1,9 +1,11 @@
 """Set-up of every test run."""
 
 import gc
+import os
 
 import pytest
 
+from nrl_models.common.checkpoint import durable
 from nrl_models.testing.plugin import CHOSEN, class_under_test, share_cores
 
 pytest_plugins = ["pytester", "real_models"]
@@ -18,6 +20,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     share_cores()
+    os.environ.setdefault(durable.VARIABLE, "0")  # nothing here has to outlive a power failure
     if config.getoption("--all-families"):
         return
     from chosen_families import chosen, others

@@ -178,7 +178,9 @@ def consistency(
             show(result.verdict.summary if result.verdict else "not judged: others failed before it")
     write_json(json_file, report.to_json())
     if markdown is not None:
-        markdown.write_text(report.markdown())
+        from nrl_models.common.checkpoint.writing import write_whole
+
+        write_whole(markdown, report.markdown())
     if html is not None:
         write_html(report, html, load_tokenizer(path), command=shown_command(sys.argv[1:]))
     if report.error:

@@ -102,7 +102,9 @@ def write_json(file: Path | None, content: Any) -> None:
     if file == STANDARD_OUTPUT:
         typer.echo(text)
     elif file is not None:
-        file.write_text(text + "\n", encoding="utf-8")
+        from nrl_models.common.checkpoint.writing import write_whole
+
+        write_whole(file, text + "\n")
 
 
 def show_report(report: Any, json_file: Path | None) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from nrl_models.common.checkpoint.writing import write_whole
 from nrl_models.consistency.consistency_report import CELL, CellResult, ConsistencyReport, described, last_if_nan
 from nrl_models.consistency.measure import Comparison, Measurement, order_by_error
 from nrl_models.errors import ConsistencyError
@@ -78,7 +79,7 @@ def write_html(report: ConsistencyReport, file: Path, tokenizer: Any | None = No
         versions=", ".join(f"{name} {version(name)}" for name in ("nrl_models", "transformers", "torch")),
         command=command,
     )
-    file.write_text(text, encoding="utf-8")
+    write_whole(file, text)
 
 
 def _plots(result: CellResult, engine: str) -> str:

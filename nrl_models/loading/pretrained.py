@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +13,12 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from nrl_models.common.checkpoint.dequantised import DequantisedFiles
 from nrl_models.common.checkpoint.files import CheckpointFiles, resolve_folder
+from nrl_models.common.checkpoint.generations import (
+    Watch,
+    current,
+    identity_at,
+    was_replaced,
+)
 from nrl_models.common.checkpoint.gguf_files import GGUFFiles
 from nrl_models.common.checkpoint.local_path import is_gguf
 from nrl_models.common.config.at_fault import blaming
@@ -20,7 +26,7 @@ from nrl_models.common.config.limits import limited_modules
 from nrl_models.common.config.validate import check_config
 from nrl_models.common.logs import get_logger
 from nrl_models.distributed.mesh import agreed
-from nrl_models.errors import CheckpointError, Problem, ProblemKind, UnknownArgumentError
+from nrl_models.errors import CheckpointError, NRLModelsError, Problem, ProblemKind, UnknownArgumentError
 from nrl_models.loading.keywords import ALIASES, by_own_names, unknown_keywords
 from nrl_models.loading.options import LoadOptions
 from nrl_models.loading.placement import device_in_context, dispatch, on_cpu, present_device
@@ -42,41 +48,86 @@ class Source:
         folder: where it is.
         config: its configuration, with the values that were passed as keywords.
         options: how to load it.
+        watch: finds out whether it is replaced meanwhile.
     """
 
     name: str
     folder: Path
     config: PreTrainedConfig
     options: LoadOptions
+    watch: Watch
 
 
-def open_source(path_or_id: str | Path | None, keywords: Mapping[str, Any]) -> Source:
+def from_pretrained(
+    path_or_id: str | Path | None, keywords: Mapping[str, Any], class_for: Callable[[Source], type[PreTrainedModel]]
+) -> Any:
+    """Open a checkpoint, choose a class for it, and load it; once more where another process replaced it meanwhile.
+
+    Args:
+        path_or_id: see `open_source`; None if `keywords` have it under transformers' name.
+        keywords: see `open_source`.
+        class_for: chooses the class.
+
+    Returns:
+        See `load`.
+
+    Raises:
+        CheckpointError: it was replaced again; whatever else `open_source`, `class_for` and `load` raise.
+    """
+    path_or_id, keywords = _named_path(path_or_id, keywords)
+    folder = Path(path_or_id).expanduser() / str(keywords.get("subfolder") or "")
+    watch = Watch(folder)
+    try:
+        return _once(path_or_id, keywords, class_for)
+    except Exception as error:
+        if not watch.changed():
+            raise
+        # Ranks cannot begin again one by one.
+        last: Exception | None = error if keywords.get("mesh") is not None else None
+    if last is None:
+        logger.info(f"{folder} was replaced while it was read; it is read again")
+        watch = Watch(folder)
+        try:
+            return _once(path_or_id, keywords, class_for)
+        except Exception as error:
+            if not watch.changed():
+                raise
+            last = error
+    raise last if isinstance(last, NRLModelsError) else was_replaced(folder, watch.replaced()) from last
+
+
+def _once(path_or_id: str | Path, keywords: Mapping[str, Any], class_for: Callable[[Source], Any]) -> Any:
+    source = open_source(path_or_id, keywords)
+    with agreed(source.options.mesh, "choose the model's class"):
+        model_class = class_for(source)
+    return load(model_class, source)
+
+
+def open_source(path_or_id: str | Path, keywords: Mapping[str, Any]) -> Source:
     """Find a checkpoint and read its configuration: enough to choose a class for it.
 
     Args:
-        path_or_id: a directory, a GGUF file, or the name of a hub repository; None if `keywords` have it under
-            transformers' name.
+        path_or_id: a directory, a GGUF file, or the name of a hub repository.
         keywords: options, see `LoadOptions`, and values of the configuration.
 
     Raises:
         CheckpointError, UnknownArchitectureError, RemoteCodeError, UnknownArgumentError, DeviceError, ShardingError:
             as `nrl_models.AutoModelForCausalLM.from_pretrained`.
     """
-    path_or_id, keywords = _named_path(path_or_id, keywords)
     options, overrides = LoadOptions.split(keywords)
     with on_cpu(), agreed(options.mesh, "read the checkpoint's configuration"):
         asked = ("subfolder", "revision", "token", "cache_dir", "gguf_file", "local_files_only")
         folder = resolve_folder(path_or_id, **{name: getattr(options, name) for name in asked})
+        watch = Watch(folder.parent if is_gguf(folder) else folder)
         if isinstance(options.config, PreTrainedConfig):
             config = copy.deepcopy(options.config)
         else:
             place = Path(options.config or folder).expanduser()
-            config = read_config(
-                place if place.exists() else resolve_folder(place), trust_remote_code=options.trust_remote_code
-            )
+            place = current(place) if place.exists() else resolve_folder(place)
+            config = read_config(place, trust_remote_code=options.trust_remote_code)
         override(config, overrides)
         config.name_or_path = str(path_or_id)
-    return Source(str(path_or_id), folder, config, options)
+    return Source(str(path_or_id), folder, config, options, watch)
 
 
 PATH_NAME = "pretrained_model_name_or_path"
@@ -122,7 +173,10 @@ def _loaded(model_class: type[PreTrainedModel], source: Source) -> tuple[PreTrai
             elif options.quantization_config is not None or getattr(config, "quantization_config", None) is not None:
                 _refuse_sharding(source)
                 generation_config(model_class, folder)
-                return load_quantised(model_class, folder, config, options, built_with)
+                source.watch.saw({path.name: identity_at(path) for path in folder.glob("*.safetensors*")})
+                quantised = load_quantised(model_class, folder, config, options, built_with)
+                source.watch.check()
+                return quantised
             else:
                 files = CheckpointFiles(folder, options.variant)
             opened.callback(files.close)
@@ -144,6 +198,9 @@ def _loaded(model_class: type[PreTrainedModel], source: Source) -> tuple[PreTrai
             )
         if generation is not None:
             model.generation_config = generation
+        with agreed(options.mesh, "read one checkpoint"):
+            source.watch.saw(files.seen)
+            source.watch.check()
         model.eval()
         if options.device_map is not None:
             dispatch(

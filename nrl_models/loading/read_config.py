@@ -12,7 +12,7 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrai
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from nrl_models.common.checkpoint import gguf_tables
-from nrl_models.common.checkpoint.local_path import CONFIG_NAME, is_gguf
+from nrl_models.common.checkpoint.local_path import CONFIG_NAME, GENERATION_NAME, is_gguf
 from nrl_models.common.config.keys import is_value
 from nrl_models.common.config.limits import check_limits
 from nrl_models.common.config.types import with_declared_types
@@ -29,8 +29,6 @@ from nrl_models.errors import (
 )
 from nrl_models.loading.keywords import unknown_keywords
 from nrl_models.loading.options import KEYWORDS
-
-GENERATION_NAME = "generation_config.json"
 
 IMPLEMENTATIONS = ("attn_implementation", "experts_implementation")
 """Values transformers takes like configuration values, though `config.json` has no such keys."""

@@ -10,14 +10,16 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from nrl_models.auto import auto_class_for
 from nrl_models.common.checkpoint.files import CheckpointFiles, resolve_folder
 from nrl_models.common.checkpoint.gguf_tables import load_tokenizer
-from nrl_models.common.checkpoint.local_path import is_gguf
+from nrl_models.common.checkpoint.local_path import CONFIG_NAME, GENERATION_NAME, is_gguf
+from nrl_models.common.checkpoint.writing import staged
 from nrl_models.errors import CheckpointError, Problem, ProblemKind, UnknownArgumentError
 
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "*.onnx_data")
 """Files of these kinds do not come along: they would hold the old weights, or others."""
 
-LEFT_BEHIND = (*WEIGHTS, "*.index.json", ".git", ".cache")
-"""What else has no place beside new weights: lists of files that are not there, and a repository's own records."""
+LEFT_BEHIND = (*WEIGHTS, "*.index.json", ".git", ".cache", ".nrl-*", ".*.nrl-saving-*")
+"""What else has no place beside new weights: lists of files that are not there, a repository's own records, and what
+saves leave that are running or were killed."""
 
 
 def convert(source: str | Path, target: str | Path, *, dtype: str = "auto", max_shard_size: str = "5GB") -> str:
@@ -47,11 +49,13 @@ def convert(source: str | Path, target: str | Path, *, dtype: str = "auto", max_
         )
     # Nothing is computed, so nothing has to be side by side in memory: tensors go from file to file.
     model = auto_class_for(folder).from_pretrained(folder, dtype=dtype, combine=False)
-    model.save_pretrained(target, max_shard_size=max_shard_size)
-    if is_gguf(folder):
-        _save_tokenizer(folder, target)
-    else:
-        _copy_others(folder, target, {"config.json"} | ({"generation_config.json"} if model.can_generate() else set()))
+    with staged(target) as stage:
+        model.save_pretrained(stage, max_shard_size=max_shard_size)
+        if is_gguf(folder):
+            _save_tokenizer(folder, stage)
+        else:
+            saved = {CONFIG_NAME} | ({GENERATION_NAME} if model.can_generate() else set())
+            _copy_others(folder, stage, saved)
     written = CheckpointFiles(target)
     kinds = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in written.tensors.values()})
     return f"{len(written.tensors):,} tensors, {written.nbytes / 1e9:.3f} GB, {' and '.join(kinds)}"

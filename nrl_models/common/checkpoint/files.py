@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import math
 import mmap
+import os
+import stat
 import threading
+import weakref
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,19 +22,20 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from safetensors import SafetensorError, safe_open
 from transformers.modeling_utils import _add_variant, str_to_torch_dtype
 
+from nrl_models.common.checkpoint.generations import PUBLISHED, Identity, Watch, current, identity, was_replaced
 from nrl_models.common.checkpoint.local_path import (
     ADAPTER_CONFIG_NAME,
     CONFIG_NAME,
+    INDEX_NAME,
+    WEIGHTS_NAME,
     find_gguf,
     is_gguf,
     is_local,
 )
 from nrl_models.common.checkpoint.page_maps import Run, joined, map_file, map_runs
 from nrl_models.common.garbage import no_collections
+from nrl_models.common.json_reading import MOST_BYTES, parse_object
 from nrl_models.errors import CheckpointError, Problem, ProblemKind
-
-WEIGHTS_NAME = "model.safetensors"
-INDEX_NAME = "model.safetensors.index.json"
 
 DTYPES: dict[str, torch.dtype] = str_to_torch_dtype | {"F8_E8M0": torch.float8_e8m0fnu}
 """safetensors' names of dtypes."""
@@ -73,13 +77,17 @@ class StoredTensor:
 class CheckpointFiles:
     """The tensors of a checkpoint, by key, without reading them.
 
+    Each file is opened once: its header, the check of its size and its pages are of one file, whatever becomes of its
+    name. What another process replaced meanwhile is found by comparing `seen` with what is there (`Watch`).
+
     Args:
         folder: a directory with `model.safetensors`, or `model.safetensors.index.json` and its shards.
         variant: of these files: "fp16" reads `model.fp16.safetensors`, or `model.safetensors.index.fp16.json`.
 
     Attributes:
-        folder: the directory.
+        folder: the directory; where a save is being moved into place, where that is.
         tensors: every tensor by key.
+        seen: what was read, by the names of files; None for what was looked for and not there.
         dequantised: keys of tensors whose values are computed when they are read; here none.
 
     Raises:
@@ -91,7 +99,12 @@ class CheckpointFiles:
 
     @no_collections()
     def __init__(self, folder: str | Path, variant: str | None = None) -> None:
-        self.folder = Path(folder)
+        self.folder = current(Path(folder))
+        self.seen: dict[str, Identity | None] = {}
+        self._maps: dict[str, tuple[mmap.mmap, int]] = {}
+        self._handles: dict[str, BinaryIO] = {}
+        self._opening = threading.Lock()
+        self._at_exit = weakref.finalize(self, _close, self._handles)
         self.weights_name, self.index_name = (_add_variant(name, variant) for name in (WEIGHTS_NAME, INDEX_NAME))
         self.tensors: dict[str, StoredTensor] = {}
         problems: list[Problem] = []
@@ -99,10 +112,8 @@ class CheckpointFiles:
         for file, expected in files.items():
             self._read_header(file, expected, problems)
         if problems:
+            self.close()
             raise CheckpointError(f"cannot load {self.folder}", problems, _advice(problems, self.folder))
-        self._maps: dict[str, tuple[mmap.mmap, int]] = {}
-        self._handles: dict[str, BinaryIO] = {}
-        self._opening = threading.Lock()
 
     @cached_property
     def nbytes(self) -> int:
@@ -136,7 +147,10 @@ class CheckpointFiles:
         None if that would take a copy, see `map_runs`.
         """
         runs = [Run(self._descriptor(tensor.file), tensor.start, tensor.nbytes) for tensor in tensors if tensor.numel]
-        mapped = map_runs(joined(runs)) if runs else None
+        try:
+            mapped = map_runs(joined(runs)) if runs else None
+        except EOFError as error:
+            raise was_replaced(self.folder, sorted({tensor.file for tensor in tensors})) from error
         if mapped is None:
             return None
         memory, offset = mapped
@@ -147,22 +161,43 @@ class CheckpointFiles:
 
     def close(self) -> None:
         """Close the files. Tensors that `read` returned keep the pages they show."""
-        for handle in self._handles.values():
-            handle.close()
-        self._handles.clear()
+        _close(self._handles)
         self._maps.clear()
 
     def _descriptor(self, file: str) -> int:
-        if file not in self._handles:
-            self._handles[file] = open(self.folder / file, "rb")  # noqa: SIM115
-        return self._handles[file].fileno()
+        """The open file, which must be as it was when its header was read: pages past its end cannot be read."""
+        descriptor = self._handles[file].fileno()
+        if identity(os.fstat(descriptor)) != self.seen[file]:
+            raise was_replaced(self.folder, [file])
+        return descriptor
+
+    def _open(self, file: str) -> BinaryIO | None:
+        """Open a file, and note what it is; None if it is none, or a device."""
+        try:  # a pipe that nobody writes to would block
+            descriptor = os.open(self.folder / file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        except (FileNotFoundError, NotADirectoryError):
+            self.seen[file] = None
+            return None
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            os.close(descriptor)
+            return None
+        self.seen[file] = identity(status)
+        return open(descriptor, "rb")
 
     def _files(self, problems: list[Problem]) -> dict[str, set[str] | None]:
         """The files to read and, where an index says so, the keys each must hold."""
         if (self.folder / self.weights_name).is_file():
             return {self.weights_name: None}
-        if (self.folder / self.index_name).is_file():
-            return self._indexed_files(problems)
+        self.seen[self.weights_name] = None
+        try:
+            index = self._open(self.index_name)
+        except OSError as error:
+            problems.append(Problem(ProblemKind.FILE, self.index_name, f"cannot be opened: {error}"))
+            return {}
+        if index is not None:
+            with index:
+                return self._indexed_files(index, problems)
         found = sorted(path.name for path in self.folder.glob("*") if path.suffix in (".bin", ".pt", ".pth"))
         if found:
             detail = f"only {', '.join(found)} found, and only safetensors are read: other formats can run code"
@@ -172,11 +207,14 @@ class CheckpointFiles:
             problems.append(Problem(ProblemKind.FILE, str(self.folder), detail))
         return {}
 
-    def _indexed_files(self, problems: list[Problem]) -> dict[str, set[str] | None]:
+    def _indexed_files(self, index: BinaryIO, problems: list[Problem]) -> dict[str, set[str] | None]:
         try:
-            weight_map: dict[str, str] = json.loads((self.folder / self.index_name).read_text())["weight_map"]
-            entries = list(weight_map.items())
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            content = parse_object(index.read(MOST_BYTES + 1), self.index_name, self.folder, ProblemKind.INDEX)
+            entries = list(content["weight_map"].items())
+        except CheckpointError as error:
+            problems += error.problems
+            return {}
+        except (KeyError, AttributeError) as error:
             detail = f"is not an index with a weight_map: {type(error).__name__}: {error}"
             problems.append(Problem(ProblemKind.INDEX, self.index_name, detail))
             return {}
@@ -197,20 +235,25 @@ class CheckpointFiles:
         return files
 
     def _read_header(self, file: str, expected: set[str] | None, problems: list[Problem]) -> None:
-        path = self.folder / file
-        if not path.is_file():
+        try:
+            handle = self._open(file)
+        except OSError as error:
+            problems.append(Problem(ProblemKind.FILE, file, f"cannot be opened: {error}"))
+            return
+        if handle is None:
             keys = f", which should hold {len(expected)} tensors" if expected else ""
             problems.append(Problem(ProblemKind.FILE, file, f"is missing{keys}"))
             return
-        try:
-            with safe_open(path, framework="pt"):  # checks the header and that the file is all there
+        self._handles[file] = handle
+        try:  # checks the header and that the file is all there: the file that is open, not what has its name by now
+            with safe_open(f"/dev/fd/{handle.fileno()}", framework="pt"):
                 pass
         except (SafetensorError, OSError) as error:
-            detail = f"is damaged or cut off ({path.stat().st_size} bytes on disk): {error}"
+            detail = f"is damaged or cut off ({os.fstat(handle.fileno()).st_size} bytes on disk): {error}"
             problems.append(Problem(ProblemKind.FILE, file, detail))
             return
         found = set()
-        for tensor in _stored_tensors(path, file, problems):
+        for tensor in _stored_tensors(handle, file, problems):
             found.add(tensor.key)
             if tensor.key in self.tensors:
                 other = self.tensors[tensor.key].file
@@ -222,11 +265,16 @@ class CheckpointFiles:
             )
 
 
-def _stored_tensors(path: Path, file: str, problems: list[Problem]) -> Iterator[StoredTensor]:
+def _close(handles: dict[str, BinaryIO]) -> None:
+    for handle in handles.values():
+        handle.close()
+    handles.clear()
+
+
+def _stored_tensors(handle: BinaryIO, file: str, problems: list[Problem]) -> Iterator[StoredTensor]:
     """The tensors of a safetensors file, from its header (https://huggingface.co/docs/safetensors#format)."""
-    with open(path, "rb") as handle:
-        length = int.from_bytes(handle.read(8), "little")
-        header: dict[str, Any] = json.loads(handle.read(length))
+    length = int.from_bytes(handle.read(8), "little")
+    header: dict[str, Any] = json.loads(handle.read(length))
     for key, entry in header.items():
         if key == "__metadata__":
             continue
@@ -285,7 +333,7 @@ def resolve_folder(
         names = ("*.json", "*.py", "model*.safetensors") if gguf_file is None else (gguf_file,)
         patterns = [prefix + name for name in names]
         options: Any = {"revision": revision, "token": token, "cache_dir": cache_dir, "allow_patterns": patterns}
-        options["local_files_only"] = local_files_only
+        options |= {"ignore_patterns": [f"*{PUBLISHED}/*"], "local_files_only": local_files_only}
         try:
             folder = Path(snapshot_download(str(path_or_id), **options))
         except (HfHubHTTPError, HFValidationError, OSError) as error:
@@ -293,7 +341,17 @@ def resolve_folder(
             problem = Problem(ProblemKind.FILE, str(path_or_id), detail)
             advice = ["check the path; for a hub repository check its name, your token and the network"]
             raise CheckpointError(f"cannot load {path_or_id}", [problem], advice) from error
-    folder = folder / subfolder
+    while True:
+        watch = Watch(folder / subfolder)
+        try:
+            return _usable(watch.location, gguf_file)
+        except CheckpointError:
+            if not watch.changed():
+                raise
+
+
+def _usable(folder: Path, gguf_file: str | None) -> Path:
+    """A directory, or the GGUF file in it, if there is a checkpoint."""
     has_safetensors = (folder / WEIGHTS_NAME).is_file() or (folder / INDEX_NAME).is_file()
     if (gguf_file is not None or not has_safetensors) and (file := find_gguf(folder, gguf_file)) is not None:
         return file

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from nrl_models.common.checkpoint.files import CheckpointFiles, StoredTensor
+from nrl_models.common.checkpoint.generations import identity_at
 from nrl_models.common.checkpoint.gguf_header import GGUFTensor, kinds_of, nbytes_of, read_header, refused
 from nrl_models.common.checkpoint.gguf_tables import Tables, require_package
 from nrl_models.common.checkpoint.local_path import is_gguf
@@ -50,6 +51,7 @@ class GGUFFiles(CheckpointFiles):
 
     def __init__(self, file: str | Path) -> None:
         self.folder = Path(file)
+        self.seen = {self.folder.name: identity_at(self.folder)}
         require_package(self.folder)
         header = read_header(self.folder)
         self._kinds = kinds_of(header)

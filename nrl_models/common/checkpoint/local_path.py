@@ -8,6 +8,9 @@ from pathlib import Path
 from nrl_models.errors import CheckpointError, Problem, ProblemKind
 
 CONFIG_NAME = "config.json"
+GENERATION_NAME = "generation_config.json"
+WEIGHTS_NAME = "model.safetensors"
+INDEX_NAME = "model.safetensors.index.json"
 ADAPTER_CONFIG_NAME = "adapter_config.json"
 
 _REPOSITORY = re.compile(r"[\w.-]{1,96}(/[\w.-]{1,96})?")

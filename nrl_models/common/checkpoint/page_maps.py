@@ -120,7 +120,7 @@ def _read(memory: mmap.mmap, position: int, descriptor: int, start: int, nbytes:
         while done < nbytes:
             count = os.preadv(descriptor, [view[position + done : position + nbytes]], start + done)
             if count == 0:
-                raise OSError(
+                raise EOFError(
                     f"the file ended at byte {start + done}, {nbytes - done} bytes early: it was truncated meanwhile"
                 )
             done += count

@@ -1,119 +1,116 @@
-"""Writing a checkpoint atomically.
-
-transformers writes the files, into a directory beside or inside the target; then they are moved into
-place in an order that keeps the target loadable: the old weights are either all there or all
-replaced. Killing the process at any point leaves the old checkpoint or the new one.
-"""
+"""Writing files and checkpoints so that a reader, or a crash at any point, finds the old ones or the new ones whole."""
 
 from __future__ import annotations
 
-import json
 import os
-import re
-import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from nrl_models.common.checkpoint.files import INDEX_NAME, WEIGHTS_NAME
-from nrl_models.common.garbage import no_collections
+from safetensors import SafetensorError
 
-_SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
-_DETOUR = re.compile(r".*\.saving-\w+-" + _SHARD.pattern)
-"""Names that shards have while the shards they replace are still there; an interrupted save leaves them."""
+from nrl_models.common.checkpoint.durable import sync, sync_tree
+from nrl_models.common.checkpoint.locks import TEMPORARY, locked, remove_dead, temporary
+from nrl_models.common.checkpoint.publishing import publish
+from nrl_models.common.garbage import no_collections
+from nrl_models.errors import SaveError
+
+_stages: set[Path] = set()
+"""Directories that are being written into in this process."""
 
 
 @contextmanager
 def staged(target: str | Path) -> Iterator[Path]:
-    """A directory to write a checkpoint into; on success its files replace those of `target`.
+    """A directory to write a checkpoint into; on success its files replace those of `target`, see `publish`.
 
     If the body raises, or the process dies in it, `target` is untouched. If the body writes nothing
-    (in a process that is not the writer), nothing is changed. Garbage collection is off meanwhile: safetensors makes
-    several objects for each tensor.
+    (in a process that is not the writer), nothing is changed. What killed writers left is removed. Several may write at
+    once, each into a directory of its own: the last to end is the one whose files stay. Within the body, the yielded
+    directory may be staged again, and is then itself. Garbage collection is off meanwhile: safetensors makes several
+    objects for each tensor.
+
+    Raises:
+        SaveError: the disk is full or read-only, `target` is a file, or another process does not end publishing.
     """
     target = Path(target)
-    if target.is_file():
-        raise NotADirectoryError(f"cannot save into {target}: it is a file, expected a directory")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    # Inside an existing target, so that moving never crosses file systems.
-    stage = Path(tempfile.mkdtemp(prefix=f".{target.name}.saving-", dir=target if target.is_dir() else target.parent))
-    try:
-        with no_collections():
-            yield stage
-        if target.is_dir():
-            _publish(stage, target)
-        elif any(stage.iterdir()):
-            stage.chmod(0o777 & ~_umask())  # mkdtemp makes private directories
-            os.rename(stage, target)
-    finally:
-        shutil.rmtree(stage, ignore_errors=True)
-
-
-def _publish(stage: Path, target: Path) -> None:
-    """Move a staged checkpoint over the one in `target`, which stays loadable throughout.
-
-    A loader takes `model.safetensors` if it is there, else what the index names. So single files swap
-    in one step, and shards whose names are taken first come in under names of their own, with an index
-    that points to them, before they take the names of the old ones.
-    """
-    new_files = {path.relative_to(stage) for path in stage.rglob("*") if path.is_file()}
-    shards = {path.name for path in new_files if _SHARD.fullmatch(path.name)}
-    weights = {path for path in new_files if path.name in shards or path.name in (WEIGHTS_NAME, INDEX_NAME)}
-    for path in sorted(new_files - weights):
-        (target / path).parent.mkdir(parents=True, exist_ok=True)
-        os.replace(stage / path, target / path)
-    if Path(WEIGHTS_NAME) in weights:
-        os.replace(stage / WEIGHTS_NAME, target / WEIGHTS_NAME)
-        (target / INDEX_NAME).unlink(missing_ok=True)
-    elif Path(INDEX_NAME) in weights:
-        _publish_shards(stage, target, shards)
-        (target / WEIGHTS_NAME).unlink(missing_ok=True)
-    else:
-        return  # no weights of these names were saved, so those in `target` are still the ones that load
-    for path in target.iterdir():
-        if path.name not in shards and (_SHARD.fullmatch(path.name) or _DETOUR.fullmatch(path.name)):
-            path.unlink(missing_ok=True)
-
-
-def _publish_shards(stage: Path, target: Path, shards: set[str]) -> None:
-    index = stage / INDEX_NAME
-    taken = {name for name in shards if (target / name).exists()}
-    for name in shards - taken:
-        os.replace(stage / name, target / name)
-    if not taken:
-        os.replace(index, target / INDEX_NAME)
+    if target in _stages:
+        yield target
         return
-    own_name = {name: f"{stage.name.lstrip('.')}-{name}" for name in taken}
-    content = json.loads(index.read_text())
-    detour = content | {"weight_map": {key: own_name.get(file, file) for key, file in content["weight_map"].items()}}
-    detour_index = stage / f"detour-{INDEX_NAME}"
-    detour_index.write_text(json.dumps(detour))
-    for name, own in own_name.items():
-        os.replace(stage / name, target / own)
-    os.replace(detour_index, target / INDEX_NAME)  # from here on the new checkpoint is the one that loads
-    for name, own in own_name.items():
-        _link(target / own, stage / name)
-        os.replace(stage / name, target / name)
-    os.replace(index, target / INDEX_NAME)
+    if target.is_file():
+        raise SaveError(f"cannot save into {target}: it is a file, expected a directory")
+    with _reporting(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        beside = f".{target.name}{TEMPORARY}"
+        remove_dead(target.parent, beside)
+        if target.is_dir():
+            remove_dead(target, TEMPORARY)
+        # Inside an existing target, so that moving never crosses file systems.
+        place, prefix = (target, TEMPORARY) if target.is_dir() else (target.parent, beside)
+        with temporary(place, prefix, directory=True) as stage:
+            _stages.add(stage)
+            try:
+                with no_collections():
+                    yield stage
+            finally:
+                _stages.remove(stage)
+            if any(stage.iterdir()):
+                sync_tree(stage)
+                _put(stage, target)
 
 
-def _link(path: Path, other: Path) -> None:
-    """A second name for a file, or a copy of it where the file system has no such names."""
+def _put(stage: Path, target: Path) -> None:
+    """Publish a stage, as `target` itself if there is no such directory yet."""
+    if not target.is_dir():
+        try:
+            os.rename(stage, target)
+        except OSError:
+            if not target.is_dir():
+                raise
+        else:
+            sync(target.parent)
+            return
+    with locked(target):
+        if stage.parent != target and not stage.parent.samefile(target):  # another writer made it meanwhile
+            inside = target / f"{TEMPORARY}{stage.name[-8:]}"
+            os.rename(stage, inside)
+            stage = inside
+        publish(stage, target)
+
+
+@contextmanager
+def _reporting(target: Path) -> Iterator[None]:
+    """Say of an error of the disk that `target` is as it was."""
     try:
-        os.link(path, other)
-    except OSError:
-        shutil.copyfile(path, other)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+        yield
+    except SaveError:
+        raise
+    except (OSError, SafetensorError) as error:
+        if isinstance(error, OSError) and error.errno is None:  # of a network
+            raise
+        raise SaveError(
+            f"cannot save into {target}: {error}. What was there is as it was; make room, or give another directory"
+        ) from error
 
 
 def write_whole(file: Path, content: str | bytes) -> None:
-    """Write a file atomically: beside it first, then renamed, so that it is never incomplete."""
-    beside = file.with_name(f".{file.name}.part")
-    beside.write_bytes(content.encode() if isinstance(content, str) else content)
-    beside.replace(file)
+    """Write a file atomically: beside it first, then renamed, so that it is never incomplete.
+
+    Any number of processes may write it at once; one of them is the last. Text is written as UTF-8; a pipe or device is
+    written to as it is.
+
+    Raises:
+        SaveError: the disk is full or read-only; the file is as it was.
+    """
+    data = content.encode() if isinstance(content, str) else content
+    file = file.resolve()  # of a link what it names
+    with _reporting(file):
+        if file.exists() and not file.is_file():
+            file.write_bytes(data)
+            return
+        prefix = f".{file.name}{TEMPORARY}"
+        remove_dead(file.parent, prefix)
+        with temporary(file.parent, prefix, directory=False) as beside:
+            beside.write_bytes(data)
+            sync(beside)
+            beside.replace(file)
+            sync(file.parent)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import struct
 import time
@@ -19,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from nrl_models import CheckpointError
 from nrl_models.common.checkpoint import files
 from nrl_models.common.checkpoint.files import CheckpointFiles, resolve_folder
+from nrl_models.common.checkpoint.page_maps import map_file
 
 
 def first_shard(folder: Path) -> Path:
@@ -103,18 +105,25 @@ def test_writing_into_a_tensor_leaves_the_file_alone(folder: Path) -> None:
 def test_a_file_is_opened_and_mapped_once_by_many_threads(
     llama_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    opened = []
+    opened, mapped = [], []
 
-    def slow_open(*args: Any, **options: Any) -> Any:
-        opened.append(args[0])
+    def noted_open(path: Any, *args: Any) -> int:
+        opened.append(path)
+        return os_open(path, *args)
+
+    def slow_map(descriptor: int) -> Any:
+        mapped.append(descriptor)
         time.sleep(0.02)
-        return open(*args, **options)
+        return map_file(descriptor)
 
+    os_open = os.open
+    monkeypatch.setattr(os, "open", noted_open)
+    monkeypatch.setattr("nrl_models.common.checkpoint.files.map_file", slow_map)
     files = CheckpointFiles(llama_checkpoint)
-    monkeypatch.setattr("nrl_models.common.checkpoint.files.open", slow_open, raising=False)
     with ThreadPoolExecutor(8) as pool:
         values = list(pool.map(files.read, files.tensors.values()))
-    assert len(opened) == len(files._maps) == 1
+    assert opened == [llama_checkpoint / WEIGHTS]
+    assert len(mapped) == len(files._maps) == 1
     for key, value in zip(files.tensors, values, strict=True):
         assert torch.equal(value, stored(llama_checkpoint)[key])
 
@@ -397,4 +406,5 @@ def test_only_configuration_code_and_safetensors_are_fetched(
         "cache_dir": "c",
         "local_files_only": False,
         "allow_patterns": [f"{llama_checkpoint.name}/{end}" for end in ("*.json", "*.py", "model*.safetensors")],
+        "ignore_patterns": ["*.nrl-published/*"],
     }

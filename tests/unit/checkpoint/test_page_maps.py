@@ -147,7 +147,7 @@ def test_pages_are_unmapped_when_the_tensor_goes(files: list[int], tmp_path: Pat
 def test_a_file_that_is_cut_meanwhile_is_noticed(files: list[int], tmp_path: Path) -> None:
     with open(tmp_path / "pages-0", "r+b") as file:
         file.truncate(12 * PAGE)
-    with pytest.raises(OSError, match=r"the file ended at byte 49152, 24 bytes early: it was truncated meanwhile"):
+    with pytest.raises(EOFError, match=r"the file ended at byte 49152, 24 bytes early: it was truncated meanwhile"):
         map_runs([Run(files[0], 0, 3 * PAGE), Run(files[0], 11 * PAGE, PAGE + 24)])
 
 

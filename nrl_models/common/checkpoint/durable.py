@@ -1,0 +1,53 @@
+"""Asking the kernel to put files onto the disk, so that they outlive a power failure."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+from nrl_models.errors import UnknownArgumentError
+
+VARIABLE = "NRL_MODELS_FSYNC"
+"""The environment variable that turns this off: `0` leaves to the kernel when files reach the disk."""
+
+
+def is_durable() -> bool:
+    """Whether what is saved is on the disk before it is published.
+
+    Raises:
+        UnknownArgumentError: the variable is neither 0 nor 1.
+    """
+    value = os.environ.get(VARIABLE, "1")
+    if value not in ("0", "1"):
+        raise UnknownArgumentError(f"{VARIABLE}={value!r}: expected 0 or 1")
+    return value == "1"
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or the names in a directory, are on the disk.
+
+    Raises:
+        OSError: they cannot be written: the disk is full or broken.
+    """
+    if not is_durable():
+        return
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL or not path.is_dir():  # file systems that cannot do this with directories
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def sync_tree(folder: Path) -> None:
+    """`sync` a directory and all that is in it."""
+    if not is_durable():
+        return
+    for place, _, files in os.walk(folder, topdown=False):
+        for name in files:
+            if not (path := Path(place, name)).is_symlink():
+                sync(path)
+        sync(Path(place))

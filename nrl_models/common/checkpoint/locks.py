@@ -1,0 +1,119 @@
+"""Locks on files and directories that end with their process; temporary files that are known by them to be in use.
+
+They are `flock`s on what they protect, so there is no lock file, and none that a killed process leaves. Where a file
+system has none (some network file systems), nothing is locked, and nothing is taken for left by a dead process.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import re
+import secrets
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from nrl_models.errors import SaveError
+
+WAIT_SECONDS = 60.0
+"""How long a writer waits for another that moves its files into place, which takes well under a second."""
+
+TEMPORARY = ".nrl-saving-"
+"""What temporary names of this library have in them: after it eight random digits."""
+
+_NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EBADF, errno.EINVAL}
+
+
+def _take(descriptor: int) -> bool | None:
+    """Try to take the lock; False if another has it, None where the file system has no locks."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno in _NO_LOCKS:
+            return None
+        raise
+    return True
+
+
+def _release(descriptor: int) -> None:
+    with suppress(OSError):
+        fcntl.flock(descriptor, fcntl.LOCK_UN)  # also for processes that were forked meanwhile
+    os.close(descriptor)
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Keep other writers (processes and threads) from publishing into a directory; waits for one that does.
+
+    Raises:
+        SaveError: another did not end within `WAIT_SECONDS`.
+    """
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        until = time.monotonic() + WAIT_SECONDS
+        while _take(descriptor) is False:
+            if time.monotonic() > until:
+                raise SaveError(
+                    f"cannot save into {folder}: another process has been moving files into it for {WAIT_SECONDS:.0f} "
+                    "seconds, expected well under one. End it, or save elsewhere"
+                )
+            time.sleep(0.01)
+        yield
+    finally:
+        _release(descriptor)
+
+
+@contextmanager
+def temporary(where: Path, prefix: str, *, directory: bool) -> Iterator[Path]:
+    """A new file or directory in `where`, named `prefix` and random digits; removed in the end if it is still there.
+
+    Others see by its lock that it is in use, see `remove_dead`.
+    """
+    while True:
+        path = where / f"{prefix}{secrets.token_hex(4)}"
+        if directory:
+            path.mkdir()
+        else:
+            path.touch(exist_ok=False)
+        with suppress(FileNotFoundError):  # before it was locked, another writer took it for a dead process's
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            if _take(descriptor) is not False and os.path.samestat(os.fstat(descriptor), os.stat(path)):
+                break
+            os.close(descriptor)
+    try:
+        yield path
+    finally:
+        _release(descriptor)
+        _remove(path)
+
+
+def remove_dead(where: Path, prefix: str) -> None:
+    """Remove what killed processes left of `temporary` with the same arguments."""
+    pattern = re.compile(re.escape(prefix) + "[0-9a-f]{8}")
+    for name in os.listdir(where):
+        if pattern.fullmatch(name) is None:
+            continue
+        path = where / name
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError:  # gone, or another user's
+            continue
+        try:
+            if _take(descriptor):
+                _remove(path)
+        finally:
+            os.close(descriptor)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            path.unlink()

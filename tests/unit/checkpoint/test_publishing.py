@@ -1,0 +1,326 @@
+"""Whoever reads a checkpoint while it is saved, or after a save was killed, finds one that is whole.
+
+`tests/campaign/test_publishing.py` does the same for every pair of generations, with thousands of schedules.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import WEIGHTS, edit_weights
+
+from nrl_models import AutoModelForCausalLM, CheckpointError
+from nrl_models.common.checkpoint import durable, generations, locks, publishing, writing
+from nrl_models.common.checkpoint.files import CheckpointFiles, resolve_folder
+from nrl_models.common.checkpoint.generations import PUBLISHED, RECORD, Watch
+from nrl_models.common.checkpoint.writing import staged, write_whole
+from nrl_models.errors import ProblemKind, SaveError
+from tests.campaign.publishing import (
+    OTHERS,
+    Generation,
+    Writer,
+    WrongError,
+    after_kills,
+    calls,
+    check_saved,
+    files_of,
+    kill_at_every_call,
+    make_generations,
+    overlapped,
+    prepare,
+    read,
+    save_and_be_killed,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # of fork, from Python 3.12 on
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> list[Generation]:
+    """Generations of a checkpoint, each in a folder."""
+    return make_generations(tmp_path_factory.mktemp("generations"))
+
+
+def published_by_a_killed_save(saved: list[Generation], folder: Path) -> Path:
+    """A folder of generation 0 in which the save of generation 2 was killed when it was published."""
+    target = prepare(folder, saved[0])
+    at = 1
+    while save_and_be_killed(saved[2], target, at) and not (target / PUBLISHED).exists():
+        target = prepare(folder, saved[0])
+        at += 1
+    assert (target / PUBLISHED).exists()
+    return target
+
+
+# Killed and overlapped saves
+
+
+@pytest.mark.parametrize(("old", "new"), [(0, 2), (None, 1)])
+def test_a_save_killed_at_any_call(saved: list[Generation], old: int | None, new: int, tmp_path: Path) -> None:
+    assert kill_at_every_call(tmp_path / "work", saved, old, new, following=3) > 4
+
+
+def test_saves_killed_one_after_the_other(saved: list[Generation], tmp_path: Path) -> None:
+    choose = random.Random(0)
+    for _ in range(10):
+        writers = [(choose.randrange(4), choose.randrange(1, 45)) for _ in range(3)]
+        after_kills(tmp_path / "work", saved, choose.randrange(4), writers, choose.randrange(4))
+
+
+def test_a_save_between_any_two_calls_of_a_reader(saved: list[Generation], tmp_path: Path) -> None:
+    """It is read again: there is no error."""
+    at, steps = 0, 0
+    while at <= steps:
+        found, steps, _ = overlapped(
+            tmp_path / "work", saved, (2, 1), lambda step, at=at: 1000 if step == at else 0, at
+        )
+        assert found is not None
+        at += 1
+    assert at > 30
+
+
+def test_readers_and_a_writer_in_any_order(saved: list[Generation], tmp_path: Path) -> None:
+    for seed in range(30):
+        choose = random.Random(seed)
+        often, most = choose.choice([0.05, 0.2, 0.6]), choose.choice([1, 3, 20])
+        start = choose.randrange(60) if choose.random() < 0.5 else 0
+
+        calls_before = [start, *(choose.randint(1, most) if choose.random() < often else 0 for _ in range(1000))]
+        old, new = choose.sample(range(4), 2)
+        overlapped(tmp_path / "work", saved, (old, new), calls_before.__getitem__, seed)
+
+
+def configuration_first(stage: Path, target: Path) -> None:
+    """Publishing as it was: file by file."""
+    for path in sorted(stage.iterdir()):
+        os.replace(path, target / path.name)
+
+
+KILL, OVERLAP = "killed", "overlapped"
+
+BUGS: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None]]] = {
+    "no log": (KILL, lambda patch: patch.setattr(writing, "publish", configuration_first)),
+    "nobody finishes": (KILL, lambda patch: patch.setattr(publishing, "complete", lambda *_, **__: None)),
+    "weights are there first": (KILL, lambda patch: patch.setattr(publishing, "_rank", lambda name: 0)),
+    "nothing is cleaned": (KILL, lambda patch: patch.setattr(writing, "remove_dead", lambda *_: None)),
+    "the log is not read": (KILL, lambda patch: patch.setattr(generations, "current", lambda folder: folder)),
+    "no check": (OVERLAP, lambda patch: patch.setattr(Watch, "replaced", lambda self: [])),
+}
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_the_checks_find_bugs(
+    saved: list[Generation], bug: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found_by, plant = BUGS[bug]
+    plant(monkeypatch)
+    if found_by == KILL:
+        with pytest.raises((WrongError, SaveError)):
+            kill_at_every_call(tmp_path / "work", saved, 0, 3, following=1)
+    else:
+        with pytest.raises(WrongError):
+            test_a_save_between_any_two_calls_of_a_reader(saved, tmp_path)
+
+
+# What another program wrote
+
+
+def test_what_another_program_wrote_after_a_killed_save_is_not_hidden(saved: list[Generation], tmp_path: Path) -> None:
+    target = published_by_a_killed_save(saved, tmp_path / "work")
+    assert read(target, saved) == 2
+    shutil.copytree(saved[3].folder, target, dirs_exist_ok=True)
+    with pytest.raises(CheckpointError, match=r"another program .* interrupted[\s\S]*delete") as caught:
+        AutoModelForCausalLM.from_pretrained(target)
+    assert {problem.kind for problem in caught.value.problems} == {ProblemKind.REPLACED}
+    assert {problem.subject for problem in caught.value.problems} >= {"config.json", WEIGHTS}
+    Writer(saved[1], target, lambda: None).save()
+    check_saved(target, saved[1], set(OTHERS))
+    assert read(target, saved) == 1
+
+
+def test_a_log_of_nobody_is_refused(saved: list[Generation], tmp_path: Path) -> None:
+    target = prepare(tmp_path / "work", saved[0])
+    (target / PUBLISHED).mkdir()
+    (target / PUBLISHED / "thesis.tex").write_text("mine")
+    assert read(target, saved) == 0
+    with pytest.raises(SaveError, match="move it away"):
+        Writer(saved[1], target, lambda: None).save()
+    for record in ({"replaces": {"../../thesis.tex": [1, 2]}, "files": []}, [], None):
+        (target / PUBLISHED / RECORD).write_text(json.dumps(record))
+        with pytest.raises(CheckpointError, match="cannot load"):
+            AutoModelForCausalLM.from_pretrained(target)
+        with pytest.raises(SaveError, match="move it away"):
+            Writer(saved[1], target, lambda: None).save()
+    shutil.rmtree(target / PUBLISHED)
+    assert files_of(target) == saved[0].files | set(OTHERS)
+    assert read(target, saved) == 0
+
+
+def test_a_file_rewritten_in_place_is_found_before_its_pages_are_read(folder: Path) -> None:
+    files = CheckpointFiles(folder)
+    with (folder / WEIGHTS).open("ab") as file:
+        file.write(b"more")
+    with pytest.raises(CheckpointError, match="replaced or changed by another process"):
+        files.read(next(iter(files.tensors.values())))
+
+
+def test_a_file_that_is_replaced_is_read_as_it_was_opened(folder: Path) -> None:
+    files = CheckpointFiles(folder)
+    expected = {key: files.read(tensor).clone() for key, tensor in files.tensors.items()}
+    files.close()
+    files = CheckpointFiles(folder)
+    shutil.copy(folder / WEIGHTS, folder / "other.safetensors")
+    edit_weights(folder, lambda tensors: [tensor.zero_() for tensor in tensors.values()], "other.safetensors")
+    os.replace(folder / "other.safetensors", folder / WEIGHTS)
+    assert all(torch.equal(files.read(tensor), expected[key]) for key, tensor in files.tensors.items())
+
+
+# Disks
+
+
+@pytest.fixture
+def limited() -> Iterator[Callable[[int], None]]:
+    """Limits the size of files of this process."""
+    before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    signal.signal(signal.SIGXFSZ, handler)
+
+
+def test_a_file_that_cannot_be_written_whole(
+    saved: list[Generation], tmp_path: Path, limited: Callable[[int], None]
+) -> None:
+    target = prepare(tmp_path / "work", saved[0])
+    model = AutoModelForCausalLM.from_pretrained(saved[2].folder)
+    limited(4096)
+    with pytest.raises(SaveError, match=r"(?i)file too large.*as it was"):
+        model.save_pretrained(target)
+    with pytest.raises(SaveError, match=r"report\.json.*as it was"):
+        write_whole(target / "report.json", "x" * 10_000)
+    check_saved(target, saved[0], set(OTHERS))
+
+
+TAKES_ROOM = ("mkdir", "open", "link", "symlink", "rename", "replace")
+
+
+def test_a_disk_that_fails_at_any_call(saved: list[Generation], tmp_path: Path) -> None:
+    """From one call on everything that takes room fails: an error that says so, a whole checkpoint, and no litter."""
+    at, found, failed = 0, [], True
+    while failed:
+        at, failed, said = at + 1, False, ""
+        target, left = prepare(tmp_path / "work", saved[0]), at
+        writer = Writer(saved[2], target, lambda: None)
+
+        def full(name: str, writes: bool, writer: Writer = writer) -> None:
+            nonlocal left
+            if writes and name in TAKES_ROOM and not writer.filling:
+                left -= 1
+                if left <= 0:
+                    raise OSError(errno.ENOSPC, "No space left on device")
+
+        try:
+            with calls(full):
+                writer.save()
+        except SaveError as error:
+            failed, said = True, str(error)
+        found.append(read(target, saved))
+        assert found[-1] == (2 if not failed or "is saved" in said else 0)
+        assert not failed or "is saved" in said or "as it was" in said
+        Writer(saved[1], target, lambda: None).save()
+        check_saved(target, saved[1], set(OTHERS))
+    assert found[0] == 0
+    assert found[-1] == 2
+
+
+def test_a_folder_that_cannot_be_written_to(
+    saved: list[Generation], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    target = prepare(tmp_path / "work", saved[0])
+    monkeypatch.setattr(os, "mkdir", refuse)
+    with pytest.raises(SaveError, match=r"Read-only file system\. What was there is as it was; make room, or give"):
+        AutoModelForCausalLM.from_pretrained(target).save_pretrained(target)
+    check_saved(target, saved[0], set(OTHERS))
+
+
+def test_everything_is_on_the_disk_before_it_is_published(
+    saved: list[Generation], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(durable.VARIABLE, "1")
+    target, synced = prepare(tmp_path / "work", saved[0]), set()
+    fsync, rename = os.fsync, os.rename
+
+    def noted(descriptor: int) -> None:
+        status = os.fstat(descriptor)
+        synced.add((status.st_dev, status.st_ino))
+        fsync(descriptor)
+
+    def checked(old: Path, new: Path) -> None:
+        if Path(new).name == PUBLISHED:
+            inside = [old, *(path for path in old.iterdir() if not path.is_symlink())]
+            assert {(path.stat().st_dev, path.stat().st_ino) for path in inside} <= synced
+            synced.clear()
+        elif Path(old).name == PUBLISHED:
+            assert (target.stat().st_dev, target.stat().st_ino) in synced
+        rename(old, new)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    monkeypatch.setattr(os, "rename", checked)
+    Writer(saved[2], target, lambda: None).save()
+    check_saved(target, saved[2], set(OTHERS))
+
+
+# Several writers
+
+
+def test_another_writer_is_waited_for_and_not_for_ever(
+    saved: list[Generation], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = prepare(tmp_path / "work", saved[0])
+    monkeypatch.setattr(locks, "WAIT_SECONDS", 0.05)
+    with locks.locked(target), pytest.raises(SaveError, match="another process has been moving files"):
+        Writer(saved[1], target, lambda: None).save()
+    check_saved(target, saved[0], set(OTHERS))
+    Writer(saved[1], target, lambda: None).save()
+    check_saved(target, saved[1], set(OTHERS))
+
+
+def test_writers_of_one_new_folder(saved: list[Generation], tmp_path: Path) -> None:
+    target = prepare(tmp_path / "work", None)
+    with staged(target) as outer:
+        shutil.copytree(saved[1].folder, outer, dirs_exist_ok=True)
+        Writer(saved[0], target, lambda: None).save()
+    check_saved(target, saved[1], set())
+    assert resolve_folder(target) == target
+
+
+def test_a_stage_that_is_in_use_is_left_alone(tmp_path: Path) -> None:
+    with staged(tmp_path) as stage, staged(tmp_path) as other:
+        assert stage.is_dir()
+        with staged(stage) as same:
+            assert same == stage
+        (other / "a").write_text("1")
+        (stage / "b").write_text("2")
+    assert files_of(tmp_path) == {"a", "b"}
+
+
+def test_a_report_is_written_through_a_link_and_to_a_device(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    write_whole(tmp_path / "link", "1")
+    assert (tmp_path / "file").read_text() == "1"
+    assert files_of(tmp_path) == {"link", "file"}
+    write_whole(Path(os.devnull), "2")
+    assert not Path(os.devnull).is_file()
