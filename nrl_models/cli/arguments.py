@@ -12,7 +12,8 @@ from nrl_models.cli.console import STANDARD_OUTPUT, output
 from nrl_models.common.checkpoint.local_path import ADAPTER_CONFIG_NAME, CONFIG_NAME, is_gguf, is_local
 from nrl_models.common.json_reading import read_object
 from nrl_models.common.mesh_sizes import parse_mesh
-from nrl_models.errors import CheckpointError, ShardingError, visible
+from nrl_models.common.trust.servers import is_secret, require_engine
+from nrl_models.errors import CheckpointError, EngineError, ShardingError, visible
 
 if TYPE_CHECKING:
     import torch
@@ -108,9 +109,11 @@ def mesh_sizes(text: str) -> str:
 
 def engine_name(name: str) -> str:
     """The name of an engine, or the address of a server."""
-    if name in ("vllm", "hf-generate") or name.startswith(("http://", "https://")):
-        return name
-    raise typer.BadParameter(f"unknown engine {name!r}: expected vllm, hf-generate or http://HOST:PORT")
+    try:
+        require_engine(name)
+    except EngineError as error:
+        raise typer.BadParameter(str(error)) from error
+    return name
 
 
 def engine_option(text: str) -> EngineOption:
@@ -118,6 +121,8 @@ def engine_option(text: str) -> EngineOption:
     key, equals, value = text.partition("=")
     if not (key and equals):
         raise typer.BadParameter(f"{text!r}: expected KEY=VALUE")
+    if is_secret(key):
+        return EngineOption(key, value)  # as it is, though it may look like a number
     try:
         return EngineOption(key, json.loads(value))
     except ValueError:

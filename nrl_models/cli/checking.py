@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 import sys
 from collections.abc import Callable, Iterator
@@ -28,6 +27,7 @@ from nrl_models.cli.arguments import (
     writable,
 )
 from nrl_models.cli.console import output, show, show_report, status, write_json
+from nrl_models.common.trust.servers import shown_argument
 
 if TYPE_CHECKING:
     from nrl_models.consistency.consistency_report import ConsistencyReport
@@ -237,8 +237,7 @@ def refit_check(
 
 def shown_command(arguments: list[str]) -> str:
     """The command with these arguments, without the secrets among them: keys and passwords of servers."""
-    hidden = [re.sub(r"(?i)((?:key|secret|password|[_-]token)=).+", r"\1...", argument) for argument in arguments]
-    return shlex.join(["nrl-models", *(re.sub(r"//[^/@]+@", "//...@", argument) for argument in hidden)])
+    return shlex.join(["nrl-models", *map(shown_argument, arguments)])
 
 
 @contextmanager

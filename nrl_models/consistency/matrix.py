@@ -12,6 +12,7 @@ import torch
 from nrl_models.auto import auto_class_for
 from nrl_models.common.checkpoint.files import resolve_folder
 from nrl_models.common.switches import quirks_off
+from nrl_models.common.trust.servers import is_secret, require_engine
 from nrl_models.consistency.cells import Cell, Settings
 from nrl_models.consistency.consistency_report import CellResult, ConsistencyReport
 from nrl_models.consistency.judge import Judge
@@ -77,6 +78,7 @@ def check_consistency(
         ConsistencyError: the check cannot be run as asked for.
         CheckpointError, UnknownArchitectureError, ...: as `from_pretrained`.
     """
+    require_engine(engine)
     settings = settings or Settings()
     folder = resolve_folder(path)
     settings, skipped = _fitting(folder, settings, engine, skip_too_long)
@@ -87,7 +89,7 @@ def check_consistency(
         "format": FORMAT,
         "checkpoint": fingerprint(folder),
         "engine": engine,
-        "engine_options": {key: str(value) for key, value in (engine_options or {}).items()},
+        "engine_options": {key: str(value) for key, value in (engine_options or {}).items() if not is_secret(key)},
         "load_format": load_format,
         "dtype": str(dtype),
         "trainer_dtype": str(trainer_dtype or dtype),

@@ -18,6 +18,7 @@ from rich.table import Table
 from nrl_models.auto import auto_class_for
 from nrl_models.common.checkpoint.files import resolve_folder
 from nrl_models.common.switches import quirks_off
+from nrl_models.common.trust.servers import require_engine
 from nrl_models.consistency.cells import THRESHOLD, Data, Mode, Settings
 from nrl_models.consistency.consistency_report import CellResult
 from nrl_models.consistency.judge import Judge
@@ -100,6 +101,7 @@ def check_refit(
         ConsistencyError: the model does not take sequences as long.
         CheckpointError, UnknownArchitectureError, ...: as `from_pretrained`.
     """
+    require_engine(engine)
     settings = settings or refit_settings(path, engine)
     length, longest = settings.cells()[0].length, longest_sequence(path, engine)
     if longest is not None and length > longest:

@@ -1,6 +1,7 @@
 """Inference engines with a common interface: transformers, vLLM, a server over HTTP, and the trainer itself."""
 
+from nrl_models.common.trust.servers import ENGINES
 from nrl_models.engines.base import Capabilities, Engine, ModuleCall, RefitReport, Sample, tensor_digest
-from nrl_models.engines.start import ENGINES, start_engine
+from nrl_models.engines.start import start_engine
 
 __all__ = ["ENGINES", "Capabilities", "Engine", "ModuleCall", "RefitReport", "Sample", "start_engine", "tensor_digest"]

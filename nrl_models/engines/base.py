@@ -177,6 +177,8 @@ class Engine(AbstractContextManager["Engine"]):
         require_lengths(self, prompts, 0 if beyond_limit else max_new_tokens)
         samples = self._generate(prompts, sampling, max_new_tokens=max_new_tokens, seed=seed, ignore_end=ignore_end)
         lengths = [len(sample.tokens) for sample in samples]
+        if max(lengths, default=0) > max_new_tokens:
+            raise EngineError(f"{self.name} generated {max(lengths)} tokens: {max_new_tokens} were asked for at most")
         short = [index for index, length in enumerate(lengths) if length != max_new_tokens]
         if short and ignore_end and not beyond_limit:
             raise EngineError(

@@ -11,13 +11,14 @@ import os
 import subprocess
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from nrl_models.common.dtypes import dtype_name
+from nrl_models.engines.answers import Checked
 from nrl_models.engines.base import Capabilities, Engine, Sample, Tokens, require_lengths, require_number
 from nrl_models.engines.vllm import KV_CACHE_BYTES
 from nrl_models.errors import EngineError
@@ -52,7 +53,7 @@ class EnvironmentEngine(Engine):
         try:
             # -I: neither PYTHONPATH nor this directory's modules are imported there.
             self.process = subprocess.Popen(
-                [str(python), "-I", str(WORKER), json.dumps(keywords)],
+                [str(python), "-I", str(WORKER)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._said,
@@ -61,8 +62,10 @@ class EnvironmentEngine(Engine):
             )
         except OSError as error:
             raise EngineError(f"{python} does not run: {error.strerror}") from error
+        self._checked = Checked(f"vLLM of {python}")
         try:
-            self.described = self._answer()
+            # Not as an argument, which every user of the machine can read: a token of the hub may be among them.
+            self.described = self._described(self._ask(keywords))
         except EngineError:
             self.close()
             raise
@@ -127,15 +130,13 @@ class EnvironmentEngine(Engine):
             )
         asked = asdict(sampling) | {"max_tokens": max_new_tokens, "logprobs": 0, "ignore_eos": ignore_end}
         seeds = [None if sampling.greedy else seed + index for index in range(len(prompts))]
-        return [
-            Sample(
-                tuple(prompt),
-                tuple(found["tokens"]),
-                tuple(found["logprobs"]),
-                str(found["finish_reason"] or "unfinished"),
-            )
-            for prompt, found in zip(prompts, self._ask(prompts, asked, seeds), strict=True)
-        ]
+        samples = []
+        for number, found in enumerate(self._samples(prompts, asked, seeds)):
+            tokens = self._checked.token_ids(found.get("tokens"), f"samples[{number}].tokens")
+            logprobs = self._checked.logprobs(found.get("logprobs"), f"samples[{number}].logprobs", len(tokens))
+            reason = str(found.get("finish_reason") or "unfinished")
+            samples.append(Sample(tuple(prompts[number]), tokens, logprobs, reason))
+        return samples
 
     def score(self, sequences: Sequence[Tokens], sampling: Sampling, *, last: int | None = None) -> list[list[float]]:
         """See `Engine.score`."""
@@ -143,8 +144,12 @@ class EnvironmentEngine(Engine):
             raise EngineError(f"vLLM of {self.python} scores given tokens at temperature 1 only, not at {sampling}")
         require_lengths(self, sequences, 1)
         asked = {"temperature": 0.0, "max_tokens": 1, "prompt_logprobs": 0}
-        found = self._ask(sequences, asked, [None] * len(sequences))
-        return [[math.nan, *sample["prompt_logprobs"]] for sample in found]
+        return [
+            [math.nan, *self._checked.logprobs(found.get("prompt_logprobs"), f"samples[{number}]", len(tokens) - 1)]
+            for number, (found, tokens) in enumerate(
+                zip(self._samples(sequences, asked, [None] * len(sequences)), sequences, strict=True)
+            )
+        ]
 
     def close(self) -> None:
         """End the process."""
@@ -159,29 +164,45 @@ class EnvironmentEngine(Engine):
             self.process.stdout.close()
         self._said.close()
 
-    def _ask(
+    def _described(self, answer: dict[str, Any]) -> dict[str, Any]:
+        """What the worker says about the engine it has started."""
+        check = self._checked
+        for name in ("max_model_len", "vocabulary"):
+            check.whole(answer.get(name), name, 1)
+        for name in ("vllm", "logprobs_mode", "dtype"):
+            check.text(answer.get(name), name)
+        self._checked = replace(check, vocabulary=answer["vocabulary"])
+        return answer | {"prefix_caching": bool(answer.get("prefix_caching"))}
+
+    def _samples(
         self, prompts: Sequence[Tokens], sampling: dict[str, Any], seeds: Sequence[int | None]
     ) -> list[dict[str, Any]]:
+        """What the worker generated, one object for each prompt."""
         request = {
             "prompts": [list(prompt) for prompt in prompts],
             "seeds": list(seeds),
             "sampling": sampling | {"detokenize": False},
         }
+        listed = self._checked.listed(self._ask(request).get("samples"), "samples", len(prompts))
+        return [self._checked.mapping(sample, f"samples[{number}]") for number, sample in enumerate(listed)]
+
+    def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Send a line, and read the line that answers it."""
         assert self.process.stdin is not None
+        assert self.process.stdout is not None
         try:
             print(json.dumps(request), file=self.process.stdin, flush=True)
         except OSError as error:
             raise self._died() from error
-        return self._answer()["samples"]
-
-    def _answer(self) -> dict[str, Any]:
-        assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
             raise self._died()
-        answer = json.loads(line)
+        try:
+            answer = self._checked.mapping(json.loads(line), "it")
+        except (ValueError, RecursionError) as error:
+            raise self._checked.error(f"answered with something that is not JSON: {line[:200]!r}") from error
         if "error" in answer:
-            raise EngineError(f"vLLM of {self.python} failed: {answer['error'][:600]}")
+            raise EngineError(f"vLLM of {self.python} failed: {str(answer['error'])[:600]}")
         return answer
 
     def _died(self) -> EngineError:

@@ -1,14 +1,14 @@
 """Runs a vLLM for `environment.py`, by the interpreter of its environment; imports nothing but that and the standard
 library, so that it runs beside any version.
 
-The first argument is JSON: keywords of `vllm.LLM`. Every line of standard input is a request, every line of standard
-output the answer to it, both JSON; the first answer comes unasked and describes the engine. An answer with `error`
-says what vLLM raised.
+Every line of standard input is a request, every line of standard output the answer to it, both JSON. The first request
+has keywords of `vllm.LLM`, and its answer describes the engine. An answer with `error` says what vLLM raised.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from typing import Any
@@ -26,7 +26,7 @@ def main() -> None:
         print(json.dumps(content), file=answers, flush=True)
 
     try:
-        llm, described = started(json.loads(sys.argv[1]))
+        llm, described = started(json.loads(sys.stdin.readline()))
     except Exception as error:  # whatever vLLM and the model's code raise
         answer({"error": f"{type(error).__name__}: {error}"})
         sys.exit(1)
@@ -82,9 +82,10 @@ def generated(llm: Any, request: dict[str, Any]) -> list[dict[str, Any]]:
     return samples
 
 
-def chosen(places: Any, tokens: list[int]) -> list[float]:
-    """The log-probability of each token, looked up by its id."""
-    return [float(place[token].logprob) for place, token in zip(places, tokens, strict=True)]
+def chosen(places: Any, tokens: list[int]) -> list[float | None]:
+    """The log-probability of each token, looked up by its id; None for NaN, which JSON lacks."""
+    found = [float(place[token].logprob) for place, token in zip(places, tokens, strict=True)]
+    return [None if math.isnan(value) else value for value in found]
 
 
 if __name__ == "__main__":

@@ -7,18 +7,21 @@ To score given tokens it needs `prompt_logprobs` (vLLM) or `echo` (OpenAI's old 
 
 from __future__ import annotations
 
-import http.client
 import json
 import math
-import urllib.error
-import urllib.request
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+import anyio
+import httpx2
 import torch
+from anyio.from_thread import start_blocking_portal
 
 from nrl_models.common.checkpoint.files import resolve_folder
+from nrl_models.common.trust.servers import hidden, server_address, shown_argument
+from nrl_models.engines.answers import Checked
 from nrl_models.engines.base import Capabilities, Engine, Sample, Tokens, require_lengths, require_number
 from nrl_models.errors import EngineError
 from nrl_models.loading.read_config import read_config
@@ -27,21 +30,39 @@ from nrl_models.logprobs.sampling import Sampling
 TIMEOUT = 600.0
 """Seconds to wait for an answer: a batch of long prompts takes its time."""
 
+ANSWER_BYTES = 2**24
+"""Size of an answer at most, beside what tokens take."""
+
+BYTES_PER_TOKEN = 2**10
+"""Room for a token in an answer: its id, text and log-probability take some hundred bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """What came back: the status, where it redirects to, and the body."""
+
+    status: int
+    location: str
+    body: bytes
+
 
 class HTTPEngine(Engine):
     """A running server.
+
+    The key goes to its address alone: redirections are not followed. An answer has to be there, whole, within the
+    timeout, and may not be larger than what was asked for can take.
 
     Args:
         address: of the server, `http://host:port`, with or without `/v1`.
         model: the name it serves the model under; by default the only one it serves.
         api_key: its key, if it needs one.
-        timeout: seconds to wait for an answer.
+        timeout: seconds to wait for an answer, from the request to its last byte.
         vocabulary: number of token ids, which a server does not report.
         max_length: tokens of a sequence at most; by default what the server reports.
         dtype: what it computes in, which a server does not report.
 
     Raises:
-        EngineError: no server answers there, or it serves no such model.
+        EngineError: that is no address, no server answers there, or it serves no such model.
     """
 
     name = "http"
@@ -57,11 +78,16 @@ class HTTPEngine(Engine):
         max_length: int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        self.address = address.rstrip("/").removesuffix("/v1")
-        self.headers = {"Content-Type": "application/json"}
-        self.headers |= {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self.address = server_address(address)
+        if api_key is not None and not (isinstance(api_key, str) and api_key.isascii() and api_key.isprintable()):
+            raise EngineError(
+                "api_key (not shown here): expected text that a header can have; quote it if it is a number"
+            )
+        self._headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
+        self._headers |= {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self.timeout = float(timeout)
-        served = {entry["id"]: entry for entry in self._request("GET", "/v1/models").get("data", [])}
+        self._checked = Checked(self.address, vocabulary, (api_key,) if api_key else ())
+        served = self._served()
         if model is None and len(served) == 1:
             model = next(iter(served))
         if model not in served:
@@ -70,7 +96,7 @@ class HTTPEngine(Engine):
                 + (f"{model!r} is not among them" if model else "say which with --engine-option model=NAME")
             )
         self.model = model
-        self.max_length = max_length or served[model].get("max_model_len")
+        self.max_length = max_length or served[model]
         self.vocabulary, self.dtype = vocabulary, dtype
 
     @classmethod
@@ -128,16 +154,21 @@ class HTTPEngine(Engine):
         body |= {"top_p": sampling.top_p} if sampling.top_p < 1.0 else {}
         body |= {"top_k": sampling.top_k} if sampling.top_k else {}
         body |= {"ignore_eos": True} if ignore_end else {}
+        choices = self._complete(body, sum(map(len, prompts)) + len(prompts) * max_new_tokens)
         samples = []
-        for prompt, choice in zip(prompts, self._complete(body, len(prompts)), strict=True):
-            tokens = _token_ids(choice)
-            logprobs = _token_logprobs(choice)
+        for number, (prompt, choice) in enumerate(zip(prompts, choices, strict=True)):
+            at = f"choices[{number}]"
+            tokens = self._token_ids(choice, at)
+            logprobs = self._token_logprobs(choice, at)
             if logprobs is None or len(logprobs) != len(tokens):
                 raise EngineError(
                     f"{self.address} gave {0 if logprobs is None else len(logprobs)} log-probabilities for "
                     f"{len(tokens)} sampled tokens: it has to support `logprobs` in /v1/completions"
                 )
-            samples.append(Sample(tuple(prompt), tokens, logprobs, str(choice.get("finish_reason"))))
+            reason = choice.get("finish_reason")
+            if reason is not None:
+                reason = self._checked.text(reason, f"{at}.finish_reason")
+            samples.append(Sample(tuple(prompt), tokens, logprobs, str(reason)))
         return samples
 
     def score(self, sequences: Sequence[Tokens], sampling: Sampling, *, last: int | None = None) -> list[list[float]]:
@@ -146,15 +177,17 @@ class HTTPEngine(Engine):
             raise EngineError(f"{self.address} scores given tokens at temperature 1 only, not at {sampling}")
         require_lengths(self, sequences, 1)
         body = {"prompt": [list(tokens) for tokens in sequences], "temperature": 0.0, "max_tokens": 1}
-        choices = self._complete(body | {"prompt_logprobs": 0}, len(sequences))
+        size = sum(map(len, sequences)) + len(sequences)
+        choices = self._complete(body | {"prompt_logprobs": 0}, size)
         if all(choice.get("prompt_logprobs") for choice in choices):
             return [
-                _of_prompt(choice["prompt_logprobs"], tokens) for choice, tokens in zip(choices, sequences, strict=True)
+                self._checked.logprobs_by_id(choice["prompt_logprobs"], tokens, f"choices[{number}].prompt_logprobs")
+                for number, (choice, tokens) in enumerate(zip(choices, sequences, strict=True))
             ]
-        choices = self._complete(body | {"echo": True, "logprobs": 0}, len(sequences))
+        choices = self._complete(body | {"echo": True, "logprobs": 0}, size)
         results = []
-        for choice, tokens in zip(choices, sequences, strict=True):
-            found = _token_logprobs(choice)
+        for number, (choice, tokens) in enumerate(zip(choices, sequences, strict=True)):
+            found = self._token_logprobs(choice, f"choices[{number}]")
             if found is None or len(found) < len(tokens):
                 raise EngineError(
                     f"{self.address} gives no log-probabilities of given tokens: it supports neither `prompt_logprobs` "
@@ -163,70 +196,111 @@ class HTTPEngine(Engine):
             results.append([math.nan, *found[1 : len(tokens)]])
         return results
 
-    def _complete(self, body: dict[str, Any], expected: int) -> list[dict[str, Any]]:
-        answer = self._request("POST", "/v1/completions", {"model": self.model} | body)
-        choices = sorted(answer.get("choices", []), key=lambda choice: choice.get("index", 0))
+    # What the server answers
+
+    def _served(self) -> dict[str, int | None]:
+        """The models it serves, by name, each with its longest sequence where the server tells."""
+        check, served = self._checked, {}
+        for number, given in enumerate(check.listed(self._request("GET", "/v1/models").get("data"), "data")):
+            entry = check.mapping(given, f"data[{number}]")
+            limit = entry.get("max_model_len")
+            served[check.text(entry.get("id"), f"data[{number}].id")] = (
+                None if limit is None else check.whole(limit, f"data[{number}].max_model_len", 1)
+            )
+        return served
+
+    def _complete(self, body: dict[str, Any], tokens: int) -> list[dict[str, Any]]:
+        """The completions of `body`'s prompts, in their order.
+
+        Args:
+            body: the request, without the model.
+            tokens: how many tokens the answer is about: it may be so much larger.
+        """
+        check, expected = self._checked, len(body["prompt"])
+        answer = self._request("POST", "/v1/completions", {"model": self.model} | body, tokens)
+        listed = check.listed(answer.get("choices"), "choices")
+        choices = [check.mapping(choice, f"choices[{number}]") for number, choice in enumerate(listed)]
         if len(choices) != expected:
             raise EngineError(f"{self.address} answered {len(choices)} of {expected} prompts")
-        return choices
+        places = {
+            check.whole(choice.get("index", number), f"choices[{number}].index", 0, expected): choice
+            for number, choice in enumerate(choices)
+        }
+        if len(places) != expected:
+            raise EngineError(f"{self.address} answered some of {expected} prompts twice, others not")
+        return [places[number] for number in range(expected)]
 
-    def _request(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        content = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self.address + path, content, self.headers, method=method)
-        try:
-            with urllib.request.urlopen(request, timeout=self.timeout) as response:
-                answer = response.read()
-        except urllib.error.HTTPError as error:
-            with error:  # it holds the connection
-                text = error.read().decode(errors="replace")[:400]
-            raise EngineError(f"{self.address}{path} answered {error.code} {error.reason}: {text}") from error
-        except (OSError, http.client.HTTPException) as error:
-            if isinstance(getattr(error, "reason", error), TimeoutError):  # while connecting, or while reading
-                raise EngineError(
-                    f"{self.address} gave no answer within {self.timeout:g} s. Shorter or fewer sequences, or a longer "
-                    "wait (--engine-option timeout=SECONDS)."
-                ) from error
-            raise EngineError(f"{self.address} cannot be reached, or has died: {error}") from error
-        try:
-            return json.loads(answer)
-        except ValueError as error:
-            raise EngineError(
-                f"{self.address}{path} answered with something that is not JSON: {answer[:200]!r}"
-            ) from error
-
-
-def _token_ids(choice: dict[str, Any]) -> tuple[int, ...]:
-    """The sampled tokens' ids."""
-    if choice.get("token_ids") is not None:
-        return tuple(choice["token_ids"])
-    names = (choice.get("logprobs") or {}).get("tokens") or []
-    if names and all(name.startswith("token_id:") for name in names):
-        return tuple(int(name.removeprefix("token_id:")) for name in names)
-    raise EngineError(
-        "the server gives tokens as text only, and text does not determine them: it has to support `return_token_ids` "
-        "or `return_tokens_as_token_ids`, as vLLM's does"
-    )
-
-
-def _token_logprobs(choice: dict[str, Any]) -> tuple[float, ...] | None:
-    """Log-probabilities as a server lists them; None if it gives none."""
-    values = (choice.get("logprobs") or {}).get("token_logprobs")
-    return None if values is None else tuple(map(_number, values))
-
-
-def _number(value: float | None) -> float:
-    """A log-probability. JSON lacks NaN, which is sent as null, and -inf, which vLLM sends as -9999."""
-    return math.nan if value is None else -math.inf if value <= -9999.0 else float(value)
-
-
-def _of_prompt(places: Sequence[dict[str, Any] | None], tokens: Tokens) -> list[float]:
-    """The log-probability of each token, looked up by its id."""
-    if len(places) != len(tokens):
-        raise EngineError(f"the server gave log-probabilities of {len(places)} tokens for a prompt of {len(tokens)}")
-    result = [math.nan]
-    for place, token in zip(places[1:], tokens[1:], strict=True):
-        found = (place or {}).get(str(token))
+    def _token_ids(self, choice: dict[str, Any], at: str) -> tuple[int, ...]:
+        """The sampled tokens' ids."""
+        if choice.get("token_ids") is not None:
+            return self._checked.token_ids(choice["token_ids"], f"{at}.token_ids")
+        names = self._logprobs(choice, at).get("tokens") or []
+        found = self._checked.named_token_ids(names, f"{at}.logprobs.tokens")
         if found is None:
-            raise EngineError(f"the server gave no log-probability of token {token} of a prompt")
-        result.append(_number(found["logprob"]))
-    return result
+            raise EngineError(
+                f"{self.address} gives tokens as text only, and text does not determine them: it has to support "
+                "`return_token_ids` or `return_tokens_as_token_ids`, as vLLM's does"
+            )
+        return found
+
+    def _token_logprobs(self, choice: dict[str, Any], at: str) -> tuple[float, ...] | None:
+        """Log-probabilities as a server lists them; None if it gives none."""
+        values = self._logprobs(choice, at).get("token_logprobs")
+        return None if values is None else self._checked.logprobs(values, f"{at}.logprobs.token_logprobs")
+
+    def _logprobs(self, choice: dict[str, Any], at: str) -> dict[str, Any]:
+        found = choice.get("logprobs")
+        return {} if found is None else self._checked.mapping(found, f"{at}.logprobs")
+
+    # How it is asked
+
+    def _request(self, method: str, path: str, body: dict[str, Any] | None = None, tokens: int = 0) -> dict[str, Any]:
+        check, limit = self._checked, ANSWER_BYTES + BYTES_PER_TOKEN * tokens
+        content = None if body is None else json.dumps(body).encode()
+        try:
+            # In a thread of its own: the caller may be in an event loop, as notebooks are.
+            with start_blocking_portal() as portal:
+                answer = portal.call(self._ask, method, path, content, limit)
+        except TimeoutError as error:
+            raise EngineError(
+                f"{self.address} gave no answer within {self.timeout:g} s. Shorter or fewer sequences, or a longer "
+                "wait (--engine-option timeout=SECONDS)."
+            ) from error
+        except (OSError, httpx2.HTTPError, httpx2.InvalidURL) as error:
+            said = str(error) or type(error).__name__
+            raise check.error(f"cannot be reached, or has died: {said}") from error
+        text = answer.body.decode(errors="replace")
+        if 300 <= answer.status < 400:
+            place = shown_argument(hidden(answer.location, check.secrets))
+            raise check.error(
+                f"redirects {path} to {place!r}, and redirections are not followed, since the key would go there, too: "
+                "give the address that answers"
+            )
+        if answer.status >= 400:
+            raise check.error(f"answered {answer.status} to {path}: {hidden(text, check.secrets)[:400]}")
+        try:
+            return check.mapping(json.loads(text, parse_constant=_no_json), "it")
+        except (ValueError, RecursionError) as error:
+            shown = hidden(text, check.secrets)[:200]
+            raise check.error(f"answered {path} with something that is not JSON: {shown!r}") from error
+
+    async def _ask(self, method: str, path: str, content: bytes | None, limit: int) -> _Answer:
+        """Send a request, and take the answer as it is; the time counts from here to its last byte."""
+        with anyio.fail_after(self.timeout):
+            async with (
+                httpx2.AsyncClient(timeout=None, follow_redirects=False) as client,
+                client.stream(method, self.address + path, content=content, headers=self._headers) as answer,
+            ):
+                body = bytearray()
+                async for piece in answer.aiter_raw():  # never unpacked, so that a few bytes cannot become many
+                    body += piece
+                    if len(body) > limit:
+                        raise EngineError(
+                            f"{self.address}{path} answered with more than {limit:,} bytes, which nothing takes that "
+                            "was asked for: it is no server of completions, or a broken one"
+                        )
+                return _Answer(answer.status_code, answer.headers.get("location", ""), bytes(body))
+
+
+def _no_json(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is not JSON")

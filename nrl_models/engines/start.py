@@ -10,12 +10,10 @@ import torch
 
 from nrl_models.common.checkpoint.files import resolve_folder
 from nrl_models.common.checkpoint.local_path import is_gguf
+from nrl_models.common.trust.servers import require_engine
 from nrl_models.engines.base import Engine, model_limit
 from nrl_models.errors import EngineError
 from nrl_models.loading.read_config import read_config
-
-ENGINES = ("vllm", "hf-generate", "http://HOST:PORT")
-"""Names of engines; any `http://` or `https://` address is a server."""
 
 
 def start_engine(
@@ -43,6 +41,7 @@ def start_engine(
     Raises:
         EngineError: an unknown name, or an engine that is not installed or does not start.
     """
+    require_engine(name)
     keywords = {"dtype": dtype, "max_length": max_length, "load_format": load_format, "seed": seed} | options
     if name == "vllm" and is_gguf(resolve_folder(path)):
         raise EngineError(
@@ -61,11 +60,9 @@ def start_engine(
         from nrl_models.engines.hf import HFEngine
 
         return HFEngine.start(path, **keywords)
-    if name.startswith(("http://", "https://")):
-        from nrl_models.engines.http import HTTPEngine
+    from nrl_models.engines.http import HTTPEngine
 
-        return HTTPEngine.start(path, address=name, **keywords)
-    raise EngineError(f"unknown engine {name!r}: expected one of {', '.join(ENGINES)}")
+    return HTTPEngine.start(path, address=name, **keywords)
 
 
 def room_to_score(name: str) -> int:

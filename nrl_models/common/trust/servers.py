@@ -1,0 +1,72 @@
+"""Names of engines and addresses of servers, and what of them must not be shown. Imports nothing heavy."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from urllib.parse import quote, urlsplit
+
+from nrl_models.errors import EngineError
+
+ENGINES = ("vllm", "hf-generate", "http://HOST:PORT")
+"""Names of engines; any `http://` or `https://` address is a server."""
+
+_SECRET = re.compile(r"(?i)(key|secret|password|[_-]token)$")
+_ASSIGNED = re.compile(r"(?i)((?:key|secret|password|[_-]token)=).+")
+_IN_ADDRESS = re.compile(r"//[^/\s]*@")
+
+
+def is_secret(name: str) -> bool:
+    """Whether an option of this name holds a secret: `api_key`, `hf_token`, `password`."""
+    return _SECRET.search(name) is not None
+
+
+def shown_argument(argument: str) -> str:
+    """An argument of a command as it may be shown: without the value of a secret, or a user and password in it."""
+    return _IN_ADDRESS.sub("//...@", _ASSIGNED.sub(r"\1...", argument))
+
+
+def hidden(text: str, secrets: Iterable[str]) -> str:
+    """`text` without `secrets`, also where they stand in it as JSON or as part of an address."""
+    for secret in filter(None, secrets):
+        for form in (secret, json.dumps(secret)[1:-1], quote(secret, safe="")):
+            text = text.replace(form, "...")
+    return text
+
+
+def server_address(text: str) -> str:
+    """The address of a server, without a slash or `/v1` at its end.
+
+    Raises:
+        EngineError: it is no `http://` or `https://` address, or has more in it than a host, a port and a path. A user
+            and a password are not repeated in the message.
+    """
+    try:
+        parts = urlsplit(text)
+        port = parts.port
+    except ValueError:
+        parts, port = urlsplit(""), None
+    if "@" in text:
+        raise EngineError(
+            "a server's address has a user and a password in it, which would be shown wherever it is: expected "
+            "http://HOST:PORT, and a key as --engine-option api_key=KEY"
+        )
+    rest = parts.query or parts.fragment or text.endswith(("?", "#"))
+    plain = text.isascii() and text.isprintable() and not any(letter in text for letter in " \\")
+    if parts.scheme not in ("http", "https") or not parts.hostname or port == 0 or rest or not plain:
+        raise EngineError(f"{text!r} is no server's address: expected http://HOST:PORT or https://HOST:PORT")
+    return f"{parts.scheme}://{parts.netloc}{parts.path}".rstrip("/").removesuffix("/v1")
+
+
+def require_engine(name: str) -> None:
+    """Require that this is the name of an engine, or an address without a user and password in it.
+
+    Raises:
+        EngineError: it is neither.
+    """
+    if name.startswith(("http://", "https://")):
+        server_address(name)
+    elif name not in ENGINES:
+        shown = "" if "@" in name else f" {name!r}"  # it may be a mistyped address with a password
+        raise EngineError(f"unknown engine{shown}: expected one of {', '.join(ENGINES)}")

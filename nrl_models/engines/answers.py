@@ -1,0 +1,111 @@
+"""What an engine in another process answers, checked field by field: it is data of somebody else's making."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from nrl_models.common.trust.servers import hidden
+from nrl_models.errors import EngineError
+
+MINUS_INFINITY = -9999.0
+"""What vLLM sends for it, and for all below; JSON has no word for infinity."""
+
+LARGEST_LOGPROB = 0.1
+"""Log-probabilities are at most 0, but for the rounding of a bfloat16 softmax."""
+
+MOST_TOKENS = 2**31
+"""Token ids of a vocabulary whose size is unknown."""
+
+_TOKEN_NAME = re.compile(r"token_id:(\d{1,10})")
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """Reads values out of an answer. Every method raises an EngineError with field, value and what was expected.
+
+    Args:
+        who: the engine, as errors name it.
+        vocabulary: number of token ids; None if unknown.
+        secrets: what errors leave out, though the engine may have repeated it.
+    """
+
+    who: str
+    vocabulary: int | None = None
+    secrets: tuple[str, ...] = ()
+
+    def error(self, text: str) -> EngineError:
+        """An error about the engine, with nothing secret in it."""
+        return EngineError(hidden(f"{self.who} {text}", self.secrets))
+
+    def wrong(self, field: str, value: Any, expected: str) -> NoReturn:
+        """Raise the error about a field."""
+        # Of what another's answer says no more than fits into a line: it may be long, and `repr` of it deep. Secrets go
+        # first: of one that is cut, or written with escapes, a part would be left.
+        if isinstance(value, str):
+            value = hidden(value, self.secrets)
+        shown = repr(value) if isinstance(value, (str, int, float, type(None))) else f"a {type(value).__name__}"
+        shown = shown if len(shown) <= 80 else f"{shown[:80]}..."
+        raise self.error(f"gave an answer that cannot be used: {field} is {shown}, expected {expected}")
+
+    def mapping(self, value: Any, field: str) -> dict[str, Any]:
+        """A JSON object."""
+        return value if isinstance(value, dict) else self.wrong(field, value, "an object")
+
+    def listed(self, value: Any, field: str, length: int | None = None) -> list[Any]:
+        """A list, of that length if one is given."""
+        if not isinstance(value, list):
+            self.wrong(field, value, "a list")
+        if length is not None and len(value) != length:
+            self.wrong(f"the length of {field}", len(value), str(length))
+        return value
+
+    def text(self, value: Any, field: str) -> str:
+        """A name."""
+        return value if isinstance(value, str) and value.isprintable() else self.wrong(field, value, "a name")
+
+    def whole(self, value: Any, field: str, least: int, below: int = MOST_TOKENS) -> int:
+        """A whole number from `least` to `below`, exclusive."""
+        if type(value) is not int or not least <= value < below:
+            self.wrong(field, value, f"a whole number from {least} to {below - 1}")
+        return value
+
+    def token_ids(self, value: Any, field: str) -> tuple[int, ...]:
+        """Ids that the vocabulary has."""
+        below = MOST_TOKENS if self.vocabulary is None else self.vocabulary
+        return tuple(
+            self.whole(token, f"{field}[{index}]", 0, below) for index, token in enumerate(self.listed(value, field))
+        )
+
+    def named_token_ids(self, value: Any, field: str) -> tuple[int, ...] | None:
+        """Ids that are given as names, `token_id:5`; None if the names are text."""
+        found = [_TOKEN_NAME.fullmatch(name) if isinstance(name, str) else None for name in self.listed(value, field)]
+        if not found or None in found:
+            return None
+        return self.token_ids([int(match[1]) for match in found if match], field)
+
+    def logprobs(self, value: Any, field: str, length: int | None = None) -> tuple[float, ...]:
+        """A list of log-probabilities, see `logprob`."""
+        listed = self.listed(value, field, length)
+        return tuple(self.logprob(each, f"{field}[{index}]") for index, each in enumerate(listed))
+
+    def logprob(self, value: Any, field: str) -> float:
+        """A log-probability. JSON has no NaN, which is sent as null, and no -inf, which vLLM sends as -9999."""
+        if value is None:
+            return math.nan
+        if type(value) not in (int, float) or not value <= LARGEST_LOGPROB:
+            self.wrong(field, value, "a log-probability: a number of at most 0")
+        return -math.inf if value <= MINUS_INFINITY else float(value)
+
+    def logprobs_by_id(self, value: Any, tokens: Sequence[int], field: str) -> list[float]:
+        """Of each of `tokens` the log-probability, looked up by its id; that of the first, which has none, is NaN."""
+        result = [math.nan]
+        for index, (place, token) in enumerate(zip(self.listed(value, field, len(tokens)), tokens, strict=True)):
+            if index:
+                at = f"{field}[{index}]"
+                found = self.mapping(place, at).get(str(token))
+                result.append(self.logprob(self.mapping(found, f"{at}[{token}]").get("logprob"), f"{at}[{token}]"))
+        return result
