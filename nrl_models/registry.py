@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import warnings
 from collections import OrderedDict
@@ -63,6 +64,9 @@ ENTRY_POINTS = "nrl_models.families"
 
 CONFIG_ENTRY_POINTS = "nrl_models.configs"
 """Entry-point group for configurations that transformers lacks: `model_type = "package.module:ConfigClass"`."""
+
+ENTRY_POINTS_VARIABLE = "NRL_MODELS_ENTRY_POINTS"
+"""The environment variable that, as `0`, leaves entry points of installed packages unread."""
 
 _shadowing: dict[str, str] = {}  # entry points for architectures that are registered already
 _entry_points_read = False
@@ -208,7 +212,14 @@ def _read_entry_points() -> None:
     global _entry_points_read
     if _entry_points_read:
         return
+    asked = os.environ.get(ENTRY_POINTS_VARIABLE, "1")
+    if asked not in ("0", "1"):
+        raise RegistrationError(
+            f"{ENTRY_POINTS_VARIABLE}={asked!r}: expected 0, which leaves the families of installed packages out, or 1"
+        )
     _entry_points_read = True
+    if asked == "0":
+        return
     # Declarations are checked on use: a broken package must not stop other models.
     for point in entry_points(group=CONFIG_ENTRY_POINTS):
         _CUSTOM_CONFIG_REGISTRATIONS.setdefault(point.name, _split(point.value))

@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from nrl_models.common.checkpoint.dequantised import METHODS, settings_of
 from nrl_models.common.projections import join
-from nrl_models.errors import CheckpointError, Problem, ProblemKind
+from nrl_models.errors import CheckpointError, Problem, ProblemKind, one_line
 from nrl_models.loading.options import LoadOptions
 
 
@@ -67,7 +67,13 @@ def load_quantised(
         keywords |= {name: getattr(options, name) for name in asked}
     keywords |= {name: getattr(options, name) for name in ("key_mapping", "variant")}
     load = vars(PreTrainedModel)["from_pretrained"].__func__  # a family's class overrides it
-    model, info = load(model_class, folder, output_loading_info=True, **keywords)
+    try:
+        # Never a pickle, which transformers would take where there is nothing else.
+        model, info = load(model_class, folder, output_loading_info=True, use_safetensors=True, **keywords)
+    except OSError as error:
+        problem = Problem(ProblemKind.FILE, folder.name, one_line(error))
+        advice = "only safetensors are read: convert pickled weights once with transformers"
+        raise CheckpointError(f"cannot load {folder}", [problem], [advice]) from error
     kinds = {
         "missing_keys": ProblemKind.MISSING,
         "unexpected_keys": ProblemKind.UNEXPECTED,

@@ -27,6 +27,7 @@ from nrl_models.errors import (
     one_line,
     shown,
 )
+from nrl_models.loading.hub_kernels import refuse_hub_kernels
 from nrl_models.loading.keywords import unknown_keywords
 from nrl_models.loading.options import KEYWORDS
 
@@ -41,7 +42,8 @@ def read_config(folder: Path, *, trust_remote_code: bool = False) -> PreTrainedC
         CheckpointError: `config.json` is not a JSON object, or has a value that its class refuses; a GGUF file is
             damaged, or of an architecture that transformers does not read.
         UnknownArchitectureError: an unknown `model_type`.
-        RemoteCodeError: it needs the checkpoint's own code, and `trust_remote_code` is not set.
+        RemoteCodeError: it needs the checkpoint's own code, or asks for a kernel of the hub, and `trust_remote_code` is
+            not set.
     """
     if is_gguf(folder):
         values = gguf_tables.configuration(folder)
@@ -112,6 +114,8 @@ def _needs_its_code(folder: Path, trust_remote_code: bool) -> bool:
     if problems:
         raise CheckpointError(f"cannot load {folder}", problems, [f"correct it in {CONFIG_NAME}"])
     check_limits(content, _config_file(folder))
+    if not trust_remote_code:
+        refuse_hub_kernels(content, str(_config_file(folder)))
     if model_type in CONFIG_MAPPING:
         return False
     if "auto_map" in content:

@@ -106,6 +106,7 @@ def load_reference(
     if weights:
         source, keywords = upstream_source(path)
         options: dict[str, Any] = {"dtype": dtype, **attention, **keywords}
+        options |= {} if "gguf_file" in keywords else {"use_safetensors": True}  # never a pickle
         keywords.pop("quantization_config", None)
         config = type(model.config).from_pretrained(source, **keywords)
         reference: Any = reference_class.from_pretrained(source, config=config, **options)

@@ -319,3 +319,20 @@ def test_families_of_installed_packages(outside: Path) -> None:
     assert result["other"] == "<class 'nrl_models.families.mistral.model.MistralForCausalLM'>"
     assert result["register"].startswith("RegistrationError: already registered: OutsideForCausalLM")
     assert result["config"] == "outside.model"
+
+
+def test_families_of_installed_packages_can_be_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def installed(**_: object) -> list[object]:
+        raise AssertionError("was read")
+
+    monkeypatch.setattr(registry, "_entry_points_read", False)
+    monkeypatch.setattr(registry, "entry_points", installed)
+    monkeypatch.setenv("NRL_MODELS_ENTRY_POINTS", "no")
+    with pytest.raises(RegistrationError, match=r"NRL_MODELS_ENTRY_POINTS='no': expected 0,.* or 1"):
+        registry.architectures()
+    monkeypatch.setenv("NRL_MODELS_ENTRY_POINTS", "0")
+    assert registry.model_class("LlamaForCausalLM") is LlamaForCausalLM
+    monkeypatch.setattr(registry, "_entry_points_read", False)
+    monkeypatch.setenv("NRL_MODELS_ENTRY_POINTS", "1")
+    with pytest.raises(AssertionError, match="was read"):
+        registry.architectures()

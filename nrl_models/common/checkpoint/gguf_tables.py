@@ -80,7 +80,7 @@ def load_tokenizer(file: Path) -> Any | None:
     if str(read_header(file).values.get("tokenizer.ggml.model", "none")) in ("none", "no_vocab"):
         return None
     try:
-        return AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+        return AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, trust_remote_code=False)
     except Exception as error:  # whatever its conversion raises
         detail = f"holds a tokenizer that transformers {transformers.__version__} does not build: {one_line(error)}"
         advice = "take the tokenizer of the checkpoint it was made from"

@@ -1,0 +1,43 @@
+"""Kernels that a configuration names: transformers would fetch their code from the hub, and run it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from nrl_models.errors import RemoteCodeError
+
+_KEY = re.compile(r"\w*_implementation(_internal)?")
+
+
+def refuse_hub_kernels(values: Mapping[str, Any], where: str) -> None:
+    """Refuse a configuration whose `attn_implementation`, or the like, is a repository: `someone/kernel`.
+
+    Args:
+        values: the configuration as its file has it, with nested ones.
+        where: the file, for the message.
+
+    Raises:
+        RemoteCodeError: lists every such key.
+    """
+    found = [f"{key}={value!r}" for key, value in _kernels(values)]
+    if found:
+        raise RemoteCodeError(
+            f"{where} asks for kernels of the hub, whose code would be fetched and run: {', '.join(found)}. Remove "
+            "them there, and pass attn_implementation= yourself; or, if you trust the code, trust_remote_code=True."
+        )
+
+
+def _kernels(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Keys and values that name a repository."""
+    waiting: list[tuple[str, Any, bool]] = [(key, value, False) for key, value in values.items()]
+    while waiting:
+        key, value, chooses = waiting.pop()
+        chooses = chooses or _KEY.fullmatch(key.rpartition(".")[2]) is not None
+        if isinstance(value, Mapping):
+            waiting += [(f"{key}.{name}", inner, chooses) for name, inner in value.items()]
+        elif isinstance(value, list):
+            waiting += [(f"{key}[{number}]", inner, chooses) for number, inner in enumerate(value)]
+        elif chooses and isinstance(value, str) and "/" in value:
+            yield key, value

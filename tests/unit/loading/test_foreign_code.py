@@ -1,0 +1,115 @@
+"""Code that a checkpoint brings or names is not run unasked: kernels of the hub, and pickles."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import WEIGHTS, edit_config
+from transformers import LlamaConfig, PreTrainedModel
+from transformers.integrations import hub_kernels
+
+from nrl_models import AutoModelForCausalLM, CheckpointError
+from nrl_models.engines import start_engine
+from nrl_models.errors import RemoteCodeError
+from nrl_models.families.llama.model import LlamaForCausalLM
+from nrl_models.loading.options import LoadOptions
+from nrl_models.loading.quantised import load_quantised
+from nrl_models.loading.read_config import read_config
+
+NAMED: dict[str, dict[str, Any]] = {
+    "attn_implementation": {"attn_implementation": "someone/kernel"},
+    "of the verified organisation": {"attn_implementation": "kernels-community/flash-attn2"},
+    "with a revision and a function": {"attn_implementation": "someone/kernel@v1:run"},
+    "paged": {"attn_implementation": "paged|someone/kernel"},
+    "by part": {"attn_implementation": {"": "sdpa", "text_config": "someone/kernel"}},
+    "_attn_implementation": {"_attn_implementation": "someone/kernel"},
+    "experts_implementation": {"experts_implementation": "someone/kernel"},
+    "in a part": {"text_config": {"attn_implementation": "someone/kernel"}},
+    "in a list": {"parts": [{"attn_implementation": "someone/kernel"}]},
+}
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The repositories that transformers would fetch kernels from."""
+    found: list[str] = []
+
+    def fetch(name: str, *args: Any, **kwargs: Any) -> None:
+        found.append(name)
+        raise ImportError("not in this test")
+
+    monkeypatch.setattr(hub_kernels, "is_kernels_available", lambda: True)
+    monkeypatch.setattr(hub_kernels, "get_kernel", fetch)
+    return found
+
+
+@pytest.mark.parametrize("named", NAMED.values(), ids=NAMED)
+def test_a_kernel_that_a_configuration_names_is_not_fetched(
+    folder: Path, named: dict[str, Any], asked: list[str]
+) -> None:
+    edit_config(folder, **named)
+    loads: list[Callable[[], Any]] = [
+        lambda: read_config(folder),
+        lambda: AutoModelForCausalLM.from_pretrained(folder),
+        lambda: start_engine("hf-generate", folder),
+    ]
+    for load in loads:
+        with pytest.raises(RemoteCodeError, match=r"(someone|kernels-community)/.*trust_remote_code=True"):
+            load()
+    assert not asked
+
+
+def test_a_kernel_that_is_trusted_or_asked_for_is_transformers_business(folder: Path, asked: list[str]) -> None:
+    with pytest.raises((ImportError, ValueError)):
+        AutoModelForCausalLM.from_pretrained(folder, attn_implementation="someone/kernel")
+    edit_config(folder, attn_implementation="someone/other")
+    with pytest.raises((ImportError, ValueError)):
+        AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+    assert asked == ["someone/kernel", "someone/other"]
+
+
+def test_other_values_with_slashes_are_no_kernels(folder: Path) -> None:
+    edit_config(folder, attn_implementation="eager", _name_or_path="someone/model", implementation_notes="a/b")
+    assert read_config(folder)._attn_implementation == "eager"
+
+
+class Payload:
+    """Runs code when it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.mark),)
+
+
+def test_pickled_weights_are_never_opened(
+    folder: Path, tmp_path: Path, llama_config: LlamaConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / WEIGHTS).unlink()
+    torch.save({"model.norm.weight": Payload(tmp_path / "was-run")}, folder / "pytorch_model.bin")
+    opened = []
+    monkeypatch.setattr(torch, "load", lambda *args, **kwargs: opened.append(args))
+    loads: dict[str, Callable[[], Any]] = {
+        "ours": lambda: AutoModelForCausalLM.from_pretrained(folder),
+        "quantised": lambda: load_quantised(LlamaForCausalLM, folder, llama_config, LoadOptions(), {}),
+    }
+    for name, load in loads.items():
+        with pytest.raises(CheckpointError, match=r"safetensors"):
+            print(name, load())
+    with pytest.raises((CheckpointError, OSError), match=r"safetensors"):
+        start_engine("hf-generate", folder)
+    assert not opened
+    assert not (tmp_path / "was-run").exists()
+
+
+def test_a_model_loads_where_a_pickle_lies_beside_its_weights(folder: Path, llama: PreTrainedModel) -> None:
+    torch.save({"model.norm.weight": Payload(folder / "was-run")}, folder / "pytorch_model.bin")
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert torch.equal(model.lm_head.weight, llama.lm_head.weight)
+    assert not (folder / "was-run").exists()
