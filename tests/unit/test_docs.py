@@ -162,3 +162,14 @@ def test_the_guides_code_for_what_runs_as_one_matmul(
     )
     assert second == "model.layers.0.mlp.gate_up_proj ('gate_proj', 'up_proj') True"
     assert all(group.joined for group in found["report"](model))
+
+
+def test_every_promise_of_the_security_page_is_held_by_a_test() -> None:
+    page = (ROOT / "docs/security.md").read_text()
+    promises = page[page.index("## What is not trusted") : page.index("## What is trusted")]
+    rows = [line for line in promises.splitlines() if re.match(r"\| (?!input \|)", line)]
+    assert len(rows) > 10
+    assert not [row for row in rows if not re.findall(r"`test_\w+`", row.rsplit(" | ", 1)[1])]
+    tests = "".join(file.read_text() for file in (ROOT / "tests").rglob("test_*.py"))
+    missing = [name for name in re.findall(r"`(test_\w+)`", page) if f"def {name}(" not in tests]
+    assert not missing, "no such tests: did their names change?"

@@ -135,11 +135,39 @@ def test_verdicts_are_read_back_as_they_were(run: Run, engine: HFEngine) -> None
     assert run().results[0].verdict == verdict
 
 
-def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
-    (tmp_path / "thesis.txt").write_text("years of work")
-    with pytest.raises(ConsistencyError, match="not empty and holds no measurements"):
-        Store(tmp_path, {}, fresh=True)
-    assert (tmp_path / "thesis.txt").exists()
+@pytest.mark.parametrize("fresh", [False, True])
+@pytest.mark.parametrize("names", [("thesis.tex",), ("settings.json",), ("settings.json", "thesis.tex", "report.json")])
+def test_a_folder_of_somebody_else_is_left_alone(tmp_path: Path, names: tuple[str, ...], fresh: bool) -> None:
+    for name in names:
+        (tmp_path / name).write_text("{}")
+    with pytest.raises(ConsistencyError, match=r"no file \.nrl_models in it says that measurements are kept there"):
+        Store(tmp_path, {"a": 1}, fresh=fresh)
+    assert {file.name for file in tmp_path.iterdir()} == set(names)
+    assert all((tmp_path / name).read_text() == "{}" for name in names)
+
+
+def test_fresh_deletes_what_a_store_wrote_and_nothing_else(tmp_path: Path) -> None:
+    cell = SETTINGS.cells()[0]
+    outside = tmp_path / "outside.json"
+    outside.write_text("{}")
+    folder = tmp_path / "kept"
+    store = Store(folder, {"a": 1})
+    store.save(cell, 0, {"tokens": torch.ones(2)})
+    for note in ("report", f"verdict-{cell.key}"):
+        store.save_note(note, {})
+    (folder / "settings.json").write_text("damaged")
+    theirs = {"thesis.tex", "model-1.safetensors", "my-report.json", "verdict-mine.json", "8-a-b-2.safetensors"}
+    for name in theirs:
+        (folder / name).write_text("years of work")
+    (folder / "report.json").unlink()
+    (folder / "report.json").symlink_to(outside)
+    (folder / "8-real-greedy-2-0.safetensors").mkdir()
+    store = Store(folder, {"a": 2}, fresh=True)
+    assert store.load(cell, 0) == {}
+    assert store.load_note("report") is None
+    assert outside.read_text() == "{}"
+    left = {file.name for file in folder.iterdir()}
+    assert left == theirs | {".nrl_models", "settings.json", "8-real-greedy-2-0.safetensors"}
 
 
 def test_an_engine_that_gives_nan_fails_and_the_report_is_valid_json(run: Run, engine: HFEngine) -> None:

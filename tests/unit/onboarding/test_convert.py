@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +132,68 @@ def test_a_target_inside_the_checkpoints_folder(inside: str, full: Path) -> None
     for _ in range(2):
         convert(full, full / inside)
         assert files_of(full / inside) == {"config.json", "generation_config.json", WEIGHTS, *OTHERS}
+
+
+def test_links_inside_are_followed(full: Path, tmp_path: Path) -> None:
+    (full / "copy.json").symlink_to("tokenizer.json")
+    (full / "chain.json").symlink_to("copy.json")
+    (full / "absolute.json").symlink_to(full.absolute() / "tokenizer.json")
+    (full / "assets" / "up").symlink_to("../LICENSE")
+    (full / "pictures").symlink_to("assets/logo")
+    (full / "old.bin").symlink_to("/etc/passwd")  # which does not come along
+    convert(full, tmp_path / "out")
+    out = tmp_path / "out"
+    added = {"copy.json", "chain.json", "absolute.json", "assets/up", "pictures/small.png"}
+    assert files_of(out) == {"config.json", "generation_config.json", WEIGHTS, *OTHERS, *added}
+    assert not any(path.is_symlink() for path in out.rglob("*"))
+    assert (out / "chain.json").read_text() == "{}"
+    assert (out / "pictures" / "small.png").read_text() == "picture"
+
+
+def test_links_that_leave_the_folder_are_refused_all_at_once(full: Path, tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "secret.txt").write_text("secret")
+    (outside / "back").symlink_to(full / "LICENSE")
+    (full / "file.txt").symlink_to(outside / "secret.txt")
+    (full / "relative.txt").symlink_to("../outside/secret.txt")
+    (full / "chain.txt").symlink_to("file.txt")
+    (full / "folder").symlink_to(outside)
+    (full / "assets" / "deep").symlink_to(outside / "secret.txt")
+    (full / "beside").symlink_to(tmp_path / (full.name + "-beside"))
+    (tmp_path / (full.name + "-beside")).mkdir()
+    (full / "nowhere").symlink_to("gone")
+    (full / "circle").symlink_to("circle")
+    (full / "assets" / "home").symlink_to("..")
+    os.mkfifo(full / "pipe")
+    (full / "there-and-back").symlink_to(outside / "back")  # to a file inside, whatever the way
+    with pytest.raises(CheckpointError) as caught:
+        convert(full, tmp_path / "out")
+    refused = {"file.txt", "relative.txt", "chain.txt", "folder", "assets/deep", "beside", "nowhere", "circle"}
+    assert problems(caught.value) == {("file", name) for name in refused | {"assets/home", "pipe"}}
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("blobs", ["of the repository", "of somebody else"])
+def test_a_snapshot_of_the_hubs_cache(full: Path, tmp_path: Path, blobs: str) -> None:
+    repository = tmp_path / "models--someone--model"
+    snapshot = repository / "snapshots" / "0123abc"
+    snapshot.parent.mkdir(parents=True)
+    full.rename(snapshot)
+    (tmp_path / "elsewhere").mkdir()
+    if blobs == "of somebody else":
+        (repository / "blobs").symlink_to(tmp_path / "elsewhere")
+    else:
+        (repository / "blobs").mkdir()
+    for number, name in enumerate(sorted(files_of(snapshot))):
+        (snapshot / name).rename(repository / "blobs" / str(number))
+        (snapshot / name).symlink_to(repository / "blobs" / str(number))
+    if blobs == "of somebody else":
+        with pytest.raises(CheckpointError, match="leaves the directory"):
+            convert(snapshot, tmp_path / "out")
+        return
+    convert(snapshot, tmp_path / "out")
+    assert files_of(tmp_path / "out") == {"config.json", "generation_config.json", WEIGHTS, *OTHERS}
 
 
 def test_a_read_only_folder_makes_no_read_only_copy(full: Path, tmp_path: Path) -> None:
