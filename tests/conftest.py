@@ -17,6 +17,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--other-families", action="store_true", help="run what a run with --all-families has beside one without"
     )
 
+    parser.addoption("--cases", type=int, default=200, help="how many damaged inputs of each kind tests/campaign tries")
+    parser.addoption("--fuzz-seed", type=int, default=0, help="which")
+
 
 def pytest_configure(config: pytest.Config) -> None:
     share_cores()

@@ -20,9 +20,9 @@ from nrl_models.common.checkpoint.generations import (
     was_replaced,
 )
 from nrl_models.common.checkpoint.gguf_files import GGUFFiles
+from nrl_models.common.checkpoint.limits import limited_build
 from nrl_models.common.checkpoint.local_path import is_gguf
 from nrl_models.common.config.at_fault import blaming
-from nrl_models.common.config.limits import limited_modules
 from nrl_models.common.config.validate import check_config
 from nrl_models.common.logs import get_logger
 from nrl_models.distributed.mesh import agreed
@@ -180,7 +180,7 @@ def _loaded(model_class: type[PreTrainedModel], source: Source) -> tuple[PreTrai
             else:
                 files = CheckpointFiles(folder, options.variant)
             opened.callback(files.close)
-            with blaming(config, f"build {model_class.__name__}"), limited_modules(len(files.tensors)):
+            with blaming(config, f"build {model_class.__name__}"), limited_build(len(files.tensors)):
                 dtype = resolve_dtype(options.dtype, config, files)
                 model = build_skeleton(model_class, config, dtype, **built_with)
             generation = generation_config(model_class, folder)

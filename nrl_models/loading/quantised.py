@@ -8,6 +8,7 @@ from typing import Any
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from nrl_models.common.checkpoint.dequantised import METHODS, settings_of
+from nrl_models.common.config.at_fault import blaming
 from nrl_models.common.projections import join
 from nrl_models.errors import CheckpointError, Problem, ProblemKind, one_line
 from nrl_models.loading.options import LoadOptions
@@ -58,6 +59,8 @@ def load_quantised(
 
     Raises:
         CheckpointError: missing, unexpected or mismatched tensors, unless `strict=False`.
+        ConfigurationError: transformers refuses how it is quantised.
+        FamilyImportError: a package that this takes is missing.
     """
     keywords = construction | {"config": config, "dtype": options.dtype, "device_map": options.destination()}
     if options.quantization_config is not None:
@@ -69,7 +72,8 @@ def load_quantised(
     load = vars(PreTrainedModel)["from_pretrained"].__func__  # a family's class overrides it
     try:
         # Never a pickle, which transformers would take where there is nothing else.
-        model, info = load(model_class, folder, output_loading_info=True, use_safetensors=True, **keywords)
+        with blaming(config, f"load {model_class.__name__} quantised"):
+            model, info = load(model_class, folder, output_loading_info=True, use_safetensors=True, **keywords)
     except OSError as error:
         problem = Problem(ProblemKind.FILE, folder.name, one_line(error))
         advice = "only safetensors are read: convert pickled weights once with transformers"

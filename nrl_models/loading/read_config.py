@@ -12,9 +12,10 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrai
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from nrl_models.common.checkpoint import gguf_tables
+from nrl_models.common.checkpoint.limits import check_limits
 from nrl_models.common.checkpoint.local_path import CONFIG_NAME, GENERATION_NAME, is_gguf
+from nrl_models.common.config.at_fault import keys_at_fault
 from nrl_models.common.config.keys import is_value
-from nrl_models.common.config.limits import check_limits
 from nrl_models.common.config.types import with_declared_types
 from nrl_models.common.json_reading import read_object
 from nrl_models.errors import (
@@ -60,7 +61,7 @@ def read_config(folder: Path, *, trust_remote_code: bool = False) -> PreTrainedC
             raise
         try:
             return _with_declared_types(folder)
-        except StrictDataclassFieldValidationError as error:
+        except Exception as error:
             raise _refused_values(folder, error, "give the value in the type that is expected") from refused
     except Exception as error:  # whatever a configuration's class raises for values that it cannot use
         if needs_its_code:
@@ -87,7 +88,9 @@ def generation_config(model_class: type[PreTrainedModel], folder: Path) -> Gener
 
 
 def _refused_values(folder: Path, error: Exception, advice: str) -> CheckpointError:
-    problem = Problem(ProblemKind.CONFIG, CONFIG_NAME, one_line(error))
+    content = {} if is_gguf(folder) else read_object(_config_file(folder))
+    at_fault = ", ".join(f"{path} is {shown(value)}" for path, value in keys_at_fault(error, content).items())
+    problem = Problem(ProblemKind.CONFIG, CONFIG_NAME, f"{at_fault}{': ' if at_fault else ''}{one_line(error)}")
     return CheckpointError(f"cannot load {folder}", [problem], [advice])
 
 

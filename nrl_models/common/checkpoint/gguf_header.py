@@ -84,9 +84,9 @@ def read_header(file: Path) -> GGUFHeader:
     try:
         with open(file, "rb") as handle, mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return _parsed(file, _Cursor(data))
-    except (struct.error, ValueError, KeyError, MemoryError) as error:  # whatever bytes that mean something else cause
-        if isinstance(error, CheckpointError):
-            raise
+    except CheckpointError:
+        raise
+    except Exception as error:  # whatever bytes that mean something else cause
         detail = f"is no GGUF file, damaged or cut off ({file.stat().st_size:,} bytes on disk): {error}"
         raise refused(file, [Problem(ProblemKind.FILE, file.name, detail)], "download the file again") from error
 

@@ -19,8 +19,9 @@ from transformers.utils import logging
 
 from nrl_models.common.checkpoint.files import resolve_folder
 from nrl_models.common.checkpoint.gguf_header import INSTALL, GGUFHeader, kinds_of, read_header, refused
+from nrl_models.common.checkpoint.limits import check_limits, limited_build
 from nrl_models.common.checkpoint.local_path import is_gguf
-from nrl_models.errors import Problem, ProblemKind, one_line
+from nrl_models.errors import ConfigurationError, Problem, ProblemKind, one_line
 
 NOT_CONFIGURATION = ("_model_name_or_path", "unk_token_id")
 """What transformers reads beside the configuration: the file's title, and a token that only its tokenizer has."""
@@ -51,13 +52,15 @@ def _values(file: Path, changed: int) -> dict[str, Any]:
     from transformers.modeling_gguf_pytorch_utils import GGUF_SUPPORTED_ARCHITECTURES, load_gguf_checkpoint
 
     try:
-        return load_gguf_checkpoint(str(file))["config"]
+        values = load_gguf_checkpoint(str(file))["config"]
     except Exception as error:  # whatever its reader and its tables raise
         known = ", ".join(sorted(set(GGUF_SUPPORTED_ARCHITECTURES) - {"general", "tokenizer"}))
         detail = f"is of architecture {header.architecture!r}, which transformers {transformers.__version__} does not "
         detail += f"read from GGUF ({one_line(error)}); it reads {known}"
         advice = "load the safetensors it was made from; llama.cpp reads the file itself"
         raise refused(file, [Problem(ProblemKind.FORMAT, file.name, detail)], advice) from error
+    check_limits(values, file)
+    return values
 
 
 def upstream_source(path: str | Path) -> tuple[str | Path, dict[str, Any]]:
@@ -109,10 +112,14 @@ class Tables:
         )
 
         values = dict(_values(header.file, header.file.stat().st_mtime_ns))
+        self._file = header.file
         self._processor: Any = TENSOR_PROCESSORS.get(header.architecture, TensorProcessor)(config=values)
         try:
-            model: Any = _Shallow(_model_of(values), _LEVELS)
+            with limited_build(len(header.tensors)):
+                model: Any = _Shallow(_model_of(values), _LEVELS)
             self.names: Mapping[str, str] = get_gguf_hf_weights_map(model, self._processor)
+        except ConfigurationError:
+            raise
         except Exception as error:
             detail = f"transformers {transformers.__version__} does not know the tensors' names: {one_line(error)}"
             problem = Problem(ProblemKind.FORMAT, header.file.name, detail)
@@ -134,9 +141,7 @@ class Tables:
         """
         done: dict[str, Any] = {"tensors": {}}
         for name, array in arrays.items():
-            result = self._processor.process(
-                weights=array, name=name, tensor_key_mapping=self.names, parsed_parameters=done
-            )
+            result = self._processed(array, name, done)
             if result.name in self.names:
                 plain = np.require(result.weights, np.float32, ["C", "W"])
                 done["tensors"][self.names[result.name]] = torch.from_numpy(plain)
@@ -144,13 +149,19 @@ class Tables:
 
     def shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape that `undo` gives a whole tensor of this shape."""
-        result = self._processor.process(
-            weights=np.broadcast_to(np.float32(-1), shape),  # takes no memory; mamba takes a logarithm of its negative
-            name=name,
-            tensor_key_mapping=self.names,
-            parsed_parameters={"tensors": {}},
-        )
-        return tuple(result.weights.shape)
+        # Takes no memory; mamba takes a logarithm of its negative.
+        weights = np.broadcast_to(np.float32(-1), shape)
+        return tuple(self._processed(weights, name, {"tensors": {}}).weights.shape)
+
+    def _processed(self, weights: np.ndarray, name: str, done: dict[str, Any]) -> Any:
+        try:
+            return self._processor.process(
+                weights=weights, name=name, tensor_key_mapping=self.names, parsed_parameters=done
+            )
+        except Exception as error:  # whatever a shape causes that does not fit the metadata
+            detail = f"has shape {weights.shape}, which does not fit the file's metadata: {one_line(error)}"
+            problem = Problem(ProblemKind.SHAPE, name, detail, self._file.name)
+            raise refused(self._file, [problem], "download the file again") from error
 
 
 _LEVELS = 2

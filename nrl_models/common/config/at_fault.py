@@ -8,10 +8,19 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from transformers import PreTrainedConfig
 
 from nrl_models.common.config.keys import BOOKKEEPING
-from nrl_models.errors import ConfigurationError, NRLModelsError, Problem, ProblemKind, one_line, shown
+from nrl_models.errors import (
+    ConfigurationError,
+    FamilyImportError,
+    NRLModelsError,
+    Problem,
+    ProblemKind,
+    one_line,
+    shown,
+)
 
 ADVICE = "correct the configuration; transformers' own class fails on it in the same way"
 
@@ -20,19 +29,22 @@ ADVICE = "correct the configuration; transformers' own class fails on it in the 
 def blaming(config: PreTrainedConfig, what: str) -> Iterator[None]:
     """Tell errors of transformers' or torch's as what is wrong with `config`, with the keys where they came up.
 
-    What is missing (an ImportError) or no error of values (ours, KeyboardInterrupt) passes.
+    What is no error of values passes: ours, those of the disk, and of a device without memory.
 
     Args:
         config: what is made something of.
         what: is made of it, for the message: "build LlamaForCausalLM".
 
     Raises:
+        FamilyImportError: a package is missing that the configuration asks for.
         ConfigurationError: any other error, as its cause.
     """
     try:
         yield
-    except (NRLModelsError, ImportError):
+    except (NRLModelsError, OSError, torch.OutOfMemoryError):
         raise
+    except ImportError as error:
+        raise FamilyImportError(f"cannot {what}, which takes another package: {one_line(error)}") from error
     except Exception as error:
         where = config.name_or_path or "the configuration"
         problems = [
@@ -43,32 +55,46 @@ def blaming(config: PreTrainedConfig, what: str) -> Iterator[None]:
 
 
 def keys_at_fault(error: BaseException, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values that were read in the innermost line of transformers' code that names keys of a configuration.
+    """The values that were read where an error came up, as far as code and message tell.
 
-    Those that the error's message quotes, if it quotes some.
+    Those that the innermost line of transformers' code names; else those that its innermost function reads and whose
+    type the message quotes. Of these the ones that are zero or negative, or that the message quotes, if some are.
 
     Args:
         error: caught.
         values: of the configuration, by key; nested ones as objects or mappings.
 
     Returns:
-        By path; empty if no line names a key.
+        By path; empty if nothing tells.
     """
-    named = dict(_flat(values, ""))
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if re.search(r"\b(transformers|families)\b", frame.filename) is None:
-            continue
-        words = set(re.findall(r"\w+", frame.line or ""))
-        found = {path: value for path, value in named.items() if path.rpartition(".")[2] in words}
-        if found:
-            quoted = {path: value for path, value in found.items() if str(value) in str(error)}
-            return quoted or found
+    said, named = str(error), dict(_flat(values, ""))
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    lines = [summary.line or "" for summary in traceback.extract_tb(error.__traceback__)]
+    upstream = [
+        (set(re.findall(r"\w+", line)), frame.f_code)
+        for frame, line in zip(reversed(frames), reversed(lines), strict=True)
+        if re.search(r"\b(transformers|families)\b", frame.f_code.co_filename)
+    ]
+    for words, _ in upstream:
+        if found := _among(named, words):
+            odd = {path: value for path, value in found.items() if isinstance(value, (int, float)) and value <= 0}
+            return odd or {path: value for path, value in found.items() if str(value) in said} or found
+    for _, code in upstream:
+        found = _among(named, {*code.co_names, *(name for name in code.co_consts if isinstance(name, str))})
+        if quoted := {path: value for path, value in found.items() if f"'{type(value).__name__}'" in said}:
+            return quoted
     return {}
+
+
+def _among(values: Mapping[str, Any], names: set[str]) -> dict[str, Any]:
+    return {path: value for path, value in values.items() if path.rpartition(".")[2] in names}
 
 
 def _flat(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
     for key, value in values.items():
         if isinstance(value, PreTrainedConfig):
             yield from _flat(vars(value), f"{prefix}{key}.")
-        elif not key.startswith("_") and (key not in BOOKKEEPING or key == "architectures"):
+        elif isinstance(key, str) and not key.startswith("_") and key not in BOOKKEEPING - {"quantization_config"}:
             yield f"{prefix}{key}", value
+            if isinstance(value, Mapping):
+                yield from _flat(value, f"{prefix}{key}.")

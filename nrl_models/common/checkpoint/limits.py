@@ -1,0 +1,111 @@
+"""Limits of what a configuration may ask for, so that a damaged one is an error and neither hangs nor fills memory."""
+
+from __future__ import annotations
+
+import math
+import re
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.overrides import TorchFunctionMode
+
+from nrl_models.errors import ConfigurationError, Problem, ProblemKind
+
+MOST_PARTS = 20_000
+"""Layers, which configuration classes list, and experts, which checkpoints have each of: some hundred at most."""
+
+MOST_ELEMENTS = 2**26
+"""A size of one dimension, of which tables are computed when a model is built: six times the longest context."""
+
+MODULES, MODULES_PER_TENSOR = 20_000, 16
+"""How many modules a model may have: so many in any case, and so many for each tensor of its checkpoint."""
+
+MOST_IN_TABLE = 2**29
+"""Numbers in a table that is computed when a model is built: a mask of 22,000 positions squared."""
+
+_PARTS = re.compile(r"(^|_)(n|num)_.*(layer|block|expert)s?$|(^|_)(layers?|depths?|experts)$")
+_SIZES = re.compile(r"(_|^)(size|dims?|heads?|embeddings|positions|rank|width|channels|ctx|embd)$")
+
+
+def check_limits(values: Mapping[str, Any], where: object) -> None:
+    """Refuse values of a configuration that nothing could be built of, before a class makes something of them.
+
+    Args:
+        values: by key, with those of nested configurations, as in `config.json`.
+        where: what they are from, for the message.
+
+    Raises:
+        ConfigurationError: more than `MOST_PARTS` layers or experts, a size over `MOST_ELEMENTS`; all of them.
+    """
+    problems = list(_beyond(values, ""))
+    if problems:
+        raise ConfigurationError(f"{where} asks for more than can be built", problems, ["correct the configuration"])
+
+
+def _beyond(values: Mapping[str, Any], prefix: str) -> Iterator[Problem]:
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _beyond(value, f"{prefix}{key}.")
+        if isinstance(value, Mapping) or not isinstance(key, str):
+            continue
+        most = MOST_PARTS if _PARTS.search(key) else MOST_ELEMENTS if _SIZES.search(key) else None
+        for number in value if isinstance(value, (list, tuple)) else (value,):
+            if most is not None and isinstance(number, (int, float)) and number > most:
+                yield Problem(ProblemKind.CONFIG, f"{prefix}{key}", f"is {number:,}, expected at most {most:,}")
+                break
+
+
+@contextmanager
+def limited_build(tensors: int) -> Iterator[None]:
+    """While a model is built in this thread, stop before it fills memory, or has more modules than can be filled.
+
+    Args:
+        tensors: that the checkpoint has.
+
+    Raises:
+        ConfigurationError: more modules than `MODULES_PER_TENSOR` allows for, or a table over `MOST_IN_TABLE`.
+    """
+    most, count, thread = MODULES + MODULES_PER_TENSOR * tensors, 0, threading.get_ident()
+
+    def counted(*_: Any) -> None:
+        nonlocal count
+        count += threading.get_ident() == thread
+        if count > most:
+            raise _too_large(f"asks for more than {most:,} modules, and the checkpoint has {tensors:,} tensors")
+
+    hook = register_module_module_registration_hook(counted)
+    try:
+        with _Tables():
+            yield
+    finally:
+        hook.remove()
+
+
+class _Tables(TorchFunctionMode):
+    """Looks at what is filled with numbers when a model is built; parameters are not filled."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func in _FILLED and (elements := _elements(func, args)) > MOST_IN_TABLE:
+            raise _too_large(f"asks for a table of {elements:,.0f} numbers, expected at most {MOST_IN_TABLE:,}")
+        return func(*args, **(kwargs or {}))
+
+
+_FILLED = {torch.arange, torch.ones, torch.full, torch.eye, torch.linspace}
+
+
+def _elements(func: Any, args: tuple[Any, ...]) -> float:
+    if func is torch.arange:
+        start, end, step = (0, *args, 1)[:3] if len(args) == 1 else (*args, 1)[:3]
+        return float(abs((end - start) / step)) if step else 0.0
+    sizes = args[:1] if func is torch.full else args[2:3] if func is torch.linspace else args
+    flat = [size for given in sizes for size in (given if isinstance(given, (tuple, list)) else (given,))]
+    return math.prod(float(size) for size in flat)
+
+
+def _too_large(detail: str) -> ConfigurationError:
+    problem = Problem(ProblemKind.CONFIG, "the configuration", detail)
+    return ConfigurationError("cannot build the model", [problem], ["correct the sizes, and the numbers of layers"])

@@ -1,0 +1,327 @@
+"""What is fuzzed: valid inputs, how they are damaged, and what has to come of it.
+
+A kind of input is a function that takes hypothesis' `draw` and a new directory, and raises a `BugError`. To add a kind,
+write such a function and name it in `TARGETS`.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import gguf
+import torch
+import transformers
+from damage import Draw, gguf_bytes, json_bytes, safetensors_bytes
+from gguf_checkpoints import write_gguf
+from huggingface_hub.errors import StrictDataclassFieldValidationError
+from hypothesis import strategies as st
+from outcomes import BugError, outcome
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import GenerationConfig, LlamaConfig, PreTrainedConfig, PreTrainedModel
+
+import nrl_models
+from nrl_models.common.checkpoint import gguf_tables
+from nrl_models.common.config.types import with_declared_types
+from nrl_models.errors import NRLModelsError
+from nrl_models.families.llama.model import LlamaForCausalLM
+from nrl_models.loading.read_config import generation_config
+from nrl_models.testing.case import randomise
+
+SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 64,
+    "max_position_embeddings": 64,
+}
+
+
+def _llama(**values: Any) -> PreTrainedConfig:
+    return LlamaConfig(**SMALL, pad_token_id=0, **values)
+
+
+CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
+    "llama": lambda: _llama(
+        rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}, tie_word_embeddings=True
+    ),
+    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
+        **SMALL, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, pad_token_id=0
+    ),
+    "gemma2": lambda: transformers.Gemma2Config(**SMALL, head_dim=8, sliding_window=16),
+    "deepseek_v3": lambda: transformers.DeepseekV3Config(
+        **SMALL | {"num_key_value_heads": 4},
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=8,
+        v_head_dim=8,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=2,
+        topk_group=1,
+        moe_intermediate_size=16,
+        first_k_dense_replace=1,
+    ),
+    "gpt2": lambda: transformers.GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=64, n_positions=64),
+    "qwen3_next": lambda: transformers.Qwen3NextConfig(
+        **SMALL,
+        head_dim=8,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        shared_expert_intermediate_size=16,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        layer_types=["linear_attention", "full_attention"],
+    ),
+}
+
+
+@cache
+def checkpoint(name: str, shards: bool = False) -> Path:
+    """A directory with a small model of a kind, as transformers saves it."""
+    folder = Path(tempfile.mkdtemp(prefix=f"nrl-fuzz-{name}-"))
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name](), dtype=torch.float32)
+    randomise(model)
+    model.save_pretrained(folder, **({"max_shard_size": "20KB"} if shards else {}))
+    return folder
+
+
+@cache
+def fp8_checkpoint() -> Path:
+    """A Llama whose linears are FP8 in blocks of 16 x 16."""
+    folder = Path(tempfile.mkdtemp(prefix="nrl-fuzz-fp8-"))
+    shutil.copytree(checkpoint("llama"), folder, dirs_exist_ok=True)
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+        rows, columns = tensors[name].shape
+        tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+        tensors[f"{name}_scale_inv"] = torch.rand(-(-rows // 16), -(-columns // 16)) + 0.5
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    content = json.loads((folder / "config.json").read_text())
+    content["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [16, 16], "fmt": "e4m3"}
+    (folder / "config.json").write_text(json.dumps(content))
+    return folder
+
+
+Load = Callable[[Path], PreTrainedModel]
+
+
+def _ours(path: Path) -> PreTrainedModel:
+    return nrl_models.AutoModelForCausalLM.from_pretrained(path)
+
+
+def _theirs(path: Path, ours: PreTrainedModel | None = None) -> PreTrainedModel:
+    source, keywords = gguf_tables.upstream_source(path)
+    dtype = ours.dtype if ours is not None and keywords else "auto"  # what it loads GGUF in by itself is fp32
+    return transformers.AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **keywords).eval()
+
+
+@cache
+def _undamaged(path: Path) -> PreTrainedModel:
+    return _ours(path)
+
+
+def contents(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Everything that a model computes with."""
+    return dict(model.state_dict()) | dict(model.named_buffers())
+
+
+def difference(model: PreTrainedModel, other: PreTrainedModel) -> str:
+    """In what two models differ; empty if in nothing."""
+    if type(model).__name__ != type(other).__name__:
+        return f"{type(model).__name__} and {type(other).__name__}"
+    return _other_values(_values(model.config), _values(other.config)) or _other_tensors(
+        contents(model), contents(other)
+    )
+
+
+def _values(config: PreTrainedConfig) -> dict[str, Any]:
+    return {
+        key: value
+        for key, value in config.to_dict().items()
+        if key not in ("_name_or_path", "_model_name_or_path", "transformers_version")
+    }
+
+
+def _other_values(values: Mapping[str, Any], others: Mapping[str, Any]) -> str:
+    other = [key for key in values.keys() | others.keys() if repr(values.get(key)) != repr(others.get(key))]
+    return f"other values: {sorted(map(repr, other))}" if other else ""
+
+
+def _other_tensors(tensors: Mapping[str, torch.Tensor], others: Mapping[str, torch.Tensor]) -> str:
+    if tensors.keys() != others.keys():
+        return f"other tensors: {sorted(tensors.keys() ^ others.keys())}"
+    for name, tensor in tensors.items():
+        other = others[name]
+        if tensor.dtype != other.dtype or not torch.equal(
+            *(t.nan_to_num() if t.is_floating_point() else t for t in (tensor, other))
+        ):
+            return f"other weights: {name}"
+    return ""
+
+
+def compare(path: Path, undamaged: Path) -> None:
+    """Demand of a damaged checkpoint that it loads as if it were not, as transformers loads it, or not at all."""
+    loaded = outcome(lambda: _ours(path))
+    if isinstance(loaded, NRLModelsError) or not difference(loaded, _undamaged(undamaged)):
+        return
+    try:
+        try:
+            expected = _theirs(path, loaded)
+        except StrictDataclassFieldValidationError:  # an integer for a float, which is taken here
+            content = json.loads((path / "config.json").read_bytes())
+            _rewrite(path / "config.json", json.dumps(with_declared_types(type(loaded.config), content, "")).encode())
+            expected = _theirs(path, loaded)
+    except Exception as error:
+        raise BugError(f"loads, and transformers refuses: {type(error).__name__}: {str(error)[:300]}") from error
+    if found := difference(loaded, expected):
+        raise BugError(f"loads otherwise than transformers: {found}")
+
+
+def _copy(source: Path, folder: Path) -> Path:
+    return shutil.copytree(source, folder / "checkpoint", copy_function=_link)
+
+
+def _link(source: str, target: str) -> None:
+    Path(target).symlink_to(source)
+
+
+def _rewrite(file: Path, data: bytes) -> None:
+    file.unlink()
+    file.write_bytes(data)
+
+
+def config(draw: Draw, folder: Path) -> None:
+    """`config.json` of several families."""
+    valid = checkpoint(draw(st.sampled_from([*CONFIGS])))
+    damaged = _copy(valid, folder)
+    _rewrite(damaged / "config.json", json_bytes(draw, json.loads((valid / "config.json").read_text())))
+    compare(damaged, valid)
+
+
+def quantised_config(draw: Draw, folder: Path) -> None:
+    """The `quantization_config` of a checkpoint in FP8."""
+    valid = fp8_checkpoint()
+    damaged = _copy(valid, folder)
+    content = json.loads((valid / "config.json").read_text())
+    _rewrite(damaged / "config.json", json_bytes(draw, content, ("quantization_config",)))
+    loaded = outcome(lambda: _ours(damaged))
+    if isinstance(loaded, NRLModelsError) or not (found := difference(loaded, _undamaged(valid))):
+        return
+    said = json.loads((damaged / "config.json").read_bytes())["quantization_config"]
+    # Two blocks of 17 rows cover 32, too: the scales are for those then.
+    if said.get("weight_block_size") == [16, 16]:
+        raise BugError(f"loads otherwise: {found}")
+
+
+def generation(draw: Draw, folder: Path) -> None:
+    """`generation_config.json`."""
+    values = {"temperature": 0.6, "top_p": 0.9, "do_sample": True, "eos_token_id": [1, 2], "max_length": 64}
+    values |= {"bad_words_ids": [[1]], "watermarking_config": None, "cache_implementation": None}
+    (folder / "generation_config.json").write_bytes(json_bytes(draw, values))
+    found = outcome(lambda: generation_config(LlamaForCausalLM, folder))
+    if isinstance(found, NRLModelsError):
+        return
+    if found.to_dict() != GenerationConfig.from_pretrained(folder).to_dict() and "nan" not in repr(found):
+        raise BugError("other settings than transformers reads")
+
+
+def header(draw: Draw, folder: Path) -> None:
+    """The header of `model.safetensors`."""
+    valid = checkpoint("llama")
+    damaged = _copy(valid, folder)
+    _rewrite(damaged / "model.safetensors", safetensors_bytes(draw, (valid / "model.safetensors").read_bytes()))
+    compare(damaged, valid)
+
+
+def index(draw: Draw, folder: Path) -> None:
+    """`model.safetensors.index.json`."""
+    valid = checkpoint("llama", shards=True)
+    damaged = _copy(valid, folder)
+    name = "model.safetensors.index.json"
+    _rewrite(damaged / name, json_bytes(draw, json.loads((valid / name).read_text())))
+    compare(damaged, valid)
+
+
+@cache
+def gguf_file() -> Path:
+    """A GGUF file of a small Llama."""
+    folder = Path(tempfile.mkdtemp(prefix="nrl-fuzz-gguf-"))
+    model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint("llama"))
+    return write_gguf(folder / "llama.gguf", model, "llama", gguf.GGMLQuantizationType.F16, tokenizer=False)
+
+
+def gguf_header(draw: Draw, folder: Path) -> None:
+    """The header of a GGUF file."""
+    damaged = folder / "damaged.gguf"
+    damaged.write_bytes(gguf_bytes(draw, gguf_file().read_bytes()))
+    gguf_tables._values.cache_clear()
+    compare(damaged, gguf_file())
+
+
+@cache
+def adapter() -> Path:
+    """A LoRA adapter for the small Llama, as PEFT saves it."""
+    folder = Path(tempfile.mkdtemp(prefix="nrl-fuzz-lora-"))
+    torch.manual_seed(0)
+    model = get_peft_model(_ours(checkpoint("llama")), LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter)
+    model.save_pretrained(folder)
+    return folder
+
+
+def lora(draw: Draw, folder: Path) -> None:
+    """`adapter_config.json` and `adapter_model.safetensors`, which PEFT reads: as onto transformers' model."""
+    valid = adapter()
+    damaged = _copy(valid, folder)
+    if draw(st.booleans()):
+        content = json.loads((valid / "adapter_config.json").read_text())
+        _rewrite(damaged / "adapter_config.json", json_bytes(draw, content))
+    else:
+        name = "adapter_model.safetensors"
+        _rewrite(damaged / name, safetensors_bytes(draw, (valid / name).read_bytes()))
+    ours, theirs = (_adapted(copy.deepcopy(base), damaged) for base in _bases())
+    if isinstance(ours, Exception) or isinstance(theirs, Exception):
+        if type(ours) is not type(theirs):
+            raise BugError(f"ours: {ours!r:.300}; onto transformers' model: {theirs!r:.300}")
+    elif found := _other_tensors(ours, theirs):
+        raise BugError(found)
+
+
+@cache
+def _bases() -> tuple[PreTrainedModel, PreTrainedModel]:
+    return _ours(checkpoint("llama")), _theirs(checkpoint("llama"))
+
+
+def _adapted(model: PreTrainedModel, folder: Path) -> dict[str, torch.Tensor] | Exception:
+    torch.manual_seed(0)
+    try:
+        return dict(PeftModel.from_pretrained(model, folder).state_dict())
+    except Exception as error:  # whatever PEFT raises: it has to be the same for both
+        return error
+
+
+TARGETS: dict[str, Callable[[Draw, Path], None]] = {
+    "header": header,
+    "index": index,
+    "config": config,
+    "quantised-config": quantised_config,
+    "generation-config": generation,
+    "gguf": gguf_header,
+    "lora": lora,
+}

@@ -1,0 +1,45 @@
+"""Damaged inputs of every kind: equal to the undamaged load, as transformers loads it, or a typed error.
+
+`--cases` says how many of each kind, `--fuzz-seed` which. What fails is made as small as hypothesis can make it, and
+kept in `found/`, from where the next run takes it first: commit it with what mends it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+from hypothesis import HealthCheck, given, seed, settings
+from hypothesis import strategies as st
+from hypothesis.database import DirectoryBasedExampleDatabase
+from targets import TARGETS
+from transformers.utils import logging
+
+FOUND = Path(__file__).parent / "found"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _quiet() -> None:
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+
+
+@pytest.mark.timeout(0)
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", TARGETS)
+def test_a_damaged_input_is_equal_or_a_typed_error(kind: str, request: pytest.FixtureRequest) -> None:
+    @seed(request.config.getoption("--fuzz-seed"))
+    @settings(
+        max_examples=request.config.getoption("--cases"),
+        database=DirectoryBasedExampleDatabase(FOUND / kind),
+        deadline=None,
+        print_blob=True,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(st.data())
+    def damaged(data: st.DataObject) -> None:
+        with TemporaryDirectory(prefix=f"nrl-fuzz-{kind}-") as folder:
+            TARGETS[kind](data.draw, Path(folder))
+
+    damaged()

@@ -1,0 +1,114 @@
+"""Values of a configuration that nothing can be built of: typed errors that name the key, before weights are read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import edit_config
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from nrl_models import AutoModelForCausalLM
+from nrl_models.common.checkpoint.files import CheckpointFiles
+from nrl_models.common.checkpoint.limits import check_limits, limited_build
+from nrl_models.errors import CheckpointError, ConfigurationError, NRLModelsError
+
+
+@pytest.fixture(autouse=True)
+def _no_weights_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise AssertionError("weights are read")
+
+    monkeypatch.setattr(CheckpointFiles, "read", refuse)
+    monkeypatch.setattr(CheckpointFiles, "read_joined", refuse)
+
+
+@pytest.mark.parametrize(
+    ("values", "subjects", "said"),
+    [
+        ({"num_attention_heads": 0}, "config.json", "num_attention_heads is 0: ZeroDivisionError"),
+        ({"hidden_size": -256}, "hidden_size", "negative"),
+        ({"intermediate_size": -1}, "intermediate_size", "negative"),
+        ({"vocab_size": 10**12}, "vocab_size", "expected at most 67,108,864"),
+        ({"max_position_embeddings": 10**10}, "max_position_embeddings", "expected at most 67,108,864"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers", "expected at most 20,000"),
+        ({"num_hidden_layers": 9_000}, "the configuration", r"more than 20,\d+ modules, and the checkpoint has"),
+        ({"head_dim": 2**31}, "head_dim", "expected at most"),
+        ({"hidden_act": "silly"}, "hidden_act", "is 'silly': KeyError"),
+        ({"rope_parameters": {"rope_type": "yarm", "rope_theta": 1.0}}, "rope_parameters.rope_type", "is 'yarm'; only"),
+        ({"rope_parameters": {"rope_type": [], "rope_theta": 1.0}}, "", "unhashable"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": "1"}}, "rope_parameters.rope_theta", "TypeError"),
+        ({"rope_theta": "10000.0", "rope_parameters": None}, "", "TypeError"),
+        ({"dtype": "float23"}, "", "float23"),
+        ({"model_type": []}, "model_type", r"is \[\], expected a name"),
+        ({"architectures": 3}, "architectures", "is 3, expected a list of names"),
+        ({"quantization_config": 3}, "config.json", "quantization_config is 3: AttributeError"),
+        ({"quantization_config": {"quant_method": []}}, "", "unhashable"),
+    ],
+    ids=str,
+)
+def test_a_value_that_nothing_can_be_built_of(folder: Path, values: dict[str, Any], subjects: str, said: str) -> None:
+    edit_config(folder, **values)
+    with pytest.raises((CheckpointError, ConfigurationError), match=said) as caught:
+        AutoModelForCausalLM.from_pretrained(folder)
+    if subjects:
+        assert [problem.subject for problem in caught.value.problems] == [subjects]
+
+
+SIZES = (3, "16", [], [16], [16, 16, 16], [16, 0], [16, -16], [16.0, 16], [16, None], {}, True)
+
+
+@pytest.mark.parametrize("size", SIZES, ids=repr)
+def test_a_block_size_of_fp8_that_is_none(folder: Path, size: Any) -> None:
+    edit_config(folder, quantization_config={"quant_method": "fp8", "weight_block_size": size})
+    with pytest.raises(CheckpointError, match=r"weight_block_size: is .*expected the rows and columns of a block"):
+        AutoModelForCausalLM.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "null", "[" * 10**5, '{"watermarking_config": 3}'])
+def test_broken_generation_settings(folder: Path, content: str) -> None:
+    (folder / "generation_config.json").write_text(content)
+    with pytest.raises(CheckpointError) as caught:
+        AutoModelForCausalLM.from_pretrained(folder)
+    assert [problem.subject for problem in caught.value.problems] == ["generation_config.json"]
+
+
+def test_a_deep_configuration(folder: Path) -> None:
+    (folder / "config.json").write_text('{"model_type": "llama", "a": ' + "[" * 10**5 + "]" * 10**5 + "}")
+    with pytest.raises(CheckpointError, match="nested deeper than 64 levels"):
+        AutoModelForCausalLM.from_pretrained(folder)
+
+
+def test_no_published_value_is_beyond_the_limits() -> None:
+    for file in Path(__file__).parents[1].glob("config/published/*.json"):
+        check_limits(json.loads(file.read_text()), file)
+    for config_class in set(CONFIG_MAPPING.values()):
+        try:
+            values = config_class().to_dict()
+        except Exception:  # some have no default
+            continue
+        check_limits(values, config_class.__name__)
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        lambda: torch.ones(10**5, 10**5),
+        lambda: torch.ones((10**5, 10**5), dtype=torch.bool),
+        lambda: torch.arange(0, 10**10, 2),
+        lambda: torch.arange(10**10, dtype=torch.float32),
+        lambda: torch.full((10**5, 10**5), 1.0),
+    ],
+)
+def test_a_table_that_fills_memory(table: Callable[[], torch.Tensor]) -> None:
+    with pytest.raises(ConfigurationError, match="asks for a table of"), limited_build(0):
+        table()
+
+
+def test_all_problems_are_told_at_once() -> None:
+    with pytest.raises(NRLModelsError, match=r"(?s)2 problems.*a\.num_layers.*vocab_size"):
+        check_limits({"a": {"num_layers": 10**6}, "vision": {"hidden_size": 8}, "vocab_size": 1e20}, "x")
