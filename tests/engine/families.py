@@ -162,11 +162,15 @@ class Outcome:
 
 
 def shared_architectures() -> list[str]:
-    """Every architecture that writes text and that the installed engine and the registry both have."""
+    """Every architecture that writes text and that the installed engine and the registry both have.
+
+    Under the name that the engine knows; an alias only where it is the engine's name.
+    """
+    shared = set(ModelRegistry.get_supported_archs()) & set(registry.architectures())
     return sorted(
         architecture
-        for architecture in set(ModelRegistry.get_supported_archs()) & set(registry.architectures(aliases=False))
-        if not architecture.endswith("Classification")
+        for architecture in shared
+        if not architecture.endswith("Classification") and registry.ALIASES.get(architecture) not in shared
     )
 
 
