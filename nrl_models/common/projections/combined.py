@@ -70,7 +70,8 @@ class CombinedProjections(nn.Module):
         """The Hugging Face forward, with one matmul for each group that can. Arguments and results are its own."""
         if torch.compiler.is_compiling():  # the compiler fuses by itself, and sees each linear
             return super().forward(*args, **kwargs)
-        if self._join_when_run:
+        # Not in a backward pass, where a checkpoint runs this again, and it has to compute as it did before.
+        if self._join_when_run and torch._C._current_graph_task_id() == -1:
             self.join_projections()
         decodes = _is_step_of_decoding(args, kwargs)
         running = [

@@ -36,6 +36,8 @@ KINDS = ("weight", "bias")
 _LINEAR, _LINEAR_FORWARD = F.linear, nn.Linear.forward
 """What linears compute; where these are patched globally, linears compute themselves."""
 
+_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -263,7 +265,11 @@ class LinearGroup(nn.Module):
 
         While another thread's forward of the owner is answered, this thread's linears compute themselves.
         """
-        if self._uncalled or (self._layout is None and not self.always_answers):
+        if self._layout is None and not self.always_answers:
+            return None
+        # A checkpoint runs the forward again in the backward pass, and compares what both keep: a group that was no
+        # longer used then would keep something else. Checkpoints are hooks on saved tensors.
+        if self._uncalled and _saved_tensors_hooks(True) is None:
             return None
         if F.linear is not _LINEAR or nn.Linear.forward is not _LINEAR_FORWARD:
             return None

@@ -486,6 +486,38 @@ def test_checkpointed_owner(
     assert report(combined)[0].joined
 
 
+def test_a_checkpoint_of_an_owner_that_leaves_a_part_out(x: torch.Tensor) -> None:
+    """After it the group is not used any more, but in what the checkpoint runs again."""
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        q = self.q_proj(x)
+        with torch.no_grad():
+            k = self.k_proj(x)
+        return self.o_proj(torch.cat([q, k, self.v_proj(x)], dim=-1))
+
+    plain, combined = pair(forward)
+    for _ in range(2):
+        found = []
+        for module in (combined, plain):
+            module.zero_grad()
+            checkpoint(module, x, use_reentrant=False).square().sum().backward()
+            found.append({name: parameter.grad for name, parameter in module.named_parameters()})
+        torch.testing.assert_close(*found)
+        combined(x)  # in between, without a checkpoint
+
+
+def test_a_checkpoint_of_weights_that_can_be_joined_later(
+    plain: Attention, combined: CombinedAttention, x: torch.Tensor
+) -> None:
+    held = {name: tensor.clone() for name, tensor in plain.state_dict().items()}
+    combined.load_state_dict(held, assign=True)
+    output = checkpoint(combined, x, use_reentrant=False)
+    del held
+    output.square().sum().backward()
+    assert matmuls(combined) == 2
+    assert_same(plain, combined, x)
+
+
 def test_a_weight_changed_before_the_backward_pass_is_noticed(
     plain: Attention, combined: CombinedAttention, x: torch.Tensor
 ) -> None:

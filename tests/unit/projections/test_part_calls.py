@@ -1,0 +1,58 @@
+"""Whatever happens between the calls of a group's linears, they give what plain linears give.
+
+`--cases` says how many programs of each kind are tried (all of a kind, if it has no more), `--fuzz-seed` which; `make
+campaign` asks for many.
+"""
+
+from __future__ import annotations
+
+import random
+from itertools import islice, product
+
+import pytest
+from part_calls import AROUND, BETWEEN, CALLS, EDITS, Program, differs, modules, outcome, same
+
+STEPS = (*CALLS, *EDITS)
+PLAIN = ()
+"""The steps of a forward that calls its linears, and does nothing else."""
+
+KINDS: dict[str, list[Program]] = {
+    "two steps": [[(steps, "grad", "")] for steps in product(STEPS, repeat=2)],
+    "three steps": [[(steps, "grad", "")] for steps in product(STEPS, repeat=3)],
+    "two steps, the forward in a mode": [
+        [(steps, around, "")]
+        for steps in product(STEPS, repeat=2)
+        for around in CALLS
+        # A checkpoint edits once more when it computes again, which gives nothing sensible with plain linears, either.
+        if "checkpoint" not in around or not EDITS.keys() & set(steps)
+    ],
+    "three forwards": [
+        [(PLAIN, first, ""), (PLAIN, second, edit), (PLAIN, third, other)]
+        for first, second, third in product(AROUND, repeat=3)
+        for edit, other in product(BETWEEN, repeat=2)
+    ],
+}
+
+
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize("kind", KINDS)
+def test_calls_and_edits_in_every_order(kind: str, request: pytest.FixtureRequest) -> None:
+    cases, seed = request.config.getoption("--cases", 200), request.config.getoption("--fuzz-seed", 0)
+    programs = KINDS[kind]
+    if kind != "two steps":
+        programs = random.Random(seed).sample(programs, min(len(programs), cases // 2))
+    assert not list(islice(filter(differs, programs), 5))
+
+
+def test_the_programs_compute_and_the_group_answers_them() -> None:
+    """Most end in values, not in errors; and a group whose slices are swapped gives others."""
+    programs = KINDS["two steps"]
+    errors = 0
+    for program in programs:
+        plain, _ = modules()
+        errors += any(isinstance(found, type) for found in outcome(plain, program))
+    assert errors < len(programs) / 4
+    plain, combined = modules()
+    run = combined.qkv_proj.compute
+    combined.qkv_proj.compute = lambda *args: [run(*args)[place] for place in (0, 2, 1)]
+    assert not same(outcome(combined, [(PLAIN, "grad", "")]), outcome(plain, [(PLAIN, "grad", "")]))
