@@ -55,7 +55,7 @@ test-full: setup
 CASES ?= 20000
 SEED ?= 1
 campaign: setup
-	$(BIN)/python -m pytest -q -n $(WORKERS) tests/campaign --cases $(CASES) --fuzz-seed $(SEED)
+	$(BIN)/python -m pytest -q -n $(WORKERS) tests/campaign tests/unit/projections/test_part_calls.py --cases $(CASES) --fuzz-seed $(SEED)
 
 # One process at a time: the tests start processes themselves.
 test-distributed: $(VENV)/.ready-integrations

@@ -1,8 +1,8 @@
 """Programs of calls and edits of a group's linears, run on plain linears and on a group: outcomes have to be equal.
 
 A forward calls q, k and v, and with three steps q again, with a step before each of the first calls. A step edits what
-the calls compute from, or changes how the next call runs. A program is one forward or several, each in a mode, with edits
-between them.
+the calls compute from, or changes how the next call runs. A program is one forward or several, each in a mode, with
+edits between them.
 """
 
 from __future__ import annotations
