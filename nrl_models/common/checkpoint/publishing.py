@@ -21,8 +21,10 @@ import os
 import re
 import secrets
 import shutil
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from nrl_models.common.checkpoint.durable import sync
 from nrl_models.common.checkpoint.generations import PUBLISHED, RECORD, read_record, version_at, written_since
@@ -68,7 +70,7 @@ def publish(stage: Path, target: Path) -> None:
         OSError: the disk failed before anything changed.
     """
     complete(target)
-    _make_whole(stage, target)
+    record = _make_whole(stage, target)
     sync(stage / RECORD)
     sync(stage)
     try:
@@ -80,45 +82,52 @@ def publish(stage: Path, target: Path) -> None:
         raise SaveError(f"cannot save into {target}: {detail}") from error
     try:
         sync(target)
-        complete(target, retired=stage)
+        _finish(target, record, stage)
     except BaseException as error:  # interrupted: once more, so that other readers need not wait for the next save
-        with suppress(OSError):
-            complete(target, retired=stage)
+        if (target / PUBLISHED).exists():
+            with suppress(OSError):
+                _finish(target, record, stage)
         if not isinstance(error, OSError) or not (target / PUBLISHED).exists():
             raise
         detail = f"the checkpoint is saved, and this library reads it, but other readers do not see it yet: {error}"
         raise SaveError(f"{target}: {detail}. Make room, and save again") from error
 
 
-def complete(target: Path, retired: Path | None = None) -> None:
-    """Move files that are published in `target`, by a writer that may be dead, to their names.
+def complete(target: Path) -> None:
+    """Move files that a killed writer published in `target` to their names.
 
     Where another program has written files since, its files stay, and what was published is dropped.
-
-    Args:
-        target: the directory.
-        retired: the name under which the published directory is removed.
     """
-    published = target / PUBLISHED
-    record = read_record(published)
-    if record is None:
+    if not (target / PUBLISHED).exists() or (record := read_record(target / PUBLISHED)) is None:
         return
-    if not written_since(target):
-        files = sorted(record["files"], key=_rank)
-        stale = record["replaces"].keys() - set(files)
-        (published / _MOVING).unlink(missing_ok=True)
-        if not _ENTRIES.isdisjoint(files):
-            for name in sorted({*files, *stale}, key=_rank, reverse=True):
-                if _rank(name) and not _is_moved(published / name, target / name):
-                    (target / name).unlink(missing_ok=True)
-            sync(target)
-        for name in sorted(stale):
-            (target / name).unlink(missing_ok=True)
-        for name in files:
-            _move(published, target, name)
+    retired = target / f"{TEMPORARY}{secrets.token_hex(4)}"
+    if written_since(target):
+        _retire(target, retired)
+    else:
+        _finish(target, record, retired)
+
+
+def _finish(target: Path, record: Mapping[str, Any], retired: Path) -> None:
+    """Give the published files their names, and remove their directory, by way of the name `retired`."""
+    published = target / PUBLISHED
+    files = sorted(record["files"], key=_rank)
+    stale = record["replaces"].keys() - set(files)
+    (published / _MOVING).unlink(missing_ok=True)
+    if not _ENTRIES.isdisjoint(files):
+        for name in sorted({*files, *stale}, key=_rank, reverse=True):
+            if _rank(name) and not _is_moved(published / name, target / name):
+                (target / name).unlink(missing_ok=True)
         sync(target)
-    retired = retired or target / f"{TEMPORARY}{secrets.token_hex(4)}"
-    os.rename(published, retired)
+    for name in sorted(stale):
+        (target / name).unlink(missing_ok=True)
+    for name in files:
+        _move(published, target, name)
+    sync(target)
+    _retire(target, retired)
+
+
+def _retire(target: Path, retired: Path) -> None:
+    os.rename(target / PUBLISHED, retired)
     shutil.rmtree(retired, ignore_errors=True)
 
 
@@ -128,8 +137,12 @@ def _rank(name: str) -> int:
     return order.index(name) + 1 if name in order else int("/" not in name and name.endswith("config.json"))
 
 
-def _make_whole(stage: Path, target: Path) -> None:
-    """Add to the files in `stage` what a reader finds beside them in `target`, and the record of what they replace."""
+def _make_whole(stage: Path, target: Path) -> dict[str, Any]:
+    """Add to the files in `stage` what a reader finds beside them in `target`, and the record of what they replace.
+
+    Returns:
+        The record.
+    """
     files = sorted(str(path.relative_to(stage)) for path in stage.rglob("*") if not path.is_dir())
     if blocked := [name for name in files if (target / name).is_dir()]:
         raise SaveError(f"cannot save into {target}: {', '.join(blocked)} is a directory there, expected a file")
@@ -140,7 +153,9 @@ def _make_whole(stage: Path, target: Path) -> None:
     for name in sorted(kept):
         with suppress(OSError):  # a file system without symbolic links: what is beside is seen when all has moved
             os.symlink(os.path.join("..", name), stage / name)
-    (stage / RECORD).write_text(json.dumps({"replaces": replaces, "files": files}))
+    record = {"replaces": replaces, "files": files}
+    (stage / RECORD).write_text(json.dumps(record))
+    return record
 
 
 def _is_stale(name: str, files: list[str]) -> bool:

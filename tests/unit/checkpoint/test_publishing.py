@@ -1,6 +1,6 @@
 """Whoever reads a checkpoint while it is saved, or after a save was killed, finds one that is whole.
 
-`tests/campaign/test_publishing.py` does the same for every pair of generations, with thousands of schedules.
+`tests/campaign/test_kill_points.py` does the same for every pair of generations, with thousands of schedules.
 """
 
 from __future__ import annotations
