@@ -22,6 +22,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from nrl_models.auto import auto_class_for
 from nrl_models.common.checkpoint.files import CheckpointFiles, StoredTensor, resolve_folder
+from nrl_models.common.checkpoint.generations import RECORD, plain
 from nrl_models.common.checkpoint.gguf_files import open_files
 from nrl_models.common.checkpoint.local_path import is_gguf
 from nrl_models.common.checkpoint.writing import staged
@@ -296,7 +297,7 @@ def write_reinitialised(folder: Path, target: Path, summaries: Sequence[Embeddin
     Raises:
         CheckpointError: `target` is the checkpoint itself, or no row is healthy.
     """
-    if target.exists() and target.resolve() == folder.resolve():
+    if target.exists() and target.resolve() == plain(folder).resolve():
         raise CheckpointError(
             "cannot re-initialise in place",
             [Problem(ProblemKind.FILE, str(target), "is the checkpoint itself")],
@@ -316,7 +317,7 @@ def write_reinitialised(folder: Path, target: Path, summaries: Sequence[Embeddin
     changed = {summary.key: summary for summary in summaries if summary.untrained.degenerate}
     generator = torch.Generator().manual_seed(seed)
     with staged(target) as stage:
-        for source in sorted(path for path in folder.iterdir() if path.is_file()):
+        for source in sorted(path for path in folder.iterdir() if path.is_file() and path.name != RECORD):
             keys: list[str] = []
             if source.suffix == ".safetensors":
                 with safe_open(source, "pt") as stored:

@@ -9,6 +9,7 @@ from huggingface_hub import split_torch_state_dict_into_shards
 
 from nrl_models.auto import auto_class_for
 from nrl_models.common.checkpoint.files import CheckpointFiles, resolve_folder
+from nrl_models.common.checkpoint.generations import plain
 from nrl_models.common.checkpoint.gguf_tables import load_tokenizer
 from nrl_models.common.checkpoint.local_path import CONFIG_NAME, GENERATION_NAME, is_gguf
 from nrl_models.common.checkpoint.writing import staged
@@ -45,7 +46,7 @@ def convert(source: str | Path, target: str | Path, *, dtype: str = "auto", max_
             f"max_shard_size={max_shard_size!r}: expected a size such as '5GB'. {error}"
         ) from error
     folder, target = resolve_folder(source), Path(target)
-    if folder.resolve() == target.resolve():
+    if plain(folder).resolve() == target.resolve():
         detail = "is the checkpoint itself"
         raise CheckpointError(
             "cannot convert in place", [Problem(ProblemKind.FILE, str(target), detail)], ["give another directory"]

@@ -155,7 +155,7 @@ LAYERS = (
 )
 """The rooms from top to bottom, as CONTRIBUTING.md has them: a room imports its own files and rooms further down."""
 
-INSIDE_COMMON = ("config", "forward", "state_dict", "projections", "checkpoint")
+INSIDE_COMMON = ("config", "forward", "state_dict", "projections", "trust", "checkpoint")
 """The rooms inside `common` in the same order; the files beside them are below all of these."""
 
 LARGEST_ROOM = 14

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
+from nrl_models.common.checkpoint.generations import plain
 from nrl_models.errors import CheckpointError, Problem, ProblemKind
 
 
@@ -14,7 +15,8 @@ def files_inside(
     """The files in a directory and below: for each path, relative to it, the file itself.
 
     Links are followed to what is inside, be they chains or absolute, to files or to directories. In a snapshot of the
-    hub's cache all files are links to the repository's `blobs`, which count as inside.
+    hub's cache all files are links to the repository's `blobs`, which count as inside. Where a save was interrupted,
+    `folder` is a directory in the checkpoint's, with links to what is beside it there.
 
     Args:
         folder: the directory.
@@ -26,7 +28,7 @@ def files_inside(
             directory. All of them.
     """
     root = folder.resolve()
-    found = _Files([root, *_blobs(root)], {path.resolve() for path in left_out}, ignored)
+    found = _Files([plain(root), *_blobs(root)], {path.resolve() for path in left_out}, ignored)
     files = dict(found.below(folder, Path(), (root,)))
     if found.problems:
         advice = "put the files themselves into the directory, or remove the links"

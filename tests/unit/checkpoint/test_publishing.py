@@ -25,7 +25,9 @@ from nrl_models.common.checkpoint import durable, generations, locks, publishing
 from nrl_models.common.checkpoint.files import CheckpointFiles, resolve_folder
 from nrl_models.common.checkpoint.generations import PUBLISHED, RECORD, Watch
 from nrl_models.common.checkpoint.writing import staged, write_whole
+from nrl_models.diagnostics.embeddings import write_reinitialised
 from nrl_models.errors import ProblemKind, SaveError
+from nrl_models.onboarding.convert import convert
 from tests.campaign.publishing import (
     OTHERS,
     Generation,
@@ -147,6 +149,24 @@ def test_what_another_program_wrote_after_a_killed_save_is_not_hidden(saved: lis
     Writer(saved[1], target, lambda: None).save()
     check_saved(target, saved[1], set(OTHERS))
     assert read(target, saved) == 1
+
+
+def test_what_an_interrupted_save_left_is_converted_and_copied_as_a_whole(
+    saved: list[Generation], tmp_path: Path
+) -> None:
+    target = published_by_a_killed_save(saved, tmp_path / "work")
+    with pytest.raises(CheckpointError, match="in place"):
+        convert(target, target)
+    with pytest.raises(CheckpointError, match="in place"):
+        write_reinitialised(resolve_folder(target), target, [], 0)
+    convert(target, tmp_path / "converted")
+    write_reinitialised(resolve_folder(target), tmp_path / "copied", [], 0)
+    for folder in (tmp_path / "converted", tmp_path / "copied"):
+        assert read(folder, saved) == 2
+        assert (folder / "optimizer.pt").exists() == (folder.name == "copied")
+        assert (folder / "merges.txt").read_text() == "merges.txt 2"
+        assert not list(folder.glob(".*"))
+    assert (tmp_path / "converted" / "logs" / "model.txt").read_text() == "log"
 
 
 def test_a_log_of_nobody_is_refused(saved: list[Generation], tmp_path: Path) -> None:

@@ -18,7 +18,6 @@ from transformers import LlamaForCausalLM as HFLlama
 from transformers import MixtralForCausalLM as HFMixtral
 
 from nrl_models import AutoModelForCausalLM, CheckpointError, StateDictError
-from nrl_models.common.checkpoint.writing import staged
 from nrl_models.common.projections import own_storage
 from nrl_models.errors import SaveError
 from nrl_models.families.llama.model import LlamaForCausalLM
