@@ -34,7 +34,22 @@ VALUES: tuple[Any, ...] = (
         "gpt2",
     ),
     *("\x1b[2J\x1b[31mx", "a\nb: fine", "\u202eab", "\ud800", "\x00", "x" * 5_000, "../../etc/passwd", "/dev/zero"),
-    *([], [None], [1, 2, 3], [-1], ["a"], [[]], [10**9] * 3, {}, {"a": 1}, {"": None}, {"rope_type": "yarn"}, DEEP),
+    *(
+        [],
+        [None],
+        [1, 2, 3],
+        [-1],
+        ["a"],
+        [[]],
+        [10**9] * 3,
+        {},
+        {"a": 1},
+        {"": None},
+        {"rope_type": "yarn"},
+        DEEP,
+        DEEP,
+        DEEP,
+    ),
 )
 """What values are replaced with."""
 

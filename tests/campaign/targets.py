@@ -30,9 +30,14 @@ from transformers import GenerationConfig, LlamaConfig, PreTrainedConfig, PreTra
 import nrl_models
 from nrl_models.common.checkpoint import gguf_tables
 from nrl_models.common.config.types import with_declared_types
+from nrl_models.engines import http
+from nrl_models.engines.answers import LARGEST_LOGPROB
+from nrl_models.engines.base import Sample
+from nrl_models.engines.http import HTTPEngine
 from nrl_models.errors import NRLModelsError
 from nrl_models.families.llama.model import LlamaForCausalLM
 from nrl_models.loading.read_config import generation_config
+from nrl_models.logprobs import Sampling
 from nrl_models.testing.case import randomise
 
 SMALL = {
@@ -316,6 +321,64 @@ def _adapted(model: PreTrainedModel, folder: Path) -> dict[str, torch.Tensor] | 
         return error
 
 
+PROMPTS = ([1, 2, 3], [4, 5])
+
+CHOICES = [
+    {
+        "index": index,
+        "text": "",
+        "finish_reason": "length",
+        "token_ids": [6, 7],
+        "logprobs": {"tokens": ["token_id:6", "token_id:7"], "token_logprobs": [-1.5, -0.25]},
+        "prompt_logprobs": [None, *({str(token): {"logprob": -2.0, "rank": 3}} for token in prompt[1:])],
+    }
+    for index, prompt in enumerate(PROMPTS)
+]
+
+ANSWERS: dict[str, Any] = {
+    "/v1/models": {"object": "list", "data": [{"id": "tiny", "object": "model", "max_model_len": 64}]},
+    "/v1/completions": {"id": "x", "object": "text_completion", "choices": CHOICES, "usage": {"total_tokens": 9}},
+}
+"""What a server of completions answers to `PROMPTS`."""
+
+
+class _Scripted(HTTPEngine):
+    """An engine whose server gives answers that are given here."""
+
+    def __init__(self, answers: Mapping[str, bytes]) -> None:
+        self._answers = answers
+        super().__init__("http://127.0.0.1:9", vocabulary=64)
+
+    async def _ask(self, method: str, path: str, content: bytes | None, limit: int) -> Any:
+        return http._Answer(200, "", self._answers[path])
+
+
+def http_answers(draw: Draw, folder: Path) -> None:
+    """What a server of completions answers: its models, samples and scores."""
+    answers = {path: json.dumps(answer).encode() for path, answer in ANSWERS.items()}
+    path = draw(st.sampled_from([*answers, "/v1/completions"]))
+    answers[path] = json_bytes(draw, ANSWERS[path])
+
+    def ask() -> tuple[list[Sample], list[list[float]]]:
+        engine = _Scripted(answers)
+        return engine.generate(PROMPTS, Sampling(), max_new_tokens=2), engine.score(PROMPTS, Sampling())
+
+    found = outcome(ask)
+    if isinstance(found, NRLModelsError):
+        return
+    samples, scores = found
+    tokens = [token for sample in samples for token in sample.tokens]
+    logprobs = [value for values in (*(sample.logprobs for sample in samples), *scores) for value in values]
+    if not all(type(token) is int and 0 <= token < 64 for token in tokens):
+        raise BugError(f"tokens that the vocabulary lacks: {tokens}")
+    if not all(type(value) is float and not value > LARGEST_LOGPROB for value in logprobs):
+        raise BugError(f"no log-probabilities: {logprobs}")
+    if list(map(len, scores)) != list(map(len, PROMPTS)) or any(
+        len(sample.tokens) != len(sample.logprobs) for sample in samples
+    ):
+        raise BugError(f"other lengths: {found}")
+
+
 TARGETS: dict[str, Callable[[Draw, Path], None]] = {
     "header": header,
     "index": index,
@@ -324,4 +387,5 @@ TARGETS: dict[str, Callable[[Draw, Path], None]] = {
     "generation-config": generation,
     "gguf": gguf_header,
     "lora": lora,
+    "http": http_answers,
 }

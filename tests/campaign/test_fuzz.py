@@ -10,7 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
-from hypothesis import HealthCheck, given, seed, settings
+from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from hypothesis.database import DirectoryBasedExampleDatabase
 from targets import TARGETS
@@ -34,6 +34,7 @@ def test_a_damaged_input_is_equal_or_a_typed_error(kind: str, request: pytest.Fi
         max_examples=request.config.getoption("--cases"),
         database=DirectoryBasedExampleDatabase(FOUND / kind),
         deadline=None,
+        phases=set(Phase) - {Phase.explain},  # which takes minutes
         print_blob=True,
         suppress_health_check=list(HealthCheck),
     )
