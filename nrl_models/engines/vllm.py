@@ -224,18 +224,19 @@ class VLLMEngine(Engine):
             for bucket in sent:
                 try:
                     self._call("nrl_refit_load", bucket if self._in_process else _message(bucket), digests)
-                except Exception as error:
+                except EngineError as error:
                     raise EngineError(
-                        f"vLLM refuses a weight: {_first_lines(error)}. Some layers have new weights now, others old "
-                        "ones: refit it again, with all of them"
+                        f"{error}, at a weight of a refit. Some layers have new weights now, others old ones: refit it "
+                        "again, with all of them, or start it anew if it has died"
                     ) from error
-            return self._call("nrl_refit_finish")
+            found = self._call("nrl_refit_finish")
         except BaseException:  # also of the iterator that gives the tensors
             with suppress(Exception):  # an engine that has died
                 self._call("nrl_refit_abandon")
+                self.llm.reset_prefix_cache()
             raise
-        finally:
-            self.llm.reset_prefix_cache()  # it was computed with the old weights
+        self.llm.reset_prefix_cache()  # it was computed with the old weights
+        return found
 
     def module_calls(self, tokens: Tokens, *, decode_last: bool = False) -> dict[str, ModuleCall]:
         """See `Engine.module_calls`. With `decode_last`, the last token must be the one greedy decoding takes."""
@@ -287,7 +288,10 @@ class VLLMEngine(Engine):
 
     def _call(self, method: str, *args: Any) -> Any:
         """Call a method of every worker; returns the first worker's answer."""
-        return self.llm.collective_rpc(method, args=args)[0]
+        try:
+            return self.llm.collective_rpc(method, args=args)[0]
+        except Exception as error:  # whatever vLLM raises, its engine's death included
+            raise EngineError(f"vLLM failed: {_first_lines(error)}") from error
 
 
 def _needs_tokenizer(path: str | Path) -> bool:

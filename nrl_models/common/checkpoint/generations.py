@@ -8,7 +8,6 @@ lies there, also where the writer was killed before it was done. Readers change 
 from __future__ import annotations
 
 import os
-import weakref
 from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -112,17 +111,7 @@ class Watch:
     def __init__(self, folder: Path) -> None:
         self.folder = plain(folder)
         self.location = current(self.folder)
-        # Open until this is forgotten: some file systems (FUSE) give a file that nobody has open another inode.
-        self._open: list[int] = []
-        weakref.finalize(self, _close, self._open)
-        self._seen = {name: self._identity(name) for name in (CONFIG_NAME, GENERATION_NAME)}
-
-    def _identity(self, name: str) -> Identity | None:
-        try:
-            self._open.append(os.open(self.location / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK))
-        except OSError:
-            return None
-        return identity(os.fstat(self._open[-1]))
+        self._seen = {name: identity_at(self.location / name) for name in (CONFIG_NAME, GENERATION_NAME)}
 
     def saw(self, files: Mapping[str, Identity | None]) -> None:
         """Add files that were read, and those that were not there (None), by name."""
@@ -148,11 +137,6 @@ class Watch:
         """
         if names := self.replaced():
             raise was_replaced(self.folder, names)
-
-
-def _close(descriptors: Iterable[int]) -> None:
-    for descriptor in descriptors:
-        os.close(descriptor)
 
 
 def was_replaced(folder: Path, names: Iterable[str]) -> CheckpointError:

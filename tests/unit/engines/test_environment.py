@@ -1,0 +1,100 @@
+"""The protocol with a vLLM of another environment, whose interpreter is a script here."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nrl_models.engines.environment import EnvironmentEngine
+from nrl_models.errors import EngineError
+from nrl_models.logprobs import Sampling
+
+DESCRIBED = {
+    "vllm": "0.32",
+    "logprobs_mode": "processed_logprobs",
+    "dtype": "float32",
+    "max_model_len": 64,
+    "vocabulary": 512,
+    "prefix_caching": False,
+}
+SCRIPT = """#!{python}
+import json, pathlib, sys
+here = pathlib.Path(__file__).parent
+for number, answer in enumerate(json.loads((here / "answers.json").read_text())):
+    asked = sys.stdin.readline()
+    with open(here / "seen.json", "a") as seen:
+        seen.write(json.dumps([sys.argv, asked]) + "\\n")
+    print(answer, flush=True)
+"""
+
+
+@pytest.fixture
+def engine_with(tmp_path: Path) -> Callable[..., EnvironmentEngine]:
+    """An engine whose worker gives these answers, in this order."""
+
+    def start(*answers: Any) -> EnvironmentEngine:
+        lines = [answer if isinstance(answer, str) else json.dumps(answer) for answer in answers]
+        (tmp_path / "answers.json").write_text(json.dumps(lines))
+        script = tmp_path / "python"
+        script.write_text(SCRIPT.format(python=sys.executable))
+        script.chmod(0o755)
+        return EnvironmentEngine.start("model", python=script, hf_token="hunter2")
+
+    return start
+
+
+def sample(**changes: Any) -> dict[str, Any]:
+    return {"samples": [{"tokens": [7, 8], "logprobs": [-1.0, None], "finish_reason": "length"} | changes]}
+
+
+def test_options_are_no_arguments_that_others_can_read(
+    engine_with: Callable[..., EnvironmentEngine], tmp_path: Path
+) -> None:
+    with engine_with(DESCRIBED, sample()) as engine:
+        (found,) = engine.generate([[5, 6]], Sampling(), max_new_tokens=2)
+        assert found.tokens == (7, 8)
+        assert found.logprobs[0] == -1.0
+        assert found.logprobs[1] != found.logprobs[1]
+    (arguments, asked), _ = map(json.loads, (tmp_path / "seen.json").read_text().splitlines())
+    assert "hunter2" not in str(arguments)
+    assert json.loads(asked)["hf_token"] == "hunter2"
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        ("vLLM says hello", "something that is not JSON: 'vLLM says hello"),
+        ([], "it is a list, expected an object"),
+        (DESCRIBED | {"vocabulary": None}, "vocabulary is None, expected a whole number from 1"),
+        (DESCRIBED | {"dtype": 5}, "dtype is 5, expected a name"),
+        ({"error": "ValueError: no such model"}, "failed: ValueError: no such model"),
+    ],
+)
+def test_a_start_that_cannot_be_read_is_refused(
+    engine_with: Callable[..., EnvironmentEngine], answer: Any, message: str
+) -> None:
+    with pytest.raises(EngineError, match=message):
+        engine_with(answer)
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        ({}, "samples is None, expected a list"),
+        ({"samples": []}, "the length of samples is 0, expected 1"),
+        ({"samples": [None]}, r"samples\[0\] is None, expected an object"),
+        (sample(tokens=[7, 512]), r"tokens\[1\] is 512, expected a whole number from 0 to 511"),
+        (sample(logprobs=[-1.0]), r"the length of samples\[0\].logprobs is 1, expected 2"),
+        (sample(logprobs=[-1.0, 2.0]), r"logprobs\[1\] is 2.0, expected a log-probability"),
+    ],
+)
+def test_samples_that_cannot_be_read_are_refused(
+    engine_with: Callable[..., EnvironmentEngine], answer: Any, message: str
+) -> None:
+    with engine_with(DESCRIBED, answer) as engine, pytest.raises(EngineError, match=message):
+        engine.generate([[5, 6]], Sampling(), max_new_tokens=2)
