@@ -49,7 +49,7 @@ def main(arguments: list[str] | None = None) -> list[float]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
 
     step = 0
-    if (options.out / "training").is_dir():
+    if any((options.out / "training").glob("version-*")):
         step = load_checkpoint(options.out / "training", model, optimizer)["step"]
 
     losses = []

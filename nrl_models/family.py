@@ -212,12 +212,8 @@ class FamilyModel(Upstream):
             StateDictError: `state_dict` does not fit the model.
             CheckpointError: the configuration and the model disagree about tied embeddings.
         """
-        if getattr(self, "_hf_peft_config_loaded", False):  # transformers then writes the adapter only
-            own: Any = state_dict
-            with staged(save_directory) as stage:
-                super().save_pretrained(stage, state_dict=own, max_shard_size=max_shard_size, **options)
-            return
-        if self.sharding is not None and state_dict is None:
+        adapter = getattr(self, "_hf_peft_config_loaded", False)  # transformers then writes the adapter only
+        if self.sharding is not None and state_dict is None and not adapter:
             saving.save_pretrained(
                 self,
                 save_directory,
@@ -226,12 +222,14 @@ class FamilyModel(Upstream):
                 **options,
             )
             return
-        tensors = to_checkpoint(self, state_dict, original_format=save_original_format)
+        tensors: Any = state_dict
+        if not adapter:
+            tensors = to_checkpoint(self, state_dict, original_format=save_original_format)
         if options.get("push_to_hub"):
             options.setdefault("repo_id", Path(save_directory).name)
         with staged(save_directory) as stage:
             super().save_pretrained(
-                stage, state_dict=tensors, max_shard_size=max_shard_size, save_original_format=False, **options
+                stage, state_dict=tensors, max_shard_size=max_shard_size, save_original_format=adapter, **options
             )
 
 

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh
 
 from nrl_models.common.mesh_sizes import DIMENSIONS
@@ -45,9 +44,17 @@ def rank_in(mesh: DeviceMesh, name: str) -> int:
     return mesh.get_local_rank(name) if name in (mesh.mesh_dim_names or ()) else 0
 
 
+def place_in(mesh: DeviceMesh) -> int:
+    """This rank's place in the mesh, in the order of `gather_over`."""
+    place = 0
+    for dim in range(mesh.ndim):
+        place = place * mesh.size(dim) + mesh.get_local_rank(dim)
+    return place
+
+
 def is_first(mesh: DeviceMesh) -> bool:
     """Whether this is the first rank of the mesh, which is the one that writes."""
-    return all(mesh.get_local_rank(dim) == 0 for dim in range(mesh.ndim))
+    return place_in(mesh) == 0
 
 
 def describe(mesh: DeviceMesh) -> str:
@@ -128,16 +135,10 @@ def reporting_dead_ranks(what: str) -> Iterator[None]:
     """Explain a failed collective: a rank is gone, or slower than the process group's timeout.
 
     Raises:
-        ShardingError: the collective failed, or, on every rank, what torch's checkpoints did on some.
+        ShardingError: the collective failed.
     """
     try:
         yield
-    except CheckpointException as error:  # not an Exception
-        problems = [
-            Problem(ProblemKind.RANK, f"rank {rank}", f"{type(cause).__name__}: {cause}")
-            for rank, (cause, _) in sorted(error.failures.items())
-        ]
-        raise ShardingError(f"cannot {what}", problems) from error
     except (RuntimeError, ValueError) as error:
         if isinstance(error, NRLModelsError):
             raise

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
+import pickle
 import shutil
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import checkpoint, export_and_save, setting
+from jobs import checkpoint, setting
+from safetensors.torch import load_file
 from test_loading import refused
 from world import World
 
@@ -29,7 +34,8 @@ def test_training_goes_on_at_other_layouts(two: World, four: World, tmp_path: Pa
     folder = tmp_path / "step-2"
     (losses, *_) = two.run(partial(checkpoint.train_and_save, tp=2), str(folder), architecture)
     assert abs(losses[3] - losses[2]) > 1e-4, "the losses tell nothing"
-    assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model", "optimizer", "training.json"]
+    files = [f"{part}-0000{rank}-00000.safetensors" for part in ("optimizer", "weights") for rank in (0, 1)]
+    assert contents(folder) == {f"version-1/{name}" for name in ["config.json", "manifest.json", *files]}
     for layout in RESUMED[architecture]:
         ranks = 1
         for size in layout.values():
@@ -48,17 +54,28 @@ def test_the_optimiser_is_resumed_not_begun_anew(two: World, tmp_path: Path) -> 
 
 
 def test_names_on_disk_are_hugging_faces(two: World, tmp_path: Path) -> None:
-    two.run(partial(checkpoint.train_and_save, tp=2), str(tmp_path / "c"), "MixtralForCausalLM")
-    names = two.run(checkpoint.names_in_checkpoint, str(tmp_path / "c"))[0]
-    hub = setting.case_of("MixtralForCausalLM").model().state_dict_adapter
-    assert sorted(names["model"]) == sorted(hub.hub)
-    assert sorted(names["optimizer"]) == sorted(
-        f"{name}.{kind}" for name in hub.transformers for kind in ("exp_avg", "exp_avg_sq")
-    )
-    training = json.loads((tmp_path / "c" / "training.json").read_text())
-    assert sorted(training["scalars"]) == sorted(hub.transformers)
+    two.run(partial(checkpoint.train_and_save, tp=2), str(tmp_path), "MixtralForCausalLM")
+    version = tmp_path / "version-1"
+    adapter = setting.case_of("MixtralForCausalLM").model().state_dict_adapter
+    assert checkpoint.names_in(version, "weights") == set(adapter.hub)
+    kinds = ("exp_avg", "exp_avg_sq")
+    assert checkpoint.names_in(version, "optimizer") == {
+        f"{name}.{kind}" for name in adapter.transformers for kind in kinds
+    }
+    states = json.loads((version / "manifest.json").read_text())["manifest"]["optimizer"]["states"]
     reference = setting.case_of("MixtralForCausalLM").reference()
-    assert sorted(training["scalars"]) == sorted(name for name, _ in reference.named_parameters())
+    assert states.keys() == adapter.transformers.keys() == {name for name, _ in reference.named_parameters()}
+
+
+def test_what_several_ranks_hold_is_written_once(two: World, tmp_path: Path) -> None:
+    two.run(partial(checkpoint.train_and_save, tp=2), str(tmp_path / "tp"), "LlamaForCausalLM")
+    two.run(partial(checkpoint.train_and_save, fsdp=2), str(tmp_path / "fsdp"), "LlamaForCausalLM")
+    sizes = {
+        layout: [sum(tensor.nbytes for tensor in load_file(file).values()) for file in (tmp_path / layout).glob("*/w*")]
+        for layout in ("tp", "fsdp")
+    }
+    assert sum(sizes["tp"]) == sum(sizes["fsdp"])
+    assert max(sizes["tp"]) < 1.3 * min(sizes["tp"]), "the ranks do not take turns"
 
 
 def test_a_checkpoint_of_another_model_is_refused(two: World, tmp_path: Path) -> None:
@@ -75,57 +92,126 @@ def test_an_optimiser_of_other_groups_is_refused(two: World, tmp_path: Path) -> 
         assert "has 2 parameter groups, this optimiser 1" in text
 
 
-def test_a_half_written_checkpoint_is_none(two: World, tmp_path: Path) -> None:
-    two.run(partial(checkpoint.train_and_save, fsdp=2), str(tmp_path / "c"), "LlamaForCausalLM")
-    (tmp_path / "c" / "training.json").unlink()
-    for kind, text in refused(two, partial(checkpoint.resume, fsdp=2), str(tmp_path / "c"), "LlamaForCausalLM"):
+def test_a_folder_without_a_version_has_no_checkpoint(two: World, tmp_path: Path) -> None:
+    (tmp_path / ".version-1.nrl-saving-01234567").mkdir()
+    for kind, text in refused(two, partial(checkpoint.resume, fsdp=2), str(tmp_path), "LlamaForCausalLM"):
         assert kind == "CheckpointError"
         assert "this is not a complete checkpoint" in text
+    (tmp_path / "training.json").write_text("{}")  # as an older version of this library wrote it
+    for kind, text in refused(two, partial(checkpoint.resume, fsdp=2), str(tmp_path), "LlamaForCausalLM"):
+        assert kind == "CheckpointError"
+        assert "with pickles, which are not read" in text
 
 
-@pytest.mark.parametrize("part", ["model", "optimizer"])
+def test_any_number_of_ranks_saves_after_any_other(two: World, four: World, tmp_path: Path) -> None:
+    """Each version is what was saved last, and nothing of the others is left."""
+    folder = str(tmp_path)
+    for number, (world, layout) in enumerate([(four, {"fsdp": 4}), (two, {"tp": 2}), (four, {"fsdp": 2, "tp": 2})], 1):
+        world.run(partial(checkpoint.saves_values, **layout), folder, number)
+        assert [path.name for path in tmp_path.iterdir()] == [f"version-{number}"]
+        assert two.run(partial(checkpoint.loaded_values, fsdp=2), folder) == [[number]] * 2
+        assert four.run(partial(checkpoint.loaded_values, fsdp=4), folder) == [[number]] * 4
+
+
+def test_files_that_do_not_belong_to_a_version_are_never_read(two: World, tmp_path: Path) -> None:
+    two.run(partial(checkpoint.saves_values, fsdp=2), str(tmp_path), 1)
+    version = tmp_path / "version-1"
+    traces = tmp_path / "executed"
+    (version / "optimizer").mkdir()
+    extra = [version / ".metadata", version / "optimizer/.metadata", version / "weights-00002-00000.safetensors"]
+    for file in extra:
+        file.write_bytes(pickle.dumps(checkpoint.Planted(str(traces))))
+    before = {path.name for path in tmp_path.iterdir()}
+    found = two.run(partial(checkpoint.opened_while_loading, fsdp=2), str(tmp_path))
+    assert {path.name for path in tmp_path.iterdir()} == before, "a pickle was loaded"
+    for opened in found:
+        assert str(version / "manifest.json") in opened
+        assert not set(map(str, extra)) & set(opened)
+    two.run(partial(checkpoint.saves_values, fsdp=2), str(tmp_path), 2)
+    assert contents(version) == {str(file.relative_to(version)) for file in extra}, "only what was saved is removed"
+    assert two.run(partial(checkpoint.loaded_values, fsdp=2), str(tmp_path)) == [[2]] * 2
+
+
+@pytest.mark.parametrize("part", ["weights", "optimizer"])
 @pytest.mark.parametrize("damage", ["cut", "gone"])
 def test_a_damaged_checkpoint_is_an_error_on_every_rank(two: World, tmp_path: Path, part: str, damage: str) -> None:
-    two.run(partial(checkpoint.train_and_save, fsdp=2), str(tmp_path / "c"), "LlamaForCausalLM")
-    file = max((tmp_path / "c" / part).iterdir(), key=lambda path: path.stat().st_size)
+    two.run(partial(checkpoint.train_and_save, fsdp=2), str(tmp_path), "LlamaForCausalLM")
+    file = tmp_path / "version-1" / f"{part}-00001-00000.safetensors"
     if damage == "cut":
         file.write_bytes(file.read_bytes()[:-1000])
     else:
         file.unlink()
-    for kind, text in refused(two, partial(checkpoint.resume, fsdp=2), str(tmp_path / "c"), "LlamaForCausalLM"):
+    for kind, text in refused(two, partial(checkpoint.resume, fsdp=2), str(tmp_path), "LlamaForCausalLM"):
         assert kind == "CheckpointError"
-        assert f"file: {part}/{file.name}: {'is not there' if damage == 'gone' else 'has'}" in text
+        assert f"file: {file.name}: {'is not there' if damage == 'gone' else 'has'}" in text
+        assert "no older version that is whole is beside it" in text
 
 
-def test_a_checkpoint_that_cannot_be_read_to_its_end_names_the_ranks(two: World, tmp_path: Path) -> None:
-    two.run(partial(checkpoint.train_and_save, fsdp=2), str(tmp_path / "c"), "LlamaForCausalLM")
-    file = max((tmp_path / "c" / "optimizer").iterdir(), key=lambda path: path.stat().st_size)
-    file.write_bytes(bytes(file.stat().st_size))
-    for kind, text in refused(two, partial(checkpoint.resume, fsdp=2), str(tmp_path / "c"), "LlamaForCausalLM"):
-        assert kind == "ShardingError"
-        assert "rank: rank 0: " in text
+def test_a_flipped_bit_anywhere_is_found_before_anything_is_changed(two: World, tmp_path: Path) -> None:
+    two.run(partial(checkpoint.train_and_save, fsdp=2), str(tmp_path), "LlamaForCausalLM")
+    for wrong in two.run(partial(checkpoint.accepts_flipped_bits, fsdp=2), str(tmp_path / "version-1"), 12):
+        assert wrong == []
+
+
+def test_an_older_version_that_is_whole_is_named_and_not_taken(two: World, tmp_path: Path) -> None:
+    two.run(partial(checkpoint.saves_values, fsdp=2), str(tmp_path), 1)
+    shutil.copytree(tmp_path / "version-1", tmp_path / "aside")
+    two.run(partial(checkpoint.saves_values, fsdp=2), str(tmp_path), 2)
+    (tmp_path / "aside").rename(tmp_path / "version-1")
+    for name in ("manifest.json", "weights-00001-00000.safetensors"):
+        (tmp_path / "version-2" / name).unlink()
+        for kind, text in refused(two, partial(checkpoint.loaded_values, fsdp=2), str(tmp_path)):
+            assert kind == "CheckpointError"
+            assert f"{name}: " in text
+            assert "version-1 beside it is whole: to resume from that, move version-2 out of the folder" in text
+        if name == "manifest.json":
+            shutil.copy(tmp_path / "version-1" / name, tmp_path / "version-2")
+    shutil.rmtree(tmp_path / "version-2")
+    assert two.run(partial(checkpoint.loaded_values, fsdp=2), str(tmp_path)) == [[1]] * 2
+
+
+def test_a_manifest_that_does_not_fit_is_refused_with_all_of_it(two: World, tmp_path: Path) -> None:
+    two.run(partial(checkpoint.train_and_save, fsdp=2), str(tmp_path), "LlamaForCausalLM")
+    for wrong in two.run(partial(checkpoint.accepts_changed_manifests, fsdp=2), str(tmp_path / "version-1")):
+        assert wrong == {}
+
+
+@pytest.mark.parametrize(
+    "progress", [{"step": math.nan}, {"step": None}, {"step": [2]}, {"loss": math.inf}, {"x": {1}}]
+)
+def test_progress_that_could_not_be_read_again_is_refused(two: World, tmp_path: Path, progress: dict[str, Any]) -> None:
+    for kind, text in refused(two, partial(checkpoint.saves_progress, fsdp=2), str(tmp_path / "c"), progress):
+        assert kind == "CheckpointError"
+        assert "cannot save this in a checkpoint" in text
+    assert not (tmp_path / "c").exists()
 
 
 def test_weights_alone_are_loaded_without_the_optimizers_files(two: World, tmp_path: Path) -> None:
-    two.run(partial(checkpoint.train_and_save, fsdp=2), str(tmp_path / "c"), "LlamaForCausalLM")
-    shutil.rmtree(tmp_path / "c" / "optimizer")
-    two.run(partial(checkpoint.resume_without_optimizer, fsdp=2), str(tmp_path / "c"))
+    two.run(partial(checkpoint.train_and_save, fsdp=2), str(tmp_path), "LlamaForCausalLM")
+    for file in (tmp_path / "version-1").glob("optimizer-*"):
+        file.unlink()
+    two.run(partial(checkpoint.resume_without_optimizer, fsdp=2), str(tmp_path))
 
 
-@pytest.mark.parametrize("dying", [0, 1])
-def test_a_rank_that_dies_leaves_no_checkpoint_and_no_other_waiting(tmp_path: Path, dying: int) -> None:
+@pytest.mark.parametrize(("dying", "where"), [(1, "write_blocks"), (0, "_finish"), (0, "remove_older")])
+def test_a_rank_that_dies_in_a_save_leaves_a_whole_version(two: World, tmp_path: Path, dying: int, where: str) -> None:
     world = World(2)
     try:
-        (found,) = world.run_dying(
-            dying, partial(export_and_save.dies_while_saving, checkpoint=True, fsdp=2), str(tmp_path / "c")
-        ).values()
+        world.run(partial(checkpoint.saves_values, fsdp=2), str(tmp_path), 1)
+        (found,) = world.run_dying(dying, partial(checkpoint.dies_while_saving, fsdp=2), str(tmp_path), where).values()
     finally:
         world.close()
     assert found[0] == "ShardingError"
     assert "is gone" in found[1]
-    # The first rank moves the folder into place; if it is the one that dies, what it had written stays aside.
-    assert not (tmp_path / "c").exists()
-    assert dying == 0 or list(tmp_path.iterdir()) == []
+    # The first rank moves the version into place; if it is the one that dies, what it had written stays aside.
+    left = {path.name.partition(".nrl-saving-")[0] for path in tmp_path.iterdir()}
+    assert (
+        left == {"version-1"} | {"write_blocks": set(), "_finish": {".version-2"}, "remove_older": {"version-2"}}[where]
+    )
+    expected = 2 if where == "remove_older" else 1
+    assert two.run(partial(checkpoint.loaded_values, fsdp=2), str(tmp_path)) == [[expected]] * 2
+    two.run(partial(checkpoint.saves_values, fsdp=2), str(tmp_path), 3)
+    assert [path.name for path in tmp_path.iterdir()] == [f"version-{expected + 1}"]
 
 
 def test_a_rank_that_dies_while_others_resume_leaves_none_waiting(tmp_path: Path) -> None:
@@ -138,3 +224,18 @@ def test_a_rank_that_dies_while_others_resume_leaves_none_waiting(tmp_path: Path
     assert kind == "ShardingError"
     assert "cannot load" in text
     assert "is gone" in text
+
+
+def contents(folder: Path) -> set[str]:
+    """The files in a folder and those below."""
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_writer_killed_at_any_step_and_one_that_overlaps_a_reader_leave_one_generation(tmp_path: Path) -> None:
+    script = str(Path(__file__).parent / "jobs" / "crashes.py")
+    done = subprocess.run([sys.executable, script, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    killed, overlapped = done.stdout.splitlines()
+    assert int(killed.split()[3]) > 20, killed
+    assert "'[1]': " in overlapped, overlapped
+    assert "'[2]': " in overlapped, overlapped

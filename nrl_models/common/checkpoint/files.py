@@ -196,8 +196,8 @@ class CheckpointFiles:
             problems.append(Problem(ProblemKind.FILE, self.index_name, f"cannot be opened: {error}"))
             return {}
         if index is not None:
-            with index:
-                return self._indexed_files(index, problems)
+            self._handles[self.index_name] = index
+            return self._indexed_files(index, problems)
         found = sorted(path.name for path in self.folder.glob("*") if path.suffix in (".bin", ".pt", ".pth"))
         if found:
             detail = f"only {', '.join(found)} found, and only safetensors are read: other formats can run code"

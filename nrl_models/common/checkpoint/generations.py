@@ -8,6 +8,7 @@ lies there, also where the writer was killed before it was done. Readers change 
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -111,7 +112,17 @@ class Watch:
     def __init__(self, folder: Path) -> None:
         self.folder = plain(folder)
         self.location = current(self.folder)
-        self._seen = {name: identity_at(self.location / name) for name in (CONFIG_NAME, GENERATION_NAME)}
+        # Open until this is forgotten: some file systems (FUSE) give a file that nobody has open another inode.
+        self._open: list[int] = []
+        weakref.finalize(self, _close, self._open)
+        self._seen = {name: self._identity(name) for name in (CONFIG_NAME, GENERATION_NAME)}
+
+    def _identity(self, name: str) -> Identity | None:
+        try:
+            self._open.append(os.open(self.location / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK))
+        except OSError:
+            return None
+        return identity(os.fstat(self._open[-1]))
 
     def saw(self, files: Mapping[str, Identity | None]) -> None:
         """Add files that were read, and those that were not there (None), by name."""
@@ -137,6 +148,11 @@ class Watch:
         """
         if names := self.replaced():
             raise was_replaced(self.folder, names)
+
+
+def _close(descriptors: Iterable[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
 
 
 def was_replaced(folder: Path, names: Iterable[str]) -> CheckpointError:

@@ -60,8 +60,8 @@ def locked(folder: Path) -> Iterator[None]:
         while _take(descriptor) is False:
             if time.monotonic() > until:
                 raise SaveError(
-                    f"cannot save into {folder}: another process has been moving files into it for {WAIT_SECONDS:.0f} "
-                    "seconds, expected well under one. End it, or save elsewhere"
+                    f"cannot save into {folder}: another process has been saving into it for {WAIT_SECONDS:.0f} "
+                    "seconds. End it, or save elsewhere"
                 )
             time.sleep(0.01)
         yield

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
-from types import SimpleNamespace
+import random
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from safetensors import safe_open
 
-from jobs.setting import case_of, mesh_of, new_optimizer, train
-from nrl_models.distributed import load_checkpoint, parallelize, save_checkpoint
-from nrl_models.distributed import resume as dcp_checkpoint
+from jobs.setting import case_of, full, local, mesh_of, new_optimizer, train
+from nrl_models.distributed import load_checkpoint, manifest, parallelize, save_checkpoint
+from nrl_models.distributed import resume as resuming
+from nrl_models.errors import CheckpointError
 
 
 def train_and_save(folder: str, architecture: str, **sizes: int) -> list[float]:
@@ -53,7 +59,7 @@ def dies_while_resuming(folder: str, dying: int, **sizes: int) -> None:
     model = parallelize(copy.deepcopy(case_of("LlamaForCausalLM").model()), mesh_of(**sizes))
     optimizer = new_optimizer(model)
     if dist.get_rank() == dying:
-        dcp_checkpoint.dcp = SimpleNamespace(load=lambda *_, **__: os._exit(3))  # type: ignore[assignment]
+        resuming.restore = lambda *_: os._exit(3)
     load_checkpoint(folder, model, optimizer)
 
 
@@ -64,10 +70,189 @@ def resume_with_one_group(folder: str, **sizes: int) -> None:
     load_checkpoint(folder, model, torch.optim.AdamW(model.parameters()))
 
 
-def names_in_checkpoint(folder: str) -> dict[str, list[str]]:
-    """The tensors of its two parts."""
-    readers = {
-        "model": HuggingFaceStorageReader(f"{folder}/model"),
-        "optimizer": FileSystemReader(f"{folder}/optimizer"),
+def new(fill: float | None = None, **sizes: int) -> tuple[Any, torch.optim.Optimizer]:
+    """A tiny Llama, and its optimiser after a step; all values are `fill`, if it is given."""
+    case = case_of("LlamaForCausalLM")
+    model = parallelize(copy.deepcopy(case.model()).train(), mesh_of(**sizes))
+    optimizer = new_optimizer(model)
+    train(model, optimizer, case, range(1))
+    if fill is not None:
+        with torch.no_grad():
+            for tensor in values_of(model, optimizer).values():
+                local(tensor).fill_(fill)
+    return model, optimizer
+
+
+def values_of(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """All that a checkpoint has values for, under unique names."""
+    states = {
+        f"{number}.{key}": value
+        for number, state in enumerate(optimizer.state.values())
+        for key, value in state.items()
     }
-    return {kind: list(reader.read_metadata().state_dict_metadata) for kind, reader in readers.items()}
+    return dict(model.state_dict()) | states
+
+
+def saves_values(folder: str, value: float, **sizes: int) -> None:
+    """A checkpoint in which every value is the same."""
+    save_checkpoint(folder, *new(value, **sizes), {"step": value})
+
+
+def loaded_values(folder: str, **sizes: int) -> list[float]:
+    """The different values in a checkpoint, in order."""
+    model, optimizer = new(-1, **sizes)
+    found = {float(load_checkpoint(folder, model, optimizer)["step"])}
+    for tensor in values_of(model, optimizer).values():
+        found |= set(local(tensor).flatten().tolist())
+    return sorted(found)
+
+
+def saves_progress(folder: str, progress: dict[str, Any], **sizes: int) -> None:
+    """A checkpoint without an optimiser."""
+    save_checkpoint(
+        folder, parallelize(copy.deepcopy(case_of("LlamaForCausalLM").model()), mesh_of(**sizes)), None, progress
+    )
+
+
+class Planted:
+    """Whoever unpickles it makes a directory."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (self.folder,)
+
+
+def opened_while_loading(folder: str, **sizes: int) -> list[str]:
+    """The files that Python opens to load a checkpoint."""
+    model, optimizer = new(**sizes)
+    opened: list[str] = []
+
+    def heard(event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "open" and recording:
+            opened.append(str(arguments[0]))
+
+    recording = True
+    sys.addaudithook(heard)
+    load_checkpoint(folder, model, optimizer)
+    recording = False
+    return opened
+
+
+def accepted(folder: str, model: Any, optimizer: torch.optim.Optimizer) -> str | None:
+    """What is wrong with how a damaged checkpoint is refused: with a typed error, and nothing changed."""
+    before = {name: full(tensor).clone() for name, tensor in values_of(model, optimizer).items()}
+    options = [dict(group, params=()) for group in optimizer.param_groups]
+    wrong = "accepted"
+    try:
+        load_checkpoint(folder, model, optimizer)
+    except CheckpointError:
+        wrong = None
+    except Exception as error:
+        wrong = repr(error)
+    after = {name: full(tensor) for name, tensor in values_of(model, optimizer).items()}
+    is_same = before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    if not is_same or options != [dict(group, params=()) for group in optimizer.param_groups]:
+        wrong = f"{wrong}, and values changed"
+    return wrong
+
+
+def accepts_flipped_bits(version: str, flips: int, **sizes: int) -> list[str]:
+    """Flips bits of each file of a version, at the ends and at random places, and loads; where that is not refused."""
+    random_places = random.Random(0)
+    model, optimizer = new(**sizes)
+    wrong = []
+    for file in sorted(Path(version).iterdir()):
+        bits = 8 * file.stat().st_size
+        for bit in (0, bits - 1, *random_places.sample(range(bits), flips)):
+            flip(file, bit)
+            if (why := accepted(str(file.parent.parent), model, optimizer)) is not None:
+                wrong.append(f"{file.name}, bit {bit}: {why}")
+            flip(file, bit)
+    load_checkpoint(Path(version).parent, model, optimizer)
+    return wrong
+
+
+def flip(file: Path, bit: int) -> None:
+    """Flip a bit of a file, while no rank reads it."""
+    dist.barrier()
+    if dist.get_rank() == 0:
+        with open(file, "r+b") as handle:
+            handle.seek(bit // 8)
+            byte = handle.read(1)[0] ^ 1 << bit % 8
+            handle.seek(bit // 8)
+            handle.write(bytes([byte]))
+    dist.barrier()
+
+
+def accepts_changed_manifests(version: str, **sizes: int) -> dict[str, str]:
+    """Gives a version other manifests, with hashes that are right, and loads; those that are not refused."""
+    model, optimizer = new(**sizes)
+    file = Path(version) / manifest.NAME
+    content = json.loads(file.read_text())["manifest"]
+    wrong = {}
+    for name, change in CHANGES.items():
+        other = copy.deepcopy(content)
+        data = change(other)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            file.write_bytes(data if isinstance(data, bytes) else manifest._rendered(other))
+        dist.barrier()
+        if (why := accepted(str(file.parent.parent), model, optimizer)) is not None:
+            wrong[name] = why
+        dist.barrier()
+    return wrong
+
+
+def _group(content: Any) -> Any:
+    return content["optimizer"]["groups"][0]
+
+
+def _first_state(content: Any) -> Any:
+    return next(iter(content["optimizer"]["states"].values()))
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "null": lambda content: b"null",
+    "a list": lambda content: b"[]",
+    "deep": lambda content: b"[" * 100_000,
+    "no UTF-8": lambda content: b"\xff",
+    "NaN": lambda content: b'{"xxh3_128": NaN, "manifest": NaN}',
+    "step is null": lambda content: content["progress"].update(step=None),
+    "step is a list": lambda content: content["progress"].update(step=[2]),
+    "no files": lambda content: content["files"].clear(),
+    "no weights": lambda content: [content["files"].pop(name) for name in [*content["files"]] if "weights" in name],
+    "weights of one rank": lambda content: content["files"].pop("weights-00001-00000.safetensors"),
+    "states of one rank": lambda content: content["files"].pop("optimizer-00001-00000.safetensors"),
+    "a file elsewhere": lambda content: content["files"].update({"../x": content["files"]["config.json"]}),
+    "no groups": lambda content: content["optimizer"]["groups"].clear(),
+    "a group is null": lambda content: content["optimizer"].update(groups=[None, None]),
+    "no states": lambda content: content["optimizer"]["states"].clear(),
+    "a state of no parameter": lambda content: content["optimizer"]["states"].update(x={"scalars": {}, "tensors": []}),
+    "scalars are a list": lambda content: _first_state(content).update(scalars=[]),
+    "tensors are less": lambda content: _first_state(content)["tensors"].pop(),
+    "no optimiser": lambda content: content.update(optimizer=None),
+    "lr is text": lambda content: _group(content)["options"].update(lr="x"),
+    "lr is null": lambda content: _group(content)["options"].update(lr=None),
+    "no lr": lambda content: _group(content)["options"].pop("lr"),
+    "one beta": lambda content: _group(content)["options"]["betas"].pop(),
+    "another format": lambda content: content.update(format=2),
+}
+
+
+def dies_while_saving(folder: str, where: str, dying: int, **sizes: int) -> None:
+    """One rank ends where it would call a function."""
+    model, optimizer = new(2, **sizes)
+    if dist.get_rank() == dying:
+        setattr(resuming, where, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    save_checkpoint(folder, model, optimizer, {"step": 2})
+
+
+def names_in(version: Path, part: str) -> set[str]:
+    """The names of tensors in the files of one part."""
+    names = set()
+    for file in version.glob(f"{part}-*"):
+        with safe_open(file, framework="pt") as handle:
+            names |= {key.rpartition("@")[0] for key in handle.keys()}  # noqa: SIM118
+    return names

@@ -15,8 +15,7 @@ from transformers import LlamaConfig
 from jobs.memory import Peak
 from jobs.setting import assert_same, case_of, full, local, mesh_of
 from nrl_models import AutoModelForCausalLM
-from nrl_models.distributed import parallelize, save_checkpoint, saving, shards, share_of
-from nrl_models.distributed import resume as dcp_checkpoint
+from nrl_models.distributed import parallelize, saving, shards, share_of
 
 
 def exports_and_saves(architecture: str, folder: str, **sizes: int) -> None:
@@ -108,16 +107,12 @@ def pushes(folder: str, **sizes: int) -> None:
     model.save_pretrained(folder, push_to_hub=True)
 
 
-def dies_while_saving(folder: str, dying: int, checkpoint: bool = False, **sizes: int) -> None:
+def dies_while_saving(folder: str, dying: int, **sizes: int) -> None:
     """One rank ends after the first files are written."""
     model = parallelize(copy.deepcopy(case_of("LlamaForCausalLM").model()), mesh_of(**sizes))
     if dist.get_rank() == dying:
         shards.dist = SimpleNamespace(all_reduce=lambda *_, **__: os._exit(3))  # type: ignore[assignment]
-        dcp_checkpoint.dcp = SimpleNamespace(save=lambda *_, **__: os._exit(3))  # type: ignore[assignment]
-    if checkpoint:
-        save_checkpoint(folder, model)
-    else:
-        model.save_pretrained(folder, max_shard_size="700KB")
+    model.save_pretrained(folder, max_shard_size="700KB")
 
 
 def dies_while_exporting(dying: int, **sizes: int) -> None:

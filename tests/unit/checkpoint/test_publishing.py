@@ -311,7 +311,7 @@ def test_another_writer_is_waited_for_and_not_for_ever(
 ) -> None:
     target = prepare(tmp_path / "work", saved[0])
     monkeypatch.setattr(locks, "WAIT_SECONDS", 0.05)
-    with locks.locked(target), pytest.raises(SaveError, match="another process has been moving files"):
+    with locks.locked(target), pytest.raises(SaveError, match="another process has been saving into it"):
         Writer(saved[1], target, lambda: None).save()
     check_saved(target, saved[0], set(OTHERS))
     Writer(saved[1], target, lambda: None).save()

@@ -1,0 +1,282 @@
+"""The manifest of a resume checkpoint: which files belong to it, with size and hash, and the training's state.
+
+It is JSON and carries a hash of itself. The hashes are xxh3: they find what disks, networks and copies do to files, at
+a fraction of the time that writing takes, and are no protection from somebody who writes a manifest. So every field is
+checked, too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, is_dataclass
+from enum import StrEnum
+from pathlib import Path
+from types import NoneType
+from typing import Any, get_args, get_origin, get_type_hints
+
+import xxhash
+
+from nrl_models.common.checkpoint.local_path import CONFIG_NAME
+from nrl_models.common.json_reading import MOST_BYTES, parse_object
+from nrl_models.errors import CheckpointError, Problem, ProblemKind, shown
+
+NAME = "manifest.json"
+FORMAT = 1
+"""Of checkpoints that this version writes and reads."""
+
+
+class Part(StrEnum):
+    """What a file of tensors holds; its name begins so."""
+
+    WEIGHTS = "weights"
+    OPTIMIZER = "optimizer"
+
+
+_FILE_NAME = re.compile(rf"({'|'.join(Part)})-\d{{5,9}}-\d{{5,9}}\.safetensors|{re.escape(CONFIG_NAME)}")
+_DIGEST = re.compile("[0-9a-f]{32}")
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenFile:
+    """What a file was when it was written.
+
+    Args:
+        bytes: its size.
+        xxh3_128: the hash of its content, as hexadecimal digits.
+    """
+
+    bytes: int
+    xxh3_128: str
+
+    @staticmethod
+    def of(file: Path) -> WrittenFile:
+        """What a file is now.
+
+        Raises:
+            OSError: it cannot be read.
+        """
+        with open(file, "rb", buffering=0) as handle:
+            digest = hashlib.file_digest(handle, xxhash.xxh3_128)
+            return WrittenFile(handle.tell(), digest.hexdigest())
+
+
+@dataclass(frozen=True, slots=True)
+class States:
+    """What an optimiser keeps for a parameter.
+
+    Args:
+        scalars: numbers, by name.
+        tensors: names of tensors of the parameter's shape.
+    """
+
+    scalars: dict[str, float]
+    tensors: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A parameter group of an optimiser.
+
+    Args:
+        options: learning rate and so on.
+        parameters: the names of its parameters, sorted.
+    """
+
+    options: dict[str, Any]
+    parameters: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerFacts:
+    """An optimiser without its tensors.
+
+    Args:
+        groups: its parameter groups.
+        states: of each parameter that has some.
+    """
+
+    groups: list[Group]
+    states: dict[str, States]
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What is in a resume checkpoint.
+
+    Args:
+        files: all of its files but the manifest, by name.
+        progress: what the caller gave.
+        optimizer: None if it was saved without.
+        format: of the checkpoint.
+    """
+
+    files: dict[str, WrittenFile]
+    progress: dict[str, Any]
+    optimizer: OptimizerFacts | None
+    format: int = FORMAT
+
+    def files_of(self, *parts: Part) -> list[str]:
+        """The files of some parts."""
+        return sorted(name for name in self.files if name.startswith(tuple(f"{part}-" for part in parts)))
+
+    def rendered(self) -> bytes:
+        """The manifest as it is written.
+
+        Raises:
+            CheckpointError: a value that JSON cannot hold, or that could not be read again; all of them.
+        """
+        try:
+            data = _rendered(self)
+            Manifest.parse(data)
+        except CheckpointError as error:
+            raise CheckpointError("cannot save this in a checkpoint", error.problems) from error
+        except (TypeError, ValueError, RecursionError) as error:
+            detail = f"is nothing that JSON can hold: {error}"
+            problem = Problem(ProblemKind.FORMAT, "progress, or the optimiser's options and numbers", detail)
+            advice = ["give finite numbers, text, lists and dictionaries; `tensor.tolist()` of a tensor"]
+            raise CheckpointError("cannot save this in a checkpoint", [problem], advice) from error
+        return data
+
+    @staticmethod
+    def parse(data: bytes) -> Manifest:
+        """The manifest that was written as `data`.
+
+        Raises:
+            CheckpointError: it is damaged, or fields have other types or values than they may; all of them.
+        """
+        content = parse_object(data, NAME, "a checkpoint").get("manifest")
+        try:
+            is_intact = _rendered(content) == data
+        except ValueError:  # numbers that JSON has no name for
+            is_intact = False
+        if not is_intact:
+            raise _refused([Problem(ProblemKind.FILE, NAME, "is damaged: its hash is another than it says")])
+        if isinstance(content, dict) and content.get("format", FORMAT) != FORMAT:
+            detail = f"is {shown(content['format'])}; this version of the library reads {FORMAT}"
+            raise _refused([Problem(ProblemKind.FORMAT, "format", detail, NAME)])
+        problems: list[Problem] = []
+        manifest = _as(Manifest, content, "", problems)
+        if problems or (problems := list(_out_of_range(manifest))):
+            raise _refused(problems)
+        return manifest
+
+
+def read_manifest(version: Path) -> Manifest:
+    """The manifest of a version.
+
+    Raises:
+        CheckpointError: there is none; see also `Manifest.parse`.
+    """
+    try:
+        if not (version / NAME).is_file():  # reading a pipe would wait
+            raise FileNotFoundError("is not there, or not a file")
+        with open(version / NAME, "rb") as handle:
+            data = handle.read(MOST_BYTES + 1)
+    except OSError as error:
+        raise _refused([Problem(ProblemKind.FILE, NAME, f"cannot be read: {error}")]) from error
+    manifest = Manifest.parse(data)
+    if CONFIG_NAME not in manifest.files or not manifest.files_of(Part.WEIGHTS):
+        raise _refused([Problem(ProblemKind.FORMAT, "files", f"lacks {CONFIG_NAME} or weights", NAME)])
+    return manifest
+
+
+def _rendered(content: Any) -> bytes:
+    """The only way to write `content`, a manifest's: so any byte that is another one is found."""
+    text = json.dumps(content, allow_nan=False, indent=1, default=_fields)
+    digest = xxhash.xxh3_128_hexdigest(text.encode())
+    return f'{{"xxh3_128": "{digest}", "manifest": {text}}}\n'.encode()
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    if not is_dataclass(value):
+        raise TypeError(f"{type(value).__name__} {shown(value)}")
+    return {field.name: getattr(value, field.name) for field in fields(value)}
+
+
+def _refused(problems: list[Problem]) -> CheckpointError:
+    return CheckpointError("not a manifest of a checkpoint", problems)
+
+
+def _as(kind: Any, value: Any, where: str, problems: list[Problem]) -> Any:
+    """`value`, as JSON has it, as an instance of `kind`: a dataclass, `dict[str, ...]`, `list[...]` or a plain type.
+
+    What is of another type is added to `problems`; the result is of no use then.
+    """
+
+    def wrong(expected: str) -> Any:
+        found = "null" if value is None else f"{type(value).__name__} {shown(value)}"
+        problems.append(Problem(ProblemKind.FORMAT, where or "the manifest", f"is {found}, expected {expected}", NAME))
+
+    origin, args = get_origin(kind) or kind, get_args(kind)
+    if NoneType in args:
+        return None if value is None else _as(args[0], value, where, problems)
+    if kind is Any:
+        return value
+    if is_dataclass(kind) or origin is dict:
+        if not isinstance(value, dict):
+            return wrong("an object")
+        inside = {key: f"{where}.{key}" if where else key for key in value}
+        if origin is dict:
+            return {key: _as(args[1], inner, inside[key], problems) for key, inner in value.items()}
+        hints = get_type_hints(kind)
+        for key in sorted(hints.keys() ^ value.keys()):
+            detail = "is missing" if key in hints else "is no field"
+            problems.append(Problem(ProblemKind.FORMAT, f"{where}.{key}" if where else key, detail, NAME))
+        known = {key: _as(hints[key], inner, inside[key], problems) for key, inner in value.items() if key in hints}
+        return known if problems else kind(**known)
+    if origin is list:
+        if not isinstance(value, list):
+            return wrong("a list")
+        return [_as(args[0], inner, f"{where}[{place}]", problems) for place, inner in enumerate(value)]
+    if isinstance(value, bool) or not isinstance(value, (int, float) if kind is float else kind):
+        return wrong({int: "a whole number", float: "a number", str: "text"}[kind])
+    return value
+
+
+def _out_of_range(manifest: Manifest) -> Iterator[Problem]:
+    """What is of the right type in a manifest, and yet cannot be."""
+
+    def problem(where: str, detail: str) -> Problem:
+        return Problem(ProblemKind.FORMAT, where, detail, NAME)
+
+    for name, file in manifest.files.items():
+        if not _FILE_NAME.fullmatch(name):
+            yield problem(f"files.{name}", "is not a name of a checkpoint's files")
+        if not 0 <= file.bytes < 2**63:
+            yield problem(f"files.{name}.bytes", f"is {shown(file.bytes)}, which is no size")
+        if not _DIGEST.fullmatch(file.xxh3_128):
+            yield problem(f"files.{name}.xxh3_128", f"is {shown(file.xxh3_128)}, expected 32 hexadecimal digits")
+    step = manifest.progress.get("step", 0)
+    if type(step) is not int or not 0 <= step < 2**63:
+        yield problem("progress.step", f"is {shown(step)}, expected a whole number, 0 or more")
+    if manifest.optimizer is not None:
+        yield from (problem(f"optimizer.{where}", detail) for where, detail in _wrong_in(manifest.optimizer))
+
+
+def _wrong_in(optimizer: OptimizerFacts) -> Iterator[tuple[str, str]]:
+    names = Counter(name for group in optimizer.groups for name in group.parameters)
+    for name, count in names.items():
+        if count > 1:
+            yield "groups", f"have {name} {count} times"
+    for number, group in enumerate(optimizer.groups):
+        for key, value in group.options.items():
+            if not all(map(_is_plain, value if isinstance(value, list) else [value])):
+                yield f"groups[{number}].options.{key}", f"is {shown(value)}, expected a plain value or a list of them"
+    for name, states in optimizer.states.items():
+        if name not in names:
+            yield f"states.{name}", "is a parameter of no group"
+        if set(states.tensors) & states.scalars.keys() or len(set(states.tensors)) < len(states.tensors):
+            yield f"states.{name}", "has a state twice"
+        for key, value in states.scalars.items():
+            if not _is_plain(value):
+                yield f"states.{name}.scalars.{key}", "is too large"
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether it is text, a switch, null or a number that a float can be."""
+    return isinstance(value, (str, NoneType)) or (isinstance(value, (int, float)) and abs(value) <= sys.float_info.max)

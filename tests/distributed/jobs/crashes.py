@@ -1,0 +1,214 @@
+"""Resume checkpoints of a writer that is killed at every step, and of a reader that a writer overlaps at every step.
+
+    python crashes.py FOLDER
+
+Steps are what Python says of files by its audit events: opening, renaming, listing, removing. One process is the world;
+a writer that is killed is a fork, which ends as if by SIGKILL. Prints what was wrong, a line each.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from nrl_models import registry
+from nrl_models.distributed import load_checkpoint, parallelize, save_checkpoint
+from nrl_models.errors import CheckpointError
+from nrl_models.testing.case import FamilyCase
+
+MODEL = FamilyCase(registry.model_class("LlamaForCausalLM"), torch.device("cpu"), {"num_hidden_layers": 1}).model()
+
+_hooks: list[Callable[[str], None]] = []
+
+
+def _heard(event: str, arguments: tuple[Any, ...]) -> None:
+    if (
+        _hooks
+        and event.split(".")[0] in ("open", "os", "shutil")
+        and any("/steps" in str(each) for each in arguments[:2])
+    ):
+        _hooks[-1](f"{event}: {' '.join(map(str, arguments[:2]))}")
+
+
+@contextmanager
+def at_step(number: int, act: Callable[[], None]) -> Iterator[list[str]]:
+    """Do something before one of the steps that follow; yields the steps."""
+    steps: list[str] = []
+
+    def count(step: str) -> None:
+        steps.append(step)
+        if len(steps) == number:
+            _hooks.append(lambda step: None)  # what is done has steps of its own
+            try:
+                act()
+            finally:
+                _hooks.pop()
+
+    _hooks.append(count)
+    try:
+        yield steps
+    finally:
+        _hooks.remove(count)
+
+
+class Stopped(BaseException):
+    """Ends a writer, and is no error that anything catches."""
+
+
+def values(number: int) -> tuple[Any, torch.optim.Optimizer]:
+    """A model and an optimiser of which every value is `number`, and their configuration, too."""
+    model = parallelize(copy.deepcopy(MODEL), init_device_mesh("cpu", (1,), mesh_dim_names=("fsdp",)))
+    model.config.bos_token_id = number
+    optimizer = torch.optim.AdamW(model.parameters(), lr=number)
+    for parameter in model.parameters():
+        torch.nn.init.constant_(parameter, number)
+        state = torch.full_like(parameter.detach(), number)
+        optimizer.state[parameter] = {
+            "step": torch.tensor(float(number)),
+            "exp_avg": state,
+            "exp_avg_sq": state.clone(),
+        }
+    return model, optimizer
+
+
+def save(folder: Path, number: int) -> None:
+    save_checkpoint(folder, *values(number), {"step": number})
+
+
+def load(folder: Path) -> set[float]:
+    """The different values in a checkpoint."""
+    model, optimizer = values(99)
+    found = {load_checkpoint(folder, model, optimizer)["step"], optimizer.param_groups[0]["lr"]}
+    found |= {value for tensor in model.state_dict().values() for value in tensor.full_tensor().flatten().tolist()}
+    for state in optimizer.state.values():
+        for tensor in state.values():
+            found |= set(getattr(tensor, "full_tensor", lambda tensor=tensor: tensor)().flatten().tolist())
+    return found
+
+
+def forked(job: Callable[[], None]) -> int:
+    """The exit status of a job in a process of its own."""
+    child = os.fork()
+    if child == 0:
+        try:
+            begin()
+            job()
+        except BaseException as error:
+            print(f"{type(error).__name__}: {error}", flush=True)
+            os._exit(1)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def begin() -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
+def kill_at_every_step(folder: Path) -> int:
+    """A second version over a first, killed before each of its steps; how many there are."""
+    assert forked(lambda: save(folder / "steps", 1)) == 0
+    number = 0
+    while True:
+        number += 1
+        case = folder / f"{number}" / "steps"
+        shutil.copytree(folder / "steps", case)
+
+        def killed(case: Path = case, number: int = number) -> None:
+            with at_step(number, lambda: os._exit(9)):
+                save(case, 2)
+
+        if (status := forked(killed)) != 9:
+            assert status == 0
+            return number - 1
+
+
+def check(folder: Path, count: int) -> None:
+    """What killed writers left loads, and the next save leaves nothing of it."""
+    seen = set()
+    for number in range(1, count + 1):
+        case = folder / f"{number}" / "steps"
+        found = load(case)
+        seen |= found
+        if found not in ({1}, {2}):
+            print(f"killed before step {number}: values of {found}")
+        save(case, 3)
+        (version, *others) = case.iterdir()
+        expected = {
+            "manifest.json",
+            "config.json",
+            "weights-00000-00000.safetensors",
+            "optimizer-00000-00000.safetensors",
+        }
+        if others or {path.name for path in version.iterdir()} != expected:
+            print(f"killed before step {number}: the next save leaves {sorted(map(str, case.rglob('*')))}")
+        if (found := load(case)) != {3}:
+            print(f"killed before step {number}: the next save has {found}")
+    if seen != {1, 2}:
+        print(f"killed writers left only {seen}")
+
+
+def overlap(folder: Path) -> None:
+    """A reader, before each of whose steps a writer takes all of its own, or those up to one that others can see."""
+    base = folder / "base" / "steps"
+    save(base, 1)
+    with at_step(0, lambda: None) as writing:
+        save(base, 2)
+    seen_by_others = [
+        number for number, step in enumerate(writing, 1) if "/version-" in step and not step.startswith("open")
+    ]
+    with at_step(0, lambda: None) as reading:
+        load(base)
+    outcomes: dict[str, int] = {}
+    for reader in range(1, len(reading) + 1):
+        for writer in (*seen_by_others, len(writing) + 1):
+            shutil.rmtree(base)
+            save(base, 1)
+
+            def write(writer: int = writer) -> None:
+                def stop() -> None:
+                    raise Stopped
+
+                try:
+                    with at_step(writer, stop):
+                        save(base, 2)
+                except Stopped:
+                    pass
+
+            try:
+                with at_step(reader, write):
+                    found = load(base)
+                outcome = str(sorted(found))
+                if found not in ({1}, {2}):
+                    print(f"read {outcome}: a writer took {writer} steps before the reader's {reader}")
+            except CheckpointError as error:
+                outcome = type(error).__name__
+                if writer > len(writing) and "was saved while version-1 was read: load again" not in str(error):
+                    print(f"writer {writer}, reader {reader}: {error}")
+            outcomes[outcome] = outcomes.get(outcome, 0) + 1
+    print(f"# {len(reading)} steps of a reader, {len(seen_by_others) + 1} of a writer: {outcomes}")
+
+
+def main(folder: Path) -> None:
+    logging.disable()
+    sys.addaudithook(_heard)
+    count = kill_at_every_step(folder / "kills")
+    print(f"# killed at {count} steps")
+    begin()
+    check(folder / "kills", count)
+    overlap(folder)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,146 @@
+"""The manifest of resume checkpoints: whatever stands in the file is read as it was written, or refused."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nrl_models.distributed import manifest
+from nrl_models.distributed.manifest import Group, Manifest, OptimizerFacts, States, WrittenFile, read_manifest
+from nrl_models.errors import CheckpointError
+
+NAMES = ("config.json", "weights-00000-00000.safetensors", "optimizer-00000-00000.safetensors")
+WRITTEN = Manifest(
+    {name: WrittenFile(number + 7, f"{number:032x}") for number, name in enumerate(NAMES)},
+    {"step": 3, "loss": 0.1, "data": {"epoch": None, "files": ["ä", "\x1b"]}},
+    OptimizerFacts(
+        [Group({"lr": 1e-3, "betas": [0.9, 0.999], "fused": None, "amsgrad": False}, ["a", "b"])],
+        {"a": States({"step": 2.0}, ["exp_avg", "exp_avg_sq"])},
+    ),
+)
+OTHERS = (None, True, -1, 10**400, 1.5, "x", "../x", [], {}, [None], {"x": None}, [[[]]])
+
+
+def places(content: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The path of each value in JSON."""
+    yield path
+    if isinstance(content, (dict, list)):
+        for key in content if isinstance(content, dict) else range(len(content)):
+            yield from places(content[key], (*path, key))
+
+
+def changed(path: tuple[Any, ...], value: Any) -> bytes:
+    """The manifest with another value at a place; a key is left out if that is `...`. The hash is right."""
+    content = {"": copy.deepcopy(CONTENT)}
+    inner: Any = content
+    for key in ("", *path)[:-1]:
+        inner = inner[key]
+    last = ("", *path)[-1]
+    if value is ...:
+        del inner[last]
+    else:
+        inner[last] = value
+    return manifest._rendered(content[""])
+
+
+CONTENT = json.loads(WRITTEN.rendered())["manifest"]
+
+
+def test_a_manifest_is_read_as_it_was_written(tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_bytes(WRITTEN.rendered())
+    assert read_manifest(tmp_path) == WRITTEN
+    assert WRITTEN.files_of(manifest.Part.OPTIMIZER) == ["optimizer-00000-00000.safetensors"]
+
+
+def test_every_flipped_bit_and_every_cut_is_found() -> None:
+    data = WRITTEN.rendered()
+    others = [data[:length] for length in range(len(data))] + [data + b"\n", data + b" "]
+    for place in range(len(data)):
+        for bit in range(8):
+            others.append(data[:place] + bytes([data[place] ^ 1 << bit]) + data[place + 1 :])
+    for other in others:
+        with pytest.raises(CheckpointError):
+            Manifest.parse(other)
+
+
+@pytest.mark.parametrize("value", [*OTHERS, ...], ids=lambda value: repr(value)[:9])
+def test_a_value_of_another_type_or_range_is_refused_wherever_it_stands(value: Any) -> None:
+    accepted = []
+    for path in places(CONTENT):
+        if value is ... and not path:
+            continue
+        try:
+            found = Manifest.parse(changed(path, value))
+        except CheckpointError:
+            continue
+        assert json.loads(found.rendered())["manifest"] == json.loads(changed(path, value))["manifest"]
+        accepted.append(path)
+    assert accepted == [path for path in places(CONTENT) if may_be(path, value)]
+
+
+def may_be(path: tuple[Any, ...], value: Any) -> bool:
+    """Whether one of `OTHERS` may stand at a place, or nothing at all."""
+    is_plain = value in (None, True, -1, 1.5, "x", "../x")
+    match path:
+        case ("progress", key, *_):
+            return key != "step" or value is ...
+        case ("progress",):
+            return isinstance(value, dict)
+        case ("optimizer",):
+            return value is None
+        case ("optimizer", "groups", 0, "options", "betas", _):
+            return is_plain or value is ...
+        case ("optimizer", "groups", 0, "options", _):
+            return is_plain or value in ([], [None], ...)
+        case ("optimizer", "groups", 0, "options"):
+            return isinstance(value, dict)
+        case ("optimizer", "groups", 0, "parameters", 1) | ("optimizer", "states", "a", "tensors", _):
+            return isinstance(value, str) or value is ...
+        case ("optimizer", "states", "a", "scalars", "step"):
+            return value in (-1, 1.5, ...)
+        case ("files", _) | ("optimizer", "states", "a"):
+            return value is ...
+        case ("files",) | ("optimizer", "states") | ("optimizer", "states", "a", "scalars"):
+            return value == {}
+        case ("optimizer", "states", "a", "tensors"):
+            return value == []
+    return False
+
+
+def test_all_that_is_wrong_is_said_at_once() -> None:
+    content = copy.deepcopy(CONTENT)
+    content["progress"] = None
+    content["files"]["config.json"]["bytes"] = "7"
+    del content["optimizer"]["groups"][0]["options"]
+    content["x"] = 1
+    with pytest.raises(CheckpointError) as caught:
+        Manifest.parse(manifest._rendered(content))
+    assert sorted(problem.subject for problem in caught.value.problems) == [
+        "files.config.json.bytes",
+        "optimizer.groups[0].options",
+        "progress",
+        "x",
+    ]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"null", b"[]", b"{}", b"\xff", b"[" * 10**6, b'{"manifest": NaN}', b"1" * 5000],
+    ids=lambda data: repr(data)[:9],
+)
+def test_what_is_no_manifest_is_a_typed_error(tmp_path: Path, data: bytes) -> None:
+    (tmp_path / "manifest.json").write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"manifest\.json"):
+        read_manifest(tmp_path)
+
+
+def test_a_directory_in_its_place_and_none_at_all_are_typed_errors(tmp_path: Path) -> None:
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match=r"manifest\.json: cannot be read"):
+            read_manifest(tmp_path)
+        (tmp_path / "manifest.json").mkdir(exist_ok=True)
