@@ -122,7 +122,8 @@ def _edited(draw: Draw, content: Any, within: tuple[str, ...]) -> Any:
         other, where = draw(st.sampled_from(places))
         holder[key] = copy.deepcopy(other[where])
     elif isinstance(holder, dict):
-        name = draw(st.sampled_from([*KEYS, *(name for name in holder)]))
+        others = [draw(st.sampled_from(KEYS)), draw(st.sampled_from([*holder])), f"{key}\x1b[1m\n"]
+        name = draw(st.sampled_from(others))
         holder[name] = holder.pop(key) if how == "rename" else copy.deepcopy(draw(st.sampled_from(VALUES)))
     return content
 
