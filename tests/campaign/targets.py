@@ -18,7 +18,7 @@ from typing import Any
 import gguf
 import torch
 import transformers
-from damage import Draw, gguf_bytes, json_bytes, safetensors_bytes
+from damage import Draw, gguf_bytes, json_bytes, safetensors_bytes, some_bytes
 from gguf_checkpoints import write_gguf
 from huggingface_hub.errors import StrictDataclassFieldValidationError
 from hypothesis import strategies as st
@@ -30,6 +30,9 @@ from transformers import GenerationConfig, LlamaConfig, PreTrainedConfig, PreTra
 import nrl_models
 from nrl_models.common.checkpoint import gguf_tables
 from nrl_models.common.config.types import with_declared_types
+from nrl_models.distributed.manifest import NAME as MANIFEST
+from nrl_models.distributed.manifest import Group, Manifest, OptimizerFacts, States, WrittenFile, read_manifest
+from nrl_models.distributed.manifest import _rendered as rendered_as_manifest
 from nrl_models.engines import http
 from nrl_models.engines.answers import LARGEST_LOGPROB
 from nrl_models.engines.base import Sample
@@ -379,6 +382,35 @@ def http_answers(draw: Draw, folder: Path) -> None:
         raise BugError(f"other lengths: {found}")
 
 
+def manifest(draw: Draw, folder: Path) -> None:
+    """The manifest of a resume checkpoint: any byte, or any field under a hash that is right again."""
+    digest = "0123456789abcdef" * 2
+    valid = Manifest(
+        files={name: WrittenFile(1_000, digest) for name in ("config.json", "weights-00000-00001.safetensors")},
+        progress={"step": 7, "seed": [1, 2]},
+        optimizer=OptimizerFacts(
+            [Group({"lr": 1e-3, "betas": [0.9, 0.999], "fused": None}, ["lm_head.weight"])],
+            {"lm_head.weight": States({"step": 7.0}, ["exp_avg", "exp_avg_sq"])},
+        ),
+    )
+    data = valid.rendered()
+    if draw(st.booleans()):
+        damaged = some_bytes(draw, data)
+    else:
+        content = json_bytes(draw, json.loads(data)["manifest"])
+        try:
+            damaged = rendered_as_manifest(json.loads(content))
+        except (ValueError, RecursionError):  # no JSON that could have a hash
+            damaged = content
+    (folder / MANIFEST).write_bytes(damaged)
+    found = outcome(lambda: read_manifest(folder))
+    if isinstance(found, NRLModelsError):
+        return
+    again, read = (json.loads(each)["manifest"] for each in (found.rendered(), damaged))
+    if again != read and "format" in read:  # by default that of today
+        raise BugError(f"is another manifest when it is written: {found}")
+
+
 TARGETS: dict[str, Callable[[Draw, Path], None]] = {
     "header": header,
     "index": index,
@@ -388,4 +420,5 @@ TARGETS: dict[str, Callable[[Draw, Path], None]] = {
     "gguf": gguf_header,
     "lora": lora,
     "http": http_answers,
+    "manifest": manifest,
 }
