@@ -119,6 +119,8 @@ def open_source(path_or_id: str | Path, keywords: Mapping[str, Any]) -> Source:
         asked = ("subfolder", "revision", "token", "cache_dir", "gguf_file", "local_files_only")
         folder = resolve_folder(path_or_id, **{name: getattr(options, name) for name in asked})
         watch = Watch(folder.parent if is_gguf(folder) else folder)
+        if not is_gguf(folder):  # published meanwhile: what is watched is what is read
+            folder = watch.location
         if isinstance(options.config, PreTrainedConfig):
             config = copy.deepcopy(options.config)
         else:

@@ -92,6 +92,18 @@ def test_a_save_between_any_two_calls_of_a_reader(saved: list[Generation], tmp_p
     assert at > 30
 
 
+@pytest.mark.parametrize("first", [3, 4, 5])
+def test_the_rename_that_publishes_between_any_two_calls_of_a_reader(
+    saved: list[Generation], first: int, tmp_path: Path
+) -> None:
+    """The writer stops near it, and goes on by one call while it is read: generations stay in two places."""
+    at, steps = 0, 0
+    while at <= steps:
+        schedule = {0: first, at: 1} if at else {0: first}
+        _, steps, _ = overlapped(tmp_path / "work", saved, (2, 1), lambda step, now=schedule: now.get(step, 0), at)
+        at += 1
+
+
 def test_readers_and_a_writer_in_any_order(saved: list[Generation], tmp_path: Path) -> None:
     for seed in range(30):
         choose = random.Random(seed)
