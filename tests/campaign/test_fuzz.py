@@ -6,6 +6,7 @@ kept in `found/`, from where the next run takes it first: commit it with what me
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -14,17 +15,19 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from hypothesis.database import DirectoryBasedExampleDatabase
 from targets import TARGETS
-from transformers.utils import logging
+
+from nrl_models.testing.tiny import silent_transformers
 
 FOUND = Path(__file__).parent / "found"
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _quiet() -> None:
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
+def _quiet() -> Iterator[None]:
+    with silent_transformers():
+        yield
 
 
+@pytest.mark.long
 @pytest.mark.timeout(0)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", TARGETS)

@@ -97,6 +97,7 @@ def test_the_demo_does_not_write_into_folders_of_somebody_else(options: list[str
     assert all(file.read_text() == "mine" for file in tmp_path.rglob("config.json"))
 
 
+@pytest.mark.long
 def test_the_demo_on_a_pretrained_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a random one in its place; `tests/real` has it on the model itself."""
     config = tiny_config(transformers.LlamaConfig, {"vocab_size": 320, "max_position_embeddings": 512})

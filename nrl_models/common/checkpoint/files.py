@@ -342,12 +342,12 @@ def resolve_folder(
             advice = ["check the path; for a hub repository check its name, your token and the network"]
             raise CheckpointError(f"cannot load {path_or_id}", [problem], advice) from error
     while True:
-        watch = Watch(folder / subfolder)
-        try:
-            return _usable(watch.location, gguf_file)
-        except CheckpointError:
-            if not watch.changed():
-                raise
+        with Watch(folder / subfolder) as watch:
+            try:
+                return _usable(watch.location, gguf_file)
+            except CheckpointError:
+                if not watch.changed():
+                    raise
 
 
 def _usable(folder: Path, gguf_file: str | None) -> Path:

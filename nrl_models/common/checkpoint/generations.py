@@ -112,9 +112,9 @@ class Watch:
     def __init__(self, folder: Path) -> None:
         self.folder = plain(folder)
         self.location = current(self.folder)
-        # Open until this is forgotten: some file systems (FUSE) give a file that nobody has open another inode.
+        # Open until the end: some file systems (FUSE) give a file that nobody has open another inode.
         self._open: list[int] = []
-        weakref.finalize(self, _close, self._open)
+        self._at_exit = weakref.finalize(self, _close, self._open)
         self._seen = {name: self._identity(name) for name in (CONFIG_NAME, GENERATION_NAME)}
 
     def _identity(self, name: str) -> Identity | None:
@@ -123,6 +123,12 @@ class Watch:
         except OSError:
             return None
         return identity(os.fstat(self._open[-1]))
+
+    def __enter__(self) -> Watch:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._at_exit()  # at once: a traceback may hold this for long
 
     def saw(self, files: Mapping[str, Identity | None]) -> None:
         """Add files that were read, and those that were not there (None), by name."""

@@ -80,6 +80,7 @@ def test_saves_killed_one_after_the_other(saved: list[Generation], tmp_path: Pat
         after_kills(tmp_path / "work", saved, choose.randrange(4), writers, choose.randrange(4))
 
 
+@pytest.mark.long
 def test_a_save_between_any_two_calls_of_a_reader(saved: list[Generation], tmp_path: Path) -> None:
     """It is read again: there is no error."""
     at, steps = 0, 0

@@ -25,6 +25,7 @@ def pages(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("every_family")
 def test_pages_are_up_to_date(pages: Path) -> None:
     written = write_pages(pages)
