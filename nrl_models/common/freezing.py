@@ -9,7 +9,7 @@ router are.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
@@ -98,7 +98,7 @@ def freeze(model: PreTrainedModel, config: Mapping[str, bool]) -> Frozen:
         )
     parameters = list(model.parameters())
     unfrozen = {key for key, (_, frozen) in wanted.items() if not frozen}
-    kept = {name: parameter for name, parameter in _built_frozen(model).items() if id(parameter) in unfrozen}
+    kept = _built_frozen(model, unfrozen)
     unfrozen -= {id(parameter) for parameter in kept.values()}
     trains = {id(parameter): parameter.requires_grad for parameter in parameters}
     trains |= {key: key in unfrozen for key in wanted}
@@ -122,9 +122,13 @@ def freeze(model: PreTrainedModel, config: Mapping[str, bool]) -> Frozen:
     return Frozen(counts, trainable, trainable + _size(parameters, requires_grad=False), absent)
 
 
-def _built_frozen(model: PreTrainedModel) -> dict[str, nn.Parameter]:
-    """The parameters that are frozen now, and in a new model of this class and configuration."""
-    frozen = {name: parameter for name, parameter in model.named_parameters() if not parameter.requires_grad}
+def _built_frozen(model: PreTrainedModel, unfrozen: Collection[int]) -> dict[str, nn.Parameter]:
+    """Of the parameters with these identities: those that are frozen now, and in a new model of this class."""
+    frozen = {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if not parameter.requires_grad and id(parameter) in unfrozen
+    }
     if not frozen:
         return {}
     with torch.device("meta"):

@@ -27,13 +27,22 @@ def read_object(file: Path, kind: ProblemKind = ProblemKind.FILE) -> dict[str, A
             no object.
     """
     try:
-        if file.exists() and not file.is_file():  # reading a pipe waits for who writes
-            raise OSError("not a regular file")
-        with open(file, "rb") as handle:
-            data = handle.read(MOST_BYTES + 1)
+        data = read_bytes(file)
     except OSError as error:
         raise _refused(file.name, file, kind, f"cannot be read: {one_line(error)}") from error
     return parse_object(data, file.name, file, kind)
+
+
+def read_bytes(file: Path) -> bytes:
+    """What is in a regular file, up to a byte more than `MOST_BYTES`: `parse_object` refuses what is that long.
+
+    Raises:
+        OSError: no such file, not a regular one, or it cannot be read.
+    """
+    if file.exists() and not file.is_file():  # reading a pipe waits for who writes
+        raise OSError("not a regular file")
+    with open(file, "rb") as handle:
+        return handle.read(MOST_BYTES + 1)
 
 
 def parse_object(data: bytes, name: str, place: object, kind: ProblemKind = ProblemKind.FILE) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 import xxhash
 
 from nrl_models.common.checkpoint.local_path import CONFIG_NAME
-from nrl_models.common.json_reading import MOST_BYTES, parse_object
+from nrl_models.common.json_reading import parse_object, read_bytes
 from nrl_models.errors import CheckpointError, Problem, ProblemKind, shown
 
 NAME = "manifest.json"
@@ -173,10 +173,7 @@ def read_manifest(version: Path) -> Manifest:
         CheckpointError: there is none; see also `Manifest.parse`.
     """
     try:
-        if not (version / NAME).is_file():  # reading a pipe would wait
-            raise FileNotFoundError("is not there, or not a file")
-        with open(version / NAME, "rb") as handle:
-            data = handle.read(MOST_BYTES + 1)
+        data = read_bytes(version / NAME)
     except OSError as error:
         raise _refused([Problem(ProblemKind.FILE, NAME, f"cannot be read: {error}")]) from error
     manifest = Manifest.parse(data)

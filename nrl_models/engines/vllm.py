@@ -227,7 +227,7 @@ class VLLMEngine(Engine):
                 except EngineError as error:
                     raise EngineError(
                         f"{error}, at a weight of a refit. Some layers have new weights now, others old ones: refit it "
-                        "again, with all of them, or start it anew if it has died"
+                        "again, with all of them, or restart it if it has died"
                     ) from error
             found = self._call("nrl_refit_finish")
         except BaseException:  # also of the iterator that gives the tensors

@@ -1,4 +1,4 @@
-"""What came of a damaged input: the value, a typed error, or a bug."""
+"""The outcome of a damaged input: the value, a typed error, or a bug."""
 
 from __future__ import annotations
 
