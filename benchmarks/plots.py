@@ -52,6 +52,12 @@ PLOTS = {
         "transformers' time / ours, with the first forward",
         "Right of the line, nrl_models is faster.",
     ),
+    "save": Plot(
+        ("what",),
+        ("without waiting / peer", "waiting / peer"),
+        "time / the peer's",
+        "Left of the line, nrl_models is faster; the second bar includes waiting for the disk.",
+    ),
     "combine": Plot(
         ("hidden size", "dtype"),
         ("decode 1 token", "prefill 512", "train 4 x 128"),

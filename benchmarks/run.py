@@ -21,6 +21,7 @@ BENCHMARKS = (
     "load",
     "many_keys",
     "load_sharded",
+    "save",
     "import_time",
     "combine",
     "decode",

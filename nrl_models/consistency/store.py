@@ -13,9 +13,10 @@ import torch
 from safetensors import SafetensorError
 
 from nrl_models.common.checkpoint.writing import write_whole
+from nrl_models.common.json_reading import read_bytes
 from nrl_models.common.trust.own_folder import MARKER, claim
 from nrl_models.consistency.cells import Cell
-from nrl_models.errors import ConsistencyError
+from nrl_models.errors import ConsistencyError, one_line
 
 SETTINGS = "settings.json"
 
@@ -98,6 +99,8 @@ class Store:
 
 def _read_json(file: Path) -> Any:
     try:
-        return json.loads(file.read_text())
-    except ValueError as error:
-        raise ConsistencyError(f"{file} is damaged ({error}): delete it, or start again with --fresh") from error
+        return json.loads(read_bytes(file))
+    except (ValueError, RecursionError, OSError) as error:
+        raise ConsistencyError(
+            f"{file} is damaged ({one_line(error)}): delete it, or start again with --fresh"
+        ) from error

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from nrl_models.common.trust.servers import hidden
-from nrl_models.errors import EngineError
+from nrl_models.errors import EngineError, shown
 
 MINUS_INFINITY = -9999.0
 """What vLLM sends for it, and for all below; JSON has no word for infinity."""
@@ -47,9 +47,9 @@ class Checked:
         # first: of one that is cut, or written with escapes, a part would be left.
         if isinstance(value, str):
             value = hidden(value, self.secrets)
-        shown = repr(value) if isinstance(value, (str, int, float, type(None))) else f"a {type(value).__name__}"
-        shown = shown if len(shown) <= 80 else f"{shown[:80]}..."
-        raise self.error(f"gave an answer that cannot be used: {field} is {shown}, expected {expected}")
+        plain = isinstance(value, (str, int, float, type(None)))
+        found = shown(value) if plain else f"a {type(value).__name__}"
+        raise self.error(f"gave an answer that cannot be used: {field} is {found}, expected {expected}")
 
     def mapping(self, value: Any, field: str) -> dict[str, Any]:
         """A JSON object."""

@@ -37,6 +37,7 @@ from nrl_models.engines.base import (
     require_lengths,
     require_number,
 )
+from nrl_models.engines.vllm_death import end_waiting_on_death
 from nrl_models.errors import EngineError
 from nrl_models.loading.read_config import read_config
 from nrl_models.logprobs.sampling import Sampling
@@ -65,6 +66,8 @@ class VLLMEngine(Engine):
         self.config = config
         self._in_process = not type(llm.llm_engine.engine_core).__name__.startswith(("Sync", "MP", "Async"))
         self.bucket_bytes = None if self._in_process else 2**28
+        if not self._in_process:
+            end_waiting_on_death(llm.llm_engine.engine_core)
         if config.model_config.logprobs_mode != "processed_logprobs":
             raise EngineError(
                 f"this vLLM gives {config.model_config.logprobs_mode}: start it with "

@@ -170,6 +170,14 @@ def test_fresh_deletes_what_a_store_wrote_and_nothing_else(tmp_path: Path) -> No
     assert left == theirs | {".nrl_models", "settings.json", "8-real-greedy-2-0.safetensors"}
 
 
+@pytest.mark.parametrize("content", [b"damaged", b"[" * 10**5, b"\xff"])
+def test_damaged_settings_of_measurements_are_an_error_that_says_what_to_do(tmp_path: Path, content: bytes) -> None:
+    Store(tmp_path / "kept", {"a": 1}).save(SETTINGS.cells()[0], 0, {"tokens": torch.ones(2)})
+    (tmp_path / "kept" / "settings.json").write_bytes(content)
+    with pytest.raises(ConsistencyError, match=r"settings\.json is damaged .*--fresh"):
+        Store(tmp_path / "kept", {"a": 1})
+
+
 def test_an_engine_that_gives_nan_fails_and_the_report_is_valid_json(run: Run, engine: HFEngine) -> None:
     score = engine.score
     engine.score = lambda *args, **kwargs: [[math.nan] * len(row) for row in score(*args, **kwargs)]

@@ -1,0 +1,126 @@
+"""Saving a model, and a checkpoint to resume from, with and without waiting for the disk.
+
+The peers are `save_pretrained` of transformers, and `torch.save` of the model's and the optimiser's state. Neither
+waits for the disk, nor keeps the last checkpoint whole until the new one is. Each measurement is seconds by the clock
+in a new process, in the current directory, of a save over an older one; imports and the first save do not count.
+`NRL_MODELS_FSYNC=0` is ours without waiting. With `--against DIRECTORY`, another checkout of nrl_models is measured
+beside, as it saves without waiting. The null ratio is that of the peer's measurements to its own of the next round,
+which would be 1 on a machine without noise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median as median_of
+
+from benchmarks.reporting import RESULTS, Row, child, median, publish
+
+SAVE = """
+import json, os, sys, time
+import torch, transformers
+from transformers import LlamaConfig
+transformers.utils.logging.disable_progress_bar()
+who, what, size, folder, others = sys.argv[1:]
+if others:
+    sys.path.insert(0, others)
+torch.set_num_threads(1)
+big = size == "large"
+config = LlamaConfig(hidden_size=1024 if big else 64, intermediate_size=2816 if big else 128,
+    num_hidden_layers=8 if big else 2, num_attention_heads=8, num_key_value_heads=4,
+    vocab_size=32000 if big else 512)
+torch.manual_seed(0)
+if who == "peer":
+    from transformers import LlamaForCausalLM
+    model = LlamaForCausalLM(config).to(torch.bfloat16)
+else:
+    from nrl_models import registry
+    import nrl_models
+    assert not others or nrl_models.__file__.startswith(others), nrl_models.__file__
+    model = registry.model_class("LlamaForCausalLM")(config).to(torch.bfloat16)
+if what == "resume":
+    if who != "peer":
+        import torch.distributed as dist
+        from torch.distributed.device_mesh import init_device_mesh
+        from nrl_models.distributed import parallelize, save_checkpoint
+        dist.init_process_group("gloo", init_method=f"file://{folder}.store", rank=0, world_size=1)
+        model = parallelize(model, init_device_mesh("cpu", (1,), mesh_dim_names=("fsdp",))) or model
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+
+def save():
+    if what == "model":
+        model.save_pretrained(folder)
+    elif who == "peer":
+        os.makedirs(folder, exist_ok=True)
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, f"{folder}/state.pt")
+    else:
+        save_checkpoint(folder, model, optimizer, {"step": 1})
+
+os.sync()  # what others wrote does not count
+save()
+os.sync()
+started = time.perf_counter()
+save()
+took = time.perf_counter() - started
+size = sum(os.path.getsize(os.path.join(place, name)) for place, _, names in os.walk(folder) for name in names)
+print(json.dumps({"seconds": took, "bytes": size}), flush=True)
+os._exit(0)
+"""
+
+NAMES = {"model": "`save_pretrained`", "resume": "`save_checkpoint`, with AdamW's state"}
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--runs", type=int, default=5, help="measurements of each; the median counts")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the JSON file")
+    parser.add_argument("--against", type=Path, help="another checkout of nrl_models to measure beside")
+    options = parser.parse_args()
+    # Who saves, with which checkout, and whether it waits.
+    contenders = {"peer": ("peer", "", "0"), "ours": ("ours", "", "0"), "waiting": ("ours", "", "1")}
+    if options.against:
+        contenders["against"] = ("ours", str(options.against.resolve()), "0")
+    rows: list[Row] = []
+    for what, name in NAMES.items():
+        for size in ("large", "tiny"):
+            measured: dict[str, list[Row]] = {contender: [] for contender in contenders}
+            for run in range(options.runs + 1):  # in turn, so that a slow minute slows all; the first warms up
+                for contender, (who, others, waits) in contenders.items():
+                    os.environ["NRL_MODELS_FSYNC"] = waits
+                    with tempfile.TemporaryDirectory(dir=".") as folder:
+                        found = child(SAVE, who, what, size, str(Path(folder) / "saved"), others)
+                    if run:
+                        measured[contender].append(found)
+            rows.append(_row(f"{name}, {_text(measured['ours'][0]['bytes'])}", measured))
+    publish("save", "Saving", rows, options.out, [" ".join((__doc__ or "").split())])
+
+
+def _row(what: str, measured: dict[str, list[Row]]) -> Row:
+    row: Row = {"what": what}
+    row |= {"peer, s": median(measured["peer"], "seconds"), "without waiting, s": median(measured["ours"], "seconds")}
+    row["waiting, s"] = median(measured["waiting"], "seconds")
+    row["without waiting / peer"] = _ratio(measured["ours"], measured["peer"])
+    row["waiting / peer"] = _ratio(measured["waiting"], measured["peer"])
+    row["null ratio"] = _ratio(measured["peer"], [*measured["peer"][1:], measured["peer"][0]])
+    if "against" in measured:
+        row["without waiting / other checkout"] = _ratio(measured["ours"], measured["against"])
+    return row
+
+
+def _ratio(of: Sequence[Row], to: Sequence[Row]) -> float:
+    return median_of(one["seconds"] / other["seconds"] for one, other in zip(of, to, strict=True))
+
+
+def _text(size: int) -> str:
+    return f"{size / 1e6:.0f} MB" if size > 10e6 else f"{size / 1e3:.0f} kB"
+
+
+if __name__ == "__main__":
+    main()

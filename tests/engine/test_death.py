@@ -1,0 +1,74 @@
+"""A vLLM whose process is killed while it owes an answer: an error, and never a wait without end."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from threading import Timer
+
+import psutil
+import pytest
+import torch
+
+from nrl_models.engines.base import NamedTensor
+from nrl_models.engines.hf import HFEngine
+from nrl_models.engines.vllm import VLLMEngine
+from nrl_models.errors import EngineError
+from nrl_models.logprobs import Sampling
+from tests.engine.one_engine import OneEngine
+
+TOKENS = [list(range(50, 90))]
+OPTIONS = {"dtype": torch.float32, "max_length": 256, "load_format": "dummy", "multiprocessing": True}
+
+
+@pytest.fixture
+def killed(demo: Path, vllm: OneEngine) -> Iterator[tuple[VLLMEngine, Callable[[], None]]]:
+    """An engine in a process of its own, and what makes that hang at once and die two seconds later."""
+    vllm.stop()
+    here = psutil.Process()
+    others = set(here.children(recursive=True))
+    with VLLMEngine.start(demo, **OPTIONS) as engine:
+        started = [child for child in here.children(recursive=True) if child not in others]
+        processes = [child for child in started if "resource_tracker" not in " ".join(child.cmdline())]
+        assert processes
+
+        def kill() -> None:
+            for process in processes:
+                process.send_signal(signal.SIGSTOP)  # it takes the next call and does not answer
+            Timer(2.0, lambda: [process.kill() for process in processes]).start()
+
+        yield engine, kill
+
+
+@pytest.mark.timeout(300)
+def test_killed_in_a_refit(demo: Path, demo_trainer: HFEngine, killed: tuple[VLLMEngine, Callable[[], None]]) -> None:
+    engine, kill = killed
+    model = demo_trainer.model
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    expected = demo_trainer.score(TOKENS, Sampling())
+
+    def tensors() -> Iterator[NamedTensor]:
+        for number, pair in enumerate(model.state_dict_adapter.iter_export(model)):
+            if number == 5:
+                kill()
+            yield pair
+
+    with pytest.raises(EngineError, match=r"vLLM failed: .*its process has died.*restart it if it has died"):
+        engine.refit(tensors(), bucket_bytes=2**18)
+    with pytest.raises(EngineError, match="vLLM failed"):
+        engine.score(TOKENS, Sampling())
+    engine.close()
+    torch.testing.assert_close(dict(model.state_dict()), before, rtol=0, atol=0)
+    with VLLMEngine.start(demo, **OPTIONS) as other:
+        assert other.refit(model.state_dict_adapter.iter_export(model)).unwritten == ()
+        (found,) = other.score(TOKENS, Sampling())
+    assert found[1:] == pytest.approx(expected[0][1:], abs=1e-4)
+
+
+@pytest.mark.timeout(300)
+def test_killed_while_it_generates(killed: tuple[VLLMEngine, Callable[[], None]]) -> None:
+    engine, kill = killed
+    kill()
+    with pytest.raises(EngineError, match="vLLM failed"):
+        engine.generate(TOKENS, Sampling(), max_new_tokens=100, seed=0)
