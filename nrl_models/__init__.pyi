@@ -9,6 +9,7 @@ from .common.backend import BackendConfig
 from .common.flags import ModelFlag
 from .common.freezing import freeze, freeze_unreachable, trainable_parameters, unreachable_parameters
 from .common.state_dict.adapter import StateDictAdapter
+from .common.state_dict.merged import export_adapter
 from .errors import (
     CheckpointError,
     ConfigurationError,
@@ -44,6 +45,7 @@ __all__ = [
     "UnknownArchitectureError",
     "UnknownArgumentError",
     "__version__",
+    "export_adapter",
     "freeze",
     "freeze_unreachable",
     "register_architecture",

@@ -13,11 +13,14 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from nrl_models import registry
 from nrl_models.common.checkpoint.files import resolve_folder
+from nrl_models.common.logs import get_logger
 from nrl_models.common.state_dict.adapter import StateDictAdapter
 from nrl_models.errors import RemoteCodeError, UnknownArchitectureError
 from nrl_models.family import FamilyModel
 from nrl_models.loading import pretrained
 from nrl_models.loading.read_config import read_config
+
+logger = get_logger(__name__)
 
 
 class _AutoModel:
@@ -263,4 +266,9 @@ def _with_adapter(model: Any) -> FamilyModel:
     """Attach the adapter that a family's model has to a plain Hugging Face model."""
     if not isinstance(model, FamilyModel):
         model.state_dict_adapter = StateDictAdapter(model)
+        if model.state_dict_adapter.kept:
+            logger.warning_once(
+                f"{type(model).__name__} exports the checkpoint's weights of multi-token prediction, but is "
+                "transformers' own class, whose save_pretrained leaves them out."
+            )
     return model

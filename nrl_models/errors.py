@@ -132,12 +132,20 @@ class ConfigurationError(StateDictError):
     """A configuration has misspelt keys, or values that the model does not honour."""
 
 
+class RecipeError(StateDictError):
+    """A recipe has keys that nothing reads, lacks some, or has values that mean nothing. Nothing has been started."""
+
+
 class UnknownArchitectureError(NRLModelsError, ValueError):
     """An architecture is unknown, or not of the requested kind."""
 
 
 class FamilyImportError(NRLModelsError, ImportError):
     """A registered family could not be imported: it needs another version of a package, or is broken."""
+
+
+class TrainerError(NRLModelsError, ImportError):
+    """A trainer is not installed, or not in a version that its adapter was written for."""
 
 
 class RegistrationError(NRLModelsError, ValueError):
@@ -170,6 +178,10 @@ class DownloadError(NRLModelsError, RuntimeError):
 
 class EngineError(NRLModelsError, RuntimeError):
     """An inference engine is missing, refused a request, returned no log-probabilities, timed out or died."""
+
+
+class MixedWeightsError(EngineError):
+    """An inference engine has parts of two versions of the weights: it answers nothing until it is refitted whole."""
 
 
 class ConsistencyError(NRLModelsError, ValueError):

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from nrl_models.common.checkpoint.writing import staged
 from nrl_models.common.flags import Flags, ModelFlag
@@ -20,6 +19,7 @@ from nrl_models.common.forward.soft_cap import drops_soft_cap
 from nrl_models.common.projections import CombinedProjections
 from nrl_models.common.state_dict.adapter import StateDictAdapter, adapter_of
 from nrl_models.common.state_dict.to_checkpoint import to_checkpoint
+from nrl_models.common.upstream import record_as
 from nrl_models.distributed import saving
 from nrl_models.loading import pretrained
 
@@ -277,7 +277,6 @@ def adopt_rewrites(
             continue
         module.__class__ = rewritten_class
         if isinstance(module, PreTrainedModel):
-            # transformers registers by class, at construction, what a model can record (hidden states, router logits).
-            dict.__setitem__(_CAN_RECORD_REGISTRY, str(rewritten_class), module._can_record_outputs)
+            record_as(rewritten_class, module)
         if combine and isinstance(module, CombinedProjections):
             module.combine_projections(name)

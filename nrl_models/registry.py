@@ -144,9 +144,14 @@ def model_class(architecture: str) -> type | None:
 
 def unmet_requirement(architecture: str) -> str | None:
     """The requirement of `architecture` that the environment does not meet, as text; None if it meets all."""
-    if architecture not in _REQUIREMENTS:
+    stated = _REQUIREMENTS.get(architecture) or _REQUIREMENTS.get(ALIASES.get(architecture, ""))
+    if stated is None:
         return None
-    requirement = _requirement(_REQUIREMENTS[architecture])
+    return unmet(_requirement(stated))
+
+
+def unmet(requirement: Requirement) -> str | None:
+    """What is wanted and what is there instead, as text; None if the requirement is met."""
     try:
         installed = version(requirement.name)
     except PackageNotFoundError:

@@ -34,6 +34,7 @@ from nrl_models.onboarding.detect import LOGITS_DIFFER, offsets_stay
 from nrl_models.parity.noise import rounded_otherwise
 from nrl_models.quirks import Subject, predicates
 from nrl_models.testing.case import FamilyCase, randomise
+from nrl_models.testing.mtp_weights import mtp_tensors
 
 
 def differ(actual: torch.Tensor, expected: torch.Tensor, by: float = LOGITS_DIFFER) -> bool:
@@ -116,6 +117,22 @@ def unused_weights_are_dropped(load: Callable[[Path], PreTrainedModel], referenc
         save_file(tensors | {name: torch.randn(4, 4) for name in unused}, file, metadata={"format": "pt"})
         load(published).save_pretrained(again)
         return bool(unused) and not unused <= load_file(again / "model.safetensors").keys()
+
+
+def mtp_weights_are_dropped(load: Callable[[Path], PreTrainedModel], reference: PreTrainedModel) -> bool:
+    """Whether loading and saving drops weights of multi-token prediction.
+
+    Args:
+        load: loads a checkpoint.
+        reference: writes it.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        published, again = Path(folder, "published"), Path(folder, "again")
+        reference.save_pretrained(published)
+        mtp = mtp_tensors(reference)
+        save_file(load_file(published / "model.safetensors") | mtp, published / "model.safetensors", {"format": "pt"})
+        load(published).save_pretrained(again)
+        return mtp.keys().isdisjoint(load_file(again / "model.safetensors"))
 
 
 def a_new_row_explodes(model: PreTrainedModel, inputs: Inputs) -> bool:
@@ -445,6 +462,7 @@ OF_CLASS: dict[str, Callable[[FamilyCase], bool]] = {
     "shared-kv-unused-weights": lambda case: unused_weights_are_dropped(
         case.reference_class.from_pretrained, case.reference()
     ),
+    "mtp-weights": lambda case: mtp_weights_are_dropped(case.reference_class.from_pretrained, case.reference()),
     "token-types": lambda case: images_are_causal(case.reference(), case.inputs(images=True)),
     "packed-documents": lambda case: documents_meet(case.reference(), case.inputs(images=False), mask=True),
     "masks-without-positions": lambda case: documents_meet(case.reference(), case.inputs(images=False), mask=False),

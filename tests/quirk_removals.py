@@ -9,6 +9,7 @@ REMOVE = {
         "_CUSTOM_CONFIG_REGISTRATIONS; make it a row of the table of standard families"
     ),
     "shared-kv-unused-weights": "SharedKeyValues.keeps_unused and keep_unused",
+    "mtp-weights": "nothing: an engine has to get them, whoever keeps them",
     "frozen-parts": "this entry; what is loaded stays frozen by itself",
     "token-types": "with_token_types in the family that the tripwire names",
     "packed-documents": "keep_documents_apart, and its use in FamilyModel",

@@ -9,10 +9,10 @@ from typing import Annotated
 import typer
 
 from nrl_models import __version__
-from nrl_models.cli import checking, console, contributing, diagnose, using
+from nrl_models.cli import checking, console, contributing, diagnose, train, using
 
 PANELS = {
-    "Use": (using.demo, using.inspect, using.convert, using.plan, using.quirks),
+    "Use": (using.demo, using.inspect, using.convert, using.plan, using.quirks, train.train),
     "Check": (checking.parity, checking.consistency, checking.refit_check),
     "Contribute": (contributing.new,),
 }

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, overload
 import typer
 
 from nrl_models.cli.console import STANDARD_OUTPUT, output
+from nrl_models.common.checkpoint.json_reading import read_object
 from nrl_models.common.checkpoint.local_path import ADAPTER_CONFIG_NAME, CONFIG_NAME, is_gguf, is_local
-from nrl_models.common.json_reading import read_object
 from nrl_models.common.mesh_sizes import parse_mesh
 from nrl_models.common.trust.servers import is_secret, require_engine
 from nrl_models.errors import CheckpointError, EngineError, ShardingError, visible

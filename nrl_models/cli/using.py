@@ -59,6 +59,11 @@ def inspect(path: CheckpointPath, ignore_config_key: IgnoredConfigKeys = None, j
     else:
         dtypes = ", ".join(f"{count} {dtype}" for dtype, count in found.dtypes.items())
         table.add_row("files", f"{found.stored_tensors:,} tensors ({dtypes}), {found.stored_bytes / 1e9:.3f} GB")
+    if found.mtp_announced or found.mtp_tensors:
+        held = (
+            f"{found.mtp_tensors:,} of these tensors, {found.mtp_bytes / 1e9:.3f} GB" if found.mtp_tensors else "none"
+        )
+        table.add_row("multi-token prediction", f"{held}; the configuration announces {found.mtp_announced} layers")
     show(table)
     write_json(json_file, asdict(found))
 

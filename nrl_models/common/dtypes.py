@@ -7,7 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.core_model_loading import build_glob_alternation
+
+from nrl_models.common.upstream import build_glob_alternation, dtype_plan
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -34,7 +35,7 @@ def kept_dtypes(model: nn.Module, dtype: torch.dtype) -> Callable[[str], torch.d
     Returns:
         For a tensor's name in transformers the dtype it is kept in, None if it is not.
     """
-    plan = model._get_dtype_plan(dtype) if isinstance(model, PreTrainedModel) else {}
+    plan = dtype_plan(model, dtype) if isinstance(model, PreTrainedModel) else {}
     if not plan:
         return lambda name: None
     pattern, by_group, _ = build_glob_alternation(list(plan))

@@ -8,6 +8,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
+
+from nrl_models.common.upstream import mark_initialised
 
 
 def class_name(model: nn.Module) -> str:
@@ -21,6 +24,12 @@ def is_base_model(model: nn.Module) -> bool:
     Some models with a head have no module for the rest, and are their own `base_model`: those take labels.
     """
     return getattr(model, "base_model", None) is model and "labels" not in signature(type(model).forward).parameters
+
+
+def predicts_words(model: nn.Module) -> bool:
+    """Whether a model, or one in it, has output embeddings: base models, classifiers and reward models have none."""
+    parts = (part for part in model.modules() if isinstance(part, PreTrainedModel))
+    return any(part.get_output_embeddings() is not None for part in parts)
 
 
 def owner_of(model: nn.Module, name: str) -> tuple[nn.Module, str]:
@@ -37,7 +46,7 @@ def install(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
         learns = tensor.is_floating_point() and tensors[attribute].requires_grad
         tensor = nn.Parameter(tensor, requires_grad=learns)
     tensors[attribute] = tensor
-    tensors[attribute]._is_hf_initialized = True  # transformers' mark of what its initialisation must leave alone
+    mark_initialised(tensors[attribute])
 
 
 def share_copies(model: nn.Module, copies: Mapping[str, str]) -> None:

@@ -23,6 +23,7 @@ SWITCHES = frozenset(
         "masks-without-positions",
         "mrope-packed-documents",
         "mrope-stale-offsets",
+        "mtp-weights",
         "packed-documents",
         "shared-kv-reentrant-checkpointing",
         "shared-kv-unused-weights",

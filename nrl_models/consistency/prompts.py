@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from nrl_models.common.checkpoint import gguf_tables
 from nrl_models.common.checkpoint.local_path import is_gguf
+from nrl_models.common.gguf import gguf_tables
 from nrl_models.consistency.cells import Cell, Data
 from nrl_models.errors import ConsistencyError
 from nrl_models.inputs.model_inputs import FIRST_TEXT_TOKEN

@@ -12,8 +12,8 @@ import safetensors.torch
 import torch
 from safetensors import SafetensorError
 
+from nrl_models.common.checkpoint.json_reading import read_bytes
 from nrl_models.common.checkpoint.writing import write_whole
-from nrl_models.common.json_reading import read_bytes
 from nrl_models.common.trust.own_folder import MARKER, claim
 from nrl_models.consistency.cells import Cell
 from nrl_models.errors import ConsistencyError, one_line

@@ -21,8 +21,8 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 import xxhash
 
+from nrl_models.common.checkpoint.json_reading import parse_object, read_bytes
 from nrl_models.common.checkpoint.local_path import CONFIG_NAME
-from nrl_models.common.json_reading import parse_object, read_bytes
 from nrl_models.errors import CheckpointError, Problem, ProblemKind, shown
 
 NAME = "manifest.json"

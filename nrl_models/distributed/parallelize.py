@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers import PreTrainedModel
 
 from nrl_models.common.projections import groups_of
+from nrl_models.common.upstream import is_initialised, mark_initialised
 from nrl_models.distributed.mesh import agreed, check_mesh, describe, rank_in, size_of
 from nrl_models.distributed.parallel_plan import (
     ParallelPlan,
@@ -177,8 +178,8 @@ class _ModelDivision:
             ),
             requires_grad=parameter.requires_grad,
         )
-        if getattr(parameter, "_is_hf_initialized", False):
-            cast(Any, divided)._is_hf_initialized = True
+        if is_initialised(parameter):
+            mark_initialised(divided)
         self.done[id(parameter)] = module._parameters[attribute] = divided
         self.done[id(divided)] = divided
 

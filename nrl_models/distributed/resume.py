@@ -10,11 +10,13 @@ Files that the manifest does not name are never read: they may be a file system'
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
@@ -22,8 +24,11 @@ from nrl_models.common.checkpoint.durable import sync
 from nrl_models.common.checkpoint.local_path import CONFIG_NAME
 from nrl_models.common.checkpoint.locks import locked
 from nrl_models.common.state_dict.adapter import StateDictAdapter
+from nrl_models.common.state_dict.blocks import Block
+from nrl_models.common.state_dict.kept_tensors import KeptTensor, keep, keeps_unused, kept_by
 from nrl_models.common.state_dict.layouts import TensorSpec
 from nrl_models.common.state_dict.matching import match
+from nrl_models.common.state_dict.mtp import MTPNames
 from nrl_models.distributed.block_files import Held, StoredTensor, blocks_to_write, stored_tensors, write_blocks
 from nrl_models.distributed.manifest import NAME, Manifest, Part, WrittenFile
 from nrl_models.distributed.mesh import agreed, gather_over, is_first, place_in, reporting_dead_ranks
@@ -72,7 +77,10 @@ def save_checkpoint(
 
         def write_own() -> None:
             for part, tensors in parts.items():
-                names = write_blocks(target, f"{part}-{place_in(mesh):05d}", blocks_to_write(tensors, mesh))
+                blocks = blocks_to_write(tensors, mesh)
+                if part == Part.WEIGHTS:
+                    blocks = chain(blocks, _kept_blocks(model, mesh))
+                names = write_blocks(target, f"{part}-{place_in(mesh):05d}", blocks)
                 for name in names:
                     files[name] = WrittenFile.of(target / name)
                     sync(target / name)  # each its own: another machine has not what this one has not written yet
@@ -123,6 +131,7 @@ def load_checkpoint(folder: str | Path, model: PreTrainedModel, optimizer: Optim
         facts |= {"manifest": manifest.rendered(), "adapter": list(adapter.own)}
         problems: list[Problem] = []
         weights = stored_tensors(version, manifest.files_of(Part.WEIGHTS), problems)
+        kept = _stored_kept(weights, model, adapter)
         problems += _misfits(weights, adapter)
         if optimizer is not None:
             states = stored_tensors(version, manifest.files_of(Part.OPTIMIZER), problems)
@@ -136,6 +145,8 @@ def load_checkpoint(folder: str | Path, model: PreTrainedModel, optimizer: Optim
             weights[name].fill(Held(name, tensor, own).blocks)
         if optimizer is not None and manifest.optimizer is not None:
             restore(model, optimizer, manifest.optimizer, states)
+        keep(model, kept)
+        sharding.adapter = adapter.keeping(model)
     return manifest.progress
 
 
@@ -143,6 +154,32 @@ def _finish(stage: Path, model: PreTrainedModel, manifest: Manifest) -> None:
     model.config.save_pretrained(stage)
     manifest.files[CONFIG_NAME] = WrittenFile.of(stage / CONFIG_NAME)
     (stage / NAME).write_bytes(manifest.rendered())
+
+
+def _kept_blocks(model: PreTrainedModel, mesh: DeviceMesh) -> Iterator[tuple[str, Block]]:
+    """Of the tensors that the model keeps beside its own, each whole, those that this rank writes: in turns."""
+    for number, (name, kept) in enumerate(kept_by(model).items()):
+        if number % mesh.size() == place_in(mesh):
+            values = kept.read()
+            yield name, Block((0,) * values.ndim, values)
+
+
+def _stored_kept(
+    stored: dict[str, StoredTensor], model: PreTrainedModel, adapter: StateDictAdapter
+) -> dict[str, KeptTensor]:
+    """Take out of `stored` the tensors that a model only keeps: over the pages of the files."""
+    mtp = MTPNames(model)
+    found = {}
+    for name in [name for name in stored if name not in adapter.hub]:
+        is_mtp = mtp.may_be(name)
+        if not (is_mtp or name in kept_by(model) or keeps_unused(model).search(name)):
+            continue
+        tensor = stored.pop(name)
+        (block, *_) = tensor.blocks
+        found[name] = KeptTensor(
+            TensorSpec(block.shape, tensor.dtype), (block.handle.get_tensor(block.key),), is_mtp=is_mtp
+        )
+    return found
 
 
 def _misfits(stored: Mapping[str, StoredTensor], adapter: StateDictAdapter) -> list[Problem]:

@@ -18,6 +18,7 @@ from nrl_models.common.checkpoint.files import INDEX_NAME
 from nrl_models.common.checkpoint.writing import staged
 from nrl_models.common.modules import class_name
 from nrl_models.common.projections import own_storage
+from nrl_models.common.state_dict.kept_tensors import kept_by
 from nrl_models.common.state_dict.to_checkpoint import checkpoint_layout
 from nrl_models.common.state_dict.views import HFTensor
 from nrl_models.distributed.mesh import agree, agreed, gather_over, is_first, reporting_dead_ranks
@@ -57,10 +58,11 @@ def save_pretrained(
     adapter, mesh = sharding_of(model).adapter, sharding_of(model).mesh
     own = model.state_dict()
     table = checkpoint_layout(model, adapter, original_format=save_original_format)
-    unused = getattr(model, "_unused_tensors", {})  # the first rank's, which writes them
+    kept = kept_by(model)  # the first rank's, which writes them
     with reporting_dead_ranks(f"save into {folder}"):
-        (unused_on_meta, *_) = gather_over(mesh, {name: tensor.to("meta") for name, tensor in unused.items()})
-    split = split_into_files(on_meta(table, own) | unused_on_meta, max_shard_size)
+        (kept_specs, *_) = gather_over(mesh, {name: tensor.spec for name, tensor in kept.items()})
+    kept_on_meta = {name: torch.empty(spec.shape, dtype=spec.dtype, device="meta") for name, spec in kept_specs.items()}
+    split = split_into_files(on_meta(table, own) | kept_on_meta, max_shard_size)
 
     def write(stage: Path | None, attempt: Attempt) -> None:
         for file, names in split.filename_to_tensors.items():
@@ -70,7 +72,7 @@ def save_pretrained(
                 if stage is not None:  # each in a storage of its own; other ranks keep nothing
                     tensors[name] = tensor.to("cpu", copy=True)
             if stage is not None:
-                tensors |= {name: own_storage(unused[name]) for name in names if name not in table}
+                tensors |= {name: own_storage(kept[name].read()) for name in names if name not in table}
                 attempt(save_file, tensors, stage / file, metadata={"format": "pt"})
         if stage is not None:
             attempt(_write_configuration, model, own, stage)

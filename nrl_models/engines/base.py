@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from nrl_models.common.dtypes import dtype_name
 from nrl_models.common.random_states import random_states_kept
-from nrl_models.errors import EngineError
+from nrl_models.errors import EngineError, MixedWeightsError, one_line
 from nrl_models.logprobs.sampling import Sampling
 
 if TYPE_CHECKING:
@@ -37,12 +38,15 @@ class Sample:
         tokens: the sampled token ids.
         logprobs: of each sampled token, under the distribution it was sampled from.
         finish_reason: why it ended: `length`, `stop`, or what else the engine reports.
+        routed_experts: the experts chosen for each token but the last, `(tokens, layers, experts per token)`, for
+            `engine_routing`; None if the engine does not report them.
     """
 
     prompt: tuple[int, ...]
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
     finish_reason: str = "length"
+    routed_experts: torch.Tensor | None = field(default=None, compare=False, repr=False)
 
     @property
     def sequence(self) -> tuple[int, ...]:
@@ -90,6 +94,7 @@ class RefitReport:
         digests: the `tensor_digest` of each tensor as it arrived, by name.
         unwritten: the engine's parameters that nothing was written to.
         stale_buffers: the engine's persistent buffers that nothing was written to.
+        version: the number of the weights that the engine has now: how many refits it took since it started.
     """
 
     tensors: int
@@ -100,6 +105,7 @@ class RefitReport:
     digests: Mapping[str, str] = field(default_factory=dict)
     unwritten: tuple[str, ...] = ()
     stale_buffers: tuple[str, ...] = ()
+    version: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,22 +126,33 @@ class ModuleCall:
 _RANDOM = ("start", "_generate", "score", "_refit", "module_calls", "close")
 """Methods in which an engine may seed or draw random numbers."""
 
+_ANSWERS = ("_generate", "score", "module_calls")
+"""Methods that compute with the weights."""
+
 
 class Engine(AbstractContextManager["Engine"]):
     """Base of all engines. They are context managers: leaving closes them.
 
-    The methods in `_RANDOM` leave the caller's random states as they were.
+    The methods in `_RANDOM` leave the caller's random states as they were. Those in `_ANSWERS` raise a
+    `MixedWeightsError` while a refit is under way, and after one that left parts of two versions.
 
     Attributes:
         name: its name in reports.
         bucket_bytes: for refits whose caller gives none; None sends everything at once.
+        version: the number of the weights it has: 0 for those it started with, then that of the last refit.
     """
 
     name: str
     bucket_bytes: int | None = None
+    version: int = 0
+    _mixed: str = ""
+    """Why it answers nothing; empty if its weights are of one version."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        for name in _ANSWERS:
+            if (method := cls.__dict__.get(name)) is not None:
+                setattr(cls, name, _of_whole_weights(method))
         for name in _RANDOM:
             method = cls.__dict__.get(name)
             if isinstance(method, classmethod):
@@ -209,17 +226,26 @@ class Engine(AbstractContextManager["Engine"]):
         raise EngineError(f"{self.name} gives no log-probabilities of given tokens")
 
     def refit(
-        self, tensors: Iterable[NamedTensor], *, bucket_bytes: int | None = None, digests: bool = True
+        self,
+        tensors: Iterable[NamedTensor],
+        *,
+        bucket_bytes: int | None = None,
+        digests: bool = True,
+        partial: bool = False,
     ) -> RefitReport:
-        """Give the engine new weights.
+        """Give the engine new weights. Afterwards it has all of them, or the old ones, or it answers nothing.
 
         Args:
             tensors: by hub name, as `StateDictAdapter.iter_export` yields them.
             bucket_bytes: bytes sent at a time at most (a larger tensor goes alone); the engine's own by default.
             digests: whether to compute `RefitReport.digests`.
+            partial: whether parameters and persistent buffers that nothing is written to may keep what they have.
+                By default that is an error: the engine would compute with parts of two versions.
 
         Raises:
-            EngineError: the engine lacks the capability, or refuses a tensor.
+            MixedWeightsError: something was written, but not everything. The engine answers nothing until a refit
+                succeeds. Where what yields the tensors failed, its own error says so in a note.
+            EngineError: the engine lacks the capability, or refuses a tensor; it has the weights from before.
         """
         started = time.perf_counter()
         sizes: list[list[int]] = []
@@ -229,7 +255,23 @@ class Engine(AbstractContextManager["Engine"]):
                 sizes.append([tensor.nbytes for _, tensor in bucket])
                 yield bucket
 
-        found = self._refit(sent(), digests)
+        before, self._mixed = self._mixed, self._mixed_because("is under way")
+        try:
+            found = self._refit(sent(), digests)
+        except BaseException as error:  # also of the iterator that gives the tensors
+            self._mixed = before
+            if self._refit_changed():
+                self._mixed = self._mixed_because(f"failed ({one_line(error)})")
+                if isinstance(error, EngineError):
+                    raise MixedWeightsError(self._mixed) from error
+                error.add_note(self._mixed)
+            raise
+        left = [*found["unwritten"], *found["stale_buffers"]]
+        if left and not partial:
+            more = f", and {len(left) - 4} more" if len(left) > 4 else ""
+            self._mixed = self._mixed_because(f"left {len(left)} tensors unwritten: {', '.join(left[:4])}{more}")
+            raise MixedWeightsError(self._mixed)
+        self.version, self._mixed = self.version + 1, ""
         return RefitReport(
             tensors=sum(map(len, sizes)),
             nbytes=sum(map(sum, sizes)),
@@ -239,11 +281,23 @@ class Engine(AbstractContextManager["Engine"]):
             digests=found["digests"],
             unwritten=tuple(found["unwritten"]),
             stale_buffers=tuple(found["stale_buffers"]),
+            version=self.version,
+        )
+
+    def _mixed_because(self, reason: str) -> str:
+        return (
+            f"{self.name} has parts of version {self.version} of the weights and parts of version {self.version + 1}, "
+            f"whose refit {reason}. It answers nothing until a refit with all weights succeeds: refit it again, or "
+            "restart it if it has died"
         )
 
     def _refit(self, sent: Iterator[list[NamedTensor]], digests: bool) -> dict[str, Any]:
         """Implements `refit`: gives the report's `digests`, `unwritten` and `stale_buffers`."""
         raise EngineError(f"{self.name} takes no new weights")
+
+    def _refit_changed(self) -> bool:
+        """Whether the `_refit` that has just failed changed a weight, or may have."""
+        return False  # of an engine that takes none
 
     def module_calls(self, tokens: Tokens, *, decode_last: bool = False) -> dict[str, ModuleCall]:
         """Inputs and outputs of each module, by module name, for one sequence.
@@ -263,6 +317,18 @@ class Engine(AbstractContextManager["Engine"]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _of_whole_weights(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of an engine that raises where the engine has parts of two versions of the weights."""
+
+    @wraps(method)
+    def answer(self: Engine, *args: Any, **kwargs: Any) -> Any:
+        if self._mixed:
+            raise MixedWeightsError(self._mixed)
+        return method(self, *args, **kwargs)
+
+    return answer
 
 
 def model_limit(config: PreTrainedConfig) -> int | None:

@@ -20,6 +20,7 @@ from nrl_models.common.dtypes import dtype_name
 from nrl_models.common.projections import groups_of
 from nrl_models.common.recording import record_calls
 from nrl_models.common.state_dict.adapter import adapter_of
+from nrl_models.common.state_dict.mtp import MTPNames
 from nrl_models.engines.base import (
     LOGITS,
     Capabilities,
@@ -214,11 +215,17 @@ class HFEngine(Engine):
         adapter = adapter_of(self.model)
         own = {name: tensor.detach() for name, tensor in self.model.state_dict(keep_vars=True).items()}
         arrived: dict[str, str] = {}
+        mtp = MTPNames(self.model)
+        self._changed = False
         for name, tensor in chain.from_iterable(sent):
             target = adapter.hub.get(name)
+            if target is None and mtp.may_be(name):  # with which this engine does not draft
+                arrived[name] = tensor_digest(tensor) if digests else ""
+                continue
             if target is None or tuple(tensor.shape) != target.shape:
                 expected = f"of shape {target.shape}" if target else "not at all (the model has no such tensor)"
                 raise EngineError(f"{self.name} cannot take {name} of shape {tuple(tensor.shape)}: expected {expected}")
+            self._changed = True
             for parameter in target.parameters:
                 target.write_into(parameter, own[parameter], tensor)
             arrived[name] = tensor_digest(tensor) if digests else ""
@@ -233,6 +240,9 @@ class HFEngine(Engine):
             "unwritten": [name for name, parameter in missing.items() if parameter not in buffers],
             "stale_buffers": [name for name, parameter in missing.items() if parameter in buffers],
         }
+
+    def _refit_changed(self) -> bool:
+        return self._changed
 
     @torch.no_grad()
     def module_calls(self, tokens: Tokens, *, decode_last: bool = False) -> dict[str, ModuleCall]:

@@ -2,15 +2,18 @@
 
 The server has to answer `POST /v1/completions` with token ids as `prompt`, and give log-probabilities (`logprobs`) and
 the ids of sampled tokens (vLLM: `return_token_ids`, or `return_tokens_as_token_ids`); text does not determine tokens.
-To score given tokens it needs `prompt_logprobs` (vLLM) or `echo` (OpenAI's old interface).
+To score given tokens it needs `prompt_logprobs` (vLLM) or `echo` (OpenAI's old interface). To take new weights it has
+to be a vLLM on this machine, with `VLLM_SERVER_DEV_MODE=1` and `--weight-transfer-config '{"backend": "nrl_models"}'`.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -22,7 +25,18 @@ from anyio.from_thread import start_blocking_portal
 from nrl_models.common.checkpoint.files import resolve_folder
 from nrl_models.common.trust.servers import hidden, server_address, shown_argument
 from nrl_models.engines.answers import Checked
-from nrl_models.engines.base import Capabilities, Engine, Sample, Tokens, require_lengths, require_number
+from nrl_models.engines.base import (
+    Capabilities,
+    Engine,
+    NamedTensor,
+    Sample,
+    Tokens,
+    digested,
+    require_lengths,
+    require_number,
+)
+from nrl_models.engines.transfer.clients import ServerClient
+from nrl_models.engines.transfer.sender import BUCKET_BYTES, Sender
 from nrl_models.errors import EngineError
 from nrl_models.loading.read_config import read_config
 from nrl_models.logprobs.sampling import Sampling
@@ -60,12 +74,14 @@ class HTTPEngine(Engine):
         vocabulary: number of token ids, which a server does not report.
         max_length: tokens of a sequence at most; by default what the server reports.
         dtype: what it computes in, which a server does not report.
+        deltas: whether refits after the first send what changed alone; see `Sender`.
 
     Raises:
         EngineError: that is no address, no server answers there, or it serves no such model.
     """
 
     name = "http"
+    bucket_bytes = BUCKET_BYTES
 
     def __init__(
         self,
@@ -77,6 +93,7 @@ class HTTPEngine(Engine):
         vocabulary: int | None = None,
         max_length: int | None = None,
         dtype: torch.dtype | None = None,
+        deltas: bool = True,
     ) -> None:
         self.address = server_address(address)
         if api_key is not None and not (isinstance(api_key, str) and api_key.isascii() and api_key.isprintable()):
@@ -87,6 +104,9 @@ class HTTPEngine(Engine):
         self._headers |= {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self.timeout = float(timeout)
         self._checked = Checked(self.address, vocabulary, (api_key,) if api_key else ())
+        self._client = ServerClient(self._request, self._checked)
+        self._sender = Sender(self._client, deltas=deltas)
+        self._settled = True
         served = self._served()
         if model is None and len(served) == 1:
             model = next(iter(served))
@@ -117,17 +137,18 @@ class HTTPEngine(Engine):
         what it was.
         """
         vocabulary = getattr(read_config(resolve_folder(path)).get_text_config(), "vocab_size", None)
-        unknown = options.keys() - {"model", "api_key", "timeout"}
-        if unknown:
-            raise EngineError(f"a server does not take {', '.join(sorted(unknown))}: expected model, api_key, timeout")
+        known = ("model", "api_key", "timeout", "deltas")
+        if unknown := options.keys() - set(known):
+            raise EngineError(f"a server does not take {', '.join(sorted(unknown))}: expected {', '.join(known)}")
         require_number("max_length", max_length, int)
         require_number("timeout", options.get("timeout"), int, float)
         return cls(address, vocabulary=vocabulary, max_length=max_length, dtype=dtype, **options)
 
     def capabilities(self) -> Capabilities:
-        """Generation, and scores at temperature 1; nothing that needs access to the process."""
+        """Generation, scores at temperature 1, and new weights (if its server does); no access to the process."""
         return Capabilities(
             processed_scores=False,
+            refit=True,
             max_length=self.max_length,
             own_limit=self.max_length is not None,
             vocabulary=self.vocabulary,
@@ -195,6 +216,40 @@ class HTTPEngine(Engine):
                 )
             results.append([math.nan, *found[1 : len(tokens)]])
         return results
+
+    def _refit(self, sent: Iterator[list[NamedTensor]], digests: bool) -> dict[str, Any]:
+        """The server waits, paused, from before an update until it has all of it, and the version is the one sent."""
+        try:
+            there = self._client.weight_version()
+        except EngineError as error:
+            raise EngineError(
+                f"{error}. To take new weights, the server has to be a vLLM with VLLM_SERVER_DEV_MODE=1 and "
+                """--weight-transfer-config '{"backend": "nrl_models"}', with nrl_models installed"""
+            ) from error
+        if there != self._sender.last_version:
+            self._sender.forget()  # it was started again, or somebody else sent it weights
+        self._client.pause()
+        arrived: dict[str, str] = {}
+        tensors = chain.from_iterable(sent)
+        try:
+            self._sender.send(digested(tensors, arrived) if digests else tensors)
+        except BaseException:
+            if not self._refit_changed():
+                with suppress(EngineError):  # it has died
+                    self._client.resume()
+            raise
+        self._settled = False
+        now = self._client.weight_version()
+        if now != self._sender.last_version:
+            self._checked.wrong("the version after a refit", now, repr(self._sender.last_version))
+        self._client.resume()
+        self._settled = True
+        # The server compared what arrived with its digests, and refuses what leaves a parameter unwritten.
+        return {"digests": arrived, "unwritten": [], "stale_buffers": []}
+
+    def _refit_changed(self) -> bool:
+        # It has the new weights, and may go on with what it computed with the old ones, or be paused.
+        return self._sender.in_doubt or not self._settled
 
     # What the server answers
 

@@ -197,8 +197,15 @@ class VLLMEngine(Engine):
         for prompt, output in zip(prompts, outputs, strict=True):
             best = output.outputs[0]
             tokens = tuple(best.token_ids)
+            routed = getattr(best, "routed_experts", None)  # with `enable_return_routed_experts=True`
             samples.append(
-                Sample(tuple(prompt), tokens, _chosen(best.logprobs, tokens), str(best.finish_reason or "unfinished"))
+                Sample(
+                    tuple(prompt),
+                    tokens,
+                    _chosen(best.logprobs, tokens),
+                    str(best.finish_reason or "unfinished"),
+                    None if routed is None else torch.from_numpy(routed.astype("int64")),
+                )
             )
         return samples
 
@@ -222,24 +229,23 @@ class VLLMEngine(Engine):
 
     def _refit(self, sent: Iterator[list[NamedTensor]], digests: bool) -> dict[str, Any]:
         """In this process tensors are read in place; otherwise each bucket is sent as a message."""
+        self._changed = False
         try:
             self._call("nrl_refit_start")
             for bucket in sent:
-                try:
-                    self._call("nrl_refit_load", bucket if self._in_process else _message(bucket), digests)
-                except EngineError as error:
-                    raise EngineError(
-                        f"{error}, at a weight of a refit. Some layers have new weights now, others old ones: refit it "
-                        "again, with all of them, or restart it if it has died"
-                    ) from error
+                self._call("nrl_refit_load", bucket if self._in_process else _message(bucket), digests)
             found = self._call("nrl_refit_finish")
         except BaseException:  # also of the iterator that gives the tensors
+            self._changed = True
             with suppress(Exception):  # an engine that has died
-                self._call("nrl_refit_abandon")
+                self._changed = bool(self._call("nrl_refit_abandon"))
                 self.llm.reset_prefix_cache()
             raise
         self.llm.reset_prefix_cache()  # it was computed with the old weights
         return found
+
+    def _refit_changed(self) -> bool:
+        return self._changed
 
     def module_calls(self, tokens: Tokens, *, decode_last: bool = False) -> dict[str, ModuleCall]:
         """See `Engine.module_calls`. With `decode_last`, the last token must be the one greedy decoding takes."""

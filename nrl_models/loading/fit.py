@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,18 +16,25 @@ import torch
 import transformers
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key
 
 from nrl_models.common.checkpoint.files import CheckpointFiles
 from nrl_models.common.dtypes import kept_dtypes
 from nrl_models.common.garbage import no_collections
 from nrl_models.common.logs import get_logger
-from nrl_models.common.modules import class_name, is_base_model
+from nrl_models.common.modules import class_name, is_base_model, predicts_words
 from nrl_models.common.state_dict.adapter import StateDictAdapter
+from nrl_models.common.state_dict.kept_tensors import keeps_unused
 from nrl_models.common.state_dict.layer_patterns import ignore_indices
 from nrl_models.common.state_dict.matching import Match, is_wide_float, match
+from nrl_models.common.state_dict.mtp import MTP, MTPNames
 from nrl_models.common.state_dict.views import HFTensor
+from nrl_models.common.upstream import (
+    Renaming,
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    get_model_conversion_mapping,
+)
 from nrl_models.errors import CheckpointError, Problem, ProblemKind
 
 logger = get_logger(__name__)
@@ -43,8 +50,9 @@ class Fit:
         found: which keys fill which tensors.
         dtypes: the dtype to load each parameter in.
         skipped: keys that the model has no use for, where `strict=False` allows that, or of the head that a base
-            model does not have.
+            model does not have; MTP weights that are dropped.
         unused: keys that the model has no use for but writes into the next checkpoint.
+        mtp: of them those of multi-token prediction, which engines get, too.
     """
 
     adapter: StateDictAdapter
@@ -53,6 +61,7 @@ class Fit:
     dtypes: dict[str, torch.dtype]
     skipped: list[str]
     unused: list[str]
+    mtp: frozenset[str]
 
     def narrowed(self, files: CheckpointFiles) -> list[str]:
         """The keys that are stored with more precision than they are loaded in."""
@@ -74,7 +83,7 @@ class Fit:
 
     def warn(self, model: PreTrainedModel, files: CheckpointFiles) -> None:
         """Log one warning that lists what was missing and what was skipped (`strict=False`)."""
-        others = [key for key in self.skipped if key not in self.names.of_head]
+        others = [key for key in self.skipped if key not in self.names.of_head and key not in self.mtp]
         if others or self.found.missing:
             logger.warning(
                 f"{files.folder} does not hold all of {class_name(model)} (strict=False): initialised "
@@ -91,11 +100,12 @@ def fit_checkpoint(
     strict: bool = True,
     key_mapping: Mapping[str, str] | None = None,
     share: tuple[int, int] = (0, 1),
+    mtp: MTP = "keep",
 ) -> Fit:
     """Match a checkpoint to a model on meta. Only tied tensors that are stored twice are read, to compare them.
 
     Args:
-        model, files, dtype, strict, key_mapping: as in `load_weights`.
+        model, files, dtype, strict, key_mapping, mtp: as in `load_weights`.
         share: `(i, n)`: compare the i-th of n slices of tensors that are stored twice.
 
     Raises:
@@ -103,13 +113,20 @@ def fit_checkpoint(
     """
     adapter = StateDictAdapter(model)
     names = CheckpointNames(model, adapter, files.tensors, key_mapping)
-    ignorable = _patterns(model, "_keys_to_ignore_on_load_unexpected", _former_buffers(model))
-    optional = _patterns(model, "_keys_to_ignore_on_load_missing", ())
-    kept = _patterns(model, "keeps_unused", ())
+    mtp_names = MTPNames(model)
+    ignored = [key for key in model._keys_to_ignore_on_load_unexpected or () if not mtp_names.is_pattern(key)]
+    ignorable = _joined([*ignored, *_former_buffers(model)])
+    of_mtp = frozenset(mtp_names.among([key for key, tensor in names.found.items() if tensor is None]))
+    keeps_mtp = keeps(model, mtp)
+    optional = _joined(model._keys_to_ignore_on_load_missing or ())
+    kept = keeps_unused(model)
     skipped: list[str] = []
     unused: list[str] = []
 
     def why_unexpected(key: str) -> str | None:
+        if key in of_mtp:
+            (unused if keeps_mtp else skipped).append(key)
+            return None
         if ignorable.search(key):
             if kept.search(key):
                 unused.append(key)
@@ -132,12 +149,42 @@ def fit_checkpoint(
         why_unexpected=why_unexpected,
     )
     found.problems += _dtype_problems(adapter, found, files)
+    if strict and keeps_mtp:
+        found.problems += mtp_names.incomplete(of_mtp)
     if not found.problems:
         found.problems += _tie_problems(adapter, found, files, share)
     if found.problems:
         summary = f"{files.folder} does not fit {class_name(model)}"
         raise CheckpointError(summary, found.problems, _advice(model, found))
-    return Fit(adapter, names, found, _target_dtypes(model, adapter, dtype), skipped, unused)
+    note_mtp(model, files, of_mtp, mtp)
+    return Fit(adapter, names, found, _target_dtypes(model, adapter, dtype), skipped, unused, of_mtp)
+
+
+def keeps(model: PreTrainedModel, mtp: MTP) -> bool:
+    """Whether a model keeps weights of multi-token prediction: they predict words by its output embeddings."""
+    return mtp == "keep" and predicts_words(model)
+
+
+def note_mtp(model: PreTrainedModel, files: CheckpointFiles, found: Collection[str], mtp: MTP) -> None:
+    """Say once that MTP weights are dropped, or that the configuration announces some and there are none.
+
+    Args:
+        model, files, mtp: as in `fit_checkpoint`.
+        found: the MTP weights in the checkpoint.
+    """
+    names = MTPNames(model)
+    if found and not keeps(model, mtp):
+        size = sum(files.tensors[key].nbytes for key in found) / 1e9
+        why = "as mtp='drop' asks" if mtp == "drop" else f"as {class_name(model)} has no output embeddings"
+        logger.warning_once(
+            f"{files.folder}: {len(found)} tensors of multi-token prediction ({size:.2f} GB) are dropped, {why}: they "
+            "will not be in what is saved or exported."
+        )
+    elif not found and keeps(model, mtp) and names.known and names.announced:
+        logger.warning_once(
+            f"{files.folder} announces {names.announced} layers of multi-token prediction ({names.key}) and holds "
+            "none. None are made up: what is saved or exported has none, and engines cannot draft with them."
+        )
 
 
 class CheckpointNames:
@@ -167,9 +214,10 @@ class CheckpointNames:
         self._conversions: list[Any] = get_model_conversion_mapping(model, dict(key_mapping) if key_mapping else None)
         self._converters = [conversion for conversion in self._conversions if isinstance(conversion, WeightConverter)]
         self._prefix = f"{model.base_model_prefix}." if model.base_model_prefix else ""
-        renamed = _renamed(keys, self._conversions)
+        self._rename = Renaming()
+        renamed = _renamed(keys, self._conversions, self._rename)
         # A key and the hub's name for the same tensor become the same name when both are renamed.
-        names = renamed | _renamed(adapter.hub.keys() - renamed.keys(), get_model_conversion_mapping(model))
+        names = renamed | _renamed(adapter.hub.keys() - renamed.keys(), get_model_conversion_mapping(model), Renaming())
         hub = {names[name]: tensor for name, tensor in adapter.hub.items()}
         if len(hub) < len(adapter.hub):  # of several that become one name the last in transformers' order wins
             hub = {names[name]: adapter.hub[name] for name in sorted(adapter.hub, key=dot_natural_key)}
@@ -180,7 +228,7 @@ class CheckpointNames:
 
     def used_conversions(self) -> list[Any]:
         """The conversions that applied to some key: those that saving has to revert."""
-        return [conversion for conversion in self._conversions if conversion.was_used()]
+        return [conversion for conversion in self._conversions if self._rename.has_used(conversion)]
 
     def _resolve(self, key: str, renamed: str) -> HFTensor | None:
         for candidate in (renamed, key):
@@ -193,7 +241,7 @@ class CheckpointNames:
     def _mark_used(self, key: str) -> None:
         """Mark the converter that applies to `key` as used, as transformers does."""
         for converter in self._converters:
-            if converter.rename_source_key(key)[1] is not None:
+            if self._rename(converter, key)[1] is not None:
                 return
 
 
@@ -214,18 +262,18 @@ def _names_of_head(model: PreTrainedModel, keys: Iterable[str], key_mapping: Map
     with torch.device("meta"):
         head: PreTrainedModel = head_class._from_config(copy.deepcopy(model.config))
     own, inside = set(head.state_dict()), f"{head.base_model_prefix}."
-    renamed = _renamed(keys, get_model_conversion_mapping(head, dict(key_mapping) if key_mapping else None))
+    renamed = _renamed(keys, get_model_conversion_mapping(head, dict(key_mapping) if key_mapping else None), Renaming())
     return {key for key, name in renamed.items() if name in own and not name.startswith(inside)}
 
 
-def _renamed(keys: Iterable[str], conversions: Iterable[Any]) -> dict[str, str]:
+def _renamed(keys: Iterable[str], conversions: Iterable[Any], rename: Renaming) -> dict[str, str]:
     """The name that transformers' renamings give each key: in transformers' order, where that matters."""
     renamings = [conversion for conversion in conversions if isinstance(conversion, WeightRenaming)]
     names: dict[str, str] = {}
     for key in keys if ignore_indices(renamings) else sorted(keys, key=dot_natural_key):
         names[key] = key
         for renaming in renamings:
-            names[key], _ = renaming.rename_source_key(names[key])
+            names[key], _ = rename(renaming, names[key])
     return names
 
 
@@ -236,8 +284,7 @@ def _former_buffers(model: nn.Module) -> list[str]:
     return [pattern for end, pattern in patterns.items() if any(name.endswith(end) for name in names)]
 
 
-def _patterns(model: nn.Module, attribute: str, more: Iterable[str]) -> re.Pattern[str]:
-    patterns = [*(getattr(model, attribute, None) or ()), *more]
+def _joined(patterns: Iterable[str]) -> re.Pattern[str]:
     return re.compile("|".join(f"({pattern})" for pattern in patterns) or r"(?!)")
 
 

@@ -31,6 +31,10 @@ _NEVER = {
 }
 """What transformers does and is not done here, with what to do."""
 
+_FROM_AUTO = ("_from_auto", "_commit_hash", "adapter_kwargs")
+"""What transformers' auto classes add, for classes registered with them. Of an adapter's folder they pass on the model
+it was trained on, and the adapter in the last of these."""
+
 NAMES = (*ALIASES, *ALWAYS, "use_safetensors")
 """The keywords that are taken here."""
 
@@ -64,6 +68,10 @@ def by_own_names(keywords: Mapping[str, Any]) -> dict[str, Any]:
             "use_safetensors=False: asks for pickled weights, which can run code, and only safetensors are read. "
             "Leave it out; weights that are only there as a pickle are converted once by transformers"
         )
+    if adapter := (keywords.get("adapter_kwargs") or {}).get("_adapter_model_path"):
+        wrong.append(
+            f"adapter_kwargs: {adapter} is an adapter. Load what it was trained on, then model.load_adapter(folder)"
+        )
     for pattern in keywords.get("key_mapping") or ():
         try:
             re.compile(pattern)
@@ -71,7 +79,7 @@ def by_own_names(keywords: Mapping[str, Any]) -> dict[str, Any]:
             wrong.append(f"key_mapping: {pattern!r} is no regular expression ({error})")
     found: dict[str, Any] = {}
     for name, value in keywords.items():
-        if name in ALWAYS or name == "use_safetensors":
+        if name in ALWAYS or name in _FROM_AUTO or name == "use_safetensors":
             continue
         own = ALIASES.get(name, name)
         if own in found and found[own] != value:

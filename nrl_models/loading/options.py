@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig
 
 from nrl_models.common.backend import BackendConfig, Combine
 from nrl_models.common.dtypes import named_dtype
+from nrl_models.common.state_dict.mtp import CHOICES, MTP
 from nrl_models.distributed.mesh import check_mesh
 from nrl_models.errors import UnknownArgumentError
 from nrl_models.loading.keywords import NAMES, by_own_names
@@ -55,6 +56,10 @@ class LoadOptions:
             weights that it stands for.
         trust_remote_code: run the checkpoint's own code if neither transformers nor a registered family knows its
             `model_type`.
+        mtp: what becomes of the checkpoint's weights of multi-token prediction, with which the model does not compute:
+            "keep" leaves them in the files' pages, and saves and exports them with the model, bit for bit; "drop" does
+            not, with a note. Where the checkpoint has some of the layers that the configuration announces, it is
+            refused; where it has none, there is a note. Models without output embeddings leave them out with the head.
         ignore_config_keys: configuration keys, by name or path (`text_config.use_x`), that may have values that
             nothing reads or honours; see `nrl_models.common.config.validate.check_config`.
     """
@@ -82,6 +87,7 @@ class LoadOptions:
     gguf_file: str | None = None
     local_files_only: bool = False
     trust_remote_code: bool = False
+    mtp: MTP = "keep"
     ignore_config_keys: Collection[str] | str = ()
 
     @classmethod
@@ -98,6 +104,8 @@ class LoadOptions:
         named = by_own_names(keywords)
         rest = {name: value for name, value in named.items() if name not in OPTIONS}
         options = cls(**{name: value for name, value in named.items() if name in OPTIONS})
+        if options.mtp not in CHOICES:
+            raise UnknownArgumentError(f"mtp={options.mtp!r}: expected one of {', '.join(map(repr, CHOICES))}")
         options._check_destination()
         if options.device is None and options.device_map is None:
             around = device_around()

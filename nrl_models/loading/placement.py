@@ -10,13 +10,13 @@ from typing import Any, Literal
 import torch
 from accelerate.utils import check_device_map
 from transformers import PreTrainedModel
-from transformers.modeling_utils import (
-    _get_device_map,
+
+from nrl_models.common.upstream import (
     accelerate_dispatch,
     check_and_set_device_map,
+    computed_device_map,
     get_torch_context_manager_or_global_device,
 )
-
 from nrl_models.errors import DeviceError, UnknownArgumentError
 
 Device = int | str | torch.device
@@ -47,7 +47,7 @@ def dispatch(
         ValueError: a map that misses modules, or uses "disk" without `offload_folder`.
     """
     memory = None if max_memory is None else dict(max_memory)
-    found = _get_device_map(model, device_map, memory, None)  # type: ignore[arg-type]
+    found = computed_device_map(model, device_map, memory, None)
     places = set(found.values())
     if len(places) == 1 and places != {"disk"}:
         if places != {"cpu"}:  # where all that the map leaves out is, too

@@ -19,11 +19,11 @@ from nrl_models.common.checkpoint.generations import (
     identity_at,
     was_replaced,
 )
-from nrl_models.common.checkpoint.gguf_files import GGUFFiles
 from nrl_models.common.checkpoint.limits import limited_build
 from nrl_models.common.checkpoint.local_path import is_gguf
 from nrl_models.common.config.at_fault import blaming
 from nrl_models.common.config.validate import check_config
+from nrl_models.common.gguf.gguf_files import GGUFFiles
 from nrl_models.common.logs import get_logger
 from nrl_models.distributed.mesh import agreed
 from nrl_models.errors import CheckpointError, NRLModelsError, Problem, ProblemKind, UnknownArgumentError
@@ -185,6 +185,7 @@ def _loaded(model_class: type[PreTrainedModel], source: Source) -> tuple[PreTrai
                 model = build_skeleton(model_class, config, dtype, **built_with)
             generation = generation_config(model_class, folder)
         how: Any = {"dtype": dtype, "device": device, "strict": options.strict, "key_mapping": options.key_mapping}
+        how["mtp"] = options.mtp
         if options.mesh is None:
             fit = load_weights(model, files, **how)
         else:

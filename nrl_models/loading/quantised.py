@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from nrl_models.common.checkpoint.dequantised import METHODS, settings_of
+from nrl_models.common.checkpoint.dequantised import METHODS, DequantisedFiles, settings_of
+from nrl_models.common.checkpoint.files import CheckpointFiles
 from nrl_models.common.config.at_fault import blaming
 from nrl_models.common.projections import join
+from nrl_models.common.state_dict.kept_tensors import keep, kept_from
+from nrl_models.common.state_dict.mtp import MTPNames
+from nrl_models.common.switches import is_off
+from nrl_models.common.upstream import set_loaded_conversions
 from nrl_models.errors import CheckpointError, Problem, ProblemKind, one_line
+from nrl_models.loading.fit import keeps, note_mtp
 from nrl_models.loading.options import LoadOptions
 
 
@@ -41,6 +48,18 @@ def require_plain_gguf(file: Path, options: LoadOptions) -> None:
     raise CheckpointError(f"cannot load {file}", [Problem(ProblemKind.DTYPE, "quantization_config", detail)], [advice])
 
 
+def _files(model: PreTrainedModel, folder: Path, options: LoadOptions, stored_as: Any) -> CheckpointFiles:
+    """The checkpoint's files, for what transformers does not load: as the model is, quantised or not.
+
+    Args:
+        model, folder, options: what was loaded, from where, and how.
+        stored_as: the checkpoint's `quantization_config`, if it has one.
+    """
+    if getattr(model, "hf_quantizer", None) is None and settings_of(stored_as or {}).get("quant_method") in METHODS:
+        return DequantisedFiles(folder, stored_as, options.variant)
+    return CheckpointFiles(folder, options.variant)
+
+
 def load_quantised(
     model_class: type[PreTrainedModel],
     folder: Path,
@@ -69,6 +88,7 @@ def load_quantised(
         asked = ("device_map", "offload_folder", "max_memory", "offload_buffers")
         keywords |= {name: getattr(options, name) for name in asked}
     keywords |= {name: getattr(options, name) for name in ("key_mapping", "variant")}
+    stored_as = copy.deepcopy(getattr(config, "quantization_config", None))
     load = vars(PreTrainedModel)["from_pretrained"].__func__  # a family's class overrides it
     try:
         # Never a pickle, which transformers would take where there is nothing else.
@@ -83,16 +103,25 @@ def load_quantised(
         "unexpected_keys": ProblemKind.UNEXPECTED,
         "mismatched_keys": ProblemKind.SHAPE,
     }
+    files = _files(model, folder, options, stored_as)
+    names = MTPNames(model)
+    of_mtp = names.among(files.tensors)  # transformers reports them under other names, experts stacked
     problems = [
         Problem(kind, str(key), "reported by transformers, which loads quantised checkpoints")
         for name, kind in kinds.items()
         for key in sorted(info.get(name, ()), key=str)
+        if not (of_mtp and names.may_be(str(key)))
     ]
+    problems += names.incomplete(of_mtp) if keeps(model, options.mtp) else []
     if options.strict and problems:
         raise CheckpointError(
             f"{folder} does not fit {model_class.__name__}", problems, ["pass strict=False to load it anyway"]
         )
     if getattr(model, "hf_quantizer", None) is None:
-        model._weight_conversions = None  # dequantised: saving must not quantise it again
+        set_loaded_conversions(model, None)  # dequantised: saving must not quantise it again
     join(model)
+    note_mtp(model, files, of_mtp, options.mtp)
+    if keeps(model, options.mtp) and not is_off("mtp-weights"):
+        keep(model, kept_from(files, of_mtp, model.dtype, is_mtp=True))
+    files.close()
     return model.eval(), info

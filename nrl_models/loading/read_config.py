@@ -11,13 +11,13 @@ from huggingface_hub.errors import StrictDataclassFieldValidationError
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from nrl_models.common.checkpoint import gguf_tables
+from nrl_models.common.checkpoint.json_reading import read_object
 from nrl_models.common.checkpoint.limits import check_limits
 from nrl_models.common.checkpoint.local_path import CONFIG_NAME, GENERATION_NAME, is_gguf
 from nrl_models.common.config.at_fault import keys_at_fault
 from nrl_models.common.config.keys import is_value
 from nrl_models.common.config.types import with_declared_types
-from nrl_models.common.json_reading import read_object
+from nrl_models.common.gguf import gguf_tables
 from nrl_models.errors import (
     CheckpointError,
     Problem,

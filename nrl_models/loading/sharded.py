@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,7 +22,9 @@ from nrl_models.common.modules import install, move_buffers, share_copies
 from nrl_models.common.projections import Buffer, join, neighbouring_parameters
 from nrl_models.common.random_states import random_states_kept
 from nrl_models.common.state_dict.blocks import Block, through
+from nrl_models.common.state_dict.mtp import MTP
 from nrl_models.common.state_dict.views import Piece, apply_steps
+from nrl_models.common.upstream import mark_initialised, set_loaded_conversions
 from nrl_models.distributed.mesh import agreed, gather_over
 from nrl_models.distributed.parallel_plan import ParallelPlan, Plan, plan_for
 from nrl_models.distributed.parallelize import divide_data, divide_model
@@ -42,11 +44,12 @@ def load_sharded(
     device: torch.device,
     strict: bool = True,
     key_mapping: Mapping[str, str] | None = None,
+    mtp: MTP = "keep",
 ) -> Fit:
     """Shard a model on meta and fill each rank's shards of it.
 
     Args:
-        model, files, dtype, device, strict, key_mapping: as in `nrl_models.loading.weights.load_weights`.
+        model, files, dtype, device, strict, key_mapping, mtp: as in `nrl_models.loading.weights.load_weights`.
         mesh, plan: as in `nrl_models.distributed.parallelize`.
 
     Returns:
@@ -59,21 +62,23 @@ def load_sharded(
         chosen = plan_for(model, mesh, plan)
         sharding = divide_model(model, mesh, chosen)
         share = (mesh.get_coordinate() or [0])[-1], mesh.size(mesh.ndim - 1)
-        fit = fit_checkpoint(model, files, dtype=dtype, strict=strict, key_mapping=key_mapping, share=share)
-        cast(Any, model)._weight_conversions = fit.names.used_conversions()
+        how: Any = {"dtype": dtype, "strict": strict, "key_mapping": key_mapping, "mtp": mtp}
+        fit = fit_checkpoint(model, files, share=share, **how)
+        set_loaded_conversions(model, fit.names.used_conversions())
         _retype(model, fit)
+        keep_unused(model, fit, files, dtype)
         sharding.finish(model)
         divide_data(model, sharding)
         facts |= {
             "class": type(model).__name__,
             "config": model.config.to_json_string(),
             "dtype": dtype,
+            "mtp": mtp,
             "plan": chosen,
             "checkpoint": sorted((key, tensor.shape, tensor.dtype) for key, tensor in files.tensors.items()),
         }
     with agreed(mesh, "load the checkpoint"):
         _fill(model, fit, files, device)
-        keep_unused(model, fit, files)
     fit.warn(model, files)
     return fit
 
@@ -169,7 +174,7 @@ def _initialise_missing(model: PreTrainedModel, fit: Fit, device: torch.device) 
             attribute: None if parameter is None else nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype))
             for attribute, parameter in module._parameters.items()
         }
-        whole.__dict__["_is_hf_initialized"] = False
+        mark_initialised(whole, False)
         with random_states_kept(), torch.no_grad():
             torch.manual_seed(seed)
             model._init_weights(whole)

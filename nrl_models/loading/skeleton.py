@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from accelerate import init_empty_weights
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.initialization import no_init_weights
 
 from nrl_models.common.backend import BackendConfig, Combine, should_combine
 from nrl_models.common.checkpoint.files import CheckpointFiles
 from nrl_models.common.dtypes import named_dtype
 from nrl_models.common.state_dict.matching import is_wide_float
+from nrl_models.common.upstream import mark_initialised, no_init_weights
 from nrl_models.errors import UnknownArgumentError
 
 
@@ -31,22 +31,21 @@ def build_skeleton(
     with init_empty_weights(include_buffers=False), no_init_weights():
         model = model_class._from_config(config, dtype=dtype, **options)
     for parameter in model.parameters():
-        parameter._is_hf_initialized = True
-    _compute_buffers(model)
+        mark_initialised(parameter)
+    compute_buffers(model)
     model.tie_weights()
     return model
 
 
-def _compute_buffers(model: PreTrainedModel) -> None:
+def compute_buffers(model: PreTrainedModel) -> None:
     """Compute non-persistent buffers again in full precision, as transformers does when it loads.
 
     A table computed while bf16 was the default dtype carries bf16 rounding even if it is stored in fp32 (`inv_freq`
     and the like).
     """
-    module: Any
     for module in model.modules():
         derived = any(module._buffers.get(name) is not None for name in module._non_persistent_buffers_set)
-        module._is_hf_initialized = not derived  # tells transformers' initialisation to skip it
+        mark_initialised(module, not derived)
     model.initialize_weights()
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, cast
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -20,8 +20,11 @@ from transformers.utils import logging
 from nrl_models.common.checkpoint.files import CheckpointFiles, StoredTensor
 from nrl_models.common.modules import install, move_buffers, owner_of, share_copies
 from nrl_models.common.projections import Buffer, join, neighbouring_parameters
+from nrl_models.common.state_dict.kept_tensors import keep, kept_from
+from nrl_models.common.state_dict.mtp import MTP
 from nrl_models.common.state_dict.views import HFTensor
 from nrl_models.common.switches import is_off
+from nrl_models.common.upstream import mark_initialised, set_loaded_conversions
 from nrl_models.loading.fit import Fit, fit_checkpoint
 
 logger = logging.get_logger(__name__)
@@ -44,6 +47,7 @@ def load_weights(
     device: torch.device | None = None,
     strict: bool = True,
     key_mapping: Mapping[str, str] | None = None,
+    mtp: MTP = "keep",
 ) -> Fit:
     """Fill `model`, built with meta parameters and real buffers, from `files`.
 
@@ -56,6 +60,7 @@ def load_weights(
             transformers initialises them, unexpected ones are skipped, and one warning lists both.
             Incomplete tensors, duplicates and wrong shapes are always errors.
         key_mapping: renames the checkpoint's keys before anything else, see `LoadOptions`.
+        mtp: what becomes of weights of multi-token prediction, see `LoadOptions`.
 
     Returns:
         How the checkpoint fitted the model.
@@ -64,19 +69,28 @@ def load_weights(
         CheckpointError: everything that does not fit; the model is unchanged.
     """
     device = device or torch.device("cpu")
-    fit = fit_checkpoint(model, files, dtype=dtype, strict=strict, key_mapping=key_mapping)
+    fit = fit_checkpoint(model, files, dtype=dtype, strict=strict, key_mapping=key_mapping, mtp=mtp)
     _read(model, fit, files, device)
-    cast(Any, model)._weight_conversions = fit.names.used_conversions()
-    keep_unused(model, fit, files)
+    set_loaded_conversions(model, fit.names.used_conversions())
+    keep_unused(model, fit, files, dtype)
     _finish(model, fit, device)
     fit.warn(model, files)
     return fit
 
 
-def keep_unused(model: PreTrainedModel, fit: Fit, files: CheckpointFiles) -> None:
-    """Keep tensors that the model does not use but saves again, as views of the files' pages."""
-    if fit.unused and not is_off("shared-kv-unused-weights"):
-        cast(Any, model)._unused_tensors = {key: files.read(files.tensors[key]) for key in fit.unused}
+def keep_unused(model: PreTrainedModel, fit: Fit, files: CheckpointFiles, dtype: torch.dtype) -> None:
+    """Keep tensors that the model does not use but saves again, as views of the files' pages.
+
+    Args:
+        model, files, dtype: as in `load_weights`.
+        fit: says which.
+    """
+    mtp = [key for key in fit.unused if key in fit.mtp]
+    others = [key for key in fit.unused if key not in fit.mtp]
+    if not is_off("mtp-weights"):
+        keep(model, kept_from(files, mtp, dtype, is_mtp=True))
+    if not is_off("shared-kv-unused-weights"):
+        keep(model, kept_from(files, others, dtype))
 
 
 def _read(model: PreTrainedModel, fit: Fit, files: CheckpointFiles, device: torch.device) -> None:
@@ -178,10 +192,9 @@ def _finish(model: PreTrainedModel, fit: Fit, device: torch.device) -> None:
             placeholder = getattr(*owner_of(model, name))
             if placeholder.device.type == "meta":
                 install(model, name, torch.empty_like(placeholder, device=device))
-            getattr(*owner_of(model, name))._is_hf_initialized = False
-        module: Any
+            mark_initialised(getattr(*owner_of(model, name)), False)
         for module in model.modules():
-            module._is_hf_initialized = False
+            mark_initialised(module, False)
         model.initialize_weights()
     model.tie_weights()
     join(model)

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from nrl_models.common.forward.routing import own_routing
 from nrl_models.common.recording import forward_replaced
 from nrl_models.errors import HeadError, UnknownArgumentError
 
@@ -225,7 +226,8 @@ def _check(model: nn.Module, head: OutputHead, input_ids: torch.Tensor) -> None:
     was_training = model.training
     model.eval()
     try:
-        expected = _logits_of(model(input_ids=text, use_cache=False)).float()
+        with own_routing():
+            expected = _logits_of(model(input_ids=text, use_cache=False)).float()
     finally:
         model.train(was_training)
         handle.remove()

@@ -13,9 +13,10 @@ from transformers import PreTrainedConfig
 
 from nrl_models.auto import auto_class_for
 from nrl_models.common.checkpoint.files import resolve_folder
-from nrl_models.common.checkpoint.gguf_files import open_files
 from nrl_models.common.checkpoint.local_path import is_gguf
+from nrl_models.common.gguf.gguf_files import open_files
 from nrl_models.common.projections import groups_of
+from nrl_models.common.state_dict.mtp import MTPNames
 from nrl_models.family import FamilyModel
 from nrl_models.loading.read_config import read_config
 
@@ -54,6 +55,9 @@ class Inspection:
         stored_tensors: number of tensors in the files; None if there are none.
         stored_bytes: their size.
         dtypes: number of stored tensors by dtype, of a GGUF file by its own types.
+        mtp_announced: layers of multi-token prediction that the configuration announces.
+        mtp_tensors: number of stored tensors of multi-token prediction.
+        mtp_bytes: their size.
     """
 
     architecture: str
@@ -67,6 +71,9 @@ class Inspection:
     stored_tensors: int | None
     stored_bytes: int | None
     dtypes: dict[str, int]
+    mtp_announced: int
+    mtp_tensors: int
+    mtp_bytes: int
 
 
 def inspect(path: str | Path) -> Inspection:
@@ -83,6 +90,8 @@ def inspect(path: str | Path) -> Inspection:
     has_weights = is_gguf(folder) or any(folder.glob("*.safetensors")) or any(folder.glob("*.bin"))
     files = open_files(folder) if has_weights else None
     text = config.get_text_config()
+    names = MTPNames(model)
+    mtp = [files.tensors[key] for key in names.among(files.tensors)] if files else []
     return Inspection(
         architecture=type(model).__name__,
         family=type(model).__module__ if isinstance(model, FamilyModel) else None,
@@ -95,6 +104,9 @@ def inspect(path: str | Path) -> Inspection:
         stored_tensors=len(files.tensors) if files else None,
         stored_bytes=files.nbytes if files else None,
         dtypes=dict(Counter(files.stored_as(tensor) for tensor in files.tensors.values())) if files else {},
+        mtp_announced=names.announced if names.known else 0,
+        mtp_tensors=len(mtp),
+        mtp_bytes=sum(tensor.nbytes for tensor in mtp),
     )
 
 

@@ -10,8 +10,8 @@ import torch
 from transformers import PreTrainedModel
 
 from nrl_models.auto import auto_class_for
-from nrl_models.common.checkpoint.gguf_tables import upstream_source
 from nrl_models.common.forward.soft_cap import reference_attention
+from nrl_models.common.gguf.gguf_tables import upstream_source
 from nrl_models.common.modules import is_base_model
 from nrl_models.family import FamilyModel
 from nrl_models.inputs.model_inputs import inputs_for

@@ -99,6 +99,27 @@ LOADING = (
         asks="transformers loses them when it loads and saves",
     ),
     Quirk(
+        name="mtp-weights",
+        symptom="Published checkpoints hold layers of multi-token prediction; transformers drops them without a word, "
+        "and engines that draft with the saved checkpoint find none, or run on random ones.",
+        where=("load", "export"),
+        applies=predicates.has_mtp_weights,
+        handling="They stay with the model as pages of the file, frozen, and are saved and exported as they were; "
+        "mtp='drop' leaves them out, with a note.",
+        code=(
+            "nrl_models.common.state_dict.mtp:MTPNames",
+            "nrl_models.loading.weights:keep_unused",
+            "nrl_models.common.state_dict.adapter:StateDictAdapter.iter_export",
+        ),
+        probe="behavioural",
+        asks="transformers loses them when it loads and saves",
+        sources=(
+            "https://github.com/huggingface/transformers/issues/46129",
+            "https://github.com/vllm-project/vllm/issues/43456",
+            "https://github.com/NVIDIA-NeMo/Megatron-Bridge/issues/4819",
+        ),
+    ),
+    Quirk(
         name="frozen-parts",
         symptom="What a class freezes when it is built (computed positions, a router's correction, a patcher of bytes) "
         "trains once transformers has loaded it from a checkpoint.",
@@ -374,8 +395,8 @@ INFERENCE = (
         every_model=True,
         handling="Refits go through vLLM's layerwise reload, which keeps them, and are compared with the trainer "
         "after.",
-        code=("nrl_models.engines.vllm_worker:ConsistencyWorker", "nrl_models.consistency.refit:RefitChecker"),
-        off="write to the engine's parameters past ConsistencyWorker",
+        code=("nrl_models.engines.transfer.reload:WeightReload", "nrl_models.consistency.refit:RefitChecker"),
+        off="write to the engine's parameters past WeightReload",
         fixed="vllm>=0.32",
         kept_for="engines of an older version, reached over HTTP",
         probe="behavioural",
@@ -390,7 +411,7 @@ INFERENCE = (
         where=("engine",),
         applies=predicates.ties_embeddings,
         handling="Modules that share a parameter are prepared again once all weights are there.",
-        code=("nrl_models.engines.vllm_worker:ConsistencyWorker.nrl_refit_finish",),
+        code=("nrl_models.engines.transfer.reload:WeightReload.finish",),
         probe="behavioural",
         asks="a refit with the quirk switched off leaves vLLM's head as it was",
         explains=_stale("logits"),
@@ -402,7 +423,7 @@ INFERENCE = (
         where=("engine",),
         applies=predicates.has_experts,
         handling="The kernel is made again with each refit, which packs the experts.",
-        code=("nrl_models.engines.vllm_worker:ConsistencyWorker.nrl_refit_start",),
+        code=("nrl_models.engines.transfer.reload:WeightReload",),
         probe="behavioural",
         asks="a refit with the quirk switched off leaves vLLM's experts unpacked",
         explains=_stale("experts"),

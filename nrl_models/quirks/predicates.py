@@ -6,7 +6,9 @@ from collections.abc import Callable
 
 from nrl_models.common.forward.kv_sharing import SharedKeyValues
 from nrl_models.common.freezing import components_of
+from nrl_models.common.modules import predicts_words
 from nrl_models.common.state_dict.adapter import StateDictAdapter
+from nrl_models.common.state_dict.mtp import MTPNames
 from nrl_models.distributed.context_parallel import context_parallel_problems
 from nrl_models.family import FamilyModel
 from nrl_models.quirks.subject import Subject
@@ -29,6 +31,11 @@ def shares_keys_and_values(subject: Subject) -> bool:
     """Later layers attend to earlier ones' keys and values."""
     shares = getattr(subject.text, "num_kv_shared_layers", 0) or subject.any_size
     return isinstance(subject.model, SharedKeyValues) and bool(shares)
+
+
+def has_mtp_weights(subject: Subject) -> bool:
+    """Its checkpoints may have weights of multi-token prediction."""
+    return MTPNames(subject.model).known and predicts_words(subject.model)
 
 
 def ties_embeddings(subject: Subject) -> bool:

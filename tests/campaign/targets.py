@@ -28,8 +28,8 @@ from safetensors.torch import load_file, save_file
 from transformers import GenerationConfig, LlamaConfig, PreTrainedConfig, PreTrainedModel
 
 import nrl_models
-from nrl_models.common.checkpoint import gguf_tables
 from nrl_models.common.config.types import with_declared_types
+from nrl_models.common.gguf import gguf_tables
 from nrl_models.distributed.manifest import NAME as MANIFEST
 from nrl_models.distributed.manifest import Group, Manifest, OptimizerFacts, States, WrittenFile, read_manifest
 from nrl_models.distributed.manifest import _rendered as rendered_as_manifest

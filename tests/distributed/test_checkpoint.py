@@ -13,10 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import checkpoint, setting
-from safetensors.torch import load_file
+import torch
+from jobs import checkpoint, export_and_save, setting
+from safetensors.torch import load_file, save_file
+from test_export_and_save import files_in
 from test_loading import refused
 from world import World
+
+from nrl_models.testing.mtp_weights import mtp_tensors
 
 RESUMED: dict[str, list[dict[str, Any]]] = {
     "LlamaForCausalLM": [{"fsdp": 2}, {"fsdp": 2, "combine": False}, {"fsdp": 2, "tp": 2}, {"fsdp": 4}],
@@ -42,7 +46,8 @@ def test_training_goes_on_at_other_layouts(two: World, four: World, tmp_path: Pa
             ranks *= size if size is not False else 1
         world = four if ranks == 4 else two
         for resumed in world.run(partial(checkpoint.resume, **layout), str(folder), architecture):
-            assert resumed == pytest.approx(losses[2:], abs=1e-6), layout
+            # A rounding step of a loss near 7 is 5e-7, and processors differ by three; what is forgotten changes 1e-4.
+            assert resumed == pytest.approx(losses[2:], abs=5e-6), layout
 
 
 def test_the_optimiser_is_resumed_not_begun_anew(two: World, tmp_path: Path) -> None:
@@ -51,6 +56,26 @@ def test_the_optimiser_is_resumed_not_begun_anew(two: World, tmp_path: Path) -> 
     (forgotten, *_) = two.run(partial(checkpoint.resume_without_optimizer, fsdp=2), str(tmp_path / "step-2"))
     assert forgotten[0] == pytest.approx(losses[2], abs=1e-6)
     assert abs(forgotten[1] - losses[3]) > 1e-4
+
+
+def test_mtp_weights_are_loaded_saved_and_resumed_in_shards(two: World, tmp_path: Path) -> None:
+    """As one process loads and saves them, and each once in a checkpoint to resume from."""
+    published = tmp_path / "published"
+    model = setting.case_of("DeepseekV3ForCausalLM").reference(torch.bfloat16)
+    model.save_pretrained(published)
+    mtp = mtp_tensors(model)
+    save_file(load_file(published / "model.safetensors") | mtp, published / "model.safetensors", {"format": "pt"})
+    two.run(partial(checkpoint.keeps_mtp, fsdp=2), str(published), str(tmp_path / "step"))
+    found = [load_file(file) for file in (tmp_path / "step" / "version-1").glob("weights-*.safetensors")]
+    for name, tensor in mtp.items():
+        (stored,) = [block for file in found for key, block in file.items() if key.rpartition("@")[0] == name]
+        assert torch.equal(stored, tensor)
+    assert all(any(key.rpartition("@")[0] in mtp for key in file) for file in found), "one rank wrote them all"
+    two.run(partial(export_and_save.saves_as_one_process, tp=2), str(published), str(tmp_path))
+    for format_ in (True, False):
+        expected = files_in(tmp_path / f"whole-{format_}")
+        assert files_in(tmp_path / f"loaded-{format_}") == files_in(tmp_path / f"sharded-{format_}") == expected
+    assert all(name in expected["model.safetensors.index.json"].decode() for name in mtp)
 
 
 def test_names_on_disk_are_hugging_faces(two: World, tmp_path: Path) -> None:

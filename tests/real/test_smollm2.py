@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from nrl_models import AutoModelForCausalLM
 from nrl_models.cli import app
-from nrl_models.common.checkpoint.gguf_tables import upstream_source
+from nrl_models.common.gguf.gguf_tables import upstream_source
 from nrl_models.common.projections import report
 from tests.unit.checkpoints import assert_same, stored
 

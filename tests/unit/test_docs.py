@@ -15,6 +15,7 @@ from checkpoints import stored
 from transformers import PreTrainedModel
 from typer.testing import CliRunner
 
+import nrl_models
 from nrl_models import AutoModelForCausalLM, registry
 from nrl_models.cli import app
 from nrl_models.devtools.mutants import CATALOGUE
@@ -132,10 +133,23 @@ def test_the_guides_code_for_a_refit(llama_checkpoint: Path, llama: PreTrainedMo
     own = {name: torch.ones_like(parameter) for name, parameter in model.named_parameters()}
     weight = model.model.layers[0].self_attn.q_proj.weight
     exec(
-        block_with("docs/loading.md", "iter_export"),
+        block_with("docs/refit.md", "engine.update"),
         {"model": model, "engine": engine, "gradients": own, "weight": weight},
     )
     assert weights.keys() == llama.state_dict().keys()
+
+
+def test_the_guides_code_for_adapters_in_engines(llama_checkpoint: Path, llama: PreTrainedModel) -> None:
+    peft = pytest.importorskip("peft")
+    adapted = peft.get_peft_model(
+        AutoModelForCausalLM.from_pretrained(llama_checkpoint),
+        peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False),
+    )
+    weights: dict[str, torch.Tensor] = {}
+    names = {"nrl_models": nrl_models, "peft_model": adapted, "engine": SimpleNamespace(refit=weights.update)}
+    exec(block_with("docs/loading.md", "export_adapter"), names)
+    changed = {name for name, tensor in llama.state_dict().items() if not torch.equal(weights[name], tensor)}
+    assert changed == {name for name in weights if name.endswith("q_proj.weight")}
 
 
 def test_the_guides_code_for_freezing() -> None:

@@ -1,4 +1,4 @@
-"""The parts of the examples that need no engine: the task, its reward, the advantages and the loss, the table."""
+"""The parts of the examples that need no engine: the task, its reward, the table."""
 
 from __future__ import annotations
 
@@ -7,15 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
-
-from nrl_models.engines.base import Sample
 
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "examples"))
 
 import arithmetic  # noqa: E402
-import grpo  # noqa: E402
 import runs  # noqa: E402
 
 
@@ -43,27 +39,6 @@ def test_no_held_out_sum_is_trained_on_either_way_round() -> None:
 )
 def test_reward(reply: str, ended: bool, worth: float) -> None:
     assert arithmetic.reward(arithmetic.Question(17, 25), reply, ended) == pytest.approx(worth)
-
-
-def test_advantages_are_relative_to_the_group() -> None:
-    rewards = torch.tensor([[1.0, 0.0, 0.0, 0.0], [0.2, 0.2, 0.2, 0.2]])
-    advantages = grpo.advantages_of(rewards)
-    torch.testing.assert_close(advantages, torch.tensor([[0.75, -0.25, -0.25, -0.25], [0.0, 0.0, 0.0, 0.0]]))
-
-
-def test_only_what_was_sampled_is_learnt_from() -> None:
-    samples = [Sample((5, 6), (7, 2), (-0.5, -0.25), "stop"), Sample((5, 6, 7), (8, 9, 2), (-1.0, -2.0, -3.0), "stop")]
-    batch = grpo.Batch.of(samples)
-    assert batch.tokens.tolist() == [[5, 6, 7, 2, 0, 0], [5, 6, 7, 8, 9, 2]]
-    assert batch.there.sum(1).tolist() == [4, 6]
-    assert batch.sampled.int().tolist() == [[0, 0, 1, 1, 0, 0], [0, 0, 0, 1, 1, 1]]
-    assert batch.logprobs[batch.sampled].tolist() == [-0.5, -0.25, -1.0, -2.0, -3.0]
-
-    logprobs = torch.randn(2, 6, requires_grad=True)
-    loss = grpo.policy_loss(logprobs, torch.tensor([1.0, -0.5]), batch.sampled, divisor=10)
-    loss.backward()
-    weights = torch.tensor([1.0, -0.5])[:, None] * batch.sampled
-    torch.testing.assert_close(logprobs.grad, -weights / 10)  # a step raises what was better than its group
 
 
 def test_the_gain_is_paired_and_questions_alike_are_drawn_together() -> None:

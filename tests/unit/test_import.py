@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import importlib.util
 import json
 import pkgutil
 import re
@@ -109,10 +110,21 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
         nrl_models.AutoModelForNothing  # noqa: B018
 
 
+NEED_VLLM = {"nrl_models.engines.transfer.vllm_engines"}
+"""Modules of classes that are derived from vLLM's."""
+
+NEED_VERL = {"nrl_models.adapters.verl"}
+"""verl imports it by name, for what importing it does."""
+
+
 def test_every_module_imports_and_has_what_it_says() -> None:
     unmet = {
         registry.MODEL_ARCH_MAPPING[name][0] for name in registry.architectures() if registry.unmet_requirement(name)
     }
+    if importlib.util.find_spec("vllm") is None:
+        unmet |= NEED_VLLM
+    if importlib.util.find_spec("verl") is None:
+        unmet |= NEED_VERL
     names = [package.name for package in pkgutil.walk_packages([str(ROOT)], "nrl_models.")]
     assert len(names) > 50
     for name in names:
@@ -126,7 +138,8 @@ def test_every_module_imports_and_has_what_it_says() -> None:
 def test_entry_points_and_the_version_are_those_of_the_package() -> None:
     project = PYPROJECT["project"]
     assert project["version"] == nrl_models.__version__
-    for where in (*project["scripts"].values(), *project["entry-points"]["pytest11"].values()):
+    registered = [where for group in project["entry-points"].values() for where in group.values()]
+    for where in (*project["scripts"].values(), *registered):
         module, _, attribute = where.partition(":")
         found = importlib.import_module(module)
         assert callable(getattr(found, attribute)) if attribute else found
@@ -138,7 +151,7 @@ LAYERS = (
     {"__main__"},
     {"cli"},
     {"devtools"},
-    {"onboarding", "diagnostics", "consistency"},
+    {"onboarding", "diagnostics", "consistency", "recipes", "adapters"},
     {"engines"},
     {"quirks"},
     {"testing"},
@@ -149,13 +162,13 @@ LAYERS = (
     {"family"},
     {"loading"},
     {"distributed"},
-    {"inputs", "logprobs"},
+    {"inputs", "logprobs", "losses"},
     {"common"},
     {"errors"},
 )
 """The rooms from top to bottom, as CONTRIBUTING.md has them: a room imports its own files and rooms further down."""
 
-INSIDE_COMMON = ("config", "forward", "state_dict", "projections", "trust", "checkpoint")
+INSIDE_COMMON = ("config", "forward", "state_dict", "projections", "trust", "gguf", "checkpoint")
 """The rooms inside `common` in the same order; the files beside them are below all of these."""
 
 LARGEST_ROOM = 14
@@ -274,6 +287,31 @@ def test_no_room_is_too_large() -> None:
     rooms = {path.parent for path in ROOT.rglob("*.py")}
     large = {str(path): count for path in rooms if (count := len(list(path.glob("*.py")))) > LARGEST_ROOM}
     assert not large
+
+
+PRIVATE_MODULES = {
+    "transformers.conversion_mapping", "transformers.core_model_loading", "transformers.initialization",
+    "transformers.modeling_gguf_pytorch_utils",
+}  # fmt: skip
+PRIVATE_ATTRIBUTES = {"_get_dtype_plan", "_is_hf_initialized", "_weight_conversions", "_original_source_patterns"}
+
+
+def test_private_hooks_of_transformers_are_in_one_module() -> None:
+    """So that a new version of transformers is one file's work. What model classes declare is not private."""
+    found = []
+    for file, text in sources():
+        if file == "common/upstream.py":
+            continue
+        for node in ast.walk(ast.parse(text)):
+            module = getattr(node, "module", None) or ""
+            if isinstance(node, ast.ImportFrom) and module.partition(".")[0] == "transformers":
+                private = [alias.name for alias in node.names if alias.name.startswith("_")]
+                found += [f"{file}: {module}"] if module in PRIVATE_MODULES or private else []
+            if isinstance(node, ast.Attribute) and node.attr in PRIVATE_ATTRIBUTES:
+                found.append(f"{file}: {node.attr}")
+            if isinstance(node, ast.Constant) and node.value in PRIVATE_ATTRIBUTES:
+                found.append(f"{file}: {node.value}")
+    assert not found
 
 
 SHARED_BY_FAMILIES = ("facts", "limits", "published", "table")

@@ -7,8 +7,9 @@ matching, stacking of experts and sharding need not know of it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -87,11 +88,18 @@ class DequantisedFiles(CheckpointFiles):
 
     def read(self, tensor: StoredTensor) -> torch.Tensor:
         """The tensor's values, dequantised if it is quantised: computed again at each call."""
+        if tensor.key not in self._quantised:
+            return super().read(tensor)
+        stored, compute = self.stored_parts(tensor)
+        return stored[0] if compute is None else compute(*stored)
+
+    def stored_parts(self, tensor: StoredTensor) -> tuple[tuple[torch.Tensor, ...], Callable[..., torch.Tensor] | None]:
+        """Values and scales of a quantised tensor, and what dequantises them; see `CheckpointFiles.stored_parts`."""
         quantised = self._quantised.get(tensor.key)
         if quantised is None:
-            return super().read(tensor)
-        values, scales = super().read(quantised.values), super().read(quantised.scales)
-        return from_mxfp4(values, scales) if quantised.block == () else from_fp8(values, scales, quantised.block)
+            return super().stored_parts(tensor)
+        stored = super().read(quantised.values), super().read(quantised.scales)
+        return stored, from_mxfp4 if quantised.block == () else partial(from_fp8, block=quantised.block)
 
     def read_joined(self, tensors: Sequence[StoredTensor], shape: tuple[int, ...]) -> torch.Tensor | None:
         """As `CheckpointFiles.read_joined`; None where something is quantised."""

@@ -10,7 +10,7 @@ import stat
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path, PurePosixPath
@@ -20,9 +20,9 @@ import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from safetensors import SafetensorError, safe_open
-from transformers.modeling_utils import _add_variant, str_to_torch_dtype
 
 from nrl_models.common.checkpoint.generations import PUBLISHED, Identity, Watch, current, identity, was_replaced
+from nrl_models.common.checkpoint.json_reading import MOST_BYTES, parse_object
 from nrl_models.common.checkpoint.local_path import (
     ADAPTER_CONFIG_NAME,
     CONFIG_NAME,
@@ -34,7 +34,7 @@ from nrl_models.common.checkpoint.local_path import (
 )
 from nrl_models.common.checkpoint.page_maps import Run, joined, map_file, map_runs
 from nrl_models.common.garbage import no_collections
-from nrl_models.common.json_reading import MOST_BYTES, parse_object
+from nrl_models.common.upstream import str_to_torch_dtype, with_variant
 from nrl_models.errors import CheckpointError, Problem, ProblemKind
 
 DTYPES: dict[str, torch.dtype] = str_to_torch_dtype | {"F8_E8M0": torch.float8_e8m0fnu}
@@ -105,7 +105,7 @@ class CheckpointFiles:
         self._handles: dict[str, BinaryIO] = {}
         self._opening = threading.Lock()
         self._at_exit = weakref.finalize(self, _close, self._handles)
-        self.weights_name, self.index_name = (_add_variant(name, variant) for name in (WEIGHTS_NAME, INDEX_NAME))
+        self.weights_name, self.index_name = (with_variant(name, variant) for name in (WEIGHTS_NAME, INDEX_NAME))
         self.tensors: dict[str, StoredTensor] = {}
         problems: list[Problem] = []
         files = self._files(problems)
@@ -140,6 +140,10 @@ class CheckpointFiles:
         pages, first = self._maps[tensor.file]
         flat = torch.frombuffer(pages, dtype=tensor.dtype, count=tensor.numel, offset=first + tensor.start)
         return flat.view(tensor.shape)
+
+    def stored_parts(self, tensor: StoredTensor) -> tuple[tuple[torch.Tensor, ...], Callable[..., torch.Tensor] | None]:
+        """What `read` makes the values of, which stays when the files are closed, and how; None where that is they."""
+        return (self.read(tensor),), None
 
     def read_joined(self, tensors: Sequence[StoredTensor], shape: tuple[int, ...]) -> torch.Tensor | None:
         """One tensor of `shape` whose elements are those of `tensors` in turn, over the files' pages.

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from nrl_models.common.checkpoint.json_reading import read_object
 from nrl_models.common.checkpoint.local_path import CONFIG_NAME, GENERATION_NAME
-from nrl_models.common.json_reading import read_object
 from nrl_models.errors import CheckpointError, Problem, ProblemKind
 
 PUBLISHED = ".nrl-published"

@@ -143,7 +143,9 @@ def _make_whole(stage: Path, target: Path) -> dict[str, Any]:
     Returns:
         The record.
     """
-    files = sorted(str(path.relative_to(stage)) for path in stage.rglob("*") if not path.is_dir())
+    files = sorted(
+        os.path.relpath(os.path.join(folder, name), stage) for folder, _, names in os.walk(stage) for name in names
+    )
     if blocked := [name for name in files if (target / name).is_dir()]:
         raise SaveError(f"cannot save into {target}: {', '.join(blocked)} is a directory there, expected a file")
     there = os.listdir(target)

@@ -7,11 +7,12 @@ state: the same adapter serves weights, gradients and optimiser states.
 
 from __future__ import annotations
 
+import copy
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import reduce
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakKeyDictionary
 
 import torch
@@ -21,10 +22,17 @@ from transformers import PreTrainedModel
 from nrl_models.common.garbage import no_collections
 from nrl_models.common.state_dict import layouts
 from nrl_models.common.state_dict.buckets import buckets
+from nrl_models.common.state_dict.kept_tensors import KeptTensor, kept_by
 from nrl_models.common.state_dict.layouts import TensorSpec
 from nrl_models.common.state_dict.matching import match
+from nrl_models.common.state_dict.sharded_views import check_reads, check_writes
+from nrl_models.common.state_dict.trainer_options import check_mesh, check_options
 from nrl_models.common.state_dict.views import HFTensor, Piece, place_of
+from nrl_models.common.upstream import loaded_conversions
 from nrl_models.errors import Problem, ProblemKind, StateDictError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 Layout = Literal["hub", "transformers"]
 """`hub`: the names and shapes of published checkpoints, what engines read and `save_pretrained`
@@ -35,6 +43,9 @@ stacked). They differ only where transformers converts on loading."""
 class StateDictAdapter:
     """Translates between a model's own tensors and Hugging Face's names and shapes.
 
+    `to_hf`, `from_hf` and `convert_single_tensor_to_hf` take what NeMo Automodel and NeMo RL pass to theirs
+    (`nrl_models.common.state_dict.trainer_options`).
+
     Args:
         model: the model the table is made from; real or on meta. Only names,
             shapes, dtypes and the conversions of its checkpoint are read, and no reference is kept.
@@ -44,6 +55,7 @@ class StateDictAdapter:
         hub: the hub's tensors, by name, in the order transformers saves them.
         transformers: transformers' in-memory tensors, by name, in the order of its `state_dict()`.
         tied: for each own tensor that is tied to another, the name of the one that is saved.
+        kept: weights of multi-token prediction that the model keeps beside its own, by the names that engines read.
     """
 
     @no_collections()
@@ -57,6 +69,7 @@ class StateDictAdapter:
         self.hub: dict[str, HFTensor] = layouts.convert_layout(
             model, self.transformers, self.own, layouts.hub_conversions(model)
         )
+        self.kept: dict[str, TensorSpec] = _kept_specs(model)
         self._in_hub = _by_parameter(self.hub)
         self._in_transformers = _by_parameter(self.transformers)
 
@@ -92,22 +105,38 @@ class StateDictAdapter:
         there = {tensor.pieces for tensor in given}  # names of one region differ between layouts
         return [tensor.name for tensor in self.tensors_in(name, layout) if tensor.pieces not in there]
 
+    def keeping(self, model: nn.Module) -> StateDictAdapter:
+        """The same adapter with what `model` keeps now."""
+        adapter = copy.copy(self)
+        adapter.kept = _kept_specs(model)
+        return adapter
+
     # Whole state dicts
 
-    def from_hf(self, state_dict: Mapping[str, torch.Tensor], *, strict: bool = True) -> dict[str, torch.Tensor]:
+    def from_hf(
+        self,
+        state_dict: Mapping[str, torch.Tensor],
+        device_mesh: DeviceMesh | None = None,
+        *,
+        strict: bool = True,
+    ) -> dict[str, torch.Tensor]:
         """The model's own tensors from Hugging Face ones, in either layout.
 
         Tensors that are a whole parameter are passed on, not copied.
 
         Args:
             state_dict: tensors by Hugging Face name: weights, or anything of their shapes.
+            device_mesh: over which experts are divided. A mesh whose `ep` dimension (or, where none has that name, all
+                of it) is a single rank takes nothing away; tensors here are whole, so a larger one is an error.
             strict: whether every tensor of the model must be given. Otherwise parameters of which
                 nothing is given are left out; a parameter given in part is still an error.
 
         Raises:
             StateDictError: keys that are missing, unexpected, given in two layouts at once or in
                 part, shapes or dtypes that do not fit; all of them at once.
+            ShardingError: `device_mesh` divides experts, or sharded tensors would have to be joined.
         """
+        check_mesh(device_mesh)
         found = match(
             {key: TensorSpec(tuple(tensor.shape), tensor.dtype) for key, tensor in state_dict.items()},
             self.table_for(state_dict).get,
@@ -128,8 +157,10 @@ class StateDictAdapter:
         self,
         state_dict: Mapping[str, torch.Tensor],
         exclude_key_regex: str | None = None,
+        quantization: bool = False,
         *,
         layout: Layout = "hub",
+        **options: Any,
     ) -> dict[str, torch.Tensor]:
         """Hugging Face tensors from the model's own: views of them wherever the layout allows.
 
@@ -137,17 +168,22 @@ class StateDictAdapter:
 
         Args:
             state_dict: the model's own tensors by name, all or some.
-            exclude_key_regex: Hugging Face names that match (`re.search`) are left out.
+            exclude_key_regex: Hugging Face names that match from their beginning (`re.match`) are left out, and given
+                names that match and are not the model's.
+            quantization: False. True, which asks for tensors of a quantised checkpoint, is an error.
             layout: whose names and shapes to give.
+            options: keywords of trainers that change nothing here, see `trainer_options`.
 
         Raises:
             StateDictError: names that are not the model's, or shapes that are not the parameter's.
+            ShardingError: the parameter is sharded so that a rank does not have the Hugging Face tensor.
+            UnknownArgumentError: `quantization=True`, or a keyword that is not known.
         """
-        self.check_own(state_dict)
+        check_options(quantization, options)
         excluded = re.compile(exclude_key_regex or r"(?!)")
-        return read_all(
-            {name: tensor for name, tensor in self.layout(layout).items() if not excluded.search(name)}, state_dict
-        )
+        own = {name: tensor for name, tensor in state_dict.items() if name in self.own or not excluded.match(name)}
+        self.check_own(own)
+        return read_all({name: tensor for name, tensor in self.layout(layout).items() if not excluded.match(name)}, own)
 
     def check_own(self, state_dict: Mapping[str, torch.Tensor]) -> None:
         """Check that tensors are the model's own, all or some.
@@ -161,27 +197,78 @@ class StateDictAdapter:
             raise StateDictError("state dict is not this model's", problems)
 
     def convert_single_tensor_to_hf(
-        self, name: str, tensor: torch.Tensor, *, layout: Layout = "hub"
+        self,
+        fqn: str,
+        tensor: torch.Tensor,
+        exclude_key_regex: str | None = None,
+        quantization: bool = False,
+        *,
+        layout: Layout = "hub",
+        **options: Any,
     ) -> list[tuple[str, torch.Tensor]]:
         """Hugging Face names and tensors inside one of the model's own: views of `tensor`.
 
         Args:
-            name: the model's own name.
+            fqn: the model's own name.
             tensor: of that tensor's shape.
+            exclude_key_regex: as in `to_hf`.
+            quantization: as in `to_hf`.
+            layout: whose names and shapes to give.
+            options: as in `to_hf`.
 
         Raises:
             StateDictError: an unknown name or another shape.
+            ShardingError: as in `to_hf`.
+            UnknownArgumentError: as in `to_hf`.
             ValueError: the Hugging Face tensor also needs another parameter (a hub tensor that packs
-                separate parameters of this model); convert them together with `to_hf`.
+                separate parameters of this model); convert them together with `to_hf` or `iter_to_hf`.
         """
-        self.check_own({name: tensor})
-        inside = self.tensors_in(name, layout)
+        check_options(quantization, options)
+        excluded = re.compile(exclude_key_regex or r"(?!)")
+        if fqn not in self.own and excluded.match(fqn):
+            return []
+        self.check_own({fqn: tensor})
+        inside = [hf_tensor for hf_tensor in self.tensors_in(fqn, layout) if not excluded.match(hf_tensor.name)]
         for hf_tensor in inside:
             if len(hf_tensor.parameters) > 1:
-                raise ValueError(
-                    f"{hf_tensor.name} is made of {', '.join(hf_tensor.parameters)}: convert them together with to_hf"
-                )
-        return [(hf_tensor.name, hf_tensor.read({name: tensor})) for hf_tensor in inside]
+                together = ", ".join(hf_tensor.parameters)
+                raise ValueError(f"{hf_tensor.name} is made of {together}: convert them together with to_hf")
+        check_reads(inside, {fqn: tensor})
+        return [(hf_tensor.name, hf_tensor.read({fqn: tensor})) for hf_tensor in inside]
+
+    def iter_to_hf(
+        self, tensors: Iterable[tuple[str, torch.Tensor]], *, layout: Layout = "hub"
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Hugging Face tensors from a stream of the model's own, each as soon as all it is made of has come.
+
+        For trainers that gather one parameter after another: only what a Hugging Face tensor still waits for is kept.
+
+        Args:
+            tensors: names and tensors of the model's own, in any order, each at most once.
+            layout: whose names and shapes to give.
+
+        Raises:
+            StateDictError: an unknown name, another shape, or, at the end, parts that have not come.
+        """
+        waiting: dict[str, dict[str, torch.Tensor]] = {}
+        for name, tensor in tensors:
+            self.check_own({name: tensor})
+            for hf_tensor in self.tensors_in(name, layout):
+                parts = waiting.setdefault(hf_tensor.name, {})
+                parts[name] = tensor
+                if len(parts) == len(hf_tensor.parameters):
+                    check_reads([hf_tensor], parts)
+                    yield hf_tensor.name, hf_tensor.read(waiting.pop(hf_tensor.name))
+        problems = [
+            Problem(
+                ProblemKind.PARTIAL,
+                name,
+                f"is made of {', '.join(self.layout(layout)[name].parameters)}, of which only {', '.join(parts)} came",
+            )
+            for name, parts in waiting.items()
+        ]
+        if problems:
+            raise StateDictError("a Hugging Face tensor lacks parts", problems)
 
     # A live model
 
@@ -199,12 +286,16 @@ class StateDictAdapter:
     def export_plan(self, *, layout: Layout = "hub") -> list[tuple[str, tuple[int, ...], torch.dtype]]:
         """Name, shape and dtype of every tensor `iter_export` yields, in its order."""
         exported = self._exported(layout)
-        return [(name, tensor.shape, self.own[tensor.parameters[0]].dtype) for name, tensor in exported.items()]
+        plan = [(name, tensor.shape, self.own[tensor.parameters[0]].dtype) for name, tensor in exported.items()]
+        return plan + [(name, spec.shape, spec.dtype) for name, spec in self._kept_in(layout).items()]
 
     def iter_export(
         self, model: nn.Module, max_bytes: int | None = None, *, layout: Layout = "hub"
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every Hugging Face tensor of `model`, persistent buffers included, in `export_plan`'s order.
+
+        In the hub's layout, weights of multi-token prediction that the model keeps come last, each read when its turn
+        comes, on the model's device; transformers' modules have none.
 
         Args:
             model: a model of this adapter's architecture and configuration.
@@ -215,20 +306,39 @@ class StateDictAdapter:
                 of half a gibibyte. Every rank gets every tensor, and has to iterate to the end.
             layout: whose names and shapes to give.
         """
-        if (sharding := getattr(model, "sharding", None)) is not None:
-            yield from sharding.iter_export(model, self._exported(layout), max_bytes)
-            return
-        own = self._own_tensors(model)
+        kept = self._kept_tensors(model, layout)
         exported = self._exported(layout)
-        if max_bytes is None:
-            for name, tensor in exported.items():
-                yield name, tensor.read(own)
-            return
-        for _, bucket in buckets(exported, own, max_bytes):
-            for name, copy in bucket.items():
-                yield name, copy.copy_(exported[name].read(own))
+        if (sharding := getattr(model, "sharding", None)) is not None:
+            yield from sharding.iter_export(model, exported, max_bytes)
+        else:
+            own = self._own_tensors(model)
+            values = self._values(model, own)
+            if max_bytes is None:
+                yield from ((name, tensor.read(values)) for name, tensor in exported.items())
+            else:
+                for _, bucket in buckets(exported, own, max_bytes):
+                    for name, copied in bucket.items():
+                        yield name, copied.copy_(exported[name].read(values))
+        device = next((parameter.device for parameter in model.parameters()), None)
+        for name, tensor in kept.items():
+            yield name, tensor.read().to(device, copy=max_bytes is not None)
 
     # Inside
+
+    def _kept_in(self, layout: Layout) -> dict[str, TensorSpec]:
+        return self.kept if self.layout(layout) is self.hub else {}
+
+    def _kept_tensors(self, model: nn.Module, layout: Layout) -> dict[str, KeptTensor]:
+        """What `model` keeps of `kept`.
+
+        Raises:
+            StateDictError: not all of it.
+        """
+        kept = kept_by(model)
+        if gone := [name for name, spec in self.kept.items() if name not in kept or kept[name].spec != spec]:
+            problems = [Problem(ProblemKind.MISSING, name, "is no longer kept by the model") for name in gone]
+            raise StateDictError("the model is not the one this adapter was made for", problems)
+        return {name: kept[name] for name in self._kept_in(layout)}
 
     def _own_tensors(self, model: nn.Module) -> dict[str, torch.Tensor]:
         """The model's own tensors, detached.
@@ -242,6 +352,10 @@ class StateDictAdapter:
         if problems := problems + self._other_shapes(own):
             advice = ["use model.state_dict_adapter again: it is remade when the structure has changed"]
             raise StateDictError("the model is not the one this adapter was made for", problems, advice)
+        return own
+
+    def _values(self, model: nn.Module, own: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """What is exported of the model's own tensors: they themselves."""
         return own
 
     def _other_shapes(self, tensors: Mapping[str, torch.Tensor]) -> list[Problem]:
@@ -267,6 +381,7 @@ class StateDictAdapter:
         shape = self.own[name].shape
         if len(sources) == 1 and target.view is not None and target.view.place_in(shape) == place_of(shape):
             return state_dict[first]
+        check_writes(state_dict, [key for key, _ in sources], name)
         dtype = widest(state_dict[key].dtype for key, _ in sources)
         own = state_dict[first].new_empty(shape, dtype=dtype)
         for key, target in sources:
@@ -279,14 +394,19 @@ _kept: WeakKeyDictionary[nn.Module, tuple[StateDictAdapter, Any]] = WeakKeyDicti
 
 def adapter_of(model: PreTrainedModel) -> StateDictAdapter:
     """The adapter of a model that is not sharded: the same object until the model's structure changes."""
-    conversions = getattr(model, "_weight_conversions", None)
+    conversions = loaded_conversions(model)
     if model in _kept:
         adapter, made_with = _kept[model]
         is_same = adapter.own == layouts.own_tensors(model) and adapter.tied == layouts.tied_names(model)
+        is_same = is_same and adapter.kept == _kept_specs(model)
         if is_same and made_with is conversions:
             return adapter
     _kept[model] = StateDictAdapter(model), conversions
     return _kept[model][0]
+
+
+def _kept_specs(model: nn.Module) -> dict[str, TensorSpec]:
+    return {name: kept.spec for name, kept in kept_by(model, mtp_only=True).items()}
 
 
 def _by_parameter(table: Mapping[str, HFTensor]) -> dict[str, list[HFTensor]]:
@@ -299,12 +419,16 @@ def _by_parameter(table: Mapping[str, HFTensor]) -> dict[str, list[HFTensor]]:
 
 
 def read_all(table: Mapping[str, HFTensor], own: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors of a table that are made of the model's own tensors given: views of them, where possible."""
-    return {
-        name: tensor.read(own)
-        for name, tensor in table.items()
-        if all(parameter in own for parameter in tensor.parameters)
+    """The tensors of a table that are made of the model's own tensors given: views of them, where possible.
+
+    Raises:
+        ShardingError: own tensors are sharded so that a rank does not have one of them.
+    """
+    wanted = {
+        name: tensor for name, tensor in table.items() if all(parameter in own for parameter in tensor.parameters)
     }
+    check_reads(wanted.values(), own)
+    return {name: tensor.read(own) for name, tensor in wanted.items()}
 
 
 def widest(dtypes: Iterable[torch.dtype]) -> torch.dtype:

@@ -16,9 +16,9 @@ from itertools import groupby
 from typing import Any
 
 import torch
-from transformers.core_model_loading import PrefixChange, WeightConverter, WeightRenaming
 
 from nrl_models.common.state_dict.views import HFTensor, Piece, View
+from nrl_models.common.upstream import PrefixChange, WeightConverter, WeightRenaming, patterns_of
 
 _INDEX = re.compile(r"(?<![^.])([0-9]+)(?![^.])")
 """A component of a name that is a number: a layer's, an expert's."""
@@ -42,16 +42,7 @@ def ignore_indices(conversions: Iterable[Any]) -> bool:
             for operation in getattr(conversion, "operations", ())
         )
         and not re.search(r"\\[1-9]", conversion.compiled_sources.pattern)
-        and not any(
-            _LITERAL_INDEX.search(_ESCAPE.sub(".", pattern))
-            for pattern in (
-                conversion.compiled_sources.pattern,
-                *conversion.target_patterns,
-                *conversion._original_source_patterns,
-                *conversion._original_target_patterns,
-                f"{conversion.scope_prefix or ''}.{conversion.base_model_prefix or ''}",
-            )
-        )
+        and not any(_LITERAL_INDEX.search(_ESCAPE.sub(".", pattern)) for pattern in patterns_of(conversion))
         for conversion in conversions
     )
 

@@ -16,12 +16,17 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import PrefixChange, revert_weight_conversion
 
 from nrl_models.common.garbage import no_collections
 from nrl_models.common.state_dict.layer_patterns import convert_by_layer, ignore_indices
 from nrl_models.common.state_dict.views import HFTensor, TracedTensor, View
+from nrl_models.common.upstream import (
+    PrefixChange,
+    describe_conversion,
+    get_model_conversion_mapping,
+    loaded_conversions,
+    revert_weight_conversion,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +83,7 @@ def hub_conversions(model: PreTrainedModel) -> list[Any] | None:
     A prefix that only some checkpoints carry (`PrefixChange`) is kept only if the checkpoint this
     model came from carried it, which is transformers' rule.
     """
-    loaded_with = getattr(model, "_weight_conversions", None) or ()
+    loaded_with = loaded_conversions(model) or ()
     conversions = [
         conversion
         for conversion in get_model_conversion_mapping(model, add_legacy=False)
@@ -89,21 +94,7 @@ def hub_conversions(model: PreTrainedModel) -> list[Any] | None:
 
 def are_alike(some: list[Any] | None, others: list[Any] | None) -> bool:
     """Whether two lists of conversions do the same, one after the other; False if either is None or empty."""
-    return bool(some and others and list(map(_described, some)) == list(map(_described, others)))
-
-
-def _described(conversion: Any) -> tuple[Any, ...]:
-    """A conversion's type and its settings, without its state."""
-    operations = [(type(operation), vars(operation)) for operation in getattr(conversion, "operations", ())]
-    return (
-        type(conversion),
-        conversion._original_source_patterns,
-        conversion._original_target_patterns,
-        conversion.scope_prefix,
-        conversion.base_model_prefix,
-        getattr(conversion, "offset", None),
-        operations,
-    )
+    return bool(some and others and list(map(describe_conversion, some)) == list(map(describe_conversion, others)))
 
 
 @no_collections()

@@ -12,8 +12,10 @@ from transformers import PreTrainedModel
 from nrl_models.common.garbage import no_collections
 from nrl_models.common.projections import own_storage
 from nrl_models.common.state_dict.adapter import StateDictAdapter, adapter_of, read_all
+from nrl_models.common.state_dict.kept_tensors import kept_by
 from nrl_models.common.state_dict.layouts import are_alike, convert_layout, hub_conversions
 from nrl_models.common.state_dict.views import HFTensor
+from nrl_models.common.upstream import loaded_conversions
 from nrl_models.errors import CheckpointError, Problem, ProblemKind
 
 
@@ -23,7 +25,8 @@ def to_checkpoint(
 ) -> dict[str, torch.Tensor]:
     """The tensors transformers would save for `model`, see `checkpoint_layout`.
 
-    With them those the checkpoint held and the model keeps unused (`FamilyModel.keeps_unused`).
+    With them those the checkpoint held and the model keeps (`FamilyModel.keeps_unused`, weights of multi-token
+    prediction), under the checkpoint's names in any format.
 
     Args:
         model: the model.
@@ -40,9 +43,9 @@ def to_checkpoint(
         _check_ties(model, adapter, state_dict)
     adapter.check_own(state_dict)
     table = checkpoint_layout(model, adapter, original_format=original_format)
-    tensors = read_all(table, state_dict)
+    tensors = read_all(table, state_dict) | {name: kept.read() for name, kept in kept_by(model).items()}
     # transformers and safetensors treat tensors that share a storage as tied; experts of one stack are not tied.
-    return {name: own_storage(tensor) for name, tensor in (tensors | getattr(model, "_unused_tensors", {})).items()}
+    return {name: own_storage(tensor) for name, tensor in tensors.items()}
 
 
 def checkpoint_layout(
@@ -58,7 +61,7 @@ def checkpoint_layout(
         original_format: False for the layout that transformers' class has in memory (`save_original_format`).
     """
     left_out = set(model._keys_to_ignore_on_save or ()) | adapter.tied.keys()
-    loaded_with = getattr(model, "_weight_conversions", None)
+    loaded_with = loaded_conversions(model)
     if not original_format:
         table = adapter.transformers
     elif loaded_with is None or (not adapter.tied and are_alike(loaded_with, hub_conversions(model))):
@@ -72,7 +75,7 @@ def checkpoint_layout(
 def _values(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """The model's own tensors; those that accelerate offloads (to memory, to disk) are fetched."""
     own = dict(model.state_dict())
-    if any(has_offloaded_params(module) for module in model.modules()):
+    if any("_hf_hook" in vars(module) and has_offloaded_params(module) for module in model.modules()):
         fetched = get_state_dict_offloaded_model(model)
         own = {name: fetched.get(name, tensor) if tensor.is_meta else tensor for name, tensor in own.items()}
     if problems := [Problem(ProblemKind.MISSING, name, "is on meta") for name, tensor in own.items() if tensor.is_meta]:

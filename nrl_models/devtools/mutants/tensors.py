@@ -16,6 +16,7 @@ from nrl_models.common.state_dict import adapter, layouts, to_checkpoint
 from nrl_models.common.state_dict.adapter import StateDictAdapter
 from nrl_models.common.state_dict.buckets import buckets
 from nrl_models.common.state_dict.views import HFTensor, Piece
+from nrl_models.common.upstream import dtype_plan
 from nrl_models.devtools.mutants.planting import Mutant, Patch, around, in_code, wrapped
 from nrl_models.loading import fit, pretrained
 from nrl_models.testing.case import FamilyCase
@@ -157,7 +158,7 @@ def _own_names(model: PreTrainedModel, given: Any = None, **_: Any) -> dict[str,
 
 def _keeps_fp32(case: FamilyCase) -> bool:
     model = case.model(torch.bfloat16)
-    return bool(model._get_dtype_plan(torch.bfloat16)) and torch.float32 in set(
+    return bool(dtype_plan(model, torch.bfloat16)) and torch.float32 in set(
         fit._target_dtypes(model, model.state_dict_adapter, torch.bfloat16).values()
     )
 

@@ -20,8 +20,6 @@ from torch import nn
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
-from transformers.conversion_mapping import register_checkpoint_conversion_mapping
-from transformers.core_model_loading import Chunk, WeightConverter
 from transformers.generation import GenerationMixin
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_layers import (
@@ -36,6 +34,7 @@ from transformers.models.mistral.modeling_mistral import MistralMLP
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
+from nrl_models.common.upstream import Chunk, WeightConverter, register_checkpoint_conversion_mapping
 from nrl_models.families.baichuan.configuration import BaichuanConfig
 
 

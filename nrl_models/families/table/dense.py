@@ -40,22 +40,28 @@ ROWS: dict[str, Row] = {
     "gpt_neo": Row("GPTNeo", ALL_HEADS, {"SelfAttention": QKV}),
     "gptj": Row("GPTJ", CAUSAL, {"Attention": QKV}),
     "granite": Row("Granite", CAUSAL, {"Attention": QKV, "MLP": GATE_UP}),
-    "granite_swa": Row("GraniteSWA", CAUSAL, {"Attention": QKV, "MLP": GATE_UP}),
+    "granite_swa": Row("GraniteSWA", CAUSAL, {"Attention": QKV, "MLP": GATE_UP}, since="5.15"),
     "helium": Row("Helium", ALL_HEADS, {"Attention": QKV, "MLP": GATE_UP}),
-    "hrm_text": Row("HrmText", CAUSAL, {"Attention": "gate_proj q_proj k_proj v_proj", "MLP": GATE_UP}),
+    "hrm_text": Row("HrmText", CAUSAL, {"Attention": "gate_proj q_proj k_proj v_proj", "MLP": GATE_UP}, since="5.9"),
     "hunyuan_v1_dense": Row("HunYuanDenseV1", CAUSAL_AND_SEQUENCE, {"Attention": QKV, "MLP": GATE_UP}),
     "hunyuan_v1_moe": Row("HunYuanMoEV1", CAUSAL, {"Attention": QKV, "MLP": GATE_UP}, lacks("router replay")),
-    "hyperclovax": Row("HyperCLOVAX", CAUSAL, {"Attention": QKV, "MLP": GATE_UP}),
+    "hyperclovax": Row("HyperCLOVAX", CAUSAL, {"Attention": QKV, "MLP": GATE_UP}, since="5.9"),
     "jais2": Row("Jais2", CAUSAL, {"Attention": QKV}),
-    "minicpm3": Row("MiniCPM3", CAUSAL_AND_SEQUENCE, {"Attention": LATENTS, "MLP": GATE_UP}),
+    "minicpm3": Row("MiniCPM3", CAUSAL_AND_SEQUENCE, {"Attention": LATENTS, "MLP": GATE_UP}, since="5.13"),
     "ministral": Row("Ministral", ALL_HEADS, {"Attention": QKV, "MLP": GATE_UP}),
     "ministral3": Row("Ministral3", ALL_HEADS, {"Attention": QKV, "MLP": GATE_UP}),
     "modernbert_decoder": Row("ModernBertDecoder", CAUSAL, {"Attention": QKV}),
     "nanochat": Row("NanoChat", CAUSAL, {"Attention": QKV}),
     "nemotron": Row("Nemotron", ALL_HEADS, {"Attention": QKV}),
-    "olmo": Row("Olmo", CAUSAL_AND_SEQUENCE, {"Attention": QKV, "MLP": GATE_UP}),
-    "olmo2": Row("Olmo2", CAUSAL_AND_SEQUENCE, {"Attention": QKV, "MLP": GATE_UP}),
-    "olmo3": Row("Olmo3", CAUSAL_AND_SEQUENCE, {"Attention": QKV, "MLP": GATE_UP}),
+    "olmo": Row(
+        "Olmo", CAUSAL_AND_SEQUENCE, {"Attention": QKV, "MLP": GATE_UP}, since={"ForSequenceClassification": "5.6"}
+    ),
+    "olmo2": Row(
+        "Olmo2", CAUSAL_AND_SEQUENCE, {"Attention": QKV, "MLP": GATE_UP}, since={"ForSequenceClassification": "5.6"}
+    ),
+    "olmo3": Row(
+        "Olmo3", CAUSAL_AND_SEQUENCE, {"Attention": QKV, "MLP": GATE_UP}, since={"ForSequenceClassification": "5.6"}
+    ),
     "opt": Row("OPT", CAUSAL_AND_SEQUENCE, {"Attention": QKV}, lacks(PACKED)),
     "phi": Row("Phi", ALL_HEADS, {"Attention": QKV}),
     "phi3": Row("Phi3", ALL_HEADS, published={"Phi-4": decoder_sizes(100352, 5120, 17920, 40, 40, 10)}),

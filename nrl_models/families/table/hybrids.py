@@ -25,7 +25,11 @@ ROWS: dict[str, Row] = {
     ),
     "granitemoehybrid": Row("GraniteMoeHybrid", CAUSAL, {"Attention": QKV}, lacks(PACKED)),
     "inkling": Row(
-        "Inkling", CAUSAL, {"Attention": "q_proj k_proj v_proj r_proj"}, lacks(PACKED, "tensor parallelism")
+        "Inkling",
+        CAUSAL,
+        {"Attention": "q_proj k_proj v_proj r_proj"},
+        lacks(PACKED, "tensor parallelism"),
+        since="5.14",
     ),
     "jamba": Row("Jamba", CAUSAL_AND_SEQUENCE, {"MLP": GATE_UP, "Attention": QKV}, lacks(PACKED)),
     "kimi_linear": Row(

@@ -20,6 +20,7 @@ ROWS: dict[str, Row] = {
         ALL_HEADS,
         {"Attention": LATENTS, "MLP": GATE_UP},
         config_values={"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)},
+        since="5.15",
     ),
     "axk2": Row(
         "AXK2",
@@ -29,7 +30,7 @@ ROWS: dict[str, Row] = {
         since="5.18",
     ),
     "beam": Row("Beam", CAUSAL, {"Attention": "q_proj k_proj v_proj gate_proj", "MLP": GATE_UP}, since="5.23"),
-    "cohere2_moe": Row("Cohere2Moe", CAUSAL, {"Attention": QKV}),
+    "cohere2_moe": Row("Cohere2Moe", CAUSAL, {"Attention": QKV}, since="5.9"),
     "deepseek_v2": Row(
         "DeepseekV2",
         CAUSAL_AND_SEQUENCE,
@@ -84,17 +85,18 @@ ROWS: dict[str, Row] = {
         config_values=DEEPSEEK_ROUTING | {"rope_interleave": (True,), "indexer_rope_interleave": (True,)},
     ),
     "granitemoe": Row("GraniteMoe", CAUSAL, {"Attention": QKV}),
-    "granitemoe_swa": Row("GraniteMoeSWA", CAUSAL, {"Attention": QKV}),
+    "granitemoe_swa": Row("GraniteMoeSWA", CAUSAL, {"Attention": QKV}, since="5.15"),
     "granitemoeshared": Row("GraniteMoeShared", CAUSAL, {"Attention": QKV}),
     "hy_v3": Row(
         "HYV3",
         CAUSAL,
         {"Attention": QKV, "MLP": GATE_UP},
         config_values={"first_k_dense_replace": (1,), "qk_norm": (True,), "route_norm": (True,)},
+        since="5.6",
     ),
     "hy_v4": Row("HYV4", CAUSAL, {"Attention": "gate_proj q_a_proj kv_a_proj_with_mqa", "MLP": GATE_UP}, since="5.18"),
     "kolibri1": Row("Kolibri1", CAUSAL, {"Attention": QKV, "MLP": GATE_UP}, since="5.23"),
-    "laguna": Row("Laguna", CAUSAL, {"Attention": "q_proj k_proj v_proj g_proj", "MLP": GATE_UP}),
+    "laguna": Row("Laguna", CAUSAL, {"Attention": "q_proj k_proj v_proj g_proj", "MLP": GATE_UP}, since="5.7"),
     "longcat_flash": Row(
         "LongcatFlash",
         CAUSAL,
@@ -106,8 +108,8 @@ ROWS: dict[str, Row] = {
             "zero_expert_type": ("identity",),
         },
     ),
-    "mellum": Row("Mellum", CAUSAL, {"Attention": QKV}),
-    "mimo_v2_flash": Row("MiMoV2Flash", CAUSAL, {"Attention": QKV, "MLP": GATE_UP}),
+    "mellum": Row("Mellum", CAUSAL, {"Attention": QKV}, since="5.10"),
+    "mimo_v2_flash": Row("MiMoV2Flash", CAUSAL, {"Attention": QKV, "MLP": GATE_UP}, since="5.13"),
     "minimax_m2": Row(
         "MiniMaxM2",
         CAUSAL,

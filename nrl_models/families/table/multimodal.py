@@ -43,7 +43,11 @@ ROWS: dict[str, Row] = {
     "clip": Row("CLIP", (), {"Attention": QKV}),
     "cohere2_vision": Row("Cohere2Vision", CONDITIONAL),
     "cohere_compass": Row(
-        "CohereCompass", CAUSAL_AND_CONDITIONAL, {"Attention": QKV, "MLP": GATE_UP}, mixins={"Model": "FreshPositions"}
+        "CohereCompass",
+        CAUSAL_AND_CONDITIONAL,
+        {"Attention": QKV, "MLP": GATE_UP},
+        mixins={"Model": "FreshPositions"},
+        since="5.16",
     ),
     "cosmos3_edge": Row(
         "Cosmos3Edge",
@@ -53,11 +57,12 @@ ROWS: dict[str, Row] = {
         mixins={"Model": "FreshPositions"},
         since="5.23",
     ),
-    "cosmos3_omni": Row("Cosmos3Omni", CONDITIONAL, mixins={"Model": "FreshPositions"}),
+    "cosmos3_omni": Row("Cosmos3Omni", CONDITIONAL, mixins={"Model": "FreshPositions"}, since="5.11"),
     "deepseek_ocr2": Row(
         "DeepseekOcr2",
         CONDITIONAL,
         {"VisionAttention": QKV, "VisionMLP": GATE_UP, "TextAttention": QKV, "TextMLP": GATE_UP},
+        since="5.10",
     ),
     "deepseek_vl": Row("DeepseekVL", CONDITIONAL),
     "deepseek_vl_hybrid": Row("DeepseekVLHybrid", CONDITIONAL),
@@ -82,10 +87,14 @@ ROWS: dict[str, Row] = {
         mixins={"Model": "FreshPositions"},
     ),
     "evolla": Row("Evolla", ("ForProteinText2Text",), {"Attention": QKV, "MLP": GATE_UP}, lacks(PACKED)),
-    "exaone4_5": Row("Exaone4_5_", CONDITIONAL, {"MLP": GATE_UP}),
+    "exaone4_5": Row("Exaone4_5_", CONDITIONAL, {"MLP": GATE_UP}, since="5.8"),
     "florence2": Row("Florence2", CONDITIONAL, {}, READS_APART),
     "gemma4_unified": Row(
-        "Gemma4Unified", CAUSAL_AND_CONDITIONAL, {"TextAttention": QKV, "TextMLP": GATE_UP}, tiny={"audio_config": {}}
+        "Gemma4Unified",
+        CAUSAL_AND_CONDITIONAL,
+        {"TextAttention": QKV, "TextMLP": GATE_UP},
+        tiny={"audio_config": {}},
+        since="5.10",
     ),
     "git": Row("Git", CAUSAL, {"VisionAttention": QKV, "SelfAttention": "query key value"}, since="5.23"),
     "glm46v": Row("Glm46V", CONDITIONAL, mixins={"Model": "FreshPositions"}),
@@ -118,6 +127,7 @@ ROWS: dict[str, Row] = {
             "TextIndexer": "wk weights_proj",
         },
         lacks(PACKED, "tensor parallelism"),
+        since="5.16",
     ),
     "glm_ocr": Row(
         "GlmOcr",
@@ -137,13 +147,18 @@ ROWS: dict[str, Row] = {
         "GraniteSpeech", CONDITIONAL, {"ConformerAttention": "to_q to_kv"}, lacks("activation checkpointing")
     ),
     "granite_speech_plus": Row(
-        "GraniteSpeechPlus", CONDITIONAL, {"ConformerAttention": "to_q to_kv"}, lacks("activation checkpointing")
+        "GraniteSpeechPlus",
+        CONDITIONAL,
+        {"ConformerAttention": "to_q to_kv"},
+        lacks("activation checkpointing"),
+        since="5.8",
     ),
     "hunyuan_vl": Row(
         "HunYuanVL",
         CONDITIONAL,
         {"VisionAttention": QKV, "DenseV1Attention": QKV, "MLP": GATE_UP},
         lacks(PACKED, "batch order"),
+        since="5.13",
     ),
     "hyperclovax_vision_v2": Row("HyperCLOVAXVisionV2", CONDITIONAL, since="5.18"),
     "idefics": Row(
@@ -193,6 +208,7 @@ ROWS: dict[str, Row] = {
                 | {"q_lora_rank": 1536, "kv_lora_rank": 512}
             }
         },
+        since="5.13",
     ),
     "kosmos2": Row(
         "",
@@ -227,7 +243,7 @@ ROWS: dict[str, Row] = {
     "llava_next_video": Row("LlavaNextVideo", CONDITIONAL),
     "llava_onevision": Row("LlavaOnevision", CONDITIONAL),
     "minicpm_ocr": Row("MiniCPMOcr", CONDITIONAL, {"VisionAttention": QKV}, lacks(PACKED), since="5.23"),
-    "minicpmv4_6": Row("MiniCPMV4_6", CONDITIONAL, {"VisionAttention": QKV}, lacks(PACKED)),
+    "minicpmv4_6": Row("MiniCPMV4_6", CONDITIONAL, {"VisionAttention": QKV}, lacks(PACKED), since="5.7"),
     "minicpmv4_7": Row(
         "MiniCPMV4_7",
         CONDITIONAL,
@@ -240,6 +256,7 @@ ROWS: dict[str, Row] = {
         "",
         ("MiniMaxM3SparseForConditionalGeneration", "MiniMaxM3VLForCausalLM"),
         {"MiniMaxM3VLVisionAttention": QKV, "MiniMaxM3VLAttention": QKV},
+        since="5.12",
     ),
     "mistral_large4": Row(
         "MistralLarge4",
@@ -280,6 +297,7 @@ ROWS: dict[str, Row] = {
         "MuseGlimmer",
         CONDITIONAL,
         {"VisionAttention": QKV, "TextAttention": "q_proj k_proj v_proj gate_proj", "TextMLP": GATE_UP},
+        since="5.15",
     ),
     "muse_spark": Row(
         "MuseSpark",
@@ -334,7 +352,7 @@ ROWS: dict[str, Row] = {
         lacks("activation checkpointing") | READS_APART,
     ),
     "pixtral": Row("Pixtral", (), {"Attention": QKV, "MLP": GATE_UP}),
-    "qianfan_ocr": Row("QianfanOCR", CONDITIONAL, {"VisionAttention": QKV}),
+    "qianfan_ocr": Row("QianfanOCR", CONDITIONAL, {"VisionAttention": QKV}, since="5.6"),
     "qwen2_5_omni": Row(
         "",
         ("Qwen2_5OmniThinkerForConditionalGeneration",),
@@ -348,7 +366,7 @@ ROWS: dict[str, Row] = {
         mixins={"Qwen2_5OmniThinkerTextModel": "PackedTextPositions"},
     ),
     "qwen2_audio": Row("Qwen2Audio", CONDITIONAL),
-    "qwen3_asr": Row("Qwen3ASR", CONDITIONAL, {"AudioAttention": QKV}),
+    "qwen3_asr": Row("Qwen3ASR", CONDITIONAL, {"AudioAttention": QKV}, since="5.13"),
     "qwen3_5": Row(
         "Qwen3_5",
         (*CAUSAL_AND_CONDITIONAL, *ALL_HEADS[1:], "TextForSequenceClassification"),
@@ -356,6 +374,7 @@ ROWS: dict[str, Row] = {
         STATE_GOES_ON,
         {"Model": "FreshPositions"},
         config_values={"attn_output_gate": (True,)},
+        since={"ForTokenClassification": "5.9", "TextForSequenceClassification": "5.9"},
     ),
     "qwen3_5_moe": Row(
         "Qwen3_5Moe",
@@ -393,13 +412,17 @@ ROWS: dict[str, Row] = {
         },
         lacks(PACKED),
         mixins={"Model": "FreshPositions"},
+        since="5.16",
     ),
-    "radio": Row("Radio", (), {"Attention": QKV}),
+    "radio": Row("Radio", (), {"Attention": QKV}, since="5.13"),
     "siglip": Row("Siglip", (), {"Attention": QKV}),
     "siglip2": Row("Siglip2", (), {"Attention": QKV}),
     "smolvlm": Row("SmolVLM", CONDITIONAL, {"VisionAttention": QKV}),
     "step3p7": Row(
-        "Step3p7", CONDITIONAL, {"VisionAttention": QKV, "Attention": "q_proj k_proj v_proj g_proj", "MLP": GATE_UP}
+        "Step3p7",
+        CONDITIONAL,
+        {"VisionAttention": QKV, "Attention": "q_proj k_proj v_proj g_proj", "MLP": GATE_UP},
+        since="5.16",
     ),
     "unlimited_ocr": Row(
         "UnlimitedOcr", CONDITIONAL, {"Attention": QKV, "TextAttention": QKV, "TextMLP": GATE_UP}, since="5.23"

@@ -32,7 +32,8 @@ class Row:
             before it.
         tiny: as `FamilyModel.tiny`.
         ignored: as `FamilyModel.ignored_config_keys`.
-        since: the first version of transformers that has the classes, if later than this package's minimum.
+        since: the first version of transformers that serves the classes, if later than this package's minimum; by head,
+            where they differ.
         aliases: as `Family.aliases`.
         modeling: the module with the classes, if it is not named after the package.
         config_values: as `FamilyModel.config_values`.
@@ -47,7 +48,7 @@ class Row:
     mixins: Mapping[str, str] = field(default_factory=dict)
     tiny: Mapping[str, Any] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
-    since: str = ""
+    since: str | Mapping[str, str] = ""
     aliases: Mapping[str, str] = field(default_factory=dict)
     modeling: str = ""
     config_values: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
@@ -62,7 +63,8 @@ class Row:
     @property
     def family(self) -> Family:
         """The registry's facts about the row."""
-        requires = dict.fromkeys(self.architectures, f"transformers>={self.since}") if self.since else {}
+        since = dict.fromkeys(self.heads, self.since) if isinstance(self.since, str) else self.since
+        requires = {self.prefix + head: f"transformers>={version}" for head, version in since.items() if version}
         return Family(self.architectures, aliases=self.aliases, requires=requires)
 
     def module(self, package: str) -> str:

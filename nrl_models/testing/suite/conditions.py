@@ -7,6 +7,7 @@ import inspect
 from nrl_models.common.config.walk import all_values
 from nrl_models.inputs.model_inputs import has_encoder
 from nrl_models.testing.case import FamilyCase
+from nrl_models.testing.mtp_weights import declares_mtp
 
 
 def scores_every_token(case: FamilyCase) -> bool:
@@ -40,6 +41,11 @@ def chooses_experts(case: FamilyCase) -> bool:
     counts = [key for key in values if "expert" in key or "topk" in key]
     is_on = all(values[key] is not False for key in values if key in MIXTURE_SWITCHES)
     return is_on and any(values[key] for key in counts)
+
+
+def has_mtp(case: FamilyCase) -> bool:
+    """Whether checkpoints of the class have weights of multi-token prediction."""
+    return declares_mtp(case.reference_class)
 
 
 MIXTURE_SWITCHES = ("enable_moe_block", "is_moe")

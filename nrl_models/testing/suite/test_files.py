@@ -5,11 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from safetensors.torch import save_file
 
+from nrl_models.common.modules import predicts_words
+from nrl_models.errors import CheckpointError
 from nrl_models.testing.case import SEED, FamilyCase, randomise
-from nrl_models.testing.features import proves
+from nrl_models.testing.features import applies_to, proves
+from nrl_models.testing.mtp_weights import mtp_tensors
 from nrl_models.testing.suite.asserts import all_tensors, assert_same_tensors
+from nrl_models.testing.suite.conditions import has_mtp
 
 
 @proves("files")
@@ -72,3 +78,31 @@ def test_new_model_saves_as_transformers(family_case: FamilyCase, tmp_path: Path
         torch.manual_seed(SEED)
         build(family_case.config).save_pretrained(tmp_path / directory)
     assert_same_tensors(*(all_tensors(tmp_path / directory) for directory in "ba"))
+
+
+@proves("files")
+@applies_to(has_mtp)
+def test_mtp_weights_are_kept(family_case: FamilyCase, tmp_path: Path) -> None:
+    """Weights of multi-token prediction are saved and exported as they were stored; or dropped, if asked."""
+    published, file = tmp_path / "published", tmp_path / "published" / "model.safetensors"
+    family_case.reference(torch.bfloat16).save_pretrained(published)
+    plain = family_case.model_class.from_pretrained(published)
+    own = all_tensors(published)
+    mtp = mtp_tensors(plain)
+    save_file(own | mtp, file, metadata={"format": "pt"})
+    model = family_case.model_class.from_pretrained(published)
+    assert_same_tensors(model.state_dict(), plain.state_dict())
+    kept = mtp if predicts_words(model) else {}
+    model.save_pretrained(tmp_path / "again")
+    assert_same_tensors(all_tensors(tmp_path / "again"), own | kept)
+    exported = dict(model.state_dict_adapter.iter_export(model))
+    assert_same_tensors({name: exported.pop(name) for name in kept}, kept)
+    assert_same_tensors(exported, dict(plain.state_dict_adapter.iter_export(plain)))
+    plan = {name: (shape, dtype) for name, shape, dtype in model.state_dict_adapter.export_plan()}
+    assert plan == {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in (exported | kept).items()}
+    without = family_case.model_class.from_pretrained(published, mtp="drop")
+    without.save_pretrained(tmp_path / "without")
+    assert_same_tensors(all_tensors(tmp_path / "without"), own)
+    save_file(own | mtp | {"model.layers.999.eh_proj.weight": torch.ones(2)}, file, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"unexpected: model\.layers\.999"):
+        family_case.model_class.from_pretrained(published)

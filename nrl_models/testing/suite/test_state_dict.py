@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from transformers.core_model_loading import revert_weight_conversion
 
 from nrl_models.common.flags import ModelFlag
+from nrl_models.common.upstream import revert_weight_conversion
 from nrl_models.testing.case import FamilyCase
 from nrl_models.testing.features import proves
 from nrl_models.testing.suite.asserts import assert_same_tensors

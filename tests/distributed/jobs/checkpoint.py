@@ -16,7 +16,9 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 
-from jobs.setting import case_of, full, local, mesh_of, new_optimizer, train
+from jobs.setting import assert_same, case_of, full, local, mesh_of, new_optimizer, train
+from nrl_models import AutoModelForCausalLM
+from nrl_models.common.state_dict.kept_tensors import kept_by
 from nrl_models.distributed import load_checkpoint, manifest, parallelize, save_checkpoint
 from nrl_models.distributed import resume as resuming
 from nrl_models.errors import CheckpointError
@@ -44,6 +46,29 @@ def resume(folder: str, architecture: str, combine: bool = True, **sizes: int) -
     assert progress == {"step": 2}
     assert optimizer.param_groups[0]["lr"] == 1e-3
     return train(model, optimizer, case, range(progress["step"], 4))
+
+
+def keeps_mtp(published: str, folder: str, **sizes: int) -> None:
+    """Weights of multi-token prediction are exported by a model that is loaded in shards, and by one that resumes."""
+    whole = AutoModelForCausalLM.from_pretrained(published)
+    expected = dict(whole.state_dict_adapter.iter_export(whole))
+    mtp = kept_by(whole, mtp_only=True)
+    assert mtp
+    loaded = AutoModelForCausalLM.from_pretrained(published, mesh=mesh_of(**sizes))
+    optimizer = new_optimizer(loaded)
+    save_checkpoint(folder, loaded, optimizer)
+    dist.barrier()
+    torch.manual_seed(7)
+    new = parallelize(type(whole).from_config(whole.config, dtype=torch.bfloat16), mesh_of(**sizes))
+    assert not kept_by(new)
+    load_checkpoint(folder, new)
+    without = AutoModelForCausalLM.from_pretrained(published, mesh=mesh_of(**sizes), mtp="drop")
+    assert not mtp.keys() & dict(without.state_dict_adapter.iter_export(without)).keys()
+    for model in (loaded, new):
+        adapter = model.state_dict_adapter
+        exported = list(adapter.iter_export(model, max_bytes=100_000))
+        assert [name for name, _ in exported] == [name for name, _, _ in adapter.export_plan()]
+        assert_same(dict(exported), expected)
 
 
 def resume_without_optimizer(folder: str, **sizes: int) -> list[float]:

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import assert_same, edit_config, edit_weights, hf_tensors, new_model, problems, stored
-from transformers import DeepseekV3Config, GptOssConfig, PreTrainedModel
+from transformers import DeepseekV3Config, FineGrainedFP8Config, GptOssConfig, PreTrainedModel
 
 from nrl_models import AutoModelForCausalLM, CheckpointError
 from nrl_models.common.checkpoint.dequantised import FP4_VALUES, from_fp8, from_mxfp4
+from nrl_models.common.state_dict.kept_tensors import kept_by
 from nrl_models.testing.tiny import tiny_config
 
 BLOCK = (128, 128)
@@ -125,11 +126,58 @@ def test_fp8_is_read_into_combined_projections_and_stacked_experts(
 
 
 def test_auto_is_the_configurations_dtype_without_a_warning(fp8: Path, caplog: pytest.LogCaptureFixture) -> None:
-    model = AutoModelForCausalLM.from_pretrained(fp8)
+    model = AutoModelForCausalLM.from_pretrained(fp8, num_nextn_predict_layers=0)  # there is no MTP layer
     assert model.dtype == torch.bfloat16
     assert not caplog.records
     edit_config(fp8, dtype=None)
     assert AutoModelForCausalLM.from_pretrained(fp8).dtype == torch.bfloat16
+
+
+def test_quantised_mtp_weights_are_kept_in_their_files_and_saved_plain(fp8: Path, tmp_path: Path) -> None:
+    """Saved, they are what they stand for, in the dtype of the model; in memory they are the file's 8 bits."""
+    mtp = {
+        "model.layers.2.eh_proj.weight": torch.randn(64, 128).bfloat16(),
+        "model.layers.2.enorm.weight": torch.randn(64),
+    }
+    values, scales = to_fp8(torch.randn(130, 64))
+    name = "model.layers.2.mlp.experts.0.up_proj.weight"
+    edit_weights(fp8, lambda tensors: tensors.update(mtp | {name: values, f"{name}_scale_inv": scales}))
+    model = AutoModelForCausalLM.from_pretrained(fp8)
+    expected = mtp | {name: by_elements(values, scales).bfloat16()}
+    exported = dict(model.state_dict_adapter.iter_export(model))
+    assert_same({key: exported[key] for key in expected}, expected)
+    assert [part.dtype for part in kept_by(model)[name].stored] == [torch.float8_e4m3fn, torch.float32]
+    model.save_pretrained(tmp_path / "plain")
+    assert_same({key: stored(tmp_path / "plain")[key] for key in expected}, expected)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
+    assert_same({key: kept.read() for key, kept in kept_by(again).items()}, expected)
+
+
+def test_mtp_weights_of_what_transformers_dequantises_are_plain_too(deepseek: PreTrainedModel, tmp_path: Path) -> None:
+    """Its quantisers dequantise what it loads; the MTP weights, which it does not load, would stay in 8 bits."""
+    folder, block = tmp_path / "fp8", (16, 16)
+    deepseek.save_pretrained(folder)
+    kept = {
+        "model.layers.2.eh_proj.weight": torch.randn(64, 128),
+        "model.layers.2.mlp.up_proj.weight": torch.randn(48, 32),
+    }
+
+    def quantise(tensors: dict[str, torch.Tensor]) -> None:
+        tensors.update(kept)
+        for key in [key for key in tensors if key.endswith("proj.weight") or "_proj_with_mqa" in key]:
+            tensors[key], tensors[f"{key}_scale_inv"] = to_fp8(tensors[key].float(), block)
+
+    edit_weights(folder, quantise)
+    method = {"quant_method": "fp8", "weight_block_size": [*block], "activation_scheme": "dynamic", "fmt": "e4m3"}
+    edit_config(folder, quantization_config=method)
+    asked = FineGrainedFP8Config(dequantize=True, weight_block_size=block)
+    model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=asked, dtype=torch.bfloat16)
+    expected = {key: by_elements(*to_fp8(tensor, block), block).bfloat16() for key, tensor in kept.items()}
+    assert_same({key: tensor.read() for key, tensor in kept_by(model).items()}, expected)
+    model.save_pretrained(tmp_path / "plain")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
+    assert_same(hf_tensors(again), hf_tensors(model))
+    assert_same({key: tensor.read() for key, tensor in kept_by(again).items()}, expected)
 
 
 def drop(key: str) -> Callable[[dict[str, torch.Tensor]], object]:

@@ -30,9 +30,9 @@ from typer.testing import CliRunner
 from nrl_models import AutoModelForCausalLM, CheckpointError
 from nrl_models.cli import app
 from nrl_models.common.checkpoint.files import CheckpointFiles
-from nrl_models.common.checkpoint.gguf_files import GGUFFiles
-from nrl_models.common.checkpoint.gguf_header import read_header
-from nrl_models.common.checkpoint.gguf_tables import upstream_source
+from nrl_models.common.gguf.gguf_files import GGUFFiles
+from nrl_models.common.gguf.gguf_header import read_header
+from nrl_models.common.gguf.gguf_tables import upstream_source
 from nrl_models.diagnostics.embeddings import diagnose_embeddings
 from nrl_models.engines.start import start_engine
 from nrl_models.errors import EngineError
@@ -297,7 +297,7 @@ def test_a_type_that_nobody_dequantises(llama: Path) -> None:
 def test_without_the_package(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr(
-        "nrl_models.common.checkpoint.gguf_tables.find_spec", lambda name: None if name == "gguf" else find(name)
+        "nrl_models.common.gguf.gguf_tables.find_spec", lambda name: None if name == "gguf" else find(name)
     )
     with pytest.raises(CheckpointError, match=r"pip install 'nrl_models\[gguf\]'"):
         AutoModelForCausalLM.from_pretrained(llama)

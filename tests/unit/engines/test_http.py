@@ -49,7 +49,7 @@ def test_what_the_server_tells(server: Server) -> None:
     known = engine.capabilities()
     assert known.vocabulary == 512
     assert known.max_length == (256 if served.style == "vllm" else None)
-    assert not known.refit
+    assert known.refit
     assert not known.modules
     assert engine.describe()["model"] == "tiny"
 

@@ -5,11 +5,16 @@ from __future__ import annotations
 import copy
 import threading
 
+import numpy
 import pytest
 import torch
 from transformers import PreTrainedModel
 
-from nrl_models.common.forward.routing import flip_rate, record_routing, replay_routing
+from nrl_models import registry
+from nrl_models.common.forward.routing import engine_routing, flip_rate, record_routing, replay_routing
+from nrl_models.logprobs import token_logprobs
+from nrl_models.testing.case import randomise
+from nrl_models.testing.tiny import tiny_config
 
 GATES = ["model.layers.0.mlp.gate", "model.layers.1.mlp.gate"]
 
@@ -125,3 +130,97 @@ def test_a_dense_model_chooses_nothing(llama: PreTrainedModel, input_ids: torch.
     with record_routing(llama) as record:
         llama(input_ids)
     assert record == {}
+
+
+def test_log_probabilities_are_computed_under_replay_from_the_first_call_on(
+    mixtral: PreTrainedModel, other: PreTrainedModel, input_ids: torch.Tensor
+) -> None:
+    """The first call looks at the model's head on a few tokens, for which nothing was recorded."""
+    with record_routing(mixtral) as record, torch.no_grad():
+        mixtral(input_ids)
+    with replay_routing(other, record):
+        found = token_logprobs(other, input_ids).logprobs
+        wanted = other(input_ids).logits.log_softmax(-1)[:, :-1].gather(-1, input_ids[:, 1:, None])[..., 0]
+    torch.testing.assert_close(found[:, 1:], wanted, rtol=1e-5, atol=1e-5)
+
+
+# What an engine reports
+
+
+def as_an_engine_reports(model: PreTrainedModel, tokens: torch.Tensor, layers: int) -> numpy.ndarray:
+    """What vLLM 0.32 reports of a sequence: `(tokens - 1, layers, experts per token)`, uint8, 0 without experts."""
+    with record_routing(model) as record, torch.no_grad():
+        model(tokens[:, :-1], use_cache=False)
+    chosen = {int(name.split(".")[2]): choices[-1].reshape(tokens.shape[1] - 1, -1) for name, choices in record.items()}
+    count = next(iter(chosen.values())).shape[-1]
+    table = torch.zeros(tokens.shape[1] - 1, layers, count, dtype=torch.uint8)
+    for layer, choice in chosen.items():
+        table[:, layer] = choice
+    return table.numpy()
+
+
+@pytest.mark.parametrize("architecture", ["Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM", "GptOssForCausalLM"])
+@pytest.mark.parametrize("left", [False, True])
+def test_an_engines_choices_are_replayed(architecture: str, left: bool) -> None:
+    """In a batch of two lengths, of a model with layers without experts, or with groups of them."""
+    model_class = registry.model_class(architecture)
+    torch.manual_seed(0)
+    reference = model_class.reference_class()
+    config = tiny_config(reference.config_class, model_class.tiny, reference)
+    model = model_class.from_config(config, dtype=torch.float32).eval()
+    randomise(model)
+    engine = copy.deepcopy(model)
+    with torch.no_grad():  # it chooses otherwise
+        for name, tensor in engine.state_dict().items():
+            if "gate." in name or "router." in name:
+                tensor.neg_()
+    rows = [torch.randint(16, 200, (1, size)) for size in (12, 7)]
+    layers = config.num_hidden_layers
+    routed = [as_an_engine_reports(engine, row, layers) for row in rows]
+    assert routed[0].shape == (11, layers, routed[0].shape[2])
+    length = 13
+    batch = torch.zeros(2, length, dtype=torch.long)
+    places = [slice(length - row.shape[1], None) if left else slice(row.shape[1]) for row in rows]
+    for line, place, row in zip(batch, places, rows, strict=True):
+        line[place] = row
+    with record_routing(model) as own, torch.no_grad():
+        model(batch, use_cache=False)
+    record = engine_routing(model, routed, length, left=left)
+    assert record.keys() == own.keys()
+    assert [[c.shape for c in record[name]] for name in own] == [[c.shape for c in own[name]] for name in own]
+    taken = {}
+    handles = [
+        model.get_submodule(name).register_forward_hook(lambda *call, name=name: taken.update({name: call[2]}))
+        for name in record
+    ]
+    with replay_routing(model, record), torch.no_grad():
+        model(batch, use_cache=False)
+    for handle in handles:
+        handle.remove()
+    for name in record:
+        outputs = taken[name] if isinstance(taken[name], tuple) else (taken[name],)
+        chosen = next(out for out in outputs if not out.is_floating_point()).reshape(2, length, -1)
+        for line, place, table in zip(chosen, places, routed, strict=True):
+            wanted = torch.from_numpy(table[:, int(name.split(".")[2])]).long()
+            assert torch.equal(line[place][:-1], wanted)
+        first = name == next(iter(record))  # before anything is chosen otherwise, the rest chooses itself
+        if first:
+            last = record[name][-1].reshape(2, length, -1)[..., 0] < 0
+            assert torch.equal(chosen[last], own[name][-1].reshape(2, length, -1)[last])
+
+
+def test_an_engines_choices_that_do_not_fit_are_refused(mixtral: PreTrainedModel) -> None:
+    fits = numpy.zeros((4, 2, 2), dtype=numpy.uint8)
+    assert set(engine_routing(mixtral, [fits, fits[:2]])) == set(GATES)
+    for routed, said in (
+        ([], "expected"),
+        ([fits[0]], "expected"),
+        ([fits, fits[:, :1]], "with the same layers"),
+        ([numpy.zeros((4, 1, 2))], "is in layer 1, and the engine has 1 layers"),
+        ([numpy.zeros((4, 2, 3))], "no module of MixtralForCausalLM chooses 3 experts"),
+        ([fits + 100], "chose expert 100 in layer 0"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            engine_routing(mixtral, routed)
+    with pytest.raises(ValueError, match="for 4 tokens of a sequence, and a row of the batch has 3"):
+        engine_routing(mixtral, [fits], 3)

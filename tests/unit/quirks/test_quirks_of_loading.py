@@ -151,6 +151,7 @@ def test_cure_of_own_configuration(tmp_path: Path) -> None:
     assert type(read_config(tmp_path)).__module__.startswith("nrl_models.")
 
 
+DRAFTING = FamilyCase(registry.model_class("Glm4MoeForCausalLM"))
 SHARING = FamilyCase(registry.model_class("Gemma3nForCausalLM"))
 
 
@@ -161,6 +162,15 @@ def test_symptom_of_shared_kv_unused_weights() -> None:
 
 def test_cure_of_shared_kv_unused_weights() -> None:
     assert not probes.unused_weights_are_dropped(SHARING.model_class.from_pretrained, SHARING.reference())
+
+
+def test_symptom_of_mtp_weights() -> None:
+    with quirks_off("mtp-weights"):
+        assert probes.mtp_weights_are_dropped(DRAFTING.model_class.from_pretrained, DRAFTING.reference())
+
+
+def test_cure_of_mtp_weights() -> None:
+    assert not probes.mtp_weights_are_dropped(DRAFTING.model_class.from_pretrained, DRAFTING.reference())
 
 
 def test_symptom_of_names_on_the_hub(mixtral_checkpoint: Path) -> None:

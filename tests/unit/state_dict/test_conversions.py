@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from transformers import MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import PrefixChange, WeightRenaming
 
 from nrl_models.common.state_dict.layouts import are_alike
+from nrl_models.common.upstream import PrefixChange, WeightRenaming
 
 
 def test_conversions_are_alike_if_they_do_the_same() -> None:
@@ -20,7 +20,8 @@ def test_conversions_are_alike_if_they_do_the_same() -> None:
     assert not are_alike([], [])
     assert not are_alike(None, None)
     assert not are_alike([WeightRenaming("a", "b")], [WeightRenaming("a", "c")])
-    assert not are_alike([WeightRenaming("a", "b")], [PrefixChange(prefix_to_remove="a")])
+    if PrefixChange.__module__.startswith("transformers"):  # from 5.6
+        assert not are_alike([WeightRenaming("a", "b")], [PrefixChange(prefix_to_remove="a")])
     scoped = WeightRenaming("a", "b")
     scoped.scope_prefix = "tower"
     assert not are_alike([WeightRenaming("a", "b")], [scoped])

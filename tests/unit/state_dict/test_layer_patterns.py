@@ -13,7 +13,6 @@ from transformers.core_model_loading import (
     Concatenate,
     ConversionOps,
     MergeModulelist,
-    PrefixChange,
     WeightConverter,
     WeightRenaming,
 )
@@ -23,6 +22,7 @@ from nrl_models.common.state_dict import layer_patterns, layouts
 from nrl_models.common.state_dict.layer_patterns import convert_by_layer, ignore_indices
 from nrl_models.common.state_dict.layouts import convert_layout, hub_conversions, own_tensors, transformers_views
 from nrl_models.common.state_dict.views import HFTensor, Piece, View
+from nrl_models.common.upstream import PrefixChange
 
 SHAPE = (6, 4)
 
@@ -119,13 +119,14 @@ class Theirs(ConversionOps):
 
 
 def test_which_conversions_ignore_numbers() -> None:
+    prefixes = [] if PrefixChange.__module__.startswith("nrl") else [PrefixChange(prefix_to_remove="language_model")]
     merged = [MergeModulelist(dim=0), Concatenate(dim=1)]
     assert ignore_indices(
         [
             WeightConverter([r"\.experts.*.w1.weight", r"\.experts.*.w3.weight"], r"\.experts.gate_up_proj", merged),
             WeightRenaming(r"norm1\.", "norm2."),
             WeightRenaming(r"layers\.(\d+)\.mixer", r"layers.\1.attention"),
-            PrefixChange(prefix_to_remove="language_model"),
+            *prefixes,
         ]
     )
     assert not ignore_indices([WeightRenaming(r"layers\.0\.", "first.")])

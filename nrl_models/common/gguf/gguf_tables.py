@@ -18,9 +18,10 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelF
 from transformers.utils import logging
 
 from nrl_models.common.checkpoint.files import resolve_folder
-from nrl_models.common.checkpoint.gguf_header import INSTALL, GGUFHeader, kinds_of, read_header, refused
 from nrl_models.common.checkpoint.limits import check_limits, limited_build
 from nrl_models.common.checkpoint.local_path import is_gguf
+from nrl_models.common.gguf.gguf_header import INSTALL, GGUFHeader, kinds_of, read_header, refused
+from nrl_models.common.upstream import gguf_reading
 from nrl_models.errors import ConfigurationError, Problem, ProblemKind, one_line
 
 NOT_CONFIGURATION = ("_model_name_or_path", "unk_token_id")
@@ -49,12 +50,10 @@ def _values(file: Path, changed: int) -> dict[str, Any]:
     require_package(file)
     header = read_header(file)
     kinds_of(header)  # transformers' reader would stumble over what is wrong there
-    from transformers.modeling_gguf_pytorch_utils import GGUF_SUPPORTED_ARCHITECTURES, load_gguf_checkpoint
-
     try:
-        values = load_gguf_checkpoint(str(file))["config"]
+        values = gguf_reading().load_gguf_checkpoint(str(file))["config"]
     except Exception as error:  # whatever its reader and its tables raise
-        known = ", ".join(sorted(set(GGUF_SUPPORTED_ARCHITECTURES) - {"general", "tokenizer"}))
+        known = ", ".join(sorted(set(gguf_reading().GGUF_SUPPORTED_ARCHITECTURES) - {"general", "tokenizer"}))
         detail = f"is of architecture {header.architecture!r}, which transformers {transformers.__version__} does not "
         detail += f"read from GGUF ({one_line(error)}); it reads {known}"
         advice = "load the safetensors it was made from; llama.cpp reads the file itself"
@@ -105,19 +104,16 @@ class Tables:
     """
 
     def __init__(self, header: GGUFHeader) -> None:
-        from transformers.modeling_gguf_pytorch_utils import (
-            TENSOR_PROCESSORS,
-            TensorProcessor,
-            get_gguf_hf_weights_map,
-        )
-
+        reading = gguf_reading()
         values = dict(_values(header.file, header.file.stat().st_mtime_ns))
         self._file = header.file
-        self._processor: Any = TENSOR_PROCESSORS.get(header.architecture, TensorProcessor)(config=values)
+        self._processor: Any = reading.TENSOR_PROCESSORS.get(header.architecture, reading.TensorProcessor)(
+            config=values
+        )
         try:
             with limited_build(len(header.tensors)):
                 model: Any = _Shallow(_model_of(values), _LEVELS)
-            self.names: Mapping[str, str] = get_gguf_hf_weights_map(model, self._processor)
+            self.names: Mapping[str, str] = reading.get_gguf_hf_weights_map(model, self._processor)
         except ConfigurationError:
             raise
         except Exception as error:

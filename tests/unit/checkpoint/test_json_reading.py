@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from nrl_models.common import json_reading
-from nrl_models.common.json_reading import read_object
+from nrl_models.common.checkpoint import json_reading
+from nrl_models.common.checkpoint.json_reading import read_object
 from nrl_models.errors import CheckpointError
 
 

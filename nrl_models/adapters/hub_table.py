@@ -1,0 +1,50 @@
+"""A state dict between the names in memory and the hub's, in place: as prime-rl's operations on state dicts work."""
+
+from __future__ import annotations
+
+import torch
+
+from nrl_models.common.state_dict.adapter import StateDictAdapter
+from nrl_models.common.state_dict.views import HFTensor
+
+StateDict = dict[str, torch.Tensor]
+
+
+class HubTable:
+    """The one operation of a model's `conversion_chain`, made from an adapter's table.
+
+    It may be given some of the tensors (a layer's), and leaves those whose other parts are not there.
+
+    Args:
+        adapter: whose table.
+    """
+
+    def __init__(self, adapter: StateDictAdapter) -> None:
+        self.own = adapter.own
+        self.hub = [t for t in adapter.hub.values() if t.view is None or t.name != str(t.view)]
+        self.parts: dict[str, list[HFTensor]] = {
+            name: adapter.tensors_in(name, "hub") for tensor in self.hub for name in tensor.parameters
+        }
+
+    def prime_to_hf(self, state_dict: StateDict) -> None:
+        """From the names in memory to the hub's: views, wherever strides can express them."""
+        ready = [tensor for tensor in self.hub if all(name in state_dict for name in tensor.parameters)]
+        made = {tensor.name: tensor.read(state_dict) for tensor in ready}
+        for name in {name for tensor in ready for name in tensor.parameters}:
+            if all(part.name in made for part in self.parts[name]):
+                del state_dict[name]
+        state_dict.update(made)
+
+    def hf_to_prime(self, state_dict: StateDict) -> None:
+        """From the hub's names to those in memory."""
+        made: StateDict = {}
+        for name, parts in self.parts.items():
+            if not all(part.name in state_dict for part in parts):
+                continue
+            made[name] = state_dict[parts[0].name].new_empty(self.own[name].shape)
+            for part in parts:
+                part.write_into(name, made[name], state_dict[part.name])
+        for tensor in self.hub:
+            if all(name in made for name in tensor.parameters):
+                del state_dict[tensor.name]
+        state_dict.update(made)

@@ -1,0 +1,125 @@
+"""prime-rl: our models as its custom ones, with `conversion_chain` made from our tables.
+
+    from nrl_models.adapters import prime_rl
+
+    prime_rl.register("MixtralForCausalLM")  # or register(): every architecture that prime-rl has no class for
+
+Call it where prime-rl's trainer starts, before it builds its model. prime-rl is not on the package index: this is
+written against the interface of its public source, version 0.8 (`PreTrainedModelPrimeRL`, `ConvOp`, the mappings of
+`prime_rl.trainer.models`), and tested with a stand-in for that interface, never with prime-rl itself.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import lru_cache
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from nrl_models import registry
+from nrl_models.adapters.hub_stream import check_trainer
+from nrl_models.adapters.hub_table import HubTable, StateDict
+from nrl_models.auto import AutoModelForCausalLM, AutoModelForImageTextToText
+from nrl_models.common.dtypes import kept_dtypes
+from nrl_models.common.state_dict.adapter import StateDictAdapter
+from nrl_models.errors import UnknownArchitectureError, UnknownArgumentError
+from nrl_models.loading.skeleton import build_skeleton, compute_buffers
+
+REQUIREMENT = "prime-rl>=0.8,<0.9"
+
+
+def register(*architectures: str) -> list[str]:
+    """Register our classes with prime-rl, as what `model.impl=custom` gives.
+
+    Args:
+        architectures: as `config.architectures` names them; by default all language models, with and without images,
+            of configurations that prime-rl has no class for. Those that are named replace prime-rl's.
+
+    Returns:
+        What is registered.
+
+    Raises:
+        TrainerError: prime-rl is not installed, or of another version.
+        UnknownArchitectureError: some are not registered here as language models; then none is.
+    """
+    check_trainer(REQUIREMENT)
+    from prime_rl.trainer import models
+
+    kinds = {
+        AutoModelForCausalLM: models._CUSTOM_CAUSAL_LM_BY_MODEL_TYPE,
+        AutoModelForImageTextToText: models._CUSTOM_VLM_MAPPING,
+    }
+    found: dict[str, tuple[Any, dict[str, Any]]] = {
+        name: (registry.model_class(name), by_model_type)
+        for name in architectures or registry.architectures(aliases=False)
+        for auto_class, by_model_type in kinds.items()
+        if auto_class.serves(name) and name in registry.MODEL_ARCH_MAPPING and not registry.unmet_requirement(name)
+    }
+    if unknown := [name for name in architectures if name not in found]:
+        raise UnknownArchitectureError(f"no language models that are registered here: {', '.join(unknown)}")
+    registered = []
+    taken = set().union(*kinds.values()) if not architectures else set()
+    for name, (model_class, by_model_type) in found.items():
+        config_class = model_class.config_class
+        if config_class.model_type in taken:
+            continue
+        by_model_type[config_class.model_type] = made = _for_prime(model_class, models.PreTrainedModelPrimeRL)
+        models._CUSTOM_CAUSAL_LM_MAPPING.register(config_class, made, exist_ok=True)
+        registered.append(name)
+    return registered
+
+
+@lru_cache(maxsize=8)  # it is asked for once a layer
+def _table(model_class: Any, config_class: Any, config: str) -> HubTable:
+    return HubTable(StateDictAdapter(build_skeleton(model_class, config_class(**json.loads(config)), torch.bfloat16)))
+
+
+def _for_prime(model_class: Any, base: type[PreTrainedModel]) -> Any:
+    """Our class as one of prime-rl's, whose base asks how state dicts are converted.
+
+    What that base changes of transformers' kernels is for its own layers, so it comes after transformers' own.
+    """
+
+    class Model(model_class, base):  # type: ignore[misc, valid-type]
+        """Ours, with what prime-rl asks of a custom model."""
+
+        _check_and_adjust_attn_implementation = PreTrainedModel._check_and_adjust_attn_implementation
+        get_correct_experts_implementation = PreTrainedModel.get_correct_experts_implementation
+
+        def __init__(self, config: Any, *args: Any, **options: Any) -> None:
+            super().__init__(config, *args, **options)
+            self.base_model.register_forward_pre_hook(_without_prime_keywords, with_kwargs=True)
+
+        @classmethod
+        def conversion_chain(cls, config: Any) -> list[HubTable]:
+            config_class: Any = type(config)
+            return [_table(model_class, config_class, config.to_json_string(use_diff=False))]
+
+        def is_prime_state_dict(self, state_dict: StateDict) -> bool:
+            return any(name in state_dict for name in self.conversion_chain(self.config)[0].parts)
+
+        def is_hf_state_dict(self, state_dict: StateDict) -> bool:
+            return not self.is_prime_state_dict(state_dict)
+
+        def keep_in_fp32_for_weight_transfer(self, name: str) -> bool:
+            return kept_dtypes(self, torch.bfloat16)(name) is torch.float32
+
+        def init_buffers_post_meta(self) -> None:
+            compute_buffers(self)
+
+    Model.__name__ = Model.__qualname__ = model_class.__name__
+    Model.__module__ = model_class.__module__
+    return Model
+
+
+def _without_prime_keywords(module: Any, args: Any, keywords: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """What prime-rl passes to its own models, without what `position_ids` say, too: where packed documents begin.
+
+    Raises:
+        UnknownArgumentError: routing is to be replayed, which `nrl_models.replay_routing` does.
+    """
+    if keywords.pop("routed_experts", None) is not None:
+        raise UnknownArgumentError("routed_experts: expected none; wrap the forward in nrl_models.replay_routing")
+    return args, {name: value for name, value in keywords.items() if not name.startswith("seq_lens")}

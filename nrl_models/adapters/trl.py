@@ -1,0 +1,91 @@
+"""TRL: weight sync with the hub's tensors, experts one by one and prefixes as published.
+
+TRL's trainers send vLLM what `named_parameters` has: stacked experts under names that vLLM does not know, prefixes of
+transformers' modules, no buffers. After the trainer is made, one call changes what they send, and nothing else:
+
+    trainer = GRPOTrainer(model=model, args=GRPOConfig(use_vllm=True), ...)
+    nrl_models.adapters.trl.send_hub_tensors(trainer)
+    trainer.train()
+
+TRL still gathers (FSDP, DeepSpeed), merges adapters and streams; only names, shapes and order are ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from nrl_models.adapters.hub_stream import HubStream, check_trainer
+from nrl_models.errors import UnknownArgumentError
+
+REQUIREMENT = "trl>=1.16,<1.17"
+
+
+def send_hub_tensors(trainer: Any) -> None:
+    """Have a TRL trainer send vLLM the hub's tensors.
+
+    Args:
+        trainer: one with a `vllm_generation` (GRPO, RLOO, distillation and others, `use_vllm=True`, colocate or
+            server), or an asynchronous one (`AsyncGRPOTrainer`, `AsyncDistillationTrainer`), of a model of this library
+            or of transformers. Call it before training starts.
+
+    Raises:
+        TrainerError: TRL is not installed, or of another version.
+        UnknownArgumentError: the trainer sends no weights to vLLM.
+    """
+    check_trainer(REQUIREMENT)
+    if (generation := getattr(trainer, "vllm_generation", None)) is not None:
+        _hook_generation(generation)
+    elif hasattr(trainer, "_streaming_iter") and not getattr(trainer, "_lora_sync", False):
+        _hook_asynchronous(trainer)
+    else:
+        raise UnknownArgumentError(
+            f"this {type(trainer).__name__} sends vLLM no weights: expected use_vllm=True, or an asynchronous trainer "
+            "that does not send adapters as files"
+        )
+
+
+def _hook_generation(generation: Any) -> None:
+    """`VLLMGeneration`, of the trainers that wait for their rollouts: it walks its own `_iter_named_params`."""
+    stream, gathered = HubStream(generation.model), generation._iter_named_params
+
+    def iter_named_params() -> Iterator[tuple[str, torch.Tensor]]:
+        yield from stream(gathered(), generation.model)
+
+    generation._iter_named_params = iter_named_params
+    generation._weight_metadata = None  # of names sent so far
+
+
+def _hook_asynchronous(trainer: Any) -> None:
+    """The asynchronous trainers: they announce all tensors when they are made, and stream them at each update.
+
+    Frozen parameters are left out, as TRL does; the engine has them.
+    """
+    stream, gathered = HubStream(trainer.model), trainer._streaming_iter
+
+    def streaming_iter() -> Iterator[tuple[str, torch.Tensor]]:
+        yield from stream(gathered(), trainer.accelerator.unwrap_model(trainer.model))
+
+    client = trainer.weight_transfer
+    if hasattr(client, "_weight_update_info"):  # on the process that sends, unless a client of the user's own does
+        client._weight_update_info |= _announced(trainer, stream)
+    trainer._streaming_iter = streaming_iter
+
+
+def _announced(trainer: Any, stream: HubStream) -> dict[str, list[Any]]:
+    """Names, dtypes and shapes of what is streamed, in order, without gathering it."""
+    module: Any = import_module(trainer._streaming_iter.__module__)
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    shapes = (
+        (name, torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"))
+        for name, parameter in module._iter_vllm_named_params(model)
+    )
+    tensors = dict(stream(shapes, model))
+    return {
+        "names": list(tensors),
+        "dtype_names": [str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()],
+        "shapes": [list(tensor.shape) for tensor in tensors.values()],
+    }

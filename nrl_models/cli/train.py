@@ -1,0 +1,74 @@
+"""The command that trains by a recipe."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from nrl_models.cli.arguments import JsonFile, writable
+from nrl_models.cli.console import show, show_report, status
+
+
+def override(text: str) -> str:
+    """`KEY=VALUE`, as it is."""
+    key, equals, _ = text.partition("=")
+    if not (key.strip() and equals):
+        raise typer.BadParameter(f"{text!r}: expected KEY=VALUE, e.g. training.steps=10")
+    return text
+
+
+def saved_to(folder: Path | None) -> Path | None:
+    """Make sure that a model can be saved, before time is spent on it."""
+    if folder is not None:
+        writable(folder / "config.json")
+    return folder
+
+
+def train(
+    recipe: Annotated[
+        str | None, typer.Argument(metavar="RECIPE", help="A YAML file, or the name of a recipe that comes along.")
+    ] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(parser=override, metavar="KEY=VALUE ...", help="Other values, e.g. training.steps=10."),
+    ] = None,
+    listed: Annotated[bool, typer.Option("--list", help="List the recipes that come along, and exit.")] = False,
+    out: Annotated[
+        Path | None, typer.Option(help="Save the trained model and its tokenizer here.", callback=saved_to)
+    ] = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Train by a recipe, and check its bounds on what was measured; they fail the command.
+
+    A file may name only the callables that docs/recipes.md lists; others are given here:
+    reward._target_=package.function
+    """
+    if listed:
+        _list()
+        return
+    if recipe is None:
+        raise typer.BadParameter(
+            "which? `nrl-models train --list` has the recipes that come along", param_hint="RECIPE"
+        )
+    with status("reading the recipe") as note:
+        from nrl_models.recipes import read_recipe, recipe_file
+        from nrl_models.recipes import train as run_recipe
+
+        run = run_recipe(read_recipe(recipe_file(recipe), overrides or ()), out=out, note=note)
+    show_report(run, json_file)
+
+
+def _list() -> None:
+    from rich.markup import escape
+    from rich.table import Table
+
+    from nrl_models.recipes.included import recipes, summary
+
+    table = Table(title="Recipes", title_justify="left")
+    table.add_column("name", no_wrap=True)
+    table.add_column("what it does")
+    for name, file in recipes().items():
+        table.add_row(escape(name), escape(summary(file)))
+    show(table)

@@ -1,0 +1,185 @@
+"""What this library uses of transformers that transformers does not promise to keep, from 5.5 to the newest version.
+
+All of it is here, so that a new version is one file's work. Names that another version lacks are made up for here.
+What a model's class declares (`_no_split_modules`, `_tied_weights_keys`, `_tp_plan`, ...) is read where it is needed:
+classes outside transformers declare it, too.
+
+If a new version changes one of them, `make test TRANSFORMERS=X` fails in the tests named here:
+
+| what | used for | tests |
+|---|---|---|
+| `core_model_loading`, `conversion_mapping` | the hub's names and shapes, as views | `tests/unit/state_dict` |
+| `_weight_conversions` | the layout that a model was loaded from, in which it is saved | `test_files` |
+| `_is_hf_initialized`, `no_init_weights` | what an initialisation must leave alone | `test_weights` |
+| `modeling_gguf_pytorch_utils` | GGUF's names of tensors and configuration values | `test_gguf` |
+| `_get_dtype_plan` | parameters that stay in fp32 | `test_dtypes` of the generated suite |
+| `_get_device_map`, `accelerate_dispatch`, ... | `device_map` | `tests/unit/loading` |
+| `_CAN_RECORD_REGISTRY` | `output_hidden_states` of a rewritten class | `test_model` of the generated suite |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any, cast
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel, core_model_loading
+from transformers.conversion_mapping import get_model_conversion_mapping, register_checkpoint_conversion_mapping
+from transformers.core_model_loading import (
+    Chunk,
+    WeightConverter,
+    WeightRenaming,
+    build_glob_alternation,
+    dot_natural_key,
+    revert_weight_conversion,
+)
+from transformers.initialization import no_init_weights
+from transformers.modeling_utils import (
+    _add_variant,
+    _get_device_map,
+    accelerate_dispatch,
+    check_and_set_device_map,
+    get_torch_context_manager_or_global_device,
+    str_to_torch_dtype,
+)
+from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
+
+__all__ = [
+    "Chunk",
+    "PrefixChange",
+    "Renaming",
+    "WeightConverter",
+    "WeightRenaming",
+    "accelerate_dispatch",
+    "build_glob_alternation",
+    "check_and_set_device_map",
+    "computed_device_map",
+    "describe_conversion",
+    "dot_natural_key",
+    "dtype_plan",
+    "get_model_conversion_mapping",
+    "get_torch_context_manager_or_global_device",
+    "gguf_reading",
+    "is_initialised",
+    "loaded_conversions",
+    "mark_initialised",
+    "no_init_weights",
+    "patterns_of",
+    "record_as",
+    "register_checkpoint_conversion_mapping",
+    "revert_weight_conversion",
+    "set_loaded_conversions",
+    "str_to_torch_dtype",
+    "with_variant",
+]
+
+
+class _NoPrefixChange:
+    """Stands for `PrefixChange` where transformers (5.5) has none: nothing is of this class."""
+
+
+PrefixChange: type = getattr(core_model_loading, "PrefixChange", _NoPrefixChange)
+"""The conversion that adds or removes a prefix which only some checkpoints carry."""
+
+computed_device_map: Callable[..., dict[str, Any]] = _get_device_map
+with_variant: Callable[[str, str | None], str] = _add_variant
+
+
+# Conversions between the hub's tensors and a model's
+
+
+def loaded_conversions(model: nn.Module) -> list[Any] | None:
+    """The conversions that a model was loaded with; None if it was not loaded, or none were noted."""
+    return cast("list[Any] | None", getattr(model, "_weight_conversions", None))
+
+
+def set_loaded_conversions(model: nn.Module, conversions: Sequence[Any] | None) -> None:
+    """Note the conversions that a model was loaded with, which transformers reverts when it saves."""
+    cast(Any, model)._weight_conversions = conversions
+
+
+class Renaming:
+    """Renames keys by conversions, and knows which of them applied: saving reverts only these.
+
+    transformers 5.5 does not note that. It reverts all conversions that it knows, and so saves `LayerNorm.weight` as
+    `LayerNorm.gamma`.
+    """
+
+    def __init__(self) -> None:
+        self._used: set[int] = set()
+
+    def __call__(self, conversion: Any, key: str) -> tuple[str, str | None]:
+        """What a conversion makes of a name, and the pattern that matched it, or None."""
+        renamed, pattern = conversion.rename_source_key(key)
+        if pattern is not None:
+            self._used.add(id(conversion))
+        return renamed, pattern
+
+    def has_used(self, conversion: Any) -> bool:
+        """Whether a conversion, which must still exist, applied to some name."""
+        return bool(conversion.was_used() if hasattr(conversion, "was_used") else id(conversion) in self._used)
+
+
+def patterns_of(conversion: Any) -> tuple[str, ...]:
+    """All expressions over names that a conversion has, sources and targets, as declared and as compiled."""
+    return (
+        conversion.compiled_sources.pattern,
+        *conversion.target_patterns,
+        *_declared(conversion),
+        f"{_scope(conversion)[0]}.{_scope(conversion)[1]}",
+    )
+
+
+def describe_conversion(conversion: Any) -> tuple[Any, ...]:
+    """A conversion's type and its settings, without its state: equal for conversions that do the same."""
+    operations = [(type(operation), vars(operation)) for operation in getattr(conversion, "operations", ())]
+    return type(conversion), *_declared(conversion), _scope(conversion), getattr(conversion, "offset", None), operations
+
+
+def _declared(conversion: Any) -> tuple[Any, ...]:
+    """Source and target patterns as they were declared; before 5.6 only as they were processed."""
+    sources = getattr(conversion, "_original_source_patterns", conversion.source_patterns)
+    targets = getattr(conversion, "_original_target_patterns", conversion.target_patterns)
+    return *sources, "to", *targets
+
+
+def _scope(conversion: Any) -> tuple[str, str]:
+    """The part of a model that a conversion is for; before 5.7 the whole model."""
+    return getattr(conversion, "scope_prefix", None) or "", getattr(conversion, "base_model_prefix", None) or ""
+
+
+def gguf_reading() -> ModuleType:
+    """transformers' module that reads GGUF files, imported when it is needed: its tables of architectures and names."""
+    from transformers import modeling_gguf_pytorch_utils
+
+    return modeling_gguf_pytorch_utils
+
+
+# Dtypes and initialisation
+
+
+def dtype_plan(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """Patterns of names of tensors that stay in another dtype when a model is loaded in `dtype`."""
+    return dict(model._get_dtype_plan(dtype))
+
+
+def mark_initialised(what: nn.Module | torch.Tensor, initialised: bool = True) -> None:
+    """Mark a module or tensor that transformers' initialisation must leave alone, or must not."""
+    what.__dict__["_is_hf_initialized"] = initialised
+
+
+def is_initialised(what: nn.Module | torch.Tensor) -> bool:
+    """Whether transformers' initialisation leaves a module or tensor alone."""
+    return bool(getattr(what, "_is_hf_initialized", False))
+
+
+def record_as(model_class: type[nn.Module], module: PreTrainedModel) -> None:
+    """Let a class record what a module's class can (hidden states, router logits): transformers looks it up by class.
+
+    Args:
+        model_class: the class that `module` now has.
+        module: a model that was constructed as another class.
+    """
+    dict.__setitem__(_CAN_RECORD_REGISTRY, str(model_class), module._can_record_outputs)

@@ -1,0 +1,1 @@
+"""New weights for a running vLLM: vLLM's own interfaces for it, shared memory, deltas, and whole versions only."""

@@ -1,0 +1,84 @@
+"""What takes an update's announcements to a vLLM: a server's routes, or the `LLM` object of this process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from nrl_models.engines.answers import Checked
+
+Request = Callable[[str, str, dict[str, Any] | None], dict[str, Any]]
+"""Method, path and body of a request; gives the JSON object that is the answer."""
+
+
+class ServerClient:
+    """A vLLM server's routes for new weights (0.32: where `VLLM_SERVER_DEV_MODE=1`).
+
+    Args:
+        request: asks the server; raises an EngineError for whatever is no success.
+        checked: reads its answers.
+    """
+
+    def __init__(self, request: Request, checked: Checked) -> None:
+        self._request, self._checked = request, checked
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        """See `SyncClient`."""
+        self._request("POST", "/init_weight_transfer_engine", {"init_info": init_info})
+
+    def start_weight_update(self) -> None:
+        """See `SyncClient`."""
+        self._request("POST", "/start_weight_update", None)
+
+    def update_weights(self, update_info: Any) -> None:
+        """See `SyncClient`."""
+        self._request("POST", "/update_weights", {"update_info": update_info})
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        """See `SyncClient`."""
+        body = None if weight_version is None else {"weight_version": weight_version}
+        self._request("POST", "/finish_weight_update", body)
+
+    def weight_version(self) -> str:
+        """The version that the server says it has."""
+        answer = self._request("GET", "/weight_info", None)
+        return self._checked.text(answer.get("weight_version"), "weight_version")
+
+    def pause(self) -> None:
+        """Let what is being generated end, begin nothing, and drop what was computed for earlier prompts."""
+        self._request("POST", "/pause?mode=wait&clear_cache=true", None)
+
+    def resume(self) -> None:
+        """Go on; before that drop what was computed for earlier prompts, and require that it was dropped."""
+        answer = self._request("POST", "/reset_prefix_cache", None)
+        if answer.get("success") is not True:
+            self._checked.wrong("success of /reset_prefix_cache", answer.get("success"), "True")
+        self._request("POST", "/resume", None)
+
+
+class LLMClient:
+    """vLLM's `LLM` of this process.
+
+    Args:
+        llm: started with `weight_transfer_config={"backend": "nrl_models"}`.
+    """
+
+    def __init__(self, llm: Any) -> None:
+        self.llm = llm
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        """See `SyncClient`."""
+        self.llm.init_weight_transfer_engine({"init_info": init_info})
+
+    def start_weight_update(self) -> None:
+        """See `SyncClient`."""
+        self.llm.start_weight_update()
+
+    def update_weights(self, update_info: Any) -> None:
+        """See `SyncClient`."""
+        self.llm.update_weights({"update_info": update_info})
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        """See `SyncClient`; then drop what was computed for earlier prompts."""
+        self.llm.finish_weight_update(weight_version)
+        self.llm.reset_prefix_cache()

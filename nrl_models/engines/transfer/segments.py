@@ -1,0 +1,127 @@
+"""Tensors in memory that two processes of one machine share, in the format of safetensors.
+
+A segment has no name: it is a file in memory (`memfd_create(2)`) that another process opens as a descriptor of its
+writer, which the system allows to processes of the same user alone. It is sealed, so that nobody can change or cut it,
+and goes away with the last process that has it open or mapped, however processes end. Nothing is left to clean up.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import safetensors
+import safetensors.torch
+import torch
+
+from nrl_models.errors import EngineError, one_line, shown
+
+_SEALS = ("F_SEAL_SEAL", "F_SEAL_SHRINK", "F_SEAL_GROW", "F_SEAL_WRITE")
+
+_TOKEN = "nrl_models"
+"""The key of a segment's token in its header."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Where a segment is. It can be opened as long as its writer has not closed it.
+
+    Args:
+        pid: the process that wrote it.
+        descriptor: the file's number there.
+        token: what its header says, so that no other file is taken for it.
+        nbytes: its size.
+    """
+
+    pid: int
+    descriptor: int
+    token: str
+    nbytes: int
+
+    @staticmethod
+    def write(tensors: Mapping[str, torch.Tensor], text: Mapping[str, str] | None = None) -> Segment:
+        """Put tensors into a new segment of this process.
+
+        Args:
+            tensors: by name, on any device.
+            text: what goes with them.
+
+        Raises:
+            EngineError: no such memory here (it needs Linux), or not enough.
+        """
+        if not hasattr(os, "memfd_create"):
+            raise EngineError("weights cannot be shared in memory: this needs Linux (memfd_create)")
+        token = secrets.token_hex(16)
+        whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+        content = safetensors.torch.save(whole, {**(text or {}), _TOKEN: token})
+        try:
+            descriptor = os.memfd_create("nrl_models", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            try:
+                with open(descriptor, "wb", closefd=False) as file:
+                    file.write(content)
+                fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _all_seals())
+            except BaseException:
+                os.close(descriptor)
+                raise
+        except OSError as error:
+            raise EngineError(
+                f"{len(content):,} bytes of weights cannot be put into memory: {one_line(error)}"
+            ) from error
+        return Segment(os.getpid(), descriptor, token, len(content))
+
+    def read(self) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+        """What is in it: tensors, which are its pages and keep them, and the text that goes with them.
+
+        Raises:
+            EngineError: it cannot be opened, or is something else.
+        """
+        path = f"/proc/{self.pid}/fd/{self.descriptor}"
+        try:
+            own = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError as error:
+            raise EngineError(
+                f"the trainer's shared memory cannot be opened ({one_line(error)}): trainer and engine have to run on "
+                "one machine as one user and see each other's processes, and the trainer has to be alive"
+            ) from error
+        try:
+            if fcntl.fcntl(own, fcntl.F_GET_SEALS) & _all_seals() != _all_seals():
+                raise OSError("it can still be changed")
+            with safetensors.safe_open(f"/proc/self/fd/{own}", framework="pt") as file:
+                text: dict[str, str] = file.metadata() or {}
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except (OSError, safetensors.SafetensorError) as error:
+            raise EngineError(f"{path} is no shared memory of a trainer: {one_line(error)}") from error
+        finally:
+            os.close(own)
+        if not secrets.compare_digest(text.pop(_TOKEN, ""), self.token):
+            raise EngineError(f"{path} is another trainer's shared memory than the one announced")
+        return tensors, text
+
+    def close(self) -> None:
+        """Close it in the process that wrote it: nobody can open it any more; who has mapped it keeps it."""
+        os.close(self.descriptor)
+
+    def to_json(self) -> dict[str, Any]:
+        """For `of_json`."""
+        return {"pid": self.pid, "descriptor": self.descriptor, "token": self.token, "nbytes": self.nbytes}
+
+    @staticmethod
+    def of_json(value: Any) -> Segment:
+        """What `to_json` gave.
+
+        Raises:
+            EngineError: it is not that.
+        """
+        types = {"pid": int, "descriptor": int, "token": str, "nbytes": int}
+        fits = isinstance(value, dict) and {key: type(found) for key, found in value.items()} == types
+        if not fits or min(value["pid"], value["descriptor"], value["nbytes"]) < 0 or not value["token"].isascii():
+            raise EngineError(f"{shown(value)} is no segment of shared memory: expected {', '.join(types)}")
+        return Segment(**value)
+
+
+def _all_seals() -> int:
+    return sum(getattr(fcntl, name) for name in _SEALS)

@@ -1,0 +1,92 @@
+"""Bounds on what a run measured, as a recipe writes them: `median(token_mult_prob_error) < 1.05`."""
+
+from __future__ import annotations
+
+import math
+import operator
+import re
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from nrl_models.common.config.spelling import misspellings_of
+from nrl_models.errors import UnknownArgumentError
+
+STATISTICS: Mapping[str, Callable[[Sequence[float]], float]] = {
+    "median": statistics.median,
+    "mean": statistics.fmean,
+    "max": max,
+    "min": min,
+    "first": lambda values: values[0],
+    "last": lambda values: values[-1],
+}
+"""What is taken of the values of all steps."""
+
+RELATIONS: Mapping[str, Callable[[float, float], bool]] = {
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+}
+
+_GATE = re.compile(r"\s*(\w+)\(\s*(\w+)\s*\)\s*(<=|>=|<|>)\s*(\S+)\s*")
+
+
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """A bound on a statistic of a metric over the steps of a run."""
+
+    statistic: str
+    metric: str
+    relation: str
+    bound: float
+
+    @classmethod
+    def parse(cls, text: str, metrics: Sequence[str]) -> Gate:
+        """Read a gate.
+
+        Args:
+            text: `STATISTIC(METRIC) RELATION NUMBER`.
+            metrics: what the run measures.
+
+        Raises:
+            UnknownArgumentError: anything else; it names what there is.
+        """
+        found = _GATE.fullmatch(text)
+        if found is None:
+            raise UnknownArgumentError(f"{text!r}: expected a gate such as 'median({metrics[0]}) < 1.05'")
+        statistic, metric, relation, number = found.groups()
+        wrong = []
+        if statistic not in STATISTICS:
+            wrong.append(f"unknown statistic {statistic}: expected one of {', '.join(STATISTICS)}")
+        if metric not in metrics:
+            close = misspellings_of(metric, metrics)
+            hint = f" (did you mean {' or '.join(close)}?)" if close else ""
+            wrong.append(f"unknown metric {metric}{hint}: this run measures {', '.join(metrics)}")
+        try:
+            bound = float(number)
+        except ValueError:
+            bound = math.nan
+        if not math.isfinite(bound):
+            wrong.append(f"the bound {number} is no number")
+        if wrong:
+            raise UnknownArgumentError(f"{text!r}: {'; '.join(wrong)}")
+        return cls(statistic, metric, relation, bound)
+
+    def __str__(self) -> str:
+        return f"{self.statistic}({self.metric}) {self.relation} {self.bound:g}"
+
+    def check(self, history: Sequence[Mapping[str, float]]) -> Verdict:
+        """Hold it against the metrics of all steps. What is NaN anywhere, or was not measured, does not pass."""
+        values = [step[self.metric] for step in history if self.metric in step]
+        value = STATISTICS[self.statistic](values) if values and not any(map(math.isnan, values)) else math.nan
+        return Verdict(self, value, RELATIONS[self.relation](value, self.bound))
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The outcome of a gate: the value of its statistic, NaN if there is none, and whether it is within the bound."""
+
+    gate: Gate
+    value: float
+    passed: bool

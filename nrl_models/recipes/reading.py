@@ -1,0 +1,363 @@
+"""Reads a recipe: YAML and overrides into frozen dataclasses, or one error with everything that is wrong.
+
+OmegaConf reads the YAML and merges overrides. Its interpolation is not used: a `${...}` may read the environment, and
+one of another is how a short file becomes a long one.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import MISSING, fields, is_dataclass, replace
+from difflib import get_close_matches
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from nrl_models.common.backend import BackendConfig
+from nrl_models.common.config.spelling import misspellings_of
+from nrl_models.common.freezing import COMPONENTS, SHORT_NAMES
+from nrl_models.errors import EngineError, NRLModelsError, Problem, ProblemKind, RecipeError, one_line
+from nrl_models.loading.hub_kernels import refuse_hub_kernels
+from nrl_models.loading.options import KEYWORDS
+from nrl_models.losses.named import LOSSES, PolicyLoss, PreferenceLoss, RankingLoss
+from nrl_models.recipes.gates import Gate
+from nrl_models.recipes.recipe import (
+    PAIR_METRICS,
+    POLICY_METRICS,
+    SUPERVISED_METRICS,
+    PolicyRecipe,
+    Recipe,
+    SupervisedRecipe,
+    Target,
+)
+from nrl_models.recipes.targets import CLASSIFIER, SAFE_ENGINE, SAFE_LOADING, SLOTS, problems_of_arguments, resolved
+
+MOST_BYTES, MOST_LEVELS = 2**16, 32
+"""The largest and the deepest recipe that is read."""
+
+_NOTHING = object()
+
+
+def read_recipe(file: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read a recipe, and check all of it.
+
+    Args:
+        file: YAML.
+        overrides: `key=value` each, the key dotted (`training.steps=10`) and the value YAML; `key=null` leaves a key
+            out. They may name what a file may not, see `nrl_models.recipes.targets`.
+
+    Raises:
+        RecipeError: lists every problem.
+        EngineError: OmegaConf is not installed.
+    """
+    reader = _Reader(Path(file).name)
+    tree = reader.tree(Path(file), overrides)
+    recipe = reader.recipe(tree) if tree is not None else None
+    if reader.problems or recipe is None:
+        raise RecipeError(f"cannot use the recipe {file}", reader.problems)
+    return recipe
+
+
+class _Reader:
+    """Collects problems while it reads.
+
+    Attributes:
+        problems: so far.
+        given: dotted keys that were given on the command line.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.problems: list[Problem] = []
+        self.given: set[str] = set()
+        self.metrics: Sequence[str] = ()
+
+    def wrong(self, kind: ProblemKind, key: str, detail: str, advice: str = "") -> None:
+        self.problems.append(Problem(kind, key, detail, self.name, advice))
+
+    # The file
+
+    def tree(self, file: Path, overrides: Sequence[str]) -> dict[str, Any] | None:
+        """What is in the file, with the overrides; None if it cannot be read."""
+        try:
+            import yaml
+            from omegaconf import OmegaConf
+        except ImportError as error:
+            raise EngineError("recipes are read by OmegaConf: pip install 'nrl_models[train]'") from error
+        try:
+            with file.open("rb") as handle:
+                data = handle.read(MOST_BYTES + 1)
+            if len(data) > MOST_BYTES:
+                self.wrong(ProblemKind.FILE, file.name, f"has more than {MOST_BYTES:,} bytes")
+                return None
+            text = data.decode()
+            if problem := _unreadable(yaml.scan(text)):
+                self.wrong(ProblemKind.FORMAT, file.name, problem)
+                return None
+            content = OmegaConf.create(text)
+            if not OmegaConf.is_dict(content):
+                self.wrong(ProblemKind.FORMAT, file.name, "is no mapping of keys to values")
+                return None
+        except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
+            self.wrong(ProblemKind.FILE, file.name, f"cannot be read: {one_line(error)}")
+            return None
+        for override in overrides:
+            key, equals, _ = override.partition("=")
+            if not (key.strip() and equals):
+                self.wrong(ProblemKind.FORMAT, override, "expected KEY=VALUE, e.g. training.steps=10")
+                continue
+            try:
+                own = OmegaConf.from_dotlist([override])
+                merged: Any = OmegaConf.merge(content, own)
+                content = merged
+            except Exception as error:  # OmegaConf's own, and YAML's
+                self.wrong(ProblemKind.FORMAT, key, f"cannot be set: {one_line(error)}")
+                continue
+            self.given |= set(_leaves(OmegaConf.to_container(own, resolve=False)))
+        tree: Any = OmegaConf.to_container(content, resolve=False)
+        for key in self.given:
+            _leave_out_null(tree, key.split("."))
+        for key, value in _leaves(tree).items():
+            if isinstance(value, str) and "${" in value:
+                self.wrong(ProblemKind.FORMAT, key, "interpolation (${...}) is not read: write the value out")
+        return tree
+
+    # The parts
+
+    def recipe(self, tree: Mapping[str, Any]) -> Recipe | None:
+        """The recipe in a tree; None if its loss cannot be told."""
+        loss = tree.get("loss")
+        name: Any = loss.get("name") if isinstance(loss, Mapping) else None
+        if name not in LOSSES:
+            close = get_close_matches(str(name), LOSSES, n=1)
+            found = "is missing" if name is None else f"{name!r} is no loss"
+            hint = f" (did you mean {close[0]}?)" if close else ""
+            self.wrong(ProblemKind.CONFIG, "loss.name", f"{found}{hint}: expected one of {', '.join(LOSSES)}")
+            known = {field.name for kind in (PolicyRecipe, SupervisedRecipe) for field in fields(kind)}
+            self.unknown(tree, sorted(known), "")
+            return None
+        settings = LOSSES[name]
+        is_policy = isinstance(settings, PolicyLoss)
+        pairs = isinstance(settings, (PreferenceLoss, RankingLoss))
+        self.metrics = POLICY_METRICS if is_policy else PAIR_METRICS if pairs else SUPERVISED_METRICS
+        recipe: Recipe | None = self.section(PolicyRecipe if is_policy else SupervisedRecipe, tree, "")
+        scores = isinstance(settings, RankingLoss)
+        listed = recipe is not None and recipe.model.name in SLOTS["model"].listed
+        if recipe is not None and listed and scores != (recipe.model.name == CLASSIFIER):
+            wanted = f"a model that {'scores' if scores else 'writes'} text"
+            self.wrong(ProblemKind.CONFIG, "model._target_", f"the loss {name} needs {wanted}, unlike this")
+        return recipe
+
+    def section(self, kind: type, node: Any, path: str, start: Any = None) -> Any:
+        """A dataclass of a mapping; None where there is a problem."""
+        if not isinstance(node, Mapping):
+            self.wrong(ProblemKind.CONFIG, path, f"is {node!r}: expected keys and values")
+            return None
+        before = len(self.problems)
+        hints, values = get_type_hints(kind), {}
+        self.unknown(node, [field.name for field in fields(kind)], path)
+        for field in fields(kind):
+            key = f"{path}.{field.name}" if path else field.name
+            if field.name in node:
+                values[field.name] = self.value(hints[field.name], node[field.name], key)
+            elif start is None and field.default is MISSING and field.default_factory is MISSING:
+                self.wrong(ProblemKind.MISSING, key, "is missing")
+        if len(self.problems) > before:
+            return None
+        try:
+            return kind(**values) if start is None else replace(start, **values)
+        except (NRLModelsError, ValueError) as error:
+            self.wrong(ProblemKind.CONFIG, path or self.name, str(error))
+            return None
+
+    def unknown(self, node: Mapping[str, Any], known: Sequence[str], path: str) -> None:
+        for name in node:
+            if name not in known:
+                close = get_close_matches(str(name), known, n=2, cutoff=0.6)
+                hint = f" (did you mean {' or '.join(close)}?)" if close else ""
+                key = f"{path}.{name}" if path else str(name)
+                self.wrong(ProblemKind.UNKNOWN, key, f"nothing reads it{hint}; expected some of {', '.join(known)}")
+
+    def value(self, hint: Any, node: Any, key: str) -> Any:
+        """A value of a type; a problem where it has another."""
+        if key == "loss":
+            own = {name: value for name, value in node.items() if name != "name"}
+            return self.section(type(LOSSES[node["name"]]), own, key, LOSSES[node["name"]])
+        if key == "gates":
+            return self.gates(node)
+        if hint is Target:
+            return self.target(node, key)
+        members = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+        if node is None and type(None) in members:
+            return None
+        for member in members:
+            if is_dataclass(member) and isinstance(member, type):
+                return self.section(member, node, key)
+        found = next((value for member in members if (value := _plain(member, node)) is not _NOTHING), _NOTHING)
+        if found is _NOTHING:
+            self.wrong(ProblemKind.CONFIG, key, f"is {node!r}: expected {_shown(members)}")
+            return None
+        check: dict[str, Any] = {
+            "backend": self.backend,
+            "freeze_config": self.freezing,
+            "engine.options": self.engine_options,
+        }
+        if key in check:
+            check[key](found)
+        return found
+
+    def gates(self, node: Any) -> Any:
+        if not isinstance(node, list) or not all(isinstance(text, str) for text in node):
+            self.wrong(ProblemKind.CONFIG, "gates", "expected a list such as ['median(loss) < 2']")
+            return None
+        found = []
+        for text in node:
+            try:
+                found.append(Gate.parse(text, self.metrics))
+            except NRLModelsError as error:
+                self.wrong(ProblemKind.CONFIG, "gates", str(error))
+        return tuple(found)
+
+    # What may not come from a file
+
+    def allowed(self, key: str) -> bool:
+        """Whether a key, or one in it, was given on the command line."""
+        return any(given == key or given.startswith(f"{key}.") for given in self.given)
+
+    def refused(self, key: str, why: str) -> None:
+        advice = f"if you trust it, give it on the command line: {key}=..."
+        self.wrong(ProblemKind.UNSUPPORTED, key, f"{why}, so a file may not have it", advice)
+
+    def target(self, node: Any, key: str) -> Target | None:
+        slot = SLOTS[key]
+        if not isinstance(node, Mapping) or not isinstance(node.get("_target_"), str):
+            self.wrong(ProblemKind.MISSING, f"{key}._target_", f"expected one of {', '.join(slot.listed)}")
+            return None
+        name, arguments = node["_target_"], {name: value for name, value in node.items() if name != "_target_"}
+        before = len(self.problems)
+        for path, _ in _leaves(arguments).items():
+            if path.rpartition(".")[2] == "_target_" and not self.allowed(f"{key}.{path}"):
+                self.wrong(ProblemKind.UNKNOWN, f"{key}.{path}", "only the first level of a part has a _target_")
+        if name not in slot.listed and not self.allowed(f"{key}._target_"):
+            advice = f"if you trust that code, give it on the command line: {key}._target_={name}"
+            detail = f"{name} is code from elsewhere, which a file may not name; expected {' or '.join(slot.listed)}"
+            self.wrong(ProblemKind.UNSUPPORTED, f"{key}._target_", detail, advice)
+            return None
+        try:
+            function = resolved(name)
+            found = list(problems_of_arguments(function, arguments, slot))
+        except (ImportError, TypeError, ValueError) as error:
+            self.wrong(ProblemKind.CONFIG, f"{key}._target_", f"{name} cannot be used: {one_line(error)}")
+            return None
+        for problem in found:
+            argument, _, detail = problem.partition(": ")
+            self.wrong(ProblemKind.UNKNOWN, f"{key}.{argument}", detail)
+        if key == "model":
+            self.loading(arguments)
+        return Target(name, function, arguments) if len(self.problems) == before else None
+
+    def loading(self, arguments: Mapping[str, Any]) -> None:
+        if not isinstance(arguments.get("pretrained_model_name_or_path"), str):
+            self.wrong(
+                ProblemKind.MISSING, "model.pretrained_model_name_or_path", "expected a directory or a hub repository"
+            )
+        known = (*KEYWORDS, "pretrained_model_name_or_path")
+        for name in arguments:
+            close = misspellings_of(name, known)
+            if name not in known and close:
+                detail = f"nothing reads it (did you mean {' or '.join(close)}?)"
+                self.wrong(ProblemKind.UNKNOWN, f"model.{name}", detail)
+            elif name in KEYWORDS and name not in SAFE_LOADING and not self.allowed(f"model.{name}"):
+                self.refused(f"model.{name}", "it can run code, name a secret or write files")
+        own = {name: value for name, value in arguments.items() if not self.allowed(f"model.{name}")}
+        self.kernels(own, "model")
+
+    def kernels(self, values: Mapping[str, Any], key: str) -> None:
+        try:
+            refuse_hub_kernels(values, key)
+        except NRLModelsError:
+            self.refused(key, "it names a kernel of the hub, whose code would be fetched and run")
+
+    def backend(self, values: Mapping[str, Any]) -> None:
+        try:
+            BackendConfig(**values)
+        except (NRLModelsError, TypeError) as error:
+            known = ", ".join(BackendConfig.__dataclass_fields__)
+            self.wrong(ProblemKind.CONFIG, "backend", f"{error}; expected some of {known}")
+        own = {f"{name}_implementation": value for name, value in values.items() if not self.allowed(f"backend.{name}")}
+        self.kernels(own, "backend")
+
+    def freezing(self, values: Mapping[str, Any]) -> None:
+        self.unknown(values, [*COMPONENTS, *SHORT_NAMES], "freeze_config")
+        for name, value in values.items():
+            if not isinstance(value, bool):
+                self.wrong(ProblemKind.CONFIG, f"freeze_config.{name}", f"is {value!r}: expected true or false")
+
+    def engine_options(self, values: Mapping[str, Any]) -> None:
+        for name in values:
+            if name not in SAFE_ENGINE and not self.allowed(f"engine.options.{name}"):
+                self.refused(f"engine.options.{name}", "engines have options that name code to run")
+
+
+def _unreadable(tokens: Iterable[Any]) -> str | None:
+    """What is wrong with YAML before it is parsed, which takes for ever where it is nested deeply."""
+    level = 0
+    for token in tokens:
+        kind = type(token).__name__
+        level += kind in ("BlockMappingStartToken", "BlockSequenceStartToken", "FlowMappingStartToken")
+        level += (kind == "FlowSequenceStartToken") - (kind in ("BlockEndToken", "FlowMappingEndToken"))
+        level -= kind == "FlowSequenceEndToken"
+        if kind in ("AliasToken", "AnchorToken"):
+            return "has an anchor or alias (& or *): write it out"
+        if level > MOST_LEVELS:
+            return f"is nested deeper than {MOST_LEVELS} levels"
+    return None
+
+
+def _leaves(tree: Any, path: str = "") -> dict[str, Any]:
+    """The values in a tree that are no mappings, by dotted key."""
+    if not isinstance(tree, Mapping):
+        return {path: tree}
+    return {
+        key: value
+        for name, inner in tree.items()
+        for key, value in _leaves(inner, f"{path}.{name}" if path else str(name)).items()
+    }
+
+
+def _leave_out_null(tree: Any, parts: list[str]) -> None:
+    """Remove a key that was overridden by null."""
+    for part in parts[:-1]:
+        tree = tree.get(part) if isinstance(tree, dict) else None
+    if isinstance(tree, dict) and parts[-1] in tree and tree[parts[-1]] is None:
+        del tree[parts[-1]]
+
+
+def _plain(member: Any, node: Any) -> Any:
+    """A value as a type has it; `_NOTHING` if it is of another."""
+    if get_origin(member) is Literal:
+        return node if node in get_args(member) else _NOTHING
+    if get_origin(member) is Mapping:
+        return node if isinstance(node, Mapping) else _NOTHING
+    if isinstance(member, type) and issubclass(member, StrEnum):
+        return member(node) if node in list(member) else _NOTHING
+    if member is float and type(node) is int:
+        return float(node)
+    return node if type(node) is member else _NOTHING
+
+
+_NAMES = {str: "text", int: "a whole number", float: "a number", bool: "true or false", type(None): "null"}
+
+
+def _shown(members: Sequence[Any]) -> str:
+    """Types as a message names them."""
+    shown: list[str] = []
+    for member in members:
+        if get_origin(member) is Literal:
+            shown += [str(value) for value in get_args(member)]
+        elif isinstance(member, type) and issubclass(member, StrEnum):
+            shown += [str(value) for value in member]
+        else:
+            shown.append(_NAMES.get(member, "keys and values"))
+    return " or ".join(shown)

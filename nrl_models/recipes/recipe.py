@@ -1,0 +1,204 @@
+"""What a recipe says, in frozen dataclasses. The keys of a recipe's YAML are the names of their fields."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from nrl_models.errors import UnknownArgumentError
+from nrl_models.logprobs.sampling import Sampling
+from nrl_models.losses.named import Loss, PolicyLoss
+from nrl_models.recipes.gates import Gate
+
+SUPERVISED_METRICS = ("loss", "gradient_norm", "tokens")
+PAIR_METRICS = ("loss", "gradient_norm", "ordered", "margin", "tokens")
+POLICY_METRICS = (
+    "token_mult_prob_error",
+    "kl_k3",
+    "reward",
+    "ended",
+    "tokens",
+    "groups",
+    "loss",
+    "gradient_norm",
+    "clipped",
+    "outside",
+    "sample_seconds",
+    "learn_seconds",
+    "refit_seconds",
+)
+"""What each step of a run measures, by kind of loss; docs/recipes.md says what they are."""
+
+Compute = Literal["float32", "bfloat16"]
+Schedule = Literal["constant", "linear", "cosine"]
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A `_target_` and the keys beside it: a callable, and the keywords it gets.
+
+    Args:
+        name: as `_target_` names it.
+        function: what that is.
+        arguments: the keywords.
+    """
+
+    name: str
+    function: Any
+    arguments: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """How any model is trained.
+
+    Args:
+        steps: updates of supervised losses; rounds of sampling, learning and refitting of RL.
+        micro_batch: sequences, or pairs, of a forward; gradients of a step are summed over so many.
+        compute: the dtype to compute in; bfloat16 is torch's autocast over weights that stay as they are.
+        schedule: of the learning rate, from that of the optimiser down to zero, unless it is constant.
+        warmup: steps in which the learning rate rises.
+        clip_gradient_norm: the largest norm of the gradient.
+        activation_checkpointing: recompute activations in the backward.
+
+    Raises:
+        UnknownArgumentError: numbers that are too small; all of them.
+    """
+
+    steps: int
+    micro_batch: int = 1
+    compute: Compute = "float32"
+    schedule: Schedule = "constant"
+    warmup: int = 0
+    clip_gradient_norm: float = 1.0
+    activation_checkpointing: bool = False
+
+    def __post_init__(self) -> None:
+        """Check the numbers."""
+        own = {"warmup": 0, "clip_gradient_norm": 0}
+        wrong = [
+            f"{name}={value}: expected a number of at least {own.get(name, 1)}"
+            for name in self.__dataclass_fields__
+            if type(value := getattr(self, name)) in (int, float) and not value >= own.get(name, 1)
+        ]
+        if wrong:
+            raise UnknownArgumentError("; ".join(wrong))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SupervisedTraining(Training):
+    """How a model learns from given answers.
+
+    Args:
+        batch: sequences, or pairs, of a step.
+        max_length: tokens of a sequence; what is longer is cut at its end.
+    """
+
+    batch: int
+    max_length: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyTraining(Training):
+    """How a model learns from its own replies.
+
+    Args:
+        questions: of a step.
+        group: replies to each question.
+        max_prompt: tokens of a question; longer ones are not asked.
+        new_tokens: tokens of a reply at most.
+        updates: of the weights in a step; the questions are divided among them.
+    """
+
+    questions: int
+    group: int
+    max_prompt: int
+    new_tokens: int
+    updates: int = 1
+
+    def __post_init__(self) -> None:
+        """Check that questions and updates fit."""
+        Training.__post_init__(self)
+        if self.questions % self.updates:
+            raise UnknownArgumentError(
+                f"updates={self.updates}: expected a divisor of the {self.questions} questions of a step"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSettings:
+    """The inference engine that samples.
+
+    Args:
+        name: `vllm` or `hf-generate`: those that take new weights.
+        dtype: to compute in; the checkpoint's by default.
+        options: the engine's own, as `--engine-option` of other commands.
+    """
+
+    name: Literal["vllm", "hf-generate"]
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """What every recipe says.
+
+    Args:
+        model: how the model is loaded; its `pretrained_model_name_or_path` is the tokenizer's and the engine's, too.
+        loss: its `name`, and settings that differ from those it has by default.
+        data: where rows come from.
+        optimizer: of the parameters that are not frozen.
+        training: the rest.
+        backend: keywords of `nrl_models.BackendConfig`.
+        freeze_config: see `nrl_models.freeze`.
+        gates: what has to hold of the run's metrics.
+        seed: of everything random.
+    """
+
+    model: Target
+    loss: Loss
+    data: Target
+    optimizer: Target
+    training: Training
+    backend: Mapping[str, Any] = field(default_factory=dict)
+    freeze_config: Mapping[str, bool] = field(default_factory=dict)
+    gates: tuple[Gate, ...] = ()
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SupervisedRecipe(Recipe):
+    """A recipe of the losses `sft`, `dpo` and `reward`."""
+
+    training: SupervisedTraining
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyRecipe(Recipe):
+    """A recipe of the losses `grpo`, `dr_grpo` and `dapo`.
+
+    Args:
+        reward: what a reply is worth.
+        engine: samples.
+        sampling: how.
+    """
+
+    loss: PolicyLoss
+    training: PolicyTraining
+    reward: Target
+    engine: EngineSettings
+    sampling: Sampling = field(default_factory=Sampling)
+
+    def __post_init__(self) -> None:
+        """Check what only shows together."""
+        longest = self.training.new_tokens
+        if self.loss.overlong_buffer > longest:
+            raise UnknownArgumentError(
+                f"loss.overlong_buffer={self.loss.overlong_buffer}: expected at most training.new_tokens, {longest}"
+            )
+        if self.sampling.greedy:
+            raise UnknownArgumentError(
+                "sampling.temperature=0: all replies of a group would be the same; expected a number above 0"
+            )

@@ -1,0 +1,225 @@
+"""Runs a recipe: loads what it names, takes its steps, and holds the gates against what they measured."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from nrl_models.common.backend import BackendConfig
+from nrl_models.common.checkpoint.files import resolve_folder
+from nrl_models.common.freezing import freeze, trainable_parameters
+from nrl_models.common.logs import get_logger
+from nrl_models.engines import start_engine
+from nrl_models.errors import Problem, ProblemKind, RecipeError
+from nrl_models.losses.named import PolicyLoss, PreferenceLoss, RankingLoss
+from nrl_models.recipes.gates import Verdict
+from nrl_models.recipes.recipe import PolicyRecipe, Recipe, SupervisedRecipe
+from nrl_models.recipes.rollouts import PolicyLoop, Question
+from nrl_models.recipes.rows import Row, prompt_ids, sequences_of
+from nrl_models.recipes.supervised import Sequences, SupervisedLoop
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+logger = get_logger(__name__)
+
+Note = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What a run measured.
+
+    Args:
+        steps: the metrics of each step.
+        verdicts: of the recipe's gates.
+    """
+
+    steps: list[dict[str, float]] = field(default_factory=list)
+    verdicts: list[Verdict] = field(default_factory=list)
+
+    @property
+    def passed(self) -> bool:
+        """Whether every gate held."""
+        return all(verdict.passed for verdict in self.verdicts)
+
+    def table(self) -> Table:
+        """The gates, or the last step where there are none."""
+        from rich.table import Table
+
+        table = Table(title=f"{len(self.steps)} steps", title_justify="left")
+        for heading in ("what", "verdict", "measured", "expected"):
+            table.add_column(heading)
+        for verdict in self.verdicts:
+            gate = verdict.gate
+            outcome = "[green]pass[/green]" if verdict.passed else "[bold red]FAIL[/bold red]"
+            table.add_row(
+                f"{gate.statistic}({gate.metric})", outcome, f"{verdict.value:.7g}", f"{gate.relation} {gate.bound:g}"
+            )
+        for name, value in self.steps[-1].items() if self.steps else ():
+            table.add_row(f"last({name})", "", f"{value:.7g}", "")
+        return table
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything, with numbers that JSON lacks as None."""
+        from nrl_models.logprobs.metrics import finite_or_none
+
+        return {
+            "passed": self.passed,
+            "gates": [
+                {"gate": str(verdict.gate), "value": finite_or_none(verdict.value), "passed": verdict.passed}
+                for verdict in self.verdicts
+            ],
+            "steps": [{name: finite_or_none(value) for name, value in step.items()} for step in self.steps],
+        }
+
+
+def train(recipe: Recipe, *, out: str | Path | None = None, note: Note = lambda line: None) -> Run:
+    """Run a recipe in this process.
+
+    Args:
+        recipe: see `read_recipe`.
+        out: where to save the trained model and its tokenizer; nowhere by default.
+        note: is told of each step.
+
+    Raises:
+        NRLModelsError: what loading, data or engine raise.
+    """
+    from transformers import AutoTokenizer, get_scheduler
+
+    random.seed(recipe.seed)
+    torch.manual_seed(recipe.seed)
+    training = recipe.training
+    arguments = dict(recipe.model.arguments)
+    path, revision = arguments.pop("pretrained_model_name_or_path"), arguments.get("revision")
+    tokenizer: Any = AutoTokenizer.from_pretrained(path, revision=revision)
+    found = recipe.data.function(**recipe.data.arguments)
+    # Once, so that model, reference and engine are of one version.
+    folder = resolve_folder(path, revision=arguments.pop("revision", None), subfolder=arguments.pop("subfolder", ""))
+    note(f"loading {path}")
+    load = partial(recipe.model.function, folder, backend=BackendConfig(**recipe.backend), **arguments)
+    model: Any = load().train()
+    if isinstance(recipe.loss, RankingLoss) and model.num_labels != 1:
+        detail = (
+            f"gives {model.num_labels} scores, and a reward model gives 1: is it one? Of a base model it is made by"
+        )
+        advice = "model.num_labels=1 model.strict=false, which initialises what is missing"
+        raise RecipeError("cannot train", [Problem(ProblemKind.CONFIG, "model", f"{detail} {advice}")])
+    if recipe.freeze_config:
+        freeze(model, recipe.freeze_config)
+    if training.activation_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    optimizer = recipe.optimizer.function(trainable_parameters(model), **recipe.optimizer.arguments)
+    loss = recipe.loss
+    keeps_reference = isinstance(loss, PreferenceLoss) or (isinstance(loss, PolicyLoss) and loss.kl > 0)
+    common = {
+        "model": model,
+        "optimizer": optimizer,
+        "settings": loss,
+        "micro_batch": training.micro_batch,
+        "clip_gradient_norm": training.clip_gradient_norm,
+        "compute": getattr(torch, training.compute),
+        "reference": load().eval().requires_grad_(False) if keeps_reference else None,
+    }
+    schedule = get_scheduler(training.schedule, optimizer, training.warmup, training.steps)
+    run = Run()
+    steps = _policy_steps if isinstance(recipe, PolicyRecipe) else _supervised_steps
+    for measured in steps(recipe, shuffled(found, recipe.seed), tokenizer, folder, common):
+        run.steps.append(measured)
+        schedule.step()
+        shown = "  ".join(f"{name} {value:.6g}" for name, value in measured.items())
+        note(f"step {len(run.steps)}/{training.steps}: {shown}")
+    run.verdicts.extend(gate.check(run.steps) for gate in recipe.gates)
+    if out is not None:
+        model.save_pretrained(out)
+        tokenizer.save_pretrained(out)
+    return run
+
+
+def shuffled(rows: Sequence[Row], seed: int) -> Iterator[Row]:
+    """Rows in a random order, for ever: each once before any comes again."""
+    order = random.Random(seed)
+    while True:
+        yield from (rows[place] for place in order.sample(range(len(rows)), len(rows)))
+
+
+MOST_SKIPPED = 10_000
+"""Rows in a row that may have nothing to learn from, before a run gives up."""
+
+
+def _encoded(rows: Iterator[Row], encode: Callable[[Row], Any]) -> Iterator[Any]:
+    """What the rows become; those that become None are passed over, and the first of them is mentioned."""
+    skipped = 0
+    for row in rows:
+        found = encode(row)
+        skipped = 0 if found is not None else skipped + 1
+        if found is not None:
+            yield found
+        elif skipped == MOST_SKIPPED:
+            raise RecipeError("cannot use the data", [Problem(ProblemKind.CONFIG, "training", _TOO_LONG)])
+        else:
+            logger.warning_once("some rows are longer than the recipe allows: they are passed over")
+
+
+_TOO_LONG = f"{MOST_SKIPPED:,} rows one after the other are longer than max_prompt, or max_length, allows"
+
+
+def _supervised_steps(
+    recipe: Recipe, rows: Iterator[Row], tokenizer: Any, folder: Path, common: dict[str, Any]
+) -> Iterator[dict[str, float]]:
+    assert isinstance(recipe, SupervisedRecipe)
+    training, model, loss = recipe.training, common["model"], recipe.loss
+    pairs = isinstance(loss, (PreferenceLoss, RankingLoss))
+    pad = next((token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id) if token is not None), 0)
+    if isinstance(loss, RankingLoss) and model.config.get_text_config().pad_token_id is None:
+        model.config.get_text_config().pad_token_id = pad  # a classifier looks for the last token before the padding
+
+    def encode(row: Row) -> Sequences | None:
+        found = sequences_of(tokenizer, row, pairs=pairs)
+        cut = [(ids[: training.max_length], answer[: training.max_length]) for ids, answer in found]
+        return cut if all(any(answer[1:]) for _, answer in cut) else None
+
+    loop = SupervisedLoop(pad=pad, **common)
+    encoded = _encoded(rows, encode)
+    for _ in range(training.steps):
+        yield loop.step(encoded, training.batch)
+
+
+def _policy_steps(
+    recipe: Recipe, rows: Iterator[Row], tokenizer: Any, folder: Path, common: dict[str, Any]
+) -> Iterator[dict[str, float]]:
+    assert isinstance(recipe, PolicyRecipe)
+    training, settings = recipe.training, recipe.engine
+
+    def encode(row: Row) -> Question | None:
+        ids = prompt_ids(tokenizer, row["prompt"])
+        return Question(row, tuple(ids)) if len(ids) <= training.max_prompt else None
+
+    questions = _encoded(rows, encode)
+    with start_engine(
+        settings.name,
+        folder,
+        dtype=None if settings.dtype is None else getattr(torch, settings.dtype),
+        max_length=training.max_prompt + training.new_tokens,
+        seed=recipe.seed,
+        **settings.options,
+    ) as engine:
+        loop = PolicyLoop(
+            engine=engine,
+            tokenizer=tokenizer,
+            reward=partial(recipe.reward.function, **recipe.reward.arguments),
+            group=training.group,
+            new_tokens=training.new_tokens,
+            sampling=recipe.sampling,
+            updates=training.updates,
+            **common,
+        )
+        for step in range(training.steps):
+            # Far apart, since dynamic sampling takes the next ones.
+            yield loop.step(questions, training.questions, seed=1_000_000 * recipe.seed + 1_000 * step)

@@ -1,0 +1,321 @@
+"""A step of RL: an engine samples replies, the model learns from them, the engine gets the new weights.
+
+Engine and trainer have to agree on the log-probabilities of what was sampled: each step measures by how much they do
+not, and a refit that leaves an engine's weight unwritten is an error.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from itertools import islice, pairwise
+from typing import Any
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+
+from nrl_models.common.logs import get_logger
+from nrl_models.engines.base import Engine, Sample
+from nrl_models.logprobs import Sampling, TokenLogprobs, kl_k3, token_logprobs, token_mult_prob_error
+from nrl_models.losses import (
+    Normalise,
+    clipped_share,
+    group_advantages,
+    importance_weights,
+    overlong_penalty,
+    policy_loss,
+    teaching_groups,
+    token_weights,
+)
+from nrl_models.losses.named import PolicyLoss
+
+logger = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What is asked: the row that the reward reads, and the prompt's token ids."""
+
+    row: Any
+    prompt: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Samples of several lengths, padded on the right to `(samples, length)`.
+
+    Args:
+        tokens: prompts and replies.
+        there: False for padding.
+        sampled: True for replies, their end-of-text token included: what is learnt from.
+        logprobs: the engine's, fp64, zero but where `sampled`.
+    """
+
+    tokens: torch.Tensor
+    there: torch.Tensor
+    sampled: torch.Tensor
+    logprobs: torch.Tensor
+
+    @classmethod
+    def of(cls, samples: Sequence[Sample], device: torch.device | str = "cpu") -> Batch:
+        """Pad them."""
+        columns = zip(
+            *(
+                (
+                    torch.tensor(sample.sequence),
+                    torch.ones(len(sample.sequence), dtype=torch.bool),
+                    torch.tensor([False] * len(sample.prompt) + [True] * len(sample.tokens)),
+                    torch.tensor([0.0] * len(sample.prompt) + list(sample.logprobs), dtype=torch.float64),
+                )
+                for sample in samples
+            ),
+            strict=True,
+        )
+        return cls(*(pad_sequence(list(column), batch_first=True).to(device) for column in columns))
+
+    def rows(self, rows: slice) -> Batch:
+        """Some of the samples, as long as the longest of them."""
+        length = int(self.there[rows].sum(1).max())
+        return Batch(*(getattr(self, name)[rows, :length] for name in self.__dataclass_fields__))
+
+
+@dataclass(frozen=True, slots=True)
+class Rollouts:
+    """Groups of samples, with what they are worth.
+
+    Args:
+        samples: those of a group one after the other.
+        advantages: `(samples,)`.
+        rewards: of everything sampled, also of groups that were dropped, `(questions, group)`; without penalties.
+        ended: the share of replies that the model ended.
+        tokens: of a reply on average.
+    """
+
+    samples: list[Sample]
+    advantages: torch.Tensor
+    rewards: torch.Tensor
+    ended: float
+    tokens: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyLoop:
+    """What a step needs.
+
+    Args:
+        model: is trained.
+        optimizer: of its parameters.
+        engine: samples, and takes new weights.
+        tokenizer: the checkpoint's.
+        reward: gets a question's row, a reply's text without special tokens, and whether the model ended it.
+        settings: of the loss.
+        group: replies to each question.
+        new_tokens: of a reply at most.
+        sampling: how.
+        updates: of the weights in a step, for which the questions are divided.
+        micro_batch: samples of a forward; a group by default.
+        clip_gradient_norm: the largest norm of an update's gradient.
+        reference: what `settings.kl` holds the model to.
+        compute: bfloat16 computes under autocast.
+    """
+
+    model: Any
+    optimizer: torch.optim.Optimizer
+    engine: Engine
+    tokenizer: Any
+    reward: Callable[[Any, str, bool], float]
+    settings: PolicyLoss
+    group: int
+    new_tokens: int
+    sampling: Sampling = field(default_factory=Sampling)
+    updates: int = 1
+    micro_batch: int | None = None
+    clip_gradient_norm: float = 1.0
+    reference: Any = None
+    compute: torch.dtype = torch.float32
+
+    def step(self, questions: Iterator[Question], count: int, seed: int) -> dict[str, float]:
+        """Sample, learn, refit.
+
+        Args:
+            questions: what to ask; with dynamic sampling more of them are taken than `count`.
+            count: groups to learn from.
+            seed: of the sampling.
+
+        Returns:
+            What `nrl_models.recipes.recipe.POLICY_METRICS` names. Differences between engine and trainer are those of
+            the weights that the refit before this step brought.
+
+        Raises:
+            EngineError: the engine fails, or keeps an old weight (`MixedWeightsError`).
+        """
+        started = time.perf_counter()
+        rollouts = self.roll_out(questions, count, seed)
+        sampled_at = time.perf_counter()
+        found = self.learn(rollouts)
+        learnt_at = time.perf_counter()
+        report = self.engine.refit(self.model.state_dict_adapter.iter_export(self.model), digests=False)
+        return found | {
+            "reward": rollouts.rewards.mean().item(),
+            "ended": rollouts.ended,
+            "tokens": rollouts.tokens,
+            "groups": float(len(rollouts.samples) // self.group),
+            "sample_seconds": sampled_at - started,
+            "learn_seconds": learnt_at - sampled_at,
+            "refit_seconds": report.seconds,
+        }
+
+    def sample(self, asked: Sequence[Question], seed: int) -> list[Sample]:
+        """A reply to each question, ended where the model ends it."""
+        prompts = [question.prompt for question in asked]
+        return self.engine.generate(prompts, self.sampling, max_new_tokens=self.new_tokens, seed=seed, ignore_end=False)
+
+    def roll_out(self, questions: Iterator[Question], count: int, seed: int) -> Rollouts:
+        """Groups of replies to `count` questions; to those that teach something, with dynamic sampling."""
+        settings = self.settings
+        kept: list[Sample] = []
+        advantages, rewards = [], []
+        ended = tokens = replies = 0
+        for batch in range(max(1, settings.dynamic_sampling)):
+            asked = list(islice(questions, count))
+            repeated = [question for question in asked for _ in range(self.group)]
+            samples = self.sample(repeated, seed + batch)
+            given = torch.tensor(
+                [
+                    self.reward(
+                        question.row,
+                        self.tokenizer.decode(sample.tokens, skip_special_tokens=True),
+                        sample.finish_reason == "stop",
+                    )
+                    for question, sample in zip(repeated, samples, strict=True)
+                ],
+                dtype=torch.float32,
+            )
+            rewards.append(given.view(-1, self.group))
+            ended += sum(sample.finish_reason == "stop" for sample in samples)
+            tokens += sum(len(sample.tokens) for sample in samples)
+            replies += len(samples)
+            if settings.overlong_buffer:
+                lengths = torch.tensor([len(sample.tokens) for sample in samples])
+                given = given + overlong_penalty(
+                    lengths, self.new_tokens, settings.overlong_buffer, settings.overlong_penalty
+                )
+            shaped = given.view(-1, self.group)
+            teach = teaching_groups(shaped) if settings.dynamic_sampling else torch.ones(len(asked), dtype=torch.bool)
+            for place in teach.nonzero()[:, 0].tolist()[: count - len(kept) // self.group]:
+                kept += samples[place * self.group : (place + 1) * self.group]
+                advantages.append(group_advantages(shaped[place, None], scale=settings.scale_rewards)[0])
+            if len(kept) == count * self.group:
+                break
+        else:
+            logger.warning(
+                f"{len(kept) // self.group} of {count} groups have rewards that differ, after {batch + 1} batches of "
+                "questions: the step learns from those. Easier or harder questions, or larger groups, teach more."
+            )
+        return Rollouts(
+            kept,
+            torch.cat(advantages) if advantages else torch.zeros(0),
+            torch.cat(rewards),
+            ended / replies,
+            tokens / replies,
+        )
+
+    def learn(self, rollouts: Rollouts) -> dict[str, float]:
+        """The updates of a step; it measures nothing if there is nothing to learn from."""
+        if not rollouts.samples:
+            return {}
+        whole = Batch.of(rollouts.samples, self.model.device)
+        advantages = rollouts.advantages.to(self.model.device)
+        groups = len(rollouts.samples) // self.group
+        updates = min(self.updates, groups)
+        bounds = [groups * number // updates * self.group for number in range(updates + 1)]
+        old = None
+        if updates > 1:  # later ones are measured against the policy that the step began with
+            with torch.no_grad():
+                old = torch.cat([self._scored(self.model, whole.rows(rows), whole) for rows in self._parts(whole)])
+        steps = []
+        for start, end in pairwise(bounds):
+            rows = slice(start, end)
+            self.optimizer.zero_grad()
+            measured = self._accumulate(whole.rows(rows), advantages[rows], None if old is None else old[rows])
+            norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_gradient_norm)
+            self.optimizer.step()
+            steps.append(measured | {"gradient_norm": norm})
+        trainer, engine = (torch.cat([step[name] for step in steps]) for name in ("trainer", "engine"))
+        means = {name: float(sum(step[name] for step in steps)) / updates for name in _AVERAGED}
+        return means | {
+            "outside": float(sum(step["outside"] for step in steps)),
+            "token_mult_prob_error": token_mult_prob_error(trainer, engine),
+            "kl_k3": kl_k3(trainer, engine),
+        }
+
+    def _accumulate(self, batch: Batch, advantages: torch.Tensor, old: torch.Tensor | None) -> dict[str, Any]:
+        """The gradient of an update, a micro-batch at a time, and what there is to measure."""
+        settings = self.settings
+        clip: dict[str, Any] = {"eps_low": settings.eps_low, "eps_high": settings.eps_high}
+        longest = self.new_tokens if settings.normalise is Normalise.LONGEST else None
+        weights = token_weights(batch.sampled, settings.normalise, longest)
+        loss = clipped = outside = 0.0
+        ours, theirs = [], []
+        for rows in self._parts(batch):
+            part = batch.rows(rows)
+            length = part.tokens.shape[1]
+            teaches = bool(advantages[rows].any()) or settings.kl > 0  # equal rewards have no gradient
+            with torch.set_grad_enabled(teaches), self._precision():
+                found = self._token_logprobs(self.model, part)
+            counted = weights[rows, :length] * found.mask
+            before = found.logprobs.detach() if old is None else old[rows, :length]
+            arguments = found.logprobs, before, advantages[rows], counted
+            of_part = policy_loss(
+                *arguments,
+                **clip,
+                correction=None
+                if settings.correction is None
+                else importance_weights(before, part.logprobs, counted > 0, settings.correction),
+                reference=self._of_reference(part) if settings.kl else None,
+                kl=settings.kl,
+            )
+            if teaches:
+                of_part.backward()
+            loss += of_part.item()
+            clipped += clipped_share(*arguments, **clip) * len(part.tokens) / len(batch.tokens)
+            outside += int((found.outside & part.sampled).sum())
+            compared = part.sampled & found.mask
+            ours.append(before[compared])
+            theirs.append(part.logprobs[compared])
+        measured = {"loss": loss, "clipped": clipped, "outside": outside}
+        return measured | {"trainer": torch.cat(ours), "engine": torch.cat(theirs)}
+
+    def _parts(self, batch: Batch) -> Iterator[slice]:
+        size = self.micro_batch or self.group
+        return (slice(start, start + size) for start in range(0, len(batch.tokens), size))
+
+    def _token_logprobs(self, model: Any, batch: Batch) -> TokenLogprobs:
+        sampling = self.sampling.processing
+        return token_logprobs(
+            model, batch.tokens, attention_mask=batch.there, score=batch.sampled,
+            temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p,
+        )  # fmt: skip
+
+    def _scored(self, model: Any, part: Batch, whole: Batch) -> torch.Tensor:
+        """Log-probabilities of some samples, as long as all of them."""
+        with self._precision():
+            found = self._token_logprobs(model, part).logprobs
+        return torch.nn.functional.pad(found, (0, whole.tokens.shape[1] - found.shape[1]))
+
+    def _of_reference(self, part: Batch) -> torch.Tensor:
+        with torch.no_grad():
+            return self._scored(self.reference, part, part)
+
+    def _precision(self) -> AbstractContextManager[Any]:
+        return computing_in(self.compute, self.model.device)
+
+
+_AVERAGED = ("loss", "gradient_norm", "clipped")
+
+
+def computing_in(dtype: torch.dtype, device: torch.device) -> AbstractContextManager[Any]:
+    """torch's autocast for bfloat16; nothing for fp32."""
+    return nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype)

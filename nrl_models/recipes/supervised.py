@@ -1,0 +1,95 @@
+"""A step of learning from given answers: cross-entropy, DPO, or the ranking loss of a reward model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+
+from nrl_models.logprobs import token_logprobs
+from nrl_models.losses import Normalise, dpo_loss, misordered, ranking_loss, sequence_logprobs, token_weights
+from nrl_models.losses.named import Loss, PreferenceLoss, RankingLoss
+from nrl_models.recipes.rollouts import computing_in
+from nrl_models.recipes.rows import padded_rows
+
+Sequences = list[tuple[list[int], list[bool]]]
+"""Of a row: token ids, and which are the answer's; two of a pair, the chosen first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SupervisedLoop:
+    """What a step needs.
+
+    Args:
+        model: is trained.
+        optimizer: of its parameters.
+        settings: of the loss.
+        pad: the token id that padding has.
+        micro_batch: rows of a forward.
+        clip_gradient_norm: the largest norm of the gradient.
+        reference: what `dpo` measures against.
+        compute: bfloat16 computes under autocast.
+    """
+
+    model: Any
+    optimizer: torch.optim.Optimizer
+    settings: Loss
+    pad: int
+    micro_batch: int = 1
+    clip_gradient_norm: float = 1.0
+    reference: Any = None
+    compute: torch.dtype = torch.float32
+
+    def step(self, rows: Iterator[Sequences], count: int) -> dict[str, float]:
+        """Learn from the next `count` rows. Returns what `SUPERVISED_METRICS` or `PAIR_METRICS` name."""
+        batch = list(islice(rows, count))
+        tokens = sum(len(ids) for row in batch for ids, _ in row)
+        answers = sum(sum(answer[1:]) for row in batch for _, answer in row)
+        self.optimizer.zero_grad()
+        loss, scores = 0.0, []
+        for start in range(0, count, self.micro_batch):
+            part = batch[start : start + self.micro_batch]
+            with computing_in(self.compute, self.model.device):
+                of_part, found = self._loss(part, len(part) / count, answers)
+            of_part.backward()
+            loss += of_part.item()
+            scores.append(found)
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_gradient_norm)
+        self.optimizer.step()
+        measured = {"loss": loss, "gradient_norm": float(norm), "tokens": float(tokens)}
+        if isinstance(self.settings, (PreferenceLoss, RankingLoss)):
+            chosen, rejected = torch.cat(scores, 1)
+            measured["ordered"] = 1 - len(misordered(chosen, rejected)) / count
+            measured["margin"] = (chosen - rejected).mean().item()
+        return measured
+
+    def _loss(self, part: Sequence[Sequences], share: float, answers: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The part of a step's loss that some rows have, and the scores `(2, pairs)` of pairs."""
+        if not isinstance(self.settings, (PreferenceLoss, RankingLoss)):
+            found, mask = self._logprobs(self.model, [row[0] for row in part])
+            # Each part's mean counts as its tokens do among all.
+            weights = token_weights(mask, Normalise.TOKEN) * (mask.sum() / max(1, answers))
+            return -(found * weights).sum(), found.new_zeros(2, 0)
+        sequences = [row[0] for row in part] + [row[1] for row in part]
+        if isinstance(self.settings, RankingLoss):
+            ids, there, _ = padded_rows(sequences, self.pad, self.model.device)
+            scores = self.model(input_ids=ids, attention_mask=there.long(), use_cache=False).logits[:, 0].float()
+            chosen, rejected = scores.chunk(2)
+            loss = ranking_loss(chosen, rejected, margin=self.settings.margin)
+        else:
+            ours = sequence_logprobs(*self._logprobs(self.model, sequences))
+            with torch.no_grad():
+                theirs = sequence_logprobs(*self._logprobs(self.reference, sequences))
+            (chosen, rejected), before = ours.chunk(2), theirs.chunk(2)
+            loss = dpo_loss(chosen, rejected, *before, beta=self.settings.beta)
+            chosen, rejected = (ours - theirs).chunk(2)
+        return loss * share, torch.stack([chosen, rejected]).detach()
+
+    def _logprobs(self, model: Any, sequences: Sequences) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probabilities of answers, and where there are any: `(sequences, length)` each."""
+        ids, there, answers = padded_rows(sequences, self.pad, model.device)
+        found = token_logprobs(model, ids, attention_mask=there, score=answers)
+        return found.logprobs, found.mask

@@ -1,0 +1,120 @@
+"""What a recipe's `_target_` may name, and which of its values may only be given on the command line.
+
+A recipe is a file that somebody else may have written. A callable that it names would be code from elsewhere, so it may
+only name what is listed here; what else is wanted is given on the command line (`reward._target_=my_package.exact`),
+which is its user's permission. The same holds for values that make a library run code or write files.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from nrl_models.common.config.spelling import misspellings_of
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """What may stand in one place of a recipe.
+
+    Args:
+        listed: the names that `_target_` may have in a file.
+        given: parameters that the run itself fills.
+    """
+
+    listed: tuple[str, ...]
+    given: tuple[str, ...] = ()
+
+
+_TEXT = ("nrl_models.AutoModelForCausalLM.from_pretrained", "nrl_models.AutoModelForImageTextToText.from_pretrained")
+
+CLASSIFIER = "nrl_models.AutoModelForSequenceClassification.from_pretrained"
+"""What loads reward models."""
+
+SLOTS: Mapping[str, Slot] = {
+    "model": Slot((*_TEXT, CLASSIFIER), given=("path_or_id", "backend")),
+    "data": Slot(("nrl_models.recipes.rows.rows",)),
+    "optimizer": Slot(("torch.optim.AdamW", "torch.optim.Adam", "torch.optim.SGD"), given=("params",)),
+    "reward": Slot(
+        ("nrl_models.recipes.reward_rules.last_number", "nrl_models.recipes.reward_rules.boxed"),
+        given=("row", "reply", "ended"),
+    ),
+}
+"""By key of the recipe."""
+
+SAFE_LOADING = (
+    "combine",
+    "device",
+    "device_map",
+    "dtype",
+    "ignore_config_keys",
+    "key_mapping",
+    "local_files_only",
+    "max_memory",
+    "pretrained_model_name_or_path",
+    "revision",
+    "strict",
+    "subfolder",
+    "torch_dtype",
+    "variant",
+)
+"""Options of `from_pretrained` that a file may have; the others run code, name secrets or write files."""
+
+SAFE_ENGINE = (
+    "device",
+    "enable_expert_parallel",
+    "enable_prefix_caching",
+    "enforce_eager",
+    "gpu_memory_utilization",
+    "kv_cache_dtype",
+    "max_num_batched_tokens",
+    "max_num_seqs",
+    "tensor_parallel_size",
+)
+"""Options of engines that a file may have; some others name code (`worker_cls`), or a program to start (`python`)."""
+
+
+def resolved(name: str) -> Any:
+    """What a dotted name stands for: a module's attribute, or an attribute of that.
+
+    Raises:
+        ImportError: there is nothing of that name.
+    """
+    parts = name.split(".")
+    for size in range(len(parts) - 1, 0, -1):
+        try:
+            found: Any = import_module(".".join(parts[:size]))
+        except ModuleNotFoundError as error:
+            if error.name is not None and ".".join(parts[:size]).startswith(error.name):
+                continue
+            raise
+        for attribute in parts[size:]:
+            if not hasattr(found, attribute):
+                raise ImportError(f"{'.'.join(parts[:size])} has no {'.'.join(parts[size:])}")
+            found = getattr(found, attribute)
+        return found
+    raise ImportError(f"there is no module {parts[0]}")
+
+
+def problems_of_arguments(function: Callable[..., Any], arguments: Mapping[str, Any], slot: Slot) -> Iterator[str]:
+    """What is wrong with the keywords of a callable: unknown ones with the nearest known, and missing ones."""
+    parameters = inspect.signature(function).parameters
+    open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    known = [
+        name
+        for name, parameter in parameters.items()
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY) and name not in slot.given
+    ]
+    for name in arguments:
+        if name in slot.given:
+            yield f"{name}: is filled by the run itself"
+        elif name not in known and not open_ended:
+            close = misspellings_of(name, known)
+            hint = f" (did you mean {' or '.join(close)}?)" if close else ""
+            yield f"{name}: nothing reads it{hint}; expected some of {', '.join(known)}"
+    for name in known:
+        if parameters[name].default is inspect.Parameter.empty and name not in arguments:
+            yield f"{name}: is missing"

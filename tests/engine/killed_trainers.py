@@ -1,0 +1,108 @@
+"""Trainers that are killed in a refit of a server; run as a script, with the server's address and its checkpoint.
+
+Prints a line of JSON for each: what the server answers with afterwards, and after another trainer's refit.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from transformers import PreTrainedModel
+
+from nrl_models import AutoModelForCausalLM
+from nrl_models.engines.hf import HFEngine
+from nrl_models.engines.http import HTTPEngine
+from nrl_models.engines.transfer.clients import ServerClient
+from nrl_models.logprobs import Sampling
+
+TOKENS = [list(range(50, 90))]
+
+STEPS = ("pause", "start_weight_update", "update_weights", "finish_weight_update", "weight_version", "resume")
+
+
+@torch.no_grad()
+def changed(model: PreTrainedModel, first: dict[str, torch.Tensor], seed: int) -> None:
+    """A hundredth of the first weights, by several standard deviations."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        parameter.copy_(first[name])
+        where = torch.rand(parameter.shape, generator=generator) < 0.01
+        parameter[where] += 5 * parameter.std() * torch.randn(int(where.sum()), generator=generator)
+
+
+def killed(address: str, model: PreTrainedModel, change: Callable[[], None], step: str, when: str, delta: bool) -> int:
+    """A process that refits, and is killed before or after a request; gives the signal that ended it."""
+    process = os.fork()
+    if process:
+        return os.WTERMSIG(os.waitpid(process, 0)[1])
+    try:
+        engine = HTTPEngine(address)
+        if delta:
+            engine.refit(model.state_dict_adapter.iter_export(model))
+        ask = getattr(ServerClient, step)
+        calls = 0
+
+        def dying(client: ServerClient, *args: object) -> object:
+            nonlocal calls
+            calls += 1
+            if step == "weight_version" and calls == 1:  # the one before anything is sent
+                return ask(client, *args)
+            if when == "before":
+                os.kill(os.getpid(), signal.SIGKILL)
+            result = ask(client, *args)
+            os.kill(os.getpid(), signal.SIGKILL)
+            return result
+
+        setattr(ServerClient, step, dying)
+        change()
+        engine.refit(model.state_dict_adapter.iter_export(model))
+    finally:
+        os._exit(0)
+
+
+def nearest(engine: HTTPEngine, expected: dict[str, list[float]]) -> str:
+    """Which of the expected answers the server gives; empty if none."""
+    (found,) = engine.score(TOKENS, Sampling())
+    for name, row in expected.items():
+        if max(abs(a - b) for a, b in zip(found[1:], row[1:], strict=True)) < 1e-4:
+            return name
+    return ""
+
+
+def main(address: str, checkpoint: str) -> None:
+    """Kill a trainer at each step."""
+    torch.set_num_threads(1)
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    first = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    watching = HTTPEngine(address)
+    watching.refit(model.state_dict_adapter.iter_export(model))
+    seed = 0
+    for delta in (False, True):
+        for step in STEPS:
+            for when in ("before", "after"):
+                if (step, when) == ("weight_version", "after"):
+                    continue  # that is before `resume`
+                seed += 1
+                trainer = HFEngine(model, "trainer")
+                expected = {"old": trainer.score(TOKENS, Sampling())[0]}
+                change = partial(changed, model, first, seed)
+                ended = killed(address, model, change, step, when, delta)
+                change()
+                expected["new"] = trainer.score(TOKENS, Sampling())[0]
+                watching._client.resume()
+                found = nearest(watching, expected)
+                is_new = STEPS.index(step) > 3 or (step, when) == ("finish_weight_update", "after")
+                HTTPEngine(address).refit(model.state_dict_adapter.iter_export(model))
+                outcome = {"step": step, "when": when, "delta": delta, "signal": ended, "found": found}
+                outcome |= {"expected": "new" if is_new else "old", "next": nearest(watching, expected)}
+                print(json.dumps(outcome), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

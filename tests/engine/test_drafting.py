@@ -1,0 +1,72 @@
+"""vLLM drafts with the multi-token prediction weights that this library saves, and takes an export that has them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from nrl_models import AutoModelForCausalLM
+from nrl_models.common.state_dict.kept_tensors import kept_by
+from nrl_models.engines.base import final_scores
+from nrl_models.engines.hf import HFEngine
+from nrl_models.logprobs import Sampling, token_mult_prob_error
+from tests.engine.families import BOUND, tiny_model
+from tests.engine.one_engine import OneEngine
+
+NEW_TOKENS = 16
+
+
+def published(folder: Path) -> Path:
+    """A GLM-4.5 with an MTP layer, as it is published: the last layer's shapes, and what joins two vectors."""
+    model = tiny_model("Glm4MoeForCausalLM")
+    model.save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    last, hidden = model.config.num_hidden_layers - 1, model.config.hidden_size
+    torch.manual_seed(1)
+    of_last = {name: tensor for name, tensor in tensors.items() if f"model.layers.{last}." in name}
+    layer = {name.removeprefix(f"model.layers.{last}."): 0.1 * torch.randn_like(t) for name, t in of_last.items()}
+    layer |= {"eh_proj.weight": 0.1 * torch.randn(hidden, 2 * hidden), "shared_head.norm.weight": torch.randn(hidden)}
+    layer |= {"enorm.weight": torch.randn(hidden), "hnorm.weight": torch.randn(hidden)}
+    layer |= {"embed_tokens.weight": tensors["model.embed_tokens.weight"].clone()}
+    layer |= {"shared_head.head.weight": tensors["lm_head.weight"].clone()}
+    tensors |= {f"model.layers.{last + 1}.{name}": tensor for name, tensor in layer.items()}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def drafter_of(engine: Any) -> Any:
+    """The model that a vLLM in this process drafts with."""
+    return engine.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner.drafter.model
+
+
+def test_it_drafts_with_what_was_saved_and_takes_a_refit(vllm: OneEngine, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(published(tmp_path / "published"), dtype=torch.float32)
+    model.save_pretrained(tmp_path / "saved")
+    drafting = {"method": "mtp", "num_speculative_tokens": 1}
+    engine = vllm(tmp_path / "saved", speculative_config=drafting)
+    layer = f"model.layers.{model.config.num_hidden_layers}"
+    drafter, kept = dict(drafter_of(engine).named_parameters()), kept_by(model)
+    for name in ("enorm.weight", "hnorm.weight", "eh_proj.weight", "shared_head.norm.weight"):
+        assert torch.equal(drafter[f"{layer}.{name}"], kept[f"{layer}.{name}"].read()), name
+
+    def mismatch() -> float:
+        prompts = torch.randint(16, 200, (3, 40), generator=torch.Generator().manual_seed(0)).tolist()
+        samples = engine.generate(prompts, Sampling(temperature=0.0), max_new_tokens=NEW_TOKENS)
+        tokens = torch.tensor([[*sample.prompt, *sample.tokens] for sample in samples])
+        sampled = torch.tensor([sample.logprobs for sample in samples], dtype=torch.float64)
+        trainer = HFEngine(model, "trainer")
+        return token_mult_prob_error(final_scores(trainer, tokens, NEW_TOKENS, Sampling()), sampled)
+
+    assert mismatch() <= BOUND
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.1)
+    assert mismatch() > 1.01
+    sent = list(model.state_dict_adapter.iter_export(model))
+    assert kept.keys() <= {name for name, _ in sent}
+    report = engine.refit(sent)
+    assert not report.unwritten
+    assert mismatch() <= BOUND

@@ -1,0 +1,103 @@
+"""Adapters that a trainer trains reach vLLM: as merged weights in a refit, and as vLLM's own LoRA at run time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import peft
+import pytest
+import torch
+from vllm.lora.request import LoRARequest
+
+from nrl_models import export_adapter
+from nrl_models.engines.base import final_scores
+from nrl_models.engines.hf import HFEngine
+from nrl_models.engines.vllm import VLLMEngine
+from nrl_models.errors import EngineError
+from nrl_models.logprobs import Sampling, token_mult_prob_error
+from tests.engine.families import BOUND, tiny_model
+from tests.engine.one_engine import OneEngine
+
+DENSE, MIXTURE = "LlamaForCausalLM", "Qwen3MoeForCausalLM"
+TARGETS: dict[str, dict[str, Any]] = {
+    DENSE: {"target_modules": ["q_proj", "v_proj", "up_proj", "down_proj"]},
+    MIXTURE: {
+        "target_modules": ["q_proj", "v_proj"],
+        "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+    },
+}
+NEW_TOKENS = 16
+
+
+@pytest.fixture(params=[DENSE, MIXTURE])
+def adapted(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
+    return with_adapter(request.param, tmp_path)
+
+
+def with_adapter(architecture: str, folder: Path) -> Any:
+    """A model with an adapter that changes it; in `folder` the model without, as `base`, and the adapter."""
+    model = tiny_model(architecture)
+    model.save_pretrained(folder / "base")
+    torch.manual_seed(0)
+    config = peft.LoraConfig(r=8, lora_alpha=16, init_lora_weights=False, **TARGETS[architecture])
+    wrapped = peft.get_peft_model(model, config).eval()
+    wrapped.save_pretrained(folder / "adapter")
+    return wrapped
+
+
+def mismatch(model: Any, engine: VLLMEngine, *, adapted: bool = True) -> float:
+    """`token_mult_prob_error` between the engine's tokens and the trainer, with or without its adapter."""
+    prompts = torch.randint(16, 200, (3, 40), generator=torch.Generator().manual_seed(0)).tolist()
+    samples = engine.generate(prompts, Sampling(), max_new_tokens=NEW_TOKENS, seed=1)
+    tokens = torch.tensor([[*sample.prompt, *sample.tokens] for sample in samples])
+    sampled = torch.tensor([sample.logprobs for sample in samples], dtype=torch.float64)
+    with nullcontext() if adapted else model.disable_adapter():
+        trainer = HFEngine(model.get_base_model(), "trainer")
+        return token_mult_prob_error(final_scores(trainer, tokens, NEW_TOKENS, Sampling()), sampled)
+
+
+def test_a_refit_sends_the_adapter_merged(adapted: Any, vllm: OneEngine, tmp_path: Path) -> None:
+    engine = vllm(tmp_path / "base")
+    assert mismatch(adapted, engine, adapted=False) <= BOUND
+    assert mismatch(adapted, engine) > 1.5
+    for _ in range(2):  # and again, after a step
+        report = engine.refit(export_adapter(adapted).iter_export(adapted))
+        assert not report.unwritten
+        assert not report.stale_buffers
+        assert mismatch(adapted, engine) <= BOUND
+        with torch.no_grad():
+            for parameter in adapted.parameters():
+                if parameter.requires_grad:
+                    parameter.mul_(1.2)
+        assert mismatch(adapted, engine) > 1.01
+
+
+def test_an_adapter_at_run_time(vllm: OneEngine, tmp_path: Path) -> None:
+    model = with_adapter(DENSE, tmp_path)
+    engine = vllm(tmp_path / "base", enable_lora=True, max_lora_rank=8)
+    assert mismatch(model, engine, adapted=False) <= BOUND
+    with lora(engine, tmp_path / "adapter"):
+        assert mismatch(model, engine) <= BOUND
+    assert mismatch(model, engine, adapted=False) <= BOUND
+
+
+def test_vllms_own_lora_of_experts_needs_a_gpu(vllm: OneEngine, tmp_path: Path) -> None:
+    """Its kernel is written in Triton. When a vLLM for CPUs runs it, this fails: move it to the test above."""
+    model = with_adapter(MIXTURE, tmp_path)
+    engine = vllm(tmp_path / "base", enable_lora=True, max_lora_rank=8)
+    with pytest.raises(EngineError, match=r"module 'triton\.language' has no attribute"):
+        mismatch(model, engine)
+    vllm.stop()
+
+
+@contextmanager
+def lora(engine: VLLMEngine, adapter: Path) -> Iterator[None]:
+    """While open, the engine answers with an adapter."""
+    request, generate = LoRARequest("adapter", 1, str(adapter)), engine.llm.generate
+    with mock.patch.object(engine.llm, "generate", partial(generate, lora_request=request)):
+        yield

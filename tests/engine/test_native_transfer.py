@@ -1,0 +1,192 @@
+"""vLLM's own weight transfer with this library's backend and source, on a real engine: no worker of ours takes part."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
+from vllm.distributed.weight_transfer.base import layerwise_groups
+
+from nrl_models.engines.base import tensor_digest
+from nrl_models.engines.hf import HFEngine
+from nrl_models.engines.transfer import vllm_engines
+from nrl_models.engines.transfer.clients import LLMClient
+from nrl_models.engines.transfer.sender import Sender
+from nrl_models.engines.transfer.updates import Kind
+from nrl_models.engines.transfer.vllm_engines import AdapterSource, SharedMemoryTrainerInit
+from nrl_models.engines.transfer.vllm_plugin import NAME
+from nrl_models.engines.vllm import VLLMEngine
+from nrl_models.errors import EngineError
+from nrl_models.logprobs import Sampling, token_mult_prob_error
+from tests.engine.families import BOUND, tiny_model
+from tests.engine.inside import model_of
+from tests.engine.one_engine import OneEngine
+
+PROMPTS = [list(range(50, 90)), list(range(120, 160))]
+
+KINDS = {
+    "dense": ("LlamaForCausalLM", {}),
+    "tied": ("LlamaForCausalLM", {"tie_word_embeddings": True}),
+    "mixture": ("Qwen3MoeForCausalLM", {}),
+    "latent": ("DeepseekV3ForCausalLM", {}),
+    "tied with windows": ("Gemma3ForCausalLM", {}),
+}
+
+
+class Pair:
+    """A trainer, and an engine that started on random weights."""
+
+    def __init__(self, model: PreTrainedModel, engine: VLLMEngine) -> None:
+        self.model, self.engine = model, engine
+        self.source = AdapterSource(model)
+
+    def error(self) -> float:
+        """`token_mult_prob_error` between the two."""
+        trainer = HFEngine(self.model, "trainer")
+        scores = [
+            torch.tensor([row[1:] for row in side.score(self.prompts, Sampling())]) for side in (trainer, self.engine)
+        ]
+        return token_mult_prob_error(*scores)
+
+    @property
+    def prompts(self) -> list[list[int]]:
+        return [row[:30] for row in PROMPTS]
+
+    @torch.no_grad()
+    def train(self, share: float, seed: int, only: str = "") -> None:
+        """Move a share of the elements of each parameter."""
+        generator = torch.Generator().manual_seed(seed)
+        for name, parameter in self.model.named_parameters():
+            if only in name:
+                where = torch.rand(parameter.shape, generator=generator) < share
+                size = parameter.float().std().nan_to_num() + 1e-3
+                parameter[where] += size * torch.randn(int(where.sum()), generator=generator)
+
+    def held(self) -> dict[str, torch.Tensor]:
+        """What the engine computes with."""
+        return {name: tensor.clone() for name, tensor in model_of(self.engine).state_dict().items()}
+
+
+def start(kind: str, vllm: OneEngine, folder: Path, **options: object) -> Pair:
+    architecture, overrides = KINDS[kind]
+    model = tiny_model(architecture, overrides)
+    model.save_pretrained(folder / "checkpoint")
+    engine = vllm(
+        folder / "checkpoint", load_format="dummy", seed=1, weight_transfer_config={"backend": NAME}, **options
+    )
+    return Pair(model, engine)
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    """Whether all bits are."""
+    assert one.keys() == other.keys()
+    return all(tensor_digest(one[name]) == tensor_digest(other[name]) for name in one)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_updates_and_deltas_arrive_as_dense_updates_do(kind: str, vllm: OneEngine, tmp_path: Path) -> None:
+    pair = start(kind, vllm, tmp_path)
+    client = LLMClient(pair.engine.llm)
+    trainer = WeightTransferTrainerFactory.trainer_init(
+        SharedMemoryTrainerInit(rank=0), client=client, source=pair.source
+    )
+    trainer.send_weights()
+    assert trainer.sent.kind is Kind.DENSE
+    assert pair.error() <= BOUND
+    dense = Sender(client, deltas=False)
+    for number, (share, only) in enumerate([(0.01, ""), (0.01, "layers.1."), (1.0, "norm"), (0.0, ""), (0.3, "")]):
+        pair.train(share, number, only)
+        trainer.send_weights()
+        assert trainer.sent.kind is Kind.DELTA
+        if not only:
+            assert trainer.sent.nbytes <= max(0.05, 2 * share) * trainer.sent.dense_nbytes
+        assert pair.engine.llm.get_weight_version() == trainer.sent.version
+        by_delta = pair.held()
+        if share:
+            assert pair.error() <= BOUND
+        # The same weights by the worker of ours, from scratch.
+        assert pair.engine.refit(pair.source).unwritten == ()
+        assert same(by_delta, pair.held())
+    assert dense.send(pair.source).kind is Kind.DENSE
+    assert same(by_delta, pair.held())
+
+
+def test_layers_that_share_a_module_of_the_engine_are_loaded_together(
+    vllm: OneEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if each tensor were a layer of its own: vLLM makes one of a query, a key and a value."""
+    pair = start("dense", vllm, tmp_path)
+    sender = Sender(LLMClient(pair.engine.llm))
+    sender.send(pair.source)
+    monkeypatch.setattr(vllm_engines, "layerwise_groups", lambda names: [[name] for name in names])
+    pair.train(0.1, 0, "layers.1.self_attn.q_proj")
+    assert sender.send(pair.source).changed == ("model.layers.1.self_attn.q_proj.weight",)
+    by_delta = pair.held()
+    assert pair.error() <= BOUND
+    pair.engine.refit(pair.source)
+    assert same(by_delta, pair.held())
+
+
+def test_the_source_says_what_it_yields(vllm: OneEngine, tmp_path: Path) -> None:
+    """To vLLM's own engines, too: `metadata` and iteration agree, and each layer's tensors stand together."""
+    for architecture in ("LlamaForCausalLM", "Qwen3MoeForCausalLM", "Gemma3ForCausalLM", "NemotronHForCausalLM"):
+        source = AdapterSource(tiny_model(architecture))
+        planned = [(meta.name, meta.dtype, meta.shape) for meta in source.metadata()]
+        for _ in range(2):
+            assert [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in source] == planned
+        names = [name for name, _, _ in planned]
+        assert [name for group, _ in source.iter_groups() for name in group] == list(chain(*layerwise_groups(names)))
+
+
+def renamed(source: AdapterSource, old: str, new: str) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, tensor in source:
+        yield name.replace(old, new), tensor
+
+
+def test_a_wrong_name_in_the_first_update_leaves_an_engine_that_refuses(vllm: OneEngine, tmp_path: Path) -> None:
+    vllm.stop()
+    pair = start("dense", vllm, tmp_path)
+    sender = Sender(LLMClient(pair.engine.llm))
+    with pytest.raises(Exception, match=r"parts of version .* and parts of version '1'"):
+        sender.send(renamed(pair.source, "layers.1.input_layernorm", "layers.1.inputlayernorm"))
+    with pytest.raises(EngineError, match=r"parts of version it was started with of the weights"):
+        pair.engine.score(PROMPTS, Sampling())
+    vllm.stop()  # a step that raised leaves vLLM's scheduler waiting for it
+
+
+def test_a_tensor_that_is_missing_leaves_an_engine_that_refuses_until_all_are_there(
+    vllm: OneEngine, tmp_path: Path
+) -> None:
+    vllm.stop()
+    pair = start("mixture", vllm, tmp_path)
+    sender = Sender(LLMClient(pair.engine.llm))
+    missing = "model.layers.1.mlp.gate.weight"
+    with pytest.raises(Exception, match=r"1 tensors were left unwritten: model\.layers\.1\.mlp\.gate\.weight"):
+        sender.send((name, tensor) for name, tensor in pair.source if name != missing)
+    worker = pair.engine.llm.collective_rpc(lambda worker: worker.weight_transfer_engine.receiver.mixed)
+    assert worker == [True]
+    assert sender.send(pair.source).kind is Kind.DENSE
+    assert pair.error() <= BOUND
+
+
+def test_another_model_is_refused_and_the_version_stays(vllm: OneEngine, tmp_path: Path) -> None:
+    pair = start("dense", vllm, tmp_path)
+    sender = Sender(LLMClient(pair.engine.llm))
+    sender.send(pair.source)
+    before = pair.held()
+    other = Pair(copy.deepcopy(pair.model), pair.engine)
+    other.train(0.1, 0)
+    for spoilt, said in (
+        (renamed(other.source, "layers.1.input_layernorm", "layers.1.inputlayernorm"), "is not one of them"),
+        ([(name, tensor[:-1] if "norm" in name else tensor) for name, tensor in other.source], "and was float32"),
+    ):
+        with pytest.raises(Exception, match=said):
+            Sender(LLMClient(pair.engine.llm)).send(spoilt)
+        assert same(pair.held(), before)
+        assert pair.error() <= BOUND

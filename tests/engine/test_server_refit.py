@@ -1,0 +1,109 @@
+"""Refits over HTTP: a `vllm serve` that somebody started, with this library's backend. The last test kills trainers."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from nrl_models import AutoModelForCausalLM
+from nrl_models.engines.hf import HFEngine
+from nrl_models.engines.http import HTTPEngine
+from nrl_models.errors import EngineError, MixedWeightsError
+from nrl_models.logprobs import Sampling
+from tests.engine.one_engine import OneEngine
+from tests.engine.one_server import Server, serving
+
+TOKENS = [list(range(50, 90)), list(range(300, 330))]
+BACKEND = ("--weight-transfer-config", json.dumps({"backend": "nrl_models"}))
+
+
+@pytest.fixture(scope="module")
+def server(demo: Path, vllm: OneEngine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """On random weights."""
+    vllm.stop()
+    log = tmp_path_factory.mktemp("server") / "log"
+    with serving(demo, log, "--load-format", "dummy", *BACKEND, settings={"VLLM_SERVER_DEV_MODE": "1"}) as found:
+        yield found
+
+
+@pytest.fixture
+def model(demo: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(demo, dtype=torch.float32)
+
+
+@torch.no_grad()
+def train(model: PreTrainedModel, share: float = 0.01) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        where = torch.rand(parameter.shape, generator=generator) < share
+        parameter[where] += 5 * parameter.std() * torch.randn(int(where.sum()), generator=generator)
+
+
+def off(engine: HTTPEngine, model: PreTrainedModel) -> float:
+    """The largest difference between the server's log-probabilities and the trainer's."""
+    ours, theirs = HFEngine(model, "trainer").score(TOKENS, Sampling()), engine.score(TOKENS, Sampling())
+    pairs = zip(ours, theirs, strict=True)
+    return max(abs(a - b) for one, other in pairs for a, b in zip(one[1:], other[1:], strict=True))
+
+
+@pytest.mark.timeout(900)
+def test_a_server_is_refitted_and_then_sent_what_changed(server: Server, model: PreTrainedModel) -> None:
+    engine = HTTPEngine(server.address)
+    assert off(engine, model) > 0.1
+    report = engine.refit(model.state_dict_adapter.iter_export(model))
+    assert (report.unwritten, report.version) == ((), 1)
+    assert list(report.digests) == [name for name, _, _ in model.state_dict_adapter.export_plan()]
+    assert off(engine, model) < 1e-4
+    for number in (2, 3):
+        train(model)
+        assert off(engine, model) > 0.01  # also of prompts that it has computed before
+        engine.refit(model.state_dict_adapter.iter_export(model))
+        assert engine._sender.last_version == engine._client.weight_version() == str(number)
+        assert off(engine, model) < 1e-4
+    # Another trainer, whose first update is of all weights.
+    other = HTTPEngine(server.address, deltas=False)
+    train(model)
+    other.refit(model.state_dict_adapter.iter_export(model))
+    assert off(other, model) < 1e-4
+    train(model)
+    engine.refit(model.state_dict_adapter.iter_export(model))  # it notices, and sends all weights
+    assert off(engine, model) < 1e-4
+
+
+@pytest.mark.timeout(300)
+def test_what_does_not_fit_is_refused_and_the_server_goes_on(server: Server, model: PreTrainedModel) -> None:
+    engine = HTTPEngine(server.address)
+    engine.refit(model.state_dict_adapter.iter_export(model))
+    weights = dict(model.state_dict_adapter.iter_export(model))
+    train(model)
+    spoilt = {name.replace("layers.1.input_layernorm", "layers.1.inputlayernorm"): t for name, t in weights.items()}
+    with pytest.raises(EngineError, match=r"model\.layers\.1\.inputlayernorm\.weight is not one of them") as caught:
+        HTTPEngine(server.address).refit(spoilt.items())
+    assert not isinstance(caught.value, MixedWeightsError)
+    assert engine.generate(TOKENS, Sampling(), max_new_tokens=4)
+    train(model)
+    engine.refit(model.state_dict_adapter.iter_export(model))
+    assert off(engine, model) < 1e-4
+
+
+@pytest.mark.timeout(600)
+def test_trainers_that_are_killed_leave_one_version_or_the_next(server: Server, demo: Path) -> None:
+    """SIGKILL before and after each of a refit's requests, in refits of all weights and of what changed."""
+    script = Path(__file__).with_name("killed_trainers.py")
+    done = subprocess.run(
+        [sys.executable, str(script), server.address, str(demo)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    outcomes = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert len(outcomes) == 22
+    for outcome in outcomes:
+        assert outcome["signal"] == 9
+        assert outcome["found"] == outcome["expected"], outcome
+        assert outcome["next"] == "new", outcome

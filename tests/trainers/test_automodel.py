@@ -1,0 +1,189 @@
+"""NeMo Automodel, unmodified: it loads, saves and exports our classes once they are registered; and NeMo RL's calls."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from saved import assert_same_bytes, case_of, each_architecture, hook_of, saved_by_transformers, tensors_in
+from torch.distributed.tensor import DTensor
+
+auto_model = pytest.importorskip(
+    "nemo_automodel._transformers.auto_model", reason="Automodel is there for make test-trainers"
+)
+
+from nemo_automodel import NeMoAutoModelForCausalLM  # noqa: E402
+from nemo_automodel._transformers.registry import ModelRegistry  # noqa: E402
+from nemo_automodel.components.checkpoint.checkpointing import Checkpointer  # noqa: E402
+from nemo_automodel.components.checkpoint.config import CheckpointingConfig  # noqa: E402
+
+from nrl_models import registry  # noqa: E402
+from nrl_models.adapters import automodel  # noqa: E402
+from nrl_models.common.state_dict.adapter import StateDictAdapter  # noqa: E402
+from nrl_models.errors import StateDictError, TrainerError, UnknownArchitectureError  # noqa: E402
+from nrl_models.testing.tiny import silent_transformers  # noqa: E402
+
+EXPERTS = "Qwen3MoeForCausalLM"
+TAKEN_FOR_TIED = ("BigBirdPegasusForCausalLM",)
+"""Whose head Automodel does not load: its configuration says that it is tied, and in transformers it is not."""
+
+CPU = torch.device("cpu")
+
+
+class WithoutGPU:
+    """torch as `auto_model` sees it, which asks for the current CUDA device: the CPU."""
+
+    cuda = SimpleNamespace(current_device=lambda: CPU)
+
+    @staticmethod
+    def device(*_: object) -> torch.device:
+        return CPU
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def registered() -> list[str]:
+    return automodel.register()
+
+
+@pytest.fixture(autouse=True)
+def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(auto_model, "torch", WithoutGPU())
+
+
+def load(reference: Any, folder: Path) -> Any:
+    """What Automodel loads of what transformers saved."""
+    with silent_transformers():
+        reference.save_pretrained(folder)
+        return NeMoAutoModelForCausalLM.from_pretrained(
+            str(folder), torch_dtype=torch.float32, attn_implementation=reference.config._attn_implementation
+        )
+
+
+def save(model: Any, folder: Path, **options: Any) -> dict[str, torch.Tensor]:
+    """What Automodel writes of a model for others."""
+    config = CheckpointingConfig(checkpoint_dir=folder, save_consolidated="every", **options)
+    Checkpointer(config, 0, 0, 0).save_model(model, str(folder))
+    return tensors_in(folder / "model" / "consolidated")
+
+
+def refit(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """The calls of NeMo RL's weight sync in the order it makes them (its worker; the package is not on the index)."""
+    for name, tensor in model.state_dict().items():
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        parts = model.state_dict_adapter.convert_single_tensor_to_hf(
+            name, whole, exclude_key_regex=r".*_extra_state.*", quantization=False
+        )
+        for hub, part in parts:
+            yield hub, part.to(tensor.dtype, non_blocking=True).contiguous()
+
+
+@each_architecture
+def test_what_is_loaded_and_synced_is_what_transformers_saves(name: str, tmp_path: Path) -> None:
+    case = case_of(name)
+    saved = saved_by_transformers(case.reference())
+    if name in TAKEN_FOR_TIED:
+        with pytest.raises(StateDictError, match=r"missing: lm_head\.weight"):
+            load(case.reference(), tmp_path)
+        return
+    model = load(case.reference(), tmp_path)
+    assert isinstance(model, case.model_class)
+    adapter = model.state_dict_adapter
+    joined = [tensor.name for tensor in adapter.hub.values() if len(tensor.parameters) > 1]
+    if joined:  # one parameter at a time, none of which is a tensor of the hub
+        with pytest.raises(ValueError, match="convert them together"):
+            dict(refit(model))
+        sent = adapter.to_hf(model.state_dict())
+    else:
+        sent = dict(refit(model))
+    tied = {tensor.name for own in adapter.tied for tensor in adapter.tensors_in(own, "hub")}
+    assert_same_bytes({hub: tensor for hub, tensor in sent.items() if hub not in tied - saved.keys()}, saved)
+    for own, kept in adapter.tied.items():  # of which NeMo RL sends both names, as it does for any model
+        assert torch.equal(model.state_dict()[own], model.state_dict()[kept])
+
+
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", EXPERTS, "MixtralForCausalLM", "Gemma3ForConditionalGeneration"])
+def test_what_it_saves_is_what_transformers_saves(name: str, tmp_path: Path) -> None:
+    case = case_of(name)
+    saved = saved_by_transformers(case.reference())
+    model = load(case.reference(), tmp_path / "base")
+    for options in ({}, {"v4_compatible": True, "legacy_paramwrapper_layout": True}):
+        assert_same_bytes(save(model, tmp_path / str(len(options)), **options), saved)
+
+
+@pytest.mark.parametrize("path", ["load", "refit", "save"])
+def test_a_naming_error_is_found(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = case_of(EXPERTS)
+    saved = saved_by_transformers(case.reference())
+    method = {"load": "from_hf", "refit": "convert_single_tensor_to_hf", "save": "to_hf"}[path]
+    right = getattr(StateDictAdapter, method)
+
+    def wrong(self: StateDictAdapter, first: Any, *more: Any, **options: Any) -> Any:
+        if path == "load":
+            return right(self, swapped(first), *more, **options)
+        converted = swapped(dict(right(self, first, *more, **options)))
+        return converted if path == "save" else list(converted.items())
+
+    with monkeypatch.context() as planted:
+        if path == "load":
+            planted.setattr(StateDictAdapter, method, wrong)
+        model = load(case.reference(), tmp_path / "base")
+    monkeypatch.setattr(StateDictAdapter, method, wrong)
+    sent = save(model, tmp_path / "saved") if path == "save" else dict(refit(model))
+    with pytest.raises(AssertionError, match=r"experts\.0"):
+        assert_same_bytes(sent, saved)
+
+
+def swapped(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """With the gate of the first expert, of each layer, taken for what is beside it."""
+    names = {"experts.0.gate_proj": "experts.0.up_proj", "experts.0.up_proj": "experts.0.gate_proj"}
+    return {
+        next((name.replace(part, names[part]) for part in names if part in name), name): tensor
+        for name, tensor in tensors.items()
+    }
+
+
+def test_nemo_rl_finds_an_adapter_that_syncs() -> None:
+    """Before it loads, NeMo RL looks into the module `state_dict_adapter` beside the model's for a class so called."""
+    for name in ("LlamaForCausalLM", EXPERTS, "CohereForCausalLM"):
+        model_class = ModelRegistry.model_arch_name_to_cls[name]
+        beside = importlib.import_module(f"{model_class.__module__.rsplit('.', 1)[0]}.state_dict_adapter")
+        found = [
+            kind
+            for kind_name, kind in inspect.getmembers(beside, inspect.isclass)
+            if kind_name.endswith("StateDictAdapter")
+        ]
+        assert found == [StateDictAdapter]
+        assert callable(found[0].convert_single_tensor_to_hf)
+
+
+def test_all_are_registered_in_place_of_its_own(registered: list[str]) -> None:
+    assert {"LlamaForCausalLM", EXPERTS, "DeepseekV3ForCausalLM"} <= set(registered)
+    for name in registered:
+        assert issubclass(ModelRegistry.model_arch_name_to_cls[name], registry.model_class(name))
+
+
+def test_the_guides_hook() -> None:
+    ModelRegistry.model_arch_name_to_cls[EXPERTS] = object
+    exec(hook_of("automodel"))
+    assert issubclass(ModelRegistry.model_arch_name_to_cls[EXPERTS], registry.model_class(EXPERTS))
+
+
+def test_an_unknown_architecture_is_refused() -> None:
+    with pytest.raises(UnknownArchitectureError, match="not registered: NovaForCausalLM"):
+        automodel.register("LlamaForCausalLM", "NovaForCausalLM")
+    assert "NovaForCausalLM" not in ModelRegistry.model_arch_name_to_cls
+
+
+def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nrl_models.registry.version", lambda name: "0.8.0")
+    with pytest.raises(TrainerError, match=r"needs nemo_automodel<0\.8,>=0\.7; 0\.8\.0 is installed"):
+        automodel.register()

@@ -1,0 +1,209 @@
+"""Refits over HTTP, at a server that has vLLM's routes for new weights and fails in each of them."""
+
+from __future__ import annotations
+
+import copy
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+import torch
+from test_transfer import Workers, differ, exported, model_of, train
+from transformers import PreTrainedModel
+
+from nrl_models.engines.http import HTTPEngine
+from nrl_models.errors import EngineError, MixedWeightsError
+from nrl_models.logprobs import Sampling
+
+ROUTES = ("weight_info", "pause", "init_weight_transfer_engine", "start_weight_update", "update_weights")
+ROUTES += ("finish_weight_update", "reset_prefix_cache", "resume")
+
+
+class Served:
+    """vLLM's routes for new weights over `Workers`.
+
+    Attributes:
+        asked: the routes, in order.
+        answers: in place of the answer of a route, what `(status, headers, body)` it gives; it is done, too, if
+            `after`.
+    """
+
+    def __init__(self, workers: Workers) -> None:
+        self.workers, self.version, self.is_paused = workers, "default", False
+        self.asked: list[str] = []
+        self.answers: dict[str, tuple[int, dict[str, str], bytes]] = {}
+        self.after = False
+
+    def do(self, route: str, body: dict[str, Any]) -> dict[str, Any]:
+        if route == "models":
+            return {"data": [{"id": "tiny"}]}
+        if route == "weight_info":
+            return {"weight_version": self.version}
+        if route in ("pause", "resume"):
+            self.is_paused = route == "pause"
+        elif route == "init_weight_transfer_engine":
+            self.workers.init_weight_transfer_engine(body["init_info"])
+        elif route == "update_weights":
+            assert self.is_paused
+            self.workers.update_weights(body["update_info"])
+        elif route == "finish_weight_update":
+            assert self.is_paused
+            self.workers.finish_weight_update()
+            self.version = body.get("weight_version", self.version)
+        elif route == "start_weight_update":
+            self.workers.start_weight_update()
+        return {"success": True}
+
+
+@contextmanager
+def serving(workers: Workers) -> Iterator[tuple[HTTPEngine, Served]]:
+    served = Served(workers)
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            route = self.path.partition("?")[0].rpartition("/")[2]
+            served.asked.append(route)
+            status, headers, answer = 200, {}, b""
+            if route in served.answers:
+                status, headers, answer = served.answers[route]
+            if route not in served.answers or served.after:
+                try:
+                    done = json.dumps(served.do(route, json.loads(body or b"{}"))).encode()
+                    answer = answer or done
+                except Exception as error:
+                    status, answer = 500, json.dumps({"error": {"message": str(error)}}).encode()
+            self.send_response(status)
+            for name, value in headers.items():
+                self.send_header(name, value)
+            self.send_header("Content-Length", str(len(answer)))
+            self.end_headers()
+            self.wfile.write(answer)
+
+        do_POST = do_GET  # noqa: N815
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    try:
+        yield HTTPEngine(f"http://127.0.0.1:{server.server_port}", api_key="s3cret", timeout=20), served
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.fixture(scope="module")
+def llama() -> PreTrainedModel:
+    return model_of("LlamaForCausalLM")
+
+
+@pytest.fixture
+def trainer(llama: PreTrainedModel) -> PreTrainedModel:
+    return copy.deepcopy(llama)
+
+
+@pytest.fixture
+def both(llama: PreTrainedModel) -> Iterator[tuple[HTTPEngine, Served]]:
+    engine = copy.deepcopy(llama)
+    train(engine, 0.5, torch.Generator().manual_seed(9))
+    with serving(Workers(engine)) as found:
+        yield found
+
+
+def test_what_is_asked_and_in_which_order(trainer: PreTrainedModel, both: tuple[HTTPEngine, Served]) -> None:
+    engine, served = both
+    served.asked.clear()
+    report = engine.refit(exported(trainer))
+    assert served.asked == [*ROUTES[:-2], "weight_info", *ROUTES[-2:]]
+    assert (report.version, served.version, served.is_paused) == (1, "1", False)
+    assert not differ(served.workers.model.state_dict(), trainer.state_dict())
+    train(trainer, 0.01, torch.Generator().manual_seed(0))
+    engine.refit(exported(trainer))
+    assert served.workers.receiver.weights.version == served.version == "2"
+    assert len(served.workers.loaded) > 5
+    assert not differ(served.workers.model.state_dict(), trainer.state_dict())
+
+
+def test_a_server_that_was_started_again_is_sent_everything(
+    trainer: PreTrainedModel, both: tuple[HTTPEngine, Served]
+) -> None:
+    engine, served = both
+    engine.refit(exported(trainer))
+    served.workers.receiver.weights, served.version = None, "default"
+    train(served.workers.model, 0.5, torch.Generator().manual_seed(8))
+    engine.refit(exported(trainer))
+    assert not differ(served.workers.model.state_dict(), trainer.state_dict())
+
+
+ANSWERS = {
+    "an error": ((500, {}, b'{"error": {"message": "s3cret: it broke"}}'), "answered 500 to"),
+    "a redirection": ((307, {"Location": "http://127.0.0.1:1/"}, b""), "redirections are not followed"),
+    "no JSON": ((200, {}, b"<html>"), "something that is not JSON"),
+}
+
+
+@pytest.mark.parametrize(
+    ("answer", "after"), [("an error", False), ("a redirection", False), ("an error", True), ("no JSON", True)]
+)
+@pytest.mark.parametrize("route", ROUTES)
+def test_a_step_that_fails_leaves_one_version_or_an_engine_that_refuses(
+    trainer: PreTrainedModel, both: tuple[HTTPEngine, Served], route: str, answer: str, after: bool
+) -> None:
+    """Each request in turn fails before it is done, or its answer is lost after."""
+    engine, served = both
+    if route != "init_weight_transfer_engine":  # which is asked once
+        engine.refit(exported(trainer))
+    before = {name: tensor.clone() for name, tensor in served.workers.model.state_dict().items()}
+    train(trainer, 0.01, torch.Generator().manual_seed(0))
+    (served.answers[route], said), served.after = ANSWERS[answer], after
+    with pytest.raises(EngineError, match=said) as caught:
+        engine.refit(exported(trainer))
+    assert "s3cret" not in str(caught.value)
+    served.answers = {}
+    now = served.workers.model.state_dict()
+    took_effect = route in ("reset_prefix_cache", "resume") or (route == "finish_weight_update" and after)
+    assert not differ(now, trainer.state_dict() if took_effect else before)
+    doubtful = route == "finish_weight_update" or took_effect
+    if doubtful:
+        assert isinstance(caught.value, MixedWeightsError)
+        with pytest.raises(MixedWeightsError, match="answers nothing until"):
+            engine.score([[1, 2, 3]], Sampling())
+    elif route not in ("weight_info", "pause"):
+        assert not served.is_paused
+    train(trainer, 0.01, torch.Generator().manual_seed(1))
+    engine.refit(exported(trainer))
+    assert not differ(served.workers.model.state_dict(), trainer.state_dict())
+    assert not served.is_paused
+
+
+def test_a_server_that_keeps_what_it_computed_is_named(
+    trainer: PreTrainedModel, both: tuple[HTTPEngine, Served]
+) -> None:
+    engine, served = both
+    served.answers["reset_prefix_cache"] = 200, {}, b'{"success": false}'
+    with pytest.raises(EngineError, match="success of /reset_prefix_cache is False, expected True"):
+        engine.refit(exported(trainer))
+    assert served.is_paused
+
+
+def test_a_server_that_says_another_version_is_named(trainer: PreTrainedModel, both: tuple[HTTPEngine, Served]) -> None:
+    engine, served = both
+    served.answers["weight_info"] = 200, {}, b'{"weight_version": "7"}'
+    with pytest.raises(EngineError, match="the version after a refit is '7', expected '1'"):
+        engine.refit(exported(trainer))
+
+
+def test_a_server_without_these_routes_says_what_it_needs(
+    trainer: PreTrainedModel, both: tuple[HTTPEngine, Served]
+) -> None:
+    engine, served = both
+    served.answers["weight_info"] = 404, {}, b'{"detail": "Not Found"}'
+    with pytest.raises(EngineError, match=r"VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config"):
+        engine.refit(exported(trainer))
+    assert not served.is_paused

@@ -1,0 +1,99 @@
+"""Shared memory: what another process finds, what it refuses, and what is left when a process dies."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from nrl_models.engines.transfer.segments import Segment
+from nrl_models.errors import EngineError
+
+TENSORS = {
+    "a": torch.arange(10.0),
+    "b": torch.randn(3, 4).bfloat16().T,
+    "c": torch.tensor(3, dtype=torch.uint8),
+    "d": torch.empty(0, 5),
+}
+
+WRITE = """
+import json, sys, torch
+from nrl_models.engines.transfer.segments import Segment
+print(json.dumps(Segment.write({"a": torch.arange(10.0)}).to_json()), flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_what_was_written_is_read() -> None:
+    segment = Segment.write(TENSORS, {"said": "so"})
+    try:
+        tensors, text = Segment.of_json(json.loads(json.dumps(segment.to_json()))).read()
+    finally:
+        segment.close()
+    assert text == {"said": "so"}
+    torch.testing.assert_close(tensors, TENSORS, rtol=0, atol=0)
+    tensors["a"][0] = 5.0  # of this process alone, and it outlives the segment
+    assert tensors["a"].sum() == 50
+
+
+def test_it_can_be_neither_changed_nor_cut() -> None:
+    segment = Segment.write(TENSORS)
+    try:
+        with pytest.raises(PermissionError):
+            os.truncate(segment.descriptor, 5)
+        with pytest.raises(PermissionError):
+            os.pwrite(segment.descriptor, b"x", 20)
+    finally:
+        segment.close()
+
+
+def test_what_a_writer_that_is_killed_leaves() -> None:
+    """Who has mapped it keeps it, and nobody else can open it: it has no name that could stay behind."""
+    writer = subprocess.Popen([sys.executable, "-c", WRITE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert writer.stdout is not None
+    segment = Segment.of_json(json.loads(writer.stdout.readline()))
+    tensors, _ = segment.read()
+    writer.send_signal(signal.SIGKILL)
+    writer.communicate()
+    assert tensors["a"].sum() == 45
+    with pytest.raises(EngineError, match="the trainer has to be alive"):
+        segment.read()
+
+
+def test_what_is_no_segment_is_refused(tmp_path: Path) -> None:
+    segment = Segment.write(TENSORS)
+    try:
+        with pytest.raises(EngineError, match="another trainer's shared memory"):
+            replace(segment, token="0" * 32).read()
+    finally:
+        segment.close()
+    with pytest.raises(EngineError, match="cannot be opened"):
+        segment.read()
+    file = tmp_path / "file"
+    file.write_bytes(b"secret")
+    os.mkfifo(tmp_path / "pipe")
+    for path in (file, tmp_path / "pipe"):  # a pipe would wait for who writes
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        try:
+            with pytest.raises(EngineError, match="is no shared memory of a trainer") as caught:
+                Segment(os.getpid(), handle, "0" * 32, 6).read()
+            assert "secret" not in str(caught.value)
+        finally:
+            os.close(handle)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [None, [], {}, {"pid": 1}, {"pid": "1", "descriptor": 1, "token": "", "nbytes": 0}]
+    + [{"pid": pid, "descriptor": 1, "token": token, "nbytes": 0} for pid, token in ((-1, "a"), (True, "a"), (1, "ä"))],
+)
+def test_what_names_no_segment_is_refused(value: object) -> None:
+    with pytest.raises(EngineError, match="is no segment of shared memory: expected pid, descriptor, token, nbytes"):
+        Segment.of_json(value)

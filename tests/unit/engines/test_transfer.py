@@ -1,0 +1,414 @@
+"""Updates from a trainer to a receiver: exact over many architectures, and whole at whatever step something fails."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator, Mapping, Set
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from nrl_models import registry
+from nrl_models.engines.base import NamedTensor
+from nrl_models.engines.transfer import updates
+from nrl_models.engines.transfer.receiver import Receiver
+from nrl_models.engines.transfer.segments import Segment
+from nrl_models.engines.transfer.sender import ABANDON, Sender
+from nrl_models.engines.transfer.updates import Kind, Update, Weights
+from nrl_models.errors import EngineError, MixedWeightsError
+from nrl_models.testing.case import randomise
+from nrl_models.testing.tiny import tiny_config
+
+ARCHITECTURES = [
+    "ApertusForCausalLM",
+    "ArceeForCausalLM",
+    "BambaForCausalLM",
+    "BitNetForCausalLM",
+    "GlmForCausalLM",
+    "CohereForCausalLM",
+    "DeepseekV3ForCausalLM",
+    "DogeForCausalLM",
+    "Ernie4_5_MoeForCausalLM",
+    "FalconH1ForCausalLM",
+    "Gemma2ForCausalLM",
+    "Gemma3ForConditionalGeneration",
+    "Gemma3nForCausalLM",
+    "Glm4MoeForCausalLM",
+    "GraniteForCausalLM",
+    "GptOssForCausalLM",
+    "GraniteMoeForCausalLM",
+    "LlamaForCausalLM",
+    "Llama4ForCausalLM",
+    "MiniMaxForCausalLM",
+    "MixtralForCausalLM",
+    "NemotronHForCausalLM",
+    "Olmo2ForCausalLM",
+    "OlmoeForCausalLM",
+    "Phi3ForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen2VLForConditionalGeneration",
+    "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
+    "Qwen3NextForCausalLM",
+    "StableLmForCausalLM",
+]
+
+DELTAS = 34
+"""For each architecture: more than 1,000 in all."""
+
+
+def model_of(architecture: str, dtype: torch.dtype = torch.bfloat16) -> PreTrainedModel:
+    model_class = registry.model_class(architecture)
+    reference = model_class.reference_class()
+    torch.manual_seed(0)
+    config = tiny_config(reference.config_class, model_class.tiny, reference)
+    model = model_class.from_config(config, dtype=dtype, device="cpu").eval()
+    randomise(model)
+    return model
+
+
+class Workers:
+    """An engine's side: `Receiver` over a model of ours, which takes weights one by one, as vLLM's does.
+
+    Attributes:
+        steps: what the client asked, in order.
+        fails: called with each step and "before" or "after".
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        self.receiver = Receiver(self._apply, lambda said: setattr(self, "refused", said))
+        self.refused: str | None = None
+        self.is_open = False
+        self.fails = lambda step, when: None
+        self.steps: list[str] = []
+        self.spoils = lambda name: None
+        self.loaded: list[str] = []
+
+    def _apply(self, tensors: Mapping[str, torch.Tensor], changed: Set[str]) -> None:
+        own, adapter = self.model.state_dict(), self.model.state_dict_adapter
+        self.loaded = []
+        for name in tensors:
+            if name in changed:
+                try:
+                    self.spoils(name)
+                    target = adapter.hub[name]
+                except Exception as error:
+                    if self.loaded:
+                        raise MixedWeightsError(str(error)) from error
+                    raise
+                for parameter in target.parameters:
+                    target.write_into(parameter, own[parameter], tensors[name])
+                self.loaded.append(name)
+
+    # vLLM's workers, as its client reaches them
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        self._step("init", lambda: setattr(self.receiver, "keep", init_info["deltas"]))
+
+    def start_weight_update(self) -> None:
+        def start() -> None:
+            if self.is_open:
+                raise RuntimeError("an update is open")
+            self.receiver.start()
+            self.is_open = True
+
+        self._step("start", start)
+
+    def update_weights(self, update_info: Any) -> None:
+        def update() -> None:
+            if not self.is_open:
+                raise RuntimeError("no update is open")
+            self.is_open = False  # as vLLM has it, if what follows raises
+            sent = json.loads(json.dumps(update_info))
+            if sent == ABANDON:
+                self.receiver.start()
+            else:
+                self.receiver.stage(Update.of_json(sent))
+            self.is_open = True
+
+        self._step("update", update)
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        def finish() -> None:
+            self.receiver.finish()
+            self.is_open = False
+
+        self._step("finish", finish)
+
+    def _step(self, name: str, do: Any) -> None:
+        self.steps.append(name)
+        self.fails(name, "before")
+        do()
+        self.fails(name, "after")
+
+
+def exported(model: PreTrainedModel) -> Iterator[NamedTensor]:
+    return model.state_dict_adapter.iter_export(model)
+
+
+def state(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def differ(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> list[str]:
+    """Names of tensors whose bits differ."""
+    assert one.keys() == other.keys()
+
+    def bits(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+    return [name for name in one if not torch.equal(bits(one[name]), bits(other[name]))]
+
+
+@torch.no_grad()
+def train(model: PreTrainedModel, share: float, generator: torch.Generator, only: str = "") -> None:
+    """Move a share of the elements of each parameter and buffer, by whatever bits."""
+    for name, tensor in model.state_dict().items():
+        if only in name and tensor.is_floating_point() and tensor.is_contiguous():
+            flat = tensor.view(-1).view(torch.uint8).view(tensor.numel(), -1)
+            where = (torch.rand(len(flat), generator=generator) < share).nonzero().flatten()
+            flat[where] ^= torch.randint(0, 256, (len(where), flat.shape[1]), generator=generator).to(torch.uint8)
+
+
+def served(trainer: PreTrainedModel, **options: Any) -> tuple[Workers, Sender]:
+    """An engine with other weights than the trainer's, and what sends to it."""
+    engine = copy.deepcopy(trainer)
+    train(engine, 0.5, torch.Generator().manual_seed(9))
+    workers = Workers(engine)
+    return workers, Sender(workers, **options)
+
+
+@pytest.fixture(scope="module")
+def llama() -> PreTrainedModel:
+    return model_of("LlamaForCausalLM")
+
+
+QUICK = ("BitNetForCausalLM", "DeepseekV3ForCausalLM", "Qwen3MoeForCausalLM")
+
+
+@pytest.mark.parametrize(
+    "architecture", [pytest.param(name, marks=() if name in QUICK else pytest.mark.long) for name in ARCHITECTURES]
+)
+def test_deltas_leave_what_dense_updates_would(architecture: str) -> None:
+    assert len(ARCHITECTURES) >= 30
+    trainer = model_of(architecture, torch.float32 if len(architecture) % 2 else torch.bfloat16)
+    workers, sender = served(trainer)
+    assert sender.send(exported(trainer)).kind is Kind.DENSE
+    assert not differ(workers.model.state_dict(), trainer.state_dict())
+    generator = torch.Generator().manual_seed(len(architecture))
+    layers = [name for name in trainer.state_dict() if ".0." in name]
+    for number in range(DELTAS):
+        share = [0.0, 1e-4, 0.01, 0.05, 1.0][number % 5]
+        train(trainer, share, generator, only=layers[number % len(layers)] if number % 3 == 2 else "")
+        sent = sender.send(exported(trainer))
+        assert sent.kind is Kind.DELTA
+        assert sent.nbytes <= sent.dense_nbytes
+        assert set(workers.loaded) <= set(sent.changed)
+        assert not differ(workers.model.state_dict(), trainer.state_dict())
+        assert workers.receiver.weights is not None
+        assert workers.receiver.weights.version == sent.version == str(number + 2)
+
+
+def test_a_hundredth_of_changes_takes_a_twentieth_at_most(llama: PreTrainedModel) -> None:
+    trainer = copy.deepcopy(llama)
+    workers, sender = served(trainer)
+    sender.send(exported(trainer))
+    train(trainer, 0.01, torch.Generator().manual_seed(0))
+    sent = sender.send(exported(trainer))
+    assert sent.nbytes <= 0.05 * sent.dense_nbytes
+    assert not differ(workers.model.state_dict(), trainer.state_dict())
+
+
+def test_small_buckets_carry_the_same(llama: PreTrainedModel) -> None:
+    trainer = copy.deepcopy(llama)
+    workers, sender = served(trainer, bucket_bytes=2**12)
+    for _ in range(3):
+        train(trainer, 0.2, torch.Generator().manual_seed(0))
+        sender.send(exported(trainer))
+        assert not differ(workers.model.state_dict(), trainer.state_dict())
+
+
+def test_without_deltas_nothing_is_kept(llama: PreTrainedModel) -> None:
+    trainer = copy.deepcopy(llama)
+    workers, sender = served(trainer, deltas=False)
+    for _ in range(2):
+        train(trainer, 0.01, torch.Generator().manual_seed(0))
+        assert sender.send(exported(trainer)).kind is Kind.DENSE
+        assert not differ(workers.model.state_dict(), trainer.state_dict())
+    assert workers.receiver.weights is not None
+    assert not workers.receiver.weights.tensors
+
+
+STEPS = [
+    (step, when, nth)
+    for step in ("init", "start", "update", "finish")
+    for when in ("before", "after")
+    for nth in ((1,) if step == "init" else (1, 2, 3))  # `init` is said once
+]
+
+
+@pytest.mark.parametrize(("step", "when", "nth"), STEPS)
+def test_a_trainer_that_dies_at_any_step_leaves_a_whole_version(
+    llama: PreTrainedModel, step: str, when: str, nth: int
+) -> None:
+    """It dies in its first update (of all weights), or in a later one, and another trainer goes on."""
+    trainer = copy.deepcopy(llama)
+    workers, sender = served(trainer)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(nth - 1):
+        sender.send(exported(trainer))
+        train(trainer, 0.01, generator)
+    before = state(workers.model)
+
+    def die(*now: str) -> None:
+        if now == (step, when):
+            workers.fails = dead
+            raise KeyboardInterrupt
+
+    def dead(*now: str) -> None:
+        raise ConnectionError
+
+    workers.fails = die
+    with pytest.raises(KeyboardInterrupt):
+        sender.send(exported(trainer))
+    workers.fails = lambda step, when: None
+    took_effect = (step, when) == ("finish", "after")
+    assert not differ(state(workers.model), trainer.state_dict() if took_effect else before)
+    assert workers.refused is None
+    train(trainer, 0.01, generator)
+    other = Sender(workers)
+    assert other.send(exported(trainer)).kind is Kind.DENSE
+    assert not differ(workers.model.state_dict(), trainer.state_dict())
+    train(trainer, 0.01, generator)
+    assert sender.send(exported(trainer)).kind is Kind.DENSE  # the first one, too, after a failure
+    assert not differ(workers.model.state_dict(), trainer.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda weights: weights.pop("model.norm.weight"), "model.norm.weight is missing"),
+        (lambda weights: weights.update({"model.nrom.weight": torch.ones(3)}), "model.nrom.weight is not one of them"),
+        (
+            lambda weights: weights.update({"model.norm.weight": weights["model.norm.weight"][:-1]}),
+            r"model.norm.weight is bfloat16 \(255,\), and was bfloat16 \(256,\)",
+        ),
+        (
+            lambda weights: weights.update({"model.norm.weight": weights["model.norm.weight"].float()}),
+            r"model.norm.weight is float32 \(256,\), and was bfloat16",
+        ),
+    ],
+)
+def test_other_tensors_than_before_are_refused_and_the_version_stays(
+    llama: PreTrainedModel, change: Any, said: str
+) -> None:
+    trainer = copy.deepcopy(llama)
+    workers, sender = served(trainer)
+    sender.send(exported(trainer))
+    before = state(workers.model)
+    train(trainer, 0.01, torch.Generator().manual_seed(0))
+    weights = dict(exported(trainer))
+    change(weights)
+    with pytest.raises(EngineError, match=said):
+        Sender(workers).send(weights.items())
+    assert not differ(workers.model.state_dict(), before)
+    with pytest.raises(EngineError, match=r"of the version sent before"):  # the sender knows by itself
+        sender.send(weights.items())
+    assert workers.refused is None
+    sender.send(exported(trainer))
+    assert not differ(workers.model.state_dict(), trainer.state_dict())
+
+
+def test_an_update_that_takes_effect_in_part_is_refused_until_a_whole_one(llama: PreTrainedModel) -> None:
+    trainer = copy.deepcopy(llama)
+    workers, sender = served(trainer)
+    sender.send(exported(trainer))
+    train(trainer, 0.01, torch.Generator().manual_seed(0))
+
+    def spoil(name: str) -> None:
+        if len(workers.loaded) == 5:
+            raise RuntimeError("the fifth")
+
+    workers.spoils = spoil
+    said = r"parts of version '1' of the weights and parts of version '2': the fifth\. It answers nothing until"
+    with pytest.raises(MixedWeightsError, match=said):
+        sender.send(exported(trainer))
+    assert sender.in_doubt
+    assert workers.refused is not None
+    workers.spoils = lambda name: None
+    assert sender.send(exported(trainer)).kind is Kind.DENSE
+    assert not sender.in_doubt
+    assert workers.refused is None
+    assert not differ(workers.model.state_dict(), trainer.state_dict())
+
+
+def test_a_delta_against_another_version_is_refused(llama: PreTrainedModel) -> None:
+    trainer = copy.deepcopy(llama)
+    workers, sender = served(trainer)
+    sender.send(exported(trainer))
+    other = copy.deepcopy(trainer)
+    train(other, 0.01, torch.Generator().manual_seed(5))
+    Sender(workers).send(exported(other), "1")  # somebody else's, under the same name
+    train(trainer, 0.01, torch.Generator().manual_seed(0))
+    with pytest.raises(
+        EngineError, match=r"made against version '1', digest .*, and the engine has version '1', digest"
+    ):
+        sender.send(exported(trainer))
+    assert not differ(workers.model.state_dict(), other.state_dict())
+    sender.send(exported(trainer))
+    assert not differ(workers.model.state_dict(), trainer.state_dict())
+
+
+def test_what_arrives_damaged_is_refused(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bit of the engine's own copy, of what it makes of a delta, or of what it reads."""
+    trainer = copy.deepcopy(llama)
+    workers, sender = served(trainer)
+    sender.send(exported(trainer))
+    before = state(workers.model)
+    train(trainer, 0.01, torch.Generator().manual_seed(0))
+    right, stage, read = updates.patched, workers.receiver.stage, Segment.read
+
+    def one_bit(tensor: torch.Tensor) -> torch.Tensor:
+        spoilt = tensor.clone()
+        spoilt.view(-1).view(torch.uint8)[0] ^= 1
+        return spoilt
+
+    def where_it_arrives(update: Update) -> None:
+        with monkeypatch.context() as there:
+            there.setattr(updates, "patched", lambda *given: ((n, one_bit(t)) for n, t in right(*given)))
+            stage(update)
+
+    workers.receiver.stage = where_it_arrives
+    with pytest.raises(EngineError, match="version '2' arrived damaged"):
+        sender.send(exported(trainer))
+    assert not differ(workers.model.state_dict(), before)
+
+    def read_damaged(segment: Segment) -> Any:
+        tensors, text = read(segment)
+        return {name: one_bit(tensor) for name, tensor in tensors.items()}, text
+
+    def where_all_arrives(update: Update) -> None:
+        with monkeypatch.context() as there:
+            there.setattr(Segment, "read", read_damaged)
+            stage(update)
+
+    workers.receiver.stage = where_all_arrives
+    with pytest.raises(EngineError, match="version '3' arrived damaged"):
+        sender.send(exported(trainer))
+    assert not differ(workers.model.state_dict(), before)
+    workers.receiver.stage = stage
+    sender.send(exported(trainer))
+    name, tensor = next(iter(workers.receiver.weights.tensors.items()))
+    workers.receiver.weights = Weights.of("4", {**workers.receiver.weights.tensors, name: one_bit(tensor)})
+    with pytest.raises(EngineError, match="made against version '4', digest"):
+        sender.send(exported(trainer))
+
+
+@pytest.mark.parametrize("value", [{}, {"kind": "dense"}, {"abandon": False}, {"kind": 3}])
+def test_what_is_no_update_is_refused(value: dict[str, Any]) -> None:
+    with pytest.raises(EngineError, match="is no update of weights: expected kind"):
+        Update.of_json(value)

@@ -1,0 +1,183 @@
+"""What a model with PEFT adapters exports: what merging and unloading it would, and it stays as it is."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import peft
+import pytest
+import torch
+from checkpoints import assert_same
+from peft import LoraConfig, get_peft_model
+from torch import nn
+
+from nrl_models import export_adapter, registry
+from nrl_models.common.state_dict import merged
+from nrl_models.errors import StateDictError
+from nrl_models.testing.case import FamilyCase
+
+TARGETS = ["q_proj", "v_proj", "up_proj"]
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+DENSE, MIXTURE = "LlamaForCausalLM", "Qwen3MoeForCausalLM"
+
+
+def lora(**options: Any) -> LoraConfig:
+    return LoraConfig(r=4, **{"target_modules": TARGETS, "init_lora_weights": False, **options})
+
+
+CONFIGS: dict[str, tuple[str, Callable[[], Any]]] = {
+    "LoRA": (DENSE, lora),
+    "all linears, rsLoRA": (DENSE, lambda: lora(target_modules="all-linear", use_rslora=True)),
+    "DoRA": (DENSE, lambda: lora(use_dora=True)),
+    "LoHa": (DENSE, lambda: peft.LoHaConfig(r=4, target_modules=TARGETS, init_weights=False)),
+    "IA3": (DENSE, lambda: peft.IA3Config(target_modules=["k_proj", "up_proj"], feedforward_modules=["up_proj"])),
+    "a whole part": (DENSE, lambda: lora(target_modules=["v_proj"], modules_to_save=["q_proj"])),
+    "a whole layer": (DENSE, lambda: lora(target_modules=["v_proj"], modules_to_save=["mlp"])),
+    "a new head": (DENSE, lambda: lora(modules_to_save=["lm_head"])),
+    "biases": (DENSE, lambda: lora(bias="all")),
+    "embeddings": (DENSE, lambda: lora(target_modules=["embed_tokens"])),
+    "tokens": (DENSE, lambda: lora(trainable_token_indices={"embed_tokens": [3, 5]})),
+    "a weight": (DENSE, lambda: lora(target_parameters=["self_attn.k_proj.weight"])),
+    "experts": (MIXTURE, lambda: lora(target_modules=["q_proj"], target_parameters=EXPERTS)),
+    "experts of GPT-OSS": ("GptOssForCausalLM", lambda: lora(target_modules=["q_proj"], target_parameters=EXPERTS)),
+    "latents": (
+        "DeepseekV3ForCausalLM",
+        lambda: lora(target_modules=["kv_a_proj_with_mqa"], target_parameters=EXPERTS),
+    ),
+}
+
+
+def adapted(architecture: str, config: Any) -> Any:
+    """A model with an adapter that changes it."""
+    torch.manual_seed(0)
+    model = get_peft_model(copy.deepcopy(FamilyCase(registry.model_class(architecture)).model()), config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    return model
+
+
+def export(model: nn.Module, **options: Any) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in export_adapter(model).iter_export(model, **options)}
+
+
+def merged_by_peft(model: Any) -> dict[str, torch.Tensor]:
+    plain = copy.deepcopy(model).merge_and_unload()
+    return dict(type(plain).state_dict_adapter.fget(plain).iter_export(plain))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_it_is_what_merging_would_give(name: str) -> None:
+    architecture, config = CONFIGS[name]
+    model = adapted(architecture, config())
+    before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    modules = [(key, type(module)) for key, module in model.named_modules()]
+    expected = merged_by_peft(model)
+    for options in ({}, {"max_bytes": 2**14}, {"layout": "transformers"}):
+        sent = export(model, **options)
+        plan = export_adapter(model).export_plan(layout=options.get("layout", "hub"))
+        assert [(key, tuple(tensor.shape), tensor.dtype) for key, tensor in sent.items()] == plan
+        if "layout" not in options:
+            assert_same(sent, expected)
+    assert_same(dict(model.state_dict()), before)
+    assert [(key, type(module)) for key, module in model.named_modules()] == modules
+    assert not any(getattr(module, "merged", False) for module in model.modules())
+
+
+def test_the_weights_changed() -> None:
+    """Or what is compared above would be the base model."""
+    model = adapted(MIXTURE, CONFIGS["experts"][1]())
+    sent = export(model)
+    plain = FamilyCase(registry.model_class(MIXTURE)).model()
+    before = dict(plain.state_dict_adapter.iter_export(plain))
+    assert sent.keys() == before.keys()
+    changed = {name for name, tensor in sent.items() if not torch.equal(tensor, before[name])}
+    assert changed == {name for name in sent if "q_proj" in name or ".mlp.experts." in name}
+
+
+def test_what_forward_computes_is_sent() -> None:
+    """Of several adapters the active one; of disabled ones none; of merged ones nothing twice."""
+    model = adapted(DENSE, lora())
+    model.add_adapter("second", lora(target_modules=["k_proj"]))
+    first = export(model)
+    assert_same(first, merged_by_peft(model))
+    model.set_adapter("second")
+    second = export(model)
+    assert not torch.equal(*(sent["model.layers.0.self_attn.k_proj.weight"] for sent in (first, second)))
+    assert_same(second, merged_by_peft(model))
+    model.set_adapter("default")
+    plain = FamilyCase(registry.model_class(DENSE)).model()
+    with model.disable_adapter():
+        assert_same(export(model), dict(plain.state_dict_adapter.iter_export(plain)))
+    model.merge_adapter()
+    assert_same(export(model), first)
+    model.unmerge_adapter()
+
+
+def test_of_a_model_without_adapters_it_is_its_own() -> None:
+    model = FamilyCase(registry.model_class(DENSE)).model()
+    assert export_adapter(model) is model.state_dict_adapter
+
+
+def test_a_model_that_adapters_were_added_to() -> None:
+    """By transformers' `add_adapter`, without a `PeftModel` around."""
+    model = copy.deepcopy(FamilyCase(registry.model_class(DENSE)).model())
+    model.add_adapter(lora())
+    wrapped = get_peft_model(copy.deepcopy(FamilyCase(registry.model_class(DENSE)).model()), lora())
+    values = {key.removeprefix("base_model.model."): tensor for key, tensor in wrapped.state_dict().items()}
+    model.load_state_dict({key: values[key] for key in model.state_dict()})
+    assert_same(export(model), merged_by_peft(wrapped))
+
+
+# What cannot be
+
+
+def test_prompts_reach_no_weight() -> None:
+    model = get_peft_model(
+        copy.deepcopy(FamilyCase(registry.model_class(DENSE)).model()),
+        peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
+    )
+    with pytest.raises(StateDictError, match=r"prompt_encoder\.default\.embedding\.weight: reaches no weight"):
+        export_adapter(model)
+
+
+def test_a_tensor_that_belongs_to_no_adapter_is_named() -> None:
+    model = adapted(DENSE, lora())
+    model.get_base_model().model.layers[1].self_attn.q_proj.stray = nn.Parameter(torch.ones(2))
+    with pytest.raises(StateDictError, match=r"model\.layers\.1\.self_attn\.q_proj\.stray: reaches no weight"):
+        export_adapter(model)
+
+
+def test_one_of_two_tied_weights() -> None:
+    case = FamilyCase(registry.model_class(DENSE), tiny={"tie_word_embeddings": True})
+    model = get_peft_model(copy.deepcopy(case.model()), lora(target_modules=["embed_tokens"]))
+    with pytest.raises(StateDictError, match=r"lm_head\.weight: is tied to model\.embed_tokens\.weight, and only one"):
+        export_adapter(model)
+
+
+def test_a_failure_of_peft_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = adapted(DENSE, lora())
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise NotImplementedError("no")
+
+    monkeypatch.setattr("peft.tuners.lora.layer.Linear.merge", fails)
+    with pytest.raises(StateDictError, match=r"q_proj: has an adapter that PEFT does not merge: no"):
+        export(model)
+
+
+# The bugs these tests are for
+
+
+@pytest.mark.parametrize("bug", ["the base is sent", "the model is merged"])
+def test_they_find(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if bug == "the base is sent":
+        monkeypatch.setattr(merged, "_is_off", lambda wrapper: True)
+    else:
+        monkeypatch.setattr(merged, "copy", SimpleNamespace(deepcopy=lambda module: module))
+    with pytest.raises(AssertionError):
+        test_it_is_what_merging_would_give("experts")

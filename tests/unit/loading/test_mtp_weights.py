@@ -1,0 +1,272 @@
+"""Weights of multi-token prediction: which tensors they are, and that none is lost, made up or taken for another."""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import assert_same, edit_config, edit_weights, stored
+from torch import nn
+
+from nrl_models import AutoModel, AutoModelForCausalLM, registry
+from nrl_models.common.state_dict import kept_tensors
+from nrl_models.common.state_dict.kept_tensors import KeptTensor, kept_by
+from nrl_models.common.state_dict.mtp import MTPNames
+from nrl_models.engines.hf import HFEngine
+from nrl_models.errors import CheckpointError, StateDictError, UnknownArgumentError
+from nrl_models.onboarding.inspect import inspect
+from nrl_models.testing.case import FamilyCase
+from nrl_models.testing.mtp_weights import mtp_tensors
+
+NUMBERED, PREFIXED = "Glm4MoeForCausalLM", "Qwen3NextForCausalLM"
+
+
+@pytest.fixture(params=[NUMBERED, PREFIXED])
+def published(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, dict[str, torch.Tensor]]:
+    """A checkpoint with MTP weights, and these."""
+    return with_mtp(request.param, tmp_path / "published")
+
+
+@pytest.fixture
+def numbered(tmp_path: Path) -> Path:
+    return with_mtp(NUMBERED, tmp_path / "numbered")[0]
+
+
+def with_mtp(architecture: str, folder: Path, **tiny: Any) -> tuple[Path, dict[str, torch.Tensor]]:
+    reference = FamilyCase(registry.model_class(architecture), tiny=tiny).reference(torch.bfloat16)
+    reference.save_pretrained(folder)
+    mtp = mtp_tensors(reference)
+    edit_weights(folder, lambda tensors: tensors.update(mtp))
+    return folder, mtp
+
+
+def export(model: Any, **options: Any) -> dict[str, torch.Tensor]:
+    return dict(model.state_dict_adapter.iter_export(model, **options))
+
+
+# What is kept
+
+
+def test_the_model_computes_and_trains_without_them(published: tuple[Path, dict[str, torch.Tensor]]) -> None:
+    folder, mtp = published
+    model, without = (AutoModelForCausalLM.from_pretrained(folder, mtp=choice) for choice in ("keep", "drop"))
+    assert_same(model.state_dict(), without.state_dict())
+    assert not mtp.keys() & dict(model.named_parameters()).keys()
+    assert kept_by(model).keys() == mtp.keys()
+    assert not kept_by(without)
+
+
+def test_another_dtype_and_another_format_leave_them_as_they_were(
+    published: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path
+) -> None:
+    folder, mtp = published
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for number, options in enumerate([{}, {"save_original_format": False}, {"max_shard_size": "100KB"}]):
+        model.save_pretrained(tmp_path / str(number), **options)
+        saved = stored(tmp_path / str(number))
+        assert_same({name: saved[name] for name in mtp}, mtp)
+
+
+@pytest.mark.parametrize("max_bytes", [None, 2**12])
+def test_they_are_exported_last_and_only_under_the_hubs_names(
+    published: tuple[Path, dict[str, torch.Tensor]], max_bytes: int | None
+) -> None:
+    folder, mtp = published
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    sent = export(model, max_bytes=max_bytes)
+    names = [name for name, _, _ in model.state_dict_adapter.export_plan()]
+    assert list(sent) == names
+    assert set(names[-len(mtp) :]) == set(mtp)
+    assert_same({name: sent[name] for name in mtp}, mtp)
+    in_memory = [name for name, _, _ in model.state_dict_adapter.export_plan(layout="transformers")]
+    assert in_memory == list(export(model, layout="transformers", max_bytes=max_bytes))
+    assert not mtp.keys() & set(in_memory)
+
+
+def copied(model: nn.Module) -> nn.Module:
+    return copy.deepcopy(model)
+
+
+def pickled(model: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def merged(model: nn.Module) -> nn.Module:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "o_proj"], init_lora_weights=False)
+    return peft.get_peft_model(model, config).merge_and_unload()
+
+
+@pytest.mark.parametrize("change", [copied, pickled, merged])
+def test_they_stay_with_the_model(
+    change: Callable[[nn.Module], Any], published: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path
+) -> None:
+    folder, mtp = published
+    model = change(AutoModelForCausalLM.from_pretrained(folder))
+    sent = export(model)
+    assert_same({name: sent[name] for name in mtp}, mtp)
+    model.save_pretrained(tmp_path / "again")
+    saved = stored(tmp_path / "again")
+    assert_same({name: saved[name] for name in mtp}, mtp)
+
+
+def test_an_engine_without_them_takes_the_export(published: tuple[Path, dict[str, torch.Tensor]]) -> None:
+    folder, mtp = published
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    report = HFEngine.start(folder).refit(model.state_dict_adapter.iter_export(model))
+    assert not report.unwritten
+    assert mtp.keys() <= report.digests.keys()
+
+
+@pytest.mark.parametrize("architecture", ["NemotronH_Omni_Reasoning_V3", "KimiVLForConditionalGeneration"])
+def test_weights_of_a_language_model_inside_are_kept(architecture: str, tmp_path: Path) -> None:
+    """Its class, not that of the whole, says what they are called, or has the output embeddings."""
+    folder, mtp = with_mtp(architecture, tmp_path / "published")
+    model = registry.model_class(architecture).from_pretrained(folder)
+    assert_same({name: kept.read() for name, kept in kept_by(model).items()}, mtp)
+
+
+def test_layers_of_a_model_inside_are_found(tmp_path: Path) -> None:
+    """Its configuration says how many there are; without a number there are none."""
+    folder, mtp = with_mtp("Step3p7ForConditionalGeneration", tmp_path / "step", text_config=STEP)
+    assert {name.partition(".eh_proj")[0] for name in mtp if "eh_proj" in name} == {"layers.2", "layers.3"}
+    published = {f"model.{name}": tensor for name, tensor in mtp.items()}
+    edit_weights(folder, lambda tensors: [tensors.update({f"model.{name}": tensors.pop(name)}) for name in mtp])
+    model = registry.model_class("Step3p7ForConditionalGeneration").from_pretrained(folder)
+    assert_same({name: kept.read() for name, kept in kept_by(model).items()}, published)
+
+
+STEP = {"num_nextn_predict_layers": 2}
+
+
+# What is not
+
+
+def test_dropping_is_said_once(published: tuple[Path, dict[str, torch.Tensor]], caplog: Any, tmp_path: Path) -> None:
+    folder, mtp = published
+    model = AutoModelForCausalLM.from_pretrained(folder, mtp="drop")
+    (said,) = [record.message for record in caplog.records if "multi-token" in record.message]
+    assert f"{len(mtp)} tensors of multi-token prediction" in said
+    assert "mtp='drop'" in said
+    assert not mtp.keys() & export(model).keys()
+
+
+def test_a_base_model_leaves_them_out_with_the_head(
+    published: tuple[Path, dict[str, torch.Tensor]], caplog: Any, tmp_path: Path
+) -> None:
+    folder, mtp = published
+    model, info = AutoModel.from_pretrained(folder, output_loading_info=True)
+    assert not kept_by(model)
+    assert mtp.keys() <= info["unexpected_keys"]
+    assert "has no output embeddings" in caplog.text
+    model.save_pretrained(tmp_path / "base")
+    assert not mtp.keys() & stored(tmp_path / "base").keys()
+
+
+def test_none_where_some_are_announced_is_said(numbered: Path, caplog: Any) -> None:
+    edit_weights(numbered, lambda tensors: [tensors.pop(name) for name in list(tensors) if ".layers.2." in name])
+    model = AutoModelForCausalLM.from_pretrained(numbered)
+    assert "announces 1 layers of multi-token prediction (num_nextn_predict_layers) and holds none" in caplog.text
+    assert not any(".layers.2." in name for name in export(model))
+
+
+@pytest.mark.parametrize("value", ["train", "", None, True])
+def test_another_choice_is_refused(numbered: Path, value: Any) -> None:
+    with pytest.raises(UnknownArgumentError, match=r"mtp=.*expected one of 'keep', 'drop'"):
+        AutoModelForCausalLM.from_pretrained(numbered, mtp=value)
+
+
+def test_some_of_the_announced_layers_are_refused(numbered: Path) -> None:
+    edit_config(numbered, num_nextn_predict_layers=2)
+    with pytest.raises(CheckpointError, match=r"announces 2 MTP layers, and the checkpoint has number 2 only"):
+        AutoModelForCausalLM.from_pretrained(numbered)
+    assert not kept_by(AutoModelForCausalLM.from_pretrained(numbered, mtp="drop"))
+
+
+def test_a_decoder_layer_too_many_is_none(numbered: Path) -> None:
+    """It has the number of an MTP layer, but nothing that joins hidden states and embeddings."""
+    edit_weights(numbered, lambda tensors: tensors.pop("model.layers.2.eh_proj.weight"))
+    with pytest.raises(CheckpointError, match=r"unexpected: model\.layers\.2\.enorm\.weight"):
+        AutoModelForCausalLM.from_pretrained(numbered)
+
+
+def test_layers_beyond_the_announced_are_unexpected(numbered: Path) -> None:
+    edit_weights(numbered, lambda tensors: tensors.update({"model.layers.3.eh_proj.weight": torch.ones(2)}))
+    with pytest.raises(CheckpointError, match=r"unexpected: model\.layers\.3\.eh_proj\.weight"):
+        AutoModelForCausalLM.from_pretrained(numbered)
+
+
+def test_the_published_number_is_of_no_other_model(numbered: Path) -> None:
+    """transformers ignores `model.layers.92` and `46` of any GLM-4.5, MTP layer or not."""
+    edit_weights(numbered, lambda tensors: tensors.update({"model.layers.92.mlp.up_proj.weight": torch.ones(2)}))
+    with pytest.raises(CheckpointError, match=r"unexpected: model\.layers\.92"):
+        AutoModelForCausalLM.from_pretrained(numbered)
+
+
+def test_an_adapter_of_a_model_that_lost_them_is_refused(published: tuple[Path, dict[str, torch.Tensor]]) -> None:
+    folder, mtp = published
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    adapter = model.state_dict_adapter
+    del model._kept_tensors
+    with pytest.raises(StateDictError, match=f"{next(iter(mtp))}: is no longer kept"):
+        dict(adapter.iter_export(model))
+    assert not mtp.keys() & {name for name, _, _ in model.state_dict_adapter.export_plan()}
+
+
+# Bugs for which the generated test is
+
+
+def a_tensor_less(files: Any, keys: Any, *rest: Any, **options: Any) -> Any:
+    return kept_tensors.kept_from(files, list(keys)[1:], *rest, **options)
+
+
+def read_as_noise(kept: KeptTensor) -> torch.Tensor:
+    return torch.randn(kept.spec.shape).to(kept.spec.dtype)
+
+
+@pytest.mark.parametrize("bug", ["dropped", "random"])
+def test_the_generated_test_finds(bug: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from nrl_models.testing.suite.test_files import test_mtp_weights_are_kept as generated
+
+    if bug == "dropped":
+        monkeypatch.setattr("nrl_models.loading.weights.kept_from", a_tensor_less)
+    else:
+        monkeypatch.setattr(KeptTensor, "read", read_as_noise)
+    with pytest.raises(AssertionError):
+        generated(FamilyCase(registry.model_class(NUMBERED)), tmp_path)
+
+
+# Names
+
+
+def test_every_family_whose_checkpoints_have_them_is_known() -> None:
+    """Families that vLLM 0.32 drafts with (its `*_mtp` models), as far as transformers has them."""
+    families = [
+        *("DeepseekV3ForCausalLM", "DeepseekV32ForCausalLM", "DeepseekV4ForCausalLM", "Ernie4_5_MoeForCausalLM"),
+        *("ExaoneMoeForCausalLM", "Exaone4_5_ForConditionalGeneration", "Glm4MoeForCausalLM", "GlmMoeDsaForCausalLM"),
+        *("Glm4MoeLiteForCausalLM", "GlmOcrForConditionalGeneration", "HYV3ForCausalLM", "LongcatFlashForCausalLM"),
+        *("MiMoV2FlashForCausalLM", "NemotronHForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"),
+        *("Qwen3NextForCausalLM", "BailingHybridForCausalLM"),
+    ]
+    for architecture in families:
+        model_class = registry.model_class(architecture)
+        model = model_class.from_config(FamilyCase(model_class).config, device="meta")
+        assert MTPNames(model).known, architecture
+
+
+def test_inspect_says_which(published: tuple[Path, dict[str, torch.Tensor]]) -> None:
+    folder, mtp = published
+    found = inspect(folder)
+    assert found.mtp_tensors == len(mtp)
+    assert found.mtp_bytes == sum(tensor.nbytes for tensor in mtp.values())
+    announced = json.loads((folder / "config.json").read_text()).get("num_nextn_predict_layers", 0)
+    assert found.mtp_announced == announced

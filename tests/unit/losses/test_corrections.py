@@ -1,0 +1,57 @@
+"""Weights for tokens of another distribution, against numbers worked out by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from nrl_models.errors import UnknownArgumentError
+from nrl_models.losses import Correction, importance_weights
+
+RATIOS = torch.tensor([[0.25, 1.0, 4.0], [2.0, 0.5, 1.5]])
+MASK = torch.tensor([[True, True, True], [True, True, False]])
+
+
+@pytest.mark.parametrize(
+    ("correction", "expected"),
+    [
+        (Correction("tis", cap=2.0), [[0.25, 1.0, 2.0], [2.0, 0.5, 0.0]]),
+        (Correction("mis", cap=2.5), [[0.25, 1.0, 0.0], [2.0, 0.5, 0.0]]),
+        (Correction("mis", cap=2.5, floor=0.4), [[0.0, 1.0, 0.0], [2.0, 0.5, 0.0]]),
+        (Correction("tis", cap=0.5, level="sequence"), [[0.5, 0.5, 0.5], [0.5, 0.5, 0.0]]),
+        (Correction("tis", cap=3.0, level="sequence"), [[1.0, 1.0, 1.0], [1.0, 1.0, 0.0]]),
+        (Correction("mis", cap=0.5, level="sequence"), [[0.0, 0.0, 0.0], [0.0, 0.0, 0.0]]),
+    ],
+)
+def test_weights(correction: Correction, expected: list[list[float]]) -> None:
+    trainer = torch.full((2, 3), -1.0, requires_grad=True)
+    engine = torch.where(MASK, -1.0 - RATIOS.log(), math.nan)  # what is no sample may be anything
+    found = importance_weights(trainer, engine, MASK, correction)
+    torch.testing.assert_close(found, torch.tensor(expected))
+    assert not found.requires_grad
+
+
+def test_engine_and_trainer_that_agree_are_left_alone() -> None:
+    logprobs = -torch.rand(4, 7)
+    for correction in (Correction("tis"), Correction("mis", floor=0.5), Correction("mis", level="sequence")):
+        assert importance_weights(logprobs, logprobs.double(), torch.ones(4, 7), correction).eq(1.0).all()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"cap": 2.0}, ("Invalid truncated importance sampling type: None", "nothing says what it does", "tis or mis")),
+        ({"type": "icepop"}, ("Invalid truncated importance sampling type: icepop", "tis or mis")),
+        ({"type": "tis", "floor": 0.5}, ("floor=0.5: only mis has one",)),
+        ({"type": "mis", "floor": 3.0}, ("floor=3.0", "below the cap of 2.0")),
+        ({"cap": 0.0, "level": "word"}, ("type: None", "cap=0.0", "level='word': expected token or sequence")),
+        ({"type": "tis", "cap": math.nan}, ("cap=nan",)),
+    ],
+)
+def test_what_is_refused(arguments: dict[str, object], words: tuple[str, ...]) -> None:
+    with pytest.raises(UnknownArgumentError) as raised:
+        Correction(**arguments)
+    for word in words:
+        assert word in str(raised.value)

@@ -1,0 +1,131 @@
+"""Losses of policy gradients against numbers worked out by hand, gradients too."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from nrl_models.losses import Normalise, clipped_share, policy_loss, token_weights
+
+MASK = torch.tensor([[True, True, False], [True, False, False]])
+
+
+@pytest.mark.parametrize(
+    ("normalise", "longest", "expected"),
+    [
+        (Normalise.SEQUENCE, None, [[1 / 4, 1 / 4, 0], [1 / 2, 0, 0]]),
+        (Normalise.TOKEN, None, [[1 / 3, 1 / 3, 0], [1 / 3, 0, 0]]),
+        (Normalise.LONGEST, 5, [[1 / 10, 1 / 10, 0], [1 / 10, 0, 0]]),
+    ],
+)
+def test_what_a_token_counts(normalise: Normalise, longest: int | None, expected: list[list[float]]) -> None:
+    torch.testing.assert_close(token_weights(MASK, normalise, longest), torch.tensor(expected))
+
+
+def test_a_sequence_without_tokens_counts_as_a_sequence() -> None:
+    weights = token_weights(torch.tensor([[True, True], [False, False]]), Normalise.SEQUENCE)
+    torch.testing.assert_close(weights, torch.tensor([[0.25, 0.25], [0.0, 0.0]]))
+    assert token_weights(torch.zeros(2, 2), Normalise.TOKEN).sum() == 0  # and nothing is divided by zero
+
+
+def test_the_longest_length_is_given_where_it_is_used_and_only_there() -> None:
+    with pytest.raises(ValueError, match="longest=None"):
+        token_weights(MASK, Normalise.LONGEST)
+    with pytest.raises(ValueError, match="longest=5"):
+        token_weights(MASK, Normalise.TOKEN, 5)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss", "slope"),
+    [
+        # The slope is by the log-probability: d ratio / d logprob is the ratio itself.
+        (1.0, 2.0, -2.0, -2.0),
+        (0.5, 1.0, -0.5, -0.5),  # a good token that became unlikely is not clipped
+        (1.25, 1.0, -1.25, -1.25),  # below 1.28, though above 1.2
+        (1.5, 1.0, -1.28, 0.0),
+        (0.5, -1.0, 0.8, 0.0),
+        (0.9, -1.0, 0.9, 0.9),
+        (1.5, -1.0, 1.5, 1.5),  # a bad token that became likely is not clipped
+        (1.5, 0.0, 0.0, 0.0),
+    ],
+)
+def test_the_clipped_objective_and_its_gradient(ratio: float, advantage: float, loss: float, slope: float) -> None:
+    old = torch.tensor([[-1.0]])
+    logprobs = (old + math.log(ratio)).requires_grad_()
+    arguments = logprobs, old, torch.tensor([advantage]), torch.ones(1, 1)
+    found = policy_loss(*arguments, eps_low=0.2, eps_high=0.28)
+    found.backward()
+    assert found.item() == pytest.approx(loss, abs=1e-6)
+    assert logprobs.grad.item() == pytest.approx(slope, abs=1e-6)
+    assert clipped_share(*arguments, eps_low=0.2, eps_high=0.28) == (slope == 0.0 and advantage != 0.0)
+
+
+def test_a_whole_batch_by_hand() -> None:
+    """Two sequences, of two tokens and of one, with corrections: the methods differ in what they divide by."""
+    old = torch.log(torch.tensor([[0.5, 0.25, 0.5], [0.2, 0.5, 0.5]]))
+    ratios = torch.tensor([[1.1, 0.7, 9.0], [1.4, 9.0, 9.0]])
+    correction = torch.tensor([[2.0, 0.5, 7.0], [0.1, 7.0, 7.0]])
+    advantages = torch.tensor([1.0, -2.0])
+    terms = [-2.0 * 1.1, -0.5 * 0.7], [0.1 * 2.0 * 1.4]
+    slopes = [[-2.2, -0.35, 0.0], [0.28, 0.0, 0.0]]
+    expected = {
+        Normalise.SEQUENCE: (sum(terms[0]) / 2 + terms[1][0]) / 2,
+        Normalise.TOKEN: (sum(terms[0]) + terms[1][0]) / 3,
+        Normalise.LONGEST: (sum(terms[0]) + terms[1][0]) / (2 * 8),
+    }
+    for normalise, loss in expected.items():
+        weights = token_weights(MASK, normalise, 8 if normalise is Normalise.LONGEST else None)
+        logprobs = (old + ratios.log()).requires_grad_()
+        found = policy_loss(logprobs, old, advantages, weights, correction=correction)
+        found.backward()
+        assert found.item() == pytest.approx(loss, abs=1e-6)
+        torch.testing.assert_close(logprobs.grad, torch.tensor(slopes) * weights)
+
+
+def test_the_divergence_from_the_reference() -> None:
+    logprobs = torch.log(torch.tensor([[0.5]])).requires_grad_()
+    reference = torch.log(torch.tensor([[0.25]]))
+    found = policy_loss(
+        logprobs, logprobs.detach(), torch.zeros(1), torch.ones(1, 1), reference=reference, kl=0.1
+    )  # k3 of a ratio of 1/2: 1/2 - 1 + log 2
+    found.backward()
+    assert found.item() == pytest.approx(0.1 * (0.5 - 1 + math.log(2)), abs=1e-7)
+    assert logprobs.grad.item() == pytest.approx(0.1 * (1 - 0.5), abs=1e-7)
+    with pytest.raises(ValueError, match=r"kl=0\.1"):
+        policy_loss(logprobs, logprobs, torch.zeros(1), torch.ones(1, 1), kl=0.1)
+
+
+def test_micro_batches_add_up_to_the_step() -> None:
+    generator = torch.Generator().manual_seed(0)
+    old, theirs = (-torch.rand(6, 9, generator=generator) for _ in range(2))
+    mask = torch.rand(6, 9, generator=generator) > 0.3
+    advantages = torch.randn(6, generator=generator)
+    for normalise in Normalise:
+        weights = token_weights(mask, normalise, 9 if normalise is Normalise.LONGEST else None)
+        whole, parts = old.clone().requires_grad_(), old.clone().requires_grad_()
+        policy_loss(whole, theirs, advantages, weights).backward()
+        for rows in (slice(0, 1), slice(1, 4), slice(4, 6)):
+            policy_loss(parts[rows], theirs[rows], advantages[rows], weights[rows]).backward()
+        torch.testing.assert_close(parts.grad, whole.grad)
+
+
+@pytest.mark.parametrize("nothing", [math.nan, -math.inf, math.inf])
+def test_what_was_not_sampled_reaches_neither_loss_nor_gradient(nothing: float) -> None:
+    weights = token_weights(MASK, Normalise.TOKEN)
+    filled = torch.where(MASK, -1.0, nothing)
+    logprobs = torch.full((2, 3), -1.0, requires_grad=True)
+    arguments = {"correction": torch.where(MASK, 1.0, nothing), "reference": filled, "kl": 0.1}
+    loss = policy_loss(logprobs, filled, torch.tensor([1.0, -1.0]), weights, **arguments)
+    loss.backward()
+    assert loss.item() == pytest.approx(-1 / 3)
+    torch.testing.assert_close(logprobs.grad, torch.tensor([[-1.0, -1.0, 0.0], [1.0, 0.0, 0.0]]) / 3)
+
+
+def test_shapes_are_checked() -> None:
+    logprobs = torch.zeros(2, 3)
+    with pytest.raises(ValueError, match=r"advantages of \(2,\), got \(3,\)"):
+        policy_loss(logprobs, logprobs, torch.zeros(3), torch.ones(2, 3))
+    with pytest.raises(ValueError, match=r"old \(2, 2\)"):
+        policy_loss(logprobs, torch.zeros(2, 2), torch.zeros(2), torch.ones(2, 3))

@@ -1,0 +1,95 @@
+"""Rewards, pairs and names against numbers worked out by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from nrl_models.errors import UnknownArgumentError
+from nrl_models.losses import (
+    LOSSES,
+    Correction,
+    dpo_loss,
+    group_advantages,
+    loss_named,
+    misordered,
+    overlong_penalty,
+    ranking_loss,
+    sequence_logprobs,
+    teaching_groups,
+)
+
+
+def test_advantages_are_relative_to_the_group() -> None:
+    rewards = torch.tensor([[1.0, 0.0, 0.0, 0.0], [0.2, 0.2, 0.2, 0.2]])
+    plain = torch.tensor([[0.75, -0.25, -0.25, -0.25], [0.0, 0.0, 0.0, 0.0]])
+    torch.testing.assert_close(group_advantages(rewards, scale=False), plain)
+    # The unbiased deviation of 1, 0, 0, 0: sqrt((0.75^2 + 3 0.25^2) / 3) = 1/2.
+    torch.testing.assert_close(group_advantages(rewards, scale=True), plain / 0.5001)
+    assert group_advantages(torch.tensor([[3.0]]), scale=True).item() == 0.0
+
+
+def test_groups_of_equal_rewards_teach_nothing() -> None:
+    rewards = torch.tensor([[1.0, 1.0], [0.0, 0.0], [1.0, 0.0], [0.5, 0.5 + 1e-6]])
+    assert teaching_groups(rewards).tolist() == [False, False, True, True]
+
+
+def test_the_penalty_falls_from_the_buffer_to_the_limit() -> None:
+    lengths = torch.tensor([0, 80, 81, 90, 100, 120])
+    expected = torch.tensor([0.0, 0.0, -0.05, -0.5, -1.0, -1.0])
+    torch.testing.assert_close(overlong_penalty(lengths, 100, 20), expected)
+    torch.testing.assert_close(overlong_penalty(lengths, 100, 20, 0.5), expected / 2)
+    with pytest.raises(ValueError, match="1 to 100"):
+        overlong_penalty(lengths, 100, 101)
+
+
+def test_log_probabilities_of_answers_leave_out_what_is_none() -> None:
+    logprobs = torch.tensor([[-1.0, -2.0, math.nan], [-4.0, math.inf, -8.0]])
+    mask = torch.tensor([[True, True, False], [False, False, True]])
+    assert sequence_logprobs(logprobs, mask).tolist() == [-3.0, -8.0]
+
+
+def test_dpo() -> None:
+    chosen, rejected = (torch.tensor(values, requires_grad=True) for values in ([-1.0, -4.0], [-2.0, -3.0]))
+    reference = torch.tensor([-1.5, -4.0]), torch.tensor([-1.5, -4.0])
+    margins = [(-1.0 + 1.5) - (-2.0 + 1.5), (-4.0 + 4.0) - (-3.0 + 4.0)]
+    assert margins == [1.0, -1.0]
+    loss = dpo_loss(chosen, rejected, *reference, beta=0.5)
+    loss.backward()
+    assert loss.item() == pytest.approx(sum(math.log1p(math.exp(-0.5 * margin)) for margin in margins) / 2)
+    slopes = torch.tensor([-0.5 / (1 + math.exp(0.5 * margin)) / 2 for margin in margins])
+    torch.testing.assert_close(chosen.grad, slopes)
+    torch.testing.assert_close(rejected.grad, -slopes)
+
+
+def test_ranking() -> None:
+    chosen, rejected = torch.tensor([2.0, 0.0], requires_grad=True), torch.tensor([1.0, 0.5])
+    loss = ranking_loss(chosen, rejected, margin=0.25)
+    loss.backward()
+    assert loss.item() == pytest.approx((math.log1p(math.exp(-0.75)) + math.log1p(math.exp(0.75))) / 2)
+    expected = [-1 / (1 + math.exp(0.75)) / 2, -1 / (1 + math.exp(-0.75)) / 2]
+    torch.testing.assert_close(chosen.grad, torch.tensor(expected))
+
+
+def test_the_order_of_scores() -> None:
+    assert misordered([1.0, 2.0], [-5.25, 1.9]) == []
+    assert misordered(torch.tensor([1.0, 0.0, 3.0, math.nan, 1.0]), [0.0, 1.0, 3.0, 0.0, math.nan]) == [1, 2, 3, 4]
+    with pytest.raises(ValueError, match="two lists of one length"):
+        misordered([1.0], [1.0, 2.0])
+    with pytest.raises(ValueError, match="two lists of one length"):
+        misordered([], [])
+
+
+def test_losses_by_name() -> None:
+    assert loss_named("dapo", eps_high=0.3).eps_high == 0.3
+    assert loss_named("dapo").eps_high == 0.28
+    assert loss_named("grpo", correction=Correction("tis")).correction == Correction("tis")
+    with pytest.raises(UnknownArgumentError, match=r"unknown loss 'dap' \(did you mean dapo\?\)") as raised:
+        loss_named("dap")
+    assert all(name in str(raised.value) for name in LOSSES)
+    with pytest.raises(UnknownArgumentError, match="dpo has no setting eps_high: expected some of beta"):
+        loss_named("dpo", eps_high=0.3)
+    with pytest.raises(UnknownArgumentError, match=r"eps_low=1\.5.*kl=-1|kl=-1.*eps_low=1\.5"):
+        loss_named("grpo", eps_low=1.5, kl=-1)

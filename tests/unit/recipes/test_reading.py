@@ -1,0 +1,302 @@
+"""Recipes as they are read: into frozen dataclasses, or one error with everything that is wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nrl_models import AutoModelForCausalLM
+from nrl_models.errors import RecipeError, UnknownArgumentError
+from nrl_models.losses import Correction, Normalise
+from nrl_models.recipes import read_recipe, recipe_file, recipes
+from nrl_models.recipes.gates import Gate
+from nrl_models.recipes.recipe import POLICY_METRICS, PolicyRecipe, SupervisedRecipe
+from nrl_models.recipes.targets import SAFE_LOADING, SLOTS
+
+POLICY = """
+model:
+  _target_: nrl_models.AutoModelForCausalLM.from_pretrained
+  pretrained_model_name_or_path: some/model
+  dtype: float32
+backend: {attn: sdpa}
+freeze_config: {vision: true, language: false}
+data: {_target_: nrl_models.recipes.rows.rows, path: rows.jsonl}
+reward: {_target_: nrl_models.recipes.reward_rules.last_number}
+engine: {name: vllm, dtype: bfloat16, options: {enforce_eager: true}}
+optimizer: {_target_: torch.optim.AdamW, lr: 1e-6}
+loss: {name: dapo, eps_high: 0.3, correction: {type: tis, cap: 2}}
+training: {steps: 10, questions: 4, group: 8, max_prompt: 100, new_tokens: 50}
+gates: ["median(token_mult_prob_error) < 1.05", "max(kl_k3) <= 0.015"]
+"""
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Any:
+    def written(text: str = POLICY, **changed: str) -> Path:
+        """A file of the recipe, with some of its lines replaced, by their keys."""
+        lines = text.splitlines()
+        for key, value in changed.items():
+            place = next((place for place, line in enumerate(lines) if line.startswith(f"{key}:")), None)
+            if place is None:
+                lines.append(f"{key}: {value}")
+            else:
+                lines[place] = f"{key}: {value}"
+        file = tmp_path / "recipe.yaml"
+        file.write_text("\n".join(lines) + "\n")
+        return file
+
+    return written
+
+
+def wrong(file: Path, *overrides: str) -> dict[str, str]:
+    """What is wrong, by key."""
+    with pytest.raises(RecipeError) as raised:
+        read_recipe(file, overrides)
+    assert all(problem.subject in str(raised.value) for problem in raised.value.problems)
+    return {problem.subject: f"{problem.detail} {problem.advice}" for problem in raised.value.problems}
+
+
+def test_a_recipe_becomes_frozen_dataclasses(write: Any) -> None:
+    recipe = read_recipe(write())
+    assert isinstance(recipe, PolicyRecipe)
+    assert recipe.model.function == AutoModelForCausalLM.from_pretrained
+    assert recipe.model.arguments == {"pretrained_model_name_or_path": "some/model", "dtype": "float32"}
+    assert recipe.optimizer.function is torch.optim.AdamW
+    assert recipe.optimizer.arguments == {"lr": 1e-6}  # which YAML 1.1 takes for text
+    assert (recipe.loss.normalise, recipe.loss.eps_high, recipe.loss.eps_low) == (Normalise.TOKEN, 0.3, 0.2)
+    assert recipe.loss.correction == Correction("tis", cap=2.0)
+    assert recipe.gates == (
+        Gate("median", "token_mult_prob_error", "<", 1.05),
+        Gate("max", "kl_k3", "<=", 0.015),
+    )
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        recipe.seed = 1
+
+
+def test_overrides_replace_add_and_leave_out(write: Any) -> None:
+    overrides = ("training.steps=3", "loss.kl=0.1", "freeze_config.vision=null", "engine.dtype=null", "seed=7")
+    recipe = read_recipe(write(), [*overrides, "gates=[last(reward) > 0.5]"])
+    assert (recipe.training.steps, recipe.loss.kl, recipe.seed) == (3, 0.1, 7)
+    assert recipe.freeze_config == {"language": False}
+    assert recipe.engine.dtype is None
+    assert recipe.gates == (Gate("last", "reward", ">", 0.5),)
+
+
+def test_the_loss_decides_what_else_is_read(write: Any) -> None:
+    found = wrong(write(loss="{name: sft}"))
+    assert found["reward"].startswith("nothing reads it")
+    assert found["engine"].startswith("nothing reads it")
+    assert found["training.batch"].startswith("is missing")
+    assert "this run measures loss, gradient_norm, tokens" in found["gates"]
+
+
+def test_everything_is_said_at_once_with_the_nearest_names(write: Any) -> None:
+    file = write(
+        backend="{attn: sdpa, linear: te}",
+        freeze_config="{vison: true, language: maybe}",
+        optimizer="{_target_: torch.optim.AdamW, learning_rate: 1e-6, weigth_decay: 0}",
+        training="{step: 10, questions: 4, group: many, max_prompt: 100, new_tokens: 50}",
+        gates='["median(token_mult_prob_eror) < 1.05"]',
+        engin="{}",
+    )
+    found = wrong(file, "seed=true")
+    assert "did you mean engine" in found["engin"]
+    assert "did you mean steps" in found["training.step"]
+    assert "is missing" in found["training.steps"]
+    assert "is 'many': expected a whole number" in found["training.group"]
+    assert "did you mean vision" in found["freeze_config.vison"]
+    assert "expected true or false" in found["freeze_config.language"]
+    assert "did you mean weight_decay" in found["optimizer.weigth_decay"]
+    assert "expected some of lr" in found["optimizer.learning_rate"]
+    assert "linear='te'" in found["backend"]
+    assert "did you mean token_mult_prob_error" in found["gates"]
+    assert "is True: expected a whole number" in found["seed"]
+    assert len(found) == 11
+
+
+@pytest.mark.parametrize(
+    ("loss", "key", "words"),
+    [
+        ("{name: dap}", "loss.name", "did you mean dapo?"),
+        ("{name: dap}", "loss.name", "expected one of sft, dpo, reward, grpo, dr_grpo, dapo"),
+        ("{eps_high: 0.3}", "loss.name", "is missing"),
+        ("dapo", "loss.name", "is missing"),
+        ("{name: dapo, eps_hihg: 0.3}", "loss.eps_hihg", "did you mean eps_high"),
+        ("{name: dapo, eps_low: 2.0}", "loss", "eps_low=2.0"),
+        ("{name: dapo, correction: {cap: 2.0}}", "loss.correction", "Invalid truncated importance sampling type: None"),
+        ("{name: dapo, correction: {type: null}}", "loss.correction", "expected tis or mis"),
+        ("{name: dapo, correction: {type: tiss}}", "loss.correction", "expected tis or mis"),
+        ("{name: dapo, normalise: tokens}", "loss.normalise", "expected sequence or token or longest"),
+        ("{name: dapo, overlong_buffer: 51}", "recipe.yaml", "at most training.new_tokens, 50"),
+    ],
+)
+def test_losses(write: Any, loss: str, key: str, words: str) -> None:
+    assert words in wrong(write(loss=loss))[key]
+
+
+@pytest.mark.parametrize(
+    ("gate", "words"),
+    [
+        ("median(reward)", "expected a gate such as"),
+        ("medium(reward) > 1", "unknown statistic medium: expected one of median, mean"),
+        ("median(reward) > high", "the bound high is no number"),
+        ("median(reward) > nan", "the bound nan is no number"),
+        ("median(perplexity) < 1", "this run measures token_mult_prob_error, kl_k3, reward"),
+    ],
+)
+def test_gates_that_mean_nothing(gate: str, words: str) -> None:
+    with pytest.raises(UnknownArgumentError) as raised:
+        Gate.parse(gate, POLICY_METRICS)
+    assert words in str(raised.value)
+
+
+def test_gates() -> None:
+    history = [{"reward": value} for value in (1.0, 2.0, 6.0)]
+    values = {"median": 2.0, "mean": 3.0, "max": 6.0, "min": 1.0, "first": 1.0, "last": 6.0}
+    for name, value in values.items():
+        for relation, passed in {"<": False, "<=": True, ">": False, ">=": True}.items():
+            verdict = Gate.parse(f"{name}(reward) {relation} {value}", ["reward"]).check(history)
+            assert (verdict.value, verdict.passed) == (value, passed)
+    gate = Gate.parse("median(reward) < 10", ["reward"])
+    assert not gate.check([]).passed, "nothing was measured"
+    assert not gate.check([{"loss": 1.0}]).passed
+    assert not gate.check([*history, {"reward": float("nan")}]).passed
+    assert gate.check([*history, {"loss": 1.0}]).passed
+
+
+# What a file may not have
+
+
+def test_a_recipe_names_only_what_is_listed(write: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "elsewhere.py").write_text(
+        "from pathlib import Path\nPath(__file__).with_name('imported').touch()\n"
+        "def reward(row, reply, ended): return 1.0\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    file = write(reward="{_target_: elsewhere.reward}")
+    found = wrong(file, "training.steps=1")
+    assert "elsewhere.reward is code from elsewhere" in found["reward._target_"]
+    assert "give it on the command line: reward._target_=elsewhere.reward" in found["reward._target_"]
+    assert not (tmp_path / "imported").exists(), "it is not imported, either"
+    recipe = read_recipe(file, ["reward._target_=elsewhere.reward"])
+    assert recipe.reward.function({}, "", True) == 1.0
+    assert (tmp_path / "imported").exists()
+
+
+@pytest.mark.parametrize("slot", SLOTS)
+@pytest.mark.parametrize("name", ["os.system", "nrl_models.auto.torch.os.system", "builtins.eval", "subprocess.Popen"])
+def test_no_part_of_a_file_names_anything_else(write: Any, slot: str, name: str) -> None:
+    text = POLICY.replace(
+        "model:\n  _target_: nrl_models.AutoModelForCausalLM.from_pretrained\n", "model:\n  _target_: x\n"
+    )
+    if slot == "model":
+        file = write(text.replace("_target_: x", f"_target_: {name}"))
+    else:
+        file = write(**{slot: f"{{_target_: {name}}}"})
+    assert "is code from elsewhere" in wrong(file)[f"{slot}._target_"]
+
+
+def test_a_target_inside_another_is_no_target(write: Any) -> None:
+    file = write(data="{_target_: nrl_models.recipes.rows.rows, path: x, columns: {_target_: os.system}}")
+    assert "only the first level" in wrong(file)["data.columns._target_"]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("model.trust_remote_code", "true", "run code"),
+        ("model.offload_folder", "/tmp/x", "write files"),
+        ("model.token", "abc", "name a secret"),
+        ("engine.options.python", "/tmp/python", "code to run"),
+        ("engine.options.worker_cls", "evil.Worker", "code to run"),
+        ("engine.options.trust_remote_code", "true", "code to run"),
+    ],
+)
+def test_what_runs_code_is_given_on_the_command_line(write: Any, key: str, value: str, words: str) -> None:
+    part, name = key.rsplit(".", 1)
+    text = POLICY.replace("  dtype: float32\n", f"  dtype: float32\n  {name}: {value}\n", part == "model")
+    text = text.replace("enforce_eager: true", f"{name}: {value}") if part != "model" else text
+    found = wrong(write(text))
+    assert words in found[key]
+    assert f"{key}=" in found[key]
+    read_recipe(write(), [f"{key}={value}"])
+
+
+@pytest.mark.parametrize("key", ["backend.attn", "model.attn_implementation"])
+def test_kernels_of_the_hub_are_given_on_the_command_line(write: Any, key: str) -> None:
+    text = POLICY.replace("attn: sdpa", "attn: someone/kernel")
+    if key.startswith("model"):
+        text = POLICY.replace("  dtype: float32\n", "  dtype: float32\n  attn_implementation: someone/kernel\n")
+    assert "whose code would be fetched and run" in wrong(write(text))[key.partition(".")[0]]
+    read_recipe(write(), [f"{key}=someone/kernel"])
+
+
+def test_safe_options_are_options() -> None:
+    from nrl_models.loading.options import KEYWORDS
+
+    assert set(SAFE_LOADING) <= {*KEYWORDS, "pretrained_model_name_or_path"}
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("a: &x [1]\nb: *x\n", "anchor or alias"),
+        ("- 1\n", "no mapping"),
+        ("a: 1\na: 2\n", "duplicate key"),
+        ("a: !!python/object/apply:os.system [id]\n", "could not determine a constructor"),
+        ("a: {\n", "cannot be read"),
+        ("[" * 50_000, "nested deeper than 32 levels"),
+        ("\n".join(f"{' ' * level}a:" for level in range(100)), "nested deeper than 32 levels"),
+        ("a: " + "x" * 2**16, "has more than"),
+    ],
+    ids=["anchor", "list", "twice", "tag", "open", "deep flow", "deep blocks", "large"],
+)
+def test_yaml_that_is_no_recipe(tmp_path: Path, text: str, words: str) -> None:
+    file = tmp_path / "recipe.yaml"
+    file.write_text(text)
+    (detail,) = wrong(file).values()
+    assert words in detail
+
+
+def test_interpolation_is_not_read(write: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECRET", "hunter2")
+    found = wrong(write(POLICY.replace("some/model", "${oc.env:SECRET}")))
+    assert "interpolation" in found["model.pretrained_model_name_or_path"]
+    assert "hunter2" not in str(found)
+
+
+@pytest.mark.parametrize("override", ["training.steps", "=3", "training.steps.x=1", "a.[=1"])
+def test_overrides_that_mean_nothing(write: Any, override: str) -> None:
+    assert wrong(write(), override)
+
+
+def test_the_model_is_of_the_kind_that_the_loss_needs(write: Any) -> None:
+    text = POLICY.replace("AutoModelForCausalLM", "AutoModelForSequenceClassification")
+    assert "needs a model that writes text" in wrong(write(text))["model._target_"]
+
+
+def test_a_misspelt_option_of_loading_is_found(write: Any) -> None:
+    text = POLICY.replace("  dtype: float32", "  dtpye: float32")
+    assert "did you mean dtype" in wrong(write(text))["model.dtpye"]
+    text = POLICY.replace("  dtype: float32", "  router_aux_loss_coef: 0.0")
+    assert read_recipe(write(text)).model.arguments["router_aux_loss_coef"] == 0.0
+
+
+def test_a_recipe_that_is_not_there() -> None:
+    with pytest.raises(RecipeError, match="did you mean llama/grpo"):
+        recipe_file("llama/grpp")
+    assert recipe_file("llama/grpo") == recipes()["llama/grpo"]
+
+
+@pytest.mark.parametrize("name", recipes())
+def test_every_recipe_that_comes_along_is_read(name: str) -> None:
+    recipe = read_recipe(recipes()[name])
+    assert isinstance(recipe, (PolicyRecipe, SupervisedRecipe))
+    assert recipe.gates, "a recipe says what has to hold"
+    lines = recipes()[name].read_text().splitlines()
+    assert sum("#" in line for line in lines) >= 3, "it is commented"
+    assert lines[0].startswith("# ")

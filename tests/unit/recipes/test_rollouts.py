@@ -1,0 +1,194 @@
+"""A step of RL: what is learnt from what was sampled, and what it says of engine and trainer."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import new_model
+from recipe_inputs import byte_tokenizer
+from transformers import LlamaConfig
+
+from nrl_models import AutoModelForCausalLM
+from nrl_models.engines.base import Sample
+from nrl_models.engines.hf import HFEngine
+from nrl_models.errors import MixedWeightsError
+from nrl_models.logprobs import Sampling
+from nrl_models.losses import Correction, loss_named
+from nrl_models.recipes.rollouts import Batch, PolicyLoop, Question
+from nrl_models.testing.tiny import tiny_config
+
+SAMPLES = [Sample((5, 6), (7, 2), (-0.5, -0.25), "stop"), Sample((5, 6, 7), (8, 9, 2), (-1.0, -2.0, -3.0), "stop")]
+
+
+def test_only_what_was_sampled_is_learnt_from() -> None:
+    batch = Batch.of(SAMPLES)
+    assert batch.tokens.tolist() == [[5, 6, 7, 2, 0, 0], [5, 6, 7, 8, 9, 2]]
+    assert batch.there.sum(1).tolist() == [4, 6]
+    assert batch.sampled.int().tolist() == [[0, 0, 1, 1, 0, 0], [0, 0, 0, 1, 1, 1]]
+    assert batch.logprobs[batch.sampled].tolist() == [-0.5, -0.25, -1.0, -2.0, -3.0]
+    assert batch.rows(slice(0, 1)).tokens.tolist() == [[5, 6, 7, 2]]
+    assert torch.equal(batch.rows(slice(0, 2)).tokens, batch.tokens), "as long as the longest of them"
+
+
+class _Counting(HFEngine):
+    """Counts what it is asked."""
+
+    batches = 0
+
+    def _generate(self, *args: Any, **kwargs: Any) -> list[Sample]:
+        self.batches += 1
+        return super()._generate(*args, **kwargs)
+
+
+@pytest.fixture
+def make() -> Callable[..., PolicyLoop]:
+    config = tiny_config(LlamaConfig)
+    trained = new_model(config).eval()
+
+    def made(name: str = "dr_grpo", *, reward: Any = None, **options: Any) -> PolicyLoop:
+        settings = {key: options.pop(key) for key in list(options) if hasattr(loss_named(name), key)}
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32)
+        model.load_state_dict(trained.state_dict())
+        optimizer = torch.optim.SGD(model.parameters(), lr=options.pop("lr", 0.1))
+        return PolicyLoop(
+            model=model, optimizer=optimizer, engine=_Counting(copy.deepcopy(trained)),
+            tokenizer=byte_tokenizer(config),
+            reward=reward or (lambda row, reply, ended: row + len(reply) % 3), settings=loss_named(name, **settings),
+            group=4, new_tokens=6, **options,
+        )  # fmt: skip
+
+    return made
+
+
+def questions() -> Iterator[Question]:
+    return (Question(number, (16 + number % 100, 17, 18)) for number in itertools.count())
+
+
+def weights(loop: PolicyLoop) -> torch.Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in loop.model.parameters()])
+
+
+def test_the_engine_stays_with_the_trainer(make: Callable[..., PolicyLoop]) -> None:
+    loop = make()
+    before = weights(loop)
+    for step in range(3):
+        found = loop.step(questions(), 2, seed=step)
+        assert found["token_mult_prob_error"] < 1.0001
+        assert found["kl_k3"] < 1e-8
+        assert found["groups"] == 2
+    assert not torch.equal(weights(loop), before)
+
+
+def test_log_probabilities_are_those_of_what_is_sampled_from(make: Callable[..., PolicyLoop]) -> None:
+    found = make(sampling=Sampling(temperature=0.6, top_k=20, top_p=0.9)).step(questions(), 2, seed=0)
+    assert found["token_mult_prob_error"] < 1.0001
+    assert found["outside"] == 0
+
+
+def test_the_reference_holds_the_policy(make: Callable[..., PolicyLoop]) -> None:
+    """With rewards that say nothing, and far from its reference, the policy goes back to it."""
+    reference = make().model.requires_grad_(False)
+    loop = make("grpo", kl=1.0, reward=lambda row, reply, ended: 0.0, reference=reference, lr=0.01)
+    with torch.no_grad():
+        loop.model.lm_head.weight.mul_(0.5)
+    before = (loop.model.lm_head.weight - reference.lm_head.weight).norm()
+    losses = [loop.step(questions(), 2, seed=step)["loss"] for step in range(4)]
+    assert losses[-1] < losses[0]
+    assert (loop.model.lm_head.weight - reference.lm_head.weight).norm() < before
+
+
+def test_an_engine_of_other_weights_shows(make: Callable[..., PolicyLoop]) -> None:
+    loop = make()
+    with torch.no_grad():
+        loop.engine.model.lm_head.weight.mul_(1.2)
+    found = loop.step(questions(), 2, seed=0)
+    assert found["token_mult_prob_error"] > 1.01
+    assert found["kl_k3"] > 1e-4
+    assert loop.step(questions(), 2, seed=1)["token_mult_prob_error"] < 1.0001, "the refit brought them"
+
+
+def test_a_weight_that_is_not_written_is_an_error(
+    make: Callable[..., PolicyLoop], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = make()
+    adapter = loop.model.state_dict_adapter
+    whole = adapter.iter_export
+    monkeypatch.setattr(adapter, "iter_export", lambda model: itertools.islice(whole(model), 1, None))
+    with pytest.raises(MixedWeightsError, match=r"left 1 tensors unwritten: model\.embed_tokens\.weight"):
+        loop.step(questions(), 1, seed=0)
+
+
+def test_groups_of_equal_rewards_change_nothing(make: Callable[..., PolicyLoop]) -> None:
+    loop = make(reward=lambda row, reply, ended: 1.0)
+    before = weights(loop)
+    found = loop.step(questions(), 2, seed=0)
+    assert (found["loss"], found["gradient_norm"]) == (0.0, 0.0)
+    assert torch.equal(weights(loop), before)
+
+
+def test_dynamic_sampling_asks_until_enough_groups_teach(make: Callable[..., PolicyLoop]) -> None:
+    counted = itertools.count()
+
+    def reward(row: int, reply: str, ended: bool) -> float:
+        return float(row % 3 == 0 and next(counted) % 2)  # of every third question alone they differ
+
+    loop = make("dapo", reward=reward)
+    rollouts = loop.roll_out(questions(), 2, seed=0)
+    assert loop.engine.batches == 2
+    assert [sample.prompt[0] - 16 for sample in rollouts.samples] == [0] * 4 + [3] * 4
+    assert rollouts.rewards.shape == (4, 4)
+    assert rollouts.advantages.abs().min() > 0
+    loop = make("dapo", reward=lambda row, reply, ended: 0.0, dynamic_sampling=3)
+    found = loop.step(questions(), 2, seed=0)
+    assert loop.engine.batches == 3
+    assert found["groups"] == 0
+    assert "token_mult_prob_error" not in found, "nothing was compared, and a gate on it does not pass"
+
+
+def test_long_replies_are_worth_less(make: Callable[..., PolicyLoop]) -> None:
+    loop = make(reward=lambda row, reply, ended: 0.0, overlong_buffer=2)
+    lengths = iter([6, 5, 4, 2])
+
+    def shortened(*_: Any, **__: Any) -> list[Sample]:
+        return [Sample((16,), (20,) * length, (-1.0,) * length) for length in lengths]
+
+    loop.engine._generate = shortened
+    rollouts = loop.roll_out(questions(), 1, seed=0)
+    assert rollouts.rewards.tolist() == [[0.0] * 4]
+    torch.testing.assert_close(rollouts.advantages, torch.tensor([-1.0, -0.5, 0.0, 0.0]) + 0.375)
+
+
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "dapo"])
+def test_micro_batches_make_no_difference(make: Callable[..., PolicyLoop], name: str) -> None:
+    found = []
+    for size in (1, 3, 8):
+        loop = make(name, micro_batch=size, correction=Correction("tis"))
+        measured = loop.step(questions(), 2, seed=0)
+        found.append((weights(loop), measured["loss"], measured["gradient_norm"]))
+    for other in found[1:]:
+        torch.testing.assert_close(other[0], found[0][0], rtol=1e-5, atol=1e-6)
+        assert other[1:] == pytest.approx(found[0][1:], rel=1e-4, abs=1e-6)
+
+
+def test_later_updates_are_clipped_against_the_first_policy(make: Callable[..., PolicyLoop]) -> None:
+    one, two = make("grpo", lr=1.0), make("grpo", lr=1.0, updates=2)
+    assert one.step(questions(), 4, seed=0)["clipped"] == 0.0
+    assert two.step(questions(), 4, seed=0)["clipped"] > 0.0
+
+
+def test_a_correction_counts_what_the_engine_thought_unlikely(make: Callable[..., PolicyLoop]) -> None:
+    """With a cap close to zero next to nothing is learnt."""
+    moved = []
+    for correction in (None, Correction("tis", cap=1e-3), Correction("mis", cap=1e-3)):
+        loop = make(correction=correction, clip_gradient_norm=1e9)
+        before = weights(loop)
+        loop.step(questions(), 2, seed=0)
+        moved.append((weights(loop) - before).norm().item())
+    assert moved[0] > 0
+    assert moved[1] == pytest.approx(moved[0] / 1000, rel=1e-2)
+    assert moved[2] == 0.0

@@ -1,0 +1,210 @@
+"""Rows and their token ids, the rules of rewards, and steps of supervised learning against their definitions."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import new_model
+from recipe_inputs import ROWS, byte_tokenizer
+from transformers import LlamaConfig
+
+from nrl_models.errors import NRLModelsError, RecipeError
+from nrl_models.losses import LOSSES
+from nrl_models.recipes.recipe_run import shuffled
+from nrl_models.recipes.reward_rules import boxed, last_number
+from nrl_models.recipes.rows import answered_ids, padded_rows, prompt_ids, rows, sequences_of
+from nrl_models.recipes.supervised import SupervisedLoop
+from nrl_models.testing.tiny import tiny_config
+
+CONFIG = tiny_config(LlamaConfig)
+TOKENIZER = byte_tokenizer(CONFIG)
+
+
+def text(ids: list[int], chosen: list[bool] | None = None) -> str:
+    return TOKENIZER.decode([token for place, token in enumerate(ids) if chosen is None or chosen[place]])
+
+
+def test_rows_of_a_file(rows_file: Path) -> None:
+    found = rows(str(rows_file))
+    assert len(found) == len(ROWS)
+    assert found[0] == ROWS[0]
+
+
+def test_columns_are_filled(rows_file: Path) -> None:
+    columns = {
+        "prompt": "Q: $question", "same": "$messages", "price": "$$5",
+        "chat": [{"role": "user", "content": "$question $answer"}],
+    }  # fmt: skip
+    row = rows(str(rows_file), columns=columns)[0]
+    assert row["prompt"] == "Q: 3 + 1?"
+    assert row["same"] == ROWS[0]["messages"]
+    assert row["price"] == "$5"
+    assert row["chat"] == [{"role": "user", "content": "3 + 1? #### 4"}]
+    assert row["answer"] == ROWS[0]["answer"]
+
+
+@pytest.mark.parametrize(
+    ("content", "options", "words"),
+    [
+        ("", {}, "has no rows"),
+        ("[1]\n", {}, "line 1"),
+        ('{"a": 1}\n{"a"\n', {}, "line 2"),
+        ('{"a": 1}\n', {"split": "train"}, "has no split"),
+        ('{"a": 1}\n', {"columns": {"b": "$c"}}, "'c' is no column; it has a"),
+    ],
+)
+def test_files_that_cannot_be_used(tmp_path: Path, content: str, options: dict[str, Any], words: str) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text(content)
+    with pytest.raises(NRLModelsError, match=words):
+        rows(str(file), **options)
+
+
+def test_a_file_that_is_not_there() -> None:
+    with pytest.raises(RecipeError, match="cannot be read"):
+        rows("nowhere.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "answer", "asked", "learnt"),
+    [
+        ("2 + 2 =", " 4", "2 + 2 =", " 4<end>"),
+        (None, "a text", "", "a text<end>"),
+        ([{"role": "user", "content": "Hi"}], "Ho", "uHi<end>a", "Ho<end>"),
+        ("Hi", [{"role": "assistant", "content": "Ho"}], "uHi<end>a", "Ho<end>"),
+        (None, ROWS[0]["messages"], "u3 + 1?<end>a", "4<end>"),
+        ("ignored", ROWS[0]["messages"], "u3 + 1?<end>a", "4<end>"),
+    ],
+)
+def test_answers_are_what_is_learnt(prompt: Any, answer: Any, asked: str, learnt: str) -> None:
+    ids, chosen = answered_ids(TOKENIZER, prompt, answer)
+    assert text(ids, chosen) == learnt
+    assert text(ids, [not value for value in chosen]) == asked
+    if prompt not in (None, "ignored") and not (isinstance(prompt, str) and isinstance(answer, list)):
+        assert ids[: len(prompt_ids(TOKENIZER, prompt))] == prompt_ids(TOKENIZER, prompt)
+
+
+def test_a_template_that_writes_questions_otherwise_once_answered() -> None:
+    tokenizer = copy.deepcopy(TOKENIZER)
+    tokenizer.chat_template = "{% if add_generation_prompt %}think {% endif %}{{ messages[0]['content'] }}"
+    with pytest.raises(NRLModelsError, match="writes a question otherwise once it is answered"):
+        answered_ids(tokenizer, None, ROWS[0]["messages"])
+
+
+def test_a_row_without_what_the_loss_needs() -> None:
+    with pytest.raises(RecipeError, match="has chosen, rejected: expected prompt and completion"):
+        sequences_of(TOKENIZER, {"chosen": "a", "rejected": "b"}, pairs=False)
+    with pytest.raises(RecipeError, match="has text: expected chosen and rejected"):
+        sequences_of(TOKENIZER, {"text": "a"}, pairs=True)
+
+
+def test_rows_come_in_another_order_each_time_round() -> None:
+    order = [row["number"] for row in islice(shuffled([{"number": n} for n in range(5)], 0), 15)]
+    assert [sorted(order[start : start + 5]) for start in (0, 5, 10)] == [[0, 1, 2, 3, 4]] * 3
+    assert order[:5] != order[5:10]
+
+
+@pytest.mark.parametrize(
+    ("answer", "reply", "ended", "worth"),
+    [
+        ("so #### 1,234", "It is 1234", True, 1.0),
+        ("#### 42", "41, no: 42.", True, 1.0),
+        ("#### 42", "42, no: 41", True, 0.0),
+        ("#### 42", "42", False, 0.0),
+        ("#### 42", "none", True, 0.0),
+        ("-3.50", "x = -3.5", True, 1.0),
+        ("none", "3", True, 0.0),
+    ],
+)
+def test_last_number(answer: str, reply: str, ended: bool, worth: float) -> None:
+    assert last_number({"answer": answer}, reply, ended) == worth
+
+
+@pytest.mark.parametrize(
+    ("answer", "reply", "ended", "worth"),
+    [
+        ("34", r"so \boxed{34}", True, 1.0),
+        ("34", r"\boxed{33}, no: \boxed{34}", True, 1.0),
+        (r"2 \sqrt { 221 }", r"\boxed{2\sqrt{221}}", True, 1.0),
+        (r"\frac{1}{2}", r"\boxed{\frac{1}{2}}", True, 1.0),
+        ("34", r"\boxed{34}", False, 0.0),
+        ("34", "34", True, 0.0),
+        ("34", r"\boxed{34", True, 0.0),
+    ],
+)
+def test_boxed(answer: str, reply: str, ended: bool, worth: float) -> None:
+    assert boxed({"solution": answer}, reply, ended, answer="solution") == worth
+
+
+# Steps
+
+
+def loop(name: str, micro_batch: int = 4) -> SupervisedLoop:
+    kind = "ForSequenceClassification" if name == "reward" else "ForCausalLM"
+    config = tiny_config(LlamaConfig, {"num_labels": 1, "pad_token_id": 0} if name == "reward" else {})
+    model, reference = new_model(config, kind), new_model(config, kind, seed=1).eval()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    return SupervisedLoop(
+        model=model, optimizer=optimizer, settings=LOSSES[name], pad=0, micro_batch=micro_batch, reference=reference
+    )
+
+
+def encoded(*, pairs: bool) -> Any:
+    rows = [{key: value for key, value in row.items() if key != "messages"} for row in ROWS]
+    return (sequences_of(TOKENIZER, row, pairs=pairs) for row in rows)
+
+
+@pytest.mark.parametrize("name", ["sft", "dpo", "reward"])
+def test_a_step_is_its_definition_in_micro_batches_of_any_size(name: str) -> None:
+    found = {}
+    for size in (1, 3, 5):
+        made = loop(name, size)
+        measured = made.step(encoded(pairs=name != "sft"), 5)
+        found[size] = (
+            measured,
+            [parameter.grad.clone() for parameter in made.model.parameters() if parameter.grad is not None],
+        )
+    for size in (1, 3):
+        assert found[size][0] == pytest.approx(found[5][0], rel=1e-4, abs=1e-5)
+        torch.testing.assert_close(found[size][1], found[5][1], rtol=1e-3, atol=1e-5)
+
+
+def test_supervised_learning_is_the_models_own_loss() -> None:
+    made = loop("sft")
+    batch = [row[0] for row in islice(encoded(pairs=False), 5)]
+    ids, there, answers = padded_rows(batch, 0, torch.device("cpu"))
+    expected = made.model(input_ids=ids, attention_mask=there.long(), labels=ids.masked_fill(~answers, -100)).loss
+    assert made.step(encoded(pairs=False), 5)["loss"] == pytest.approx(expected.item(), rel=1e-5)
+
+
+def test_what_pairs_measure() -> None:
+    made = loop("reward")
+    pairs = list(islice(encoded(pairs=True), 5))
+    scores = []
+    for side in (0, 1):
+        ids, there, _ = padded_rows([pair[side] for pair in pairs], 0, torch.device("cpu"))
+        with torch.no_grad():
+            scores.append(made.model(input_ids=ids, attention_mask=there.long()).logits[:, 0])
+    margin = scores[0] - scores[1]
+    found = made.step(encoded(pairs=True), 5)
+    assert found["ordered"] == pytest.approx((margin > 0).float().mean().item())
+    assert found["margin"] == pytest.approx(margin.mean().item(), abs=1e-5)
+    assert found["loss"] == pytest.approx(-torch.nn.functional.logsigmoid(margin).mean().item(), abs=1e-5)
+    reference = loop("dpo")
+    reference.reference.load_state_dict(reference.model.state_dict())
+    found = reference.step(encoded(pairs=True), 5)
+    assert found["loss"] == pytest.approx(math.log(2), abs=1e-4), "where the policy is its reference"
+
+
+def test_rows_are_json_of_somebody_else(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps({"a": 1}) + "\n" + "[" * 100_000 + "\n")
+    with pytest.raises(NRLModelsError, match="line 2"):
+        rows(str(file))

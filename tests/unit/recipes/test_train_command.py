@@ -1,0 +1,77 @@
+"""`nrl-models train`: what it prints and writes, and how it ends."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from printed import unframed
+from recipe_inputs import save_with_tokenizer
+from transformers import PreTrainedModel
+from typer.testing import CliRunner
+
+from nrl_models.cli import app
+from nrl_models.recipes import recipes
+
+runner = CliRunner()
+
+
+@pytest.fixture
+def small(llama: PreTrainedModel, rows_file: Path, tmp_path: Path) -> list[str]:
+    """Overrides of `llama/sft`."""
+    checkpoint = save_with_tokenizer(llama, tmp_path / "checkpoint")
+    return [
+        f"model.pretrained_model_name_or_path={checkpoint}", f"data.path={rows_file}", "data.split=null",
+        "training.steps=2", "training.batch=2", "training.max_length=32", "training.compute=float32",
+    ]  # fmt: skip
+
+
+def test_it_trains_and_holds_the_gates(small: list[str], tmp_path: Path) -> None:
+    file, out = tmp_path / "run.json", tmp_path / "out"
+    arguments = ["--json", str(file), "--out", str(out), "gates=[max(loss) < 100, last(tokens) > 0]"]
+    result = runner.invoke(app, ["train", "llama/sft", *small, *arguments])
+    assert result.exit_code == 0, result.output
+    assert "last(gradient_norm)" in unframed(result.output)
+    found = json.loads(file.read_text())
+    assert found["passed"] is True
+    assert [gate["gate"] for gate in found["gates"]] == ["max(loss) < 100", "last(tokens) > 0"]
+    assert len(found["steps"]) == 2
+    assert (out / "model.safetensors").is_file()
+    assert (out / "tokenizer.json").is_file()
+
+
+def test_a_gate_that_does_not_hold_fails_the_command(small: list[str], tmp_path: Path) -> None:
+    file = tmp_path / "run.json"
+    result = runner.invoke(
+        app, ["train", "llama/sft", *small, "gates=[last(loss) < 0.1, last(loss) > 0]", "--json", str(file)]
+    )
+    assert result.exit_code == 1, result.output
+    assert "FAIL" in result.output
+    assert [gate["passed"] for gate in json.loads(file.read_text())["gates"]] == [False, True]
+
+
+def test_the_list() -> None:
+    result = runner.invoke(app, ["train", "--list"])
+    assert result.exit_code == 0
+    assert all(name in result.output for name in recipes())
+    assert "DAPO on mathematics for Gemma 4 E2B" in unframed(result.output)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "`nrl-models train --list` has the recipes"),
+        (["llama/grpp"], "did you mean llama/grpo"),
+        (["llama/grpo", "training.steps"], "expected KEY=VALUE"),
+        (["llama/grpo", "loss.name=ppo"], "expected one of sft, dpo, reward, grpo, dr_grpo, dapo"),
+        (["llama/grpo", "training.stepz=1", "engin.name=vllm"], "(2 problems)"),
+        (["gemma4/dapo_e2b", "loss.correction.type=null"], "Invalid truncated importance sampling type: None"),
+        (["llama/sft", "model.pretrained_model_name_or_path=./nowhere"], "nowhere"),
+    ],
+)
+def test_mistakes_are_answered_before_anything_starts(arguments: list[str], words: str) -> None:
+    result = runner.invoke(app, ["train", *arguments])
+    assert result.exit_code == 2
+    assert words in unframed(result.output)
+    assert "Traceback" not in result.output

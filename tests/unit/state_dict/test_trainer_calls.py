@@ -1,0 +1,224 @@
+"""The calls that NeMo RL and NeMo Automodel make of an adapter, with the keywords they pass."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from checkpoints import assert_same, problems
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor.debug import CommDebugMode
+from transformers import LlamaConfig, PreTrainedModel, Qwen3MoeConfig
+
+from nrl_models import AutoModelForCausalLM, StateDictAdapter, StateDictError
+from nrl_models.common.state_dict.trainer_options import WITHOUT_EFFECT
+from nrl_models.errors import ShardingError, UnknownArgumentError
+from nrl_models.families.baichuan.model import BaichuanForCausalLM
+from nrl_models.testing.case import FamilyCase
+from nrl_models.testing.tiny import tiny_config
+
+EXPERTS = "model.layers.1.mlp.experts"
+EXTRA_STATE = r".*_extra_state.*"  # what both pass, always
+MODULE_STATE = "model.layers.0.self_attn._extra_state"
+
+Call = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def moe() -> PreTrainedModel:
+    """With experts, which the hub has one by one. Not to be changed."""
+    return AutoModelForCausalLM.from_config(tiny_config(Qwen3MoeConfig), dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def adapter(moe: PreTrainedModel) -> StateDictAdapter:
+    return moe.state_dict_adapter
+
+
+@pytest.fixture
+def calls(moe: PreTrainedModel, adapter: StateDictAdapter) -> list[Call]:
+    """Each of the methods that take their keywords, on all own tensors; each gives the same."""
+    own = moe.state_dict()
+
+    def one_by_one(**keywords: Any) -> dict[str, torch.Tensor]:
+        return {
+            hub: part
+            for name, tensor in own.items()
+            for hub, part in adapter.convert_single_tensor_to_hf(name, tensor, **keywords)
+        }
+
+    return [one_by_one, lambda **keywords: adapter.to_hf(own, **keywords)]
+
+
+def test_weights_are_converted_as_nemo_rl_asks(moe: PreTrainedModel, adapter: StateDictAdapter) -> None:
+    exported = {
+        hub: part
+        for name, tensor in moe.state_dict().items()
+        for hub, part in adapter.convert_single_tensor_to_hf(
+            name, tensor, exclude_key_regex=EXTRA_STATE, quantization=False
+        )
+    }
+    assert f"{EXPERTS}.0.gate_proj.weight" in exported
+    assert_same(exported, adapter.to_hf(moe.state_dict()))
+
+
+def test_a_state_dict_is_converted_as_automodel_asks(moe: PreTrainedModel, adapter: StateDictAdapter) -> None:
+    own = moe.state_dict()
+    saved = adapter.to_hf(
+        own,
+        exclude_key_regex=EXTRA_STATE,
+        quantization=False,
+        device_mesh=None,
+        v4_compatible=True,
+        legacy_paramwrapper_layout=True,
+    )
+    assert_same(saved, adapter.to_hf(own))
+    loading = adapter.to_hf(own, exclude_key_regex=EXTRA_STATE, device_mesh=None, for_checkpoint_load=True)
+    storages = {tensor.untyped_storage().data_ptr() for tensor in own.values()}
+    assert {tensor.untyped_storage().data_ptr() for tensor in loading.values()} <= storages  # files are read into them
+    assert_same(adapter.from_hf(saved, device_mesh=None), own)
+    adapter._paramwrapper_layout_hint = None  # which it sets before each from_hf
+
+
+def test_what_is_excluded_is_left_out(calls: list[Call], adapter: StateDictAdapter) -> None:
+    for call in calls:
+        everything = call()
+        left = call(exclude_key_regex=r".*\.experts\.0\.|lm_head")
+        assert left.keys() == {key for key in everything if ".experts.0." not in key and key != "lm_head.weight"}
+        # They match from the beginning of a name, and so do we.
+        assert call(exclude_key_regex="experts").keys() == everything.keys()
+
+
+def test_state_of_modules_is_not_the_models_and_is_left_out(moe: PreTrainedModel, adapter: StateDictAdapter) -> None:
+    own, state = moe.state_dict(), torch.zeros(3)
+    assert_same(adapter.to_hf(own | {MODULE_STATE: state}, exclude_key_regex=EXTRA_STATE), adapter.to_hf(own))
+    assert adapter.convert_single_tensor_to_hf(MODULE_STATE, state, exclude_key_regex=EXTRA_STATE) == []
+    for convert in (
+        lambda: adapter.to_hf(own | {MODULE_STATE: state}),
+        lambda: adapter.convert_single_tensor_to_hf(MODULE_STATE, state),
+    ):
+        with pytest.raises(StateDictError) as caught:
+            convert()
+        assert problems(caught.value) == {("unexpected", MODULE_STATE)}
+
+
+def test_tensors_of_a_quantised_checkpoint_are_refused(calls: list[Call]) -> None:
+    for call in calls:
+        with pytest.raises(UnknownArgumentError, match="from_pretrained reads a quantised checkpoint"):
+            call(quantization=True)
+
+
+def test_an_unknown_keyword_is_refused(calls: list[Call]) -> None:
+    for call in calls:
+        with pytest.raises(
+            UnknownArgumentError, match="unknown keyword other_layout: expected exclude_key_regex"
+        ) as caught:
+            call(other_layout=True)
+        assert all(known in str(caught.value) for known in WITHOUT_EFFECT)
+
+
+# In a stream
+
+
+def test_a_stream_is_the_whole(moe: PreTrainedModel, adapter: StateDictAdapter) -> None:
+    own = list(moe.state_dict().items())
+    random.Random(0).shuffle(own)
+    assert_same(dict(adapter.iter_to_hf(own)), adapter.to_hf(dict(own)))
+
+
+def test_a_stream_waits_for_what_is_joined() -> None:
+    model = FamilyCase(BaichuanForCausalLM).model()
+    adapter, own = model.state_dict_adapter, model.state_dict()
+    assert any(len(tensor.parameters) == 3 for tensor in adapter.hub.values())
+    assert_same(dict(adapter.iter_to_hf(own.items())), adapter.to_hf(own))
+    part = "model.layers.0.self_attn.k_proj.weight"
+    (packed,) = adapter.tensors_in(part, "hub")
+    with pytest.raises(StateDictError, match="of which only") as caught:
+        list(adapter.iter_to_hf((name, tensor) for name, tensor in own.items() if name != part))
+    assert problems(caught.value) == {("partial", packed.name)}
+
+
+# Sharded
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    """Of two ranks, one of which does not exist."""
+    dist.init_process_group("fake", rank=0, world_size=2)
+    yield init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
+    dist.destroy_process_group()
+
+
+def shard(whole: torch.Tensor, mesh: DeviceMesh, placement: Placement) -> DTensor:
+    local = whole.chunk(2, placement.dim)[0] if isinstance(placement, Shard) else whole
+    return DTensor.from_local(local, mesh, [placement], shape=whole.shape, stride=whole.stride(), run_check=False)
+
+
+@pytest.mark.parametrize(
+    ("placement", "refused"),
+    [(Replicate(), False), (Shard(2), False), (Shard(1), True), (Shard(0), True), (Partial(), True)],
+    ids=str,
+)
+def test_views_of_a_sharded_tensor_are_those_a_rank_has(
+    adapter: StateDictAdapter, mesh: DeviceMesh, placement: Placement, refused: bool
+) -> None:
+    name = f"{EXPERTS}.gate_up_proj"  # experts, then gate and up, then features
+    whole = torch.randn(adapter.own[name].shape)
+    sharded = shard(whole, mesh, placement)
+    for convert in (
+        lambda: adapter.convert_single_tensor_to_hf(name, sharded),
+        lambda: list(adapter.to_hf({name: sharded}).items()),
+        lambda: list(adapter.iter_to_hf([(name, sharded)])),
+    ):
+        with CommDebugMode() as communication:
+            if refused:
+                with pytest.raises(ShardingError, match="full_tensor") as caught:
+                    convert()
+                assert {problem.subject for problem in caught.value.problems} == {name}
+            else:
+                expected = dict(adapter.convert_single_tensor_to_hf(name, whole))
+                converted = dict(convert())
+                assert converted.keys() == expected.keys()
+                for hub, part in converted.items():
+                    local = expected[hub].chunk(2, 1)[0] if placement == Shard(2) else expected[hub]
+                    assert torch.equal(part.to_local(), local)
+                    assert part.shape == expected[hub].shape
+        assert communication.get_total_counts() == 0
+
+
+def test_whole_sharded_tensors_pass_through(adapter: StateDictAdapter, mesh: DeviceMesh) -> None:
+    name = "model.layers.0.self_attn.q_proj.weight"
+    sharded = shard(torch.randn(adapter.own[name].shape), mesh, Shard(0))
+    assert adapter.to_hf({name: sharded})[name] is sharded
+    assert adapter.from_hf({name: sharded}, strict=False)[name] is sharded
+
+
+def test_sharded_experts_are_not_joined(moe: PreTrainedModel, adapter: StateDictAdapter, mesh: DeviceMesh) -> None:
+    given = dict(adapter.to_hf(moe.state_dict()))
+    expert = f"{EXPERTS}.1.up_proj.weight"
+    given[expert] = shard(given[expert].clone(), mesh, Shard(0))
+    with pytest.raises(ShardingError, match="cannot be joined") as caught:
+        adapter.from_hf(given)
+    assert {problem.subject for problem in caught.value.problems} == {expert}
+
+
+def test_experts_divided_over_a_mesh_are_refused(adapter: StateDictAdapter, mesh: DeviceMesh) -> None:
+    whole = adapter.to_hf({name: torch.zeros(spec.shape) for name, spec in adapter.own.items()})
+    with pytest.raises(ShardingError, match="divides experts over 2 ranks"):
+        adapter.from_hf(whole, device_mesh=mesh)
+    unnamed = init_device_mesh("cpu", (2,))
+    with pytest.raises(ShardingError, match="divides experts over 2 ranks"):
+        adapter.from_hf(whole, device_mesh=unnamed)
+    beside = init_device_mesh("cpu", (2, 1), mesh_dim_names=("ep_shard", "ep"))
+    assert adapter.from_hf(whole, device_mesh=beside).keys() == adapter.own.keys()
+
+
+def test_a_dense_model_takes_the_same_calls() -> None:
+    dense = AutoModelForCausalLM.from_config(tiny_config(LlamaConfig), dtype=torch.float32)
+    adapter, own = dense.state_dict_adapter, dense.state_dict()
+    assert_same(adapter.to_hf(own, exclude_key_regex=EXTRA_STATE, quantization=False), own)
