@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from enum import StrEnum, auto
 from typing import Any
 
@@ -27,6 +28,25 @@ def shown(value: object) -> str:
     """A value as a message quotes it: its beginning, if it is long."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:60]}..."
+
+
+def listed(names: Iterable[str], limit: int = 4) -> str:
+    """Names with commas between them, and how many more there are beyond the first `limit`."""
+    names = list(names)
+    more = f", and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more
+
+
+def itemised(problems: Sequence[str], limit: int = 20) -> list[str]:
+    """A line of a message for each problem, and how many more there are beyond the first `limit`."""
+    more = [f"  - and {len(problems) - limit} more"] if len(problems) > limit else []
+    return [*(f"  - {problem}" for problem in problems[:limit]), *more]
+
+
+def did_you_mean(name: object, known: Iterable[str], count: int = 1, cutoff: float = 0.6) -> str:
+    """` (did you mean ...?)` with the `count` names that are closest; nothing if none is close."""
+    close = get_close_matches(str(name), list(known), n=count, cutoff=cutoff)
+    return f" (did you mean {' or '.join(close)}?)" if close else ""
 
 
 class NRLModelsError(Exception):

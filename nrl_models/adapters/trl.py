@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from nrl_models.adapters.hub_stream import HubStream, check_trainer
+from nrl_models.common.dtypes import dtype_name
 from nrl_models.errors import UnknownArgumentError
 
 REQUIREMENT = "trl>=1.16,<1.17"
@@ -86,6 +87,6 @@ def _announced(trainer: Any, stream: HubStream) -> dict[str, list[Any]]:
     tensors = dict(stream(shapes, model))
     return {
         "names": list(tensors),
-        "dtype_names": [str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()],
+        "dtype_names": [dtype_name(tensor.dtype) for tensor in tensors.values()],
         "shapes": [list(tensor.shape) for tensor in tensors.values()],
     }

@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from nrl_models.common.logs import get_logger
-from nrl_models.errors import UnknownArgumentError
+from nrl_models.errors import UnknownArgumentError, did_you_mean
 
 logger = get_logger(__name__)
 
@@ -295,8 +294,7 @@ def _by_key(config: Mapping[str, bool], model: str) -> dict[str, bool]:
     for given, value in config.items():
         key = SHORT_NAMES.get(given, given)
         if key not in COMPONENTS:
-            close = get_close_matches(given, [*COMPONENTS, *SHORT_NAMES], n=1, cutoff=0.6)
-            wrong.append(given + (f" (did you mean {close[0]}?)" if close else ""))
+            wrong.append(given + did_you_mean(given, [*COMPONENTS, *SHORT_NAMES]))
         elif not isinstance(value, bool):
             wrong.append(f"{given}={value!r} (neither True nor False)")
         elif key in found:

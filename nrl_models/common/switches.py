@@ -9,9 +9,8 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from difflib import get_close_matches
 
-from nrl_models.errors import UnknownArgumentError
+from nrl_models.errors import UnknownArgumentError, did_you_mean
 
 SWITCHES = frozenset(
     {
@@ -39,11 +38,9 @@ VARIABLE = "NRL_MODELS_QUIRKS_OFF"
 
 def _checked(names: frozenset[str], source: str) -> frozenset[str]:
     if unknown := sorted(names - SWITCHES):
-        close = get_close_matches(unknown[0], SWITCHES, n=1)
         raise UnknownArgumentError(
-            f"{source}: {', '.join(unknown)} cannot be switched off"
-            + (f" (did you mean {close[0]}?)" if close else "")
-            + f": expected some of {', '.join(sorted(SWITCHES))}. `nrl-models quirks` shows how other quirks are."
+            f"{source}: {', '.join(unknown)} cannot be switched off{did_you_mean(unknown[0], SWITCHES)}: expected some "
+            f"of {', '.join(sorted(SWITCHES))}. `nrl-models quirks` shows how other quirks are."
         )
     return names
 

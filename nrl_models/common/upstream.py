@@ -146,7 +146,7 @@ def _declared(conversion: Any) -> tuple[Any, ...]:
 
 
 def _scope(conversion: Any) -> tuple[str, str]:
-    """The part of a model that a conversion is for; before 5.7 the whole model."""
+    """The part of a model that a conversion is for; before 5.9 the whole model."""
     return getattr(conversion, "scope_prefix", None) or "", getattr(conversion, "base_model_prefix", None) or ""
 
 

@@ -30,7 +30,7 @@ from nrl_models.engines import start_engine
 from nrl_models.engines.base import NamedTensor, RefitReport, digested, final_scores
 from nrl_models.engines.hf import HFEngine
 from nrl_models.engines.start import engine_keywords, longest_sequence, room_to_score
-from nrl_models.errors import ConsistencyError, EngineError
+from nrl_models.errors import ConsistencyError, EngineError, listed
 from nrl_models.family import FamilyModel
 from nrl_models.logprobs.metrics import token_mult_prob_error
 from nrl_models.parity.parity_report import Outcome
@@ -238,8 +238,7 @@ class RefitChecker:
         }
         for problem, names in ((sides if arrived else {}) | unwritten).items():
             if names:
-                more = f", and {len(names) - 4} more" if len(names) > 4 else ""
-                yield f"{len(names)} {problem}: {', '.join(names[:4])}{more}"
+                yield f"{len(names)} {problem}: {listed(names)}"
         if self._sent and self._sent == sent:
             yield "the same weights were sent as last time: the training step changed nothing"
 

@@ -168,11 +168,11 @@ def _stored_kept(
     stored: dict[str, StoredTensor], model: PreTrainedModel, adapter: StateDictAdapter
 ) -> dict[str, KeptTensor]:
     """Take out of `stored` the tensors that a model only keeps: over the pages of the files."""
-    mtp = MTPNames(model)
+    mtp, held, unused = MTPNames(model), kept_by(model), keeps_unused(model)
     found = {}
     for name in [name for name in stored if name not in adapter.hub]:
         is_mtp = mtp.may_be(name)
-        if not (is_mtp or name in kept_by(model) or keeps_unused(model).search(name)):
+        if not (is_mtp or name in held or unused.search(name)):
             continue
         tensor = stored.pop(name)
         (block, *_) = tensor.blocks

@@ -9,14 +9,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import wraps
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from nrl_models.common.dtypes import dtype_name
 from nrl_models.common.random_states import random_states_kept
-from nrl_models.errors import EngineError, MixedWeightsError, one_line
+from nrl_models.errors import EngineError, MixedWeightsError, itemised, listed, one_line
 from nrl_models.logprobs.sampling import Sampling
 
 if TYPE_CHECKING:
@@ -268,8 +268,7 @@ class Engine(AbstractContextManager["Engine"]):
             raise
         left = [*found["unwritten"], *found["stale_buffers"]]
         if left and not partial:
-            more = f", and {len(left) - 4} more" if len(left) > 4 else ""
-            self._mixed = self._mixed_because(f"left {len(left)} tensors unwritten: {', '.join(left[:4])}{more}")
+            self._mixed = self._mixed_because(f"left {len(left)} tensors unwritten: {listed(left)}")
             raise MixedWeightsError(self._mixed)
         self.version, self._mixed = self.version + 1, ""
         return RefitReport(
@@ -371,11 +370,7 @@ def require_lengths(engine: Engine, sequences: Sequence[Tokens], more: int = 0) 
                 f"the vocabulary has {known.vocabulary}"
             )
     if problems:
-        raise EngineError(
-            f"{engine.name} cannot take this:",
-            *(f"  - {problem}" for problem in problems[:20]),
-            *([f"  - and {len(problems) - 20} more"] if len(problems) > 20 else []),
-        )
+        raise EngineError(f"{engine.name} cannot take this:", *itemised(problems))
 
 
 def buckets(tensors: Iterable[NamedTensor], max_bytes: int | None) -> Iterator[list[NamedTensor]]:
@@ -404,16 +399,31 @@ def final_scores(engine: Engine, tokens: torch.Tensor, count: int, sampling: Sam
     return torch.tensor([row[-count:] for row in scores], dtype=torch.float64)
 
 
+class Hash(Protocol):
+    """What `hashed` feeds: one of hashlib's or xxhash's."""
+
+    def update(self, data: Any, /) -> None:
+        """Take bytes."""
+
+    def hexdigest(self) -> str:
+        """The hash of all bytes so far."""
+
+
 def tensor_digest(tensor: torch.Tensor) -> str:
     """The first 32 hexadecimal digits of the SHA-256 of a tensor's dtype, shape and elements.
 
     Device and strides make no difference.
     """
+    return hashed(tensor, hashlib.sha256())[:32]
+
+
+def hashed(tensor: torch.Tensor, digest: Hash) -> str:
+    """The hexadecimal digits of a hash that is given a tensor's dtype, shape and elements."""
     value = tensor.detach().cpu().contiguous()
-    digest = hashlib.sha256(f"{dtype_name(value.dtype)} {tuple(value.shape)} ".encode())
+    digest.update(f"{dtype_name(value.dtype)} {tuple(value.shape)} ".encode())
     if value.numel():
         digest.update(value.reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()[:32]
+    return digest.hexdigest()
 
 
 def digested(tensors: Iterable[NamedTensor], digests: dict[str, str]) -> Iterator[NamedTensor]:

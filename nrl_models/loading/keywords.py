@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from difflib import get_close_matches
 from typing import Any
 
 from nrl_models.common.logs import get_logger
-from nrl_models.errors import UnknownArgumentError
+from nrl_models.errors import UnknownArgumentError, did_you_mean
 
 logger = get_logger(__name__)
 
@@ -50,8 +49,7 @@ def unknown_keywords(unknown: Iterable[str], known: Iterable[str], more: Iterabl
     """
     options, lines = list(known), []
     for name in unknown:
-        close = get_close_matches(name, [*options, *more], n=3, cutoff=0.7)
-        lines.append(name + (f" (did you mean {' or '.join(close)}?)" if close else ""))
+        lines.append(name + did_you_mean(name, [*options, *more], count=3, cutoff=0.7))
     plural = "s" if len(lines) > 1 else ""
     return f"unknown keyword{plural} {', '.join(lines)}: expected one of {', '.join(options)}{or_else}"
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from difflib import get_close_matches
 from typing import Any
 
-from nrl_models.errors import UnknownArgumentError
+from nrl_models.errors import UnknownArgumentError, did_you_mean
 from nrl_models.losses.corrections import Correction
 from nrl_models.losses.policy import Normalise
 
@@ -99,9 +98,9 @@ def loss_named(name: str, **settings: Any) -> Loss:
         UnknownArgumentError: an unknown name, or settings that this loss does not have; it lists those there are.
     """
     if name not in LOSSES:
-        close = get_close_matches(str(name), LOSSES, n=1)
-        hint = f" (did you mean {close[0]}?)" if close else ""
-        raise UnknownArgumentError(f"unknown loss {name!r}{hint}: expected one of {', '.join(LOSSES)}")
+        raise UnknownArgumentError(
+            f"unknown loss {name!r}{did_you_mean(name, LOSSES)}: expected one of {', '.join(LOSSES)}"
+        )
     known = [field.name for field in fields(LOSSES[name])]
     if unknown := [key for key in settings if key not in known]:
         raise UnknownArgumentError(

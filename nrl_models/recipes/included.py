@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from difflib import get_close_matches
 from pathlib import Path
 
 from nrl_models import families
-from nrl_models.errors import Problem, ProblemKind, RecipeError
+from nrl_models.errors import Problem, ProblemKind, RecipeError, did_you_mean
 
 _FAMILIES = Path(families.__file__).parent
 
@@ -30,8 +29,7 @@ def recipe_file(name: str) -> Path:
     known = recipes()
     if name in known:
         return known[name]
-    close = get_close_matches(name, known, n=3)
-    hint = f" (did you mean {' or '.join(close)}?)" if close else ""
+    hint = did_you_mean(name, known, count=3)
     problem = Problem(ProblemKind.FILE, name, f"is neither a file nor a recipe that comes along{hint}")
     raise RecipeError("no such recipe", [problem], ["`nrl-models train --list` has those that come along"])
 

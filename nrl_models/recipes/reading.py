@@ -9,7 +9,6 @@ from __future__ import annotations
 import types
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass, replace
-from difflib import get_close_matches
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -17,7 +16,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from nrl_models.common.backend import BackendConfig
 from nrl_models.common.config.spelling import misspellings_of
 from nrl_models.common.freezing import COMPONENTS, SHORT_NAMES
-from nrl_models.errors import EngineError, NRLModelsError, Problem, ProblemKind, RecipeError, one_line
+from nrl_models.errors import EngineError, NRLModelsError, Problem, ProblemKind, RecipeError, did_you_mean, one_line
 from nrl_models.loading.hub_kernels import refuse_hub_kernels
 from nrl_models.loading.options import KEYWORDS
 from nrl_models.losses.named import LOSSES, PolicyLoss, PreferenceLoss, RankingLoss
@@ -130,9 +129,8 @@ class _Reader:
         loss = tree.get("loss")
         name: Any = loss.get("name") if isinstance(loss, Mapping) else None
         if name not in LOSSES:
-            close = get_close_matches(str(name), LOSSES, n=1)
             found = "is missing" if name is None else f"{name!r} is no loss"
-            hint = f" (did you mean {close[0]}?)" if close else ""
+            hint = did_you_mean(name, LOSSES)
             self.wrong(ProblemKind.CONFIG, "loss.name", f"{found}{hint}: expected one of {', '.join(LOSSES)}")
             known = {field.name for kind in (PolicyRecipe, SupervisedRecipe) for field in fields(kind)}
             self.unknown(tree, sorted(known), "")
@@ -174,8 +172,7 @@ class _Reader:
     def unknown(self, node: Mapping[str, Any], known: Sequence[str], path: str) -> None:
         for name in node:
             if name not in known:
-                close = get_close_matches(str(name), known, n=2, cutoff=0.6)
-                hint = f" (did you mean {' or '.join(close)}?)" if close else ""
+                hint = did_you_mean(name, known, count=2)
                 key = f"{path}.{name}" if path else str(name)
                 self.wrong(ProblemKind.UNKNOWN, key, f"nothing reads it{hint}; expected some of {', '.join(known)}")
 

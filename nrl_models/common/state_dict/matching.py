@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -17,7 +17,7 @@ import torch
 from nrl_models.common.checkpoint.files import StoredTensor
 from nrl_models.common.state_dict.layouts import TensorSpec
 from nrl_models.common.state_dict.views import HFTensor, Place, View
-from nrl_models.errors import Problem, ProblemKind
+from nrl_models.errors import Problem, ProblemKind, listed
 
 
 @dataclass(slots=True)
@@ -80,7 +80,7 @@ def match(
         if name not in result.sources and name not in result.copies and name not in misfits:
             result.missing.append(name)
             if not may_miss(name):
-                result.problems.append(Problem(ProblemKind.MISSING, _listed(absent(name, ())), "is not there"))
+                result.problems.append(Problem(ProblemKind.MISSING, listed(absent(name, ()), limit=8), "is not there"))
     return result
 
 
@@ -99,15 +99,15 @@ def _coverage(
     files = sorted({file for key in keys if (file := getattr(given[key], "file", None))})
     file = ", ".join(files) or None
     if filled > wanted or (wanted and _overlap(views, places)):  # an empty tensor cannot be filled twice
-        return [Problem(ProblemKind.DUPLICATED, _listed(keys), f"fill {name} more than once", file)]
+        return [Problem(ProblemKind.DUPLICATED, listed(keys, limit=8), f"fill {name} more than once", file)]
     if filled < wanted:
-        missing = _listed(absent(name, [target for _, target in sources]))
+        missing = listed(absent(name, [target for _, target in sources]), limit=8)
         detail = f"fill only a part of {name}; {missing} is not there"
-        return [Problem(ProblemKind.PARTIAL, _listed(keys), detail, file)]
+        return [Problem(ProblemKind.PARTIAL, listed(keys, limit=8), detail, file)]
     dtypes = {given[key].dtype for key in keys}
     if len(dtypes) > 1 and not all(is_wide_float(dtype) for dtype in dtypes):
-        listed = _listed(sorted(map(str, dtypes)))
-        return [Problem(ProblemKind.DTYPE, _listed(keys), f"cannot be one tensor: they are {listed}", file)]
+        found = listed(sorted(map(str, dtypes)), limit=8)
+        return [Problem(ProblemKind.DTYPE, listed(keys, limit=8), f"cannot be one tensor: they are {found}", file)]
     return []
 
 
@@ -137,10 +137,3 @@ def _resolve_ties(result: Match, tied: Mapping[str, str]) -> None:
             for name in (kept, *names):
                 if name not in result.sources:
                     result.copies[name] = present[0]
-
-
-def _listed(names: Iterable[str], limit: int = 8) -> str:
-    names = list(names)
-    if len(names) <= limit:
-        return ", ".join(names)
-    return ", ".join(names[:limit]) + f" and {len(names) - limit} more"

@@ -11,7 +11,7 @@ from nrl_models.engines.base import NamedTensor, buckets
 from nrl_models.engines.transfer.deltas import DeltaWriter
 from nrl_models.engines.transfer.segments import Segment
 from nrl_models.engines.transfer.updates import PROTOCOL, Kind, Update, Weights, digest_of, fast_digest, made_of
-from nrl_models.errors import EngineError
+from nrl_models.errors import EngineError, listed
 
 BUCKET_BYTES = 2**28
 """Bytes that are copied at a time at most, beside tensors that are larger."""
@@ -168,9 +168,7 @@ class Sender:
                 flush()
         flush()
         if missing := sorted(last.specs.keys() - seen):
-            raise EngineError(
-                f"{len(missing)} tensors of the version sent before are missing: {', '.join(missing[:4])}"
-            )
+            raise EngineError(f"{len(missing)} tensors of the version sent before are missing: {listed(missing)}")
         update = Update(Kind.DELTA, version, digest_of(digests), tuple(segments), last.version, last.digest)
         return update, Sent(version, Kind.DELTA, size, dense_size, len(seen), tuple(changed))
 

@@ -5,7 +5,7 @@ Trainer and engine make the next version by the same code, so that both have the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum, auto
 from functools import cached_property
@@ -15,9 +15,10 @@ import torch
 import xxhash
 
 from nrl_models.common.dtypes import dtype_name
+from nrl_models.engines.base import hashed
 from nrl_models.engines.transfer.deltas import patched
 from nrl_models.engines.transfer.segments import Segment
-from nrl_models.errors import EngineError, shown
+from nrl_models.errors import EngineError, itemised, shown
 
 PROTOCOL = 1
 """Of the messages between trainer and engine; another one is refused."""
@@ -157,11 +158,7 @@ def made_of(update: Update, last: Weights | None) -> tuple[Weights, frozenset[st
 
 def fast_digest(tensor: torch.Tensor) -> str:
     """The XXH3 (128 bits) of a tensor's dtype, shape and elements: finds what transport and software do to weights."""
-    value = tensor.detach().cpu().contiguous()
-    digest = xxhash.xxh3_128(f"{dtype_name(value.dtype)} {tuple(value.shape)} ".encode())
-    if value.numel():
-        digest.update(value.reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
+    return hashed(tensor, xxhash.xxh3_128())
 
 
 def digest_of(digests: Mapping[str, str]) -> str:
@@ -184,14 +181,8 @@ def _require_same_tensors(made: Weights, last: Weights) -> None:
     if problems:
         raise EngineError(
             f"version {made.version!r} has other tensors than version {last.version!r}, which the engine keeps:",
-            *_some(problems),
+            *itemised(problems),
         )
-
-
-def _some(problems: list[str]) -> Iterable[str]:
-    yield from (f"  - {problem}" for problem in problems[:20])
-    if len(problems) > 20:
-        yield f"  - and {len(problems) - 20} more"
 
 
 def _spec(spec: tuple[torch.dtype, tuple[int, ...]]) -> str:

@@ -29,7 +29,7 @@ from nrl_models.engines.transfer.reload import WeightReload
 from nrl_models.engines.transfer.sender import ABANDON, BUCKET_BYTES, Sender, Sent, consumed
 from nrl_models.engines.transfer.updates import PROTOCOL, Update
 from nrl_models.engines.transfer.vllm_plugin import NAME
-from nrl_models.errors import EngineError, MixedWeightsError, one_line
+from nrl_models.errors import EngineError, MixedWeightsError, listed, one_line
 
 
 class AdapterSource(WeightSource):
@@ -166,8 +166,7 @@ class SharedMemoryEngine(WeightTransferEngine[SharedMemoryInit, SharedMemoryUpda
             return
         self._halves = left.halves
         if missing := [*left.parameters, *left.buffers]:
-            more = f", and {len(missing) - 4} more" if len(missing) > 4 else ""
-            raise MixedWeightsError(f"{len(missing)} tensors were left unwritten: {', '.join(missing[:4])}{more}")
+            raise MixedWeightsError(f"{len(missing)} tensors were left unwritten: {listed(missing)}")
 
     def _refuse(self, said: str | None) -> None:
         """Have the model raise wherever vLLM computes with it; with None, no more."""

@@ -202,9 +202,9 @@ def test_a_long_list_is_cut_and_counted() -> None:
         why_unexpected=lambda key: None,
     )
     (problem,) = found.problems
-    assert problem.subject.endswith("e7 and 2 more")
+    assert problem.subject.endswith("e7, and 2 more")
     assert "e10, e11" in problem.detail
-    assert problem.detail.endswith("e17 and 2 more is not there")
+    assert problem.detail.endswith("e17, and 2 more is not there")
 
 
 def test_what_is_empty_is_not_filled_twice() -> None:
