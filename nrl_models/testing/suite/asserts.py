@@ -69,8 +69,11 @@ MATMULS = ("addmm", "baddbmm", "bmm", "linear", "mm")
 
 
 def count_matmuls(layer: nn.Module, call: Call) -> int:
-    """How many matrix products one forward of `layer` runs in training."""
-    args, kwargs = copy.deepcopy((call.args, call.kwargs))
+    """How many matrix products one forward of `layer` runs in training.
+
+    A copy runs it: some layers keep a state of their last forward, and one with gradients cannot be copied.
+    """
+    layer, args, kwargs = copy.deepcopy((layer, call.args, call.kwargs))
     with torch.enable_grad(), _OperatorCounter() as counter:
         layer(*args, **kwargs)
     return sum(counter.counts[name] for name in MATMULS)
