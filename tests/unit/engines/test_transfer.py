@@ -346,6 +346,32 @@ def test_an_update_that_takes_effect_in_part_is_refused_until_a_whole_one(llama:
     assert not differ(workers.model.state_dict(), trainer.state_dict())
 
 
+def test_a_delta_against_the_last_whole_version_mends_a_mixed_engine(
+    llama: PreTrainedModel,
+) -> None:
+    trainer = copy.deepcopy(llama)
+    workers, sender = served(trainer)
+    sender.send(exported(trainer))
+    first, certain = copy.deepcopy(trainer), copy.copy(sender)
+    train(trainer, 0.01, torch.Generator().manual_seed(0))
+
+    def spoil(name: str) -> None:
+        if len(workers.loaded) == 5:
+            raise RuntimeError("the fifth")
+
+    workers.spoils = spoil
+    with pytest.raises(MixedWeightsError):
+        sender.send(exported(trainer))
+    written = set(workers.loaded)
+    workers.spoils = lambda name: None
+    train(first, 0.01, torch.Generator().manual_seed(1), only="layers.1.mlp")
+    sent = certain.send(exported(first))  # of the five that were written, none changed since the first version
+    assert sent.kind is Kind.DELTA
+    assert not written & set(sent.changed)
+    assert workers.refused is None
+    assert not differ(workers.model.state_dict(), first.state_dict())
+
+
 def test_a_delta_against_another_version_is_refused(llama: PreTrainedModel) -> None:
     trainer = copy.deepcopy(llama)
     workers, sender = served(trainer)
