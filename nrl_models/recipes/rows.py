@@ -17,6 +17,7 @@ from string import Template
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from nrl_models.common.checkpoint.json_reading import parse_object, read_bytes
 from nrl_models.errors import NRLModelsError, Problem, ProblemKind, RecipeError
@@ -172,8 +173,8 @@ def padded_rows(
 
     `(sequences, length)` each; int64, bool and bool.
     """
-    longest = max(len(ids) for ids, _ in sequences)
-    ids = torch.tensor([[*row, *[pad] * (longest - len(row))] for row, _ in sequences], device=device)
-    there = torch.tensor([[True] * len(row) + [False] * (longest - len(row)) for row, _ in sequences], device=device)
-    answers = torch.tensor([[*row, *[False] * (longest - len(row))] for _, row in sequences], device=device)
-    return ids, there, answers
+    rows = [torch.tensor(row) for row, _ in sequences]
+    ids = pad_sequence(rows, batch_first=True, padding_value=pad)
+    there = pad_sequence([torch.ones(len(row), dtype=torch.bool) for row in rows], batch_first=True)
+    answers = pad_sequence([torch.tensor(row) for _, row in sequences], batch_first=True)
+    return ids.to(device), there.to(device), answers.to(device)
