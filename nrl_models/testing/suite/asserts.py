@@ -71,9 +71,9 @@ MATMULS = ("addmm", "baddbmm", "bmm", "linear", "mm")
 def count_matmuls(layer: nn.Module, call: Call) -> int:
     """How many matrix products one forward of `layer` runs in training.
 
-    A copy runs it: some layers keep a state of their last forward, and one with gradients cannot be copied.
+    The layer itself runs, not a copy: in a copy, groups that were separated may be joined again.
     """
-    layer, args, kwargs = copy.deepcopy((layer, call.args, call.kwargs))
+    args, kwargs = copy.deepcopy((call.args, call.kwargs))
     with torch.enable_grad(), _OperatorCounter() as counter:
         layer(*args, **kwargs)
     return sum(counter.counts[name] for name in MATMULS)
