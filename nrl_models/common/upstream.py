@@ -14,6 +14,7 @@ If a new version changes one of them, `make test TRANSFORMERS=X` fails in the te
 | `modeling_gguf_pytorch_utils` | GGUF's names of tensors and configuration values | `test_gguf` |
 | `_get_dtype_plan` | parameters that stay in fp32 | `test_dtypes` of the generated suite |
 | `_get_device_map`, `accelerate_dispatch`, ... | `device_map` | `tests/unit/loading` |
+| `_gradient_checkpointing_func` | packed documents under activation checkpointing | `tests/unit/forward` |
 | `_CAN_RECORD_REGISTRY` | `output_hidden_states` of a rewritten class | `test_model` of the generated suite |
 """
 
@@ -47,6 +48,7 @@ from transformers.modeling_utils import (
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 __all__ = [
+    "CHECKPOINT_FUNCTIONS",
     "Chunk",
     "PrefixChange",
     "Renaming",
@@ -173,6 +175,10 @@ def mark_initialised(what: nn.Module | torch.Tensor, initialised: bool = True) -
 def is_initialised(what: nn.Module | torch.Tensor) -> bool:
     """Whether transformers' initialisation leaves a module or tensor alone."""
     return bool(getattr(what, "_is_hf_initialized", False))
+
+
+CHECKPOINT_FUNCTIONS = ("_gradient_checkpointing_func", "checkpoint_fn")
+"""Where modules hold the function that checkpoints them: transformers' layers, and torch's `CheckpointWrapper`."""
 
 
 def record_as(model_class: type[nn.Module], module: PreTrainedModel) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from nrl_models.common.forward.documents import Documents, carry_documents, running, starts_of
 from nrl_models.common.switches import is_off
 
 Forward = Callable[..., Any]
@@ -58,7 +59,10 @@ def keep_documents_apart(forward: Forward) -> Forward:
                 "position_ids start again inside a row: give each document a row of its own, and pad."
             )
         _check_padding(mask, positions)
-        return forward(self, **(given | {"attention_mask": None} | without_cache))
+        if torch.is_grad_enabled():
+            carry_documents(self)
+        with running(Documents.from_positions(positions, mask)):
+            return forward(self, **(given | {"attention_mask": None} | without_cache))
 
     with_documents_apart.keeps_documents_apart = True  # type: ignore[attr-defined]
     return with_documents_apart
@@ -73,21 +77,15 @@ def _is_2d(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.ndim == 2
 
 
-def _starts(positions: torch.Tensor) -> torch.Tensor:
-    """Where a position does not follow the one before it."""
-    follows = positions[:, 1:] == positions[:, :-1] + 1
-    return torch.nn.functional.pad(~follows, (1, 0), value=True)
-
-
 def _start_again(mask: torch.Tensor, positions: torch.Tensor) -> bool:
     """Whether some row has tokens of two documents: a start between its first token and its last."""
     token = mask.bool()
     inside = token & (token.cumsum(-1) > 1)
-    return bool((_starts(positions) & inside).any())
+    return bool((starts_of(positions) & inside).any())
 
 
 def _check_padding(mask: torch.Tensor, positions: torch.Tensor) -> None:
-    document = _starts(positions).cumsum(-1)
+    document = starts_of(positions).cumsum(-1)
     token = mask.bool()
     place = torch.arange(1, mask.shape[1] + 1, device=mask.device)
     last_token = torch.zeros_like(document).scatter_reduce(1, document - 1, place * token, "amax")

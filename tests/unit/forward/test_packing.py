@@ -16,7 +16,7 @@ from nrl_models.common.forward.packing import keep_documents_apart
 PACKED = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 0, 1, 2, 3, 4]])
 
 
-class Spy:
+class Spy(torch.nn.Module):
     """A model that only shows which mask reaches it."""
 
     @keep_documents_apart

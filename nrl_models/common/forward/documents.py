@@ -1,0 +1,154 @@
+"""The documents of a batch, and which of them run: for layers that must keep them apart.
+
+A model's forward that got a packed batch runs `with running(documents)`; what runs inside asks `documents_running()`.
+Activation checkpointing runs layers again in the backward pass, when that forward is over, maybe in another thread.
+So a checkpoint function is made to carry the documents along with the layer (`carry_documents`), and what runs again
+without them, because something else checkpoints, is an error and not a wrong gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from nrl_models.common.upstream import CHECKPOINT_FUNCTIONS
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Documents:
+    """Where the documents of a batch begin and end: `(batch, length)` tokens, each of them in one document.
+
+    Attributes:
+        lengths: of the documents, by row; those of a row add up to its length. Padding counts as documents of its own.
+        index: `(batch, length)` int32, the number of each token's document in its row, from zero; `seq_idx` of kernels.
+        cu_seqlens: `(documents + 1,)` int32, where each document begins if the rows lie one after the other, and the
+            end of the last.
+    """
+
+    lengths: tuple[tuple[int, ...], ...]
+    index: torch.Tensor
+    cu_seqlens: torch.Tensor
+
+    @classmethod
+    def from_positions(cls, position_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> Documents:
+        """The documents that positions and a mask tell apart.
+
+        Args:
+            position_ids: `(batch, length)`; a document starts where one does not follow the one before it.
+            attention_mask: `(batch, length)`, False or 0 for padding. Neighbouring padding is one document, whatever
+                its positions.
+        """
+        starts = starts_of(position_ids)
+        if attention_mask is not None:
+            token = attention_mask.bool()
+            changes = nn.functional.pad(token[:, 1:] != token[:, :-1], (1, 0), value=True)
+            starts = (starts & token) | changes
+        flat = starts.flatten().nonzero().flatten()
+        ends = nn.functional.pad(flat, (0, 1), value=starts.numel())
+        lengths = iter(ends.diff().tolist())
+        counts = starts.sum(-1).tolist()
+        return cls(
+            tuple(tuple(next(lengths) for _ in range(count)) for count in counts),
+            (starts.cumsum(-1) - 1).int(),
+            ends.int(),
+        )
+
+    @property
+    def shape(self) -> torch.Size:
+        """`(batch, length)`."""
+        return self.index.shape
+
+    @property
+    def longest(self) -> int:
+        """The number of tokens of the longest document."""
+        return max(map(max, self.lengths))
+
+    def split(self, tensor: torch.Tensor, dim: int = 1) -> list[torch.Tensor]:
+        """Each document's part of a tensor, as views, row after row.
+
+        Args:
+            tensor: the first dimension is the batch.
+            dim: the dimension of tokens.
+        """
+        rows = zip(tensor.split(1), self.lengths, strict=True)
+        return [part for row, lengths in rows for part in row.split(list(lengths), dim)]
+
+    def join(self, parts: Sequence[torch.Tensor], dim: int = 1) -> torch.Tensor:
+        """What was made of each part that `split` returned, in one tensor again."""
+        rows, place = [], 0
+        for lengths in self.lengths:
+            rows.append(torch.cat(list(parts[place : place + len(lengths)]), dim))
+            place += len(lengths)
+        return rows[0] if len(rows) == 1 else torch.cat(rows)
+
+
+def starts_of(position_ids: torch.Tensor) -> torch.Tensor:
+    """Where a position does not follow the one before it: `(batch, length)` bool."""
+    follows = position_ids[:, 1:] == position_ids[:, :-1] + 1
+    return nn.functional.pad(~follows, (1, 0), value=True)
+
+
+class _Unknown:
+    """Nobody has said which documents run: none, in a forward pass."""
+
+
+_UNKNOWN = _Unknown()
+_running: ContextVar[Documents | _Unknown | None] = ContextVar("documents running", default=_UNKNOWN)
+_trained = False
+"""Whether any packed batch ran with gradients: its layers may run again in a backward pass."""
+
+
+def documents_running() -> Documents | None:
+    """The documents of the batch whose forward runs in this thread, or runs again; None if it is not packed.
+
+    Raises:
+        RuntimeError: a layer runs again in a backward pass, under a checkpoint that does not carry the documents, after
+            a packed batch ran with gradients. Whether it was this one cannot be told.
+    """
+    found = _running.get()
+    if not isinstance(found, _Unknown):
+        return found
+    if _trained and torch._C._current_graph_task_id() != -1:
+        raise RuntimeError(
+            "a layer runs again in the backward pass, and which documents it has to keep apart is not known: packed "
+            "batches were trained, and what recomputes this layer is neither transformers' activation checkpointing "
+            "nor torch's checkpoint_wrapper. Use model.gradient_checkpointing_enable(), or pack no documents."
+        )
+    return None
+
+
+@contextmanager
+def running(documents: Documents | None) -> Iterator[None]:
+    """While open, `documents_running()` returns `documents`, in this thread."""
+    global _trained
+    _trained = _trained or (documents is not None and torch.is_grad_enabled())
+    before = _running.set(documents)
+    try:
+        yield
+    finally:
+        _running.reset(before)
+
+
+def carry_documents(model: nn.Module) -> None:
+    """Have the checkpoint functions that `model`'s modules hold carry the documents to where layers run again."""
+    for module in model.modules():
+        for name in CHECKPOINT_FUNCTIONS:
+            checkpoint = module.__dict__.get(name)
+            if checkpoint is not None and getattr(checkpoint, "func", None) is not _checkpointed:
+                module.__dict__[name] = partial(_checkpointed, checkpoint)
+
+
+def _checkpointed(checkpoint: Callable[..., Any], layer: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return checkpoint(partial(_run_with, documents_running(), layer), *args, **kwargs)
+
+
+def _run_with(documents: Documents | None, layer: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with running(documents):
+        return layer(*args, **kwargs)

@@ -1,0 +1,157 @@
+"""Which documents run, and that layers which run again in a backward pass are told the same."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper, checkpoint_wrapper
+from torch.utils.checkpoint import checkpoint
+
+from nrl_models.common.forward import documents as module
+from nrl_models.common.forward.documents import Documents, documents_running
+from nrl_models.common.forward.packing import keep_documents_apart
+
+TWO_ROWS = torch.tensor([[0, 1, 2, 0, 1, 0], [0, 0, 1, 2, 3, 4]])
+ONE_DOCUMENT = torch.arange(6).expand(2, 6)
+
+
+class Layer(nn.Module):
+    """Scales by the number of the document, and remembers what it was told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+        self.told: list[Documents | None] = []
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        documents = documents_running()
+        self.told.append(documents)
+        scale = 1 if documents is None else documents.index.float() + 2
+        return hidden * self.weight * self.weight * scale
+
+
+class Model(nn.Module):
+    """A layer under the checkpoint function it holds, as transformers' layers are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer: nn.Module = Layer()
+
+    @keep_documents_apart
+    def forward(self, hidden, attention_mask=None, position_ids=None, past_key_values=None):
+        function = getattr(self.layer, "_gradient_checkpointing_func", None)
+        return self.layer(hidden) if function is None else function(self.layer, hidden)
+
+
+def checkpointed(how: str) -> Model:
+    model = Model()
+    if how == "wrapper":
+        model.layer = checkpoint_wrapper(model.layer)
+    elif how != "none":
+        model.layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=how == "reentrant")
+    return model
+
+
+def told(model: Model) -> list[Documents | None]:
+    layer = model.layer
+    return (layer._checkpoint_wrapped_module if isinstance(layer, CheckpointWrapper) else layer).told
+
+
+def documents(positions: list, mask: list | None = None) -> Documents:
+    return Documents.from_positions(torch.tensor(positions), None if mask is None else torch.tensor(mask))
+
+
+@pytest.mark.parametrize(
+    ("positions", "mask", "lengths"),
+    [
+        ([[0, 1, 2, 3]], None, ((4,),)),
+        ([[0, 1, 0, 1]], None, ((2, 2),)),
+        ([[0, 1, 0, 0]], None, ((2, 1, 1),)),
+        ([[0, 1, 0, 0, 0]], [[1, 1, 1, 0, 0]], ((2, 1, 2),)),  # neighbouring padding is one document
+        ([[0, 1, 2, 3, 4]], [[1, 1, 1, 0, 0]], ((3, 2),)),
+        ([[0, 0, 0, 1, 0]], [[0, 0, 1, 1, 1]], ((2, 2, 1),)),
+        ([[0, 0, 0, 1, 0]], [[0, 1, 1, 1, 1]], ((1, 1, 2, 1),)),
+        ([[0, 1, 0], [0, 1, 2]], None, ((2, 1), (3,))),
+    ],
+    ids=str,
+)
+def test_documents_begin_where_positions_or_padding_do(positions: list, mask: list | None, lengths: tuple) -> None:
+    found = documents(positions, mask)
+    assert found.lengths == lengths
+    flat = [length for row in lengths for length in row]
+    assert found.cu_seqlens.tolist() == [sum(flat[:count]) for count in range(len(flat) + 1)]
+    assert found.cu_seqlens.dtype == found.index.dtype == torch.int32
+    assert found.index.tolist() == [[number for number, size in enumerate(row) for _ in range(size)] for row in lengths]
+    assert found.longest == max(flat)
+
+
+@pytest.mark.parametrize("dim", [1, 2])
+def test_a_split_tensor_joins_again(dim: int) -> None:
+    found = Documents.from_positions(TWO_ROWS)
+    tensor = torch.randn(2, *[6 if place == dim else 3 for place in (1, 2)])
+    parts = found.split(tensor, dim)
+    assert [part.shape[dim] for part in parts] == [3, 2, 1, 1, 5]
+    assert parts[0].data_ptr() == tensor.data_ptr()
+    assert torch.equal(found.join(parts, dim), tensor)
+
+
+def test_outside_a_packed_batch_there_are_none() -> None:
+    model = checkpointed("none")
+    model(torch.ones(2, 6), position_ids=ONE_DOCUMENT)
+    assert told(model) == [None]
+    assert documents_running() is None
+
+
+@pytest.mark.parametrize("how", ["none", "reentrant", "plain", "wrapper"])
+@pytest.mark.parametrize("in_thread", [False, True])
+def test_layers_that_run_again_are_told_the_same(how: str, in_thread: bool) -> None:
+    # Two batches before one backward pass: as gradient accumulation, or a policy and its reference, have it.
+    model = checkpointed(how)
+    hidden = torch.arange(1.0, 13).view(2, 6).requires_grad_()
+    losses = [model(hidden, position_ids=positions).sum() for positions in (TWO_ROWS, ONE_DOCUMENT)]
+    packed, other = told(model)
+    assert packed is not None
+    assert packed.lengths == ((3, 2, 1), (1, 5))
+    assert other is None
+    if in_thread:
+        thread = threading.Thread(target=sum(losses).backward)
+        thread.start()
+        thread.join()
+    else:
+        sum(losses).backward()
+    again = told(model)[2:]
+    assert sorted(map(id, again)) == ([] if how == "none" else sorted((id(packed), id(None))))
+    assert torch.equal(hidden.grad, packed.index + 3.0)
+
+
+def test_a_model_with_a_checkpoint_that_carries_is_copied_as_it_is() -> None:
+    model = checkpointed("plain")
+    for _ in range(2):
+        model(torch.ones(2, 6, requires_grad=True), position_ids=TWO_ROWS)
+    function = model.layer._gradient_checkpointing_func
+    assert function.args[0].func is checkpoint  # carried once, however often it ran
+    told(model).clear()
+    copied = pickle.loads(pickle.dumps(model))
+    hidden = torch.ones(2, 6, requires_grad=True)
+    copied(hidden, position_ids=TWO_ROWS).sum().backward()
+    assert hidden.grad.unique().tolist() == [2, 3, 4]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_another_checkpoint_is_an_error_and_not_a_wrong_gradient(
+    reentrant: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_trained", False)
+    model = checkpointed("none")
+    plain = model.layer.forward
+    model.layer.forward = lambda hidden: checkpoint(plain, hidden, use_reentrant=reentrant)
+    hidden = torch.ones(2, 6, requires_grad=True)
+    model(hidden, position_ids=ONE_DOCUMENT).sum().backward()  # nothing packed so far
+    loss = model(hidden, position_ids=TWO_ROWS).sum()
+    with pytest.raises(RuntimeError, match="which documents it has to keep apart is not known"):
+        loss.backward()
