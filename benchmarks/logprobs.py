@@ -1,9 +1,10 @@
 """Log-probabilities of 4,096 tokens over a vocabulary of 128,256, from hidden states: memory and time of one pass.
 
-`full logits` is a log-softmax over all logits in fp32, as one writes it; `transformers` its loss; `TRL` its
+`full logits` is a log-softmax over all logits in fp32, as one writes it, and again: how far two equal ways differ;
+`nrl_models, loss` knows the loss beforehand (`token_logprobs(..., loss=...)`); `transformers` is its loss; `TRL` its
 `selective_log_softmax`, if it is installed. Extra memory is the peak above what was there before, gradients included.
 Ratios are against full logits; those of time are medians over runs in turn. Limits: a tenth of the memory, 1.05 times
-the time of a forward, 1.3 times that of a forward and a backward.
+the time of a forward, and of a forward and a backward where the loss is known; else 1.3 times.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from torch import nn
 from benchmarks.reporting import Row, arguments, publish
 from nrl_models.logprobs.chunked import chunked_statistics
 from nrl_models.logprobs.head import OutputHead
+from nrl_models.logprobs.logit_buffers import TokenStatistics
 from nrl_models.logprobs.sampling import Sampling
+from nrl_models.logprobs.whole_rows import Derivatives, LossAhead
 
 TOKENS, VOCABULARY, HIDDEN = 4096, 128_256, 512
 
@@ -41,7 +44,7 @@ def main() -> None:
     found: dict[tuple[str, bool], tuple[float, list[float]]] = {}
     for backward in (False, True):
         for _ in range(options.runs):
-            for name, way in ways().items():
+            for name, way in ways(backward).items():
                 peak, seconds = measure(way, hidden, head, tokens, backward)
                 before = found.get((name, backward), (0.0, []))
                 found[name, backward] = max(before[0], peak), [*before[1], seconds]
@@ -61,9 +64,12 @@ def main() -> None:
     publish("logprobs", f"Log-probabilities on {device.type}", rows, options.out, notes)
 
 
-def ways() -> dict[str, Way]:
+def ways(backward: bool) -> dict[str, Way]:
     """Ways to the same numbers; a loss is their mean, negated."""
-    found: dict[str, Way] = {"full logits": full_logits, "nrl_models": ours, "transformers": of_transformers}
+    found: dict[str, Way] = {"full logits": full_logits, "full logits again": full_logits, "nrl_models": ours}
+    if backward:
+        found["nrl_models, loss"] = ours_with_loss
+    found["transformers"] = of_transformers
     if find_spec("trl"):
         found["TRL"] = of_trl
     return found
@@ -77,6 +83,17 @@ def full_logits(hidden: torch.Tensor, head: nn.Linear, tokens: torch.Tensor) -> 
 def ours(hidden: torch.Tensor, head: nn.Linear, tokens: torch.Tensor) -> torch.Tensor:
     """What `token_logprobs` does behind the model's last layer."""
     return chunked_statistics(hidden, OutputHead(head), tokens, Sampling()).logprobs
+
+
+def ours_with_loss(hidden: torch.Tensor, head: nn.Linear, tokens: torch.Tensor) -> torch.Tensor:
+    """The same with the loss, whose derivatives autograd finds for each pass, as `token_logprobs` has it."""
+
+    def derivatives(found: TokenStatistics) -> Derivatives:
+        with torch.enable_grad():
+            leaf = found.logprobs.detach().clone().requires_grad_()
+            return (*torch.autograd.grad(-leaf.mean(), leaf), None, None)
+
+    return chunked_statistics(hidden, OutputHead(head), tokens, Sampling(), ahead=LossAhead(derivatives)).logprobs
 
 
 def of_transformers(hidden: torch.Tensor, head: nn.Linear, tokens: torch.Tensor) -> torch.Tensor:

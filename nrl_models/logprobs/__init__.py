@@ -11,10 +11,11 @@ from nrl_models.logprobs.metrics import (
     token_mult_prob_error,
 )
 from nrl_models.logprobs.sampling import Sampling
-from nrl_models.logprobs.tokens import TokenLogprobs, token_logprobs
+from nrl_models.logprobs.tokens import LossTerms, TokenLogprobs, token_logprobs
 
 __all__ = [
     "ConsistencyMetrics",
+    "LossTerms",
     "Sampling",
     "TokenLogprobs",
     "consistency_metrics",

@@ -1,64 +1,50 @@
 """Log-probabilities from hidden states without full logits, forward and backward.
 
 The forward reduces each row of logits to a few numbers. These are enough to compute any tile of the logits' gradient by
-itself, so the backward iterates over the vocabulary in tiles: the gradient of a tile's weights is then a single product
-over all tokens, summed in the widest precision and rounded once. The forward does the same where only log-probabilities
-are asked for, since a product of many tokens with few weights reads each weight once; what needs whole rows of logits
-(truncation, entropy, a reference) processes a chunk of tokens at a time. The logits are computed twice, because they
-are not kept, except where the output embedding is frozen: then the forward also computes the gradient of the hidden
-states.
+itself, so the backward iterates over the vocabulary in tiles (`nrl_models.logprobs.tiles`). The forward does the same
+where only log-probabilities are asked for, since a product of many tokens with few weights reads each weight once; what
+needs whole rows of logits (truncation, entropy, a reference) processes some tokens at a time
+(`nrl_models.logprobs.whole_rows`). The logits are computed twice, because they are not kept, except
+
+- where the output embedding is frozen: the forward also computes the gradient of the hidden states;
+- where the loss is known beforehand: the forward computes all gradients of it. The backward looks whether the gradient
+  that arrives is that of this loss, times a number, and otherwise computes the logits anew.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
 
 from nrl_models.logprobs.head import OutputHead
-from nrl_models.logprobs.sampling import Sampling, processed, smallest_kept
-
-CHUNK_ELEMENTS = 2**25
-"""Logits held at a time, in forward and backward: 128 MiB in fp32."""
-
-BLOCK = 4096
-"""Tokens in a tile of logits that does not span the vocabulary."""
-
-_FLOOR = -1e30
-"""Stands for -inf where it would be multiplied by a probability of zero."""
-
-
-class TokenStatistics(NamedTuple):
-    """The statistics of each row of logits: `(tokens,)` each, fp32 or wider.
-
-    Attributes:
-        logprobs: of the given tokens; -inf for a token that cannot be sampled.
-        entropy: of the distribution they are sampled from, in nats.
-        kl: its Kullback-Leibler divergence from the reference's distribution, in nats; zero without a reference.
-    """
-
-    logprobs: torch.Tensor
-    entropy: torch.Tensor
-    kl: torch.Tensor
-
-
-class Reference(NamedTuple):
-    """Another model's hidden states `(tokens, hidden)` for the same tokens, and its head."""
-
-    hidden: torch.Tensor
-    head: OutputHead
-
-    def logits(self, temperature: float, elements: int) -> _Logits:
-        """Computes its logits, at most `elements` at a time."""
-        assert self.head.weight is not None
-        return _Logits(self.head, self.head.weight, self.head.bias, temperature, elements)
+from nrl_models.logprobs.logit_buffers import CHUNK_ELEMENTS, FLOOR, Logits, Reference, TokenStatistics, slices
+from nrl_models.logprobs.sampling import Sampling, processed
+from nrl_models.logprobs.tiles import RowSums, gradients_by_tiles, reduce_by_tiles
+from nrl_models.logprobs.whole_rows import (
+    Derivatives,
+    HeadGradients,
+    LossAhead,
+    gradients_of_each,
+    logit_gradient,
+    reduce_rows,
+)
 
 
 def chunk_length(vocabulary: int) -> int:
     """The number of tokens whose logits are held at a time."""
     return max(16, CHUNK_ELEMENTS // vocabulary)
+
+
+def loss_chunk_length(vocabulary: int, hidden: int) -> int:
+    """The same where a loss takes its gradient at once.
+
+    Each pass then also reads and writes the gradient of all weights. With half as many tokens as a hidden state has
+    numbers this is little beside the products, and the logits take at most half of that gradient's memory.
+    """
+    return max(chunk_length(vocabulary), hidden // 2)
 
 
 def chunked_statistics(
@@ -70,6 +56,7 @@ def chunked_statistics(
     entropy: bool = False,
     reference: Reference | None = None,
     chunk_size: int | None = None,
+    ahead: LossAhead | None = None,
 ) -> TokenStatistics:
     """Log-probability of each token, and entropy and divergence if asked for.
 
@@ -81,6 +68,9 @@ def chunked_statistics(
         entropy: whether to compute the entropy; it is zero otherwise.
         reference: what to compute the divergence from. Its logits are divided by the temperature, but not truncated.
         chunk_size: tokens at a time; by default as many as fit `CHUNK_ELEMENTS`.
+        ahead: a loss of these statistics, whose gradient is taken at once. It saves time where the gradient that
+            arrives in the backward is this loss's, and changes nothing otherwise. An output embedding that is no plain
+            linear, and fp16, whose range needs the factor that only the backward knows, do without.
 
     Raises:
         ValueError: a token outside the vocabulary of the head.
@@ -92,9 +82,13 @@ def chunked_statistics(
     if torch.is_autocast_enabled(hidden.device.type):
         dtype = torch.get_autocast_dtype(hidden.device.type)
         hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-    size = chunk_size or chunk_length(weight.shape[0])
+    size = chunk_size or chunk_length(len(weight))
+    passes = None
+    if ahead is not None and torch.is_grad_enabled() and weight.dtype != torch.float16 and len(hidden):
+        passes = ahead.passes(len(hidden), chunk_size or loss_chunk_length(*weight.shape))
+    derivatives = None if ahead is None or passes is None else ahead.derivatives
     logprobs, entropies, kl = _Chunked.apply(
-        hidden, weight, bias, tokens, head, sampling.processing, entropy, reference, size
+        hidden, weight, bias, tokens, head, sampling.processing, entropy, reference, size, passes, derivatives
     )
     return TokenStatistics(logprobs, entropies, kl)
 
@@ -110,11 +104,11 @@ def statistics_of(
     sampling = sampling.processing
     logs = processed(logits, sampling).log_softmax(-1)
     chosen = logs.gather(-1, tokens[:, None])[:, 0]
-    kept = logs.clamp(min=_FLOOR)  # so that nothing is infinite times zero
+    kept = logs.clamp(min=FLOOR)  # so that nothing is infinite times zero
     entropy = -(logs.exp() * kept).sum(-1)
     kl = torch.zeros_like(entropy)
     if reference_logits is not None:
-        theirs = (reference_logits.to(wide) / sampling.temperature).log_softmax(-1).clamp(min=_FLOOR)
+        theirs = (reference_logits.to(wide) / sampling.temperature).log_softmax(-1).clamp(min=FLOOR)
         kl = (logs.exp() * (kept - theirs)).sum(-1)
     return TokenStatistics(chosen, entropy, kl)
 
@@ -146,46 +140,9 @@ def _by_checkpointing(
     size = chunk_size or chunk_length(getattr(head.module, "out_features", 2**17))
     chunks = [
         torch.utils.checkpoint.checkpoint(of_chunk, hidden[rows], rows, use_reentrant=False)
-        for rows in _slices(len(hidden), size)
+        for rows in slices(len(hidden), size)
     ]
     return TokenStatistics(*(torch.cat(columns) for columns in zip(*chunks, strict=True)))
-
-
-def _slices(length: int, size: int) -> Iterator[slice]:
-    for start in range(0, length, size):
-        yield slice(start, min(start + size, length))
-
-
-class _Logits:
-    """Processed logits of some tokens and some rows of the weight, in a buffer that is reused."""
-
-    def __init__(
-        self, head: OutputHead, weight: torch.Tensor, bias: torch.Tensor | None, temperature: float, elements: int
-    ) -> None:
-        self.head, self.weight, self.bias, self.temperature = head, weight, bias, temperature
-        self.wide = torch.promote_types(weight.dtype, torch.float32)
-        self.buffer = weight.new_empty(elements)
-        self.wide_buffer = self.buffer if self.wide == weight.dtype else weight.new_empty(elements, dtype=self.wide)
-
-    def __call__(self, hidden: torch.Tensor, rows: slice = slice(None)) -> torch.Tensor:
-        """`(tokens, vocabulary in rows)`, fp32 or wider; valid until the next call."""
-        weight = self.weight[rows]
-        shape = (len(hidden), len(weight))
-        logits = self.buffer[: shape[0] * shape[1]].view(shape)
-        if self.bias is None:
-            torch.mm(hidden, weight.t(), out=logits)
-        else:
-            torch.addmm(self.bias[rows], hidden, weight.t(), out=logits)
-        self.head.finish_(logits)
-        if self.wide_buffer is not self.buffer:
-            logits = self.wide_buffer[: logits.numel()].view(shape).copy_(logits)
-        return logits if self.temperature == 1.0 else logits.div_(self.temperature)
-
-    def slope(self, logits: torch.Tensor) -> torch.Tensor | float:
-        """The derivative of processed logits by the output embedding's result."""
-        if self.head.cap is None:
-            return self.head.scale / self.temperature
-        return self.head.slope(logits * self.temperature) / self.temperature
 
 
 class _Chunked(torch.autograd.Function):
@@ -203,198 +160,94 @@ class _Chunked(torch.autograd.Function):
         entropy: bool,
         reference: Reference | None,
         chunk_size: int,
+        passes: list[slice] | None,
+        derivatives_of: Callable[[TokenStatistics], Derivatives] | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         count, vocabulary = len(hidden), len(weight)
         wide = torch.promote_types(weight.dtype, torch.float32)
-        chunk_size = min(chunk_size, max(count, 1))
-        logits_of = _Logits(head, weight, bias, sampling.temperature, chunk_size * vocabulary)
-        reference_of: Any = reference and reference.logits(sampling.temperature, chunk_size * vocabulary)
-        chosen, log_sum, entropies, kl, bound, reference_sum = hidden.new_zeros((6, count), dtype=wide)
-        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        frozen = needs_hidden and not (needs_weight or needs_bias)
-        pulls: Any = (
-            hidden.new_zeros((1 + entropy + (reference is not None), *hidden.shape), dtype=wide) if frozen else None
-        )
-        work: Any = hidden.new_empty(chunk_size * vocabulary, dtype=wide) if frozen else None
-        weighed = entropy or reference is not None
-        by_tiles = not (frozen or weighed or sampling.truncates)
-        if by_tiles:
-            _reduce_by_tiles(logits_of, hidden, tokens, chosen, log_sum, chunk_size * vocabulary)
+        needs: tuple[bool, bool, bool] = ctx.needs_input_grad[:3]
+        if not any(needs):
+            passes = derivatives_of = None
+        frozen = needs == (True, False, False) and passes is None
+        passes = passes or list(slices(count, chunk_size))
+        elements = vocabulary * max((rows.stop - rows.start for rows in passes), default=1)
+        logits_of = Logits(head, weight, bias, sampling.temperature, elements)
+        reference_of = None if reference is None else reference.logits(sampling.temperature, elements)
+        chosen = hidden.new_zeros(count, dtype=wide)
+        sums = RowSums(*hidden.new_zeros((5, count), dtype=wide))
+        pulls: Any = None
+        if frozen:
+            pulls = hidden.new_zeros((1 + entropy + (reference is not None), *hidden.shape), dtype=wide)
+            work = hidden.new_empty(elements, dtype=wide)
+        taken = None if derivatives_of is None else HeadGradients(hidden, weight, bias, needs, elements)
+        derivatives = hidden.new_zeros((3, count), dtype=wide)
+        if not (frozen or taken or entropy or reference or sampling.truncates):
+            reduce_by_tiles(logits_of, hidden, tokens, chosen, sums.log_sum, elements)
+            passes = []
 
-        for rows in () if by_tiles else _slices(count, chunk_size):
-            logits = logits_of(hidden[rows])
-            picked = logits.gather(1, tokens[rows, None])[:, 0]
-            slope: Any = logits_of.slope(logits) if frozen else None
-            if sampling.truncates:
-                bound[rows] = smallest_kept(logits, sampling)[:, 0]
-                logits.masked_fill_(logits < bound[rows, None], float("-inf"))
-                picked = picked.masked_fill(picked < bound[rows], float("-inf"))
-            largest = logits.amax(1)
-            logits.sub_(largest[:, None])
-            shifted: Any = logits.clone().clamp_(min=_FLOOR) if weighed else None
-            total = logits.exp_().sum(1)
-            log_total = total.log()
-            log_sum[rows] = largest + log_total
-            chosen[rows] = picked - log_sum[rows]
-            mean: Any = None
-            if weighed:
-                mean = torch.linalg.vecdot(logits, shifted) / total
-                if entropy:
-                    entropies[rows] = log_total - mean
-            theirs: Any = None
-            if reference is not None:
-                theirs = reference_of(reference.hidden[rows])
-                reference_sum[rows] = theirs.logsumexp(1)
-                theirs.sub_(reference_sum[rows, None]).clamp_(min=_FLOOR)
-                kl[rows] = mean - log_total - torch.linalg.vecdot(logits, theirs) / total
+        for rows in passes:
+            found = reduce_rows(
+                rows, logits_of, reference_of, hidden, tokens, sampling, entropy, reference, chosen, sums,
+                with_slope=frozen or taken is not None,
+            )  # fmt: skip
             if frozen:
-                logits.div_(total[:, None])
-                logs = shifted.sub_(log_total[:, None]) if weighed else None
-                of_entropy = entropies[rows] if entropy else None
-                derivatives = _by_logits(logits, logs, theirs, tokens[rows], of_entropy, kl[rows], work)
-                for pull, gradient in zip(pulls[:, rows], derivatives, strict=True):
-                    if isinstance(slope, torch.Tensor) or slope != 1.0:
-                        gradient.mul_(slope)
+                of_entropy = sums.entropies[rows] if entropy else None
+                each = gradients_of_each(found, tokens[rows], of_entropy, sums.kl[rows], work)
+                for pull, gradient in zip(pulls[:, rows], each, strict=True):
                     pull.copy_(gradient.to(weight.dtype) @ weight)
+            if taken is not None and derivatives_of is not None:
+                by = derivatives_of(TokenStatistics(chosen, sums.entropies, sums.kl))
+                by_logprobs, by_entropy, by_kl = (None if given is None else given[rows] for given in by)
+                assert by_logprobs is not None
+                used = (_of_possible(by_logprobs, chosen[rows]), by_entropy, by_kl)
+                for target, given in zip(derivatives[:, rows], used, strict=True):
+                    if given is not None:
+                        target.copy_(given)
+                gradient = logit_gradient(found, tokens[rows], sums.entropies[rows], sums.kl[rows], used)
+                taken.add(rows, gradient, logits_of)
 
-        ctx.head, ctx.sampling, ctx.reference, ctx.entropy = head, sampling, reference, entropy
+        ctx.of_forward = {"head": head, "sampling": sampling, "entropy": entropy, "reference": reference}
         ctx.elements = chunk_size * vocabulary
-        ctx.save_for_backward(hidden, weight, bias, tokens, chosen, log_sum, entropies, kl, bound, reference_sum, pulls)
-        return chosen, entropies, kl
+        ctx.taken = None if taken is None else (derivatives, taken.rounded())
+        ctx.save_for_backward(hidden, weight, bias, tokens, chosen, pulls, *sums)
+        return chosen, sums.entropies, sums.kl
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, of_logprobs: torch.Tensor, of_entropy: torch.Tensor, of_kl: torch.Tensor) -> tuple[Any, ...]:
-        hidden, weight, bias, tokens, chosen, log_sum, entropies, kl, bound, reference_sum, pulls = ctx.saved_tensors
-        # A token that cannot be sampled has log-probability -inf, whatever the weights are.
-        of_logprobs = of_logprobs.masked_fill(chosen == float("-inf"), 0.0)
-        nothing = (None,) * 6
+        hidden, weight, bias, tokens, chosen, pulls, *sums = ctx.saved_tensors
+        upstream = (_of_possible(of_logprobs, chosen), of_entropy, of_kl)
+        nothing = (None,) * 8
         if pulls is not None:
-            upstream = [of_logprobs, *([of_entropy] if ctx.entropy else []), *([of_kl] if ctx.reference else [])]
-            total: Any = sum(grad[:, None] * pull for grad, pull in zip(upstream, pulls, strict=True))
+            wanted = [True, ctx.of_forward["entropy"], ctx.of_forward["reference"] is not None]
+            arrived = [given for given, there in zip(upstream, wanted, strict=True) if there]
+            total: Any = sum(given[:, None] * pull for given, pull in zip(arrived, pulls, strict=True))
             return total.to(hidden.dtype), None, None, *nothing
-
-        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        wide = chosen.dtype
-        weighed = ctx.entropy or ctx.reference is not None
-        block, tile = _tile_shape(len(hidden), len(weight), ctx.elements)
-        logits_of = _Logits(ctx.head, weight, bias, ctx.sampling.temperature, block * tile)
-        reference_of: Any = ctx.reference and ctx.reference.logits(ctx.sampling.temperature, block * tile)
-        work: Any = hidden.new_empty(block * tile, dtype=wide) if weighed else None
-        narrow = None if wide == weight.dtype else logits_of.buffer
-        of_hidden: Any = torch.zeros_like(hidden, dtype=wide) if needs_hidden else None
-        of_weight: Any = torch.zeros_like(weight) if needs_weight else None
-        of_bias: Any = torch.zeros_like(bias) if needs_bias else None
-        for columns in _slices(len(weight), tile):
-            tile_weight = weight[columns]
-            of_tile: Any = of_weight[columns] if needs_weight else None
-            if needs_weight and wide != weight.dtype:
-                of_tile = torch.zeros_like(tile_weight, dtype=wide)
-            for rows in _slices(len(hidden), block):
-                # In one buffer: logits, then log-probabilities, then probabilities, then the logits' gradient.
-                gradient = logits_of(hidden[rows], columns)
-                slope = logits_of.slope(gradient)
-                dropped = gradient < bound[rows, None] if ctx.sampling.truncates else None
-                gradient.sub_(log_sum[rows, None])
-                if dropped is not None:
-                    gradient.masked_fill_(dropped, float("-inf"))
-                factor = of_logprobs[rows, None].neg()
-                if weighed:
-                    logs = work[: gradient.numel()].view_as(gradient)
-                    torch.clamp(gradient, min=_FLOOR, out=logs)
-                    if ctx.reference:
-                        theirs = reference_of(ctx.reference.hidden[rows], columns)
-                        theirs.sub_(reference_sum[rows, None]).clamp_(min=_FLOOR)
-                        theirs.add_(kl[rows, None]).neg_().add_(logs).mul_(of_kl[rows, None])
-                        factor = theirs.add_(factor)
-                    if ctx.entropy:
-                        factor = logs.add_(entropies[rows, None]).mul_(of_entropy[rows, None]).neg_().add_(factor)
-                gradient.exp_().mul_(factor)
-                inside, places = _within(tokens[rows], columns)
-                gradient[inside, places] += of_logprobs[rows][inside]
-                if isinstance(slope, torch.Tensor) or slope != 1.0:
-                    gradient.mul_(slope)
-                if needs_bias:
-                    of_bias[columns] += gradient.sum(0).to(of_bias.dtype)
-                if narrow is not None:
-                    gradient = narrow[: gradient.numel()].view_as(gradient).copy_(gradient)
-                if needs_hidden:
-                    _add_product(of_hidden[rows], gradient, tile_weight)
-                if needs_weight:
-                    _add_product(of_tile, gradient.t(), hidden[rows])
-            if needs_weight and wide != weight.dtype:
-                of_weight[columns] = of_tile.to(weight.dtype)
-        return of_hidden.to(hidden.dtype) if needs_hidden else None, of_weight, of_bias, *nothing
+        if ctx.taken is not None:
+            derivatives, gradients = ctx.taken
+            ctx.taken = None  # given away, so that a second backward computes its own
+            factor = _proportion(torch.stack(upstream), derivatives)
+            if factor is not None:
+                scaled = (given if given is None or factor == 1.0 else given.mul_(factor) for given in gradients)
+                return *scaled, *nothing
+            del gradients
+        gradients = gradients_by_tiles(
+            hidden, weight, bias, tokens, upstream, RowSums(*sums),
+            **ctx.of_forward, elements=ctx.elements, needs=ctx.needs_input_grad[:3],
+        )  # fmt: skip
+        return *gradients, *nothing
 
 
-def _tile_shape(count: int, vocabulary: int, elements: int) -> tuple[int, int]:
-    """How many tokens and how many rows of the weight make a tile of at most `elements` logits."""
-    block = max(1, min(count, BLOCK))
-    return block, max(1, min(vocabulary, elements // block))
+def _of_possible(by_logprobs: torch.Tensor, logprobs: torch.Tensor) -> torch.Tensor:
+    """Derivatives by log-probabilities; zero for a token that cannot be sampled, whatever the weights are."""
+    return by_logprobs.masked_fill(logprobs == float("-inf"), 0.0)
 
 
-def _within(tokens: torch.Tensor, columns: slice) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which of the tokens are in a tile of the vocabulary, and their places in it."""
-    inside = ((tokens >= columns.start) & (tokens < columns.stop)).nonzero()[:, 0]
-    return inside, tokens[inside] - columns.start
-
-
-def _reduce_by_tiles(
-    logits_of: _Logits,
-    hidden: torch.Tensor,
-    tokens: torch.Tensor,
-    chosen: torch.Tensor,
-    log_sum: torch.Tensor,
-    elements: int,
-) -> None:
-    """Fill `chosen` and `log_sum`, `(tokens,)` each, the sum of exponentials rescaled as larger logits turn up.
-
-    Source: Milakov and Gimelshein, Online normalizer calculation for softmax (2018).
-    """
-    vocabulary = len(logits_of.weight)
-    block, tile = _tile_shape(len(hidden), vocabulary, elements)
-    for rows in _slices(len(hidden), block):
-        largest = torch.full_like(log_sum[rows], _FLOOR)
-        total, picked = torch.zeros_like(largest), torch.zeros_like(largest)
-        for columns in _slices(vocabulary, tile):
-            logits = logits_of(hidden[rows], columns)
-            inside, places = _within(tokens[rows], columns)
-            picked[inside] = logits[inside, places]
-            larger = torch.maximum(largest, logits.amax(1))
-            total.mul_((largest - larger).exp_()).add_(logits.sub_(larger[:, None]).exp_().sum(1))
-            largest = larger
-        log_sum[rows] = largest + total.log()
-        chosen[rows] = picked - log_sum[rows]
-
-
-def _add_product(target: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> None:
-    """`target += first @ second`; in the product's own dtype if it is the target's."""
-    if target.dtype == first.dtype:
-        target.addmm_(first, second)
-    else:
-        target.add_(first @ second)
-
-
-def _by_logits(
-    probabilities: torch.Tensor,
-    logs: Any,
-    theirs: torch.Tensor | None,
-    tokens: torch.Tensor,
-    entropies: torch.Tensor | None,
-    kl: torch.Tensor,
-    work: torch.Tensor,
-) -> Iterator[torch.Tensor]:
-    """The derivatives of each row's log-probability, entropy and divergence by the logits, in turn in `work`.
-
-    Args:
-        probabilities, logs, theirs: `(tokens, vocabulary)`: of the distribution, and the reference's logarithms.
-        tokens, entropies, kl: `(tokens,)`; without entropies or a reference there are no such derivatives.
-        work: at least as many elements as `probabilities`.
-    """
-    gradient = work[: probabilities.numel()].view_as(probabilities)
-    torch.neg(probabilities, out=gradient)
-    yield gradient.scatter_add_(1, tokens[:, None], torch.ones_like(gradient[:, :1]))
-    if entropies is not None:
-        yield torch.add(logs, entropies[:, None], out=gradient).mul_(probabilities).neg_()
-    if theirs is not None:
-        yield torch.sub(logs, theirs, out=gradient).sub_(kl[:, None]).mul_(probabilities)
+def _proportion(upstream: torch.Tensor, derivatives: torch.Tensor) -> float | None:
+    """What the derivatives have to be multiplied by to be what arrived, to within rounding; None if they are not."""
+    arrived, expected = upstream.double(), derivatives.double()
+    squared = expected.square().sum()
+    factor = torch.where(squared > 0, (arrived * expected).sum() / squared, 0.0)
+    rest = (arrived - factor * expected).abs().max()
+    fits = rest <= 64 * torch.finfo(derivatives.dtype).eps * arrived.abs().max()
+    return factor.item() if bool(fits) else None

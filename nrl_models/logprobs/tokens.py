@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from enum import StrEnum
 from typing import Any
 
 import torch
 from torch import nn
 
 from nrl_models.common.forward.packing import token_positions
-from nrl_models.logprobs.chunked import Reference, chunked_statistics, statistics_of
+from nrl_models.logprobs.chunked import chunked_statistics, statistics_of
 from nrl_models.logprobs.head import forward_inputs, hidden_states_and_head
+from nrl_models.logprobs.logit_buffers import Reference, TokenStatistics
 from nrl_models.logprobs.sampling import Sampling
+from nrl_models.logprobs.whole_rows import Derivatives, LossAhead
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +32,7 @@ class TokenLogprobs:
         entropy: of the distribution the token was drawn from, in nats; None unless asked for.
         kl: that distribution's divergence from the reference's, over the whole vocabulary, in nats; None without a
             reference.
+        loss: a scalar; None unless a loss was given.
     """
 
     logprobs: torch.Tensor
@@ -35,6 +40,20 @@ class TokenLogprobs:
     outside: torch.Tensor
     entropy: torch.Tensor | None = None
     kl: torch.Tensor | None = None
+    loss: torch.Tensor | None = None
+
+
+Loss = Callable[[TokenLogprobs], torch.Tensor]
+"""A loss of a batch: a scalar, from what `token_logprobs` returns."""
+
+
+class LossTerms(StrEnum):
+    """Which tokens' log-probabilities a term of a loss reads."""
+
+    TOKEN = "token"
+    """That of one token: cross-entropy, GRPO, Dr. GRPO, DAPO."""
+    SEQUENCE = "sequence"
+    """Those of a sequence: a ratio of whole sequences."""
 
 
 def token_logprobs(
@@ -49,10 +68,12 @@ def token_logprobs(
     score: torch.Tensor | None = None,
     entropy: bool = False,
     reference: nn.Module | None = None,
+    loss: Loss | None = None,
+    loss_terms: LossTerms | str | torch.Tensor = LossTerms.TOKEN,
     chunk_size: int | str | None = "auto",
     **model_inputs: Any,
 ) -> TokenLogprobs:
-    """The log-probability of each token of a batch under `model`, differentiable.
+    """The log-probability of each token of a batch under `model`, differentiable; and the loss of them, if given.
 
     Full logits never exist, neither in the forward nor in the backward: the output embedding is applied to some
     tokens at a time. The softmax is in fp32 (fp64 for fp64 models) whatever the model's dtype.
@@ -69,7 +90,16 @@ def token_logprobs(
         entropy: whether to compute the entropy.
         reference: a model of the same vocabulary to compute the divergence from; it gets no gradient. Its logits are
             divided by the temperature, but not truncated.
-        chunk_size: how many tokens' logits to hold at a time; "auto" holds 2^25 numbers. None computes from the
+        loss: a function of what this returns; its value is the result's `loss`. Its gradient is then taken while the
+            logits of some tokens are there, which saves computing them anew in the backward. For that the function is
+            also called before all log-probabilities are known, those to come being zero: it has to be a function of its
+            argument (and of tensors that do not change), without effects of its own. Gradients are right whatever it
+            is: the backward computes the logits anew where what arrives is not this loss's gradient times a number.
+        loss_terms: which tokens a term of the loss reads together: see `LossTerms`; or numbers `(batch,)` or `(batch,
+            length)`, the same for tokens that are read together (both answers of a pair, for DPO). It concerns time
+            alone. Tokens that are read together and are more than `chunk_size` have their logits computed twice.
+        chunk_size: how many tokens' logits to hold at a time; "auto" holds 2^25 numbers; with a loss
+            more, where the gradient of the output embedding is larger. None computes from the
             model's own full logits, for models whose head is not a scale or a soft cap.
         model_inputs: further keywords of the model's forward (`pixel_values`, ...); the reference's too.
 
@@ -82,9 +112,10 @@ def token_logprobs(
     _require_shape(input_ids.shape, attention_mask=attention_mask, position_ids=position_ids, score=score)
     positions = scored_positions(input_ids, attention_mask, position_ids, score)
     inputs = forward_inputs(model_inputs) | _masks(model, attention_mask, position_ids)
-    rows, columns = positions.nonzero(as_tuple=True)
+    rows, columns, sizes = _in_order(positions, loss_terms, position_ids)
     tokens = input_ids[rows, columns]
     before = (rows, columns - 1)  # the hidden state that predicts a token is the one before it
+    placed = _Placed(positions, (rows, columns), entropy, reference is not None, loss)
     if chunk_size is None:
         logits = _logits_at(model, input_ids, before, inputs)
         with torch.no_grad():
@@ -100,16 +131,10 @@ def token_logprobs(
             entropy=entropy,
             reference=_reference(reference, head, input_ids, before, inputs),
             chunk_size=None if chunk_size == "auto" else int(chunk_size),
+            ahead=None if loss is None else LossAhead(placed.derivatives, sizes),
         )
-    finite = found.logprobs != float("-inf")
-    mask = _placed(finite, positions)
-    return TokenLogprobs(
-        _placed(torch.where(finite, found.logprobs, 0.0), positions),
-        mask,
-        positions & ~mask,
-        _placed(found.entropy, positions) if entropy else None,
-        _placed(found.kl, positions) if reference is not None else None,
-    )
+    result = placed.result(found)
+    return result if loss is None else replace(result, loss=placed.loss_of(result))
 
 
 def scored_positions(
@@ -192,6 +217,84 @@ def _unwrapped(model: nn.Module) -> nn.Module:
     return model if base_model is None else base_model()
 
 
-def _placed(values: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """`values` at the positions that are True, zero elsewhere."""
-    return torch.zeros(positions.shape, dtype=values.dtype, device=values.device).masked_scatter(positions, values)
+@dataclass(frozen=True, slots=True)
+class _Placed:
+    """Puts the statistics of scored tokens where the tokens are.
+
+    Args:
+        positions: `(batch, length)` bool: the scored tokens.
+        places: their rows and columns, in the order of the statistics.
+        entropy, kl: whether there are any.
+        loss: of the result.
+    """
+
+    positions: torch.Tensor
+    places: tuple[torch.Tensor, torch.Tensor]
+    entropy: bool
+    kl: bool
+    loss: Loss | None
+
+    def result(self, found: TokenStatistics) -> TokenLogprobs:
+        """What `token_logprobs` returns, but for the loss."""
+        finite = found.logprobs != float("-inf")
+        mask = self._grid(finite)
+        return TokenLogprobs(
+            self._grid(torch.where(finite, found.logprobs, 0.0)),
+            mask,
+            self.positions & ~mask,
+            self._grid(found.entropy) if self.entropy else None,
+            self._grid(found.kl) if self.kl else None,
+        )
+
+    def loss_of(self, result: TokenLogprobs) -> torch.Tensor:
+        """The loss, a scalar."""
+        assert self.loss is not None
+        found = self.loss(result)
+        if not isinstance(found, torch.Tensor) or found.ndim:
+            shown = tuple(found.shape) if isinstance(found, torch.Tensor) else found
+            raise ValueError(f"the loss returned {shown}: expected a tensor without dimensions, the loss of the batch")
+        return found
+
+    def derivatives(self, found: TokenStatistics) -> Derivatives:
+        """Of the loss by each of the statistics."""
+        with torch.enable_grad():
+            leaves = TokenStatistics(*(values.detach().clone().requires_grad_() for values in found))
+            loss = self.loss_of(self.result(leaves))
+            if not loss.requires_grad:
+                return torch.zeros_like(found.logprobs), None, None
+            logprobs, entropy, kl = torch.autograd.grad(loss, leaves, allow_unused=True)
+        return torch.zeros_like(found.logprobs) if logprobs is None else logprobs, entropy, kl
+
+    def _grid(self, values: torch.Tensor) -> torch.Tensor:
+        """`values` at the places, zero elsewhere."""
+        zeros = torch.zeros(self.positions.shape, dtype=values.dtype, device=values.device)
+        return zeros.index_put(self.places, values)
+
+
+def _in_order(
+    positions: torch.Tensor, terms: LossTerms | str | torch.Tensor, position_ids: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, list[int] | None]:
+    """Rows and columns of the scored tokens, those that a term reads together side by side; and how many these are."""
+    rows, columns = positions.nonzero(as_tuple=True)
+    if isinstance(terms, torch.Tensor):
+        if terms.shape not in (positions.shape, positions.shape[:1]):
+            expected = f"{tuple(positions.shape)} or {tuple(positions.shape[:1])}"
+            raise ValueError(f"expected loss_terms of {expected}, got {tuple(terms.shape)}")
+        numbers = terms.to(positions.device)[rows] if terms.ndim == 1 else terms.to(positions.device)[rows, columns]
+    elif terms not in list(LossTerms):
+        raise ValueError(f"loss_terms={terms!r}: expected {', '.join(LossTerms)}, or numbers of what is read together")
+    elif LossTerms(terms) is LossTerms.TOKEN:
+        return rows, columns, None
+    else:
+        numbers = _document_numbers(positions, position_ids)[rows, columns]
+    numbers, order = numbers.sort(stable=True)
+    return rows[order], columns[order], numbers.unique_consecutive(return_counts=True)[1].tolist()
+
+
+def _document_numbers(positions: torch.Tensor, position_ids: torch.Tensor | None) -> torch.Tensor:
+    """A number for each sequence, `(batch, length)`."""
+    starts = torch.zeros_like(positions)
+    starts[:, 0] = True
+    if position_ids is not None:
+        starts[:, 1:] = position_ids[:, 1:] != position_ids[:, :-1] + 1
+    return starts.flatten().cumsum(0).view_as(positions)

@@ -18,8 +18,9 @@ from torch.nn.utils.rnn import pad_sequence
 
 from nrl_models.common.logs import get_logger
 from nrl_models.engines.base import Engine, Sample
-from nrl_models.logprobs import Sampling, TokenLogprobs, kl_k3, token_logprobs, token_mult_prob_error
+from nrl_models.logprobs import LossTerms, Sampling, TokenLogprobs, kl_k3, token_logprobs, token_mult_prob_error
 from nrl_models.losses import (
+    Level,
     Normalise,
     clipped_share,
     group_advantages,
@@ -259,31 +260,37 @@ class PolicyLoop:
         weights = token_weights(batch.sampled, settings.normalise, longest)
         loss = clipped = outside = 0.0
         ours, theirs = [], []
+        correction, terms = settings.correction, LossTerms.TOKEN
+        if correction is not None and correction.level is Level.SEQUENCE and old is None:
+            terms = LossTerms.SEQUENCE  # the ratio of a sequence is that of this forward
         for rows in self._parts(batch):
             part = batch.rows(rows)
             length = part.tokens.shape[1]
+            reference = self._of_reference(part) if settings.kl else None
+
+            def arguments(found: TokenLogprobs, rows: slice = rows, length: int = length) -> tuple[torch.Tensor, ...]:
+                before = found.logprobs.detach() if old is None else old[rows, :length]
+                return found.logprobs, before, advantages[rows], weights[rows, :length] * found.mask
+
+            def loss_of(found: TokenLogprobs, part: Batch = part, reference: Any = reference) -> torch.Tensor:
+                given = arguments(found)
+                _, before, _, counted = given
+                weighed = None
+                if correction is not None:
+                    weighed = importance_weights(before, part.logprobs, counted > 0, correction)
+                return policy_loss(*given, **clip, correction=weighed, reference=reference, kl=settings.kl)
+
             teaches = bool(advantages[rows].any()) or settings.kl > 0  # equal rewards have no gradient
             with torch.set_grad_enabled(teaches), self._precision():
-                found = self._token_logprobs(self.model, part)
-            counted = weights[rows, :length] * found.mask
-            before = found.logprobs.detach() if old is None else old[rows, :length]
-            arguments = found.logprobs, before, advantages[rows], counted
-            of_part = policy_loss(
-                *arguments,
-                **clip,
-                correction=None
-                if settings.correction is None
-                else importance_weights(before, part.logprobs, counted > 0, settings.correction),
-                reference=self._of_reference(part) if settings.kl else None,
-                kl=settings.kl,
-            )
+                found = self._token_logprobs(self.model, part, loss=loss_of, loss_terms=terms)
+            of_part: Any = found.loss
             if teaches:
                 of_part.backward()
             loss += of_part.item()
-            clipped += clipped_share(*arguments, **clip) * len(part.tokens) / len(batch.tokens)
+            clipped += clipped_share(*arguments(found), **clip) * len(part.tokens) / len(batch.tokens)
             outside += int((found.outside & part.sampled).sum())
             compared = part.sampled & found.mask
-            ours.append(before[compared])
+            ours.append(arguments(found)[1][compared])
             theirs.append(part.logprobs[compared])
         measured = {"loss": loss, "clipped": clipped, "outside": outside}
         return measured | {"trainer": torch.cat(ours), "engine": torch.cat(theirs)}
@@ -292,11 +299,11 @@ class PolicyLoop:
         size = self.micro_batch or self.group
         return (slice(start, start + size) for start in range(0, len(batch.tokens), size))
 
-    def _token_logprobs(self, model: Any, batch: Batch) -> TokenLogprobs:
+    def _token_logprobs(self, model: Any, batch: Batch, **loss: Any) -> TokenLogprobs:
         sampling = self.sampling.processing
         return token_logprobs(
             model, batch.tokens, attention_mask=batch.there, score=batch.sampled,
-            temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p,
+            temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p, **loss,
         )  # fmt: skip
 
     def _scored(self, model: Any, part: Batch, whole: Batch) -> torch.Tensor:

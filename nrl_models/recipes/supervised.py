@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from nrl_models.logprobs import token_logprobs
-from nrl_models.losses import Normalise, dpo_loss, misordered, ranking_loss, sequence_logprobs, token_weights
+from nrl_models.logprobs import LossTerms, TokenLogprobs, token_logprobs
+from nrl_models.losses import dpo_loss, misordered, ranking_loss, sequence_logprobs
 from nrl_models.losses.named import Loss, PreferenceLoss, RankingLoss
 from nrl_models.recipes.rollouts import computing_in
 from nrl_models.recipes.rows import padded_rows
@@ -69,10 +69,13 @@ class SupervisedLoop:
     def _loss(self, part: Sequence[Sequences], share: float, answers: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The part of a step's loss that some rows have, and the scores `(2, pairs)` of pairs."""
         if not isinstance(self.settings, (PreferenceLoss, RankingLoss)):
-            found, mask = self._logprobs(self.model, [row[0] for row in part])
-            # Each part's mean counts as its tokens do among all.
-            weights = token_weights(mask, Normalise.TOKEN) * (mask.sum() / max(1, answers))
-            return -(found * weights).sum(), found.new_zeros(2, 0)
+
+            def cross_entropy(found: TokenLogprobs) -> torch.Tensor:
+                return -found.logprobs.sum() / max(1, answers)
+
+            found = self._found(self.model, [row[0] for row in part], cross_entropy)
+            assert found.loss is not None
+            return found.loss, found.logprobs.new_zeros(2, 0)
         sequences = [row[0] for row in part] + [row[1] for row in part]
         if isinstance(self.settings, RankingLoss):
             ids, there, _ = padded_rows(sequences, self.pad, self.model.device)
@@ -80,16 +83,24 @@ class SupervisedLoop:
             chosen, rejected = scores.chunk(2)
             loss = ranking_loss(chosen, rejected, margin=self.settings.margin)
         else:
-            ours = sequence_logprobs(*self._logprobs(self.model, sequences))
             with torch.no_grad():
-                theirs = sequence_logprobs(*self._logprobs(self.reference, sequences))
-            (chosen, rejected), before = ours.chunk(2), theirs.chunk(2)
-            loss = dpo_loss(chosen, rejected, *before, beta=self.settings.beta)
-            chosen, rejected = (ours - theirs).chunk(2)
+                theirs = self._found(self.reference, sequences)
+            before, beta = sequence_logprobs(theirs.logprobs, theirs.mask), self.settings.beta
+
+            def preference(found: TokenLogprobs) -> torch.Tensor:
+                ours = sequence_logprobs(found.logprobs, found.mask).chunk(2)
+                return dpo_loss(*ours, *before.chunk(2), beta=beta)
+
+            pairs = torch.arange(len(part)).repeat(2)
+            ours = self._found(self.model, sequences, preference, pairs)
+            assert ours.loss is not None
+            loss = ours.loss
+            chosen, rejected = (sequence_logprobs(ours.logprobs, ours.mask) - before).chunk(2)
         return loss * share, torch.stack([chosen, rejected]).detach()
 
-    def _logprobs(self, model: Any, sequences: Sequences) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probabilities of answers, and where there are any: `(sequences, length)` each."""
+    def _found(
+        self, model: Any, sequences: Sequences, loss: Any = None, terms: LossTerms | torch.Tensor = LossTerms.TOKEN
+    ) -> TokenLogprobs:
+        """Log-probabilities of answers, `(sequences, length)`, and their loss."""
         ids, there, answers = padded_rows(sequences, self.pad, model.device)
-        found = token_logprobs(model, ids, attention_mask=there, score=answers)
-        return found.logprobs, found.mask
+        return token_logprobs(model, ids, attention_mask=there, score=answers, loss=loss, loss_terms=terms)

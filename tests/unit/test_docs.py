@@ -162,6 +162,24 @@ def test_the_guides_code_for_freezing() -> None:
     assert all("vision_tower" in name or "projector" in name for name in frozen)
 
 
+def test_the_loss_of_the_guide(llama: PreTrainedModel) -> None:
+    input_ids = torch.randint(16, 400, (2, 9), generator=torch.Generator().manual_seed(0))
+    sampled = torch.zeros(2, 9, dtype=torch.bool)
+    sampled[:, 4:] = True
+    given = {
+        "model": llama,
+        "input_ids": input_ids,
+        "mask": torch.ones_like(sampled),
+        "sampled": sampled,
+        "old": torch.full((2, 9), -6.0),
+        "advantages": torch.tensor([1.0, -1.0]),
+        "weights": sampled / 10,
+    }
+    exec(block_with("docs/training.md", "loss=loss"), given)
+    assert llama.lm_head.weight.grad.any()
+    llama.zero_grad()
+
+
 def test_the_guides_code_for_what_runs_as_one_matmul(
     llama_checkpoint: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from nrl_models.logprobs.chunked import Reference, TokenStatistics, chunked_statistics, statistics_of
+from nrl_models.logprobs.chunked import chunked_statistics, statistics_of
 from nrl_models.logprobs.head import OutputHead
+from nrl_models.logprobs.logit_buffers import Reference, TokenStatistics
 from nrl_models.logprobs.sampling import Sampling
 
 TOKENS, HIDDEN, VOCABULARY = 37, 16, 101

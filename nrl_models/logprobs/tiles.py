@@ -1,0 +1,151 @@
+"""Passes over the vocabulary in tiles: many tokens with few rows of the weight, each of which is read once.
+
+The gradient of a tile's weights is a single product over all tokens, summed in the widest precision and rounded once.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from nrl_models.logprobs.head import OutputHead
+from nrl_models.logprobs.logit_buffers import FLOOR, Logits, Reference, add_product, multiply_, slices
+from nrl_models.logprobs.sampling import Sampling
+
+BLOCK = 4096
+"""Tokens in a tile of logits that does not span the vocabulary."""
+
+
+class RowSums(NamedTuple):
+    """What the forward reduced each row of logits to: `(tokens,)` each.
+
+    Attributes:
+        log_sum: the logarithm of the sum of exponentials.
+        entropies, kl: zero unless they were computed.
+        bound: below it tokens cannot be sampled.
+        reference_sum: the reference's logarithm.
+    """
+
+    log_sum: torch.Tensor
+    entropies: torch.Tensor
+    kl: torch.Tensor
+    bound: torch.Tensor
+    reference_sum: torch.Tensor
+
+
+def reduce_by_tiles(
+    logits_of: Logits,
+    hidden: torch.Tensor,
+    tokens: torch.Tensor,
+    chosen: torch.Tensor,
+    log_sum: torch.Tensor,
+    elements: int,
+) -> None:
+    """Fill `chosen` and `log_sum`, `(tokens,)` each, the sum of exponentials rescaled as larger logits turn up.
+
+    Source: Milakov and Gimelshein, Online normalizer calculation for softmax (2018).
+    """
+    vocabulary = len(logits_of.weight)
+    block, tile = _tile_shape(len(hidden), vocabulary, elements)
+    for rows in slices(len(hidden), block):
+        largest = torch.full_like(log_sum[rows], FLOOR)
+        total, picked = torch.zeros_like(largest), torch.zeros_like(largest)
+        for columns in slices(vocabulary, tile):
+            logits = logits_of(hidden[rows], columns)
+            inside, places = _within(tokens[rows], columns)
+            picked[inside] = logits[inside, places]
+            larger = torch.maximum(largest, logits.amax(1))
+            total.mul_((largest - larger).exp_()).add_(logits.sub_(larger[:, None]).exp_().sum(1))
+            largest = larger
+        log_sum[rows] = largest + total.log()
+        chosen[rows] = picked - log_sum[rows]
+
+
+def gradients_by_tiles(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    tokens: torch.Tensor,
+    upstream: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    sums: RowSums,
+    *,
+    head: OutputHead,
+    sampling: Sampling,
+    entropy: bool,
+    reference: Reference | None,
+    elements: int,
+    needs: tuple[bool, bool, bool],
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """Gradients of hidden states, weight and bias; None for what is not needed.
+
+    Args:
+        hidden, weight, bias, tokens: those of the forward.
+        upstream: `(tokens,)` each: the gradients of log-probabilities, entropies and divergences.
+        sums: of the forward.
+        head, sampling, entropy, reference: those of the forward.
+        elements: logits of a tile.
+        needs: which gradients are needed.
+    """
+    of_logprobs, of_entropy, of_kl = upstream
+    log_sum, entropies, kl, bound, reference_sum = sums
+    needs_hidden, needs_weight, needs_bias = needs
+    wide = log_sum.dtype
+    weighed = entropy or reference is not None
+    block, tile = _tile_shape(len(hidden), len(weight), elements)
+    logits_of = Logits(head, weight, bias, sampling.temperature, block * tile)
+    reference_of: Any = reference and reference.logits(sampling.temperature, block * tile)
+    work: Any = hidden.new_empty(block * tile, dtype=wide) if weighed else None
+    of_hidden: Any = torch.zeros_like(hidden, dtype=wide) if needs_hidden else None
+    of_weight: Any = torch.zeros_like(weight) if needs_weight else None
+    of_bias: Any = torch.zeros_like(bias) if needs_bias and bias is not None else None
+    for columns in slices(len(weight), tile):
+        tile_weight = weight[columns]
+        of_tile: Any = of_weight[columns] if needs_weight else None
+        if needs_weight and wide != weight.dtype:
+            of_tile = torch.zeros_like(tile_weight, dtype=wide)
+        for rows in slices(len(hidden), block):
+            # In one buffer: logits, then log-probabilities, then probabilities, then the logits' gradient.
+            gradient = logits_of(hidden[rows], columns)
+            slope = logits_of.slope(gradient)
+            dropped = gradient < bound[rows, None] if sampling.truncates else None
+            gradient.sub_(log_sum[rows, None])
+            if dropped is not None:
+                gradient.masked_fill_(dropped, float("-inf"))
+            factor = of_logprobs[rows, None].neg()
+            if weighed:
+                logs = work[: gradient.numel()].view_as(gradient)
+                torch.clamp(gradient, min=FLOOR, out=logs)
+                if reference is not None:
+                    theirs = reference_of(reference.hidden[rows], columns)
+                    theirs.sub_(reference_sum[rows, None]).clamp_(min=FLOOR)
+                    theirs.add_(kl[rows, None]).neg_().add_(logs).mul_(of_kl[rows, None])
+                    factor = theirs.add_(factor)
+                if entropy:
+                    factor = logs.add_(entropies[rows, None]).mul_(of_entropy[rows, None]).neg_().add_(factor)
+            gradient.exp_().mul_(factor)
+            inside, places = _within(tokens[rows], columns)
+            gradient[inside, places] += of_logprobs[rows][inside]
+            multiply_(gradient, slope)
+            if of_bias is not None:
+                of_bias[columns] += gradient.sum(0).to(of_bias.dtype)
+            gradient = logits_of.narrowed(gradient)
+            if needs_hidden:
+                add_product(of_hidden[rows], gradient, tile_weight)
+            if needs_weight:
+                add_product(of_tile, gradient.t(), hidden[rows])
+        if needs_weight and wide != weight.dtype:
+            of_weight[columns] = of_tile.to(weight.dtype)
+    return of_hidden.to(hidden.dtype) if needs_hidden else None, of_weight, of_bias
+
+
+def _tile_shape(count: int, vocabulary: int, elements: int) -> tuple[int, int]:
+    """How many tokens and how many rows of the weight make a tile of at most `elements` logits."""
+    block = max(1, min(count, BLOCK))
+    return block, max(1, min(vocabulary, elements // block))
+
+
+def _within(tokens: torch.Tensor, columns: slice) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which of the tokens are in a tile of the vocabulary, and their places in it."""
+    inside = ((tokens >= columns.start) & (tokens < columns.stop)).nonzero()[:, 0]
+    return inside, tokens[inside] - columns.start

@@ -1,0 +1,207 @@
+"""Passes over whole rows of logits, some tokens at a time, which truncation, entropy, divergence and losses need.
+
+A loss that is known beforehand takes its gradient here, while the logits of some tokens are there: the output embedding
+is then multiplied three times (for logits, and for the gradients of hidden states and weights), where a backward that
+computes the logits anew multiplies it four times. For that the derivative of the loss by these tokens'
+log-probabilities must not depend on tokens whose logits are still to come: tokens that a term of the loss reads
+together are in one pass.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+
+from nrl_models.logprobs.logit_buffers import FLOOR, Logits, Reference, TokenStatistics, add_product, multiply_, slices
+from nrl_models.logprobs.sampling import Sampling, smallest_kept
+from nrl_models.logprobs.tiles import RowSums
+
+Derivatives = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
+"""Of a loss by each token's log-probability, entropy and divergence, `(tokens,)` each; None where it reads none."""
+
+
+@dataclass(frozen=True, slots=True)
+class LossAhead:
+    """A loss whose gradient is taken in the forward.
+
+    Args:
+        derivatives: from the statistics of all tokens, zero for those of later passes. Only those of the tokens of a
+            pass are read after it.
+        sizes: how many tokens, one after the other, are read together by a term of the loss; None if each is alone.
+    """
+
+    derivatives: Callable[[TokenStatistics], Derivatives]
+    sizes: Sequence[int] | None = None
+
+    def passes(self, count: int, most: int) -> list[slice] | None:
+        """The tokens of each pass, of `count`, at most `most`; None if some that are read together are more."""
+        if self.sizes is None:
+            return list(slices(count, math.ceil(count / math.ceil(count / most))))  # passes of about one size
+        bounds = [0]
+        end = 0
+        for size in self.sizes:
+            if size > most:
+                return None
+            if end + size - bounds[-1] > most:
+                bounds.append(end)
+            end += size
+        return [slice(start, stop) for start, stop in pairwise([*bounds, end])]
+
+
+class Reduced(NamedTuple):
+    """Some rows, reduced: buffers that are valid until the next ones.
+
+    Attributes:
+        exponentials: `(tokens, vocabulary)`: of the logits, less each row's largest.
+        total, log_total: `(tokens,)`: their sum, and its logarithm.
+        shifted: the logits less each row's largest; None where neither entropy nor divergence is wanted.
+        theirs: the reference's log-probabilities, or None.
+        slope: the derivative of the logits by the output embedding's result.
+    """
+
+    exponentials: torch.Tensor
+    total: torch.Tensor
+    log_total: torch.Tensor
+    shifted: torch.Tensor | None
+    theirs: torch.Tensor | None
+    slope: torch.Tensor | float
+
+
+def reduce_rows(
+    rows: slice,
+    logits_of: Logits,
+    reference_of: Logits | None,
+    hidden: torch.Tensor,
+    tokens: torch.Tensor,
+    sampling: Sampling,
+    entropy: bool,
+    reference: Reference | None,
+    chosen: torch.Tensor,
+    sums: RowSums,
+    *,
+    with_slope: bool,
+) -> Reduced:
+    """Fill the statistics of some tokens, in `chosen` and `sums`."""
+    logits = logits_of(hidden[rows])
+    picked = logits.gather(1, tokens[rows, None])[:, 0]
+    slope: torch.Tensor | float = logits_of.slope(logits) if with_slope else 1.0
+    if sampling.truncates:
+        sums.bound[rows] = smallest_kept(logits, sampling)[:, 0]
+        logits.masked_fill_(logits < sums.bound[rows, None], float("-inf"))
+        picked = picked.masked_fill(picked < sums.bound[rows], float("-inf"))
+    largest = logits.amax(1)
+    logits.sub_(largest[:, None])
+    weighed = entropy or reference is not None
+    shifted = logits.clone().clamp_(min=FLOOR) if weighed else None
+    total = logits.exp_().sum(1)
+    log_total = total.log()
+    sums.log_sum[rows] = largest + log_total
+    chosen[rows] = picked - sums.log_sum[rows]
+    theirs = None
+    if shifted is not None:
+        mean = torch.linalg.vecdot(logits, shifted) / total
+        if entropy:
+            sums.entropies[rows] = log_total - mean
+        if reference is not None and reference_of is not None:
+            theirs = reference_of(reference.hidden[rows])
+            sums.reference_sum[rows] = theirs.logsumexp(1)
+            theirs.sub_(sums.reference_sum[rows, None]).clamp_(min=FLOOR)
+            sums.kl[rows] = mean - log_total - torch.linalg.vecdot(logits, theirs) / total
+    return Reduced(logits, total, log_total, shifted, theirs, slope)
+
+
+def logit_gradient(
+    found: Reduced, tokens: torch.Tensor, entropies: torch.Tensor, kl: torch.Tensor, by: Derivatives
+) -> torch.Tensor:
+    """The gradient of a loss by the output embedding's result, in the memory of the exponentials.
+
+    Args:
+        found: the rows; used up.
+        tokens, entropies, kl: `(tokens,)` of these rows.
+        by: the derivatives of the loss, of these rows.
+    """
+    by_logprobs, by_entropy, by_kl = by
+    gradient = found.exponentials
+    if found.shifted is None or (by_entropy is None and by_kl is None):
+        gradient.mul_((-by_logprobs / found.total)[:, None])
+    else:
+        none = torch.zeros_like(by_logprobs)
+        by_entropy, by_kl = (none if given is None else given for given in (by_entropy, by_kl))
+        factor = found.shifted.sub_(found.log_total[:, None]).mul_((by_kl - by_entropy)[:, None])
+        if found.theirs is not None:
+            factor.sub_(found.theirs.mul_(by_kl[:, None]))
+        factor.sub_((by_logprobs + by_entropy * entropies + by_kl * kl)[:, None])
+        gradient.mul_(factor.div_(found.total[:, None]))
+    gradient.scatter_add_(1, tokens[:, None], by_logprobs[:, None])
+    return multiply_(gradient, found.slope)
+
+
+def gradients_of_each(
+    found: Reduced, tokens: torch.Tensor, entropies: torch.Tensor | None, kl: torch.Tensor, work: torch.Tensor
+) -> Iterator[torch.Tensor]:
+    """The derivatives of each row's log-probability, entropy and divergence by the output embedding's result, in turn.
+
+    Args:
+        found: the rows; used up.
+        tokens, entropies, kl: `(tokens,)` of these rows; no entropies where they are not wanted.
+        work: memory of the derivatives, at least as many elements as the rows have.
+    """
+    probabilities = found.exponentials.div_(found.total[:, None])
+    logs: Any = None if found.shifted is None else found.shifted.sub_(found.log_total[:, None])
+    gradient = work[: probabilities.numel()].view_as(probabilities)
+    torch.neg(probabilities, out=gradient)
+    gradient.scatter_add_(1, tokens[:, None], torch.ones_like(gradient[:, :1]))
+    yield multiply_(gradient, found.slope)
+    if entropies is not None:
+        torch.add(logs, entropies[:, None], out=gradient).mul_(probabilities).neg_()
+        yield multiply_(gradient, found.slope)
+    if found.theirs is not None:
+        torch.sub(logs, found.theirs, out=gradient).sub_(kl[:, None]).mul_(probabilities)
+        yield multiply_(gradient, found.slope)
+
+
+class HeadGradients:
+    """Gradients of hidden states, weight and bias, summed in the widest precision over passes of some tokens each.
+
+    Args:
+        hidden, weight, bias: of the forward.
+        needs: which gradients are needed.
+        elements: numbers at most of a product that is rounded before it is summed.
+    """
+
+    def __init__(
+        self,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        needs: tuple[bool, bool, bool],
+        elements: int,
+    ) -> None:
+        self.given, self.weight = hidden, weight
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        self.tile = len(weight) if wide == weight.dtype else max(1, elements // hidden.shape[1])
+        self.hidden = torch.zeros_like(hidden) if needs[0] else None
+        self.of_weight = torch.zeros_like(weight, dtype=wide) if needs[1] else None
+        self.of_bias = torch.zeros_like(bias, dtype=wide) if needs[2] and bias is not None else None
+
+    def add(self, rows: slice, gradient: torch.Tensor, logits_of: Logits) -> None:
+        """Add what some tokens have; `gradient`, by the output embedding's result, is used up."""
+        if self.of_bias is not None:
+            self.of_bias += gradient.sum(0)
+        gradient = logits_of.narrowed(gradient)
+        if self.hidden is not None:
+            torch.mm(gradient, self.weight, out=self.hidden[rows])
+        if self.of_weight is not None:
+            for columns in slices(len(self.weight), self.tile):
+                add_product(self.of_weight[columns], gradient[:, columns].t(), self.given[rows])
+
+    def rounded(self) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+        """In the dtypes of what they are gradients of."""
+        dtype = self.weight.dtype
+        of_weight, of_bias = (None if found is None else found.to(dtype) for found in (self.of_weight, self.of_bias))
+        return self.hidden, of_weight, of_bias

@@ -1,0 +1,312 @@
+"""A loss that takes its gradient in the forward: the same as from full logits, and right where it cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import LlamaConfig, PreTrainedModel
+
+from nrl_models import AutoModelForCausalLM
+from nrl_models.logprobs import LossTerms, TokenLogprobs, token_logprobs
+from nrl_models.logprobs.chunked import chunked_statistics
+from nrl_models.logprobs.head import OutputHead
+from nrl_models.logprobs.logit_buffers import TokenStatistics
+from nrl_models.logprobs.sampling import Sampling
+from nrl_models.logprobs.whole_rows import LossAhead
+from nrl_models.losses import Correction, dpo_loss, importance_weights, policy_loss, sequence_logprobs
+from nrl_models.testing.case import randomise
+from nrl_models.testing.tiny import tiny_config
+
+ROWS, LENGTH, CHUNK = 4, 12, 16
+
+Loss = Callable[[TokenLogprobs], torch.Tensor]
+
+
+def made(dtype: torch.dtype = torch.float64, **values: Any) -> PreTrainedModel:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(tiny_config(LlamaConfig, {"vocab_size": 509} | values), dtype=dtype).eval()
+    randomise(model)
+    return model
+
+
+def given(seed: int = 0) -> dict[str, torch.Tensor]:
+    """Constants of a loss, `(sequences, length)` and advantages."""
+    generator = torch.Generator().manual_seed(seed)
+    old, reference, engine, weights = torch.rand(4, ROWS, LENGTH, generator=generator, dtype=torch.float64)
+    return {
+        "input_ids": torch.randint(16, 480, (ROWS, LENGTH), generator=generator),
+        "old": -8 * old,
+        "reference": -8 * reference,
+        "engine": -8 * engine,
+        "weights": weights,
+        "advantages": torch.tensor([1.0, -0.5, 0.25, -2.0], dtype=torch.float64),
+    }
+
+
+GIVEN = given()
+
+
+def cross_entropy(found: TokenLogprobs) -> torch.Tensor:
+    return -(found.logprobs * GIVEN["weights"]).sum() / 100
+
+
+def clipped(found: TokenLogprobs) -> torch.Tensor:
+    weights = GIVEN["weights"] * found.mask
+    return policy_loss(
+        found.logprobs, GIVEN["old"], GIVEN["advantages"], weights, eps_high=0.28,
+        reference=GIVEN["reference"], kl=0.1,
+    )  # fmt: skip
+
+
+def corrected(found: TokenLogprobs) -> torch.Tensor:
+    """On-policy: old log-probabilities are those of this forward."""
+    before = found.logprobs.detach()
+    weights = GIVEN["weights"] * found.mask
+    correction = importance_weights(before, GIVEN["engine"], weights > 0, Correction("mis", cap=3.0, floor=0.1))
+    return policy_loss(found.logprobs, before, GIVEN["advantages"], weights, correction=correction)
+
+
+def regularised(found: TokenLogprobs) -> torch.Tensor:
+    assert found.entropy is not None
+    assert found.kl is not None
+    return clipped(found) - 0.01 * found.entropy.sum() + 0.02 * (found.kl * GIVEN["weights"]).sum()
+
+
+def preference(found: TokenLogprobs) -> torch.Tensor:
+    chosen, rejected = sequence_logprobs(found.logprobs, found.mask).chunk(2)
+    before = -10 * torch.ones_like(chosen)
+    return dpo_loss(chosen, rejected, before, 1.1 * before)
+
+
+def of_sequences(found: TokenLogprobs) -> torch.Tensor:
+    """Sequence-level ratios, as GSPO (https://arxiv.org/abs/2507.18071, equation 5)."""
+    old = torch.where(found.mask, GIVEN["old"], 0.0)
+    ratio = ((found.logprobs - old).sum(1) / found.mask.sum(1).clamp(min=1)).exp()
+    gain = GIVEN["advantages"]
+    return -torch.minimum(ratio * gain, ratio.clamp(0.8, 1.2) * gain).mean()
+
+
+PAIRS = torch.arange(ROWS // 2).repeat(2)
+
+LOSSES: dict[str, tuple[Loss, LossTerms | str | torch.Tensor, dict[str, Any]]] = {
+    "cross-entropy": (cross_entropy, "token", {}),
+    "clipped": (clipped, "token", {}),
+    "corrected": (corrected, LossTerms.TOKEN, {}),
+    "regularised": (regularised, "token", {"entropy": True}),
+    "pairs": (preference, PAIRS, {"chunk_size": 24}),
+    "sequences": (of_sequences, "sequence", {}),
+}
+
+
+class Products(TorchDispatchMode):
+    """Counts multiplications of the output embedding: its products are written into memory that is there already."""
+
+    WRITING = (torch.ops.aten.mm.out, torch.ops.aten.addmm.out, torch.ops.aten.addmm_.default)
+
+    multiplied = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in self.WRITING:
+            first, second = args[-2:]
+            self.multiplied += first.shape[0] * first.shape[1] * second.shape[1]
+        return func(*args, **(kwargs or {}))
+
+
+def gradients(model: PreTrainedModel, loss: torch.Tensor) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    loss.backward()
+    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return found
+
+
+def measured(
+    model: PreTrainedModel, loss: Loss, terms: Any, scale: float = 1.0, **options: Any
+) -> tuple[TokenLogprobs, dict[str, torch.Tensor], float]:
+    """What is found, the gradients, and how often the output embedding is multiplied."""
+    weight = model.get_output_embeddings().weight
+    with torch.no_grad():  # the first call also compares the head with the model's own logits
+        token_logprobs(model, GIVEN["input_ids"])
+    with Products() as products:
+        found = token_logprobs(model, GIVEN["input_ids"], loss=loss, loss_terms=terms, **options)
+        gradient = gradients(model, found.loss * scale)
+    return found, gradient, products.multiplied / (weight.numel() * int((found.mask | found.outside).sum()))
+
+
+def assert_same(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], bound: float = 1e-9) -> None:
+    assert actual.keys() == expected.keys()
+    for name, wanted in expected.items():
+        assert wanted.any(), name
+        torch.testing.assert_close(actual[name], wanted, rtol=0, atol=bound * wanted.abs().max().item(), msg=name)
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.7}, {"top_p": 0.9, "top_k": 300}], ids=str)
+@pytest.mark.parametrize("name", LOSSES)
+def test_three_products_and_the_same_gradients(name: str, sampling: dict[str, Any]) -> None:
+    loss, terms, options = LOSSES[name]
+    model, reference = made(), made().requires_grad_(False)
+    with torch.no_grad():
+        reference.lm_head.weight.mul_(0.7)
+    options = sampling | options | ({"reference": reference} if name == "regularised" else {})
+    full = token_logprobs(model, GIVEN["input_ids"], loss=loss, **options | {"chunk_size": None})
+    expected = gradients(model, full.loss)
+    found, actual, products = measured(model, loss, terms, **{"chunk_size": CHUNK} | options)
+    torch.testing.assert_close(found.loss, full.loss, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(found.logprobs, full.logprobs, rtol=0, atol=1e-10)
+    assert_same(actual, expected)
+    assert products == pytest.approx(4 if name == "regularised" else 3), "and one for the reference's logits"
+
+
+def test_the_gradient_is_the_slope_of_the_loss() -> None:
+    """Finite differences through the whole function, in fp64."""
+    torch.manual_seed(0)
+    linear = nn.Linear(3, 11, dtype=torch.float64)
+    hidden = torch.randn(7, 3, dtype=torch.float64, requires_grad=True)
+    tokens, weights = torch.randint(11, (7,)), torch.randn(3, 7, dtype=torch.float64)
+
+    def loss(found: TokenStatistics) -> torch.Tensor:
+        return (found.logprobs.exp() * weights[0] + found.entropy * weights[1]).sum()
+
+    def derivatives(found: TokenStatistics) -> Any:
+        with torch.enable_grad():
+            leaves = TokenStatistics(*(values.detach().clone().requires_grad_() for values in found))
+            return torch.autograd.grad(loss(leaves), leaves, allow_unused=True)
+
+    head = OutputHead(linear, 0.8, 3.0)
+    given = [hidden, linear.weight.detach().requires_grad_(), linear.bias.detach().requires_grad_()]
+    del linear.weight, linear.bias
+
+    def value(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        linear.weight, linear.bias = weight, bias
+        ahead = LossAhead(derivatives)
+        return loss(chunked_statistics(hidden, head, tokens, Sampling(0.7), entropy=True, chunk_size=3, ahead=ahead))
+
+    # A second backward computes the logits anew: equal to rounding.
+    assert torch.autograd.gradcheck(value, given, nondet_tol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["pairs", "sequences"])
+@pytest.mark.parametrize("told", [True, False], ids=["told", "not-told"])
+def test_terms_that_fit_no_chunk_are_computed_twice(name: str, told: bool) -> None:
+    """And so are those of which the call was told nothing: the gradients are right all the same."""
+    loss, terms, _ = LOSSES[name]
+    model = made()
+    expected = gradients(model, token_logprobs(model, GIVEN["input_ids"], loss=loss, chunk_size=None).loss)
+    _, actual, products = measured(model, loss, terms if told else "token", chunk_size=LENGTH // 2)
+    assert_same(actual, expected)
+    assert products == pytest.approx(4 if told else 3 + 3)
+
+
+@pytest.mark.parametrize("scale", [3.0, -0.1, 65536.0, 0.0])
+def test_a_loss_that_counts_a_multiple(scale: float) -> None:
+    model = made()
+    expected = gradients(model, scale * token_logprobs(model, GIVEN["input_ids"], loss=clipped, chunk_size=None).loss)
+    _, actual, products = measured(model, clipped, "token", scale, chunk_size=CHUNK)
+    assert products == pytest.approx(3)
+    assert actual.keys() == expected.keys()
+    for gradient, wanted in zip(actual.values(), expected.values(), strict=True):
+        torch.testing.assert_close(gradient, wanted, rtol=1e-9, atol=1e-9 * abs(scale))
+
+
+def test_what_is_added_to_the_loss_counts() -> None:
+    """Another term of the same log-probabilities, outside the loss; and a term of something else inside it."""
+    model = made()
+
+    def with_norm(found: TokenLogprobs) -> torch.Tensor:
+        return clipped(found) + model.model.norm.weight.square().sum()
+
+    results = []
+    for chunk_size in (CHUNK, None):
+        found = token_logprobs(model, GIVEN["input_ids"], loss=with_norm, chunk_size=chunk_size)
+        results.append(gradients(model, found.loss + 0.3 * found.logprobs.square().sum()))
+    assert_same(results[0], results[1])
+
+
+def test_a_second_backward_gives_the_same() -> None:
+    model = made()
+    found = token_logprobs(model, GIVEN["input_ids"], loss=clipped, chunk_size=CHUNK)
+    found.loss.backward(retain_graph=True)
+    first = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    found.loss.backward()
+    assert_same({name: p.grad for name, p in model.named_parameters()}, first)
+
+
+def test_documents_of_a_row_are_sequences() -> None:
+    model = made()
+    row = {"input_ids": GIVEN["input_ids"][:2].reshape(1, -1), "position_ids": torch.arange(LENGTH).repeat(2)[None]}
+
+    def loss(found: TokenLogprobs) -> torch.Tensor:
+        return found.logprobs.view(2, LENGTH).mean(1).exp().sum()
+
+    weight = model.lm_head.weight
+    with Products() as products:
+        found = token_logprobs(model, **row, loss=loss, loss_terms="sequence", chunk_size=LENGTH)
+        actual = gradients(model, found.loss)
+    assert products.multiplied == 3 * weight.numel() * int(found.mask.sum())
+    full = token_logprobs(model, **row, loss=loss, chunk_size=None)
+    assert_same(actual, gradients(model, full.loss))
+
+
+@pytest.mark.parametrize("case", ["tied", "frozen head", "head alone", "lora", "lora on the head"])
+def test_what_is_trained(case: str) -> None:
+    model: Any = made(tie_word_embeddings=case == "tied")
+    if case == "frozen head":
+        model.lm_head.requires_grad_(False)
+    if case == "head alone":
+        model.requires_grad_(False)
+        model.lm_head.requires_grad_(True)
+    if case.startswith("lora"):
+        targets = ["q_proj", "lm_head"] if case == "lora on the head" else ["q_proj"]
+        model = get_peft_model(model, LoraConfig(target_modules=targets, init_lora_weights=False)).eval()
+    results = [
+        gradients(model, token_logprobs(model, GIVEN["input_ids"], loss=clipped, chunk_size=size).loss)
+        for size in (CHUNK, None)
+    ]
+    assert_same(*results, bound=1e-6)  # PEFT's weights are fp32
+
+
+def test_under_autocast_and_in_bf16() -> None:
+    """Weight gradients are summed in fp32 over the passes: as close to the exact ones as autograd's, or nearly."""
+    for kind in ("autocast", "bf16"):
+        model = made(torch.float32 if kind == "autocast" else torch.bfloat16)
+        wide = made()
+        wide.load_state_dict({name: tensor.double() for name, tensor in model.state_dict().items()})
+        wanted = gradients(wide, token_logprobs(wide, GIVEN["input_ids"], loss=cross_entropy, chunk_size=None).loss)
+        errors = []
+        for size in (CHUNK, None):
+            with torch.autocast("cpu", torch.bfloat16, enabled=kind == "autocast"):
+                found = token_logprobs(model, GIVEN["input_ids"], loss=cross_entropy, chunk_size=size)
+            gradient = gradients(model, found.loss)["lm_head.weight"]
+            errors.append((gradient.double() - wanted["lm_head.weight"]).norm().item())
+        assert errors[0] < 1.25 * errors[1], kind
+
+
+def test_without_gradients_there_is_only_the_loss() -> None:
+    model = made()
+    weight = model.lm_head.weight
+    with torch.no_grad(), Products() as products:
+        found = token_logprobs(model, GIVEN["input_ids"], loss=clipped, chunk_size=CHUNK)
+    assert products.multiplied == weight.numel() * int(found.mask.sum())
+    assert found.loss.item() == pytest.approx(clipped(found).item())
+    assert token_logprobs(model, GIVEN["input_ids"]).loss is None
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"loss": lambda found: found.logprobs.sum(1)}, r"the loss returned \(4,\): expected a tensor without dimens"),
+        ({"loss": lambda found: 0.0}, "the loss returned 0.0: expected a tensor without dimensions"),
+        ({"loss": clipped, "loss_terms": "document"}, "loss_terms='document': expected token, sequence, or numbers"),
+        ({"loss": clipped, "loss_terms": torch.zeros(3)}, r"expected loss_terms of \(4, 12\) or \(4,\), got \(3,\)"),
+    ],
+)
+def test_bad_input(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        token_logprobs(made(), GIVEN["input_ids"], **options)
