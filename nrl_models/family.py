@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -13,6 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from nrl_models.common.checkpoint.writing import staged
 from nrl_models.common.flags import Flags, ModelFlag
+from nrl_models.common.forward.layer_by_document import ByDocument
 from nrl_models.common.forward.mrope import FreshPositions, PackedTextPositions
 from nrl_models.common.forward.packing import keep_documents_apart
 from nrl_models.common.forward.soft_cap import drops_soft_cap
@@ -233,7 +235,7 @@ class FamilyModel(Upstream):
             )
 
 
-MIXINS = (CombinedProjections, FreshPositions, PackedTextPositions)
+MIXINS = (CombinedProjections, FreshPositions, PackedTextPositions, ByDocument)
 """Mixins that `rewrites` may name: a subclass of the Hugging Face class is made from them."""
 
 
@@ -257,14 +259,24 @@ def rewritten(original: type[nn.Module], by: type[nn.Module], module: str, *, wi
             f"{by.__name__} rewrites {original.__name__}, so it must be a subclass of it, or of one of {mixins}"
         )
     attributes: dict[str, Any] = {"__module__": module, "__doc__": original.__doc__}
-    if issubclass(by, CombinedProjections):
-        attributes["forward"] = by.forward_like(original.forward)
+    if issubclass(by, (CombinedProjections, ByDocument)):
+        attributes["forward"] = _forward_like(original.forward, by)
     made = type(original.__name__, (by, original), attributes)
     if within:
         made.__qualname__ = f"{within}.{original.__name__}"
     else:
         setattr(sys.modules[module], original.__name__, made)  # for pickle
     return made
+
+
+def _forward_like(upstream: Callable[..., Any], mixin: Any) -> Callable[..., Any]:
+    """The mixin's forward, which takes anything, with the signature of `upstream`, which transformers inspects."""
+
+    @functools.wraps(upstream)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return mixin.forward(self, *args, **kwargs)
+
+    return forward
 
 
 def adopt_rewrites(

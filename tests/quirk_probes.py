@@ -467,6 +467,7 @@ OF_CLASS: dict[str, Callable[[FamilyCase], bool]] = {
     "packed-documents": lambda case: documents_meet(case.reference(), case.inputs(images=False), mask=True),
     "masks-without-positions": lambda case: documents_meet(case.reference(), case.inputs(images=False), mask=False),
     "mrope-packed-documents": lambda case: documents_meet(case.reference(), case.inputs(images=False), mask=False),
+    "layers-across-documents": lambda case: documents_meet(case.reference(), case.inputs(images=False), mask=False),
     "mrope-stale-offsets": lambda case: offsets_stay(
         case.reference(), case.inputs(images=True), case.inputs(images=False)["input_ids"]
     ),

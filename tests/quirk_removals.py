@@ -15,6 +15,7 @@ REMOVE = {
     "packed-documents": "keep_documents_apart, and its use in FamilyModel",
     "masks-without-positions": "the decoder's rewrite in the family that the tripwire names",
     "mrope-packed-documents": "PackedTextPositions in the family that the tripwire names",
+    "layers-across-documents": "ByDocument in the family that the tripwire names",
     "mrope-stale-offsets": "FreshPositions in the family that the tripwire names",
     "shared-kv-without-cache": "this entry",
     "soft-cap-under-sdpa": "nrl_models/common/forward/soft_cap.py and its uses",

@@ -26,6 +26,7 @@ SWITCHES = frozenset(
         "packed-documents",
         "shared-kv-reentrant-checkpointing",
         "shared-kv-unused-weights",
+        "layers-across-documents",
         "strict-config-types",
         "token-types",
     }

@@ -34,6 +34,3 @@ NEEDS_IMAGES = dict.fromkeys(LAYOUTS, "transformers' class takes no text without
 """For models that describe images: the text-only tests do not apply."""
 READS_APART = dict.fromkeys(LAYOUTS, "the encoder reads the prompt and the decoder writes a separate sequence")
 """For encoder-decoder models: tests with a single sequence, read and continued, do not apply."""
-
-STATE_GOES_ON = {PACKED: "upstream's gated delta nets carry their state across documents"}
-"""For models with gated delta nets."""

@@ -181,6 +181,18 @@ FORWARD = (
         asks="upstream lets packed documents meet without any mask",
     ),
     Quirk(
+        name="layers-across-documents",
+        symptom="Packed documents change each other, because some layers do not look at positions: those that keep a "
+        "state along a sequence go on from the document before, and some decoders count positions from a row's "
+        "beginning.",
+        where=("forward",),
+        applies=predicates.declares("layers-across-documents"),
+        handling="Each document goes through such a layer, or decoder, by itself.",
+        code=("nrl_models.common.forward.layer_by_document:ByDocument",),
+        probe="behavioural",
+        asks="upstream lets packed documents meet without any mask",
+    ),
+    Quirk(
         name="mrope-stale-offsets",
         symptom="A sequence without images decodes with the offsets of the last one that had some.",
         where=("forward",),

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import wraps
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -89,16 +88,6 @@ class CombinedProjections(nn.Module):
         finally:
             for group, run in running:
                 group.end(run, complete=complete)
-
-    @classmethod
-    def forward_like(cls, upstream: Callable[..., Any]) -> Callable[..., Any]:
-        """This class's forward with the signature of `upstream`, which it replaces, and which others may inspect."""
-
-        @wraps(upstream)
-        def forward(self: CombinedProjections, *args: Any, **kwargs: Any) -> Any:
-            return cls.forward(self, *args, **kwargs)
-
-        return forward
 
     def join_projections(self) -> None:
         """Put the weights of every group side by side in memory, where they are not and can be."""

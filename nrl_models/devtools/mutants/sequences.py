@@ -11,6 +11,8 @@ import torch
 from torch import nn
 
 from nrl_models.common.forward import routing
+from nrl_models.common.forward.documents import Documents, documents_running, running
+from nrl_models.common.forward.layer_by_document import ByDocument
 from nrl_models.devtools.mutants.planting import Mutant, Patch, called_with, in_code, wrapped
 from nrl_models.parity.noise import logits_and_routing
 from nrl_models.testing.case import FamilyCase
@@ -50,9 +52,35 @@ def _stale_cache(forward: Callable[..., Any], self: nn.Module, *args: Any, **kwa
     return output
 
 
-def _packs(case: FamilyCase) -> bool:
+def _keeps_documents_apart(case: FamilyCase) -> bool:
     is_limited = "packed sequences" in case.model_class.limits
-    return _takes("position_ids")(case) and not is_limited and not case.architecture.endswith("SequenceClassification")
+    return not is_limited and not case.architecture.endswith("SequenceClassification")
+
+
+def _packs(case: FamilyCase) -> bool:
+    return _takes("position_ids")(case) and _keeps_documents_apart(case)
+
+
+def _keeps_state(case: FamilyCase) -> bool:
+    return _keeps_documents_apart(case) and any(isinstance(module, ByDocument) for module in case.model().modules())
+
+
+def _state_goes_on(forward: Callable[..., Any], self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    with running(None):
+        return forward(self, *args, **kwargs)
+
+
+def _state_begins_late(forward: Callable[..., Any], self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    documents = documents_running()
+    if documents is not None:
+        # The first token of each document belongs to the one before it.
+        first = documents.index.roll(1, 1)
+        first[:, 0] = 0
+        late = (first[:, 1:] != first[:, :-1]).cumsum(1)
+        places = torch.arange(late.shape[1], device=late.device)
+        documents = Documents.from_positions(torch.nn.functional.pad(places + 2 * late, (1, 0), value=-1))
+    with running(documents):
+        return forward(self, *args, **kwargs)
 
 
 def _routes(case: FamilyCase) -> bool:
@@ -85,6 +113,18 @@ MUTANTS = (
             lambda case: [(case.model_class, "forward", inspect.unwrap(case.model_class.forward))],  # keeps them apart
             probed=True,
         ),
+        PACKED,
+    ),
+    Mutant(
+        "state carried over",
+        "seq_idx not passed to a convolution or a scan: a document goes on from the state of the one before it",
+        in_code(_keeps_state, lambda case: [wrapped(ByDocument, "forward", _state_goes_on)], probed=True),
+        PACKED,
+    ),
+    Mutant(
+        "state begins one token late",
+        "a boundary off by one where documents are cut apart for a recurrence",
+        in_code(_keeps_state, lambda case: [wrapped(ByDocument, "forward", _state_begins_late)], probed=True),
         PACKED,
     ),
     Mutant(

@@ -4,6 +4,7 @@ from typing import Any
 
 from transformers.models.nemotron_h import modeling_nemotron_h as hf
 
+from nrl_models.common.forward.layer_by_document import ByDocument
 from nrl_models.common.projections import CombinedQKV
 from nrl_models.family import FamilyModel
 
@@ -13,10 +14,10 @@ class NemotronHFamily(FamilyModel):
 
     rewrites = {
         hf.NemotronHAttention: CombinedQKV,  # mixers have one projection, and MLPs no gate
+        hf.NemotronHMamba2Mixer: ByDocument,
     }
     # A rotary embedding, which the model lacks, an epsilon under another name, and how the vendor's own code schedules.
     ignored_config_keys = ("rope_theta", "partial_rotary_factor", "norm_eps", "moe_shared_expert_overlap")
-    limits = {"packed sequences": "upstream's Mamba mixers carry their state across documents"}
 
 
 def _sizes(layers: str, hidden: int, heads: int, key_values: int, **more: Any) -> dict[str, Any]:

@@ -14,11 +14,10 @@ from typing import Any
 from torch import nn
 
 from nrl_models.common.cached import cached
-from nrl_models.common.forward import mrope
 from nrl_models.common.projections import combine_groups
 from nrl_models.families import folders, module_of
 from nrl_models.families.table import TABLE
-from nrl_models.family import FamilyModel, rewritten
+from nrl_models.family import MIXINS, FamilyModel, rewritten
 
 
 class TableModel(FamilyModel):
@@ -42,11 +41,14 @@ def rewritten_layer(layer: type[nn.Module]) -> type[nn.Module] | None:
     row = TABLE.get(package)
     if row is None:
         return None
-    names = (*row.mixins, *row.layers)
+    names = {**row.mixins, **row.layers}
     name = next((name for name in names if layer is row.layer(package, name)), None)
     if name is None:
         return None
-    by = getattr(mrope, row.mixins[name]) if name in row.mixins else combine_groups(*row.layers[name].split(", "))
+    mixins = [mixin for mixin in MIXINS if mixin.__name__ == row.mixins.get(name)]
+    if name in row.layers:
+        mixins.append(combine_groups(*row.layers[name].split(", ")))
+    by = mixins[0] if len(mixins) == 1 else type(name, tuple(mixins), {})
     return rewritten(layer, by, __name__, within=package)
 
 
@@ -91,7 +93,7 @@ def __getattr__(name: str) -> Any:
 def _layers_of(package: str) -> Iterator[type[nn.Module]]:
     """The rewritten layers of a row that the installed transformers has."""
     row = TABLE[package]
-    for name in (*row.mixins, *row.layers):
+    for name in {**row.mixins, **row.layers}:
         layer = row.layer(package, name)
         if layer is not None and (made := rewritten_layer(layer)) is not None:
             yield made

@@ -8,7 +8,6 @@ from nrl_models.families.limits import (
     PACKED,
     READS_APART,
     RIGHT,
-    STATE_GOES_ON,
     lacks,
 )
 from nrl_models.families.published import decoder_sizes
@@ -127,6 +126,7 @@ ROWS: dict[str, Row] = {
             "TextIndexer": "wk weights_proj",
         },
         lacks(PACKED, "tensor parallelism"),
+        mixins={"TextLinearAttention": "ByDocument"},
         since="5.16",
     ),
     "glm_ocr": Row(
@@ -183,7 +183,8 @@ ROWS: dict[str, Row] = {
             "FullAttention": "q_proj r_proj gate_proj sink_proj",
             "VisionAttention": QKV,
         },
-        lacks(PACKED, "tensor parallelism"),
+        lacks("tensor parallelism"),
+        mixins=dict.fromkeys(("ShortConvolution", "DynamicShortConvolution"), "ByDocument"),
         since="5.23",
     ),
     "instructblip": Row("InstructBlip", CONDITIONAL, {"QFormerMultiHeadAttention": QFORMER}, NEEDS_IMAGES),
@@ -229,8 +230,12 @@ ROWS: dict[str, Row] = {
         },
         lacks(LEFT, RIGHT, PACKED),
     ),
-    "lfm2_vl": Row("Lfm2Vl", CONDITIONAL),
-    "lfm3_vl": Row("Lfm3Vl", CONDITIONAL, {"VisionMLP": "w1 w3", "VisionAttention": QKV}, lacks(PACKED), since="5.23"),
+    "lfm2_vl": Row(
+        "Lfm2Vl",
+        CONDITIONAL,
+        tiny={"text_config": {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}},
+    ),
+    "lfm3_vl": Row("Lfm3Vl", CONDITIONAL, {"VisionMLP": "w1 w3", "VisionAttention": QKV}, since="5.23"),
     "lighton_ocr": Row("LightOnOcr", CONDITIONAL),
     "llama4": Row(
         "Llama4",
@@ -242,13 +247,12 @@ ROWS: dict[str, Row] = {
     "llava_next": Row("LlavaNext", CONDITIONAL),
     "llava_next_video": Row("LlavaNextVideo", CONDITIONAL),
     "llava_onevision": Row("LlavaOnevision", CONDITIONAL),
-    "minicpm_ocr": Row("MiniCPMOcr", CONDITIONAL, {"VisionAttention": QKV}, lacks(PACKED), since="5.23"),
-    "minicpmv4_6": Row("MiniCPMV4_6", CONDITIONAL, {"VisionAttention": QKV}, lacks(PACKED), since="5.7"),
+    "minicpm_ocr": Row("MiniCPMOcr", CONDITIONAL, {"VisionAttention": QKV}, since="5.23"),
+    "minicpmv4_6": Row("MiniCPMV4_6", CONDITIONAL, {"VisionAttention": QKV}, since="5.7"),
     "minicpmv4_7": Row(
         "MiniCPMV4_7",
         CONDITIONAL,
         {"VisionAttention": QKV},
-        lacks(PACKED),
         mixins={"Model": "FreshPositions"},
         since="5.18",
     ),
@@ -309,8 +313,6 @@ ROWS: dict[str, Row] = {
     "nemotron_h_omni": Row(
         "",
         ("NemotronH_Omni_Reasoning_V3",),
-        {},
-        lacks(PACKED),
         tiny={
             "audio_token_id": 487,
             "audio_config": {
@@ -371,8 +373,7 @@ ROWS: dict[str, Row] = {
         "Qwen3_5",
         (*CAUSAL_AND_CONDITIONAL, *ALL_HEADS[1:], "TextForSequenceClassification"),
         {"GatedDeltaNet": DELTA_NET, "Attention": QKV, "MLP": GATE_UP},
-        STATE_GOES_ON,
-        {"Model": "FreshPositions"},
+        mixins={"Model": "FreshPositions", "GatedDeltaNet": "ByDocument"},
         config_values={"attn_output_gate": (True,)},
         since={"ForTokenClassification": "5.9", "TextForSequenceClassification": "5.9"},
     ),
@@ -380,8 +381,7 @@ ROWS: dict[str, Row] = {
         "Qwen3_5Moe",
         CAUSAL_AND_CONDITIONAL,
         {"GatedDeltaNet": DELTA_NET, "Attention": QKV, "MLP": GATE_UP},
-        STATE_GOES_ON,
-        {"Model": "FreshPositions"},
+        mixins={"Model": "FreshPositions", "GatedDeltaNet": "ByDocument"},
         config_values={"attn_output_gate": (True,)},
     ),
     "qwen3_omni_moe": Row(
@@ -410,8 +410,7 @@ ROWS: dict[str, Row] = {
             "TextMLP": GATE_UP,
             "TextAttention": QKV,
         },
-        lacks(PACKED),
-        mixins={"Model": "FreshPositions"},
+        mixins={"Model": "FreshPositions", "TextGatedDeltaNet": "ByDocument"},
         since="5.16",
     ),
     "radio": Row("Radio", (), {"Attention": QKV}, since="5.13"),

@@ -28,8 +28,8 @@ class Row:
             combined, if the class reads one input in some places and two in others. A class of another module of the
             package has that module's name before its own (`vision.VisionAttention`).
         limits: as `FamilyModel.limits`; a limit of one architecture has the key `"Architecture: feature"`.
-        mixins: for each other class of the package that is rewritten the mixin of `common.forward.mrope` that goes
-            before it.
+        mixins: for classes of the package, also of `layers`, another mixin of `nrl_models.family.MIXINS` that goes
+            before them.
         tiny: as `FamilyModel.tiny`.
         ignored: as `FamilyModel.ignored_config_keys`.
         since: the first version of transformers that serves the classes, if later than this package's minimum; by head,

@@ -17,6 +17,7 @@ from nrl_models.testing.case import FamilyCase, randomise
 PLAIN = FamilyCase(registry.model_class("LlamaForCausalLM"))
 NO_POSITIONS = FamilyCase(registry.model_class("GptOssForCausalLM"))
 MROPE = FamilyCase(registry.model_class("Qwen2_5_VLForConditionalGeneration"))
+STATE = FamilyCase(registry.model_class("Qwen3NextForCausalLM"))
 IMAGES = FamilyCase(registry.model_class("Gemma3ForConditionalGeneration"))
 SHARING = FamilyCase(registry.model_class("Gemma3nForCausalLM"))
 
@@ -50,6 +51,15 @@ def test_symptom_of_mrope_packed_documents() -> None:
 
 def test_cure_of_mrope_packed_documents() -> None:
     assert not meet(MROPE, mask=False)
+
+
+def test_symptom_of_layers_across_documents() -> None:
+    with quirks_off("layers-across-documents"):
+        assert meet(STATE, mask=False)
+
+
+def test_cure_of_layers_across_documents() -> None:
+    assert not meet(STATE, mask=False)
 
 
 def offsets_stay() -> bool:

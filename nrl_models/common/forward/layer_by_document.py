@@ -1,0 +1,101 @@
+"""Layers through which each packed document goes by itself, because upstream's would mix them.
+
+Those are layers that keep a state along a sequence (convolutions, recurrences, gated delta nets, state-space models),
+which carry it from one document into the next, and decoders that count positions from a row's beginning. Each document
+goes through upstream's own forward, so what it gives is what it gives alone, and nothing of upstream is copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from transformers.utils import ModelOutput
+
+from nrl_models.common.forward.documents import Documents, documents_running, running
+from nrl_models.common.switches import is_off
+
+BOUNDARIES = ("seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+"""What callers may tell kernels of a row's documents: within a document there is nothing to tell."""
+
+
+class ByDocument(nn.Module):
+    """Mixin for a layer, or a decoder, through which each document of a packed row goes by itself.
+
+    It goes before the Hugging Face class (and before a `CombinedProjections`), whose forward then sees one document at
+    a time: `(1, tokens, ...)` of every argument that has a row for each token, and its square of a mask `(batch, ...,
+    tokens, tokens)`, in tuples and mappings too. Batches that are not packed are left as they are.
+    """
+
+    handles_quirks: ClassVar[tuple[str, ...]] = ("layers-across-documents",)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Arguments and results are upstream's; what has no tokens in its results is the last document's.
+
+        Raises:
+            ValueError: it is given another number of tokens than the packed batch has, or asked for attention weights.
+        """
+        documents = documents_running()
+        if documents is None or is_off("layers-across-documents"):
+            return super().forward(*args, **kwargs)
+        given = next((value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)), None)
+        if given is None or given.shape[:2] != documents.shape:
+            shape = "no tensor" if given is None else tuple(given.shape)
+            raise ValueError(
+                f"{type(self).__name__} takes packed documents one by one, but it is given {shape} where the batch has "
+                f"{tuple(documents.shape)} tokens: pack no documents here."
+            )
+        kwargs = {name: value for name, value in kwargs.items() if name not in BOUNDARIES}
+        parts = zip(*(_parts(value, documents) for value in (args, kwargs)), strict=True)
+        with running(None):
+            results = [super(ByDocument, self).forward(*own, **named) for own, named in parts]
+        return _joined(results, documents)
+
+
+def _parts(value: Any, documents: Documents) -> list[Any]:
+    """For each document what it has of a value: its tokens of tensors that have some, all of anything else."""
+    count = sum(map(len, documents.lengths))
+    if isinstance(value, torch.Tensor):
+        return _parts_of_tensor(value, documents) or [value] * count
+    if isinstance(value, Mapping) and value:
+        parts = zip(*(_parts(each, documents) for each in value.values()), strict=True)
+        return [dict(zip(value, part, strict=True)) for part in parts]
+    if isinstance(value, (tuple, list)) and value:
+        return [type(value)(part) for part in zip(*(_parts(each, documents) for each in value), strict=True)]
+    return [value] * count
+
+
+def _parts_of_tensor(value: torch.Tensor, documents: Documents) -> list[torch.Tensor]:
+    """The documents' parts of a tensor; none if it has no dimension of tokens."""
+    rows, length = documents.shape
+    if value.ndim < 2 or value.shape[0] not in (1, rows):
+        return []
+    value = value if value.shape[0] == rows else value.expand(rows, *value.shape[1:])
+    if value.shape[1] == length:
+        return documents.split(value)
+    if value.ndim == 4 and value.shape[2:] == (length, length):
+        ends = [end for lengths in documents.lengths for end in accumulate(lengths)]
+        strips = documents.split(value, 2)
+        return [strip[..., end - strip.shape[2] : end] for strip, end in zip(strips, ends, strict=True)]
+    return []
+
+
+def _joined(results: Sequence[Any], documents: Documents) -> Any:
+    """The documents' results as one: tokens one after the other again, and of anything else the last document's."""
+    *_, last = results
+    if isinstance(last, ModelOutput):
+        if last.get("attentions"):
+            raise ValueError("attention weights of packed documents are not returned: leave output_attentions out")
+        return type(last)(**{name: _joined([result[name] for result in results], documents) for name in last})
+    if isinstance(last, (tuple, list)):
+        return type(last)(_joined(parts, documents) for parts in zip(*results, strict=True))
+    lengths = [length for row in documents.lengths for length in row]
+    shapes = [part.shape if isinstance(part, torch.Tensor) else () for part in results]
+    if all(shape[:2] == (1, length) for shape, length in zip(shapes, lengths, strict=True)):
+        return documents.join(results)
+    if all(shape[:1] == (length,) for shape, length in zip(shapes, lengths, strict=True)):
+        return torch.cat(list(results))  # routers see the tokens of all rows in one dimension
+    return last

@@ -1,0 +1,192 @@
+"""Layers through which documents go by themselves: a state begins with each, whatever else goes with a row."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers.modeling_outputs import MoeModelOutputWithPast
+from transformers.models.qwen3_5 import modeling_qwen3_5 as hf
+from transformers.utils import ModelOutput
+
+from nrl_models import registry
+from nrl_models.common.forward.documents import Documents, documents_running, running
+from nrl_models.common.forward.layer_by_document import ByDocument
+from nrl_models.common.projections import CombinedProjections
+from nrl_models.testing.case import FamilyCase
+
+ROWS = ((5, 1, 3, 3), (4, 4, 2, 2))
+"""Lengths of documents, by row; with one of a single token, of no length that another part of a model has."""
+LENGTH = sum(ROWS[0])
+POSITIONS = torch.stack([torch.cat([torch.arange(length) for length in lengths]) for lengths in ROWS])
+
+
+class Sum(nn.Module):
+    """A layer whose state is the sum of all tokens so far; it returns it, too, and keeps what it was given."""
+
+    def forward(
+        self, hidden_states: torch.Tensor, rotary: Any = None, mask: torch.Tensor | None = None, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self.given = rotary, mask, kwargs
+        summed = hidden_states.cumsum(1)
+        return summed, summed[:, -1]
+
+
+class SumByDocument(ByDocument, Sum):
+    """The same, document by document."""
+
+
+@pytest.fixture(scope="module")
+def case() -> FamilyCase:
+    return FamilyCase(registry.model_class("Qwen3_5ForCausalLM"))
+
+
+def test_each_document_begins_without_a_state() -> None:
+    hidden = torch.randn(2, LENGTH, 3, dtype=torch.float64)
+    documents = Documents.from_positions(POSITIONS)
+    with running(documents):
+        summed, state = SumByDocument()(hidden)
+    expected = documents.join([part.cumsum(1) for part in documents.split(hidden)])
+    assert torch.equal(summed, expected)
+    assert torch.equal(state, expected[-1:, -1])
+    assert not torch.allclose(summed, Sum()(hidden)[0])
+
+
+def test_a_batch_that_is_not_packed_is_left_alone() -> None:
+    hidden = torch.randn(2, LENGTH, 3)
+    layer = SumByDocument()
+    with running(None):
+        assert torch.equal(layer(hidden, hidden, seq_idx=hidden)[0], hidden.cumsum(1))
+    assert layer.given == (hidden, None, {"seq_idx": hidden})
+
+
+def test_every_argument_is_cut_to_the_document() -> None:
+    hidden, rotary = torch.randn(2, LENGTH, 3), torch.randn(1, LENGTH, 4)
+    square = torch.randn(1, 1, LENGTH, LENGTH)
+    sizes = torch.tensor([[7]])
+    layer = SumByDocument()
+    with running(Documents.from_positions(POSITIONS)):
+        layer(hidden, (rotary, rotary), mask=hidden[..., 0], square=square, rows={"a": [hidden]}, sizes=sizes)
+    (cos, sin), mask, others = layer.given
+    assert torch.equal(cos, rotary[:, -2:])
+    assert cos is not sin
+    assert torch.equal(mask, hidden[1:, -2:, 0])
+    assert torch.equal(others["rows"]["a"][0], hidden[1:, -2:])
+    assert torch.equal(others["square"], square[..., -2:, -2:])
+    assert others["sizes"] is sizes
+
+
+def test_kernels_are_told_of_no_boundaries_within_a_document() -> None:
+    hidden = torch.randn(2, LENGTH, 3)
+    documents = Documents.from_positions(POSITIONS)
+    layer = SumByDocument()
+    with running(documents):
+        layer(hidden, seq_idx=documents.index, cu_seq_lens_q=documents.cu_seqlens, max_length_q=4, left=1)
+    assert layer.given[2] == {"left": 1}
+
+
+class Decoder(Sum):
+    """A layer that returns what decoders do: hidden states of all layers, and routers' scores of all tokens."""
+
+    def forward(self, hidden_states: torch.Tensor, attentions: Any = None) -> ModelOutput:  # type: ignore[override]
+        summed, _ = super().forward(hidden_states)
+        scores = (summed.flatten(0, 1),)
+        return MoeModelOutputWithPast(summed, None, (hidden_states, summed), attentions, scores)
+
+
+class DecoderByDocument(ByDocument, Decoder):
+    """The same, document by document."""
+
+
+def test_outputs_of_decoders_are_joined() -> None:
+    hidden = torch.randn(2, LENGTH, 3)
+    documents = Documents.from_positions(POSITIONS)
+    expected = documents.join([part.cumsum(1) for part in documents.split(hidden)])
+    with running(documents):
+        output = DecoderByDocument()(hidden)
+        with pytest.raises(ValueError, match="output_attentions"):
+            DecoderByDocument()(hidden, (hidden,))
+    assert output.past_key_values is None
+    torch.testing.assert_close(output.hidden_states, (hidden, expected))
+    torch.testing.assert_close(output.router_logits, (expected.flatten(0, 1),))
+
+
+def test_within_a_document_nothing_is_packed() -> None:
+    class Asks(nn.Module):
+        def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+            assert documents_running() is None
+            return hidden_states
+
+    class AsksByDocument(ByDocument, Asks):
+        pass
+
+    hidden = torch.randn(2, LENGTH, 3)
+    with running(Documents.from_positions(POSITIONS)):
+        assert torch.equal(AsksByDocument()(hidden), hidden)
+        assert documents_running() is not None
+
+
+def test_a_row_in_parts_is_refused() -> None:
+    with running(Documents.from_positions(POSITIONS)), pytest.raises(ValueError, match=r"SumByDocument .*\(2, 6, 3\)"):
+        SumByDocument()(torch.randn(2, 6, 3))
+
+
+def test_the_class_is_upstreams_with_groups_and_their_signature(case: FamilyCase) -> None:
+    layer = case.model().model.layers[0].linear_attn
+    assert isinstance(layer, ByDocument)
+    assert isinstance(layer, CombinedProjections)
+    assert isinstance(layer, hf.Qwen3_5GatedDeltaNet)
+    assert inspect.signature(layer.forward) == inspect.signature(case.reference().model.layers[0].linear_attn.forward)
+
+
+def alone(model: nn.Module, input_ids: torch.Tensor) -> list[torch.Tensor]:
+    """The logits of every document by itself."""
+    documents = Documents.from_positions(POSITIONS).split(input_ids)
+    return [model(input_ids=document, use_cache=False).logits for document in documents]
+
+
+def gradients(model: nn.Module, loss: torch.Tensor) -> list[torch.Tensor]:
+    """What every parameter of the first layer learns."""
+    model.zero_grad()
+    loss.backward()
+    return [parameter.grad.clone() for parameter in model.model.layers[0].parameters()]
+
+
+def loss_of(logits: list[torch.Tensor]) -> torch.Tensor:
+    return torch.stack([document.square().mean() for document in logits]).sum()
+
+
+def packed(model: nn.Module, input_ids: torch.Tensor) -> list[torch.Tensor]:
+    logits = model(input_ids=input_ids, position_ids=POSITIONS.to(input_ids.device)).logits
+    return Documents.from_positions(POSITIONS).split(logits)
+
+
+@pytest.mark.parametrize("checkpointing", [None, False, True], ids=["kept", "recomputed", "recomputed reentrantly"])
+def test_what_is_learned_is_what_documents_alone_teach(case: FamilyCase, checkpointing: bool | None) -> None:
+    model = case.new_pair()[1]
+    input_ids = case.inputs(images=False, length=LENGTH)["input_ids"]
+    expected = alone(model, input_ids)
+    learned = gradients(model, loss_of(expected))
+    if checkpointing is not None:
+        model.train()
+        model.gradient_checkpointing_enable({"use_reentrant": checkpointing})
+    actual = packed(model, input_ids)
+    alone(model, input_ids)  # another forward before the backward pass
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)  # their logits are some units large
+    for ours, theirs in zip(gradients(model, loss_of(actual)), learned, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5 * float(theirs.abs().max()))
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["copy", "pickle"]
+)
+def test_copies_do_the_same(case: FamilyCase, copied: Any) -> None:
+    input_ids = case.inputs(images=False, length=LENGTH)["input_ids"]
+    with torch.no_grad():
+        expected = packed(case.model(), input_ids)
+        torch.testing.assert_close(packed(copied(case.model()), input_ids), expected)
