@@ -71,7 +71,7 @@ distributed-coverage: $(VENV)/.ready-integrations
 test-trainers: $(VENV)/.ready-integrations .venv-automodel/.ready .venv-verl/.ready
 	$(BIN)/python -m pytest -q tests/trainers/test_trl.py
 	.venv-automodel/bin/python -m pytest -q tests/trainers/test_automodel.py
-	.venv-verl/bin/python -m pytest -q tests/trainers/test_verl.py
+	.venv-verl/bin/python -m pytest -q tests/trainers/test_verl.py tests/trainers/test_verl_losses.py
 
 test-engine: .venv-engine/.ready
 	OMP_WAIT_POLICY=PASSIVE $(ENGINE_BIN)/python -m pytest -q --timeout 600 tests/engine
