@@ -21,6 +21,7 @@ from .errors import (
     UnknownArchitectureError,
     UnknownArgumentError,
 )
+from .loading.mtp_layer import MTPLayer
 from .registry import MODEL_ARCH_MAPPING, register_architecture
 
 __version__: str
@@ -36,6 +37,7 @@ __all__ = [
     "CheckpointError",
     "ConfigurationError",
     "FamilyImportError",
+    "MTPLayer",
     "ModelFlag",
     "NRLModelsError",
     "RegistrationError",

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from nrl_models.common.checkpoint.writing import staged
-from nrl_models.common.flags import Flags, ModelFlag
+from nrl_models.common.flags import Flags, ModelFlag, MTPForm
 from nrl_models.common.forward.layer_by_document import ByDocument
 from nrl_models.common.forward.mrope import FreshPositions, PackedTextPositions
 from nrl_models.common.forward.packing import keep_documents_apart
@@ -62,6 +62,8 @@ class FamilyModel(Upstream):
         sharding: how the model is sharded (`nrl_models.distributed`); None if it is not.
         keeps_unused: patterns of checkpoint tensors that the model does not use and transformers drops; they are
             saved again unchanged.
+        mtp_form: how its layer of multi-token prediction is made, where that is a decoder layer of its own; None where
+            there is none, or it is made otherwise.
         handles_quirks: names of entries in the quirk catalogue that these models handle; rewritten layers declare
             theirs in the same way.
         ignored_config_keys: keys of published configurations that have no effect, whatever their value.
@@ -75,6 +77,7 @@ class FamilyModel(Upstream):
     tiny: ClassVar[Mapping[str, Any]] = {}
     published: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     keeps_unused: ClassVar[tuple[str, ...]] = ()
+    mtp_form: ClassVar[MTPForm | None] = None
     handles_quirks: ClassVar[tuple[str, ...]] = ()
     tensor_parallel: ClassVar[Mapping[str, str]] = {}
     ignored_config_keys: ClassVar[tuple[str, ...]] = ()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from enum import Flag, auto
+from enum import Flag, StrEnum, auto
 from functools import cache
 from typing import Any
 
@@ -28,6 +28,17 @@ class ModelFlag(Flag):
     def names(self) -> list[str]:
         """The names of the flags that are set."""
         return [flag.name for flag in type(self) if flag in self and flag.name is not None]
+
+
+class MTPForm(StrEnum):
+    """How a family's layer of multi-token prediction is made, by which it can be trained (`nrl_models.MTPLayer`)."""
+
+    NUMBERED = auto()
+    """As in DeepSeek-V3: numbered on after the decoder's layers, with `enorm`, `hnorm` and `eh_proj` before it and
+    `shared_head.norm` after it. Engines take nothing for the embedding of a sequence's second word."""
+    PREFIXED = auto()
+    """As in Qwen3-Next: `mtp.layers.0`, with `mtp.pre_fc_norm_embedding`, `mtp.pre_fc_norm_hidden` and `mtp.fc` before
+    it and `mtp.norm` after it."""
 
 
 class Flags:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
 from inspect import signature
 from typing import Any
 
@@ -30,6 +31,27 @@ def predicts_words(model: nn.Module) -> bool:
     """Whether a model, or one in it, has output embeddings: base models, classifiers and reward models have none."""
     parts = (part for part in model.modules() if isinstance(part, PreTrainedModel))
     return any(part.get_output_embeddings() is not None for part in parts)
+
+
+def peft_types() -> tuple[type, ...]:
+    """PEFT's modules that stand in place of a model's; none where PEFT is not imported, so that there are none."""
+    if "peft" not in sys.modules:
+        return ()
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    return BaseTunerLayer, AuxiliaryTrainingWrapper
+
+
+def peft_modules(model: nn.Module, name: str = "") -> Iterator[tuple[str, Any]]:
+    """The outermost of PEFT's modules in a model, by name."""
+    types = peft_types()
+    for own, child in model.named_children() if types else ():
+        place = f"{name}.{own}" if name else own
+        if isinstance(child, types):
+            yield place, child
+        else:
+            yield from peft_modules(child, place)
 
 
 def owner_of(model: nn.Module, name: str) -> tuple[nn.Module, str]:

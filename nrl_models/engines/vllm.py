@@ -38,6 +38,7 @@ from nrl_models.engines.base import (
     require_number,
 )
 from nrl_models.engines.vllm_death import end_waiting_on_death
+from nrl_models.engines.vllm_lora import load_adapter
 from nrl_models.errors import EngineError
 from nrl_models.loading.read_config import read_config
 from nrl_models.logprobs.sampling import Sampling
@@ -64,6 +65,8 @@ class VLLMEngine(Engine):
         self.llm, self.path = llm, str(path)
         config = llm.llm_engine.vllm_config
         self.config = config
+        self._adapter: Any = None
+        self._adapters = 0
         self._in_process = not type(llm.llm_engine.engine_core).__name__.startswith(("Sync", "MP", "Async"))
         self.bucket_bytes = None if self._in_process else 2**28
         if not self._in_process:
@@ -151,7 +154,7 @@ class VLLMEngine(Engine):
         """All of them; modules only in this process."""
         model = self.config.model_config
         return Capabilities(
-            refit=True,
+            refit=self.config.lora_config is None,
             modules=self._in_process and bool(model.enforce_eager),
             prefix_caching=bool(self.config.cache_config.enable_prefix_caching),
             max_length=model.max_model_len,
@@ -173,7 +176,28 @@ class VLLMEngine(Engine):
             "prefix_caching": bool(self.config.cache_config.enable_prefix_caching),
             "tensor_parallel_size": parallel.tensor_parallel_size,
             "quantization": model.quantization,
+            "adapter": None if self._adapter is None else self._adapter.lora_path,
         }
+
+    def use_adapter(self, folder: str | Path | None) -> None:
+        """Answer with an adapter from now on, by vLLM's own LoRA, instead of with merged weights from a refit.
+
+        Each call reads the folder again, also one that has been in use: a trainer saves its adapter into it after a
+        step, and calls this.
+
+        Args:
+            folder: what PEFT's `save_pretrained` wrote, of LoRA on the model that the engine has; None for no adapter.
+
+        Raises:
+            EngineError: vLLM was not started with `enable_lora=True`, or there is no adapter in the folder, or none
+                that vLLM takes (a larger rank than `max_lora_rank`, a module that it has no LoRA for). The engine
+                answers as before.
+        """
+        self._adapters += 1
+        loaded = None if folder is None else load_adapter(self.llm, Path(folder), self._adapters)
+        before, self._adapter = self._adapter, loaded
+        if before is not None:
+            self.llm.llm_engine.remove_lora(before.lora_int_id)
 
     def _generate(
         self, prompts: Sequence[Tokens], sampling: Sampling, *, max_new_tokens: int, seed: int, ignore_end: bool
@@ -230,6 +254,11 @@ class VLLMEngine(Engine):
     def _refit(self, sent: Iterator[list[NamedTensor]], digests: bool) -> dict[str, Any]:
         """In this process tensors are read in place; otherwise each bucket is sent as a message."""
         self._changed = False
+        if self.config.lora_config is not None:
+            raise EngineError(
+                "this vLLM was started with enable_lora=True, which renames its weights, and takes adapters alone "
+                "(use_adapter): start it without to refit it"
+            )
         try:
             self._call("nrl_refit_start")
             for bucket in sent:
@@ -285,8 +314,9 @@ class VLLMEngine(Engine):
         try:
             with self._eagerly():
                 return self.llm.generate(
-                    [{"prompt_token_ids": list(prompt)} for prompt in prompts], list(requests), use_tqdm=False
-                )
+                    [{"prompt_token_ids": list(prompt)} for prompt in prompts], list(requests),
+                    use_tqdm=False, lora_request=self._adapter,
+                )  # fmt: skip
         except Exception as error:  # whatever vLLM raises, its engine's death included
             raise EngineError(f"vLLM failed: {_first_lines(error)}") from error
 

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from functools import partial
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import peft
 import pytest
 import torch
-from vllm.lora.request import LoRARequest
 
 from nrl_models import export_adapter
 from nrl_models.engines.base import final_scores
@@ -81,9 +77,42 @@ def test_an_adapter_at_run_time(vllm: OneEngine, tmp_path: Path) -> None:
     model = with_adapter(DENSE, tmp_path)
     engine = vllm(tmp_path / "base", enable_lora=True, max_lora_rank=8)
     assert mismatch(model, engine, adapted=False) <= BOUND
-    with lora(engine, tmp_path / "adapter"):
+    for _ in range(2):  # and again, after a step, from the same folder
+        engine.use_adapter(tmp_path / "adapter")
+        assert engine.describe()["adapter"] == str(tmp_path / "adapter")
         assert mismatch(model, engine) <= BOUND
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    parameter.mul_(1.2)
+        assert mismatch(model, engine) > 1.01
+        model.save_pretrained(tmp_path / "adapter")
+    engine.use_adapter(None)
     assert mismatch(model, engine, adapted=False) <= BOUND
+
+
+def test_what_the_engine_does_not_take_leaves_it_as_it_was(vllm: OneEngine, tmp_path: Path) -> None:
+    model = with_adapter(DENSE, tmp_path)
+    engine = vllm(tmp_path / "base", enable_lora=True, max_lora_rank=8)
+    engine.use_adapter(tmp_path / "adapter")
+    with pytest.raises(EngineError, match=r"has no adapter_config\.json"):
+        engine.use_adapter(tmp_path / "base")
+    larger = peft.get_peft_model(tiny_model(DENSE), peft.LoraConfig(r=16, target_modules=["q_proj"]))
+    larger.save_pretrained(tmp_path / "larger")
+    with pytest.raises(EngineError, match=r"does not take the adapter in .*larger.*rank"):
+        engine.use_adapter(tmp_path / "larger")
+    with pytest.raises(EngineError, match=r"takes adapters alone \(use_adapter\): start it without"):
+        engine.refit(export_adapter(model).iter_export(model))
+    assert not engine.capabilities().refit
+    assert mismatch(model, engine) <= BOUND
+    engine.use_adapter(None)
+    assert mismatch(model, engine, adapted=False) <= BOUND
+
+
+def test_an_engine_without_lora_says_how_to_start_it(vllm: OneEngine, tmp_path: Path) -> None:
+    with_adapter(DENSE, tmp_path)
+    with pytest.raises(EngineError, match=r"start it with enable_lora=True, and max_lora_rank"):
+        vllm(tmp_path / "base").use_adapter(tmp_path / "adapter")
 
 
 def test_vllms_own_lora_of_experts_needs_a_gpu(vllm: OneEngine, tmp_path: Path) -> None:
@@ -93,11 +122,3 @@ def test_vllms_own_lora_of_experts_needs_a_gpu(vllm: OneEngine, tmp_path: Path) 
     with pytest.raises(EngineError, match=r"module 'triton\.language' has no attribute"):
         mismatch(model, engine)
     vllm.stop()
-
-
-@contextmanager
-def lora(engine: VLLMEngine, adapter: Path) -> Iterator[None]:
-    """While open, the engine answers with an adapter."""
-    request, generate = LoRARequest("adapter", 1, str(adapter)), engine.llm.generate
-    with mock.patch.object(engine.llm, "generate", partial(generate, lora_request=request)):
-        yield

@@ -91,7 +91,7 @@ def test_corrections(name: str, level: str) -> None:
 @pytest.mark.parametrize("name", [None, *CORRECTIONS])
 @pytest.mark.parametrize("method", METHODS)
 def test_policy_losses(method: str, name: str | None, kl: float) -> None:
-    """verl bounds what a token with a negative advantage costs once more, at `clip_ratio_c`; ours, as the papers, not."""
+    """verl bounds what a token with a negative advantage costs once more, at `clip_ratio_c`; the papers do not."""
     normalise, aggregation, high = METHODS[method]
     config = ActorConfig(
         strategy="fsdp2", clip_ratio=0.2, clip_ratio_low=0.2, clip_ratio_high=high, clip_ratio_c=1e9,

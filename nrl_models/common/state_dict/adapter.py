@@ -20,6 +20,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from nrl_models.common.garbage import no_collections
+from nrl_models.common.modules import peft_modules
 from nrl_models.common.state_dict import layouts
 from nrl_models.common.state_dict.buckets import buckets
 from nrl_models.common.state_dict.kept_tensors import KeptTensor, kept_by
@@ -70,6 +71,7 @@ class StateDictAdapter:
             model, self.transformers, self.own, layouts.hub_conversions(model)
         )
         self.kept: dict[str, TensorSpec] = _kept_specs(model)
+        self._has_peft = any(peft_modules(model))
         self._in_hub = _by_parameter(self.hub)
         self._in_transformers = _by_parameter(self.transformers)
 
@@ -284,7 +286,8 @@ class StateDictAdapter:
         return {name: tensor.read(own) for name, tensor in self._exported(layout).items() if self._is_zero_copy(tensor)}
 
     def export_plan(self, *, layout: Layout = "hub") -> list[tuple[str, tuple[int, ...], torch.dtype]]:
-        """Name, shape and dtype of every tensor `iter_export` yields, in its order."""
+        """Name, shape and dtype of every tensor `iter_export` yields, in its order; it raises what that does."""
+        self._require_plain(self._has_peft)
         exported = self._exported(layout)
         plan = [(name, tensor.shape, self.own[tensor.parameters[0]].dtype) for name, tensor in exported.items()]
         return plan + [(name, spec.shape, spec.dtype) for name, spec in self._kept_in(layout).items()]
@@ -305,7 +308,17 @@ class StateDictAdapter:
                 Of a sharded model, whose tensors are not whole, one buffer after the other is gathered, by default
                 of half a gibibyte. Every rank gets every tensor, and has to iterate to the end.
             layout: whose names and shapes to give.
+
+        Raises:
+            StateDictError: the model is another one than the adapter was made for, or PEFT has put adapters into it.
         """
+        self._require_plain(self._has_peft or any(peft_modules(model)))
+        yield from self._export(model, max_bytes, layout)
+
+    # Inside
+
+    def _export(self, model: nn.Module, max_bytes: int | None, layout: Layout) -> Iterator[tuple[str, torch.Tensor]]:
+        """Implements `iter_export`."""
         kept = self._kept_tensors(model, layout)
         exported = self._exported(layout)
         if (sharding := getattr(model, "sharding", None)) is not None:
@@ -323,7 +336,16 @@ class StateDictAdapter:
         for name, tensor in kept.items():
             yield name, tensor.read().to(device, copy=max_bytes is not None)
 
-    # Inside
+    @staticmethod
+    def _require_plain(has_peft: bool) -> None:
+        """Refuse a model whose weights are apart from PEFT's adapters: an engine would compute without them."""
+        if has_peft:
+            problem = Problem(ProblemKind.UNEXPECTED, "PEFT's adapters", "are in the model, beside its weights")
+            advice = [
+                "engines get merged weights from nrl_models.export_adapter(model).iter_export(model)",
+                "or vLLM's LoRA gets the adapter: model.save_pretrained(folder), then VLLMEngine.use_adapter(folder)",
+            ]
+            raise StateDictError("what an engine gets would lack the adapters", [problem], advice)
 
     def _kept_in(self, layout: Layout) -> dict[str, TensorSpec]:
         return self.kept if self.layout(layout) is self.hub else {}

@@ -8,7 +8,6 @@ cost of one such module's weights.
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
@@ -17,6 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from nrl_models.common.modules import peft_modules, peft_types
 from nrl_models.common.state_dict.adapter import Layout, StateDictAdapter, adapter_of
 from nrl_models.errors import Problem, ProblemKind, StateDictError
 
@@ -33,7 +33,7 @@ def export_adapter(model: nn.Module) -> StateDictAdapter:
         StateDictError: adapter tensors that reach no weight of the model (prompts, prefixes), an adapter on one of two
             tied weights, quantised or sharded weights under adapters; all of them.
     """
-    if _inside(model) is model and not any(_wrapped(model)):
+    if _inside(model) is model and not any(peft_modules(model)):
         own: Any = getattr(model, "state_dict_adapter", None)
         return own or adapter_of(cast(PreTrainedModel, model))
     return MergedAdapter(model)
@@ -53,7 +53,7 @@ class MergedAdapter(StateDictAdapter):
         outside = [name for name, part in model.named_parameters() if id(part) not in inside]
         problems = [Problem(ProblemKind.UNEXPECTED, name, "reaches no weight of the model") for name in outside]
         adapted: set[str] = set()
-        for name, wrapper in _wrapped(inner):
+        for name, wrapper in peft_modules(inner):
             problems += list(_unreached(name, wrapper))
             adapted |= {own for own in self.own if own.startswith(f"{name}.")}
         for name, kept in self.tied.items():
@@ -68,7 +68,7 @@ class MergedAdapter(StateDictAdapter):
         self, model: nn.Module, max_bytes: int | None = None, *, layout: Layout = "hub"
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """As `StateDictAdapter.iter_export`; what has an adapter is a copy, merged when its turn comes."""
-        yield from super().iter_export(_inside(model), max_bytes, layout=layout)
+        yield from self._export(_inside(model), max_bytes, layout)
 
     def _own_tensors(self, model: nn.Module) -> dict[str, torch.Tensor]:
         return super()._own_tensors(_without_adapters(model, {}))
@@ -82,7 +82,7 @@ class _Merged(Mapping[str, torch.Tensor]):
 
     def __init__(self, model: nn.Module, own: Mapping[str, torch.Tensor]) -> None:
         self._own = own
-        self._wrappers = dict(_wrapped(model))
+        self._wrappers = dict(peft_modules(model))
         self._last: tuple[str, dict[str, torch.Tensor]] = "", {}
 
     def __getitem__(self, name: str) -> torch.Tensor:
@@ -133,26 +133,6 @@ def _inside(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def _wrapper_types() -> tuple[type, ...]:
-    """PEFT's modules that stand in place of a model's; none where PEFT is not imported, so that there are none."""
-    if "peft" not in sys.modules:
-        return ()
-    from peft.tuners.tuners_utils import BaseTunerLayer
-    from peft.utils.other import AuxiliaryTrainingWrapper
-
-    return BaseTunerLayer, AuxiliaryTrainingWrapper
-
-
-def _wrapped(model: nn.Module, name: str = "") -> Iterator[tuple[str, Any]]:
-    """The outermost of PEFT's modules in a model, by name."""
-    for own, child in model.named_children():
-        place = f"{name}.{own}" if name else own
-        if isinstance(child, _wrapper_types()):
-            yield place, child
-        else:
-            yield from _wrapped(child, place)
-
-
 def _base(wrapper: Any) -> nn.Module:
     """The module that PEFT's stands in place of; of a whole copy that is trained, that copy."""
     if hasattr(wrapper, "modules_to_save") and not _is_off(wrapper):
@@ -166,7 +146,7 @@ def _is_off(wrapper: Any) -> bool:
 
 def _without_adapters(module: Any, seen: dict[int, nn.Module]) -> Any:
     """A shallow copy of a model with its own modules in place of PEFT's: the same parameters, under plain names."""
-    if isinstance(module, _wrapper_types()):
+    if isinstance(module, peft_types()):
         return _without_adapters(_base(module), seen)
     if id(module) not in seen:
         twin = seen[id(module)] = object.__new__(type(module))

@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, get_args
 
 from transformers import PreTrainedModel
 
+from nrl_models.common.flags import MTPForm
 from nrl_models.errors import Problem, ProblemKind
 
 MTP = Literal["keep", "drop"]
@@ -33,6 +35,48 @@ JOINT = "eh_proj.weight"
 
 _NUMBERED = re.compile(r"(?P<layers>.*layers\\\.)\d+(\\\.)?(\.\*)?")
 """transformers' pattern of a whole layer of some number: that of one published model."""
+
+
+@dataclass(frozen=True, slots=True)
+class MTPParts:
+    """Where a checkpoint has the parts of an MTP layer that can be trained, by the names of modules.
+
+    Args:
+        layer: the beginning of the names of the decoder layer's tensors.
+        embedding_norm, hidden_norm: the norms of what is joined.
+        joint: the projection that joins embedding and hidden state, in this order.
+        norm: the norm after the layer.
+        input, output: copies of the model's own embeddings; empty if there are none.
+    """
+
+    layer: str
+    embedding_norm: str
+    hidden_norm: str
+    joint: str
+    norm: str
+    input: str = ""
+    output: str = ""
+
+    @classmethod
+    def of(cls, form: MTPForm, number: int) -> MTPParts:
+        """The parts of a layer.
+
+        Args:
+            form: how it is made.
+            number: of the layer after the decoder's last.
+        """
+        if form is MTPForm.PREFIXED:
+            before = "mtp.pre_fc_norm_"
+            return cls("mtp.layers.0.", f"{before}embedding", f"{before}hidden", "mtp.fc", "mtp.norm")
+        layer = f"model.layers.{number}."
+        own = ("enorm", "hnorm", "eh_proj", "shared_head.norm", "embed_tokens", "shared_head.head")
+        return cls(layer, *(layer + name for name in own))
+
+    @property
+    def others(self) -> list[str]:
+        """All but the decoder layer."""
+        parts = (self.embedding_norm, self.hidden_norm, self.joint, self.norm, self.input, self.output)
+        return [part for part in parts if part]
 
 
 class MTPNames:

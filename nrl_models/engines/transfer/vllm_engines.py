@@ -23,6 +23,7 @@ from vllm.distributed.weight_transfer.base import (
     layerwise_groups,
 )
 
+from nrl_models.common.state_dict.merged import export_adapter
 from nrl_models.engines.base import NamedTensor
 from nrl_models.engines.transfer.receiver import Receiver
 from nrl_models.engines.transfer.reload import WeightReload
@@ -39,7 +40,8 @@ class AdapterSource(WeightSource):
     and models of images, and no persistent buffers.
 
     Args:
-        model: one of this library's, sharded or not. Of a sharded model every rank iterates.
+        model: one of this library's, sharded or not. Of a sharded model every rank iterates. Adapters of PEFT in or
+            around it are merged (`export_adapter`).
         max_bytes: see `StateDictAdapter.iter_export`; None yields live views.
     """
 
@@ -48,11 +50,11 @@ class AdapterSource(WeightSource):
 
     def metadata(self) -> list[ParamMeta]:
         """Name, dtype and shape of each tensor, in the order of iteration; nothing is read."""
-        plan = self.model.state_dict_adapter.export_plan()
+        plan = export_adapter(self.model).export_plan()
         return [ParamMeta(name, dtype, tuple(shape)) for name, shape, dtype in plan]
 
     def __iter__(self) -> Iterator[NamedTensor]:
-        yield from self.model.state_dict_adapter.iter_export(self.model, self.max_bytes)
+        yield from export_adapter(self.model).iter_export(self.model, self.max_bytes)
 
 
 # The engine's side

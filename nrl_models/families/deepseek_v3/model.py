@@ -2,6 +2,7 @@
 
 from transformers.models.deepseek_v3 import modeling_deepseek_v3 as hf
 
+from nrl_models.common.flags import MTPForm
 from nrl_models.common.projections import CombinedGateUp, combine
 from nrl_models.families.published import decoder_sizes
 from nrl_models.family import FamilyModel
@@ -15,6 +16,7 @@ class DeepseekV3Family(FamilyModel):
         hf.DeepseekV3Attention: combine(qkv_a_proj=("q_a_proj", "q_proj", "kv_a_proj_with_mqa")),
         hf.DeepseekV3MLP: CombinedGateUp,
     }
+    mtp_form = MTPForm.NUMBERED
     # Keys of published configurations that describe the only routing there is.
     config_values = {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,)}
     tensor_parallel = {

@@ -84,6 +84,7 @@ def __getattr__(name: str) -> Any:
             config_values=row.config_values,
             ignored_config_keys=row.ignored,
             tensor_parallel=row.tensor_parallel,
+            mtp_form=row.mtp_form,
             published=row.published if name == row.architectures[0] else {},
         )
     globals()[name] = made

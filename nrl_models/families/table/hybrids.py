@@ -1,5 +1,6 @@
 """Decoders with layers that keep a state: state-space models, gated delta nets, recurrences, convolutions."""
 
+from nrl_models.common.flags import MTPForm
 from nrl_models.families.limits import CACHED, LEFT, PACKED, lacks
 from nrl_models.families.table.row import ALL_HEADS, CAUSAL, CAUSAL_AND_SEQUENCE, GATE_UP, QKV, Row
 
@@ -78,6 +79,7 @@ ROWS: dict[str, Row] = {
         ALL_HEADS,
         {"GatedDeltaNet": "in_proj_qkvz in_proj_ba", "MLP": GATE_UP, "Attention": QKV},
         mixins={"GatedDeltaNet": "ByDocument"},
+        mtp_form=MTPForm.PREFIXED,
     ),
     "recurrent_gemma": Row(
         "RecurrentGemma",

@@ -1,5 +1,6 @@
 """Mixtures of experts, text only."""
 
+from nrl_models.common.flags import MTPForm
 from nrl_models.families.limits import CACHED, LEFT, PACKED, lacks
 from nrl_models.families.published import decoder_sizes
 from nrl_models.families.table.row import ALL_HEADS, CAUSAL, CAUSAL_AND_SEQUENCE, GATE_UP, LATENTS, QKV, Row
@@ -69,12 +70,13 @@ ROWS: dict[str, Row] = {
     "exaone_moe": Row("ExaoneMoe", CAUSAL, {"Attention": QKV, "MLP": GATE_UP}),
     "flex_olmo": Row("FlexOlmo", CAUSAL, {"Attention": QKV}),
     "flint": Row("Flint", CAUSAL, {"Attention": QKV, "MLP": GATE_UP}, since="5.23"),
-    "glm4_moe": Row("Glm4Moe", CAUSAL, {"Attention": QKV, "MLP": GATE_UP}),
+    "glm4_moe": Row("Glm4Moe", CAUSAL, {"Attention": QKV, "MLP": GATE_UP}, mtp_form=MTPForm.NUMBERED),
     "glm4_moe_lite": Row(
         "Glm4MoeLite",
         CAUSAL,
         {"Attention": LATENTS, "MLP": GATE_UP},
         config_values={"topk_method": ("noaux_tc",), "first_k_dense_replace": (1,), "moe_layer_freq": (1,)},
+        mtp_form=MTPForm.NUMBERED,
     ),
     "glm_moe_dsa": Row(
         "GlmMoeDsa",

@@ -1,5 +1,6 @@
 """Models that take images, video or audio, and the towers that others take from their packages."""
 
+from nrl_models.common.flags import MTPForm
 from nrl_models.families.limits import (
     CACHED,
     LAYOUTS,
@@ -375,6 +376,7 @@ ROWS: dict[str, Row] = {
         {"GatedDeltaNet": DELTA_NET, "Attention": QKV, "MLP": GATE_UP},
         mixins={"Model": "FreshPositions", "GatedDeltaNet": "ByDocument"},
         config_values={"attn_output_gate": (True,)},
+        mtp_form=MTPForm.PREFIXED,
         since={"ForTokenClassification": "5.9", "TextForSequenceClassification": "5.9"},
     ),
     "qwen3_5_moe": Row(
@@ -383,6 +385,7 @@ ROWS: dict[str, Row] = {
         {"GatedDeltaNet": DELTA_NET, "Attention": QKV, "MLP": GATE_UP},
         mixins={"Model": "FreshPositions", "GatedDeltaNet": "ByDocument"},
         config_values={"attn_output_gate": (True,)},
+        mtp_form=MTPForm.PREFIXED,
     ),
     "qwen3_omni_moe": Row(
         "Qwen3OmniMoe",

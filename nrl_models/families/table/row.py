@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
+from nrl_models.common.flags import MTPForm
 from nrl_models.families.facts import Family
 
 
@@ -39,6 +40,7 @@ class Row:
         config_values: as `FamilyModel.config_values`.
         tensor_parallel: as `FamilyModel.tensor_parallel`.
         published: as `FamilyModel.published`, of the first of `heads`.
+        mtp_form: as `FamilyModel.mtp_form`.
     """
 
     prefix: str
@@ -54,6 +56,7 @@ class Row:
     config_values: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     tensor_parallel: Mapping[str, str] = field(default_factory=dict)
     published: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    mtp_form: MTPForm | None = None
 
     @property
     def architectures(self) -> tuple[str, ...]:

@@ -16,7 +16,9 @@ from torch import nn
 
 from nrl_models import export_adapter, registry
 from nrl_models.common.state_dict import merged
+from nrl_models.engines.hf import HFEngine
 from nrl_models.errors import StateDictError
+from nrl_models.logprobs import Sampling
 from nrl_models.testing.case import FamilyCase
 
 TARGETS = ["q_proj", "v_proj", "up_proj"]
@@ -131,6 +133,23 @@ def test_a_model_that_adapters_were_added_to() -> None:
     values = {key.removeprefix("base_model.model."): tensor for key, tensor in wrapped.state_dict().items()}
     model.load_state_dict({key: values[key] for key in model.state_dict()})
     assert_same(export(model), merged_by_peft(wrapped))
+
+
+def test_without_it_an_engine_gets_nothing_and_says_what_to_do() -> None:
+    """Neither the base weights alone, nor names that engines do not know."""
+    plain = copy.deepcopy(FamilyCase(registry.model_class(DENSE)).model())
+    before = plain.state_dict_adapter
+    model = get_peft_model(plain, lora())
+    engine = HFEngine(copy.deepcopy(FamilyCase(registry.model_class(DENSE)).model()))
+    for adapter in (before, plain.state_dict_adapter):
+        for given in (plain, model):
+            with pytest.raises(StateDictError, match=r"nrl_models\.export_adapter\(model\)\.iter_export\(model\)"):
+                engine.refit(adapter.iter_export(given), partial=True)
+    with pytest.raises(StateDictError, match="would lack the adapters"):
+        plain.state_dict_adapter.export_plan()
+    engine.generate([[1, 2]], Sampling(), max_new_tokens=1)  # it was not left between two versions
+    engine.refit(export_adapter(model).iter_export(model))
+    assert_same(dict(engine.model.state_dict_adapter.iter_export(engine.model)), merged_by_peft(model))
 
 
 # What cannot be

@@ -1,0 +1,347 @@
+"""A model's layer of multi-token prediction as a module, to train it.
+
+It gets the last hidden state of each word and the embedding of the next, and predicts the word after that
+(https://arxiv.org/abs/2412.19437, section 2.2); engines draft with it. Its decoder layer is a copy of the model's own
+that has the same tensors, so that experts, latents and their names on the hub are the family's, not written again.
+What it computes is what vLLM's drafters compute: hidden states after the model's last norm, positions of the hidden
+states, the model's own embeddings at both ends.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.func import functional_call
+from transformers import PreTrainedModel
+
+from nrl_models.common.flags import MTPForm
+from nrl_models.common.modules import class_name
+from nrl_models.common.projections import join
+from nrl_models.common.state_dict.adapter import adapter_of
+from nrl_models.common.state_dict.kept_tensors import KeptTensor, keep, kept_by
+from nrl_models.common.state_dict.layouts import TensorSpec
+from nrl_models.common.state_dict.mtp import MTPNames, MTPParts
+from nrl_models.common.state_dict.views import HFTensor
+from nrl_models.errors import Problem, ProblemKind, ShardingError, StateDictError, UnknownArgumentError
+from nrl_models.loading.skeleton import build_skeleton
+
+IGNORED = -100
+"""The label of words that are not learnt, as in transformers."""
+
+
+class MTPOutput(NamedTuple):
+    """What the layer predicts.
+
+    Args:
+        loss: mean cross-entropy over the words that count; zero if none does.
+        logits: `(batch, length - 2, vocabulary)`: of the third word and those after it.
+    """
+
+    loss: torch.Tensor
+    logits: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedTensor(KeptTensor):
+    """A tensor that is made of a module's parameters, at each call, instead of a file's pages.
+
+    Args:
+        source: gives it.
+    """
+
+    source: Callable[[], torch.Tensor] = torch.Tensor
+
+    def read(self) -> torch.Tensor:
+        """The values of now: a view of the parameters, wherever their dtype is that of `spec`.
+
+        Raises:
+            ShardingError: the layer was sharded.
+        """
+        tensor = self.source().detach()
+        if isinstance(tensor, DTensor):
+            raise ShardingError("an MTP layer is sharded, which it may not be: train it whole, or under DDP", [])
+        return tensor.to(self.spec.dtype)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> KeptTensor:
+        return KeptTensor(self.spec, (self.read().clone(),), is_mtp=True)  # a copy of the model is not trained with it
+
+    def __reduce__(self) -> Any:
+        return KeptTensor, (self.spec, (self.read().clone(),), None, True)
+
+
+def _trained(source: Callable[[], torch.Tensor]) -> TrainedTensor:
+    now = source()
+    return TrainedTensor(TensorSpec(tuple(now.shape), now.dtype), (), is_mtp=True, source=source)
+
+
+class MTPLayer(nn.Module):
+    """The layer of multi-token prediction of a model that was loaded with it; the model stays as it is.
+
+    From now on the model saves and exports this layer's parameters, under the names and in the shapes of the
+    checkpoint, in place of what it kept; where a checkpoint has copies of the model's embeddings in the layer, it saves
+    and exports the model's. To leave the layer frozen, do not make one.
+
+    Args:
+        model: of a family that has an `mtp_form`, loaded with `mtp="keep"`, whole and without adapters.
+
+    Raises:
+        UnknownArgumentError: it cannot be trained: the family has none that can, or the model was loaded without, is
+            sharded, or takes images.
+        StateDictError: tensors that the layer lacks, or that are of another shape than the model's own decoder layers.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        decoder, names, kept = _parts(model)
+        place, table = _like(model, names, kept)
+        self._model = weakref.ref(model)
+        self._blanks_first = _form_of(model) is MTPForm.NUMBERED
+        self.embedding_norm = copy.deepcopy(decoder.norm)
+        self.hidden_norm = copy.deepcopy(decoder.norm)
+        width = decoder.config.hidden_size
+        self.joint = nn.Linear(2 * width, width, bias=False, device=decoder.device, dtype=decoder.dtype)
+        self.decoder = _alone(decoder, place)
+        self.train(model.training).requires_grad_(True)  # whatever of the model is frozen
+        live = _install(self, names, table, f"{_path(model, decoder)}layers.{place}.", kept)
+        for name, whole in ((names.input, model.get_input_embeddings()), (names.output, model.get_output_embeddings())):
+            if f"{name}.weight" in kept:
+                live[f"{name}.weight"] = partial(_copied, whole)
+        join(self.decoder)
+        keep(model, {name: _trained(live[name]) for name in kept})
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        input_ids: torch.Tensor,
+        *,
+        labels: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        through_model: bool = False,
+    ) -> MTPOutput:
+        """Predict the word after the next, from each but the last two.
+
+        Args:
+            hidden_states: `(batch, length, hidden)`: the model's last, after its last norm:
+                `model(..., output_hidden_states=True).hidden_states[-1]`.
+            input_ids: `(batch, length)`: the words themselves, three at least.
+            labels: `(batch, length)`: the words to learn, -100 for others; all by default. Not shifted.
+            attention_mask: `(batch, length)`: as the model got it; None if it got none.
+            position_ids: `(batch, length)`: as the model got them. Of packed documents each begins at 0: the first two
+                words of a document are predicted from no other.
+            through_model: whether the loss trains hidden states and embeddings, too, as in pretraining. By default it
+                trains this layer alone, and the model's policy is its own.
+
+        Raises:
+            ValueError: shapes that differ, or fewer than three words.
+        """
+        shape = tuple(hidden_states.shape[:2])
+        given = (input_ids, labels, attention_mask, position_ids)
+        if any(tensor is not None and tuple(tensor.shape) != shape for tensor in given) or shape[1] < 3:
+            found = ", ".join(str(None if tensor is None else tuple(tensor.shape)) for tensor in given)
+            raise ValueError(
+                f"expected (batch, length) of input_ids, labels, attention_mask and position_ids, as of hidden_states "
+                f"{shape}, of three words at least: got {found}"
+            )
+        model = self._its_model()
+        with nullcontext() if through_model else torch.no_grad():
+            embeddings = model.get_input_embeddings()(input_ids[:, 1:-1])
+        hidden = (hidden_states if through_model else hidden_states.detach())[:, :-2]
+        mask, positions = (None if t is None else t[:, :-2] for t in (attention_mask, position_ids))
+        if self._blanks_first:
+            embeddings = embeddings.masked_fill(_first(input_ids[:, :-2], mask, positions)[..., None], 0.0)
+        joined = self.joint(torch.cat([self.embedding_norm(embeddings), self.hidden_norm(hidden)], -1))
+        predicted = self.decoder(
+            inputs_embeds=joined, attention_mask=mask, position_ids=positions, use_cache=False
+        ).last_hidden_state
+        head = model.get_output_embeddings()
+        own = {name: tensor if through_model else tensor.detach() for name, tensor in head.named_parameters()}
+        logits = functional_call(head, own, (predicted,))
+        targets = (input_ids if labels is None else labels)[:, 2:]
+        if attention_mask is not None:
+            targets = targets.masked_fill((attention_mask[:, 2:] == 0) | (attention_mask[:, :-2] == 0), IGNORED)
+        if position_ids is not None:
+            targets = targets.masked_fill(position_ids[:, 2:] < 2, IGNORED)
+        total = F.cross_entropy(
+            logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum"
+        )  # fmt: skip
+        return MTPOutput(total / (targets != IGNORED).sum().clamp(min=1), logits)
+
+    def _its_model(self) -> PreTrainedModel:
+        model = self._model()
+        if model is None:
+            raise UnknownArgumentError("the model of this MTP layer is gone: keep it as long as the layer")
+        return model
+
+
+def _first(words: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor | None) -> torch.Tensor:
+    """Where a sequence begins, `(batch, length)` bool."""
+    if positions is not None:
+        return positions == 0
+    there = torch.ones_like(words) if mask is None else mask.long()
+    return (there.cumsum(1) == 1) & (there > 0)
+
+
+def _form_of(model: PreTrainedModel) -> MTPForm | None:
+    return getattr(model, "mtp_form", None)
+
+
+def _parts(model: PreTrainedModel) -> tuple[Any, MTPParts, Mapping[str, KeptTensor]]:
+    """The model's decoder, what the checkpoint calls the layer's parts, and these.
+
+    Raises:
+        UnknownArgumentError: see `MTPLayer`.
+    """
+    name, form, kept = class_name(model), _form_of(model), kept_by(model, mtp_only=True)
+    known, decoder = MTPNames(model), model.base_model
+    if form is None:
+        raise UnknownArgumentError(
+            f"{name}: its MTP layers cannot be trained here. That is for families whose MTP layer is a decoder layer "
+            "of their own with norms and a projection (`mtp_form`)"
+        )
+    if not kept:
+        raise UnknownArgumentError(
+            f"this {name} was loaded without MTP weights: its checkpoint has none, or mtp='drop'"
+        )
+    if getattr(model, "sharding", None) is not None:
+        raise UnknownArgumentError(f"this {name} is sharded: an MTP layer is trained in one process, or under DDP")
+    if known.announced > 1:
+        raise UnknownArgumentError(f"{known.key}={known.announced}: one MTP layer can be trained, not several")
+    if not isinstance(getattr(decoder, "layers", None), nn.ModuleList):
+        raise UnknownArgumentError(
+            f"{name} takes images: its MTP layer gets their embeddings, which are not given to it here"
+        )
+    return decoder, MTPParts.of(form, known.first), kept
+
+
+def _path(model: PreTrainedModel, decoder: nn.Module) -> str:
+    return next(f"{name}." if name else "" for name, module in model.named_modules() if module is decoder)
+
+
+def _like(
+    model: PreTrainedModel, names: MTPParts, kept: Mapping[str, KeptTensor]
+) -> tuple[int, Mapping[str, HFTensor]]:
+    """The number of a decoder layer that has the tensors of the MTP layer, and those by their names in a layer.
+
+    Raises:
+        StateDictError: there is none; with what the last layer, which most are like, has otherwise.
+    """
+    others = {f"{part}.weight" for part in names.others}
+    own = {name.removeprefix(names.layer): t.spec.shape for name, t in kept.items() if name not in others}
+    decoder: Any = model.base_model
+    hub = adapter_of(model).hub
+    for number in reversed(range(len(decoder.layers))):
+        prefix = f"{_path(model, decoder)}layers.{number}."
+        table = {name.removeprefix(prefix): tensor for name, tensor in hub.items() if name.startswith(prefix)}
+        if own == {name: tensor.shape for name, tensor in table.items()}:
+            break
+        if number == len(decoder.layers) - 1:
+            last = table
+    else:
+        raise StateDictError(
+            f"the MTP layer of this {class_name(model)} is like none of its decoder layers",
+            list(_differences(names.layer, own, last)),
+        )
+    width = decoder.config.hidden_size
+    norms = (names.embedding_norm, names.hidden_norm, names.norm)
+    expected = {f"{norm}.weight": (width,) for norm in norms} | {f"{names.joint}.weight": (width, 2 * width)}
+    ends = {names.input: model.get_input_embeddings().weight, names.output: model.get_output_embeddings().weight}
+    problems = [Problem(ProblemKind.MISSING, name, "is not among the MTP weights") for name in expected.keys() - kept]
+    problems += [
+        Problem(ProblemKind.SHAPE, name, f"has shape {kept[name].spec.shape}, expected {shape}")
+        for name, shape in expected.items()
+        if name in kept and kept[name].spec.shape != shape
+    ]
+    problems += [
+        Problem(ProblemKind.TIED, f"{part}.weight", "is not the model's own embedding, of which it should be a copy")
+        for part, weight in ends.items()
+        if part and f"{part}.weight" in kept and not _is_copy(kept[f"{part}.weight"].read(), weight)
+    ]
+    if problems:
+        raise StateDictError(f"the MTP layer of this {class_name(model)} is not as its family's is", problems)
+    return number, table
+
+
+def _is_copy(stored: torch.Tensor, weight: torch.Tensor) -> bool:
+    return stored.shape == weight.shape and torch.equal(stored.to(weight.device, weight.dtype), weight.detach())
+
+
+def _differences(layer: str, own: Mapping[str, Any], table: Mapping[str, HFTensor]) -> Iterator[Problem]:
+    for name in sorted(own.keys() ^ table.keys()):
+        kind = ProblemKind.UNEXPECTED if name in own else ProblemKind.MISSING
+        yield Problem(
+            kind, layer + name, "no decoder layer has it" if name in own else "the decoder's last layer has it"
+        )
+    for name in sorted(own.keys() & table.keys()):
+        if own[name] != table[name].shape:
+            yield Problem(ProblemKind.SHAPE, layer + name, f"has shape {own[name]}, expected {table[name].shape}")
+
+
+def _alone(decoder: Any, place: int) -> Any:
+    """The model's decoder with a copy of one of its layers alone, and without embeddings: masks and rotations are its.
+
+    Args:
+        decoder: the model's.
+        place: the layer's number.
+    """
+    config = copy.deepcopy(decoder.config)
+    config.num_hidden_layers = 1
+    for key, value in vars(config).items():  # types of attention and of MLP, by layer
+        if isinstance(value, list) and len(value) == len(decoder.layers):
+            setattr(config, key, [value[place]])
+    alone: Any = build_skeleton(type(decoder), config, decoder.dtype)
+    shared = {id(decoder.config): decoder.config}
+    alone.layers[0] = copy.deepcopy(decoder.layers[place], shared)
+    alone.norm = copy.deepcopy(decoder.norm)
+    alone.embed_tokens = None
+    for buffer_owner in alone.modules():
+        for name, buffer in buffer_owner._buffers.items():
+            if buffer is not None:
+                buffer_owner._buffers[name] = buffer.to(decoder.norm.weight.device)
+    return alone
+
+
+@torch.no_grad()
+def _install(
+    layer: MTPLayer, names: MTPParts, table: Mapping[str, HFTensor], inside: str, kept: Mapping[str, KeptTensor]
+) -> dict[str, Callable[[], torch.Tensor]]:
+    """Put the checkpoint's tensors into the layer; gives, by the checkpoint's names, what reads them there."""
+    live: dict[str, Callable[[], torch.Tensor]] = {}
+    for name, module in (
+        (names.embedding_norm, layer.embedding_norm),
+        (names.hidden_norm, layer.hidden_norm),
+        (names.joint, layer.joint),
+        (names.norm, layer.decoder.norm),
+    ):
+        module.weight.copy_(kept[f"{name}.weight"].read())
+        live[f"{name}.weight"] = partial(getattr, module, "weight")
+    own = layer.decoder.layers[0]
+    for name, tensor in table.items():
+        stored = kept[names.layer + name].read()
+        for parameter in tensor.parameters:
+            tensor.write_into(parameter, _inside(own, parameter.removeprefix(inside)), stored)
+        live[names.layer + name] = partial(_read, own, tensor, inside)
+    return live
+
+
+def _copied(embeddings: Any) -> torch.Tensor:
+    return embeddings.weight.detach().clone()  # for transformers saves no memory twice
+
+
+def _inside(layer: nn.Module, name: str) -> torch.Tensor:
+    owner, _, attribute = name.rpartition(".")
+    return getattr(layer.get_submodule(owner), attribute)
+
+
+def _read(layer: nn.Module, tensor: HFTensor, inside: str) -> torch.Tensor:
+    return tensor.read({name: _inside(layer, name.removeprefix(inside)).detach() for name in tensor.parameters})
