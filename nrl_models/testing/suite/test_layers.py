@@ -54,7 +54,7 @@ def test_layer_equivalence(family_case: FamilyCase, dtype: torch.dtype) -> None:
     for name, call in calls.items():
         layer, original = model.get_submodule(name), reference.get_submodule(name)
         call = call.with_random_input(seed=SEED)
-        # First, for a layer may keep a state of its last forward, and one with gradients could not be copied afterwards.
+        # First, for a layer may keep a state of its last forward, and one with gradients cannot be copied afterwards.
         saved = count_matmuls(original, call) - count_matmuls(layer, call)
         assert saved == _matmuls_saved(layer), name
         expected = run_layer(original, call)
