@@ -24,7 +24,7 @@
 PYTHON ?= python3
 WORKERS ?= 2
 # Another version of transformers than constraints.txt names, e.g. `make test TRANSFORMERS=5.16.1`; it has
-# an environment of its own.
+# an environment of its own, with the tokenizers it takes.
 TRANSFORMERS ?=
 VENV := .venv$(if $(TRANSFORMERS),-$(TRANSFORMERS))
 BIN := $(VENV)/bin
@@ -101,7 +101,7 @@ setup: $(VENV)/.ready
 
 $(VENV)/.ready: pyproject.toml constraints.txt tests/torchvision_on_cpu.py
 	$(PYTHON) -m venv $(VENV)
-	$(if $(TRANSFORMERS),sed '/^transformers==/d' constraints.txt >$(VENV)/constraints.txt && echo 'transformers==$(TRANSFORMERS)' >>$(VENV)/constraints.txt,cp constraints.txt $(VENV)/constraints.txt)
+	$(if $(TRANSFORMERS),sed '/^transformers==/d;/^tokenizers==/d' constraints.txt >$(VENV)/constraints.txt && echo 'transformers==$(TRANSFORMERS)' >>$(VENV)/constraints.txt,cp constraints.txt $(VENV)/constraints.txt)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(VENV)/constraints.txt torch
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(VENV)/constraints.txt --editable '.[test,dev]'
 	$(BIN)/python tests/torchvision_on_cpu.py
