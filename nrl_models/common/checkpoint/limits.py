@@ -18,6 +18,9 @@ from nrl_models.errors import ConfigurationError, Problem, ProblemKind
 MOST_PARTS = 20_000
 """Layers, which configuration classes list, and experts, which checkpoints have each of: some hundred at most."""
 
+MOST_LABELS = 2**20
+"""Classes of a classifier, each of which a configuration gives a name."""
+
 MOST_ELEMENTS = 2**26
 """A size of one dimension, of which tables are computed when a model is built: six times the longest context."""
 
@@ -29,6 +32,8 @@ MOST_IN_TABLE = 2**29
 
 _PARTS = re.compile(r"(^|_)(n|num)_.*(layer|block|expert)s?$|(^|_)(layers?|depths?|experts)$")
 _SIZES = re.compile(r"(_|^)(size|dims?|heads?|embeddings|positions|rank|width|channels|ctx|embd)$")
+_LIMITS = ((_PARTS, MOST_PARTS), (re.compile(r"(^|_)num_labels$"), MOST_LABELS), (_SIZES, MOST_ELEMENTS))
+"""By pattern of a key, the most that it may ask for."""
 
 
 def check_limits(values: Mapping[str, Any], where: object) -> None:
@@ -39,7 +44,8 @@ def check_limits(values: Mapping[str, Any], where: object) -> None:
         where: what they are from, for the message.
 
     Raises:
-        ConfigurationError: more than `MOST_PARTS` layers or experts, a size over `MOST_ELEMENTS`; all of them.
+        ConfigurationError: more than `MOST_PARTS` layers or experts or `MOST_LABELS` labels, a size over
+            `MOST_ELEMENTS`; all of them.
     """
     problems = list(_beyond(values, ""))
     if problems:
@@ -52,7 +58,7 @@ def _beyond(values: Mapping[str, Any], prefix: str) -> Iterator[Problem]:
             yield from _beyond(value, f"{prefix}{key}.")
         if isinstance(value, Mapping) or not isinstance(key, str):
             continue
-        most = MOST_PARTS if _PARTS.search(key) else MOST_ELEMENTS if _SIZES.search(key) else None
+        most = next((limit for named, limit in _LIMITS if named.search(key)), None)
         for number in value if isinstance(value, (list, tuple)) else (value,):
             if most is not None and isinstance(number, (int, float)) and number > most:
                 yield Problem(ProblemKind.CONFIG, f"{prefix}{key}", f"is {number:,}, expected at most {most:,}")
