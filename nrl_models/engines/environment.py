@@ -5,11 +5,8 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
-import subprocess
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -21,13 +18,11 @@ from nrl_models.common.dtypes import dtype_name
 from nrl_models.engines.answers import Checked
 from nrl_models.engines.base import Capabilities, Engine, Sample, Tokens, require_lengths, require_number
 from nrl_models.engines.vllm import KV_CACHE_BYTES
+from nrl_models.engines.worker_process import WorkerProcess
 from nrl_models.errors import EngineError
 from nrl_models.logprobs.sampling import Sampling
 
 WORKER = Path(__file__).with_name("environment_worker.py")
-
-LAST_LINES = 12
-"""Lines of its output that are quoted if it dies."""
 
 
 class EnvironmentEngine(Engine):
@@ -45,27 +40,17 @@ class EnvironmentEngine(Engine):
 
     def __init__(self, python: Path, keywords: dict[str, Any]) -> None:
         self.python = python
-        self._said = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the process
         environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
         for name, value in (("VLLM_CPU_OMP_THREADS_BIND", "nobind"), ("OMP_WAIT_POLICY", "PASSIVE")):
             environment.setdefault(name, value)
         environment.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-        try:
-            # -I: neither PYTHONPATH nor this directory's modules are imported there.
-            self.process = subprocess.Popen(
-                [str(python), "-I", str(WORKER)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=self._said,
-                env=environment,
-                text=True,
-            )
-        except OSError as error:
-            raise EngineError(f"{python} does not run: {error.strerror}") from error
-        self._checked = Checked(f"vLLM of {python}")
+        who = f"vLLM of {python}"
+        # -I: neither PYTHONPATH nor this directory's modules are imported there.
+        self.worker = WorkerProcess([str(python), "-I", str(WORKER)], who, environment)
+        self._checked = Checked(who)
         try:
             # Not as an argument, which every user of the machine can read: a token of the hub may be among them.
-            self.described = self._described(self._ask(keywords))
+            self.described = self._described(self.worker.ask(keywords))
         except EngineError:
             self.close()
             raise
@@ -153,16 +138,7 @@ class EnvironmentEngine(Engine):
 
     def close(self) -> None:
         """End the process."""
-        if self.process.stdin is not None:
-            self.process.stdin.close()
-        try:
-            self.process.wait(timeout=30)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-        if self.process.stdout is not None:
-            self.process.stdout.close()
-        self._said.close()
+        self.worker.close()
 
     def _described(self, answer: dict[str, Any]) -> dict[str, Any]:
         """What the worker says about the engine it has started."""
@@ -183,33 +159,8 @@ class EnvironmentEngine(Engine):
             "seeds": list(seeds),
             "sampling": sampling | {"detokenize": False},
         }
-        listed = self._checked.listed(self._ask(request).get("samples"), "samples", len(prompts))
+        listed = self._checked.listed(self.worker.ask(request).get("samples"), "samples", len(prompts))
         return [self._checked.mapping(sample, f"samples[{number}]") for number, sample in enumerate(listed)]
-
-    def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Send a line, and read the line that answers it."""
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        try:
-            print(json.dumps(request), file=self.process.stdin, flush=True)
-        except OSError as error:
-            raise self._died() from error
-        line = self.process.stdout.readline()
-        if not line:
-            raise self._died()
-        try:
-            answer = self._checked.mapping(json.loads(line), "it")
-        except (ValueError, RecursionError) as error:
-            raise self._checked.error(f"answered with something that is not JSON: {line[:200]!r}") from error
-        if "error" in answer:
-            raise EngineError(f"vLLM of {self.python} failed: {str(answer['error'])[:600]}")
-        return answer
-
-    def _died(self) -> EngineError:
-        self.process.wait()
-        self._said.seek(0)
-        said = self._said.read().decode(errors="replace").splitlines()[-LAST_LINES:]
-        return EngineError(f"vLLM of {self.python} died (exit status {self.process.returncode}):", *said)
 
 
 def interpreter_of(environment: str | Path) -> Path:

@@ -131,12 +131,12 @@ class EngineSettings:
     """The inference engine that samples.
 
     Args:
-        name: `vllm` or `hf-generate`: those that take new weights.
+        name: `vllm`, `mlx` or `hf-generate`: those that take new weights.
         dtype: to compute in; the checkpoint's by default.
         options: the engine's own, as `--engine-option` of other commands.
     """
 
-    name: Literal["vllm", "hf-generate"]
+    name: Literal["vllm", "mlx", "hf-generate"]
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
 

@@ -1,0 +1,270 @@
+"""Runs an mlx-lm model for `mlx.py`.
+
+Every line of standard input is a request, every line of standard output the answer to it, both JSON. The first request
+says what to load, and its answer describes the model; later ones name a `call`. An answer with `error` says what
+failed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from collections.abc import Callable
+from functools import partial
+from importlib.metadata import version
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import torch
+from mlx.utils import tree_flatten, tree_map, tree_map_with_path
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.utils import load_model
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from nrl_models.engines.base import tensor_digest
+from nrl_models.loading.read_config import read_config
+from nrl_models.logprobs.sampling import Sampling, processed
+
+_SAME_BITS = {mx.bfloat16: (mx.uint16, torch.bfloat16)}
+"""Dtypes that NumPy lacks: one of the same size that it has, and torch's."""
+
+
+def main() -> None:
+    """Load the model, and answer until standard input ends."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what mlx-lm prints is no answer
+
+    def answer(give: Callable[[], dict[str, Any]]) -> bool:
+        try:
+            content = give()
+        except Exception as error:  # whatever MLX and the model's code raise
+            content = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(content), file=answers, flush=True)
+        return "error" not in content
+
+    model: list[Model] = []
+
+    def load() -> dict[str, Any]:
+        model.append(Model(**json.loads(sys.stdin.readline())))
+        return model[0].describe()
+
+    if not answer(load):
+        sys.exit(1)
+    for line in sys.stdin:
+        request = json.loads(line)
+        answer(partial(getattr(model[0], request.pop("call")), **request))
+
+
+class Model:
+    """An mlx-lm model; its methods are the calls.
+
+    Args:
+        path: the checkpoint's directory.
+        dtype: of the parameters; the checkpoint's if None. Below fp32, those that mlx-lm keeps as they are stay so.
+        weights: whether to read the weights; otherwise they are random.
+        seed: of random weights.
+    """
+
+    def __init__(self, path: str, dtype: str | None, weights: bool, seed: int) -> None:
+        mx.random.seed(seed)
+        self.model, config = load_model(
+            Path(path), lazy=True, model_config=with_older_keys(read_config(Path(path)).to_dict())
+        )
+        if not weights:
+            self._randomise()
+        if "quantization" in config or "quantization_config" in config:
+            raise ValueError("its weights are quantised, and mlx-lm would compute with other numbers: dequantise them")
+        if dtype is not None:
+            wanted = getattr(mx, dtype)
+            changes: Callable[[str], bool] = getattr(self.model, "cast_predicate", lambda name: True)
+            self.model.update(
+                tree_map_with_path(
+                    lambda name, value: (
+                        value.astype(wanted)
+                        if mx.issubdtype(value.dtype, mx.floating) and (wanted == mx.float32 or changes(name))
+                        else value
+                    ),
+                    self.model.parameters(),
+                )
+            )
+        mx.eval(self.model.parameters())
+        self.arrived: dict[str, mx.array] = {}
+
+    def _randomise(self) -> None:
+        """Random weights in place of those that were found in the files, and not yet read."""
+        self.model.update(
+            tree_map(
+                lambda value: (
+                    mx.random.normal(value.shape, scale=0.02).astype(value.dtype)
+                    if mx.issubdtype(value.dtype, mx.floating)
+                    else value
+                ),
+                self.model.parameters(),
+            )
+        )
+
+    def describe(self) -> dict[str, Any]:
+        """Versions, the model's class, its dtype (that of most parameters) and the number of its logits."""
+        sizes: dict[mx.Dtype, int] = {}
+        for _, value in tree_flatten(self.model.parameters()):
+            sizes[value.dtype] = sizes.get(value.dtype, 0) + value.size
+        return {
+            "mlx": version("mlx"),
+            "mlx-lm": version("mlx-lm"),
+            "class": f"{type(self.model).__module__}:{type(self.model).__name__}",
+            "dtype": str(max(sizes, key=lambda dtype: sizes[dtype])).rpartition(".")[2],
+            "device": str(mx.default_device()),
+            "vocabulary": self.model(mx.array([[0]])).shape[-1],
+        }
+
+    def generate(
+        self,
+        prompts: list[list[int]],
+        sampling: dict[str, Any],
+        max_new_tokens: int,
+        seeds: list[int],
+        ends: list[int],
+    ) -> dict[str, Any]:
+        """Sample a continuation of each prompt; prompts of the same length are a batch, so nothing is padded."""
+        samples: dict[int, dict[str, Any]] = {}
+        for indices in by_length(prompts):
+            batch = [prompts[index] for index in indices]
+            sampled = self._sample(batch, Sampling(**sampling), max_new_tokens, [seeds[index] for index in indices])
+            for index, (tokens, logprobs) in zip(indices, sampled, strict=True):
+                stop = next((place for place, token in enumerate(tokens) if token in ends), None)
+                size = None if stop is None else stop + 1
+                samples[index] = {
+                    "tokens": tokens[:size],
+                    "logprobs": finite(logprobs[:size]),
+                    "finish_reason": "length" if stop is None else "stop",
+                }
+        return {"samples": [samples[index] for index in range(len(prompts))]}
+
+    def _sample(
+        self, batch: list[list[int]], sampling: Sampling, count: int, seeds: list[int]
+    ) -> list[tuple[list[int], list[float]]]:
+        """`count` tokens for each prompt, and the log-probability of each."""
+        generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+        cache = make_prompt_cache(self.model)
+        given, tokens, logprobs = mx.array(batch), [], []
+        for _ in range(count):
+            rows = as_torch(self.model(given, cache=cache)[:, -1])
+            logs = processed(rows, sampling).log_softmax(-1)
+            if sampling.greedy:
+                chosen = logs.argmax(-1)
+            else:
+                pairs = zip(logs.exp(), generators, strict=True)
+                chosen = torch.cat([torch.multinomial(row, 1, generator=generator) for row, generator in pairs])
+            tokens.append(chosen)
+            logprobs.append(logs.gather(-1, chosen[:, None])[:, 0])
+            given = mx.array(chosen[:, None].tolist())
+        columns = torch.stack(tokens, 1).tolist(), torch.stack(logprobs, 1).tolist()
+        return list(zip(*columns, strict=True))
+
+    def score(
+        self, sequences: list[list[int]], sampling: dict[str, Any], last: int | None
+    ) -> dict[str, list[list[float | None]]]:
+        """Log-probability of each token but the first; None where it was not asked for."""
+        scores = []
+        for tokens in sequences:
+            asked = len(tokens) - 1 if last is None else min(last, len(tokens) - 1)
+            logits = as_torch(self.model(mx.array([tokens]))[0, -asked - 1 : -1])
+            logs = processed(logits, Sampling(**sampling)).log_softmax(-1)
+            found = logs.gather(-1, torch.tensor(tokens[len(tokens) - asked :])[:, None])[:, 0].tolist()
+            scores.append([*[None] * (len(tokens) - 1 - asked), *finite(found)])
+        return {"scores": scores}
+
+    # New weights
+
+    def begin(self) -> dict[str, Any]:
+        """Begin to take new weights."""
+        self.arrived = {}
+        return {}
+
+    def receive(self, file: str, digests: bool) -> dict[str, Any]:
+        """Read some of them, and keep them."""
+        new = mx.load(file)
+        mx.eval(new)  # before the file goes
+        self.arrived |= new
+        return {"digests": {name: tensor_digest(as_stored(value)) for name, value in new.items()} if digests else {}}
+
+    def apply(self) -> dict[str, Any]:
+        """Compute with what has arrived; where the model cannot take some of it, nothing has changed."""
+        arrived, self.arrived = self.arrived, {}
+        if hasattr(self.model, "sanitize"):
+            arrived = self.model.sanitize(arrived)
+        own = dict(tree_flatten(self.model.parameters()))
+        wrong = [
+            f"{name} of shape {tuple(value.shape)}: "
+            + (f"expected {tuple(own[name].shape)}" if name in own else "the model has no such tensor")
+            for name, value in arrived.items()
+            if name not in own or own[name].shape != value.shape
+        ]
+        if wrong:
+            raise ValueError("; ".join(wrong[:4]))
+        new = {name: value.astype(own[name].dtype) for name, value in arrived.items()}
+        mx.eval(new)
+        self.model.load_weights(list(new.items()), strict=False)
+        return {"unwritten": sorted(own.keys() - new.keys())}
+
+
+def with_older_keys(config: dict[str, Any]) -> dict[str, Any]:
+    """Values of a configuration, under the names that they had before transformers 5, too.
+
+    mlx-lm reads `rope_theta`, and where it is missing may take a default: a model that transformers 5 wrote, with
+    `rope_parameters`, would be rotated otherwise, without an error.
+    """
+    found: dict[str, Any] = {
+        name: with_older_keys(value) if name.endswith("_config") and isinstance(value, dict) else value
+        for name, value in config.items()
+    }
+    older: dict[str, Any] = {name[1:]: value for name, value in found.items() if name.startswith("_")}
+    config_class = CONFIG_MAPPING.get(found.get("model_type"), None)
+    for older_name, name in getattr(config_class, "attribute_map", {}).items():
+        older[older_name] = found.get(name)
+    heads = found.get("num_attention_heads")
+    if isinstance(heads, int) and "hidden_size" in found:
+        older["head_dim"] = found["hidden_size"] // heads
+    rope = found.get("rope_parameters") or {}
+    layered = "rope_theta" not in rope
+    rope, local = (rope.get("full_attention") or {}, rope.get("sliding_attention") or {}) if layered else (rope, {})
+    older |= {name: rope[name] for name in ("rope_theta", "partial_rotary_factor") if name in rope}
+    if "rope_theta" in local:
+        older["rope_local_base_freq"] = local["rope_theta"]
+    older["rope_scaling"] = None if rope.get("rope_type", "default") == "default" else rope
+    return {name: value for name, value in older.items() if found.get(name) is None} | {
+        name: value for name, value in found.items() if value is not None
+    }
+
+
+def by_length(rows: list[list[int]]) -> list[list[int]]:
+    """Indices of the rows, those of the same length together."""
+    in_order = sorted(range(len(rows)), key=lambda index: len(rows[index]))
+    return [list(group) for _, group in groupby(in_order, key=lambda index: len(rows[index]))]
+
+
+def as_torch(value: mx.array) -> torch.Tensor:
+    """Logits as torch has them, in fp32."""
+    return torch.from_numpy(np.array(value.astype(mx.float32)))
+
+
+def as_stored(value: mx.array) -> torch.Tensor:
+    """The same bits in torch."""
+    if value.dtype in _SAME_BITS:
+        same, dtype = _SAME_BITS[value.dtype]
+        return torch.from_numpy(np.array(value.view(same))).view(dtype)
+    return torch.from_numpy(np.array(value))
+
+
+def finite(values: list[float]) -> list[float | None]:
+    """Log-probabilities as JSON has them: NaN is None, -inf what vLLM sends for it."""
+    return [None if math.isnan(value) else max(value, -9999.0) for value in values]
+
+
+if __name__ == "__main__":
+    main()

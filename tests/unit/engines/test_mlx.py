@@ -1,0 +1,152 @@
+"""MLX as an engine, for real: in a process of its own, on a CPU where there is no Apple GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from checkpoints import new_model
+from transformers import PreTrainedModel
+
+from nrl_models import AutoModelForCausalLM
+from nrl_models.engines import start_engine
+from nrl_models.engines.base import Engine, tensor_digest
+from nrl_models.engines.hf import HFEngine
+from nrl_models.engines.mlx import MLXEngine
+from nrl_models.errors import EngineError, MixedWeightsError
+from nrl_models.logprobs import Sampling
+from nrl_models.testing.tiny import tiny_config
+
+pytestmark = pytest.mark.integrations
+
+SAMPLINGS = [Sampling(), Sampling(0.0), Sampling(0.7, top_k=40, top_p=0.9)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _mlx() -> None:
+    pytest.importorskip("mlx_lm", reason="needs mlx-lm: install the extra `mlx`")
+
+
+@pytest.fixture(scope="module", params=["LlamaConfig", "Qwen3MoeConfig", "DeepseekV3Config"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint as transformers 5 writes it; its base of rotation is nobody's default."""
+    folder = tmp_path_factory.mktemp("mlx")
+    rope = {"rope_type": "default", "rope_theta": 100.0}
+    config = tiny_config(getattr(transformers, request.param), {"rope_parameters": rope})
+    model = new_model(config)
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(2.0)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def running(folder: Path) -> Iterator[Engine]:
+    """MLX on it. Shared: to change its weights, take `refitted`."""
+    with start_engine("mlx", folder, dtype=torch.float32) as engine:
+        yield engine
+
+
+@pytest.fixture
+def refitted(running: Engine, folder: Path) -> Iterator[Engine]:
+    """The same; afterwards it has the checkpoint's weights again."""
+    yield running
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    running.refit(model.state_dict_adapter.iter_export(model))
+
+
+@pytest.fixture
+def model(folder: Path) -> PreTrainedModel:
+    """Our model of it."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+def assert_close(actual: list[list[float]], expected: list[list[float]]) -> None:
+    for first, second in zip(actual, expected, strict=True):
+        torch.testing.assert_close(torch.tensor(first), torch.tensor(second), rtol=0, atol=5e-5, equal_nan=True)
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
+def test_samples_and_scores_are_the_trainers(
+    running: Engine, model: PreTrainedModel, prompts: list[list[int]], sampling: Sampling
+) -> None:
+    trainer = HFEngine(model, "trainer")
+    samples = running.generate(prompts, sampling, max_new_tokens=8, seed=3)
+    assert [sample.prompt for sample in samples] == [tuple(prompt) for prompt in prompts]
+    expected = trainer.score([sample.sequence for sample in samples], sampling)
+    assert_close([list(sample.logprobs) for sample in samples], [row[-8:] for row in expected])
+    assert_close(running.score([sample.sequence for sample in samples], sampling), expected)
+    last = running.score(prompts, sampling, last=3)
+    assert_close([row[-3:] for row in last], [row[-3:] for row in trainer.score(prompts, sampling)])
+    assert torch.tensor(last[0][:-3]).isnan().all()
+    again = running.generate(prompts, sampling, max_new_tokens=8, seed=3)
+    assert [sample.tokens for sample in again] == [sample.tokens for sample in samples]
+
+
+def test_generation_stops_at_the_end_of_text(running: MLXEngine, prompts: list[list[int]]) -> None:
+    (free,) = running.generate(prompts[:1], Sampling(0.0), max_new_tokens=6)
+    before, running.ends = running.ends, [free.tokens[2]]
+    try:
+        (stopped,) = running.generate(prompts[:1], Sampling(0.0), max_new_tokens=6, ignore_end=False)
+    finally:
+        running.ends = before
+    assert stopped.tokens == free.tokens[: free.tokens.index(free.tokens[2]) + 1]
+    assert stopped.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_new_weights_arrive_whole(
+    refitted: Engine, model: PreTrainedModel, prompts: list[list[int]], dtype: torch.dtype
+) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.1)
+    exported = {name: tensor.to(dtype) for name, tensor in model.state_dict_adapter.iter_export(model)}
+    report = refitted.refit(exported.items(), bucket_bytes=100_000)
+    assert report.buckets > 1
+    assert report.digests == {name: tensor_digest(tensor) for name, tensor in exported.items()}
+    trainer = HFEngine(model, "trainer")
+    trainer.refit(exported.items())
+    assert_close(refitted.score(prompts, Sampling()), trainer.score(prompts, Sampling()))
+
+
+def test_what_it_cannot_take_changes_nothing(running: Engine, model: PreTrainedModel, prompts: list[list[int]]) -> None:
+    before = running.score(prompts, Sampling())
+    exported = dict(model.state_dict_adapter.iter_export(model))
+    name = "model.norm.weight"
+    for wrong in ({"model.nonsense.weight": torch.ones(2)}, {name: exported[name][:-1]}):
+        with pytest.raises(EngineError, match=next(iter(wrong)).replace(".", r"\.")):
+            running.refit((exported | wrong).items())
+        assert running.score(prompts, Sampling()) == before
+
+
+def test_weights_that_are_left_out_are_an_error(refitted: Engine, model: PreTrainedModel) -> None:
+    exported = dict(model.state_dict_adapter.iter_export(model))
+    del exported["model.norm.weight"]
+    with pytest.raises(MixedWeightsError, match=r"left 1 tensors unwritten: model\.norm\.weight"):
+        refitted.refit(exported.items())
+    with pytest.raises(MixedWeightsError):
+        refitted.score([[5, 6]], Sampling())
+
+
+def test_what_mlx_lacks_is_said(tmp_path: Path) -> None:
+    new_model(tiny_config(transformers.BioGptConfig)).save_pretrained(tmp_path)
+    with pytest.raises(EngineError, match=r"MLX failed: .*biogpt not supported"):
+        MLXEngine.start(tmp_path)
+    with pytest.raises(EngineError, match=r"mlx does not know python: expected load_format"):
+        MLXEngine.start(tmp_path, python="x")
+
+
+def test_random_weights_are_those_of_the_seed(checkpoint: Path, prompts: list[list[int]]) -> None:
+    read = HFEngine.start(checkpoint, dtype=torch.float32).score(prompts, Sampling())
+    scores = []
+    for _ in range(2):
+        with MLXEngine.start(checkpoint, load_format="dummy", seed=1) as engine:
+            scores.append(engine.score(prompts, Sampling()))
+            engine.worker.process.kill()
+            with pytest.raises(EngineError, match="MLX died"):
+                engine.score(prompts, Sampling())
+    assert scores[0] == scores[1] != read
