@@ -116,6 +116,9 @@ NEED_VLLM = {"nrl_models.engines.transfer.vllm_engines"}
 NEED_VERL = {"nrl_models.adapters.verl"}
 """verl imports it by name, for what importing it does."""
 
+NEED_MLX = {"nrl_models.engines.mlx_worker"}
+"""What runs in the process of that engine alone."""
+
 
 def test_every_module_imports_and_has_what_it_says() -> None:
     unmet = {
@@ -125,6 +128,8 @@ def test_every_module_imports_and_has_what_it_says() -> None:
         unmet |= NEED_VLLM
     if importlib.util.find_spec("verl") is None:
         unmet |= NEED_VERL
+    if importlib.util.find_spec("mlx_lm") is None:
+        unmet |= NEED_MLX
     names = [package.name for package in pkgutil.walk_packages([str(ROOT)], "nrl_models.")]
     assert len(names) > 50
     for name in names:
