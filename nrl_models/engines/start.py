@@ -36,7 +36,7 @@ def start_engine(
         load_format: `auto` reads the checkpoint's weights, `dummy` makes random ones.
         seed: of random numbers and weights.
         options: the engine's own, see its `start`. `python`, an environment's interpreter or directory, starts the vLLM
-            that is there (`nrl_models.engines.environment`).
+            that is there (`nrl_models.engines.processes.environment`).
 
     Raises:
         EngineError: an unknown name, or an engine that is not installed or does not start.
@@ -49,7 +49,7 @@ def start_engine(
             f"`nrl-models convert {path} DIR --dtype bfloat16`, and check DIR"
         )
     if name == "vllm" and "python" in options:
-        from nrl_models.engines.environment import EnvironmentEngine
+        from nrl_models.engines.processes.environment import EnvironmentEngine
 
         return EnvironmentEngine.start(path, **keywords)
     if name == "vllm":
@@ -57,7 +57,7 @@ def start_engine(
 
         return VLLMEngine.start(path, **keywords)
     if name == "mlx":
-        from nrl_models.engines.mlx import MLXEngine
+        from nrl_models.engines.processes.mlx import MLXEngine
 
         return MLXEngine.start(path, **keywords)
     if name == "hf-generate":

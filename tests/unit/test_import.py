@@ -116,7 +116,7 @@ NEED_VLLM = {"nrl_models.engines.transfer.vllm_engines"}
 NEED_VERL = {"nrl_models.adapters.verl"}
 """verl imports it by name, for what importing it does."""
 
-NEED_MLX = {"nrl_models.engines.mlx_worker"}
+NEED_MLX = {"nrl_models.engines.processes.mlx_worker"}
 """What runs in the process of that engine alone."""
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from nrl_models.engines.environment import EnvironmentEngine
+from nrl_models.engines.processes.environment import EnvironmentEngine
 from nrl_models.errors import EngineError
 from nrl_models.logprobs import Sampling
 

@@ -15,7 +15,7 @@ from nrl_models import AutoModelForCausalLM
 from nrl_models.engines import start_engine
 from nrl_models.engines.base import Engine, tensor_digest
 from nrl_models.engines.hf import HFEngine
-from nrl_models.engines.mlx import MLXEngine
+from nrl_models.engines.processes.mlx import MLXEngine
 from nrl_models.errors import EngineError, MixedWeightsError
 from nrl_models.logprobs import Sampling
 from nrl_models.testing.tiny import tiny_config

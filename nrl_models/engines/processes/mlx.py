@@ -32,12 +32,12 @@ from nrl_models.engines.base import (
     require_lengths,
     require_number,
 )
-from nrl_models.engines.worker_process import WorkerProcess
+from nrl_models.engines.processes.worker_process import WorkerProcess
 from nrl_models.errors import EngineError
 from nrl_models.loading.read_config import read_config
 from nrl_models.logprobs.sampling import Sampling
 
-WORKER = "nrl_models.engines.mlx_worker"
+WORKER = "nrl_models.engines.processes.mlx_worker"
 
 BUCKET_BYTES = 2**28
 """Bytes of a file by which weights are sent."""
