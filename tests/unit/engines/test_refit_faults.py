@@ -24,7 +24,7 @@ class DyingLLM:
         self.dies_in, self.left, self.dead, self.calls = dies_in, after, False, []
         model = SimpleNamespace(logprobs_mode="processed_logprobs")
         self.llm_engine = SimpleNamespace(
-            vllm_config=SimpleNamespace(model_config=model),
+            vllm_config=SimpleNamespace(model_config=model, lora_config=None),
             engine_core=SimpleNamespace(shutdown=lambda: None),
         )
 
