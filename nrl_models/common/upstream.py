@@ -15,6 +15,7 @@ If a new version changes one of them, `make test TRANSFORMERS=X` fails in the te
 | `_get_dtype_plan` | parameters that stay in fp32 | `test_dtypes` of the generated suite |
 | `_get_device_map`, `accelerate_dispatch`, ... | `device_map` | `tests/unit/loading` |
 | `_gradient_checkpointing_func` | packed documents under activation checkpointing | `tests/unit/forward` |
+| closures of `masking_utils` | what a mask shows, to attend without it | `tests/unit/forward/test_document_masks.py` |
 | `_CAN_RECORD_REGISTRY` | `output_hidden_states` of a rewritten class | `test_model` of the generated suite |
 """
 
@@ -67,6 +68,7 @@ __all__ = [
     "is_initialised",
     "loaded_conversions",
     "mark_initialised",
+    "mask_parts",
     "no_init_weights",
     "patterns_of",
     "record_as",
@@ -175,6 +177,23 @@ def mark_initialised(what: nn.Module | torch.Tensor, initialised: bool = True) -
 def is_initialised(what: nn.Module | torch.Tensor) -> bool:
     """Whether transformers' initialisation leaves a module or tensor alone."""
     return bool(getattr(what, "_is_hf_initialized", False))
+
+
+def mask_parts(mask_function: Callable[..., Any]) -> dict[str, dict[str, Any]]:
+    """The parts of which all must show a key for a mask to show it: their names, with the values each holds.
+
+    A part is named as the function of `transformers.masking_utils` that made it (`sliding_window_overlay`), or as it
+    stands in another module, which says as little as a part that is itself made of others (`or_masks`).
+    """
+    cells = mask_function.__closure__ or () if hasattr(mask_function, "__closure__") else ()
+    held = dict(zip(mask_function.__code__.co_freevars, (cell.cell_contents for cell in cells), strict=True))
+    name = f"{mask_function.__module__}.{mask_function.__qualname__.partition('.')[0]}"
+    name = name.removeprefix("transformers.masking_utils.")
+    inside = {"and_masks": "mask_functions", "remap_positions_for_packed_sequence": "mask_function"}.get(name)
+    if inside is None:
+        return {name: held}
+    parts = held[inside] if isinstance(held[inside], tuple) else (held[inside],)
+    return {name: values for part in parts for name, values in mask_parts(part).items()}
 
 
 CHECKPOINT_FUNCTIONS = ("_gradient_checkpointing_func", "checkpoint_fn")

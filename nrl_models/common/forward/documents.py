@@ -14,6 +14,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -51,14 +52,19 @@ class Documents:
             changes = nn.functional.pad(token[:, 1:] != token[:, :-1], (1, 0), value=True)
             starts = (starts & token) | changes
         flat = starts.flatten().nonzero().flatten()
-        ends = nn.functional.pad(flat, (0, 1), value=starts.numel())
-        lengths = iter(ends.diff().tolist())
+        boundaries = nn.functional.pad(flat, (0, 1), value=starts.numel())
+        lengths = iter(boundaries.diff().tolist())
         counts = starts.sum(-1).tolist()
         return cls(
             tuple(tuple(next(lengths) for _ in range(count)) for count in counts),
             (starts.cumsum(-1) - 1).int(),
-            ends.int(),
+            boundaries.int(),
         )
+
+    def chunked(self, size: int) -> Documents:
+        """Each document in chunks of `size` tokens and a rest, which are documents by themselves."""
+        within = [torch.arange(length, device=self.index.device) % size for row in self.lengths for length in row]
+        return Documents.from_positions(torch.cat(within).view(self.shape))
 
     @property
     def shape(self) -> torch.Size:
@@ -101,24 +107,29 @@ class _Unknown:
 
 _UNKNOWN = _Unknown()
 _running: ContextVar[Documents | _Unknown | None] = ContextVar("documents running", default=_UNKNOWN)
-_trained = False
-"""Whether any packed batch ran with gradients: its layers may run again in a backward pass."""
+_packed: WeakSet[nn.Module] = WeakSet()
+"""Layers that ran on packed batches: they may run again in a backward pass."""
 
 
-def documents_running() -> Documents | None:
+def documents_running(layer: nn.Module | None = None) -> Documents | None:
     """The documents of the batch whose forward runs in this thread, or runs again; None if it is not packed.
 
+    Args:
+        layer: who asks, to be told where that cannot be known.
+
     Raises:
-        RuntimeError: a layer runs again in a backward pass, under a checkpoint that does not carry the documents, after
-            a packed batch ran with gradients. Whether it was this one cannot be told.
+        RuntimeError: `layer` runs again in a backward pass, under a checkpoint that does not carry the documents, and
+            ran on a packed batch before. Whether it was this one cannot be told.
     """
     found = _running.get()
     if not isinstance(found, _Unknown):
+        if found is not None and layer is not None:
+            _packed.add(layer)
         return found
-    if _trained and torch._C._current_graph_task_id() != -1:
+    if layer in _packed and torch._C._current_graph_task_id() != -1:
         raise RuntimeError(
-            "a layer runs again in the backward pass, and which documents it has to keep apart is not known: packed "
-            "batches were trained, and what recomputes this layer is neither transformers' activation checkpointing "
+            f"{type(layer).__name__} runs again in the backward pass, and which documents it has to keep apart is not "
+            "known: it ran on a packed batch, and what recomputes it is neither transformers' activation checkpointing "
             "nor torch's checkpoint_wrapper. Use model.gradient_checkpointing_enable(), or pack no documents."
         )
     return None
@@ -127,8 +138,6 @@ def documents_running() -> Documents | None:
 @contextmanager
 def running(documents: Documents | None) -> Iterator[None]:
     """While open, `documents_running()` returns `documents`, in this thread."""
-    global _trained
-    _trained = _trained or (documents is not None and torch.is_grad_enabled())
     before = _running.set(documents)
     try:
         yield

@@ -38,7 +38,7 @@ class ByDocument(nn.Module):
         Raises:
             ValueError: it is given another number of tokens than the packed batch has, or asked for attention weights.
         """
-        documents = documents_running()
+        documents = documents_running(self)
         if documents is None or is_off("layers-across-documents"):
             return super().forward(*args, **kwargs)
         given = next((value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)), None)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from nrl_models.common.forward.document_masks import attend_by_document
 from nrl_models.common.forward.documents import Documents, carry_documents, running, starts_of
 from nrl_models.common.switches import is_off
 
@@ -59,6 +60,7 @@ def keep_documents_apart(forward: Forward) -> Forward:
                 "position_ids start again inside a row: give each document a row of its own, and pad."
             )
         _check_padding(mask, positions)
+        attend_by_document()
         if torch.is_grad_enabled():
             carry_documents(self)
         with running(Documents.from_positions(positions, mask)):

@@ -12,7 +12,6 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper, checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
 
-from nrl_models.common.forward import documents as module
 from nrl_models.common.forward.documents import Documents, documents_running
 from nrl_models.common.forward.packing import keep_documents_apart
 
@@ -29,7 +28,7 @@ class Layer(nn.Module):
         self.told: list[Documents | None] = []
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        documents = documents_running()
+        documents = documents_running(self)
         self.told.append(documents)
         scale = 1 if documents is None else documents.index.float() + 2
         return hidden * self.weight * self.weight * scale
@@ -143,15 +142,14 @@ def test_a_model_with_a_checkpoint_that_carries_is_copied_as_it_is() -> None:
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_another_checkpoint_is_an_error_and_not_a_wrong_gradient(
-    reentrant: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "_trained", False)
-    model = checkpointed("none")
-    plain = model.layer.forward
-    model.layer.forward = lambda hidden: checkpoint(plain, hidden, use_reentrant=reentrant)
+def test_another_checkpoint_is_an_error_and_not_a_wrong_gradient(reentrant: bool) -> None:
+    packed, other = checkpointed("none"), checkpointed("none")
+    for model in (packed, other):
+        plain = model.layer.forward
+        model.layer.forward = partial(checkpoint, plain, use_reentrant=reentrant)
     hidden = torch.ones(2, 6, requires_grad=True)
-    model(hidden, position_ids=ONE_DOCUMENT).sum().backward()  # nothing packed so far
-    loss = model(hidden, position_ids=TWO_ROWS).sum()
-    with pytest.raises(RuntimeError, match="which documents it has to keep apart is not known"):
+    packed(hidden, position_ids=ONE_DOCUMENT).sum().backward()  # nothing packed so far
+    loss = packed(hidden, position_ids=TWO_ROWS).sum()
+    other(hidden, position_ids=ONE_DOCUMENT).sum().backward()  # nor ever here
+    with pytest.raises(RuntimeError, match=r"Layer runs again .* which documents it has to keep apart is not known"):
         loss.backward()

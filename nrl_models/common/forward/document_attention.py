@@ -1,0 +1,131 @@
+"""Attention that goes document by document: no mask, and no work for what documents would hide from each other."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from nrl_models.common.forward.documents import Documents
+
+MOST_VALUES = 256
+"""The widest head of the flash kernels that have variable lengths."""
+
+
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    documents: Documents,
+    *,
+    window: int | None = None,
+    scale: float | None = None,
+    dropout: float = 0.0,
+) -> torch.Tensor:
+    """Causal attention within each document.
+
+    On a CPU each document is attended to alone, as it would be in a batch of its own. On a GPU a kernel for sequences
+    of various lengths takes them all, where there is such a kernel for these tensors.
+
+    Args:
+        query: `(batch, heads, length, width)`.
+        key: `(batch, key heads, length, width)`; the heads are a multiple of its heads.
+        value: `(batch, key heads, length, value width)`.
+        documents: of `(batch, length)`.
+        window: how many tokens a token sees, itself included; all before it if None.
+        scale: of the scores; one over the root of the width if None.
+        dropout: of the weights.
+
+    Returns:
+        `(batch, length, heads, value width)`, contiguous.
+    """
+    kernel = _kernel() if _fits_kernel(query, key, value, dropout) else None
+    if kernel is not None:
+        return _all_at_once(kernel, query, key, value, documents, window, scale)
+    parts = zip(documents.split(query, 2), documents.split(key, 2), documents.split(value, 2), strict=True)
+    grouped = query.shape[1] != key.shape[1]
+    alone = (_alone(*part, window=window, scale=scale, dropout_p=dropout, enable_gqa=grouped) for part in parts)
+    return documents.join([output.transpose(1, 2) for output in alone], 1)
+
+
+def _alone(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, window: int | None, **options: Any
+) -> torch.Tensor:
+    """One document. A window is taken a window's tokens at a time, each with the keys that it sees."""
+    length = query.shape[2]
+    if window is None or length <= window:
+        return scaled_dot_product_attention(query, key, value, is_causal=length > 1, **options)
+    tiles = []
+    for start in range(0, length, window):
+        end, first = min(start + window, length), max(0, start - window + 1)
+        queries = torch.arange(start, end, device=query.device)[:, None]
+        keys = torch.arange(first, end, device=query.device)
+        sees = (keys <= queries) & (keys > queries - window)
+        tile = query[:, :, start:end], key[:, :, first:end], value[:, :, first:end]
+        tiles.append(scaled_dot_product_attention(*tile, attn_mask=sees, **options))
+    return torch.cat(tiles, 2)
+
+
+def _fits_kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout: float) -> bool:
+    return (
+        query.is_cuda
+        and query.dtype in (torch.float16, torch.bfloat16)
+        and query.dtype == key.dtype == value.dtype
+        and query.shape[-1] == value.shape[-1] <= MOST_VALUES
+        and query.shape[-1] % 8 == 0
+        and not dropout
+    )
+
+
+Kernel = Callable[..., torch.Tensor]
+
+
+@cache
+def _kernel() -> Kernel | None:
+    """torch's kernel for sequences of various lengths, else flash-attention's; None if there is neither."""
+    if importlib.util.find_spec("torch.nn.attention.varlen"):
+        varlen_attn: Any = importlib.import_module("torch.nn.attention.varlen").varlen_attn
+        # Versions of torch that have the kernel without windows are not asked for them.
+        if {"window_size", "enable_gqa", "scale"} <= inspect.signature(varlen_attn).parameters.keys():
+            return _torch_kernel
+    return _flash_kernel if importlib.util.find_spec("flash_attn") else None
+
+
+def _torch_kernel(
+    tensors: tuple[torch.Tensor, ...], cu_seqlens: torch.Tensor, longest: int, left: int, scale: float | None
+) -> torch.Tensor:
+    varlen_attn: Any = importlib.import_module("torch.nn.attention.varlen").varlen_attn
+    options = {"scale": scale, "window_size": (left, 0), "enable_gqa": True}
+    output: torch.Tensor = varlen_attn(*tensors, cu_seqlens, cu_seqlens, longest, longest, **options)
+    return output
+
+
+def _flash_kernel(
+    tensors: tuple[torch.Tensor, ...], cu_seqlens: torch.Tensor, longest: int, left: int, scale: float | None
+) -> torch.Tensor:
+    flash_attn_varlen_func: Any = importlib.import_module("flash_attn").flash_attn_varlen_func
+    options = {"softmax_scale": scale, "causal": True, "window_size": (left, 0 if left >= 0 else -1)}
+    output: torch.Tensor = flash_attn_varlen_func(*tensors, cu_seqlens, cu_seqlens, longest, longest, **options)
+    return output
+
+
+def _all_at_once(
+    kernel: Kernel,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    documents: Documents,
+    window: int | None,
+    scale: float | None,
+) -> torch.Tensor:
+    """The rows one after the other, `(tokens, heads, width)`, as kernels take them. They count tokens to the left."""
+    flat = tuple(tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
+    left = -1 if window is None else window - 1
+    output = kernel(flat, documents.cu_seqlens.to(query.device), documents.longest, left, scale)
+    return output.unflatten(0, documents.shape)

@@ -1,0 +1,249 @@
+"""Masks of packed batches that nobody builds unless somebody looks at them.
+
+transformers' models have their masks made by a registry, and hand them to attention functions of another. While a
+packed batch runs, the first gives a `DocumentMask`, and the second, or torch itself, sees it and attends document by
+document. To everything else it is the mask that transformers would have made: whatever looks inside gets that. Since a
+layer gets the mask as an argument, activation checkpointing gives it to the layer again.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+from transformers import masking_utils
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+
+from nrl_models.common.forward.document_attention import attend
+from nrl_models.common.forward.documents import Documents, documents_running
+from nrl_models.common.switches import is_off
+from nrl_models.common.upstream import mask_parts
+
+Function = Callable[..., Any]
+
+sdpa_attention: Function = AttentionInterface()["sdpa"]
+flash_attention: Function = AttentionInterface()["flash_attention_2"]
+
+METADATA = frozenset(
+    getattr(torch.Tensor, name).__get__
+    for name in ("shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_leaf", "grad_fn", "is_cuda")
+) | {
+    torch.Tensor.size,
+    torch.Tensor.dim,
+    torch.Tensor.numel,
+    torch.Tensor.__len__,
+    torch.Tensor.is_floating_point,
+}
+"""What can be asked of a mask that is not built."""
+
+
+class DocumentMask(torch.Tensor):
+    """The mask `(batch, 1, length, length)` bool of causal attention within documents, built when it is looked at.
+
+    Attributes:
+        documents: which tokens attend to each other.
+        window: how many tokens a token sees, itself included; all before it if None.
+    """
+
+    documents: Documents
+    window: int | None
+    _build: Callable[[], torch.Tensor]
+
+    @staticmethod
+    def __new__(
+        cls: Any, documents: Documents, window: int | None, build: Callable[[], torch.Tensor], device: Any
+    ) -> DocumentMask:
+        """A mask that `build()` returns, on `device`."""
+        batch, length = documents.shape
+        made = torch.Tensor._make_wrapper_subclass(cls, (batch, 1, length, length), dtype=torch.bool, device=device)
+        made.documents, made.window, made._build = documents, window, build
+        return cast(DocumentMask, made)
+
+    def built(self) -> torch.Tensor:
+        """The mask as transformers makes it."""
+        return self._build()
+
+    def fits(self, *tensors: torch.Tensor) -> bool:
+        """Whether these are plain tensors, `(batch, heads, length, width)`, that the mask is for."""
+        expected = 4, self.shape[0], self.shape[-1]
+        return all(
+            type(tensor) in (torch.Tensor, nn.Parameter) and (tensor.ndim, *tensor.shape[::2][:2]) == expected
+            for tensor in tensors
+        )
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Attend by document, answer what needs no values, and build the mask for all else."""
+        kwargs = kwargs or {}
+        if func in METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if func is nn.functional.scaled_dot_product_attention:
+            given = _SDPA.bind(*args, **kwargs)
+            given.apply_defaults()
+            query, key, value, mask, dropout, is_causal, scale, _ = given.args
+            if isinstance(mask, cls) and not is_causal and mask.fits(query, key, value):
+                options = {"window": mask.window, "scale": scale, "dropout": dropout}
+                return attend(query, key, value, mask.documents, **options).transpose(1, 2)
+        if _changes_nothing(func, args, kwargs):
+            return args[0]
+        return func(*_built(args), **_built(kwargs))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        """What torch does by itself: it detaches what checkpoints keep."""
+        if func is torch.ops.aten.detach.default:
+            (mask,) = args
+            return cls(mask.documents, mask.window, mask._build, mask.device)
+        return func(*_built(args), **_built(kwargs or {}))
+
+
+def _sdpa(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False): ...  # type: ignore[no-untyped-def]
+
+
+_SDPA = inspect.signature(_sdpa)
+
+
+def _built(values: Any) -> Any:
+    return tree_map(lambda value: value.built() if isinstance(value, DocumentMask) else value, values)
+
+
+def _changes_nothing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call returns the mask as it is: slices of all of it, as models take them for caches, or no gradient."""
+    if func is torch.Tensor.__getitem__:
+        mask, index = args
+        index = index if isinstance(index, tuple) else (index,)
+        return len(index) <= mask.ndim and all(
+            isinstance(part, slice) and part.indices(size) == (0, size, 1)
+            for part, size in zip(index, mask.shape, strict=False)
+        )
+    return func in (torch.Tensor.contiguous, torch.Tensor.detach)
+
+
+# transformers' registries
+
+_UNDERSTOOD = {"causal_mask_function", "packed_sequence_mask_function", "sliding_window_overlay", "chunked_overlay"}
+"""Parts of masks that `attend` goes by; a mask with others is built."""
+
+
+_QUIRKS = ("masks-without-positions", "mrope-packed-documents")
+"""Why some models' masks say nothing of documents."""
+
+
+def attend_by_document() -> None:
+    """Have transformers' registries make and take `DocumentMask`s while packed batches run; nothing else changes.
+
+    What attention functions a model has, and what its configuration says of it, stays as it is.
+    """
+    for name, make in ALL_MASK_ATTENTION_FUNCTIONS.items():
+        if make in _MASKS:
+            ALL_MASK_ATTENTION_FUNCTIONS[name] = _MASKS[make]
+        function = ALL_ATTENTION_FUNCTIONS.get(name)
+        if function in _ATTENTION:
+            ALL_ATTENTION_FUNCTIONS[name] = _ATTENTION[function]
+
+
+def _keeping_apart(make: Function, *, built: bool) -> Function:
+    """Makes masks as `make` does, but keeps the documents of a packed batch apart, whatever positions `make` is told.
+
+    Args:
+        make: makes masks for attention functions.
+        built: whether these need the mask itself.
+    """
+    names = tuple(inspect.signature(make).parameters)
+
+    @functools.wraps(make)
+    def mask_of(*args: Any, **kwargs: Any) -> Any:
+        documents = documents_running()
+        asked = dict(zip(names, args, strict=False)) | kwargs
+        if documents is None or not _is_of(documents, asked):
+            return make(*args, **kwargs)
+        parts = mask_parts(asked["mask_function"])
+        told = "packed_sequence_mask_function" in parts
+        if not told and any(map(is_off, _QUIRKS)):
+            return make(*args, **kwargs)
+        asked["attention_mask"] = None  # some models make one of ones where they are given none
+        if not told:
+            apart = masking_utils.packed_sequence_mask_function(documents.index.to(asked["device"]))
+            asked["mask_function"] = masking_utils.and_masks(apart, asked["mask_function"])
+        if built or not parts.keys() <= _UNDERSTOOD:
+            return make(**(asked | {"allow_is_causal_skip": False}))
+        if "chunked_overlay" in parts:
+            documents = documents.chunked(parts["chunked_overlay"]["chunk_size"])
+        window = parts.get("sliding_window_overlay", {}).get("sliding_window")
+        build: Any = functools.partial(masking_utils.sdpa_mask, **(asked | {"allow_is_causal_skip": False}))
+        return DocumentMask(documents, window, build, asked["device"])
+
+    return mask_of
+
+
+def _is_of(documents: Documents, asked: dict[str, Any]) -> bool:
+    """Whether a mask is asked for causal attention among the tokens of the batch, and not of a tower or an encoder."""
+    return (
+        (asked["batch_size"], asked["q_length"]) == documents.shape
+        and asked["kv_length"] == asked["q_length"]
+        and (asked.get("attention_mask") is None or bool(asked["attention_mask"].all()))
+        and "device" in asked
+        and not mask_parts(asked["mask_function"]).keys().isdisjoint({"causal_mask_function"})
+    )
+
+
+_MASKS = {
+    masking_utils.sdpa_mask: _keeping_apart(masking_utils.sdpa_mask, built=False),
+    masking_utils.flash_attention_mask: _keeping_apart(masking_utils.flash_attention_mask, built=False),
+    masking_utils.eager_mask: _keeping_apart(masking_utils.eager_mask, built=True),
+    masking_utils.flex_attention_mask: _keeping_apart(masking_utils.flex_attention_mask, built=True),
+}
+"""What replaces transformers' makers of masks."""
+
+
+_NOT_PLAIN = ("softcap", "position_bias", "cache")
+"""Keywords of attention that need the mask itself, or are refused."""
+
+
+@functools.wraps(sdpa_attention)
+def _sdpa_by_document(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Attends with the key heads there are, which transformers repeats where there is a mask, and copies once."""
+    mask, plain = attention_mask, all(kwargs.get(name) is None for name in _NOT_PLAIN)
+    if not isinstance(mask, DocumentMask) or not plain or not mask.fits(query, key, value):
+        return sdpa_attention(module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs)
+    return attend(query, key, value, mask.documents, window=mask.window, scale=scaling, dropout=dropout), None
+
+
+@functools.wraps(flash_attention)
+def _flash_by_document(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Tells the kernel where documents begin, which transformers finds by positions, in batches of one row."""
+    if isinstance(attention_mask, DocumentMask):
+        documents, window = attention_mask.documents, attention_mask.window
+        starts = documents.cu_seqlens.to(query.device)
+        kwargs |= {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "sliding_window": window}
+        kwargs |= {"max_length_q": documents.longest, "max_length_k": documents.longest}
+        attention_mask = None
+    return flash_attention(module, query, key, value, attention_mask, *args, **kwargs)
+
+
+_ATTENTION = {sdpa_attention: _sdpa_by_document, flash_attention: _flash_by_document}
+"""What replaces transformers' attention functions."""

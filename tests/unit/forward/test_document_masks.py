@@ -1,0 +1,264 @@
+"""Masks that are not built: what sees them attends by document, and what looks inside gets the mask."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import LlamaConfig, MistralConfig, PreTrainedModel, masking_utils
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from nrl_models import AutoModelForCausalLM
+from nrl_models.common.forward import document_attention
+from nrl_models.common.forward.document_attention import attend
+from nrl_models.common.forward.document_masks import DocumentMask, attend_by_document
+from nrl_models.common.forward.documents import Documents, running
+from nrl_models.common.upstream import mask_parts
+
+LENGTHS = ((7, 13, 10), (20, 10))
+POSITIONS = torch.stack([torch.cat([torch.arange(length) for length in row]) for row in LENGTHS])
+SIZES: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "attn_implementation": "sdpa",
+}
+CONFIGS = {
+    "causal": LlamaConfig(**SIZES, architectures=["LlamaForCausalLM"]),
+    "window": MistralConfig(**SIZES, sliding_window=5, architectures=["MistralForCausalLM"]),
+}
+
+
+@pytest.fixture(params=CONFIGS)
+def model(request: pytest.FixtureRequest) -> PreTrainedModel:
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS[request.param]), dtype=torch.float64)
+
+
+@pytest.fixture
+def built(monkeypatch: pytest.MonkeyPatch) -> list[DocumentMask]:
+    """The masks that were built after all."""
+    found: list[DocumentMask] = []
+    build = DocumentMask.built
+
+    def note(mask: DocumentMask) -> torch.Tensor:
+        found.append(mask)
+        return build(mask)
+
+    monkeypatch.setattr(DocumentMask, "built", note)
+    return found
+
+
+def made(how: str = "sdpa", function: Any = masking_utils.causal_mask_function, **options: Any) -> Any:
+    """A mask that transformers' registry makes for a batch of these positions."""
+    attend_by_document()
+    asked = {"batch_size": 2, "q_length": 30, "kv_length": 30, "q_offset": 0, "kv_offset": 0, "device": "cpu"}
+    return ALL_MASK_ATTENTION_FUNCTIONS[how](**(asked | {"mask_function": function} | options))
+
+
+@pytest.fixture
+def packed() -> Iterator[Documents]:
+    documents = Documents.from_positions(POSITIONS)
+    with running(documents):
+        yield documents
+
+
+@pytest.mark.parametrize("checkpointing", [None, {"use_reentrant": True}, {"use_reentrant": False}], ids=str)
+def test_rows_of_documents_are_computed_as_each_alone(
+    model: PreTrainedModel, checkpointing: dict | None, built: list[DocumentMask]
+) -> None:
+    if checkpointing is not None:
+        model.gradient_checkpointing_enable(checkpointing)
+    ids = torch.randint(64, (2, 30))
+    alone = [
+        model(document[None]).logits for row, sizes in zip(ids, LENGTHS, strict=True) for document in row.split(sizes)
+    ]
+    expected = torch.cat(alone, 1).view(2, 30, -1)
+    logits = model(ids, position_ids=POSITIONS).logits
+    torch.testing.assert_close(logits, expected, rtol=1e-12, atol=1e-12)
+    logits.square().sum().backward()
+    found = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    expected.square().sum().backward()
+    for actual, parameter in zip(found, model.parameters(), strict=True):
+        torch.testing.assert_close(actual, parameter.grad, rtol=1e-9, atol=1e-9)
+    assert not built
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_a_document_is_bit_for_bit_what_it_is_alone() -> None:
+    query, key, value = (torch.randn(2, heads, 30, 16) for heads in (4, 2, 2))
+    documents = Documents.from_positions(POSITIONS)
+    found = attend(query, key, value, documents).transpose(1, 2)
+    for part, *alone in zip(*(documents.split(tensor, 2) for tensor in (found, query, key, value)), strict=True):
+        assert torch.equal(part, scaled_dot_product_attention(*alone, is_causal=True, enable_gqa=True))
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 5, 13, 30])
+@pytest.mark.parametrize("width", [16, 24])
+def test_attention_is_that_of_the_mask(window: int | None, width: int) -> None:
+    # Values wider than keys, too, as multi-head latent attention has them.
+    shapes = ((2, 4, 30, 16), (2, 2, 30, 16), (2, 2, 30, width))
+    query, key, value = (torch.randn(shape, dtype=torch.float64) for shape in shapes)
+    documents, place = Documents.from_positions(POSITIONS), torch.arange(30)
+    mask = (documents.index[:, :, None] == documents.index[:, None]) & (place[:, None] >= place)
+    if window is not None:
+        mask &= place > place[:, None] - window
+    expected = scaled_dot_product_attention(query, key, value, attn_mask=mask[:, None], scale=0.3, enable_gqa=True)
+    found = attend(query, key, value, documents, window=window, scale=0.3)
+    torch.testing.assert_close(found.transpose(1, 2), expected)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_a_kernel_gets_the_rows_one_after_the_other(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def kernel(tensors: Any, starts: torch.Tensor, longest: int, left: int, scale: float | None) -> torch.Tensor:
+        assert (starts.dtype, longest, left) == (torch.int32, 20, -1 if window is None else window - 1)
+        sizes = starts.diff().tolist()
+        parts = zip(*(tensor.transpose(0, 1)[None].split(sizes, 2) for tensor in tensors), strict=True)
+        one = [
+            attend(*part, Documents.from_positions(torch.arange(size)[None]), window=left + 1 or None, scale=scale)
+            for size, part in zip(sizes, parts, strict=True)
+        ]
+        return torch.cat(one, 1)[0]
+
+    query, key, value = (torch.randn(2, heads, 30, 16) for heads in (4, 2, 2))
+    documents = Documents.from_positions(POSITIONS)
+    expected = attend(query, key, value, documents, window=window)
+    monkeypatch.setattr(document_attention, "_fits_kernel", lambda query, *others: len(query) == 2)
+    monkeypatch.setattr(document_attention, "_kernel", lambda: kernel)
+    torch.testing.assert_close(attend(query, key, value, documents, window=window), expected)
+
+
+def test_what_looks_inside_gets_the_mask(packed: Documents, built: list[DocumentMask]) -> None:
+    mask = made()
+    assert isinstance(mask, DocumentMask)
+    assert (mask.shape, mask.dtype, mask.ndim, mask.device.type) == ((2, 1, 30, 30), torch.bool, 4, "cpu")
+    assert mask[:, :, :, :30] is mask
+    assert mask.detach().documents is packed
+    assert not built
+    place = torch.arange(30)
+    expected = (packed.index[:, :, None] == packed.index[:, None]) & (place[:, None] >= place)
+    assert torch.equal(mask[:, 0, 3:], expected[:, 3:])
+    assert torch.equal(torch.where(mask, 1.0, 0.0), expected[:, None].float())
+    query = torch.randn(2, 4, 30, 16)
+    biased = scaled_dot_product_attention(query, query, query, attn_mask=~mask)  # some other mask
+    assert torch.equal(biased, scaled_dot_product_attention(query, query, query, attn_mask=~expected[:, None]))
+    assert built
+
+
+def test_torch_attends_by_document_where_it_gets_the_mask(packed: Documents, built: list[DocumentMask]) -> None:
+    query = torch.randn(2, 4, 30, 16)
+    found = scaled_dot_product_attention(query, query, query, attn_mask=made())
+    assert torch.equal(found, attend(query, query, query, packed).transpose(1, 2))
+    assert not built
+
+
+@pytest.mark.parametrize(
+    ("function", "documents", "window"),
+    [
+        (masking_utils.causal_mask_function, ((7, 13, 10), (20, 10)), None),
+        (masking_utils.sliding_window_causal_mask_function(6), ((7, 13, 10), (20, 10)), 6),
+        (
+            masking_utils.chunked_causal_mask_function(8, torch.zeros(2, dtype=torch.long)),
+            ((7, 8, 5, 8, 2), (8, 8, 4, 8, 2)),
+            None,
+        ),
+    ],
+    ids=["causal", "window", "chunks"],
+)
+def test_a_mask_is_told_by_what_made_it(function: Any, documents: tuple, window: int | None, packed: Documents) -> None:
+    mask = made(function=function)
+    assert (mask.documents.lengths, mask.window) == (documents, window)
+    assert made(how="flash_attention_2", function=function).documents.lengths == documents
+
+
+@pytest.mark.parametrize("how", ["sdpa", "eager"])
+def test_other_masks_are_built_and_keep_documents_apart(how: str, packed: Documents) -> None:
+    def odd(batch: Any, head: Any, query: Any, key: Any) -> Any:
+        return (query - key) % 2 == 0
+
+    function = masking_utils.and_masks(masking_utils.causal_mask_function, odd)
+    mask = made(how, function, dtype=torch.float32)
+    assert type(mask) is torch.Tensor
+    place = torch.arange(30)
+    apart = packed.index[:, :, None] == packed.index[:, None]
+    expected = apart & (place[:, None] >= place) & ((place[:, None] - place) % 2 == 0)
+    assert torch.equal(mask[:, 0] if how == "sdpa" else mask[:, 0] == 0, expected)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"function": masking_utils.bidirectional_mask_function},  # a tower's
+        {"batch_size": 1},
+        {"q_length": 29},
+        {"kv_length": 31},
+        {"attention_mask": torch.arange(60).view(2, 30) > 0},
+    ],
+    ids=lambda other: next(iter(other)),
+)
+def test_masks_of_something_else_are_transformers_own(other: dict, packed: Documents) -> None:
+    mask = made(**other)
+    with running(None):
+        expected = made(**other)
+    assert type(mask) is type(expected)
+    assert mask is None or torch.equal(mask, expected)
+
+
+def test_a_mask_of_ones_says_nothing(packed: Documents) -> None:
+    mask = made(attention_mask=torch.ones(2, 30, dtype=torch.bool))
+    assert mask.documents is packed
+    assert torch.equal(mask.built(), made().built())
+
+
+def test_nothing_is_done_where_no_packed_batch_runs() -> None:
+    assert made() is None
+    assert ALL_ATTENTION_FUNCTIONS["sdpa"].__name__ == "sdpa_attention_forward"
+    assert type(ALL_ATTENTION_FUNCTIONS)()["sdpa"].__module__.startswith("transformers.")  # as registered
+
+
+@pytest.mark.skipif(
+    "position_bias" not in inspect.signature(ALL_ATTENTION_FUNCTIONS["sdpa"]).parameters, reason="transformers 5.5"
+)
+def test_a_bias_of_positions_is_added_to_the_mask(packed: Documents, built: list[DocumentMask]) -> None:
+    attend_by_document()
+    query, bias = torch.randn(2, 4, 30, 16), torch.randn(1, 4, 30, 30)
+    found, _ = ALL_ATTENTION_FUNCTIONS["sdpa"](nn.Module(), query, query, query, made(), position_bias=bias)
+    place = torch.arange(30)
+    sees = (packed.index[:, :, None] == packed.index[:, None]) & (place[:, None] >= place)
+    mask = torch.where(sees[:, None], bias, float("-inf"))
+    torch.testing.assert_close(found.transpose(1, 2), scaled_dot_product_attention(query, query, query, attn_mask=mask))
+    assert built
+
+
+def test_flash_attention_is_told_where_documents_begin(packed: Documents, monkeypatch: pytest.MonkeyPatch) -> None:
+    from nrl_models.common.forward import document_masks
+
+    told: dict[str, Any] = {}
+    monkeypatch.setattr(document_masks, "flash_attention", lambda *args, **kwargs: told.update(kwargs, args=args))
+    window = masking_utils.sliding_window_causal_mask_function(6)
+    query = torch.randn(2, 4, 30, 16)
+    attention = ALL_ATTENTION_FUNCTIONS["flash_attention_2"]
+    attention(None, query, query, query, made("flash_attention_2", window), scaling=0.5, softcap=3.0)
+    assert told["args"][4] is None
+    assert (told["max_length_q"], told["sliding_window"], told["scaling"], told["softcap"]) == (20, 6, 0.5, 3.0)
+    assert torch.equal(told["cu_seq_lens_q"], packed.cu_seqlens)
+    assert torch.equal(told["cu_seq_lens_k"], packed.cu_seqlens)
+
+
+def test_parts_of_a_mask_by_name() -> None:
+    window = masking_utils.sliding_window_causal_mask_function(6)
+    assert mask_parts(window) == {"sliding_window_overlay": {"sliding_window": 6}, "causal_mask_function": {}}
+    either = masking_utils.or_masks(window, masking_utils.causal_mask_function)
+    assert mask_parts(either).keys() == {"or_masks"}
+    assert mask_parts(lambda *indices: True).keys() == {f"{__name__}.test_parts_of_a_mask_by_name"}
