@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -159,7 +160,13 @@ class Lacking(FamilyModel):
 
 
 class LackingForCausalLM(Lacking, opt.OPTForCausalLM):
-    """Right: what it lacks transformers' class lacks, too."""
+    """Right: what it lacks transformers' class lacks, too. It does nothing about documents."""
+
+    @functools.wraps(opt.OPTForCausalLM.forward)
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return opt.OPTForCausalLM.forward(self, *args, **kwargs)
+
+    forward.keeps_documents_apart = True  # type: ignore[attr-defined]
 
 
 class CrashingForCausalLM(Lacking, opt.OPTForCausalLM):

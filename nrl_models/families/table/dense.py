@@ -13,7 +13,7 @@ ROWS: dict[str, Row] = {
         tensor_parallel={"model.layers.*.mlp.act_fn": "replicated_with_grad_allreduce"},
     ),
     "arcee": Row("Arcee", ALL_HEADS, {"Attention": QKV}),
-    "biogpt": Row("BioGpt", ALL_HEADS, {"Attention": QKV}, lacks(PACKED)),
+    "biogpt": Row("BioGpt", ALL_HEADS, {"Attention": QKV}),
     "bitnet": Row("BitNet", CAUSAL, {"Attention": QKV, "MLP": GATE_UP}),
     "blt": Row(
         "Blt",
@@ -62,7 +62,7 @@ ROWS: dict[str, Row] = {
     "olmo3": Row(
         "Olmo3", CAUSAL_AND_SEQUENCE, {"Attention": QKV, "MLP": GATE_UP}, since={"ForSequenceClassification": "5.6"}
     ),
-    "opt": Row("OPT", CAUSAL_AND_SEQUENCE, {"Attention": QKV}, lacks(PACKED)),
+    "opt": Row("OPT", CAUSAL_AND_SEQUENCE, {"Attention": QKV}),
     "phi": Row("Phi", ALL_HEADS, {"Attention": QKV}),
     "phi3": Row("Phi3", ALL_HEADS, published={"Phi-4": decoder_sizes(100352, 5120, 17920, 40, 40, 10)}),
     "seed_oss": Row("SeedOss", ALL_HEADS, {"Attention": QKV, "MLP": GATE_UP}),
@@ -70,6 +70,6 @@ ROWS: dict[str, Row] = {
     "stablelm": Row("StableLm", ALL_HEADS, {"Attention": QKV, "MLP": GATE_UP}),
     "starcoder2": Row("Starcoder2", ALL_HEADS, {"Attention": QKV}),
     "vaultgemma": Row("VaultGemma", CAUSAL, {"Attention": QKV, "MLP": GATE_UP}),
-    "xglm": Row("XGLM", CAUSAL, {"Attention": QKV}, lacks(PACKED)),
+    "xglm": Row("XGLM", CAUSAL, {"Attention": QKV}),
     "youtu": Row("Youtu", CAUSAL, {"Attention": LATENTS, "MLP": GATE_UP}),
 }

@@ -24,9 +24,7 @@ ROWS: dict[str, Row] = {
         mixins={"Mixer": "ByDocument"},
         ignored=("time_step_floor", "time_step_max", "time_step_min"),  # how its mixers were once drawn
     ),
-    "granitemoehybrid": Row(
-        "GraniteMoeHybrid", CAUSAL, {"Attention": QKV}, lacks(PACKED), mixins={"MambaLayer": "ByDocument"}
-    ),
+    "granitemoehybrid": Row("GraniteMoeHybrid", CAUSAL, {"Attention": QKV}, mixins={"MambaLayer": "ByDocument"}),
     "inkling": Row(
         "Inkling",
         CAUSAL,

@@ -13,7 +13,6 @@ ROWS: dict[str, Row] = {
         "Afmoe",
         CAUSAL,
         {"Attention": "q_proj k_proj v_proj gate_proj", "MLP": GATE_UP},
-        lacks(PACKED),
         config_values={"score_func": ("sigmoid",), "route_norm": (True,), "n_group": (1,), "topk_group": (1,)},
     ),
     "axk1": Row(
