@@ -1,7 +1,7 @@
 """Decoders with layers that keep a state: state-space models, gated delta nets, recurrences, convolutions."""
 
 from nrl_models.common.flags import MTPForm
-from nrl_models.families.limits import CACHED, LEFT, PACKED, lacks
+from nrl_models.families.limits import CACHED, LEFT, lacks
 from nrl_models.families.table.row import ALL_HEADS, CAUSAL, CAUSAL_AND_SEQUENCE, GATE_UP, QKV, Row
 
 ROWS: dict[str, Row] = {
