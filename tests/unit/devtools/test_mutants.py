@@ -46,6 +46,7 @@ STAND_FOR_ALL = (
     "Glm4ForCausalLM",
     "SmolLM3ForCausalLM",
     "DeepseekV32ForCausalLM",
+    "Lfm2ForCausalLM",
 )
 """Of which every mutant can be in one at least; the first that can have a mutant is tried."""
 
