@@ -107,6 +107,8 @@ class _Unknown:
 
 _UNKNOWN = _Unknown()
 _running: ContextVar[Documents | _Unknown | None] = ContextVar("documents running", default=_UNKNOWN)
+_open: list[None] = []
+"""An entry for each `running` that is open, in whatever thread: compilers cannot read a context, but this they can."""
 _packed: WeakSet[nn.Module] = WeakSet()
 """Layers that ran on packed batches: they may run again in a backward pass."""
 
@@ -121,6 +123,8 @@ def documents_running(layer: nn.Module | None = None) -> Documents | None:
         RuntimeError: `layer` runs again in a backward pass, under a checkpoint that does not carry the documents, and
             ran on a packed batch before. Whether it was this one cannot be told.
     """
+    if torch.compiler.is_compiling() and not _open:
+        return None  # what follows no compiler can read: it leaves that to Python, or is refused the whole graph
     found = _running.get()
     if not isinstance(found, _Unknown):
         if found is not None and layer is not None:
@@ -139,9 +143,11 @@ def documents_running(layer: nn.Module | None = None) -> Documents | None:
 def running(documents: Documents | None) -> Iterator[None]:
     """While open, `documents_running()` returns `documents`, in this thread."""
     before = _running.set(documents)
+    _open.append(None)
     try:
         yield
     finally:
+        _open.pop()
         _running.reset(before)
 
 

@@ -190,3 +190,19 @@ def test_copies_do_the_same(case: FamilyCase, copied: Any) -> None:
     with torch.no_grad():
         expected = packed(case.model(), input_ids)
         torch.testing.assert_close(packed(copied(case.model()), input_ids), expected)
+
+
+def test_a_compiled_layer_keeps_documents_apart() -> None:
+    """A compiler cannot read which documents run, and leaves it to Python; of one graph it makes an error."""
+    hidden, documents = torch.randn(2, LENGTH, 3), Documents.from_positions(POSITIONS)
+    layer = SumByDocument()
+    torch.compiler.reset()
+    with running(documents), pytest.raises(Exception, match="ContextVar"):
+        torch.compile(layer, backend="eager", fullgraph=True)(hidden)
+    torch.compiler.reset()
+    compiled = torch.compile(layer, backend="eager")
+    for _ in range(2):
+        assert torch.equal(compiled(hidden)[0], hidden.cumsum(1))
+        with running(documents):
+            assert torch.equal(compiled(hidden)[0], layer(hidden)[0])
+    torch.compiler.reset()

@@ -28,8 +28,13 @@ def gradients(model: PreTrainedModel, run: object, input_ids: torch.Tensor) -> d
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
-def test_a_forward_and_backward_is_one_graph_compiled_once(llama_checkpoint: Path, input_ids: torch.Tensor) -> None:
+@pytest.mark.parametrize("packed_before", [False, True])
+def test_a_forward_and_backward_is_one_graph_compiled_once(
+    llama_checkpoint: Path, input_ids: torch.Tensor, packed_before: bool
+) -> None:
     model = AutoModelForCausalLM.from_pretrained(llama_checkpoint)
+    if packed_before:
+        model(input_ids=input_ids, position_ids=torch.arange(input_ids.shape[1]).remainder(4).expand_as(input_ids))
     backend = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(model, fullgraph=True, backend=backend)
     with torch.no_grad():
