@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 
 from nrl_models.common.forward.document_masks import attend_by_document
 from nrl_models.common.forward.documents import Documents, carry_documents, running, starts_of
@@ -27,6 +28,9 @@ def keep_documents_apart(forward: Forward) -> Forward:
     The positions then say all that the mask said, because padding is never in one document with a later token; where it
     is, the call is refused, and so is packing where the family cannot keep documents apart (`limits`). Not under
     `torch.compile`, where values cannot be read: give `use_cache=False` and no mask there.
+
+    Where a caller gives the boundaries `cu_seq_lens_q`, as transformers' collators do, they have to agree with the
+    positions, or say what these are.
 
     Args:
         forward: unbound, taking `attention_mask`, `position_ids` `(batch, length)` and `past_key_values` by name.
@@ -43,6 +47,8 @@ def keep_documents_apart(forward: Forward) -> Forward:
             return forward(self, *args, **kwargs)
         given = dict(zip(parameters[1:], args, strict=False)) | kwargs
         mask, positions = given.get("attention_mask"), given.get("position_ids")
+        if given.get("cu_seq_lens_q") is not None and not torch.compiler.is_compiling():
+            positions = given["position_ids"] = _checked_positions(given, mask)
         if (
             positions is None
             or not _is_2d(positions)
@@ -60,6 +66,7 @@ def keep_documents_apart(forward: Forward) -> Forward:
                 "position_ids start again inside a row: give each document a row of its own, and pad."
             )
         _check_padding(mask, positions)
+        _check_starts(mask, positions)
         attend_by_document()
         if torch.is_grad_enabled():
             carry_documents(self)
@@ -98,3 +105,51 @@ def _check_padding(mask: torch.Tensor, positions: torch.Tensor) -> None:
             f"attention_mask and position_ids disagree: token {column} of row {row} is padding, but its position is in "
             "one document with a later token. Give padding positions that start again, or give no attention_mask."
         )
+
+
+def _check_starts(mask: torch.Tensor, positions: torch.Tensor) -> None:
+    """Positions that stay the same are padding, for which no mask has to be given."""
+    jumps = nn.functional.pad(positions[:, 1:] != positions[:, :-1], (1, 0), value=False)
+    wrong = starts_of(positions) & jumps & (positions != 0) & mask.bool()
+    if wrong.any():
+        row, column = wrong.nonzero()[0].tolist()
+        before, here = positions[row, column - 1 : column + 1].tolist()
+        raise ValueError(
+            f"position_ids go from {before} to {here} at token {column} of row {row}: expected the one that follows, "
+            "or 0, where a document starts."
+        )
+
+
+def _checked_positions(given: dict[str, Any], mask: Any) -> Any:
+    """The positions `(batch, length)` that boundaries give, or given ones that agree; others are left as they are.
+
+    Raises:
+        ValueError: the boundaries are not those of the batch, or of its positions.
+    """
+    tokens = given.get("input_ids")
+    tokens = given.get("inputs_embeds") if tokens is None else tokens
+    boundaries, positions = given["cu_seq_lens_q"].tolist(), given.get("position_ids")
+    if tokens is None or (positions is not None and not _is_2d(positions)):
+        return positions
+    batch, length = tokens.shape[:2]
+    late = [index for index in range(1, len(boundaries)) if boundaries[index] <= boundaries[index - 1]]
+    if boundaries[:1] != [0] or boundaries[-1] != batch * length or late:
+        what = f"{boundaries[late[0]]} follows {boundaries[late[0] - 1]} (number {late[0]}); " if late else ""
+        raise ValueError(
+            f"cu_seq_lens_q is no list of where documents begin: {what}expected increasing numbers from 0 to the "
+            f"{batch * length} tokens of the batch, got {boundaries[:1]} to {boundaries[-1:]}"
+        )
+    lengths = torch.tensor(boundaries).diff().tolist()
+    counted = torch.cat([torch.arange(size) for size in lengths]).view(batch, length).to(tokens.device)
+    if positions is None:
+        return counted
+    words = mask if _is_2d(mask) else torch.ones_like(counted)
+    differ = (starts_of(positions) != (counted == 0)) & words.bool()
+    differ[:, 0] = counted[:, 0] != 0
+    if differ.any():
+        row, column = differ.nonzero()[0].tolist()
+        raise ValueError(
+            f"cu_seq_lens_q and position_ids disagree at token {column} of row {row}: by one of them a document begins "
+            "there, and not by the other."
+        )
+    return positions

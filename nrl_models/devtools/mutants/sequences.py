@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from nrl_models.common.forward import routing
+from nrl_models.common.forward import document_masks, routing
 from nrl_models.common.forward.documents import Documents, documents_running, running
 from nrl_models.common.forward.layer_by_document import ByDocument
 from nrl_models.devtools.mutants.planting import Mutant, Patch, called_with, in_code, wrapped
@@ -72,15 +72,30 @@ def _state_goes_on(forward: Callable[..., Any], self: nn.Module, *args: Any, **k
 
 def _state_begins_late(forward: Callable[..., Any], self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     documents = documents_running()
-    if documents is not None:
-        # The first token of each document belongs to the one before it.
-        first = documents.index.roll(1, 1)
-        first[:, 0] = 0
-        late = (first[:, 1:] != first[:, :-1]).cumsum(1)
-        places = torch.arange(late.shape[1], device=late.device)
-        documents = Documents.from_positions(torch.nn.functional.pad(places + 2 * late, (1, 0), value=-1))
-    with running(documents):
+    with running(None if documents is None else _one_token_late(documents)):
         return forward(self, *args, **kwargs)
+
+
+def _one_token_late(documents: Documents) -> Documents:
+    """The first token of each document belongs to the one before it."""
+    first = documents.index.roll(1, 1)
+    first[:, 0] = 0
+    late = (first[:, 1:] != first[:, :-1]).cumsum(1)
+    places = torch.arange(late.shape[1], device=late.device)
+    return Documents.from_positions(nn.functional.pad(places + 2 * late, (1, 0), value=-1))
+
+
+def _attends_late(attend: Callable[..., Any], *tensors: Any, **options: Any) -> Any:
+    *states, documents = tensors
+    return attend(*states, _one_token_late(documents), **options)
+
+
+def _window_of_the_row(attend: Callable[..., Any], *tensors: Any, **options: Any) -> Any:
+    *states, documents = tensors
+    if options.get("window") is not None:
+        places = torch.arange(documents.shape[1], device=documents.index.device)
+        documents = Documents.from_positions(places.expand(documents.shape))
+    return attend(*states, documents, **options)
 
 
 def _routes(case: FamilyCase) -> bool:
@@ -125,6 +140,18 @@ MUTANTS = (
         "state begins one token late",
         "a boundary off by one where documents are cut apart for a recurrence",
         in_code(_keeps_state, lambda case: [wrapped(ByDocument, "forward", _state_begins_late)], probed=True),
+        PACKED,
+    ),
+    Mutant(
+        "attention begins one token late",
+        "cu_seqlens off by one, in attention without a mask",
+        in_code(_packs, lambda case: [wrapped(document_masks, "attend", _attends_late)], probed=True),
+        PACKED,
+    ),
+    Mutant(
+        "window across documents",
+        "a window of the row's last tokens, whichever document they are of",
+        in_code(_packs, lambda case: [wrapped(document_masks, "attend", _window_of_the_row)], probed=True),
         PACKED,
     ),
     Mutant(

@@ -113,6 +113,49 @@ def test_padding_inside_a_document_is_refused() -> None:
         Spy().forward(attention_mask=mask, position_ids=positions)
 
 
+@pytest.mark.parametrize(
+    ("positions", "message"),
+    [
+        ([[0, 1, 2, 5, 6]], "from 2 to 5 at token 3 of row 0"),
+        ([[0, 1, 2, 0, 1], [0, 1, 0, 4, 5]], "from 0 to 4 at token 3 of row 1"),
+    ],
+    ids=str,
+)
+def test_a_document_that_does_not_start_at_zero_is_refused(positions: list, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Spy().forward(position_ids=torch.tensor(positions))
+    words = torch.ones(len(positions), 5, dtype=torch.long)
+    words[-1, 3:] = 0  # padding may have any position
+    Spy().forward(attention_mask=words, position_ids=torch.tensor(positions))
+
+
+@pytest.mark.parametrize(
+    ("boundaries", "message"),
+    [
+        ([0, 4, 7], r"expected increasing numbers from 0 to the 12 tokens of the batch, got \[0\] to \[7\]"),
+        ([1, 4, 12], r"got \[1\] to \[12\]"),
+        ([0, 7, 4, 12], r"4 follows 7 \(number 2\)"),
+        ([0, 4, 4, 12], r"4 follows 4 \(number 2\)"),
+        ([0, 4, 8, 12], "disagree at token 7 of row 0"),
+        ([0, 4, 12], "disagree at token 7 of row 0"),
+    ],
+    ids=str,
+)
+def test_boundaries_that_are_none_are_refused(boundaries: list, message: str, model: PreTrainedModel) -> None:
+    starts = torch.tensor(boundaries, dtype=torch.int32)
+    with pytest.raises(ValueError, match=message):
+        model(torch.arange(12)[None], position_ids=PACKED, cu_seq_lens_q=starts)
+
+
+def test_boundaries_say_what_positions_do(model: PreTrainedModel) -> None:
+    starts, ids = torch.tensor([0, 4, 7, 12], dtype=torch.int32), torch.arange(16, 28)[None]
+    told = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": 5, "max_length_k": 5}
+    with torch.no_grad():
+        apart = model(ids, position_ids=PACKED).logits
+        assert torch.equal(model(ids, **told).logits, apart)
+        assert torch.equal(model(ids, position_ids=PACKED, **told).logits, apart)
+
+
 def test_a_cache_is_another_matter() -> None:
     mask = torch.ones(1, 3, dtype=torch.long)
     assert Spy().forward(attention_mask=mask, position_ids=torch.tensor([[0, 1, 0]]), past_key_values=object()) is mask
