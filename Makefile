@@ -61,7 +61,7 @@ campaign: setup
 # One process at a time: the tests start processes themselves.
 test-distributed: $(VENV)/.ready-integrations
 	$(BIN)/python -m pytest -q tests/distributed
-	$(BIN)/python -m pytest -q -m integrations tests/unit/edits tests/unit/engines tests/unit/loading tests/unit/losses
+	$(BIN)/python -m pytest -q -m integrations tests/unit/consistency tests/unit/edits tests/unit/engines tests/unit/loading tests/unit/losses
 
 # Goes on where another run was cut.
 distributed-coverage: $(VENV)/.ready-integrations

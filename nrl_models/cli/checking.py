@@ -23,6 +23,7 @@ from nrl_models.cli.arguments import (
     Threshold,
     TrainerDtype,
     check_device,
+    engine_name,
     torch_dtype,
     writable,
 )
@@ -107,6 +108,10 @@ def consistency(
         typer.Option(help="auto: the engine reads the weights; dummy: it starts on random ones and is refitted."),
     ] = "auto",
     engine_option: EngineOptions = None,
+    witness: Annotated[
+        str | None,
+        typer.Option(parser=engine_name, metavar="NAME", help="Another engine, asked about cells that fail: mlx."),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of prompts and sampling.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Where measurements are kept; consistency/NAME by default.")] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Discard what was measured before.")] = False,
@@ -163,6 +168,7 @@ def consistency(
                 load_format=load_format,
                 engine_options=dict(engine_option or ()),
                 skip_too_long=length is None,
+                witness=witness or "",
                 progress=progress,
             )
     except KeyboardInterrupt:

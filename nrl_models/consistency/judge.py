@@ -3,7 +3,8 @@
 The same tokens are scored by every party: the engine as it decoded, the engine in one prefill, the trainer, and
 transformers in fp32 and in fp64, which is the closest to the truth that can be computed. A party that is further from
 fp64 than its precision explains is at fault. What it computes instead is found by trying `hypotheses`; the module where
-it diverges is found by comparing modules, if its modules can be recorded.
+it diverges is found by comparing modules, if its modules can be recorded. Another engine may be asked as a witness: it
+has no say in who is at fault, but an engine and a witness that agree against transformers put its class in doubt.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ import torch
 from nrl_models.common.dtypes import dtype_name
 from nrl_models.consistency.cells import Cell, Settings, largest_error
 from nrl_models.consistency.divergence import Divergence, classify, first_divergence
-from nrl_models.consistency.hypotheses import Hypotheses, distance
+from nrl_models.consistency.hypotheses import EXPLAINED, Hypotheses, distance
 from nrl_models.consistency.measure import Comparison, Measurement, Meter, order_by_error
 from nrl_models.consistency.references import References
-from nrl_models.consistency.verdict import Cause, Deviation, Party, Verdict
+from nrl_models.consistency.verdict import Cause, Deviation, Party, Testimony, Verdict, Vote
 from nrl_models.engines.base import final_scores
 from nrl_models.engines.hf import HFEngine
-from nrl_models.errors import NRLModelsError
+from nrl_models.errors import NRLModelsError, one_line
 from nrl_models.logprobs.metrics import consistency_metrics
 from nrl_models.logprobs.sampling import Sampling
 from nrl_models.parity.localise import localise
@@ -91,7 +92,17 @@ class Judge:
             kind = VerdictKind(at_fault[0])
         else:
             kind = VerdictKind.BOTH if Party.TRAINER in at_fault else VerdictKind.ENGINE
-        return self._finish(kind, tuple(at_fault), errors, cause, self._locate(at_fault, tokens))
+        verdict = self._finish(kind, tuple(at_fault), errors, cause, self._locate(at_fault, tokens))
+        if not self.references.witness:
+            return verdict
+        try:
+            said = self.references.witness_scores(tokens, generated, sampling)
+        except NRLModelsError as error:
+            return replace(verdict, witness=Testimony(self.references.witness, None, one_line(error)))
+        rounding = FLOOR_FACTOR * max(distance(single, exact), 1e-6)
+        return replace(
+            verdict, witness=Testimony(self.references.witness, _vote(said, exact, parties[at_fault[0]], rounding))
+        )
 
     def _possible_dtypes(self, party: Party) -> tuple[torch.dtype, ...]:
         """The dtypes a party may compute in, most precise first: the one it reports, or any if it reports none."""
@@ -173,6 +184,14 @@ class Judge:
         subject = Subject(self.trainer.model)
         matching = (quirk for quirk in CATALOGUE if quirk.explains(verdict.evidence) and quirk.applies(subject))
         return replace(verdict, quirks=tuple(quirk.name for quirk in matching))
+
+
+def _vote(said: torch.Tensor, exact: torch.Tensor, at_fault: torch.Tensor, rounding: float) -> Vote:
+    """Whose log-probabilities a witness gives, up to `rounding`."""
+    if distance(said, exact) <= rounding:
+        return Vote.REFERENCE
+    explained = max(rounding, EXPLAINED * distance(at_fault, exact))
+    return Vote.AT_FAULT if distance(said, at_fault) <= explained else Vote.NEITHER
 
 
 def _worst_sequences(

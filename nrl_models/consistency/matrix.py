@@ -50,6 +50,7 @@ def check_consistency(
     load_format: str = "auto",
     engine_options: dict[str, Any] | None = None,
     skip_too_long: bool = False,
+    witness: str = "",
     progress: Callable[[ConsistencyReport], None] = lambda report: None,
 ) -> ConsistencyReport:
     """Check that a checkpoint's trainer and an engine give the same log-probabilities.
@@ -68,6 +69,7 @@ def check_consistency(
         engine_options: the engine's own options.
         skip_too_long: whether to skip lengths that exceed the model's limit, and report them, instead of raising; if
             none is left, the longest possible one is checked.
+        witness: another engine, which is asked about cells that fail; empty if none is.
         progress: called at every step with the report so far.
 
     Returns:
@@ -79,6 +81,10 @@ def check_consistency(
         CheckpointError, UnknownArchitectureError, ...: as `from_pretrained`.
     """
     require_engine(engine)
+    if witness:
+        require_engine(witness)
+    if witness == engine:
+        raise ConsistencyError(f"the witness is {witness}, too: expected another engine than the one that is checked")
     settings = settings or Settings()
     folder = resolve_folder(path)
     settings, skipped = _fitting(folder, settings, engine, skip_too_long)
@@ -106,7 +112,7 @@ def check_consistency(
     with started:
         if dummy:
             started.refit(model.state_dict_adapter.iter_export(model))
-        references = References(path, device=device)
+        references = References(path, device=device, witness=witness)
         meter = Meter(started, trainer, prompts, settings, store, references)
         return run_matrix(str(path), meter, references, skipped=skipped, random_weights=dummy, progress=progress)
 

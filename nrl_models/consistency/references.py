@@ -12,7 +12,10 @@ from transformers import PreTrainedModel
 
 from nrl_models.auto import auto_class_for
 from nrl_models.common.modules import owner_of
+from nrl_models.engines.base import final_scores
 from nrl_models.engines.hf import HFEngine, reference_model
+from nrl_models.engines.start import start_engine
+from nrl_models.logprobs.sampling import Sampling
 
 Weights = Callable[[], Iterable[tuple[str, torch.Tensor]]]
 """Gives tensors by hub name, from the first at each call."""
@@ -26,6 +29,7 @@ class References:
         device: where they run.
         weights: weights to use in place of the checkpoint's: a trained model's export.
         previous: the weights of before the last refit, which an engine may still have.
+        witness: the name of another engine, which is asked where the two sides differ; empty if none is.
     """
 
     def __init__(
@@ -35,8 +39,10 @@ class References:
         device: str | torch.device = "cpu",
         weights: Weights | None = None,
         previous: Weights | None = None,
+        witness: str = "",
     ) -> None:
         self.path, self.device, self.weights, self.previous = Path(path), device, weights, previous
+        self.witness = witness
         self._kept: dict[tuple[torch.dtype, bool], PreTrainedModel] = {}
 
     def model(self, dtype: torch.dtype, *, combined: bool = False) -> PreTrainedModel:
@@ -51,6 +57,17 @@ class References:
     def with_previous_weights(self, dtype: torch.dtype, *, combined: bool = False) -> PreTrainedModel | None:
         """The model with the previous weights; None if there are none."""
         return None if self.previous is None else self._load(dtype, combined, self.previous)
+
+    def witness_scores(self, tokens: torch.Tensor, count: int, sampling: Sampling) -> torch.Tensor:
+        """Log-probabilities that the witness, in fp32, gives the last `count` of `tokens` `(sequences, length)`.
+
+        Raises:
+            EngineError: it does not start, does not take the weights, or fails.
+        """
+        with start_engine(self.witness, self.path, dtype=torch.float32) as engine:
+            if self.weights is not None:
+                engine.refit(self.weights())
+            return final_scores(engine, tokens, count, sampling)
 
     def with_config(self, changes: Mapping[str, Any]) -> PreTrainedModel:
         """transformers' fp32 model of another configuration, with the same weights (not copied)."""

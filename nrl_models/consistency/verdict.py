@@ -28,6 +28,40 @@ class Deviation(NamedTuple):
     max: float
 
 
+class Vote(StrEnum):
+    """Whom a witness agrees with."""
+
+    REFERENCE = "transformers"
+    AT_FAULT = "the party at fault"
+    NEITHER = "neither"
+
+
+@dataclass(frozen=True, slots=True)
+class Testimony:
+    """What a third implementation computes where an engine and a trainer differ.
+
+    Args:
+        engine: its name.
+        vote: whom it agrees with; None if it gave no log-probabilities.
+        error: why it gave none.
+    """
+
+    engine: str
+    vote: Vote | None
+    error: str = ""
+
+    def sentence(self, at_fault: str) -> str:
+        """The testimony, about the parties `at_fault`."""
+        if self.vote is None:
+            return f"{self.engine}, asked as a witness, gave no log-probabilities: {self.error}"
+        if self.vote is Vote.AT_FAULT:
+            return (
+                f"{self.engine} agrees with {at_fault} and not with transformers, whose class may be what is wrong, or "
+                "may compute what these implementations leave out"
+            )
+        return f"{self.engine} agrees with {self.vote}"
+
+
 class CauseKind(StrEnum):
     """What a party at fault does differently."""
 
@@ -71,6 +105,7 @@ class Verdict:
         note: what else is known: the precisions compared, or why no module is named.
         random_weights: whether the engine was started on random weights.
         quirks: names of the known quirks that match.
+        witness: what another engine says, where it was asked.
     """
 
     kind: VerdictKind
@@ -81,6 +116,7 @@ class Verdict:
     note: str = ""
     random_weights: bool = False
     quirks: tuple[str, ...] = ()
+    witness: Testimony | None = None
 
     @property
     def evidence(self) -> Evidence:
@@ -104,6 +140,7 @@ class Verdict:
             sentences = [f"At fault: {who}" + (f", computing as if {self.cause.message}" if self.cause else "")]
         sentences += [f"First divergence: {self.divergence}"] if self.divergence else []
         sentences += [self.note] if self.note else []
+        sentences += [self.witness.sentence(who)] if self.witness else []
         sentences += [
             f"Known quirk: {quirk.name}: {quirk.symptom} {quirk.handling}"
             for quirk in CATALOGUE
@@ -125,6 +162,8 @@ class Verdict:
         fields = {name: value for name, value in content.items() if name != "summary"}
         if fields["cause"] is not None:
             fields["cause"] = Cause(**fields["cause"] | {"kind": CauseKind(fields["cause"]["kind"])})
+        if (said := fields.get("witness")) is not None:
+            fields["witness"] = Testimony(**said | {"vote": said["vote"] and Vote(said["vote"])})
         if (found := fields["divergence"]) is not None:
             typed = {"pattern": Pattern(found["pattern"]), "weights": tuple(found["weights"])}
             fields["divergence"] = Divergence(**found | typed)

@@ -158,3 +158,10 @@ def test_a_tokenizer_of_another_model_is_refused(checkpoint: Path, check: Check,
     result = check(path, "hf-generate")
     assert result.exit_code == 2
     assert "the tokenizer gives token 599 ('word599'), and the model's embedding has 512 rows" in message(result)
+
+
+def test_the_witness_is_another_engine(check: Check, checkpoint: Path) -> None:
+    result = check(checkpoint, "hf-generate", "--witness", "hf-generate")
+    assert result.exit_code == 2
+    assert "the witness is hf-generate, too: expected another engine than the one that is checked" in message(result)
+    assert "unknown engine 'tgi'" in message(check(checkpoint, "hf-generate", "--witness", "tgi"))

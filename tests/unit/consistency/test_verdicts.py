@@ -14,14 +14,16 @@ from small_cell import SETTINGS
 from transformers import DeepseekV3Config, Gemma2Config, LlamaConfig, MistralConfig, PreTrainedConfig
 
 from nrl_models import AutoModelForCausalLM
+from nrl_models.consistency import references
 from nrl_models.consistency.matrix import run_matrix
 from nrl_models.consistency.measure import Meter
 from nrl_models.consistency.prompts import Prompts
 from nrl_models.consistency.references import References
 from nrl_models.consistency.refit import RefitChecker
 from nrl_models.consistency.store import Store
-from nrl_models.consistency.verdict import CauseKind, Verdict
+from nrl_models.consistency.verdict import CauseKind, Testimony, Verdict, Vote
 from nrl_models.engines.hf import HFEngine
+from nrl_models.errors import EngineError
 from nrl_models.quirks import Pattern, VerdictKind
 from nrl_models.testing.tiny import tiny_config
 
@@ -37,6 +39,7 @@ def judge(tmp_path: Path, prompts: Prompts) -> Judge:
         engine_config: dict[str, Any] | None = None,
         change: Callable[[HFEngine, HFEngine], None] = lambda engine, trainer: None,
         random_weights: bool = False,
+        witness: str = "",
         **settings: Any,
     ) -> Verdict | None:
         model = new_model(config)
@@ -51,7 +54,7 @@ def judge(tmp_path: Path, prompts: Prompts) -> Judge:
         store = Store(tmp_path / "store", {}, fresh=True)
         asked = replace(SETTINGS, **settings)
         meter = Meter(engine, trainer, prompts, asked, store)
-        report = run_matrix(str(path), meter, References(path), random_weights=random_weights)
+        report = run_matrix(str(path), meter, References(path, witness=witness), random_weights=random_weights)
         return report.results[0].verdict
 
     return judge
@@ -200,3 +203,56 @@ def test_a_persistent_buffer_that_is_not_sent_is_named(tmp_path: Path, prompts: 
 
     problems = "; ".join(check.refit("first", change=lose).problems)
     assert "buffers of the engine were not written: model.layers.1.mlp.gate.e_score_correction_bias" in problems
+
+
+# A third implementation
+
+WINDOW = {"sliding_window": 8}
+
+
+@pytest.mark.parametrize("wrong_witness", [False, True])
+def test_a_witness_says_whom_it_agrees_with(judge: Judge, monkeypatch: pytest.MonkeyPatch, wrong_witness: bool) -> None:
+    def start(name: str, path: Path, dtype: torch.dtype) -> HFEngine:
+        changes = {"sliding_window": None} if wrong_witness else {}
+        return HFEngine(AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **changes), name)
+
+    monkeypatch.setattr(references, "start_engine", start)
+    config = tiny_config(MistralConfig, WINDOW)
+    verdict = judge(config, {"sliding_window": None}, witness="mlx", threshold=1.00001)
+    assert verdict.kind == VerdictKind.ENGINE
+    assert verdict.witness == Testimony("mlx", Vote.AT_FAULT if wrong_witness else Vote.REFERENCE)
+    assert Verdict.from_json(verdict.to_json()) == verdict
+    said = "agrees with engine decode and engine prefill and not with transformers, whose class may be what is wrong"
+    assert (said if wrong_witness else "mlx agrees with transformers.") in verdict.summary
+
+
+def test_a_witness_that_is_wrong_in_another_way_agrees_with_neither(
+    judge: Judge, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(name: str, path: Path, dtype: torch.dtype) -> HFEngine:
+        return HFEngine(AutoModelForCausalLM.from_pretrained(path, dtype=dtype, rms_norm_eps=0.1), name)
+
+    monkeypatch.setattr(references, "start_engine", start)
+    verdict = judge(tiny_config(MistralConfig, WINDOW), {"sliding_window": None}, witness="mlx", threshold=1.00001)
+    assert verdict.witness == Testimony("mlx", Vote.NEITHER)
+
+
+def test_a_witness_that_does_not_start_is_no_error(judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(*_: Any, **__: Any) -> HFEngine:
+        raise EngineError("mlx-lm is not installed")
+
+    monkeypatch.setattr(references, "start_engine", start)
+    verdict = judge(tiny_config(MistralConfig, WINDOW), {"sliding_window": None}, witness="mlx", threshold=1.00001)
+    assert verdict.witness.vote is None
+    assert (
+        "mlx, asked as a witness, gave no log-probabilities: EngineError: mlx-lm is not installed." in verdict.summary
+    )
+    assert Verdict.from_json(verdict.to_json()) == verdict
+
+
+@pytest.mark.integrations
+def test_mlx_leaves_out_the_window_of_mistral_too(judge: Judge) -> None:
+    pytest.importorskip("mlx_lm", reason="needs mlx-lm: install the extra `mlx`")
+    config = tiny_config(MistralConfig, WINDOW)
+    verdict = judge(config, {"sliding_window": None}, witness="mlx", threshold=1.00001)
+    assert verdict.witness == Testimony("mlx", Vote.AT_FAULT)
