@@ -246,6 +246,6 @@ def from_config(model_class: type[PreTrainedModel], config: PreTrainedConfig, **
     options = construction(model_class, named.get("combine", True), named.get("backend"), device)
     options |= {name: named[name] for name in IMPLEMENTATIONS if name in named}
     if named.get("dtype") not in (None, "auto"):
-        options["dtype"] = checked_dtype(named["dtype"])
+        options["dtype"] = config.dtype = checked_dtype(named["dtype"])
     with device:
         return model_class._from_config(config, **options)
