@@ -255,6 +255,14 @@ class KimiVLForConditionalGeneration(KimiVLPreTrainedModel, GenerationMixin):
         """The language model's."""
         return self.language_model.get_output_embeddings()
 
+    def get_input_embeddings(self) -> nn.Module:
+        """The language model's, which older versions of transformers do not find."""
+        return self.language_model.get_input_embeddings()
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        """Set the language model's."""
+        self.language_model.set_input_embeddings(value)
+
     def set_output_embeddings(self, value: nn.Module) -> None:
         """Set the language model's."""
         self.language_model.set_output_embeddings(value)
