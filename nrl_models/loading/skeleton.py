@@ -28,7 +28,7 @@ def build_skeleton(
         dtype: of the parameters.
         options: from `construction`.
     """
-    config.dtype = dtype  # by which a classifier builds the model inside; older versions of `_from_config` do not set it
+    config.dtype = dtype  # a classifier builds the model inside by it; older versions of `_from_config` do not set it
     with init_empty_weights(include_buffers=False), no_init_weights():
         model = model_class._from_config(config, dtype=dtype, **options)
     for parameter in model.parameters():

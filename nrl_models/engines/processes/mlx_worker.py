@@ -224,9 +224,9 @@ def with_older_keys(config: dict[str, Any]) -> dict[str, Any]:
         for name, value in config.items()
     }
     older: dict[str, Any] = {name[1:]: value for name, value in found.items() if name.startswith("_")}
-    model_type = found.get("model_type")
-    config_class = CONFIG_MAPPING[model_type] if model_type in CONFIG_MAPPING else None  # its `get` finds nothing
-    for older_name, name in getattr(config_class, "attribute_map", {}).items():
+    model_type = str(found.get("model_type"))
+    newer = CONFIG_MAPPING[model_type].attribute_map if model_type in CONFIG_MAPPING else {}
+    for older_name, name in newer.items():
         older[older_name] = found.get(name)
     heads = found.get("num_attention_heads")
     if isinstance(heads, int) and "hidden_size" in found:
