@@ -22,7 +22,7 @@ from nrl_models.consistency.divergence import Divergence, classify, first_diverg
 from nrl_models.consistency.hypotheses import EXPLAINED, Hypotheses, distance
 from nrl_models.consistency.measure import Comparison, Measurement, Meter, order_by_error
 from nrl_models.consistency.references import References
-from nrl_models.consistency.verdict import Cause, Deviation, Party, Testimony, Verdict, Vote
+from nrl_models.consistency.verdict import Cause, Deviation, Opinion, Party, Verdict, Vote
 from nrl_models.engines.base import final_scores
 from nrl_models.engines.hf import HFEngine
 from nrl_models.errors import NRLModelsError, one_line
@@ -98,10 +98,10 @@ class Judge:
         try:
             said = self.references.witness_scores(tokens, generated, sampling)
         except NRLModelsError as error:
-            return replace(verdict, witness=Testimony(self.references.witness, None, one_line(error)))
+            return replace(verdict, witness=Opinion(self.references.witness, None, one_line(error)))
         rounding = FLOOR_FACTOR * max(distance(single, exact), 1e-6)
         return replace(
-            verdict, witness=Testimony(self.references.witness, _vote(said, exact, parties[at_fault[0]], rounding))
+            verdict, witness=Opinion(self.references.witness, _vote(said, exact, parties[at_fault[0]], rounding))
         )
 
     def _possible_dtypes(self, party: Party) -> tuple[torch.dtype, ...]:

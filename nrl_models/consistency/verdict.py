@@ -37,7 +37,7 @@ class Vote(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Testimony:
+class Opinion:
     """What a third implementation computes where an engine and a trainer differ.
 
     Args:
@@ -51,7 +51,7 @@ class Testimony:
     error: str = ""
 
     def sentence(self, at_fault: str) -> str:
-        """The testimony, about the parties `at_fault`."""
+        """It in a sentence, about the parties `at_fault`."""
         if self.vote is None:
             return f"{self.engine}, asked as a witness, gave no log-probabilities: {self.error}"
         if self.vote is Vote.AT_FAULT:
@@ -116,7 +116,7 @@ class Verdict:
     note: str = ""
     random_weights: bool = False
     quirks: tuple[str, ...] = ()
-    witness: Testimony | None = None
+    witness: Opinion | None = None
 
     @property
     def evidence(self) -> Evidence:
@@ -163,7 +163,7 @@ class Verdict:
         if fields["cause"] is not None:
             fields["cause"] = Cause(**fields["cause"] | {"kind": CauseKind(fields["cause"]["kind"])})
         if (said := fields.get("witness")) is not None:
-            fields["witness"] = Testimony(**said | {"vote": said["vote"] and Vote(said["vote"])})
+            fields["witness"] = Opinion(**said | {"vote": said["vote"] and Vote(said["vote"])})
         if (found := fields["divergence"]) is not None:
             typed = {"pattern": Pattern(found["pattern"]), "weights": tuple(found["weights"])}
             fields["divergence"] = Divergence(**found | typed)

@@ -21,7 +21,7 @@ from nrl_models.consistency.prompts import Prompts
 from nrl_models.consistency.references import References
 from nrl_models.consistency.refit import RefitChecker
 from nrl_models.consistency.store import Store
-from nrl_models.consistency.verdict import CauseKind, Testimony, Verdict, Vote
+from nrl_models.consistency.verdict import CauseKind, Opinion, Verdict, Vote
 from nrl_models.engines.hf import HFEngine
 from nrl_models.errors import EngineError
 from nrl_models.quirks import Pattern, VerdictKind
@@ -220,7 +220,7 @@ def test_a_witness_says_whom_it_agrees_with(judge: Judge, monkeypatch: pytest.Mo
     config = tiny_config(MistralConfig, WINDOW)
     verdict = judge(config, {"sliding_window": None}, witness="mlx", threshold=1.00001)
     assert verdict.kind == VerdictKind.ENGINE
-    assert verdict.witness == Testimony("mlx", Vote.AT_FAULT if wrong_witness else Vote.REFERENCE)
+    assert verdict.witness == Opinion("mlx", Vote.AT_FAULT if wrong_witness else Vote.REFERENCE)
     assert Verdict.from_json(verdict.to_json()) == verdict
     said = "agrees with engine decode and engine prefill and not with transformers, whose class may be what is wrong"
     assert (said if wrong_witness else "mlx agrees with transformers.") in verdict.summary
@@ -234,7 +234,7 @@ def test_a_witness_that_is_wrong_in_another_way_agrees_with_neither(
 
     monkeypatch.setattr(references, "start_engine", start)
     verdict = judge(tiny_config(MistralConfig, WINDOW), {"sliding_window": None}, witness="mlx", threshold=1.00001)
-    assert verdict.witness == Testimony("mlx", Vote.NEITHER)
+    assert verdict.witness == Opinion("mlx", Vote.NEITHER)
 
 
 def test_a_witness_that_does_not_start_is_no_error(judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,4 +255,4 @@ def test_mlx_leaves_out_the_window_of_mistral_too(judge: Judge) -> None:
     pytest.importorskip("mlx_lm", reason="needs mlx-lm: install the extra `mlx`")
     config = tiny_config(MistralConfig, WINDOW)
     verdict = judge(config, {"sliding_window": None}, witness="mlx", threshold=1.00001)
-    assert verdict.witness == Testimony("mlx", Vote.AT_FAULT)
+    assert verdict.witness == Opinion("mlx", Vote.AT_FAULT)
