@@ -84,8 +84,9 @@ def _index(rows: Sequence[Row], records: Records, tests: Mapping[str, GeneratedT
     failed = sum(len(outcome.failed) for outcome in registered)
     return "\n".join(
         [
-            GENERATED,
             "# Model coverage",
+            "",
+            GENERATED,
             "",
             f"{len(registry.FAMILIES)} families, {len(rows)} architectures. {passed:,} generated tests passed, "
             f"{failed:,} failed; with {versions_summary(records[Kind.TESTS])}.",
