@@ -164,6 +164,10 @@ class FamilyImportError(NRLModelsError, ImportError):
     """A registered family could not be imported: it needs another version of a package, or is broken."""
 
 
+class UnmetRequirementError(FamilyImportError):
+    """A package that a registered family needs is missing, or of another version."""
+
+
 class TrainerError(NRLModelsError, ImportError):
     """A trainer is not installed, or not in a version that its adapter was written for."""
 

@@ -230,6 +230,8 @@ class FamilyModel(Upstream):
         tensors: Any = state_dict
         if not adapter:
             tensors = to_checkpoint(self, state_dict, original_format=save_original_format)
+        if not options.get("is_main_process", True):
+            return  # before 5.15, transformers writes the weights all the same
         if options.get("push_to_hub"):
             options.setdefault("repo_id", Path(save_directory).name)
         with staged(save_directory) as stage:

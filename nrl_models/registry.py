@@ -14,7 +14,7 @@ from types import FrameType
 from packaging.requirements import Requirement
 
 from nrl_models import families
-from nrl_models.errors import FamilyImportError, RegistrationError
+from nrl_models.errors import FamilyImportError, RegistrationError, UnmetRequirementError
 from nrl_models.families.facts import Family
 from nrl_models.families.table import TABLE
 
@@ -54,8 +54,8 @@ _CUSTOM_CONFIG_REGISTRATIONS: dict[str, tuple[str, str]] = {
 }
 """Module and configuration class for each `model_type` that transformers lacks."""
 
-_REQUIREMENTS: dict[str, str] = {
-    name: requirement for family in _FAMILIES.values() for name, requirement in family.requires.items()
+_REQUIREMENTS: dict[str, tuple[str, ...]] = {
+    name: requirements for family in _FAMILIES.values() for name, requirements in family.requires.items()
 }
 """Additional requirements by architecture, e.g. `transformers>=5.18`."""
 
@@ -111,7 +111,7 @@ def register_architecture(
     _shadowing.pop(architecture, None)
     _REQUIREMENTS.pop(architecture, None)
     if requires is not None:
-        _REQUIREMENTS[architecture] = requires
+        _REQUIREMENTS[architecture] = (requires,)
     _CUSTOM_CONFIG_REGISTRATIONS.update(configs)
     for model_type in configs:
         _register_config(model_type)
@@ -121,7 +121,8 @@ def model_class(architecture: str) -> type | None:
     """The class for `architecture`, imported now; None if it is not registered.
 
     Raises:
-        FamilyImportError: the family does not import, or a requirement is not met.
+        FamilyImportError: the family does not import.
+        UnmetRequirementError: a package is missing, or not of a version that the family needs.
         RegistrationError: two families claim the architecture.
     """
     _read_entry_points()
@@ -138,16 +139,14 @@ def model_class(architecture: str) -> type | None:
             return None
         MODEL_ARCH_MAPPING[architecture] = _BASE_MODELS, architecture
     if unmet := unmet_requirement(architecture):
-        raise FamilyImportError(f"{architecture} is served by {_where(architecture)}, which needs {unmet}.")
+        raise UnmetRequirementError(f"{architecture} is served by {_where(architecture)}, which needs {unmet}.")
     return _imported(MODEL_ARCH_MAPPING[architecture], f"{architecture} is served by")
 
 
 def unmet_requirement(architecture: str) -> str | None:
     """The requirement of `architecture` that the environment does not meet, as text; None if it meets all."""
-    stated = _REQUIREMENTS.get(architecture) or _REQUIREMENTS.get(ALIASES.get(architecture, ""))
-    if stated is None:
-        return None
-    return unmet(_requirement(stated))
+    stated = _REQUIREMENTS.get(architecture) or _REQUIREMENTS.get(ALIASES.get(architecture, ""), ())
+    return ", ".join(filter(None, (unmet(_requirement(requirement)) for requirement in stated))) or None
 
 
 def unmet(requirement: Requirement) -> str | None:

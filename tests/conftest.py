@@ -2,10 +2,15 @@
 
 import gc
 import os
+from collections.abc import Generator
+from pathlib import Path
 
 import pytest
+import transformers
+from packaging.version import Version
 
 from nrl_models.common.checkpoint import durable
+from nrl_models.errors import UnmetRequirementError
 from nrl_models.testing.plugin import CHOSEN, class_under_test, share_cores
 
 pytest_plugins = ["pytester", "real_models"]
@@ -38,6 +43,32 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item.get_closest_marker("long") or class_under_test(item) in rest]
     elif not config.getoption("--all-families") and config.args_source is pytest.Config.ArgsSource.TESTPATHS:
         items[:] = [item for item in items if not item.get_closest_marker("long")]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup() -> Generator[None, None, None]:
+    """See `pytest_runtest_call`."""
+    yield from _of_families_that_there_are()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Generator[None, None, None]:
+    """With an older transformers than tests are written for, skip those of families that it does not have."""
+    yield from _of_families_that_there_are()
+
+
+def _of_families_that_there_are() -> Generator[None, None, None]:
+    try:
+        yield
+    except UnmetRequirementError as error:
+        if Version(transformers.__version__) >= _tested_version():
+            raise
+        pytest.skip(str(error))
+
+
+def _tested_version() -> Version:
+    lines = (Path(__file__).parents[1] / "constraints.txt").read_text().splitlines()
+    return next(Version(line.removeprefix("transformers==")) for line in lines if line.startswith("transformers=="))
 
 
 def pytest_collection_finish() -> None:

@@ -21,7 +21,7 @@ If a new version changes one of them, `make test TRANSFORMERS=X` fails in the te
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any, cast
 
@@ -56,6 +56,7 @@ __all__ = [
     "WeightConverter",
     "WeightRenaming",
     "accelerate_dispatch",
+    "as_meant",
     "build_glob_alternation",
     "check_and_set_device_map",
     "computed_device_map",
@@ -124,6 +125,17 @@ class Renaming:
     def has_used(self, conversion: Any) -> bool:
         """Whether a conversion, which must still exist, applied to some name."""
         return bool(conversion.was_used() if hasattr(conversion, "was_used") else id(conversion) in self._used)
+
+
+def as_meant(saved: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors that transformers saved, without what 5.5 does to their names; see `Renaming`."""
+    if hasattr(WeightRenaming, "was_used"):
+        return dict(saved)
+    old = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
+    return {
+        next((name.removesuffix(end) + new for end, new in old.items() if name.endswith(end)), name): tensor
+        for name, tensor in saved.items()
+    }
 
 
 def patterns_of(conversion: Any) -> tuple[str, ...]:

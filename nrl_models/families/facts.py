@@ -14,12 +14,12 @@ class Family:
         architectures: the classes in its `model.py`, as `config.architectures` names them.
         aliases: other names of architectures in configurations, each with the name of its class. Checkpoints are saved
             under the class's own name.
-        requires: additional requirements by architecture, `"timm>=1.0"`.
+        requires: additional requirements by architecture, `("timm>=1.0",)`.
         configs: configuration classes by `model_type`, for those that transformers lacks: `"module:Class"`,
             the module in the family's folder.
     """
 
     architectures: tuple[str, ...]
     aliases: Mapping[str, str] = field(default_factory=dict)
-    requires: Mapping[str, str] = field(default_factory=dict)
+    requires: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     configs: Mapping[str, str] = field(default_factory=dict)

@@ -194,7 +194,7 @@ def test_a_requirement_is_checked_before_the_import(outside: Path) -> None:
 @pytest.mark.parametrize(
     ("requires", "unmet"),
     [
-        ("transformers>=5.16", None),
+        ("transformers>=5.5", None),
         ("torch", None),
         ("no-such-package>=1", "no-such-package>=1, which is not installed"),
         ("transformers<5", "transformers<5; "),

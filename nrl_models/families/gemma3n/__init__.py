@@ -2,6 +2,10 @@
 
 from nrl_models.families.facts import Family
 
+SHARED = "transformers>=5.6"
+"""Before, layers that share keys and values had projections of their own for them."""
+
 FAMILY = Family(
-    ("Gemma3nForCausalLM", "Gemma3nForConditionalGeneration"), requires={"Gemma3nForConditionalGeneration": "timm>=1.0"}
+    ("Gemma3nForCausalLM", "Gemma3nForConditionalGeneration"),
+    requires={"Gemma3nForCausalLM": (SHARED,), "Gemma3nForConditionalGeneration": (SHARED, "timm>=1.0")},
 )

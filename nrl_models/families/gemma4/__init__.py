@@ -2,4 +2,10 @@
 
 from nrl_models.families.facts import Family
 
-FAMILY = Family(("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"))
+ARCHITECTURES = ("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration")
+
+FAMILY = Family(
+    ARCHITECTURES,
+    # In the others, layers that share keys and values have projections of their own for them.
+    requires=dict.fromkeys(ARCHITECTURES, ("transformers>=5.6,!=5.14.*",)),
+)

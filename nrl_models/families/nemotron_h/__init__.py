@@ -2,4 +2,7 @@
 
 from nrl_models.families.facts import Family
 
-FAMILY = Family(("NemotronHForCausalLM",))
+FAMILY = Family(
+    ("NemotronHForCausalLM",),
+    requires={"NemotronHForCausalLM": ("transformers>=5.8",)},  # before, it had no gradient checkpointing
+)

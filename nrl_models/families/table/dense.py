@@ -20,6 +20,7 @@ ROWS: dict[str, Row] = {
         CAUSAL,
         {"SelfAttention": QKV, "MLP": GATE_UP, "CrossAttention": "k_proj v_proj"},
         lacks(LEFT, PACKED, CACHED),
+        since="5.13",
     ),
     "cohere": Row("Cohere", CAUSAL, {"Attention": QKV, "MLP": GATE_UP}),
     "cohere2": Row("Cohere2", CAUSAL, {"Attention": QKV, "MLP": GATE_UP}),
@@ -28,10 +29,13 @@ ROWS: dict[str, Row] = {
         CAUSAL,
         {"Attention": "project_q project_k project_v", "DenseGatedACT": "w_0 w_1"},
         lacks("activation checkpointing", RIGHT, PACKED, CACHED),
+        since="5.16",
     ),
-    "ctrl": Row("", ("CTRLLMHeadModel",), {"MultiHeadAttention": "Wq Wk Wv"}, lacks("activation checkpointing")),
+    "ctrl": Row(
+        "", ("CTRLLMHeadModel",), {"MultiHeadAttention": "Wq Wk Wv"}, lacks("activation checkpointing"), since="5.13"
+    ),
     "cwm": Row("Cwm", CAUSAL, {"Attention": QKV, "MLP": GATE_UP}),
-    "diffllama": Row("DiffLlama", ALL_HEADS, {"Attention": QKV, "MLP": GATE_UP}),
+    "diffllama": Row("DiffLlama", ALL_HEADS, {"Attention": QKV, "MLP": GATE_UP}, since="5.13"),
     "ernie4_5": Row("Ernie4_5", CAUSAL, {"Attention": QKV, "MLP": GATE_UP}),
     "exaone4": Row("Exaone4", ALL_HEADS, {"Attention": QKV, "MLP": GATE_UP}),
     "gemma": Row("Gemma", ALL_HEADS, {"Attention": QKV, "MLP": GATE_UP}),
@@ -52,7 +56,7 @@ ROWS: dict[str, Row] = {
     "ministral3": Row("Ministral3", ALL_HEADS, {"Attention": QKV, "MLP": GATE_UP}),
     "modernbert_decoder": Row("ModernBertDecoder", CAUSAL, {"Attention": QKV}),
     "nanochat": Row("NanoChat", CAUSAL, {"Attention": QKV}),
-    "nemotron": Row("Nemotron", ALL_HEADS, {"Attention": QKV}),
+    "nemotron": Row("Nemotron", ALL_HEADS, {"Attention": QKV}, since="5.13"),
     "olmo": Row(
         "Olmo", CAUSAL_AND_SEQUENCE, {"Attention": QKV, "MLP": GATE_UP}, since={"ForSequenceClassification": "5.6"}
     ),

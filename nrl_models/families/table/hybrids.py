@@ -24,7 +24,9 @@ ROWS: dict[str, Row] = {
         mixins={"Mixer": "ByDocument"},
         ignored=("time_step_floor", "time_step_max", "time_step_min"),  # how its mixers were once drawn
     ),
-    "granitemoehybrid": Row("GraniteMoeHybrid", CAUSAL, {"Attention": QKV}, mixins={"MambaLayer": "ByDocument"}),
+    "granitemoehybrid": Row(
+        "GraniteMoeHybrid", CAUSAL, {"Attention": QKV}, mixins={"MambaLayer": "ByDocument"}, since="5.13"
+    ),
     "inkling": Row(
         "Inkling",
         CAUSAL,
@@ -85,6 +87,7 @@ ROWS: dict[str, Row] = {
         {"RecurrentBlock": "linear_y linear_x", "Mlp": GATE_UP, "Attention": QKV},
         lacks(LEFT, CACHED),
         {"RecurrentBlock": "ByDocument"},
+        since="5.13",
     ),
     "xlstm": Row(
         "xLSTM",

@@ -37,6 +37,7 @@ ROWS: dict[str, Row] = {
         CONDITIONAL,
         {"modeling_blip_text.TextSelfAttention": "query key value @ attention, key value @ crossattention"},
         NEEDS_IMAGES,
+        since="5.6",
     ),
     "blip_2": Row("Blip2", CONDITIONAL, {"QFormerMultiHeadAttention": QFORMER}, NEEDS_IMAGES),
     "chameleon": Row("Chameleon", CONDITIONAL, {"Attention": QKV, "MLP": GATE_UP}),
@@ -77,14 +78,16 @@ ROWS: dict[str, Row] = {
         lacks("Dots3NoteForCausalLM: cached decoding"),
         since="5.23",
     ),
-    "emu3": Row("Emu3", CAUSAL_AND_CONDITIONAL, {"Attention": QKV, "MLP": GATE_UP, "VQVAEAttentionBlock": QKV}),
+    "emu3": Row(
+        "Emu3", CAUSAL_AND_CONDITIONAL, {"Attention": QKV, "MLP": GATE_UP, "VQVAEAttentionBlock": QKV}, since="5.6"
+    ),
     "ernie4_5_vl_moe": Row(
         "Ernie4_5_VLMoe",
         CONDITIONAL,
         {"TextAttention": QKV, "MLP": GATE_UP},
         mixins={"Model": "FreshPositions"},
     ),
-    "evolla": Row("Evolla", ("ForProteinText2Text",), {"Attention": QKV, "MLP": GATE_UP}),
+    "evolla": Row("Evolla", ("ForProteinText2Text",), {"Attention": QKV, "MLP": GATE_UP}, since="5.6"),
     "exaone4_5": Row("Exaone4_5_", CONDITIONAL, {"MLP": GATE_UP}, since="5.8"),
     "florence2": Row("Florence2", CONDITIONAL, {}, READS_APART),
     "gemma4_unified": Row(
@@ -218,6 +221,7 @@ ROWS: dict[str, Row] = {
             "KosmosTextAttention": "k_proj v_proj @ x_attn, q_proj k_proj v_proj @ self_attn",
         },
         NEEDS_IMAGES,
+        since="5.6",
     ),
     "kosmos2_5": Row(
         "Kosmos2_5",
@@ -228,6 +232,7 @@ ROWS: dict[str, Row] = {
             "TextAttention": "k_proj v_proj @ x_attn, k_proj v_proj q_proj @ self_attn",
         },
         lacks(LEFT, RIGHT, PACKED),
+        since="5.10",
     ),
     "lfm2_vl": Row(
         "Lfm2Vl",
@@ -339,6 +344,7 @@ ROWS: dict[str, Row] = {
         {},
         lacks(*LAYOUTS),
         ignored=("num_image_tokens",),  # set on the text model's part, which has no images
+        since="5.10",
     ),
     "parakeet": Row("Parakeet", (), {"EncoderAttention": QKV}),
     "pix2struct": Row(
@@ -365,6 +371,7 @@ ROWS: dict[str, Row] = {
         },
         lacks("generate"),
         mixins={"Qwen2_5OmniThinkerTextModel": "PackedTextPositions"},
+        since="5.6",
     ),
     "qwen2_audio": Row("Qwen2Audio", CONDITIONAL),
     "qwen3_asr": Row("Qwen3ASR", CONDITIONAL, {"AudioAttention": QKV}, since="5.13"),
@@ -390,6 +397,7 @@ ROWS: dict[str, Row] = {
         ("ThinkerForConditionalGeneration",),
         {"ThinkerTextAttention": QKV, "AudioAttention": QKV},
         lacks("generate", "tensor parallelism"),
+        since="5.6",
     ),
     "qwen3_vl": Row(
         "Qwen3VL", CONDITIONAL, {"TextAttention": QKV, "TextMLP": GATE_UP}, mixins={"Model": "FreshPositions"}

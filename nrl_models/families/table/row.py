@@ -67,7 +67,7 @@ class Row:
     def family(self) -> Family:
         """The registry's facts about the row."""
         since = dict.fromkeys(self.heads, self.since) if isinstance(self.since, str) else self.since
-        requires = {self.prefix + head: f"transformers>={version}" for head, version in since.items() if version}
+        requires = {self.prefix + head: (f"transformers>={version}",) for head, version in since.items() if version}
         return Family(self.architectures, aliases=self.aliases, requires=requires)
 
     def module(self, package: str) -> str:

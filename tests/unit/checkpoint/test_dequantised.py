@@ -11,6 +11,7 @@ import pytest
 import torch
 from checkpoints import assert_same, edit_config, edit_weights, hf_tensors, new_model, problems, stored
 from transformers import DeepseekV3Config, FineGrainedFP8Config, GptOssConfig, PreTrainedModel
+from versions import since
 
 from nrl_models import AutoModelForCausalLM, CheckpointError
 from nrl_models.common.checkpoint.dequantised import FP4_VALUES, from_fp8, from_mxfp4
@@ -125,6 +126,7 @@ def test_fp8_is_read_into_combined_projections_and_stacked_experts(
     assert_same(hf_tensors(reloaded), hf_tensors(model))
 
 
+@since("5.14")
 def test_auto_is_the_configurations_dtype_without_a_warning(fp8: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = AutoModelForCausalLM.from_pretrained(fp8, num_nextn_predict_layers=0)  # there is no MTP layer
     assert model.dtype == torch.bfloat16
@@ -153,6 +155,7 @@ def test_quantised_mtp_weights_are_kept_in_their_files_and_saved_plain(fp8: Path
     assert_same({key: kept.read() for key, kept in kept_by(again).items()}, expected)
 
 
+@since("5.10")
 def test_mtp_weights_of_what_transformers_dequantises_are_plain_too(deepseek: PreTrainedModel, tmp_path: Path) -> None:
     """Its quantisers dequantise what it loads; the MTP weights, which it does not load, would stay in 8 bits."""
     folder, block = tmp_path / "fp8", (16, 16)

@@ -26,6 +26,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 from typer.testing import CliRunner
+from versions import since
 
 from nrl_models import AutoModelForCausalLM, CheckpointError
 from nrl_models.cli import app
@@ -158,6 +159,7 @@ def test_safetensors_come_first_unless_the_file_is_named(llama: Path) -> None:
 # What comes out
 
 
+@since("5.6")
 def test_convert_writes_a_plain_checkpoint(llama: Path, tmp_path: Path) -> None:
     (llama.parent / "other.txt").write_text("of somebody else")
     convert(llama, tmp_path / "out", dtype="bfloat16")

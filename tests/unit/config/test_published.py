@@ -11,6 +11,7 @@ import pytest
 import torch
 from published_configs import published, shrunk
 from transformers import PreTrainedConfig, PreTrainedModel
+from versions import has_reached, since
 
 import nrl_models
 from nrl_models import registry
@@ -75,17 +76,31 @@ def as_transformers(model_class: type[FamilyModel], config: PreTrainedConfig, fo
     return upstream.from_pretrained(folder, dtype=torch.float32, **reference_attention(upstream)).eval()
 
 
+SINCE = {
+    "deepseek-ai/DeepSeek-V3.2": "5.11",
+    "google/gemma-4-26B-A4B": "5.15",
+    "moonshotai/Kimi-K2.5": "5.15",
+    "nvidia/Nemotron-H-8B-Base-8K": "5.8",
+    **dict.fromkeys(("MiniMaxAI/MiniMax-M2.5", "MiniMaxAI/MiniMax-M2.7"), "5.16"),
+}
+"""The first transformers that has the configuration as published, or reads all of it that matters."""
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("repository", published())
+@pytest.mark.parametrize(
+    "repository", [pytest.param(name, marks=since(SINCE[name]) if name in SINCE else ()) for name in published()]
+)
 def test_a_published_configuration_gives_transformers_model(repository: str, tmp_path: Path, notes: Notes) -> None:
     entry = published()[repository]
     write(tmp_path, dict(entry.config))
     model_class, config = class_of(entry.auto, tmp_path)
-    assert set(examine(model_class, config).unread) == set(entry.unread)
+    unread = set(examine(model_class, config).unread)
+    if has_reached("5.16"):  # older classes read fewer keys, or others
+        assert unread == set(entry.unread)
     write(tmp_path, dict(entry.config) | {"tie_word_embeding": "yes", "use_fourth_dimension": True})
     odd = examine(*class_of(entry.auto, tmp_path))
     assert [problem.subject for problem in odd.problems] == ["tie_word_embeding"]
-    assert set(odd.unread) == {*entry.unread, "use_fourth_dimension"}
+    assert set(odd.unread) == {*unread, "use_fourth_dimension"}
 
     write(tmp_path, shrunk(entry, config))
     expected = as_transformers(*class_of(entry.auto, tmp_path), tmp_path)

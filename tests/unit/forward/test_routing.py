@@ -9,6 +9,7 @@ import numpy
 import pytest
 import torch
 from transformers import PreTrainedModel
+from versions import since
 
 from nrl_models import registry
 from nrl_models.common.forward.routing import engine_routing, flip_rate, record_routing, replay_routing
@@ -60,6 +61,7 @@ def test_replaying_ones_own_choices_changes_nothing(mixtral: PreTrainedModel, in
     assert "forward" not in mixtral.get_submodule(GATES[0]).__dict__
 
 
+@since("5.6")
 def test_replayed_experts_are_the_recorded_ones_with_weights_of_ones_own(
     mixtral: PreTrainedModel, other: PreTrainedModel, input_ids: torch.Tensor
 ) -> None:
@@ -159,6 +161,7 @@ def as_an_engine_reports(model: PreTrainedModel, tokens: torch.Tensor, layers: i
     return table.numpy()
 
 
+@since("5.13")
 @pytest.mark.parametrize("architecture", ["Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM", "GptOssForCausalLM"])
 @pytest.mark.parametrize("left", [False, True])
 def test_an_engines_choices_are_replayed(architecture: str, left: bool) -> None:

@@ -12,6 +12,7 @@ import torch
 from checkpoints import WEIGHTS, edit_config
 from transformers import LlamaConfig, PreTrainedModel
 from transformers.integrations import hub_kernels
+from versions import since
 
 from nrl_models import AutoModelForCausalLM, CheckpointError
 from nrl_models.engines import start_engine
@@ -64,6 +65,7 @@ def test_a_kernel_that_a_configuration_names_is_not_fetched(
     assert not asked
 
 
+@since("5.13")
 def test_a_kernel_that_is_trusted_or_asked_for_is_transformers_business(folder: Path, asked: list[str]) -> None:
     with pytest.raises((ImportError, ValueError)):
         AutoModelForCausalLM.from_pretrained(folder, attn_implementation="someone/kernel")

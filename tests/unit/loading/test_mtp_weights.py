@@ -13,6 +13,7 @@ import pytest
 import torch
 from checkpoints import assert_same, edit_config, edit_weights, stored
 from torch import nn
+from versions import since
 
 from nrl_models import AutoModel, AutoModelForCausalLM, registry
 from nrl_models.common.state_dict import kept_tensors
@@ -172,6 +173,7 @@ def test_a_base_model_leaves_them_out_with_the_head(
     assert not mtp.keys() & stored(tmp_path / "base").keys()
 
 
+@since("5.14")
 def test_none_where_some_are_announced_is_said(numbered: Path, caplog: Any) -> None:
     edit_weights(numbered, lambda tensors: [tensors.pop(name) for name in list(tensors) if ".layers.2." in name])
     model = AutoModelForCausalLM.from_pretrained(numbered)

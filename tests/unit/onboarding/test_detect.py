@@ -11,6 +11,7 @@ import transformers
 from torch import nn
 from transformers import Gemma3ForConditionalGeneration, LlamaConfig, LlamaForCausalLM, Qwen3NextForCausalLM
 from transformers.models.llama import modeling_llama
+from versions import since
 
 from nrl_models import registry
 from nrl_models.common.projections import CombinedProjections
@@ -68,6 +69,7 @@ def test_a_class_that_is_self_attention_and_cross_attention_has_a_group_in_each_
     assert found.places == {layer: {("query", "key", "value"): "attention", ("key", "value"): "crossattention"}}
 
 
+@since("5.9")
 def test_linears_that_are_one_tensor_on_disk_keep_its_order() -> None:
     assert by_class(detect(transformers.HrmTextForCausalLM))["HrmTextAttention"] == [
         ("gate_proj", "q_proj", "k_proj", "v_proj")

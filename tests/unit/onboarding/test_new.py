@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers
 from checkpoints import new_model
+from versions import since
 
 import nrl_models
 from nrl_models.common.config.ledger import read_ledgers
@@ -56,6 +57,7 @@ def untested(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
     return runs
 
 
+@since("5.6")
 def test_a_new_family_is_written_proven_and_installable(configured: Callable[..., Path], tmp_path: Path) -> None:
     made = new_family(configured("OlmoForCausalLM"), out_of_tree=tmp_path / "made", again=True)
     assert made.ok, made.undecided

@@ -5,6 +5,7 @@ from pathlib import Path
 import onboarding_reach as reach
 import pytest
 import transformers
+from versions import since
 
 from nrl_models.devtools.generated_tests import GeneratedTests
 
@@ -13,6 +14,7 @@ def outcomes(**failed: str) -> GeneratedTests:
     return GeneratedTests("", [], 1, {}, failed, {})
 
 
+@since("5.15")
 def test_says_what_became_of_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = ["LlamaForCausalLM", "Qwen2ForCausalLM", "Gemma2ForCausalLM", "MambaForCausalLM", "ZambaForCausalLM"]
     monkeypatch.setattr(reach, "decoders", lambda: [getattr(transformers, name) for name in names])

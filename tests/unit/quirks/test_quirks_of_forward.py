@@ -8,6 +8,7 @@ import pytest
 import quirk_probes as probes
 import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from versions import case_of
 
 from nrl_models import registry
 from nrl_models.common.switches import quirks_off
@@ -19,7 +20,7 @@ NO_POSITIONS = FamilyCase(registry.model_class("GptOssForCausalLM"))
 MROPE = FamilyCase(registry.model_class("Qwen2_5_VLForConditionalGeneration"))
 STATE = FamilyCase(registry.model_class("Qwen3NextForCausalLM"))
 IMAGES = FamilyCase(registry.model_class("Gemma3ForConditionalGeneration"))
-SHARING = FamilyCase(registry.model_class("Gemma3nForCausalLM"))
+SHARING = case_of("Gemma3nForCausalLM")
 
 
 def meet(case: FamilyCase, *, mask: bool) -> bool:

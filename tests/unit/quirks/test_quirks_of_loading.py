@@ -11,6 +11,7 @@ import quirk_probes as probes
 import torch
 from checkpoints import assert_same, edit_weights, stored
 from transformers import AutoConfig, PreTrainedModel, conversion_mapping
+from versions import case_of, since
 
 from nrl_models import AutoModelForCausalLM, AutoModelForImageTextToText, registry
 from nrl_models.common.switches import quirks_off
@@ -113,6 +114,7 @@ def without_renaming(monkeypatch: pytest.MonkeyPatch, with_tower: Path) -> None:
 WEIGHT = "visual.blocks.0.attn.proj.weight"
 
 
+@since("5.6")
 @pytest.mark.usefixtures("without_renaming")
 def test_symptom_of_tower_names(with_tower: Path) -> None:
     """Trainers load what a renaming leaves over without asking whether all is there."""
@@ -122,6 +124,7 @@ def test_symptom_of_tower_names(with_tower: Path) -> None:
     assert not torch.equal(reference.get_parameter(f"model.{WEIGHT}"), stored(with_tower)[WEIGHT])
 
 
+@since("5.6")
 @pytest.mark.usefixtures("without_renaming")
 def test_cure_of_tower_names(with_tower: Path) -> None:
     model = AutoModelForImageTextToText.from_pretrained(with_tower, dtype=torch.float32)
@@ -152,7 +155,7 @@ def test_cure_of_own_configuration(tmp_path: Path) -> None:
 
 
 DRAFTING = FamilyCase(registry.model_class("Glm4MoeForCausalLM"))
-SHARING = FamilyCase(registry.model_class("Gemma3nForCausalLM"))
+SHARING = case_of("Gemma3nForCausalLM")
 
 
 def test_symptom_of_shared_kv_unused_weights() -> None:

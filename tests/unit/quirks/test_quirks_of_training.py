@@ -10,6 +10,7 @@ import quirk_probes as probes
 import torch
 from checkpoints import edit_weights
 from torch import nn
+from versions import case_of, since
 
 from nrl_models import AutoModelForCausalLM, freeze, freeze_unreachable, registry, trainable_parameters
 from nrl_models.common.flags import ModelFlag
@@ -178,9 +179,10 @@ def test_cure_of_untrained_rows(with_untrained_row: Path, tmp_path: Path) -> Non
     assert largest_gradient(tmp_path / "healthy", 100) < 10
 
 
-FUSED = FamilyCase(registry.model_class("NemotronHForCausalLM"))
+FUSED = case_of("NemotronHForCausalLM")
 
 
+@since("5.15")
 def test_symptom_of_fused_out_projection(monkeypatch: pytest.MonkeyPatch) -> None:
     model = FUSED.new_pair()[1].train()
     mixer = next(module for module in model.modules() if hasattr(module, "A_log"))

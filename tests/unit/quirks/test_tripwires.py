@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from quirk_probes import OF_CLASS, OF_INSTALLED
 from quirk_tripwires import tripwire
+from versions import wider_full_attention
 
 from nrl_models import families, registry
 from nrl_models.devtools.quirk_pages import class_subject
@@ -20,7 +21,7 @@ from nrl_models.testing.case import FamilyCase
 SHARING = {
     "num_hidden_layers": 6,
     "layer_types": ["sliding_attention", "full_attention"] * 3,
-    "per_layer_config": {str(layer): {"head_dim": 64} for layer in (1, 3, 5)},
+    **wider_full_attention(1, 3, 5),
     "num_kv_shared_layers": 3,
     "use_double_wide_mlp": True,
 }

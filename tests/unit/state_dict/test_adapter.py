@@ -30,6 +30,7 @@ from transformers import (
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.core_model_loading import Chunk, ConversionOps, WeightConverter, revert_weight_conversion
 from transformers.models.llama import modeling_llama
+from versions import since
 
 from nrl_models import AutoModelForCausalLM, StateDictAdapter, StateDictError
 from nrl_models.auto import auto_class_of
@@ -493,6 +494,7 @@ def test_one_tensor_that_is_not_the_models_is_refused(adapter: StateDictAdapter)
 # Layouts that are no plain views
 
 
+@since("5.9")
 def test_what_the_hub_packs_is_packed() -> None:
     model = packed_model()
     adapter, own = model.state_dict_adapter, model.state_dict()
@@ -507,6 +509,7 @@ def test_what_the_hub_packs_is_packed() -> None:
     assert f"{ATTENTION}.packed.weight" not in adapter.hf_views(model)  # it is made of three, and no view of any
 
 
+@since("5.9")
 def test_one_of_several_tensors_that_the_hub_packs_cannot_be_exported_alone() -> None:
     model = packed_model()
     adapter, own = model.state_dict_adapter, model.state_dict()
@@ -519,6 +522,7 @@ def test_one_of_several_tensors_that_the_hub_packs_cannot_be_exported_alone() ->
     assert adapter.to_hf(some) == {}
 
 
+@since("5.9")
 def test_permuted_rows_are_copied_out_and_written_back() -> None:
     model = packed_model()
     adapter, own = model.state_dict_adapter, model.state_dict()

@@ -5,11 +5,13 @@ from __future__ import annotations
 import torch
 from transformers import MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.conversion_mapping import get_model_conversion_mapping
+from versions import since
 
 from nrl_models.common.state_dict.layouts import are_alike
 from nrl_models.common.upstream import PrefixChange, WeightRenaming
 
 
+@since("5.9")
 def test_conversions_are_alike_if_they_do_the_same() -> None:
     with torch.device("meta"):
         mixtral = MixtralForCausalLM(MixtralConfig(hidden_size=64, intermediate_size=8, num_hidden_layers=1))

@@ -16,6 +16,7 @@ from transformers.core_model_loading import (
     WeightConverter,
     WeightRenaming,
 )
+from versions import since
 
 from nrl_models import registry
 from nrl_models.common.state_dict import layer_patterns, layouts
@@ -118,6 +119,7 @@ class Theirs(ConversionOps):
         return input_dict
 
 
+@since("5.9")
 def test_which_conversions_ignore_numbers() -> None:
     prefixes = [] if PrefixChange.__module__.startswith("nrl") else [PrefixChange(prefix_to_remove="language_model")]
     merged = [MergeModulelist(dim=0), Concatenate(dim=1)]

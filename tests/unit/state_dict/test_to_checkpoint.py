@@ -10,6 +10,7 @@ import torch
 from checkpoints import assert_same, hf_tensors, new_model, problems, stored
 from torch import nn
 from transformers import PreTrainedModel
+from versions import since
 
 from nrl_models import AutoModelForCausalLM, StateDictError
 from nrl_models.common.projections import report
@@ -154,6 +155,7 @@ def test_names_that_transformers_does_not_save_are_left_out(same: PreTrainedMode
     assert set(hf_tensors(same)) - set(to_checkpoint(same)) == {"model.norm.weight"}
 
 
+@since("5.6")
 def test_a_model_is_written_in_the_layout_it_was_read_from(mixtral: PreTrainedModel, tmp_path: Path) -> None:
     # With stacked experts, say, which is not the hub's layout.
     mixtral.save_pretrained(tmp_path / "stacked", save_original_format=False)

@@ -16,6 +16,7 @@ from transformers import (
     MixtralConfig,
     PreTrainedConfig,
 )
+from versions import since
 
 from nrl_models import families, registry
 from nrl_models.testing.case import FamilyCase
@@ -82,6 +83,7 @@ def test_a_window_is_shorter_than_the_test_sequences() -> None:
     assert config.layer_types == ["sliding_attention", "full_attention"]
 
 
+@since("5.6")
 def test_queries_are_grouped_and_experts_are_several() -> None:
     config = tiny_config(MixtralConfig)
     assert config.num_key_value_heads == 4

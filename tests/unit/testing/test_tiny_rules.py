@@ -23,6 +23,7 @@ from transformers import (
 )
 from transformers.models.auto import modeling_auto
 from transformers.utils import logging
+from versions import since
 
 from nrl_models.common.config.walk import all_values, parts
 from nrl_models.testing import sizes
@@ -235,7 +236,7 @@ def test_what_a_parent_gives_its_part_is_kept() -> None:
         ("LlamaForCausalLM", ""),
         ("Gemma4ForConditionalGeneration", "vision_config"),  # and no experts, though they are unset too
         ("HunYuanDenseV1ForCausalLM", "head_dim"),
-        ("DbrxForCausalLM", "clip_qkv, DbrxAttentionConfig.rope_theta"),
+        pytest.param("DbrxForCausalLM", "clip_qkv, DbrxAttentionConfig.rope_theta", marks=since("5.15")),
         ("Dots1ForCausalLM", "n_shared_experts, n_routed_experts, num_experts_per_tok"),
         ("BambaForCausalLM", "attn_layer_indices"),
         ("Lfm2MoeForCausalLM", "layer_types"),

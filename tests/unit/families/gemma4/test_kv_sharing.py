@@ -8,6 +8,7 @@ import pytest
 import torch
 from checkpoints import assert_same, edit_weights, stored
 from torch import nn
+from versions import needs, wider_full_attention
 
 from nrl_models import unreachable_parameters
 from nrl_models.errors import CheckpointError, UnknownArgumentError
@@ -15,10 +16,12 @@ from nrl_models.families.gemma3n.model import Gemma3nForCausalLM
 from nrl_models.families.gemma4.model import Gemma4ForCausalLM, Gemma4ForConditionalGeneration
 from nrl_models.testing.case import FamilyCase
 
+pytestmark = needs("Gemma4ForCausalLM", "Gemma3nForCausalLM")
+
 E2B = {
     "num_hidden_layers": 6,
     "layer_types": ["sliding_attention", "full_attention"] * 3,
-    "per_layer_config": {str(layer): {"head_dim": 64} for layer in (1, 3, 5)},  # full attention has wider heads
+    **wider_full_attention(1, 3, 5),
     "num_kv_shared_layers": 3,
     "use_double_wide_mlp": True,
 }

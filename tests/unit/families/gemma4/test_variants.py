@@ -1,5 +1,7 @@
 """The generated tests on the kinds of Gemma 4 that the default configuration is not."""
 
+from versions import wider_full_attention
+
 from nrl_models.testing.suite.test_files import *  # noqa: F403
 from nrl_models.testing.suite.test_layers import *  # noqa: F403
 from nrl_models.testing.suite.test_model import *  # noqa: F403
@@ -11,7 +13,7 @@ TEXT = "nrl_models.families.gemma4.model:Gemma4ForCausalLM"
 E2B = {
     "num_hidden_layers": 6,
     "layer_types": ["sliding_attention", "full_attention"] * 3,
-    "per_layer_config": {str(layer): {"head_dim": 64} for layer in (1, 3, 5)},  # full attention has wider heads
+    **wider_full_attention(1, 3, 5),
     "num_kv_shared_layers": 3,  # layers 3 to 5 attend to what layers 1 and 2 keep
     "use_double_wide_mlp": True,
 }
@@ -21,7 +23,7 @@ A4B = {
     "top_k_experts": 2,
     "moe_intermediate_size": 128,
     "attention_k_eq_v": True,  # full attention has no `v_proj`
-    "per_layer_config": {"1": {"head_dim": 64, "num_key_value_heads": 2}},  # and wider heads, fewer of them for keys
+    **wider_full_attention(1, num_key_value_heads=2),
     "hidden_size_per_layer_input": 0,
 }
 FAMILY_VARIANTS = {"E2B": (TEXT, E2B), "26B-A4B": (TEXT, A4B)}

@@ -1,0 +1,50 @@
+"""What older versions of transformers lack."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+import transformers
+from packaging.version import Version
+
+from nrl_models import registry
+from nrl_models.testing.case import FamilyCase
+
+
+def wider_full_attention(*layers: int, **values: int) -> dict[str, Any]:
+    """Keys by which full attention, in these layers of a Gemma 4, has heads of 64, and these other values."""
+    if has_reached("5.15"):
+        return {"per_layer_config": {str(layer): {"head_dim": 64, **values} for layer in layers}}
+    return {"global_head_dim": 64, **{f"num_global_{key.removeprefix('num_')}": value for key, value in values.items()}}
+
+
+def has_reached(version: str) -> bool:
+    """Whether the installed transformers is of that version, or a later one."""
+    return Version(transformers.__version__) >= Version(version)
+
+
+def since(version: str) -> pytest.MarkDecorator:
+    """Marks a test of what transformers has had since a version."""
+    return pytest.mark.skipif(not has_reached(version), reason=f"transformers {version} has what is tested")
+
+
+def needs(*architectures: str) -> pytest.MarkDecorator:
+    """Marks tests of architectures that the installed transformers may not have."""
+    unmet = next(filter(None, map(registry.unmet_requirement, architectures)), None)
+    return pytest.mark.skipif(unmet is not None, reason=f"needs {unmet}")
+
+
+def case_of(architecture: str) -> FamilyCase:
+    """The case of an architecture, for tests that share it; one that needs more than is installed skips a user."""
+    if unmet := registry.unmet_requirement(architecture):
+        return cast(FamilyCase, _Lacking(unmet))
+    return FamilyCase(registry.model_class(architecture))
+
+
+class _Lacking:
+    def __init__(self, unmet: str) -> None:
+        self._unmet = unmet
+
+    def __getattr__(self, name: str) -> Any:
+        pytest.skip(f"needs {self._unmet}")
