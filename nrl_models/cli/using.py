@@ -87,7 +87,9 @@ def plan(
     mesh: Annotated[
         str,
         typer.Option(
-            parser=mesh_sizes, metavar="SIZES", help="Ranks by dimension: some of fsdp, ep, tp, e.g. fsdp=16,tp=8."
+            parser=mesh_sizes,
+            metavar="SIZES",
+            help="Ranks by dimension: some of fsdp, ep, tp, e.g. fsdp=16,tp=8; or pp alone.",
         ),
     ],
     seq_len: Annotated[int, typer.Option(help="Tokens of a sequence.", min=1)] = 4096,

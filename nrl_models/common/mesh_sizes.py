@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from nrl_models.errors import Problem, ProblemKind, ShardingError
 
-DIMENSIONS = ("fsdp", "ep", "tp")
+DIMENSIONS = ("pp", "fsdp", "ep", "tp")
 """What a mesh's dimensions may be, in the order they have to stand.
 
-`fsdp`: parameters and batches are divided (fully sharded data parallelism). `ep`: experts are divided. `tp`:
-the rows and columns of linears are divided. Ranks that differ only in `ep` and `tp` see the same batch.
+`pp`: layers are divided into the stages of a pipeline. `fsdp`: parameters and batches are divided (fully sharded data
+parallelism). `ep`: experts are divided. `tp`: the rows and columns of linears are divided. Ranks that differ only in
+`pp`, `ep` and `tp` see the same batch.
 """
 
 

@@ -4,12 +4,16 @@ from nrl_models.common.mesh_sizes import parse_mesh
 from nrl_models.distributed.context_parallel import check_context_parallel, context_parallel
 from nrl_models.distributed.parallel_plan import ParallelPlan, plan_for
 from nrl_models.distributed.parallelize import parallelize
+from nrl_models.distributed.pipeline.running import Pipeline
+from nrl_models.distributed.pipeline.shared import clip_grad_norm_
 from nrl_models.distributed.resume import load_checkpoint, save_checkpoint
 from nrl_models.distributed.shards import share_of
 
 __all__ = [
     "ParallelPlan",
+    "Pipeline",
     "check_context_parallel",
+    "clip_grad_norm_",
     "context_parallel",
     "load_checkpoint",
     "parallelize",

@@ -113,7 +113,7 @@ def blocks_to_write(tensors: Iterable[Held], mesh: DeviceMesh) -> Iterator[tuple
     These are all that it has; but of ranks that have the same it is one, in turns.
     """
     for number, held in enumerate(tensors):
-        divided = divided_over(held.tensor, held.own)
+        divided = divided_over(held.tensor, held.own, mesh)
         if all(dim in divided or number % mesh.size(dim) == mesh.get_local_rank(dim) for dim in range(mesh.ndim)):
             for block in held.blocks:
                 yield held.name, block

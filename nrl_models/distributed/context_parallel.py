@@ -35,6 +35,8 @@ def context_parallel_problems(model: PreTrainedModel, batch: Mapping[str, Any] |
     name, config = class_name(model), model.config.get_text_config()
     declared = getattr(model, "limits", {}).get("context parallelism")
     reasons = [declared] if declared else []
+    if getattr(getattr(model, "sharding", None), "stages", None) is not None:
+        reasons.append("is divided over pp, which does not go with it so far")
     for kind in dict.fromkeys(_layer_types(config)):
         if kind != "full_attention":
             reasons.append(f"has layers ({kind}) that {_OTHER_LAYERS.get(kind, 'carry a state along the sequence')}")

@@ -57,6 +57,11 @@ def is_first(mesh: DeviceMesh) -> bool:
     return place_in(mesh) == 0
 
 
+def has_stages(mesh: DeviceMesh) -> bool:
+    """Whether the ranks of a mesh hold the stages of a pipeline."""
+    return "pp" in (mesh.mesh_dim_names or ())
+
+
 def describe(mesh: DeviceMesh) -> str:
     """A mesh as text, e.g. `fsdp=2, tp=4`."""
     return ", ".join(f"{name}={mesh.size(dim)}" for dim, name in enumerate(mesh.mesh_dim_names or ()))

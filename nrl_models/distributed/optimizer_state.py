@@ -7,12 +7,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from nrl_models.distributed.block_files import Held, StoredTensor
 from nrl_models.distributed.manifest import Group, OptimizerFacts, States
+from nrl_models.distributed.mesh import gather_over, has_stages
 from nrl_models.distributed.sharding import sharding_of
 from nrl_models.errors import CheckpointError, Problem, ProblemKind, shown
 
@@ -53,6 +55,31 @@ def facts_of(model: nn.Module, optimizer: Optimizer) -> OptimizerFacts:
     return OptimizerFacts(groups, states)
 
 
+def of_all_stages(facts: OptimizerFacts, mesh: DeviceMesh) -> OptimizerFacts:
+    """The optimisers of all stages of a pipeline as one, from that of this rank's stages. Every rank calls it.
+
+    Raises:
+        CheckpointError: they have other groups, or other options; on every rank.
+    """
+    if not has_stages(mesh):
+        return facts
+    stages: list[OptimizerFacts] = gather_over(mesh["pp"], facts)
+    options = [[group.options for group in stage.groups] for stage in stages]
+    if problems := [
+        Problem(ProblemKind.RANK, f"the optimiser of rank {rank} of pp", f"has groups {shown(theirs)}")
+        for rank, theirs in enumerate(options)
+        if theirs != options[0]
+    ]:
+        detail = f"has groups {shown(options[0])}"
+        problems = [Problem(ProblemKind.RANK, "the optimiser of rank 0 of pp", detail), *problems]
+        raise CheckpointError("the optimisers of a pipeline's stages differ in their groups or options", problems)
+    groups = [
+        Group(group.options, sorted({name for stage in stages for name in stage.groups[number].parameters}))
+        for number, group in enumerate(facts.groups)
+    ]
+    return OptimizerFacts(groups, {name: states for stage in stages for name, states in stage.states.items()})
+
+
 def held_states(model: PreTrainedModel, optimizer: Optimizer) -> list[Held]:
     """The tensors of an optimiser's states, called `{parameter}.{state}`."""
     layout = sharding_of(model).adapter.transformers
@@ -65,26 +92,31 @@ def held_states(model: PreTrainedModel, optimizer: Optimizer) -> list[Held]:
 
 
 def misfits(
-    model: PreTrainedModel, optimizer: Optimizer, saved: OptimizerFacts | None, stored: Mapping[str, StoredTensor]
+    model: PreTrainedModel,
+    optimizer: Optimizer,
+    ours: OptimizerFacts,
+    saved: OptimizerFacts | None,
+    stored: Mapping[str, StoredTensor],
 ) -> list[Problem]:
     """What keeps a model's optimiser from taking what was saved of another.
 
     Args:
         model: a sharded model.
         optimizer: of its parameters.
+        ours: its groups, `of_all_stages`.
         saved: the other's groups, and what states it had.
         stored: tensors of these states.
     """
     if saved is None:
         return [Problem(ProblemKind.MISSING, "optimizer", "was not saved: load the model without it")]
     parameters = _parameters(model, optimizer)
-    groups = facts_of(model, optimizer).groups
+    groups = ours.groups
     problems = []
     if len(groups) != len(saved.groups):
         detail = f"has {len(saved.groups)} parameter groups, this optimiser {len(groups)}"
         problems.append(Problem(ProblemKind.UNEXPECTED, "optimizer", detail))
-    for number, (ours, theirs) in enumerate(zip(groups, saved.groups, strict=False)):
-        here, there = set(ours.parameters), set(theirs.parameters)
+    for number, (own, theirs) in enumerate(zip(groups, saved.groups, strict=False)):
+        here, there = set(own.parameters), set(theirs.parameters)
         where = f"is in group {number}"
         problems += [
             Problem(ProblemKind.MISSING, name, f"{where} here, and not there") for name in sorted(here - there)
@@ -92,7 +124,7 @@ def misfits(
         problems += [
             Problem(ProblemKind.UNEXPECTED, name, f"{where} there, and not here") for name in sorted(there - here)
         ]
-        problems += _misfitting_options(number, ours.options, theirs.options)
+        problems += _misfitting_options(number, own.options, theirs.options)
     wanted = {f"{name}.{key}": name for name, states in saved.states.items() for key in states.tensors}
     for state in sorted(wanted.keys() | stored.keys()):
         if state not in stored:

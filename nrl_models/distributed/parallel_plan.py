@@ -7,7 +7,7 @@ expert parallelism divides. Data parallelism divides all parameters, and needs n
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -17,7 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from nrl_models.common.modules import class_name
-from nrl_models.distributed.mesh import check_mesh, describe, size_of
+from nrl_models.distributed.mesh import check_mesh, describe, has_stages, size_of
+from nrl_models.distributed.pipeline.schedules import Schedule, schedule_problems
 from nrl_models.distributed.styles import (
     DIVIDED_EMBEDDING,
     DIVIDED_HEAD,
@@ -49,6 +50,8 @@ class ParallelPlan:
         reduce_dtype: in which `fsdp` sums gradients; None is `param_dtype`.
         reshard_after_forward: whether `fsdp` frees a unit's parameters between forward and backward.
         offload: whether `fsdp` keeps parameters and gradients on the CPU.
+        schedule: by its name in `Schedule`, in which order the ranks of `pp` compute microbatches.
+        stages_per_rank: how many stages a rank of `pp` holds; None is what the schedule takes, 2 where it leaves that.
     """
 
     tensor: Mapping[str, str] | None = None
@@ -58,6 +61,8 @@ class ParallelPlan:
     reduce_dtype: torch.dtype | None = None
     reshard_after_forward: bool = True
     offload: bool = False
+    schedule: str = Schedule.ONE_FORWARD_ONE_BACKWARD
+    stages_per_rank: int | None = None
 
 
 def plan_for(model: PreTrainedModel, mesh: DeviceMesh, plan: Plan | ParallelPlan = "auto") -> ParallelPlan:
@@ -65,7 +70,7 @@ def plan_for(model: PreTrainedModel, mesh: DeviceMesh, plan: Plan | ParallelPlan
 
     Args:
         model: real or on meta.
-        mesh: with dimensions named `fsdp`, `ep`, `tp` (any of them, in this order).
+        mesh: with dimensions named `pp`, `fsdp`, `ep`, `tp` (any of them, in this order).
         plan: see `Plan`; of a `ParallelPlan`, what it leaves open is filled in.
 
     Returns:
@@ -94,10 +99,29 @@ def plan_for(model: PreTrainedModel, mesh: DeviceMesh, plan: Plan | ParallelPlan
     problems += unknown
     if not unknown:  # what an unknown style divides is not known
         problems += [*_tensor_problems(model, mesh, chosen), *_expert_problems(model, mesh, chosen)]
+    problems += schedule_problems(chosen.schedule, chosen.stages_per_rank)
+    problems += _pipeline_problems(model, mesh)
     if problems:
         summary = f"{class_name(model)} cannot be sharded over {describe(mesh)}"
         raise ShardingError(summary, _merged_over_layers(problems))
     return chosen
+
+
+def _pipeline_problems(model: PreTrainedModel, mesh: DeviceMesh) -> Iterator[Problem]:
+    """What does not go with `pp` so far."""
+    if not has_stages(mesh):
+        return
+    if others := [name for name in mesh.mesh_dim_names or () if name != "pp"]:
+        advice = "give a mesh that has pp alone, or none of it"
+        yield Problem(ProblemKind.MESH, "pp", f"does not go with {' and '.join(others)} so far", advice=advice)
+    yield from _adapter_problems(model, "pp")
+
+
+def _adapter_problems(model: PreTrainedModel, dimension: str) -> Iterator[Problem]:
+    """LoRA adapters, which a dimension of the mesh does not divide."""
+    if lora := [name for name, module in model.named_modules() if hasattr(module, "lora_A")]:
+        detail = f"and {len(lora) - 1} more have LoRA adapters, which {dimension} does not divide"
+        yield Problem(ProblemKind.PLAN, lora[0], detail, advice="use fsdp alone for LoRA")
 
 
 def _completed(model: PreTrainedModel, mesh: DeviceMesh, plan: ParallelPlan) -> ParallelPlan:
@@ -272,10 +296,7 @@ def _tensor_problems(model: PreTrainedModel, mesh: DeviceMesh, plan: ParallelPla
             continue
         heads = _uneven_heads(model, name, module, modules, ranks) if style.dim(2) == 0 else []
         problems += heads or _uneven(model, name, module.weight, style, ranks)  # whichever says more
-    if lora := [name for name, module in modules.items() if hasattr(module, "lora_A")]:
-        detail = f"and {len(lora) - 1} more have LoRA adapters, which tp does not divide"
-        problems.append(Problem(ProblemKind.PLAN, lora[0], detail, advice="use fsdp alone for LoRA"))
-    return problems
+    return [*problems, *_adapter_problems(model, "tp")]
 
 
 def _unsuited(name: str, module: nn.Module, style: Style) -> list[Problem]:

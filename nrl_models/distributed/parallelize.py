@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from nrl_models.common.projections import groups_of
 from nrl_models.common.upstream import is_initialised, mark_initialised
-from nrl_models.distributed.mesh import agreed, check_mesh, describe, rank_in, size_of
+from nrl_models.distributed.mesh import agreed, check_mesh, describe, has_stages, rank_in, size_of
 from nrl_models.distributed.parallel_plan import (
     ParallelPlan,
     Plan,
@@ -26,6 +26,10 @@ from nrl_models.distributed.parallel_plan import (
     tensor_styles,
     vocabulary_is_divided,
 )
+from nrl_models.distributed.pipeline.crossing import on_meta
+from nrl_models.distributed.pipeline.cut import Cut, cut_into
+from nrl_models.distributed.pipeline.schedules import Schedule, stages_per_rank
+from nrl_models.distributed.pipeline.stages import keep_stages
 from nrl_models.distributed.sharding import Sharding, sharding_of
 from nrl_models.distributed.styles import (
     REPLICATE,
@@ -49,8 +53,8 @@ def parallelize(model: PreTrainedModel, mesh: DeviceMesh, plan: Plan | ParallelP
 
     Args:
         model: on the mesh's kind of device, or on meta; the same on every rank.
-        mesh: with dimensions named `fsdp`, `ep`, `tp` (any of them, in this order). Ranks that differ in `fsdp`
-            take different batches, whose gradients are averaged; those that differ in `ep` or `tp` the same batch.
+        mesh: with dimensions named `pp`, `fsdp`, `ep`, `tp` (any of them, in this order). Ranks that differ in `fsdp`
+            take different batches, whose gradients are averaged; those that differ in the others the same batch.
         plan: `"auto"`, rules that change it, or a `ParallelPlan`, which also says in what dtype to compute.
 
     Returns:
@@ -67,10 +71,44 @@ def parallelize(model: PreTrainedModel, mesh: DeviceMesh, plan: Plan | ParallelP
             raise ShardingError("the model is sharded already", [problem])
         chosen = plan_for(model, mesh, plan)
         facts |= {"plan": chosen, **_facts(model)}
-    sharding = divide_model(model, mesh, chosen)
-    sharding.finish(model)
+        cut = cut_for(model, mesh, chosen)
+    sharding, whole = divide_stages(model, mesh, chosen, cut)
+    sharding.finish(model, whole)
+    sharding.agree_on_holders(model)
     divide_data(model, sharding)
     return model
+
+
+def cut_for(model: PreTrainedModel, mesh: DeviceMesh, plan: ParallelPlan) -> Cut | None:
+    """Where `pp` cuts a model; None if the mesh lacks it. Nothing is communicated.
+
+    Raises:
+        ShardingError: it cannot be cut, with the reason.
+    """
+    if not has_stages(mesh):
+        return None
+    return cut_into(model, size_of(mesh, "pp") * stages_per_rank(plan.schedule, plan.stages_per_rank))
+
+
+def divide_stages(
+    model: PreTrainedModel, mesh: DeviceMesh, plan: ParallelPlan, cut: Cut | None
+) -> tuple[Sharding, PreTrainedModel]:
+    """Apply `pp`, or `tp` and `ep`. Nothing is communicated.
+
+    Args:
+        model: changed in place: without the stages that other ranks hold.
+        mesh, plan: that fit it.
+        cut: from `cut_for`.
+
+    Returns:
+        How it is sharded, and the model with all stages, on meta: `model` itself where there are no stages.
+    """
+    if cut is None:
+        return divide_model(model, mesh, plan), model
+    whole = on_meta(model)
+    ranks, per_rank = size_of(mesh, "pp"), stages_per_rank(plan.schedule, plan.stages_per_rank)
+    held = Schedule(plan.schedule).stages_of(rank_in(mesh, "pp"), ranks, per_rank)
+    return Sharding(mesh, plan, keep_stages(model, cut, held)), whole
 
 
 def _facts(model: PreTrainedModel) -> dict[str, object]:

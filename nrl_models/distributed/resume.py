@@ -30,9 +30,9 @@ from nrl_models.common.state_dict.layouts import TensorSpec
 from nrl_models.common.state_dict.matching import match
 from nrl_models.common.state_dict.mtp import MTPNames
 from nrl_models.distributed.block_files import Held, StoredTensor, blocks_to_write, stored_tensors, write_blocks
-from nrl_models.distributed.manifest import NAME, Manifest, Part, WrittenFile
+from nrl_models.distributed.manifest import NAME, Manifest, OptimizerFacts, Part, WrittenFile
 from nrl_models.distributed.mesh import agreed, gather_over, is_first, place_in, reporting_dead_ranks
-from nrl_models.distributed.optimizer_state import facts_of, held_states, misfits, restore
+from nrl_models.distributed.optimizer_state import facts_of, held_states, misfits, of_all_stages, restore
 from nrl_models.distributed.saved_versions import next_version, remove_older, replaced, whole_version
 from nrl_models.distributed.saving import Attempt, write_together
 from nrl_models.distributed.sharding import sharding_of
@@ -61,13 +61,16 @@ def save_checkpoint(
     folder = Path(folder)
     sharding = sharding_of(model)
     mesh, what = sharding.mesh, f"save into {folder}"
+    facts: OptimizerFacts | None = None
     with agreed(mesh, what):
-        own = model.state_dict()
+        own = sharding.written(model)
         parts = {Part.WEIGHTS: [Held(name, tensor, own) for name, tensor in sharding.adapter._exported("hub").items()]}
-        facts = None
         if optimizer is not None:
-            facts = facts_of(model, optimizer)
-            parts[Part.OPTIMIZER] = held_states(model, optimizer)
+            own_facts = facts_of(model, optimizer)
+            parts[Part.OPTIMIZER] = [held for held in held_states(model, optimizer) if held.own.keys() <= own.keys()]
+    if optimizer is not None:
+        facts = of_all_stages(own_facts, mesh)
+    with agreed(mesh, what):
         Manifest({}, dict(progress or {}), facts).rendered()  # before anything is written
 
     def write(stage: Path | None, attempt: Attempt) -> None:
@@ -127,15 +130,20 @@ def load_checkpoint(folder: str | Path, model: PreTrainedModel, optimizer: Optim
     adapter, mesh, what = sharding.adapter, sharding.mesh, f"load {folder}"
     parts = [Part.WEIGHTS] if optimizer is None else [Part.WEIGHTS, Part.OPTIMIZER]
     version, manifest = whole_version(folder, parts, mesh, what)
+    here: OptimizerFacts | None = None
+    if optimizer is not None:
+        with agreed(mesh, what):
+            own_facts = facts_of(model, optimizer)
+        here = of_all_stages(own_facts, mesh)
     with agreed(mesh, what) as facts:
         facts |= {"manifest": manifest.rendered(), "adapter": list(adapter.own)}
         problems: list[Problem] = []
         weights = stored_tensors(version, manifest.files_of(Part.WEIGHTS), problems)
         kept = _stored_kept(weights, model, adapter)
         problems += _misfits(weights, adapter)
-        if optimizer is not None:
+        if optimizer is not None and here is not None:
             states = stored_tensors(version, manifest.files_of(Part.OPTIMIZER), problems)
-            problems += misfits(model, optimizer, manifest.optimizer, states)
+            problems += misfits(model, optimizer, here, manifest.optimizer, states)
         if problems:
             summary = f"{version} is a checkpoint of another model or optimiser"
             raise CheckpointError(summary, problems, replaced(version))

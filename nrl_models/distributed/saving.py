@@ -18,12 +18,14 @@ from nrl_models.common.checkpoint.files import INDEX_NAME
 from nrl_models.common.checkpoint.writing import staged
 from nrl_models.common.modules import class_name
 from nrl_models.common.projections import own_storage
+from nrl_models.common.state_dict.adapter import StateDictAdapter
 from nrl_models.common.state_dict.kept_tensors import kept_by
+from nrl_models.common.state_dict.layouts import TensorSpec
 from nrl_models.common.state_dict.to_checkpoint import checkpoint_layout
 from nrl_models.common.state_dict.views import HFTensor
 from nrl_models.distributed.mesh import agree, agreed, gather_over, is_first, reporting_dead_ranks
 from nrl_models.distributed.sharding import sharding_of
-from nrl_models.distributed.shards import DEFAULT_BUCKET, gathered
+from nrl_models.distributed.shards import DEFAULT_BUCKET
 from nrl_models.errors import UnknownArgumentError
 
 
@@ -56,35 +58,34 @@ def save_pretrained(
             f"save_pretrained of a sharded model takes no {', '.join(options)}: do that with the directory it saves"
         )
     adapter, mesh = sharding_of(model).adapter, sharding_of(model).mesh
-    own = model.state_dict()
     table = checkpoint_layout(model, adapter, original_format=save_original_format)
     kept = kept_by(model)  # the first rank's, which writes them
     with reporting_dead_ranks(f"save into {folder}"):
         (kept_specs, *_) = gather_over(mesh, {name: tensor.spec for name, tensor in kept.items()})
     kept_on_meta = {name: torch.empty(spec.shape, dtype=spec.dtype, device="meta") for name, spec in kept_specs.items()}
-    split = split_into_files(on_meta(table, own) | kept_on_meta, max_shard_size)
+    split = split_into_files(on_meta(table, adapter.own) | kept_on_meta, max_shard_size)
 
     def write(stage: Path | None, attempt: Attempt) -> None:
         for file, names in split.filename_to_tensors.items():
             found = {name: table[name] for name in names if name in table}
             tensors: dict[str, torch.Tensor] = {}
-            for name, tensor in gathered(own, found, mesh, DEFAULT_BUCKET):
+            for name, tensor in sharding_of(model).gathered(model, found, DEFAULT_BUCKET):
                 if stage is not None:  # each in a storage of its own; other ranks keep nothing
                     tensors[name] = tensor.to("cpu", copy=True)
             if stage is not None:
                 tensors |= {name: own_storage(kept[name].read()) for name in names if name not in table}
                 attempt(save_file, tensors, stage / file, metadata={"format": "pt"})
         if stage is not None:
-            attempt(_write_configuration, model, own, stage)
+            attempt(_write_configuration, model, adapter, stage)
             if split.is_sharded:
-                metadata = {"total_parameters": model.num_parameters(), **split.metadata}
+                metadata = {"total_parameters": sharding_of(model).total_parameters, **split.metadata}
                 index = {"metadata": metadata, "weight_map": split.tensor_to_filename}
                 attempt((stage / INDEX_NAME).write_text, json.dumps(index, indent=2, sort_keys=True) + "\n")
 
     write_together(folder, mesh, write)
 
 
-def on_meta(table: Mapping[str, HFTensor], own: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def on_meta(table: Mapping[str, HFTensor], own: Mapping[str, TensorSpec]) -> dict[str, torch.Tensor]:
     """Hugging Face tensors without values; `own` says their dtypes."""
     return {
         name: torch.empty(tensor.shape, dtype=own[tensor.parameters[0]].dtype, device="meta")
@@ -147,9 +148,9 @@ def write_together(folder: str | Path, mesh: DeviceMesh, write: Callable[[Path |
             stack.close()  # which moves it into place
 
 
-def _write_configuration(model: PreTrainedModel, own: Mapping[str, torch.Tensor], stage: Path) -> None:
+def _write_configuration(model: PreTrainedModel, adapter: StateDictAdapter, stage: Path) -> None:
     """The configuration as transformers writes it beside weights."""
-    dtype = next(tensor.dtype for tensor in own.values() if tensor.is_floating_point())
+    dtype = next(spec.dtype for spec in adapter.own.values() if spec.dtype.is_floating_point)
     model.config.dtype = str(dtype).removeprefix("torch.")
     model.config.architectures = [class_name(model)]
     model.config.save_pretrained(stage)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -13,8 +14,12 @@ from transformers import PreTrainedModel
 
 from nrl_models.common.state_dict.adapter import Layout, StateDictAdapter
 from nrl_models.common.state_dict.views import HFTensor
+from nrl_models.distributed.mesh import gather_over, rank_in, size_of
 from nrl_models.distributed.parallel_plan import ParallelPlan
+from nrl_models.distributed.pipeline.schedules import Schedule, stages_per_rank
+from nrl_models.distributed.pipeline.stages import Stages
 from nrl_models.distributed.shards import DEFAULT_BUCKET, blocks_of, gathered
+from nrl_models.errors import Problem, ProblemKind, ShardingError
 
 
 class Sharding:
@@ -23,26 +28,69 @@ class Sharding:
     Args:
         mesh: over which.
         plan: by which.
+        stages: of a pipeline, that this rank holds; None without `pp`.
 
     Attributes:
-        adapter: the model's adapter. Its tables describe whole tensors: what `DTensor.full_tensor()` gives.
+        adapter: the model's adapter. Its tables describe whole tensors: what `DTensor.full_tensor()` gives, of all
+            stages of a pipeline.
+        holders: for each tensor of the model the first rank of `pp` that holds it; empty without `pp`.
+        total_parameters: of the whole model.
         loaded_bytes: how much of the checkpoint's tensors this rank read, if the model was loaded sharded.
     """
 
     adapter: StateDictAdapter
+    holders: Mapping[str, int] = MappingProxyType({})
+    total_parameters: int = 0
     loaded_bytes: int = 0
 
-    def __init__(self, mesh: DeviceMesh, plan: ParallelPlan) -> None:
-        self.mesh, self.plan = mesh, plan
+    def __init__(self, mesh: DeviceMesh, plan: ParallelPlan, stages: Stages | None = None) -> None:
+        self.mesh, self.plan, self.stages = mesh, plan, stages
 
     def __deepcopy__(self, memo: dict[int, object]) -> Sharding:
         return self
 
-    def finish(self, model: PreTrainedModel) -> None:
-        """Record the model's tensors. Call it before `fsdp` is applied, which renames classes."""
-        self.adapter = StateDictAdapter(model)
+    def finish(self, model: PreTrainedModel, whole: PreTrainedModel) -> None:
+        """Record the model's tensors. Call it before `fsdp` is applied, which renames classes.
+
+        Args:
+            model: the model.
+            whole: with the stages that other ranks hold.
+        """
+        self.adapter = StateDictAdapter(whole)
+        self.total_parameters = whole.num_parameters()
         cast(Any, model).sharding = self
         model.register_load_state_dict_pre_hook(_fill_shards)
+
+    def agree_on_holders(self, model: nn.Module) -> None:
+        """Find out which rank of `pp` holds what. Every rank calls it.
+
+        Raises:
+            ShardingError: no rank holds some tensor; on every rank.
+        """
+        if self.stages is None:
+            return
+        holders: dict[str, int] = {}
+        for rank, names in enumerate(gather_over(self.mesh["pp"], list(model.state_dict()))):
+            for name in names:
+                holders.setdefault(name, rank)
+        if lost := [name for name in self.adapter.own if name not in holders]:
+            problems = [Problem(ProblemKind.MISSING, name, "is in no stage") for name in lost]
+            raise ShardingError("the stages do not make up the model", problems)
+        self.holders = holders
+
+    def rank_of_stage(self, stage: int) -> int:
+        """The rank of `pp` that holds a stage."""
+        ranks, schedule = size_of(self.mesh, "pp"), Schedule(self.plan.schedule)
+        per_rank = stages_per_rank(schedule, self.plan.stages_per_rank)
+        return next(rank for rank in range(ranks) if stage in schedule.stages_of(rank, ranks, per_rank))
+
+    def is_first_holder(self, name: str) -> bool:
+        """Whether this rank is the first of `pp` that holds a tensor of the model: the one that writes it."""
+        return not self.holders or self.holders[name] == rank_in(self.mesh, "pp")
+
+    def written(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        """The model's own tensors, without those that an earlier rank of `pp` holds, too."""
+        return {name: tensor for name, tensor in model.state_dict().items() if self.is_first_holder(name)}
 
     def hf_views(self, model: nn.Module, layout: Layout) -> dict[str, torch.Tensor]:
         """Live Hugging Face tensors as DTensors, see `StateDictAdapter.hf_views`."""
@@ -52,13 +100,24 @@ class Sharding:
             name: own[tensor.view.parameter]
             for name, tensor in self.adapter.layout(layout).items()
             if tensor.view is not None and not tensor.view.steps and tensor.view.parameter not in self.adapter.tied
+            if tensor.view.parameter in own
         }
 
     def iter_export(
         self, model: nn.Module, exported: Mapping[str, HFTensor], max_bytes: int | None
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Whole tensors, bucket by bucket, see `StateDictAdapter.iter_export`."""
-        yield from gathered(model.state_dict(), exported, self.mesh, max_bytes or DEFAULT_BUCKET)
+        yield from self.gathered(model, exported, max_bytes or DEFAULT_BUCKET)
+
+    def gathered(
+        self, model: nn.Module, tensors: Mapping[str, HFTensor], max_bytes: int
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Whole Hugging Face tensors of the model, see `nrl_models.distributed.shards.gathered`."""
+        device = next(parameter.device for parameter in model.parameters())
+        specs = {
+            name: torch.empty(spec.shape, dtype=spec.dtype, device="meta") for name, spec in self.adapter.own.items()
+        }
+        yield from gathered(self.written(model), specs, tensors, self.mesh, max_bytes, device)
 
 
 def sharding_of(model: nn.Module) -> Sharding:
@@ -74,6 +133,9 @@ def _fill_shards(model: nn.Module, state_dict: dict[str, Any], prefix: str, *_: 
     sharding = sharding_of(model)
     own = model.state_dict()
     for name, target in sharding.adapter.transformers.items():
+        if name not in own:  # another stage's
+            state_dict.pop(prefix + name, None)
+            continue
         value, whole = state_dict.get(prefix + name), own[name]
         if not isinstance(whole, DTensor) or not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
             continue

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from nrl_models.common.state_dict.blocks import Block, through
 from nrl_models.common.state_dict.buckets import buckets
 from nrl_models.common.state_dict.views import HFTensor
-from nrl_models.distributed.mesh import reporting_dead_ranks
+from nrl_models.distributed.mesh import has_stages, reporting_dead_ranks
 
 DEFAULT_BUCKET = 512 * 2**20
 """Bytes gathered at a time where nothing else is said."""
@@ -46,6 +46,8 @@ def blocks_of(tensor: HFTensor, own: Mapping[str, torch.Tensor]) -> list[Block]:
     """This rank's blocks of a Hugging Face tensor, over the memory of the model's own tensors."""
     result = []
     for piece in tensor.pieces:
+        if piece.view.parameter not in own:  # another stage's
+            continue
         whole = own[piece.view.parameter]
         for block in through(piece.view.steps, whole.shape, own_block(whole)):
             offset = list(block.offset)
@@ -56,8 +58,10 @@ def blocks_of(tensor: HFTensor, own: Mapping[str, torch.Tensor]) -> list[Block]:
     return result
 
 
-def divided_over(tensor: HFTensor, own: Mapping[str, torch.Tensor]) -> set[int]:
+def divided_over(tensor: HFTensor, own: Mapping[str, torch.Tensor], mesh: DeviceMesh) -> set[int]:
     """The mesh dimensions, by number, over which the ranks' blocks of a Hugging Face tensor differ."""
+    if has_stages(mesh):  # the only dimension then; of each tensor a rank has all or nothing
+        return {0}
     dims: set[int] = set()
     for name in tensor.parameters:
         if isinstance(whole := own[name], DTensor):
@@ -73,24 +77,32 @@ def over_shard(whole: DTensor, local: torch.Tensor) -> DTensor:
 
 
 def gathered(
-    own: Mapping[str, torch.Tensor], tensors: Mapping[str, HFTensor], mesh: DeviceMesh, max_bytes: int
+    own: Mapping[str, torch.Tensor],
+    specs: Mapping[str, torch.Tensor],
+    tensors: Mapping[str, HFTensor],
+    mesh: DeviceMesh,
+    max_bytes: int,
+    device: torch.device,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield whole Hugging Face tensors, in the order of `tensors`, the same on every rank.
 
     Every rank has to go through all of it: each bucket is a collective. Values are bit for bit those of the shards.
 
     Args:
-        own: the model's own tensors, by name: DTensors, or plain where every rank has them.
+        own: the model's own tensors, by name: DTensors, or plain where every rank has them; of stages, those of which
+            this rank is the first that has them.
+        specs: tensors on meta like those of all ranks.
         tensors: what to yield.
         mesh: over which the DTensors are sharded.
         max_bytes: the size of a bucket, which lives as long as a tensor in it. One tensor that is larger gets a
             bucket of its own.
+        device: of the buckets.
     """
-    for buffer, bucket in buckets(tensors, own, max_bytes):
+    for buffer, bucket in buckets(tensors, specs, max_bytes, device):
         # Every rank puts its blocks into zeros, and the sum of all is the bucket. Summed as integers, to which nothing
         # but zeros is added: no rounding, and no sign of zero is lost.
         buffer.zero_()
-        divided = {name: divided_over(tensors[name], own) for name in bucket}
+        divided = {name: divided_over(tensors[name], own, mesh) for name in bucket}
         summed_over = sorted(set().union(*divided.values()))
         for name, whole in bucket.items():
             # Of ranks that hold the same values only the first contributes.

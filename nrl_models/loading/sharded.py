@@ -27,7 +27,7 @@ from nrl_models.common.state_dict.views import Piece, apply_steps
 from nrl_models.common.upstream import mark_initialised, set_loaded_conversions
 from nrl_models.distributed.mesh import agreed, gather_over
 from nrl_models.distributed.parallel_plan import ParallelPlan, Plan, plan_for
-from nrl_models.distributed.parallelize import divide_data, divide_model
+from nrl_models.distributed.parallelize import cut_for, divide_data, divide_stages
 from nrl_models.distributed.sharding import sharding_of
 from nrl_models.distributed.shards import over_shard, own_block, share_of
 from nrl_models.loading.fit import Fit, fit_checkpoint
@@ -60,14 +60,15 @@ def load_sharded(
     """
     with agreed(mesh, "load the checkpoint") as facts:
         chosen = plan_for(model, mesh, plan)
-        sharding = divide_model(model, mesh, chosen)
+        # The checkpoint has to fit the whole model, of which this rank may hold some stages.
+        sharding, whole = divide_stages(model, mesh, chosen, cut_for(model, mesh, chosen))
         share = (mesh.get_coordinate() or [0])[-1], mesh.size(mesh.ndim - 1)
         how: Any = {"dtype": dtype, "strict": strict, "key_mapping": key_mapping, "mtp": mtp}
-        fit = fit_checkpoint(model, files, share=share, **how)
+        fit = fit_checkpoint(whole, files, share=share, **how)
         set_loaded_conversions(model, fit.names.used_conversions())
         _retype(model, fit)
         keep_unused(model, fit, files, dtype)
-        sharding.finish(model)
+        sharding.finish(model, whole)
         divide_data(model, sharding)
         facts |= {
             "class": type(model).__name__,
@@ -77,6 +78,7 @@ def load_sharded(
             "plan": chosen,
             "checkpoint": sorted((key, tensor.shape, tensor.dtype) for key, tensor in files.tensors.items()),
         }
+    sharding.agree_on_holders(model)
     with agreed(mesh, "load the checkpoint"):
         _fill(model, fit, files, device)
     fit.warn(model, files)
@@ -105,6 +107,8 @@ def _fill(model: PreTrainedModel, fit: Fit, files: CheckpointFiles, device: torc
     shards: dict[str, torch.Tensor] = {}
     wanted: dict[str, list[tuple[Piece, Block]]] = defaultdict(list)
     for name, sources in fit.found.sources.items():
+        if name not in own:  # another stage's
+            continue
         whole = own[name]
         meta = own_block(whole)
         # With offloading FSDP keeps its shards on the CPU.
@@ -132,8 +136,8 @@ def _fill(model: PreTrainedModel, fit: Fit, files: CheckpointFiles, device: torc
     for name, tensor in shards.items():
         install(model, name, tensor)
     _initialise_missing(model, fit, device)
-    share_copies(model, fit.found.copies)
-    share_copies(model, fit.adapter.tied)
+    for ties in (fit.found.copies, fit.adapter.tied):
+        share_copies(model, {name: given for name, given in ties.items() if name in own})
     move_buffers(model, device)
     join(model)
     unwritten = [name for name, tensor in model.state_dict(keep_vars=True).items() if tensor.device.type == "meta"]
@@ -164,7 +168,7 @@ def _initialise_missing(model: PreTrainedModel, fit: Fit, device: torch.device) 
     mesh = sharding_of(model).mesh
     (seed, *_) = gather_over(mesh, torch.initial_seed()) if fit.found.missing else (0,)
     by_module: dict[str, list[str]] = defaultdict(list)
-    for name in fit.found.missing:
+    for name in model.state_dict().keys() & set(fit.found.missing):
         owner, _, attribute = name.rpartition(".")
         by_module[owner].append(attribute)
     for owner, attributes in by_module.items():

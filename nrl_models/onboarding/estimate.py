@@ -27,12 +27,13 @@ from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
 from nrl_models.auto import auto_class_of
 from nrl_models.common.mesh_sizes import DIMENSIONS
 from nrl_models.distributed import styles
-from nrl_models.distributed.mesh import size_of
+from nrl_models.distributed.mesh import has_stages, size_of
 from nrl_models.distributed.parallel_plan import plan_for
-from nrl_models.distributed.parallelize import divide_data, divide_model
+from nrl_models.distributed.parallelize import cut_for, divide_data, divide_stages
 from nrl_models.distributed.sharding import sharding_of
 from nrl_models.distributed.styles import ExpertsOfThisRank
 from nrl_models.errors import Problem, ProblemKind, ShardingError
+from nrl_models.onboarding.estimate_stage import OneStage
 
 GIB = 2**30
 
@@ -60,12 +61,12 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Bytes on one rank, and bytes it sends in one step of one micro-batch.
+    """Bytes on one rank, and bytes it sends in one step of one micro-batch; under `pp` on the rank that takes most.
 
     Attributes:
         parameters, gradients, optimizer: kept; the optimiser is AdamW, with two states of a parameter's size.
         gathered: parameters and gradients that `fsdp` holds whole at a time: two units and the outermost one.
-        activations: kept from forward to backward, and recomputed at a time.
+        activations: kept from forward to backward, and recomputed at a time; under `pp` see `OneStage`.
         buffers: the model's buffers.
         traffic: bytes a rank sends, by dimension of the mesh.
         total_parameters: of the whole model, as a number.
@@ -93,14 +94,20 @@ def estimate(config: PreTrainedConfig, setting: Setting) -> Estimate:
     Raises:
         ShardingError: the mesh does not divide the model, or this process is in a process group already.
     """
-    with _fake_mesh(setting.mesh) as mesh:
-        kept = _sharded(config, setting.dtype, setting, mesh)
+    ranks = range(setting.mesh.get("pp", 1))
+    return max((_on_rank(rank, config, setting) for rank in ranks), key=lambda found: found.total)
+
+
+def _on_rank(rank: int, config: PreTrainedConfig, setting: Setting) -> Estimate:
+    """What a rank of `pp` takes; without that all take the same."""
+    with _fake_mesh(setting.mesh, rank) as mesh:
+        kept, whole = _sharded(config, setting.dtype, mesh)
         divide_data(kept, sharding_of(kept))
         local = _local_bytes(kept)
-        computing = _sharded(config, setting.compute, setting, mesh)
+        computing, _ = _sharded(config, setting.compute, mesh)
         fsdp_traffic, gathered = _data_parallel(computing, mesh)
         activations, traffic = _run(computing, setting, mesh)
-        total = sum(parameter.numel() for parameter in kept.parameters())
+        total = sum(parameter.numel() for parameter in whole.parameters())
     if "fsdp" in mesh.mesh_dim_names:  # type: ignore[operator]
         traffic = {"fsdp": fsdp_traffic} | traffic
     buffers = sum(buffer.nbytes for buffer in kept.buffers())
@@ -134,7 +141,7 @@ def _changes(setting: Setting) -> Iterator[dict[str, Setting]]:
     base = replace(setting, checkpointing=True, micro_batch=1)
     if setting.micro_batch > 1:
         yield {"take one sequence at a time": base}
-    for dimension in ("fsdp", "tp", "ep"):
+    for dimension in ("pp",) if "pp" in setting.mesh else ("fsdp", "tp", "ep"):
         alternatives = {}
         for factor in (2, 4, 8, 16):
             more = {**setting.mesh, dimension: setting.mesh.get(dimension, 1) * factor}
@@ -146,23 +153,27 @@ def _changes(setting: Setting) -> Iterator[dict[str, Setting]]:
 
 
 @contextmanager
-def _fake_mesh(sizes: Mapping[str, int]) -> Iterator[DeviceMesh]:
-    """A mesh of ranks that do not exist; this process is the first."""
+def _fake_mesh(sizes: Mapping[str, int], rank: int = 0) -> Iterator[DeviceMesh]:
+    """A mesh of ranks that do not exist but for one: this process."""
     if dist.is_initialized():
         problem = Problem(ProblemKind.MESH, "this process", "is in a process group; estimates need one of their own")
         raise ShardingError("cannot estimate here", [problem], ["run nrl-models plan in a process of its own"])
-    dist.init_process_group("fake", rank=0, world_size=math.prod(sizes.values()))
+    dist.init_process_group("fake", rank=rank, world_size=math.prod(sizes.values()))
     try:
         yield init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     finally:
         dist.destroy_process_group()
 
 
-def _sharded(config: PreTrainedConfig, dtype: torch.dtype, setting: Setting, mesh: DeviceMesh) -> PreTrainedModel:
-    """The model on meta, with its linears and experts divided; without the tables that loading and saving need."""
+def _sharded(config: PreTrainedConfig, dtype: torch.dtype, mesh: DeviceMesh) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """The model on meta, without the tables that loading and saving need, and it with the stages of other ranks.
+
+    Its layers, linears and experts are divided.
+    """
     model = auto_class_of(config).from_config(config, device="meta", dtype=dtype).train()
-    model.sharding = divide_model(model, mesh, plan_for(model, mesh))
-    return model
+    plan = plan_for(model, mesh)
+    model.sharding, whole = divide_stages(model, mesh, plan, cut_for(model, mesh, plan))
+    return model, whole
 
 
 def _local_bytes(model: nn.Module) -> int:
@@ -222,6 +233,8 @@ _TIMES_SENT = {
 
 def _run(model: PreTrainedModel, setting: Setting, mesh: DeviceMesh) -> tuple[int, dict[str, int]]:
     """Bytes of activations at their peak, and bytes sent by dimension, of one micro-batch."""
+    tokens = torch.zeros(setting.micro_batch, setting.seq_len, dtype=torch.long, device="meta")
+    stage = OneStage(model, tokens) if has_stages(mesh) else None
     units = set(_units(model))
     kept: list[ref[_Kept]] = []  # until their graph is dropped
     inputs: dict[nn.Module, int] = {}
@@ -231,7 +244,7 @@ def _run(model: PreTrainedModel, setting: Setting, mesh: DeviceMesh) -> tuple[in
         if module in units:
             running.append(module)
             hidden = next(value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
-            inputs[module] = hidden.nbytes
+            inputs[module] = 0 if stage is not None and hidden is stage.received else hidden.nbytes
 
     def leave(module: nn.Module, *_: Any) -> None:
         if module in units:
@@ -252,14 +265,17 @@ def _run(model: PreTrainedModel, setting: Setting, mesh: DeviceMesh) -> tuple[in
         # On meta torch would take its plain formulas, which keep every score; a device's kernel does not.
         stack.enter_context(mock.patch.object(nn.functional, "scaled_dot_product_attention", _fused_attention))
         exchanges = stack.enter_context(_Exchanges(mesh))
-        tokens = torch.zeros(setting.micro_batch, setting.seq_len, dtype=torch.long, device="meta")
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed.tensor):
-            logits = model(input_ids=tokens, use_cache=False).logits
-            # As trainers compute it: log-probabilities in fp32.
-            scores = logits.float().flatten(0, -2)
-            loss = nn.functional.cross_entropy(scores, tokens.flatten()) if logits.ndim == 3 else scores.sum()
+            if stage is None or stage.is_last:
+                logits = model(input_ids=tokens, use_cache=False).logits if stage is None else stage.run()
+                # As trainers compute it: log-probabilities in fp32.
+                scores = logits.float().flatten(0, -2)
+                loss = nn.functional.cross_entropy(scores, tokens.flatten()) if logits.ndim == 3 else scores.sum()
+            else:
+                loss = stage.run().sum()
         forward = exchanges.sent.copy()
-        sizes = _sizes(model, [packed for reference in kept if (packed := reference()) is not None])
+        held = [*model.parameters(), *(() if stage is None else (stage.received,))]
+        sizes = _sizes(held, [packed for reference in kept if (packed := reference()) is not None])
         loss.backward()
         if setting.checkpointing:  # what was exchanged is exchanged again
             exchanges.sent.update(forward)
@@ -267,10 +283,13 @@ def _run(model: PreTrainedModel, setting: Setting, mesh: DeviceMesh) -> tuple[in
         unit = next((module for module in units if stack_of_experts in set(module.modules())), None)
         sizes[unit] = sizes.get(unit, 0) + nbytes
     outside = sizes.pop(None, 0)
-    layers = sum(sizes.values())
+    layers, recomputed = sum(sizes.values()), 0
     if setting.checkpointing and sizes:
-        layers = sum(nbytes for module, nbytes in inputs.items() if module in sizes) + max(sizes.values())
-    return outside + layers, dict(exchanges.sent)
+        layers = sum(nbytes for module, nbytes in inputs.items() if module in sizes)
+        recomputed = max(sizes.values())
+    if stage is not None:
+        return stage.kept(outside + layers) + recomputed, {"pp": stage.sent}
+    return outside + layers + recomputed, dict(exchanges.sent)
 
 
 @dataclass(eq=False)
@@ -281,9 +300,9 @@ class _Kept:
     unit: nn.Module | None
 
 
-def _sizes(model: nn.Module, kept: list[_Kept]) -> dict[nn.Module | None, int]:
-    """Bytes that autograd keeps for each unit, apart from parameters; of storages that several keep for the first."""
-    counted = set(map(_storage, model.parameters()))  # all of them live, so that no two have one address
+def _sizes(held: list[torch.Tensor], kept: list[_Kept]) -> dict[nn.Module | None, int]:
+    """Bytes that autograd keeps for each unit, without those held anyway; what several keep counts for the first."""
+    counted = set(map(_storage, held))  # all of them live, so that no two have one address
     sizes: dict[nn.Module | None, int] = {}
     for packed in sorted(kept, key=lambda packed: packed.unit is not None):
         if _storage(packed.tensor) not in counted:

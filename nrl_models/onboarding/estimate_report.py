@@ -19,7 +19,7 @@ ROWS = {
     "gradients": "kept, sharded",
     "optimizer": "two states of AdamW, sharded",
     "gathered": "whole at a time: two units and the outermost one, and their gradients",
-    "activations": "of one micro-batch",
+    "activations": "of one micro-batch; over pp of as many as are under way",
     "buffers": "on every rank",
 }
 
@@ -47,7 +47,10 @@ class PlanReport:
 
     def table(self) -> Table:
         """The figures by kind, with what each of them is."""
-        table = Table(title=f"{self.model} over {self.mesh}: each of {self.ranks} ranks", title_justify="left")
+        ranks = (
+            f"the fullest of {self.ranks} ranks" if "pp" in self.figures["traffic"] else f"each of {self.ranks} ranks"
+        )
+        table = Table(title=f"{self.model} over {self.mesh}: {ranks}", title_justify="left")
         table.add_column("")
         table.add_column("GiB", justify="right")
         table.add_column("")

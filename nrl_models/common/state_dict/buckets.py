@@ -13,14 +13,18 @@ _ALIGNMENT = 16
 
 
 def buckets(
-    tensors: Mapping[str, HFTensor], own: Mapping[str, torch.Tensor], max_bytes: int
+    tensors: Mapping[str, HFTensor],
+    own: Mapping[str, torch.Tensor],
+    max_bytes: int,
+    device: torch.device | None = None,
 ) -> Iterator[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
     """Divide Hugging Face tensors into buckets, in their order.
 
     Args:
         tensors: by name.
-        own: the model's own tensors by name: their dtypes and devices are the buckets'.
+        own: the model's own tensors by name: their dtypes are the buckets'.
         max_bytes: the size of a buffer. One tensor that is larger gets a buffer of its own.
+        device: of the buffers; None is that of the own tensors.
 
     Yields:
         A buffer of bytes without values, and the tensors in it, by name.
@@ -31,20 +35,24 @@ def buckets(
         nbytes = torch.Size(tensor.shape).numel() * own[tensor.parameters[0]].dtype.itemsize
         nbytes = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
         if bucket and size + nbytes > max_bytes:
-            yield _divided(bucket, tensors, own)
+            yield _divided(bucket, tensors, own, device)
             bucket, size = {}, 0
         bucket[name] = nbytes
         size += nbytes
     if bucket:
-        yield _divided(bucket, tensors, own)
+        yield _divided(bucket, tensors, own, device)
 
 
 def _divided(
-    sizes: Mapping[str, int], tensors: Mapping[str, HFTensor], own: Mapping[str, torch.Tensor]
+    sizes: Mapping[str, int],
+    tensors: Mapping[str, HFTensor],
+    own: Mapping[str, torch.Tensor],
+    device: torch.device | None,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """A buffer for tensors that take these sizes in it, and the tensors."""
     held_by = {name: own[tensors[name].parameters[0]] for name in sizes}
-    buffer = torch.empty(sum(sizes.values()), dtype=torch.uint8, device=next(iter(held_by.values())).device)
+    device = device or next(iter(held_by.values())).device
+    buffer = torch.empty(sum(sizes.values()), dtype=torch.uint8, device=device)
     return buffer, {
         name: part.view(held_by[name].dtype)[: torch.Size(tensors[name].shape).numel()].view(tensors[name].shape)
         for name, part in zip(sizes, buffer.split(list(sizes.values())), strict=True)

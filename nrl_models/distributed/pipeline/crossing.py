@@ -1,0 +1,316 @@
+"""What crosses a model's layers: a forward on meta, in which every tensor knows what it was computed from.
+
+A pipeline hands hidden states from layer to layer, and nothing else. Whether that is all a later layer reads is not
+declared anywhere, so it is seen: labels of storages are passed on through every operation.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import PreTrainedModel, masking_utils
+
+from nrl_models.errors import Problem, ProblemKind, listed, one_line
+
+BATCH, LENGTH = 3, 11
+"""Of the traced forward: sizes that no other dimension is likely to have."""
+
+
+@dataclass(frozen=True, slots=True)
+class Crossing:
+    """What a forward of a model hands from layer to layer.
+
+    Attributes:
+        stack: the name of the list of layers.
+        count: how many there are.
+        features: of the hidden states, the sizes after batch and length.
+        dtype: of the hidden states.
+        needs: for each layer, and for what follows the last, the names of the parameters outside layers whose values
+            reach it other than in the hidden states; for the first layer, in them too.
+        reads: likewise the earlier layers of which it reads more than the hidden states.
+        returns: which of a layer's results are the hidden states, and how many there are; None if it returns these.
+        outside: how many elements each parameter outside layers has, by all of its names.
+        inside: how many those of each layer have.
+    """
+
+    stack: str
+    count: int
+    features: tuple[int, ...]
+    dtype: torch.dtype
+    needs: tuple[frozenset[str], ...]
+    reads: tuple[frozenset[int], ...]
+    returns: tuple[int, int] | None
+    outside: Mapping[tuple[str, ...], int]
+    inside: tuple[int, ...]
+
+
+class NotALineError(ValueError):
+    """A model whose layers are no line through which hidden states pass.
+
+    Attributes:
+        problems: why.
+    """
+
+    def __init__(self, *problems: Problem) -> None:
+        self.problems = problems
+        super().__init__("; ".join(map(str, problems)))
+
+
+def find_stack(model: PreTrainedModel) -> str:
+    """The name of the list that holds a model's layers: of those as long as it says that it is deep, the largest.
+
+    Raises:
+        NotALineError: there is none.
+    """
+    depth = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", None)
+    sizes = {
+        name: sum(parameter.numel() for parameter in module.parameters())
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) == depth
+    }
+    if not sizes:
+        detail = f"has no list of its {depth} layers"
+        raise NotALineError(Problem(ProblemKind.DIVIDE, type(model).__name__, detail))
+    return max(sizes, key=lambda name: sizes[name])
+
+
+def crossing_of(model: PreTrainedModel) -> Crossing:
+    """What crosses the layers of a model, real or on meta; it stays as it is.
+
+    Raises:
+        NotALineError: no stack of layers, layers that are not called one after the other, parameters that no forward
+            of text uses, hidden states of another shape than batch and length first, or a forward that depends on
+            values, which tensors on meta do not have.
+    """
+    stack = find_stack(model)
+    traced = on_meta(model)
+    trace = _Trace(traced, stack)
+    try:
+        trace.run()
+    except NotALineError:
+        raise
+    except Exception as error:  # whatever code that reads values leads to
+        detail = f"what crosses its layers cannot be seen without weights: {one_line(error)}"
+        raise NotALineError(Problem(ProblemKind.DIVIDE, type(model).__name__, detail)) from error
+    return trace.crossing()
+
+
+def on_meta(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy of a model, without values."""
+    memo: dict[int, Any] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        empty = torch.empty_like(tensor, device="meta")
+        is_parameter = isinstance(tensor, nn.Parameter)
+        memo[id(tensor)] = nn.Parameter(empty, requires_grad=tensor.requires_grad) if is_parameter else empty
+    return copy.deepcopy(model, memo)
+
+
+class _Labels(TorchDispatchMode):
+    """Knows of each storage what it was computed from. Code that asks for a value gets 1: tensors on meta have none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._of: dict[int, frozenset[Any]] = {}
+        self._kept: list[torch.Tensor] = []  # so that no two storages have one address
+
+    def of(self, tensor: torch.Tensor) -> frozenset[Any]:
+        return self._of.get(tensor.untyped_storage()._cdata, frozenset())
+
+    def put(self, tensor: torch.Tensor, labels: frozenset[Any]) -> None:
+        self._kept.append(tensor)
+        self._of[tensor.untyped_storage()._cdata] = labels
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket is torch.ops.aten._local_scalar_dense:
+            return 1
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket.__name__ in _WITHOUT_VALUES:
+            return result
+        given = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
+        labels = frozenset().union(*map(self.of, given))
+        changed = given[:1] if func._schema.is_mutable else []
+        for tensor in (*tree_leaves(result), *changed):
+            if labels and isinstance(tensor, torch.Tensor):
+                self.put(tensor, labels | self.of(tensor))
+        return result
+
+
+_WITHOUT_VALUES = {
+    *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like"),
+    *("new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided"),
+}
+"""Operations whose results have nothing but shape and dtype of what they are given."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Inside:
+    """Label of what is computed in a layer."""
+
+    layer: int
+
+
+@dataclass(frozen=True, slots=True)
+class _After:
+    """Label of the hidden states that a layer returns."""
+
+    layer: int
+
+
+class _Trace:
+    """One traced forward.
+
+    Args:
+        model: on meta; changed.
+        stack: the name of its list of layers.
+    """
+
+    def __init__(self, model: PreTrainedModel, stack: str) -> None:
+        self.model, self.stack = model, stack
+        self.layers: list[nn.Module] = list(model.get_submodule(stack))  # type: ignore[call-overload]
+        self.labels = _Labels()
+        self.calls: list[int] = []
+        self.needs: dict[int, set[str]] = defaultdict(set)
+        self.reads: dict[int, set[int]] = defaultdict(set)
+        self.hidden: torch.Tensor | None = None
+        self.returns: tuple[int, int] | None = None
+        self.parameters: dict[int, nn.Parameter] = {}
+        self.outside = self._outside()
+
+    def run(self) -> None:
+        """Run it."""
+        with ExitStack() as stack, torch.no_grad():
+            _without_routing(self.model)
+            # It reads values, which tensors on meta do not have.
+            stack.enter_context(mock.patch.object(masking_utils, "find_packed_sequence_indices", return_value=None))
+            for index, layer in enumerate(self.layers):
+                layer.register_forward_pre_hook(partial(self._enter, index), with_kwargs=True)
+                layer.register_forward_hook(partial(self._leave, index))
+            stack.enter_context(self.labels)
+            tokens = torch.zeros(BATCH, LENGTH, dtype=torch.long, device="meta")
+            output = self.model(input_ids=tokens, use_cache=False)
+            last = self.labels.of(output.logits if hasattr(output, "logits") else output[0])
+        self._note(len(self.layers), last, _After(len(self.layers) - 1))
+
+    def crossing(self) -> Crossing:
+        """What was seen.
+
+        Raises:
+            NotALineError: see `crossing_of`.
+        """
+        count, problems = len(self.layers), []
+        if self.calls != list(range(count)):
+            detail = f"runs its {count} layers in another order than one after the other: {self.calls[: count + 1]}"
+            problems.append(Problem(ProblemKind.DIVIDE, self.stack, detail))
+        used = set().union(*self.needs.values())
+        if unused := [name for names in self.outside.values() for name in names if name not in used]:
+            detail = "take no part in a forward of text"
+            problems.append(Problem(ProblemKind.DIVIDE, listed(unused), detail))
+        shape = () if self.hidden is None else tuple(self.hidden.shape)
+        if shape[:2] != (BATCH, LENGTH):
+            detail = f"takes hidden states that do not begin with batch and length: {list(shape)}"
+            problems.append(Problem(ProblemKind.DIVIDE, self.stack, detail))
+        if problems or self.hidden is None:
+            raise NotALineError(*problems)
+        return Crossing(
+            self.stack,
+            count,
+            shape[2:],
+            self.hidden.dtype,
+            tuple(frozenset(self.needs[index]) for index in range(count + 1)),
+            tuple(frozenset(self.reads[index]) for index in range(count + 1)),
+            self.returns,
+            {tuple(names): self.parameters[storage].numel() for storage, names in self.outside.items()},
+            tuple(sum(parameter.numel() for parameter in layer.parameters()) for layer in self.layers),
+        )
+
+    def _outside(self) -> dict[int, list[str]]:
+        """By storage the names of parameters outside layers, which become labels; layers that share some are noted."""
+        owner: dict[int, int] = {}
+        for index, layer in enumerate(self.layers):
+            for parameter in layer.parameters():
+                storage = parameter.untyped_storage()._cdata
+                if owner.setdefault(storage, index) != index:
+                    self.reads[index].add(owner[storage])
+        names: dict[int, list[str]] = defaultdict(list)
+        for name, parameter in self.model.named_parameters(remove_duplicate=False):
+            if not name.startswith(f"{self.stack}."):
+                storage = parameter.untyped_storage()._cdata
+                names[storage].append(name)
+                self.parameters[storage] = parameter
+        for storage, parameter in self.parameters.items():
+            self.labels.put(parameter, frozenset(names[storage]))
+            if storage in owner:
+                detail = f"is a parameter of layer {owner[storage]}, too"
+                raise NotALineError(Problem(ProblemKind.DIVIDE, names[storage][0], detail))
+        return names
+
+    def _enter(self, index: int, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        self.calls.append(index)
+        place, hidden = hidden_of(args, kwargs)
+        if index == 0:
+            self.needs[0] |= {label for label in self.labels.of(hidden) if isinstance(label, str)}
+        else:
+            if _After(index - 1) not in self.labels.of(hidden):
+                detail = f"layer {index} does not take what layer {index - 1} returns"
+                raise NotALineError(Problem(ProblemKind.DIVIDE, self.stack, detail))
+            self._note(index, self.labels.of(hidden), _After(index - 1))
+        self.hidden = hidden
+        fresh = torch.empty_like(hidden)
+        self.labels.put(fresh, frozenset({_Inside(index)}))
+        return replaced(args, kwargs, place, fresh)
+
+    def _leave(self, index: int, module: nn.Module, args: Any, output: Any) -> Any:
+        results = list(output) if isinstance(output, tuple | list) else [output]
+        place = next(number for number, value in enumerate(results) if isinstance(value, torch.Tensor))
+        self.returns = (place, len(results)) if isinstance(output, tuple | list) else None
+        labels = self.labels.of(results[place])
+        self._note(index, labels, _Inside(index))
+        results[place] = torch.empty_like(results[place])
+        self.labels.put(results[place], frozenset({_After(index)}))
+        return type(output)(results) if isinstance(output, tuple | list) else results[0]
+
+    def _note(self, index: int, labels: frozenset[Any], own: _Inside | _After) -> None:
+        """Note what a layer reads beside what it may."""
+        for label in labels - {own}:
+            if isinstance(label, str):
+                # What is added between two layers is computed where the first of them is.
+                before = isinstance(own, _After) and index < len(self.layers)
+                self.needs[index - 1 if before else index].add(label)
+            else:
+                self.reads[index].add(label.layer)
+
+
+def hidden_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int | str, torch.Tensor]:
+    """Which of the arguments of a layer are the hidden states, and they: the first tensor."""
+    given: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+    for place, value in given:
+        if isinstance(value, torch.Tensor):
+            return place, value
+    raise NotALineError(Problem(ProblemKind.DIVIDE, "a layer", "is called without hidden states"))
+
+
+def replaced(
+    args: tuple[Any, ...], kwargs: dict[str, Any], place: int | str, value: torch.Tensor
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a layer with other hidden states."""
+    if isinstance(place, str):
+        return args, {**kwargs, place: value}
+    return (*args[:place], value, *args[place + 1 :]), kwargs
+
+
+def _without_routing(model: nn.Module) -> None:
+    """Replace stacks of experts, which choose by values, by the identity."""
+    for module in model.modules():
+        if any(parameter is not None and parameter.ndim == 3 for parameter in module._parameters.values()):
+            module.forward = lambda hidden, *_, **__: hidden * 1

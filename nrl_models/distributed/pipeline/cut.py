@@ -1,0 +1,121 @@
+"""Where a model is cut into the stages of a pipeline: between layers, the largest stage as small as can be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from transformers import PreTrainedModel
+
+from nrl_models.common.modules import class_name
+from nrl_models.distributed.pipeline.crossing import Crossing, NotALineError, crossing_of
+from nrl_models.errors import Problem, ProblemKind, ShardingError
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A model's layers as stages.
+
+    Args:
+        crossing: what crosses them.
+        bounds: the first layer of each stage, and last the number of layers.
+    """
+
+    crossing: Crossing
+    bounds: tuple[int, ...]
+
+    @property
+    def stages(self) -> int:
+        """How many there are."""
+        return len(self.bounds) - 1
+
+    def layers(self, stage: int) -> range:
+        """The layers of a stage."""
+        return range(self.bounds[stage], self.bounds[stage + 1])
+
+    def outside(self, stage: int) -> frozenset[str]:
+        """The parameters outside layers that a stage needs, by every name that they have."""
+        return _needed(self.crossing, *self.bounds[stage : stage + 2])
+
+    @cached_property
+    def shared(self) -> dict[tuple[str, ...], tuple[int, ...]]:
+        """The parameters, by every name of each, that several stages hold; with these stages."""
+        found = {
+            names: tuple(stage for stage in range(self.stages) if self.outside(stage) & {*names})
+            for names in self.crossing.outside
+        }
+        return {names: stages for names, stages in found.items() if len(stages) > 1}
+
+
+def cut_into(model: PreTrainedModel, stages: int) -> Cut:
+    """Cut a model, real or on meta, into stages; the model stays as it is.
+
+    Raises:
+        ShardingError: it cannot be cut into that many, with the reason.
+    """
+    try:
+        if getattr(model.config.get_text_config(decoder=True), "output_router_logits", False):
+            detail = "asks for the routers' loss, of which a stage has only its own layers' part: set it to False"
+            raise NotALineError(Problem(ProblemKind.DIVIDE, "output_router_logits", detail))
+        crossing = crossing_of(model)
+        return Cut(crossing, _balanced(crossing, stages))
+    except NotALineError as error:
+        raise ShardingError(
+            f"{class_name(model)} cannot be sharded over the {stages} stages of a pipeline", error.problems
+        ) from error
+
+
+def _balanced(crossing: Crossing, stages: int) -> tuple[int, ...]:
+    """The bounds whose largest stage has the fewest parameters."""
+    count, allowed = crossing.count, [0, *_allowed(crossing), crossing.count]
+    if len(allowed) <= stages:
+        raise NotALineError(*_obstacles(crossing, stages))
+    # For each bound the best largest stage of those before it, and the bounds that lead to it.
+    best: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, (0,))}
+    for _ in range(stages):
+        best = {
+            end: min(
+                (max(largest, _size(crossing, start, end)), (*bounds, end))
+                for start, (largest, bounds) in best.items()
+                if start < end
+            )
+            for end in allowed
+            if any(start < end for start in best)
+        }
+    return best[count][1]
+
+
+def _allowed(crossing: Crossing) -> Iterator[int]:
+    """The layers before which a model may be cut: no layer from there on reads what an earlier one computed."""
+    for bound in range(1, crossing.count):
+        if all(earlier >= bound for reads in crossing.reads[bound:] for earlier in reads):
+            yield bound
+
+
+def _obstacles(crossing: Crossing, stages: int) -> list[Problem]:
+    if crossing.count < stages:
+        detail = f"has {crossing.count} layers, which are not enough for {stages} stages"
+        return [Problem(ProblemKind.DIVIDE, crossing.stack, detail)]
+    names = [*(f"layer {index}" for index in range(crossing.count)), "what follows the last layer"]
+    return [
+        Problem(
+            ProblemKind.DIVIDE,
+            crossing.stack,
+            f"{name} reads more of layer {', '.join(map(str, sorted(reads)))} than hidden states",
+        )
+        for name, reads in zip(names, crossing.reads, strict=True)
+        if reads
+    ]
+
+
+def _needed(crossing: Crossing, start: int, end: int) -> frozenset[str]:
+    follows = crossing.needs[end:] if end == crossing.count else ()
+    return frozenset().union(*crossing.needs[start:end], *follows)
+
+
+def _size(crossing: Crossing, start: int, end: int) -> int:
+    """Parameters of a stage."""
+    needed = _needed(crossing, start, end)
+    outside = sum(size for names, size in crossing.outside.items() if needed & {*names})
+    return sum(crossing.inside[start:end]) + outside

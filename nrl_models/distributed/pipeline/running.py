@@ -1,0 +1,191 @@
+"""Training steps of a model over stages, by torch's schedules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import get_schedule_class
+from transformers import PreTrainedModel
+
+from nrl_models.distributed.mesh import agreed
+from nrl_models.distributed.pipeline.schedules import Schedule
+from nrl_models.distributed.pipeline.shared import shared_gradients_summed
+from nrl_models.distributed.pipeline.stages import Stages
+from nrl_models.distributed.sharding import sharding_of
+from nrl_models.errors import Problem, ProblemKind, ShardingError, listed
+
+Batch = Mapping[str, torch.Tensor]
+Loss = Callable[[torch.Tensor, dict[str, torch.Tensor]], torch.Tensor]
+"""From the logits `(sequences, length, vocabulary)` of a microbatch, and its rows of what belongs to it, its share of
+the loss: a scalar. The loss of the batch is the sum, so a mean over tokens divides by the tokens of the whole batch."""
+
+
+class Pipeline:
+    """Computes on a model whose stages lie on the ranks of `pp`.
+
+    Args:
+        model: loaded over a mesh that has `pp`.
+        microbatches: into how many equal parts a batch is divided.
+
+    Raises:
+        ShardingError: the model has no stages, or has got parameters (LoRA adapters) since it was sharded; or its
+            schedule takes another number of microbatches.
+    """
+
+    def __init__(self, model: PreTrainedModel, microbatches: int) -> None:
+        sharding = getattr(model, "sharding", None)
+        if sharding is None or sharding.stages is None:
+            problem = Problem(ProblemKind.MESH, type(model).__name__, "was not sharded over a mesh that has pp")
+            raise ShardingError("the model has no stages", [problem])
+        if added := [name for name, _ in model.named_parameters() if name not in sharding.holders]:
+            detail = "is no parameter that the model was sharded with: adapters do not go with pp so far"
+            raise ShardingError("the model has changed", [Problem(ProblemKind.UNEXPECTED, listed(added), detail)])
+        self.model, self.microbatches = model, microbatches
+        self.sharding = sharding_of(model)
+        self.mesh = self.sharding.mesh
+        self.stages: Stages = sharding.stages
+        self._shape: torch.Size | None = None
+        self._schedule: Any = None
+        self._loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+        if problems := list(self._microbatch_problems()):
+            raise ShardingError("the schedule does not take these microbatches", problems)
+
+    def step(self, inputs: Batch, loss: Loss, targets: Batch) -> torch.Tensor:
+        """Forward and backward of a batch; gradients are added to those that are there.
+
+        Gradients of parameters that several stages hold are summed over these.
+
+        Args:
+            inputs: what the model takes, `(sequences, ...)` each, the same on every rank of `pp`: `input_ids`, and
+                `position_ids` of packed rows, `attention_mask`.
+            loss: see `Loss`.
+            targets: what it gets beside logits, `(sequences, ...)` each.
+
+        Returns:
+            The loss of the batch, on every rank.
+
+        Raises:
+            ShardingError: inputs whose shapes differ between ranks, or that cannot be divided into microbatches; on
+                every rank, before anything is computed.
+        """
+        self._check(inputs, targets)
+        losses: list[torch.Tensor] = []
+        device = self.stages.device
+        self._loss = lambda logits, rows: loss(logits, _rows(targets, rows))
+        shape = inputs["input_ids"].shape
+        if shape != self._shape:
+            self._schedule, self._shape = self._new_schedule(shape), shape
+        with self._running(), shared_gradients_summed(self.model, self.mesh):
+            first = (inputs["input_ids"],) if 0 in self.stages.held else ()
+            rows = torch.arange(shape[0], device=device)
+            self._schedule.step(*first, target=rows, losses=losses, return_outputs=False, **inputs)
+        total = torch.zeros((), dtype=torch.promote_types(torch.float32, self.stages.cut.crossing.dtype), device=device)
+        for part in losses:  # none but on the rank of the last stage
+            total += part.detach()
+        last = self.sharding.rank_of_stage(self.stages.cut.stages - 1)
+        dist.broadcast(total, group=self.mesh.get_group("pp"), group_src=last)
+        return total
+
+    def _new_schedule(self, tokens: torch.Size) -> Any:
+        """torch's schedule, for tokens of this shape: what stages exchange is allocated once."""
+        make: Any = get_schedule_class(self.sharding.plan.schedule)
+        cut = self.stages.cut
+        rows = tokens[0] // self.microbatches, tokens[1]
+        shape = *rows, *cut.crossing.features
+        hidden = torch.empty(shape, dtype=cut.crossing.dtype, device="meta", requires_grad=True)
+        stages = [
+            PipelineStage(
+                self.model if len(self.stages.held) == 1 else _OneStage(self.model, self.stages, stage),
+                stage,
+                cut.stages,
+                self.stages.device,
+                # With these given torch does not run a forward to find them.
+                input_args=torch.empty(rows, dtype=torch.long, device="meta") if stage == 0 else hidden,
+                output_args=hidden,
+                group=self.mesh.get_group("pp"),
+            )
+            for stage in self.stages.held
+        ]
+        held: Any = stages[0] if Schedule(self.sharding.plan.schedule).has_one_stage else stages
+        return make(held, self.microbatches, loss_fn=lambda *given: self._loss(*given), scale_grads=False)
+
+    def _check(self, inputs: Batch, targets: Batch) -> None:
+        """Agree on a batch."""
+        with agreed(self.mesh["pp"], "run a step of the pipeline") as facts:
+            if problems := list(self._problems(inputs, targets)):
+                raise ShardingError("cannot run a step of the pipeline", problems)
+            shapes = {name: tuple(value.shape) for name, value in (*inputs.items(), *targets.items())}
+            facts |= {"the shapes": shapes, "the microbatches": self.microbatches}
+
+    def _microbatch_problems(self) -> Iterator[Problem]:
+        """What torch's schedule would not take."""
+        stages, schedule = self.stages.cut.stages, Schedule(self.sharding.plan.schedule)
+        subject = f"{self.microbatches} microbatches"
+        fewest = stages if schedule in (Schedule.ONE_FORWARD_ONE_BACKWARD, Schedule.DUAL_PIPE_V) else 1
+        if self.microbatches < fewest:
+            detail = f"are too few: {schedule} takes {fewest} or more with {stages} stages"
+            yield Problem(ProblemKind.DIVIDE, subject, detail)
+        rounds = max(1, self.microbatches // self.mesh["pp"].size())
+        if schedule in (Schedule.INTERLEAVED, Schedule.INTERLEAVED_ZERO_BUBBLE) and self.microbatches % rounds:
+            detail = f"do not divide into {rounds} rounds of as many each, as {schedule} needs"
+            yield Problem(ProblemKind.DIVIDE, subject, detail)
+
+    def _problems(self, inputs: Batch, targets: Batch) -> Iterator[Problem]:
+        tokens = inputs.get("input_ids")
+        if not isinstance(tokens, torch.Tensor) or tokens.ndim != 2:
+            yield Problem(ProblemKind.MISSING, "input_ids", "of shape (sequences, length) are what a pipeline takes")
+            return
+        for name, value in (*inputs.items(), *targets.items()):
+            if not isinstance(value, torch.Tensor) or value.shape[:1] != tokens.shape[:1]:
+                detail = f"is no tensor with a row for each of the {len(tokens)} sequences"
+                yield Problem(ProblemKind.SHAPE, name, detail)
+        if "labels" in inputs:
+            detail = "makes each stage compute a loss: give it among the targets, to the loss of the step"
+            yield Problem(ProblemKind.UNEXPECTED, "labels", detail)
+        if len(tokens) % self.microbatches:
+            detail = f"do not divide {len(tokens)} sequences"
+            yield Problem(ProblemKind.DIVIDE, f"{self.microbatches} microbatches", detail)
+        if torch.is_autocast_enabled(self.stages.device.type):
+            detail = "changes the dtype of what stages exchange: load the model in the dtype to compute in"
+            yield Problem(ProblemKind.DTYPE, "torch.autocast", detail)
+
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        self.stages.running = self.stages.held[0]
+        try:
+            yield
+        finally:
+            self.stages.running = None
+
+
+class _OneStage(nn.Module):
+    """One of several stages of a rank, as torch's schedules take them; its parameters are those of its layers."""
+
+    model: PreTrainedModel
+    stages: Stages
+    stage: int
+
+    def __init__(self, model: PreTrainedModel, stages: Stages, stage: int) -> None:
+        super().__init__()
+        self.__dict__.update(model=model, stages=stages, stage=stage)
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        self.stages.running = self.stage
+        return self.model(*args, **kwargs)
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        outside, cut = self.stages.cut.outside(self.stage), self.stages.cut
+        layers = tuple(f"{cut.crossing.stack}.{index}." for index in cut.layers(self.stage))
+        for name, parameter in self.model.named_parameters():
+            if name.startswith(layers) or name in outside:
+                yield parameter
+
+
+def _rows(batch: Batch, rows: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {name: value[rows.to(value.device)] for name, value in batch.items()}

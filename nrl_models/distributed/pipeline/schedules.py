@@ -1,0 +1,53 @@
+"""Which stages of a pipeline a rank holds: what torch's schedules expect."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from enum import StrEnum
+
+from nrl_models.errors import Problem, ProblemKind, did_you_mean
+
+
+class Schedule(StrEnum):
+    """In which order ranks compute microbatches, by torch's names (`torch.distributed.pipelining`)."""
+
+    GPIPE = "GPipe"
+    ONE_FORWARD_ONE_BACKWARD = "1F1B"
+    LOOPED_BREADTH_FIRST = "LoopedBFS"
+    INTERLEAVED = "Interleaved1F1B"
+    INTERLEAVED_ZERO_BUBBLE = "InterleavedZeroBubble"
+    ZERO_BUBBLE_V = "ZBVZeroBubble"
+    DUAL_PIPE_V = "DualPipeV"
+
+    @property
+    def has_one_stage(self) -> bool:
+        """Whether a rank holds one stage."""
+        return self in (Schedule.GPIPE, Schedule.ONE_FORWARD_ONE_BACKWARD)
+
+    @property
+    def is_v(self) -> bool:
+        """Whether stages go down the ranks and back: the first rank then has the first and the last."""
+        return self in (Schedule.ZERO_BUBBLE_V, Schedule.DUAL_PIPE_V)
+
+    def stages_of(self, rank: int, ranks: int, per_rank: int) -> tuple[int, ...]:
+        """The numbers of the stages that a rank holds."""
+        if self.is_v:
+            return rank, 2 * ranks - 1 - rank
+        return tuple(rank + turn * ranks for turn in range(per_rank))
+
+
+def stages_per_rank(schedule: str, asked: int | None) -> int:
+    """How many stages a rank holds by a schedule; `asked`, where that leaves a choice."""
+    return 1 if Schedule(schedule).has_one_stage else asked or 2
+
+
+def schedule_problems(schedule: str, asked: int | None) -> Iterator[Problem]:
+    """What is wrong with the schedule of a plan."""
+    if schedule not in {*Schedule}:
+        detail = f"is no schedule{did_you_mean(schedule, Schedule)}; expected one of {', '.join(Schedule)}"
+        yield Problem(ProblemKind.PLAN, repr(schedule), detail)
+        return
+    fixed = 1 if Schedule(schedule).has_one_stage else 2 if Schedule(schedule).is_v else None
+    if asked is not None and (asked != (fixed or asked) or asked < (fixed or 2)):
+        expected = f"{fixed} by {schedule}" if fixed else f"2 or more by {schedule}"
+        yield Problem(ProblemKind.PLAN, "stages_per_rank", f"is {asked}; a rank has {expected}")

@@ -1,0 +1,95 @@
+"""What stages have together: gradients of parameters that several hold, and the norm of all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from nrl_models.distributed.mesh import rank_in
+from nrl_models.distributed.sharding import sharding_of
+
+
+@contextmanager
+def shared_gradients_summed(model: PreTrainedModel, mesh: DeviceMesh) -> Iterator[None]:
+    """Sum the gradients that a step adds to parameters which several ranks hold: tied ones, and what stages share.
+
+    So they stay the same on all of these ranks, whatever the optimiser. Gradients that were there before the step are
+    the same already, and are added once.
+    """
+    shared = held_by_several(model)
+    before = [parameter.grad for parameter, _ in shared]
+    for parameter, _ in shared:
+        parameter.grad = None
+    yield
+    for (parameter, ranks), earlier in zip(shared, before, strict=True):
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        _sum_over(_local(parameter.grad), ranks, mesh)
+        if earlier is not None:
+            parameter.grad += earlier
+
+
+def clip_grad_norm_(model: PreTrainedModel, max_norm: float) -> torch.Tensor:
+    """Clip the gradients of a sharded model by the norm of all of them, over every stage.
+
+    `torch.nn.utils.clip_grad_norm_` sees the gradients of a rank's own stages alone, and would clip each by another.
+
+    Args:
+        model: a sharded model. Every rank calls it.
+        max_norm: of the gradients afterwards, at most.
+
+    Returns:
+        The norm before, the same on every rank.
+    """
+    sharding, held = sharding_of(model), dict(model.named_parameters())
+    own = {name: parameter.grad for name, parameter in held.items() if parameter.grad is not None}
+    counted = [grad for name, grad in own.items() if sharding.is_first_holder(name)]
+    norm = torch.nn.utils.get_total_norm(counted)
+    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+    if sharding.stages is not None:
+        squares = norm.to(sharding.stages.device, torch.float32).square()
+        dist.all_reduce(squares, group=sharding.mesh.get_group("pp"))
+        norm = squares.sqrt()
+    torch.nn.utils.clip_grads_with_norm_(held.values(), max_norm, norm)
+    return norm
+
+
+def held_by_several(model: PreTrainedModel) -> list[tuple[nn.Parameter, tuple[int, ...]]]:
+    """This rank's parameters that other ranks hold too, with the ranks, in the same order on all of them."""
+    sharding = sharding_of(model)
+    assert sharding.stages is not None
+    own = dict(model.named_parameters())
+    found = []
+    for names, stages in sharding.stages.cut.shared.items():
+        ranks = tuple(sorted({sharding.rank_of_stage(stage) for stage in stages}))
+        parameter = next((own[name] for name in names if name in own), None)
+        if parameter is not None and parameter.requires_grad and len(ranks) > 1:
+            found.append((parameter, ranks))
+    return found
+
+
+def _sum_over(tensor: torch.Tensor, ranks: tuple[int, ...], mesh: DeviceMesh) -> None:
+    """Sum a tensor over some ranks of `pp`, in place: the first of them adds, so all have the same bits."""
+    group, own = mesh.get_group("pp"), rank_in(mesh, "pp")
+    first, *others = ranks
+    if own != first:
+        dist.send(tensor, group=group, group_dst=first)
+        dist.recv(tensor, group=group, group_src=first)
+        return
+    received = torch.empty_like(tensor)
+    for rank in others:
+        dist.recv(received, group=group, group_src=rank)
+        tensor += received
+    for rank in others:
+        dist.send(tensor, group=group, group_dst=rank)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,261 @@
+"""The stages of a pipeline that a rank holds: the whole model, with everything emptied that other stages hold.
+
+Hugging Face's forward stays as it is, and runs on every stage from its beginning: a layer of an earlier stage hands on
+what it is given, the first layer of the stage takes what was received in its place, and the layer after the last ends
+the forward. Modules before the layers that the stage does not need give zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn, cast
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map_only
+from transformers import PreTrainedModel
+
+from nrl_models.distributed.pipeline.crossing import hidden_of, replaced
+from nrl_models.distributed.pipeline.cut import Cut
+from nrl_models.distributed.styles import become
+from nrl_models.errors import Problem, ProblemKind, ShardingError
+
+
+class Stages:
+    """The stages of a rank.
+
+    Args:
+        cut: of the whole model.
+        held: the numbers of this rank's stages.
+        stack: the model's list of layers.
+
+    Attributes:
+        running: the number of the stage that computes; None between steps.
+        received: the hidden states that it takes.
+    """
+
+    running: int | None = None
+    received: torch.Tensor | None = None
+
+    def __init__(self, cut: Cut, held: Sequence[int], stack: nn.ModuleList) -> None:
+        self.cut, self.held, self.stack = cut, tuple(held), stack
+        own = {index for stage in held for index in cut.layers(stage)}
+        for index, layer in enumerate(stack):
+            if index not in own:
+                stack[index] = PassOn(layer.to("meta"), self)
+        self._first_layer = stack[cut.layers(held[0]).start]
+        self._layers = {stage: self._layers_of(stage) for stage in held}
+
+    @property
+    def device(self) -> torch.device:
+        """Where the stages compute."""
+        return next(self._first_layer.parameters()).device
+
+    def require_running(self) -> int:
+        """The number of the stage that computes.
+
+        Raises:
+            ShardingError: none does: the model, or a part of it, is called by itself.
+        """
+        if self.running is None:
+            noun = "stage" if len(self.held) == 1 else "stages"
+            detail = f"has {noun} {' and '.join(map(str, self.held))} of {self.cut.stages}, and cannot compute alone"
+            problem = Problem(ProblemKind.MESH, "this rank", detail)
+            advice = [
+                "compute by nrl_models.distributed.Pipeline, whose step takes a whole batch on every rank; its loss is "
+                "given the logits, for log-probabilities, too",
+            ]
+            raise ShardingError("a model over the stages of a pipeline was called", [problem], advice)
+        return self.running
+
+    @contextmanager
+    def only(self, stage: int, received: torch.Tensor | None) -> Iterator[None]:
+        """Have the model's list of layers be that of one stage."""
+        layers, self.stack._modules = self.stack._modules, self._layers[stage]
+        self.received = received
+        try:
+            yield
+        finally:
+            self.stack._modules, self.received = layers, None
+
+    def _layers_of(self, stage: int) -> dict[str, nn.Module]:
+        own = self.cut.layers(stage)
+        layers: dict[str, nn.Module] = {}
+        for index, layer in enumerate(self.stack):
+            if index == own.stop:
+                layers[str(index)] = End(layer)
+            elif index not in own:
+                layers[str(index)] = PassOn(layer, self)
+            else:
+                layers[str(index)] = Entry(layer, self) if index == own.start and stage > 0 else layer
+        return layers
+
+
+class StandIn(nn.Module):
+    """Stands where another module was, and has its attributes; not its parameters.
+
+    Args:
+        was: the other module.
+    """
+
+    def __init__(self, was: nn.Module) -> None:
+        super().__init__()
+        self.__dict__["was"] = was.was if isinstance(was, StandIn) else was
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["was"], name)
+
+
+class PassOn(StandIn):
+    """A layer that another stage holds: returns the hidden states that it is given.
+
+    Args:
+        was: the layer.
+        stages: that this rank holds.
+    """
+
+    def __init__(self, was: nn.Module, stages: Stages) -> None:
+        super().__init__(was)
+        self.__dict__["stages"] = stages
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What is asked for beside hidden states is None."""
+        self.stages.require_running()
+        _, hidden = hidden_of(args, kwargs)
+        returns = self.stages.cut.crossing.returns
+        if returns is None:
+            return hidden
+        place, count = returns
+        return tuple(hidden if number == place else None for number in range(count))
+
+
+class Entry(StandIn):
+    """The first layer of a stage: computes on what was received.
+
+    Args:
+        was: the layer.
+        stages: that know it.
+    """
+
+    def __init__(self, was: nn.Module, stages: Stages) -> None:
+        super().__init__(was)
+        self.__dict__["stages"] = stages
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As the layer."""
+        place, _ = hidden_of(args, kwargs)
+        received = self.stages.received
+        assert received is not None
+        args, kwargs = replaced(args, kwargs, place, received)
+        return self.was(*args, **kwargs)
+
+
+class End(StandIn):
+    """The first layer of the next stage: ends the forward."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raises what the stage sends."""
+        _, hidden = hidden_of(args, kwargs)
+        raise StageEndError(hidden) from None
+
+
+class StageEndError(BaseException):
+    """A stage has computed what it sends: caught by `OverStages`, by no handler of errors.
+
+    Args:
+        hidden: that.
+    """
+
+    def __init__(self, hidden: torch.Tensor) -> None:
+        super().__init__()
+        self.hidden = hidden
+
+
+class Absent(StandIn):
+    """A module outside the layers that no stage of this rank needs: gives zeros of the shapes that it would give.
+
+    Args:
+        was: the module.
+        stages: that this rank holds.
+    """
+
+    def __init__(self, was: nn.Module, stages: Stages) -> None:
+        super().__init__(was.to("meta"))
+        self.__dict__["stages"] = stages
+
+    def __getattr__(self, name: str) -> Any:
+        found = super().__getattr__(name)
+        # Device, dtype and shape of it are read; memory is not spent.
+        return self._zeros(found).expand(found.shape) if isinstance(found, torch.Tensor) else found
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Computes shapes alone."""
+        self.stages.require_running()
+        args, kwargs = tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), (args, kwargs))
+        with torch.no_grad():
+            shapes = self.was(*args, **kwargs)
+        return tree_map_only(torch.Tensor, lambda shape: self._zeros(shape, *shape.shape), shapes)
+
+    def _zeros(self, like: torch.Tensor, *sizes: int) -> torch.Tensor:
+        return torch.zeros(sizes, dtype=like.dtype, device=self.stages.device)
+
+
+class OverStages(nn.Module):
+    """Mixin: the forward is that of the stage that runs, from what it receives to what it sends."""
+
+    stages: Stages
+
+    def forward(self, received: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor:
+        """Compute a stage.
+
+        Args:
+            received: hidden states; the first stage ignores them.
+            kwargs: what the whole model takes.
+
+        Returns:
+            What the next stage receives; of the last stage the logits.
+        """
+        with self.stages.only(self.stages.require_running(), received):
+            try:
+                output = super().forward(**kwargs, use_cache=False)
+            except StageEndError as end:
+                return end.hidden
+        return output.logits if hasattr(output, "logits") else output[0]
+
+
+def keep_stages(model: PreTrainedModel, cut: Cut, held: Sequence[int]) -> Stages:
+    """Empty, in place, everything of a model that some stages do not hold.
+
+    Args:
+        model: real or on meta.
+        cut: of it.
+        held: the numbers of the stages to keep.
+    """
+    stack = model.get_submodule(cut.crossing.stack)
+    assert isinstance(stack, nn.ModuleList)
+    inside = {id(module) for layer in stack for module in layer.modules()}
+    stages = Stages(cut, held, stack)
+    needed = frozenset().union(*map(cut.outside, held))
+    for name, module in list(model.named_modules(remove_duplicate=False)):
+        if id(module) in inside or isinstance(module, StandIn):
+            continue
+        dot = f"{name}." if name else ""
+        within = {f"{dot}{inner}" for inner, _ in module.named_parameters(remove_duplicate=False)}
+        own = [attribute for attribute, value in module._parameters.items() if value is not None]
+        if own and needed.isdisjoint(within):
+            model.set_submodule(name, Absent(module, stages))
+            inside |= {id(inner) for inner in module.modules()}
+            continue
+        for attribute in own:  # of a module with others that are needed
+            if f"{dot}{attribute}" not in needed:
+                module.__dict__[attribute] = module._parameters.pop(attribute).to("meta")
+    ties = getattr(model, "all_tied_weights_keys", None) or {}
+    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    model.all_tied_weights_keys = {name: kept for name, kept in ties.items() if {name, kept} <= names}
+    cast(Any, model).stages = stages
+    become(model, OverStages)
+    return stages

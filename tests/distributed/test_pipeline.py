@@ -1,0 +1,58 @@
+"""Stages of a pipeline compute, load, save and resume as one process: real processes, fp64."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from jobs import pipeline
+from world import World
+
+from nrl_models.distributed.pipeline.schedules import Schedule
+
+TIED: dict[str, Any] = {"num_hidden_layers": 4, "tie_word_embeddings": True}
+
+
+@pytest.mark.parametrize("schedule", Schedule)
+def test_every_schedule_equals_one_process(two: World, schedule: str) -> None:
+    check(two.run(partial(pipeline.equals_one_process, config=TIED, pp=2), "LlamaForCausalLM", schedule))
+
+
+def test_a_mixture_equals_one_process(two: World) -> None:
+    job = partial(pipeline.equals_one_process, config={"num_hidden_layers": 4}, dtype=torch.float32, pp=2)
+    check(two.run(job, "MixtralForCausalLM", "ZBVZeroBubble"), 1e-5)  # grouped experts do not compute in fp64
+
+
+@pytest.mark.parametrize("fault", pipeline.FAULTS)
+def test_planted_faults_are_found(two: World, fault: str) -> None:
+    found = two.run(partial(pipeline.equals_one_process, config=TIED, fault=fault, pp=2), "LlamaForCausalLM", "GPipe")
+    assert max(rank["gradients"] for rank in found) > 1e-3
+
+
+def check(found: list[dict[str, Any]], bound: float = 1e-10) -> None:
+    for rank in found:
+        assert rank["loss"] <= 1e-6
+        assert rank["gradients"] <= bound
+        assert rank["again"] <= bound, "what stages share is summed once for each step"
+        assert rank["missing"] == []
+        assert rank["scale"] > 0.01, "gradients too small for a mistake to show"
+
+
+@pytest.mark.parametrize(
+    ("schedule", "architecture"), [("1F1B", "LlamaForCausalLM"), ("DualPipeV", "MixtralForCausalLM")]
+)
+def test_each_rank_reads_its_stages_and_all_write_the_whole(
+    two: World, tmp_path: Path, schedule: str, architecture: str
+) -> None:
+    config = TIED if architecture == "LlamaForCausalLM" else {"num_hidden_layers": 4}
+    found = two.run(pipeline.loads_saves_and_exports, str(tmp_path), schedule, config, architecture)
+    assert {name for rank in found for name in rank["held"]} == set(found[0]["all"])
+    assert all(rank["read"] < 0.6 for rank in found)
+
+
+def test_a_checkpoint_resumes_at_any_layout(two: World, tmp_path: Path) -> None:
+    for wanted, actual in two.run(pipeline.resumes, str(tmp_path), "LlamaForCausalLM", TIED):
+        assert actual == pytest.approx(wanted, rel=1e-5)
