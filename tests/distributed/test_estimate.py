@@ -72,7 +72,9 @@ def test_what_does_not_fit_is_said_with_what_to_change(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("mesh", "message"),
     [
-        ("fsdp=2,pp=2", "'pp=2'"),
+        ("fsdp=2,cp=2", "'cp=2'"),
+        ("pp=2,fsdp=2", "does not go with fsdp so far"),
+        ("pp=64", "not enough for 64 stages"),
         ("tp", "write it as fsdp=16,tp=8"),
         ("tp=8", "num_key_value_heads"),
         ("ep=2", "no experts"),

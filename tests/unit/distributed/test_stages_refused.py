@@ -1,0 +1,57 @@
+"""What `pp` refuses, before memory is spent: meshes, schedules, and models that cannot be cut."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from nrl_models import registry
+from nrl_models.distributed.parallel_plan import ParallelPlan, plan_for
+from nrl_models.distributed.pipeline.cut import cut_into
+from nrl_models.distributed.pipeline.schedules import Schedule
+from nrl_models.errors import ShardingError
+from nrl_models.onboarding.estimate import _fake_mesh
+from nrl_models.testing.case import FamilyCase
+
+
+def case(architecture: str) -> FamilyCase:
+    return FamilyCase(registry.model_class(architecture), torch.device("cpu"), {})
+
+
+@pytest.mark.parametrize("other", ["fsdp", "tp"])
+def test_other_dimensions_beside_pp_are_refused(other: str) -> None:
+    with (
+        _fake_mesh({"pp": 2, other: 2}) as mesh,
+        pytest.raises(ShardingError, match=f"pp.*does not go with {other} so far"),
+    ):
+        plan_for(case("LlamaForCausalLM").model(), mesh)
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        (ParallelPlan(schedule="1F2B"), "'1F2B'.*is no schedule"),
+        (ParallelPlan(schedule=Schedule.GPIPE, stages_per_rank=2), "stages_per_rank.*is 2; a rank has 1 by GPipe"),
+        (ParallelPlan(schedule=Schedule.INTERLEAVED, stages_per_rank=1), "a rank has 2 or more by Interleaved1F1B"),
+    ],
+)
+def test_schedules_that_do_not_exist_or_do_not_fit_are_refused(plan: ParallelPlan, message: str) -> None:
+    with _fake_mesh({"pp": 2}) as mesh, pytest.raises(ShardingError, match=message):
+        plan_for(case("LlamaForCausalLM").model(), mesh, plan)
+
+
+def test_more_stages_than_layers_are_refused() -> None:
+    with pytest.raises(ShardingError, match="layers, which are not enough for 64 stages"):
+        cut_into(case("LlamaForCausalLM").model(), 64)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "message"),
+    [
+        ("XLMWithLMHeadModel", "reads more of layer 0 than hidden states"),
+        ("Gemma3nForCausalLM", "hidden states that do not begin with batch and length"),
+    ],
+)
+def test_layers_that_are_no_line_are_refused(architecture: str, message: str) -> None:
+    with pytest.raises(ShardingError, match=message):
+        cut_into(case(architecture).model(), 2)
