@@ -61,6 +61,21 @@ def test_bytes_are_those_that_ranks_hold(
     assert figures["traffic"] == pytest.approx(measured["traffic"], rel=0.02)
 
 
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "MixtralForCausalLM"])
+def test_under_pp_bytes_are_those_of_the_fullest_rank(two: World, tmp_path: Path, architecture: str) -> None:
+    options = ["--seq-len", "512", "--micro-batch", "2", "--compute", "float32", "--no-checkpointing"]
+    done = plan(config_folder(architecture, tmp_path), "pp=2", *options, "--json", str(tmp_path / "out.json"))
+    assert done.returncode == 0, done.stderr
+    figures: dict[str, Any] = json.loads((tmp_path / "out.json").read_text())["figures"]
+    ranks = two.run(estimate.measures_stages, architecture, 2, 512, 2)
+    (fullest,) = (rank for rank in ranks if rank["parameters"] == figures["parameters"])
+    for kind in ("gradients", "optimizer", "buffers"):
+        assert figures[kind] == fullest[kind], kind
+    tolerance = 0.1 if architecture == "LlamaForCausalLM" else 0.25
+    assert figures["activations"] == pytest.approx(fullest["activations"], rel=tolerance)
+    assert figures["traffic"] == {"pp": pytest.approx(fullest["sent"] / len(ranks), rel=0.02)}  # of one micro-batch
+
+
 def test_what_does_not_fit_is_said_with_what_to_change(tmp_path: Path) -> None:
     folder = config_folder("LlamaForCausalLM", tmp_path)
     done = plan(folder, "fsdp=2", "--seq-len", "512", "--no-checkpointing", "--memory", "0.022")

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PreTrainedModel
 
 from jobs.memory import Sent
 from jobs.setting import case_of, local, mesh_of
-from nrl_models.distributed import parallelize
+from nrl_models.distributed import Pipeline, parallelize
 
 
 def measures(architecture: str, batch: int, length: int, **sizes: int) -> dict[str, Any]:
@@ -33,12 +36,54 @@ def measures(architecture: str, batch: int, length: int, **sizes: int) -> dict[s
             loss = torch.nn.functional.cross_entropy(logits.float().flatten(0, -2), tokens.flatten())
         loss.backward()
     optimizer.step()
+    return held(model, optimizer) | {"activations": sum(kept.values()), "traffic": sent.nbytes}
+
+
+def held(model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> dict[str, int]:
+    """Bytes this rank holds after a step."""
     states = [value for state in optimizer.state.values() for value in state.values() if value.ndim > 0]
     return {
         "parameters": sum(local(parameter).nbytes for parameter in model.parameters()),
         "gradients": sum(local(parameter.grad).nbytes for parameter in model.parameters()),
         "optimizer": sum(local(state).nbytes for state in states),
         "buffers": sum(buffer.nbytes for buffer in model.buffers()),
-        "activations": sum(kept.values()),
-        "traffic": sent.nbytes,
     }
+
+
+def measures_stages(architecture: str, batch: int, length: int, ranks: int) -> dict[str, Any]:
+    """The same of a step of a pipeline with a microbatch for each rank; "activations" are the most kept at a time."""
+    case = case_of(architecture)
+    model = parallelize(copy.deepcopy(case.model()).train(), mesh_of(pp=ranks))
+    optimizer = torch.optim.AdamW(model.parameters())
+    tokens = case.inputs(batch=batch * ranks, length=length)["input_ids"]
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept: Counter[int] = Counter()
+    sizes: dict[int, int] = {}
+    peak, sent = 0, 0
+
+    class Packed:
+        def __init__(self, tensor: torch.Tensor) -> None:
+            nonlocal peak
+            self.tensor, self.place = tensor, tensor.untyped_storage().data_ptr()
+            if self.place not in parameters:
+                kept[self.place] += 1
+                sizes[self.place] = tensor.untyped_storage().nbytes()
+                peak = max(peak, sum(sizes[place] for place, count in kept.items() if count))
+
+        def __del__(self) -> None:
+            kept[self.place] -= self.place not in parameters
+
+    class Sending(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            nonlocal sent
+            if func._schema.name == "c10d::send":
+                sent += sum(tensor.nbytes for tensor in args[0])
+            return func(*args, **(kwargs or {}))
+
+    def loss_of(logits: torch.Tensor, targets: dict[str, torch.Tensor]) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(logits.float().flatten(0, -2), targets["tokens"].flatten()) / ranks
+
+    with Sending(), torch.autograd.graph.saved_tensors_hooks(Packed, lambda packed: packed.tensor):
+        Pipeline(model, ranks).step({"input_ids": tokens}, loss_of, {"tokens": tokens})
+    optimizer.step()
+    return held(model, optimizer) | {"activations": peak, "sent": sent}
