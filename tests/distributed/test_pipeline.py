@@ -21,6 +21,45 @@ def test_every_schedule_equals_one_process(two: World, schedule: str) -> None:
     check(two.run(partial(pipeline.equals_one_process, config=TIED, pp=2), "LlamaForCausalLM", schedule))
 
 
+@pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
+def test_four_processes_equal_one(four: World, schedule: str) -> None:
+    config = TIED | {"num_hidden_layers": 8}
+    check(four.run(partial(pipeline.equals_one_process, config=config, pp=4), "LlamaForCausalLM", schedule))
+
+
+FIRST, LAST = ("model.embed", "model.layers.0.", "model.layers.1."), ("model.norm", "lm_head", "model.layers.3.")
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
+@pytest.mark.parametrize("frozen", [FIRST, LAST], ids=["first", "last"])
+def test_stages_may_be_frozen(two: World, schedule: str, frozen: tuple[str, ...]) -> None:
+    job = partial(pipeline.equals_one_process, config={"num_hidden_layers": 4}, frozen=frozen, pp=2)
+    check(two.run(job, "LlamaForCausalLM", schedule))
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "InterleavedZeroBubble"])
+def test_activations_may_be_recomputed(two: World, schedule: str) -> None:
+    job = partial(pipeline.equals_one_process, config=TIED, recompute=True, pp=2)
+    check(two.run(job, "LlamaForCausalLM", schedule))
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B", "ZBVZeroBubble"])
+def test_a_forward_alone_reads_what_one_process_does(two: World, schedule: str) -> None:
+    for off in two.run(partial(pipeline.evaluates, pp=2), schedule, TIED):
+        assert max(off) < 1e-10
+
+
+def test_a_call_outside_of_a_step_is_refused(two: World) -> None:
+    two.run(pipeline.called_outside_of_a_step)
+
+
+def test_batches_that_do_not_fit_are_refused_on_every_rank(two: World) -> None:
+    for said in two.run(pipeline.refused_batches):
+        wanted = ("input_ids", "do not divide 6 sequences", "tokens", "labels", "shapes", "are too few: 1F1B takes 2")
+        for text, part in zip(said, wanted, strict=True):
+            assert part in text
+
+
 def test_a_mixture_equals_one_process(two: World) -> None:
     job = partial(pipeline.equals_one_process, config={"num_hidden_layers": 4}, dtype=torch.float32, pp=2)
     check(two.run(job, "MixtralForCausalLM", "ZBVZeroBubble"), 1e-5)  # grouped experts do not compute in fp64
@@ -49,8 +88,13 @@ def test_each_rank_reads_its_stages_and_all_write_the_whole(
 ) -> None:
     config = TIED if architecture == "LlamaForCausalLM" else {"num_hidden_layers": 4}
     found = two.run(pipeline.loads_saves_and_exports, str(tmp_path), schedule, config, architecture)
-    assert {name for rank in found for name in rank["held"]} == set(found[0]["all"])
+    first, second = (set(rank["held"]) for rank in found)
+    assert first | second == set(found[0]["all"])
+    tied = architecture == "LlamaForCausalLM"
+    assert first & second == ({"model.embed_tokens.weight", "lm_head.weight"} if tied else set())
     assert all(rank["read"] < 0.6 for rank in found)
+    if not tied:
+        assert sum(rank["read"] for rank in found) == pytest.approx(1)
 
 
 def test_a_checkpoint_resumes_at_any_layout(two: World, tmp_path: Path) -> None:

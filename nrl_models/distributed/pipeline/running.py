@@ -13,7 +13,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 from transformers import PreTrainedModel
 
-from nrl_models.distributed.mesh import agreed
+from nrl_models.distributed.mesh import agreed, rank_in
 from nrl_models.distributed.pipeline.schedules import Schedule
 from nrl_models.distributed.pipeline.shared import shared_gradients_summed
 from nrl_models.distributed.pipeline.stages import Stages
@@ -24,6 +24,8 @@ Batch = Mapping[str, torch.Tensor]
 Loss = Callable[[torch.Tensor, dict[str, torch.Tensor]], torch.Tensor]
 """From the logits `(sequences, length, vocabulary)` of a microbatch, and its rows of what belongs to it, its share of
 the loss: a scalar. The loss of the batch is the sum, so a mean over tokens divides by the tokens of the whole batch."""
+Reading = Callable[[torch.Tensor, dict[str, torch.Tensor]], torch.Tensor]
+"""From the same what is wanted of each sequence, `(sequences, ...)`: log-probabilities of its tokens, for example."""
 
 
 class Pipeline:
@@ -88,9 +90,58 @@ class Pipeline:
         total = torch.zeros((), dtype=torch.promote_types(torch.float32, self.stages.cut.crossing.dtype), device=device)
         for part in losses:  # none but on the rank of the last stage
             total += part.detach()
-        last = self.sharding.rank_of_stage(self.stages.cut.stages - 1)
-        dist.broadcast(total, group=self.mesh.get_group("pp"), group_src=last)
+        dist.broadcast(total, group=self.mesh.get_group("pp"), group_src=self._last_rank)
         return total
+
+    def evaluate(self, inputs: Batch, reading: Reading, targets: Batch) -> torch.Tensor:
+        """Forward of a batch, without gradients, whatever the schedule: each stage takes microbatch after microbatch.
+
+        Args:
+            inputs: see `step`.
+            reading: see `Reading`.
+            targets: what it gets beside logits, `(sequences, ...)` each.
+
+        Returns:
+            What was read, `(sequences, ...)`, on every rank.
+
+        Raises:
+            ShardingError: see `step`.
+        """
+        self._check(inputs, targets)
+        with self._running(), torch.no_grad():
+            numbers = torch.arange(len(inputs["input_ids"])).chunk(self.microbatches)
+            logits = ((rows, self._logits(_rows(inputs, rows))) for rows in numbers)
+            parts = [reading(found, _rows(targets, rows)) for rows, found in logits if found is not None]
+        found = torch.cat(parts) if parts else None  # on the rank of the last stage
+        group = self.mesh.get_group("pp")
+        facts = [None if found is None else (found.shape, found.dtype)]
+        dist.broadcast_object_list(facts, group=group, group_src=self._last_rank)
+        assert facts[0] is not None
+        shape, dtype = facts[0]
+        found = torch.empty(shape, dtype=dtype, device=self.stages.device) if found is None else found.contiguous()
+        dist.broadcast(found, group=group, group_src=self._last_rank)
+        return found
+
+    @property
+    def _last_rank(self) -> int:
+        return self.sharding.rank_of_stage(self.stages.cut.stages - 1)
+
+    def _logits(self, inputs: Batch) -> torch.Tensor | None:
+        """Run a microbatch through this rank's stages; its logits on the rank of the last stage."""
+        group, own = self.mesh.get_group("pp"), rank_in(self.mesh, "pp")
+        sent: torch.Tensor | None = None
+        for stage in sorted(self.stages.held):
+            if stage > 0 and (before := self.sharding.rank_of_stage(stage - 1)) != own:
+                shape = *inputs["input_ids"].shape, *self.stages.cut.crossing.features
+                sent = torch.empty(shape, dtype=self.stages.cut.crossing.dtype, device=self.stages.device)
+                dist.recv(sent, group=group, group_src=before)
+            self.stages.running = stage
+            sent = self.model(sent, **inputs)
+            if stage == self.stages.cut.stages - 1:
+                return sent
+            if (after := self.sharding.rank_of_stage(stage + 1)) != own:
+                dist.send(sent.contiguous(), group=group, group_dst=after)
+        return None
 
     def _new_schedule(self, tokens: torch.Size) -> Any:
         """torch's schedule, for tokens of this shape: what stages exchange is allocated once."""

@@ -63,8 +63,8 @@ class Stages:
             detail = f"has {noun} {' and '.join(map(str, self.held))} of {self.cut.stages}, and cannot compute alone"
             problem = Problem(ProblemKind.MESH, "this rank", detail)
             advice = [
-                "compute by nrl_models.distributed.Pipeline, whose step takes a whole batch on every rank; its loss is "
-                "given the logits, for log-probabilities, too",
+                "compute by nrl_models.distributed.Pipeline, whose step takes a whole batch on every rank, and whose "
+                "evaluate gives what is read from logits, such as log-probabilities",
             ]
             raise ShardingError("a model over the stages of a pipeline was called", [problem], advice)
         return self.running

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.pipelining.schedules import get_schedule_class
@@ -28,6 +29,8 @@ from nrl_models.distributed import (
 from nrl_models.distributed.mesh import rank_in
 from nrl_models.distributed.pipeline import running, shared
 from nrl_models.distributed.pipeline.stages import Stages
+from nrl_models.errors import ShardingError
+from nrl_models.logprobs import token_logprobs
 from nrl_models.testing.case import FamilyCase
 
 SEQUENCES, LENGTH, MICROBATCHES = 8, 12, 4
@@ -38,6 +41,13 @@ _mesh = lru_cache(maxsize=None)(mesh_of)
 def sharded(case: FamilyCase, schedule: str, dtype: torch.dtype = torch.float64, **sizes: int) -> PreTrainedModel:
     """The tiny model over stages, in training."""
     return parallelize(copy.deepcopy(case.model(dtype)).train(), _mesh(**sizes), ParallelPlan(schedule=schedule))
+
+
+def without_gradients(model: PreTrainedModel, frozen: tuple[str, ...]) -> PreTrainedModel:
+    """A model whose parameters under these names are frozen."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not name.startswith(frozen))
+    return model
 
 
 def batch(case: FamilyCase) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
@@ -54,9 +64,11 @@ def loss_of(logits: torch.Tensor, targets: Mapping[str, torch.Tensor]) -> torch.
     return (losses * targets["weights"].flatten()).sum() / (SEQUENCES * LENGTH)
 
 
-def expected(case: FamilyCase, dtype: torch.dtype = torch.float64) -> tuple[float, dict[str, torch.Tensor]]:
+def expected(
+    case: FamilyCase, dtype: torch.dtype = torch.float64, frozen: tuple[str, ...] = ()
+) -> tuple[float, dict[str, torch.Tensor]]:
     """Loss and gradients of one process, by its own names."""
-    model = copy.deepcopy(case.model(dtype)).train()
+    model = without_gradients(copy.deepcopy(case.model(dtype)).train(), frozen)
     inputs, targets = batch(case)
     total = 0.0
     for rows in torch.arange(SEQUENCES).chunk(MICROBATCHES):
@@ -72,7 +84,7 @@ def differences(model: PreTrainedModel, loss: float, wanted: tuple[float, dict[s
     scale = max(float(gradient.abs().max()) for gradient in wanted[1].values())
     own = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     off = [float((_whole(gradient) - wanted[1][name]).abs().max()) / scale for name, gradient in own.items()]
-    return {"loss": abs(loss - wanted[0]), "gradients": max(off), "names": sorted(own), "scale": scale}
+    return {"loss": abs(loss - wanted[0]), "gradients": max(off, default=0.0), "names": sorted(own), "scale": scale}
 
 
 def _whole(tensor: Any) -> torch.Tensor:
@@ -85,13 +97,18 @@ def equals_one_process(
     config: dict[str, Any] | None = None,
     dtype: torch.dtype = torch.float64,
     fault: str = "",
+    frozen: tuple[str, ...] = (),
+    recompute: bool = False,
     **sizes: int,
 ) -> dict[str, Any]:
     """How far a step, and gradients of two, are from one process's; with a planted fault, if one is named."""
     case = case_of(architecture, config)
-    wanted = expected(case, dtype)
+    wanted = expected(case, dtype, frozen)
     with FAULTS[fault]() if fault else nullcontext():
-        return _compared(case, wanted, Pipeline(sharded(case, schedule, dtype, **sizes), MICROBATCHES))
+        model = without_gradients(sharded(case, schedule, dtype, **sizes), frozen)
+        if recompute:
+            model.gradient_checkpointing_enable()
+        return _compared(case, wanted, Pipeline(model, MICROBATCHES))
 
 
 def _compared(case: FamilyCase, wanted: tuple[float, dict[str, torch.Tensor]], pipeline: Pipeline) -> dict[str, Any]:
@@ -102,6 +119,69 @@ def _compared(case: FamilyCase, wanted: tuple[float, dict[str, torch.Tensor]], p
     twice = differences(pipeline.model, again, (wanted[0], {name: 2 * grad for name, grad in wanted[1].items()}))
     missing = set(wanted[1]).difference(*all_gathered(found["names"]))
     return found | {"again": twice["gradients"], "missing": sorted(missing), "rank": rank_in(pipeline.mesh, "pp")}
+
+
+def evaluates(schedule: str, config: dict[str, Any], **sizes: int) -> list[float]:
+    """How far log-probabilities are from one process's: before a step, after it, and of a batch of another length."""
+    case = case_of("LlamaForCausalLM", config)
+    pipeline = Pipeline(sharded(case, schedule, **sizes), MICROBATCHES)
+    whole = copy.deepcopy(case.model(torch.float64))
+    inputs, targets = batch(case)
+    off = []
+    for length in (LENGTH, LENGTH, LENGTH - 3):
+        given = {name: value[:, :length] for name, value in inputs.items()}
+        with torch.no_grad():
+            wanted = logprobs_of(whole(**given, use_cache=False).logits, {"tokens": given["input_ids"]})
+        actual = pipeline.evaluate(given, logprobs_of, {"tokens": given["input_ids"]})
+        assert actual.shape == wanted.shape
+        assert not actual.requires_grad
+        assert all(parameter.grad is None for parameter in pipeline.model.parameters())
+        off.append(float((actual - wanted).abs().max()))
+        pipeline.step(inputs, loss_of, targets)
+        pipeline.model.zero_grad()
+    return off
+
+
+def logprobs_of(logits: torch.Tensor, targets: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Of each token, from its own logits: enough to tell models apart."""
+    return logits.log_softmax(-1).gather(-1, targets["tokens"][..., None])[..., 0]
+
+
+def called_outside_of_a_step() -> None:
+    """Whatever computes on the model by itself raises, and says what to do."""
+    case = case_of("LlamaForCausalLM", {"num_hidden_layers": 4})
+    model, tokens = sharded(case, "1F1B", torch.float32, pp=2), case.inputs()["input_ids"]
+    for call in (
+        lambda: model(tokens),
+        lambda: model.model(tokens),
+        lambda: token_logprobs(model, tokens),
+        lambda: token_logprobs(model, tokens, chunk_size=None),
+        lambda: model.generate(tokens, max_new_tokens=2),
+    ):
+        with pytest.raises(ShardingError, match="Pipeline"):
+            call()
+
+
+def refused_batches() -> list[str]:
+    """What a step says of batches that do not fit; every rank calls it with the same."""
+    case = case_of("LlamaForCausalLM", {"num_hidden_layers": 4})
+    model = sharded(case, "1F1B", torch.float32, pp=2)
+    pipeline, (inputs, targets) = Pipeline(model, MICROBATCHES), batch(case)
+    said = []
+    batches: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({}, targets),
+        ({name: value[:6] for name, value in inputs.items()}, {name: value[:6] for name, value in targets.items()}),
+        (inputs, {"tokens": targets["tokens"][:3]}),
+        (inputs | {"labels": inputs["input_ids"]}, targets),
+        ({"input_ids": inputs["input_ids"][:, : LENGTH - dist.get_rank()]}, targets),
+    ]
+    for given, beside in batches:
+        with pytest.raises(ShardingError) as caught:
+            pipeline.step(given, loss_of, beside)
+        said.append(str(caught.value))
+    with pytest.raises(ShardingError) as caught:
+        Pipeline(model, 1)
+    return [*said, str(caught.value)]
 
 
 def _wrong_layers(self: Stages, stage: int) -> dict[str, Any]:
