@@ -127,7 +127,7 @@ def refused(world: World, job: object, *arguments: object) -> list[tuple[str, st
     ("sizes", "names", "message"),
     [
         ((2,), None, "has dimensions without names"),
-        ((2,), ("data",), "'data': is not a dimension of a model; expected some of fsdp, ep, tp"),
+        ((2,), ("data",), "'data': is not a dimension of a model; expected some of pp, fsdp, ep, tp"),
         ((1, 2), ("tp", "fsdp"), "tp, fsdp: are in the wrong order"),
     ],
     ids=["unnamed", "unknown", "order"],

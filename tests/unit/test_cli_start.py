@@ -97,7 +97,7 @@ MISTAKES = (
     ("new broken/config.json", "is not a JSON object"),
     ("new owner/name", "no such file or directory: owner/name"),
     ("convert checkpoint out --dtype fp8", "Invalid value for '--dtype'"),
-    ("plan checkpoint --mesh fdsp=2", "'fdsp=2': expected name=size once for each of some of fsdp, ep, tp"),
+    ("plan checkpoint --mesh fdsp=2", "'fdsp=2': expected name=size once for each of some of pp, fsdp, ep, tp"),
     ("plan checkpoint --mesh tp=0", "'tp=0': expected name=size"),
     ("parity checkpoint --check 9", "Invalid value for '--check'"),
     ("consistency checkpoint --engine tgi", "unknown engine 'tgi': expected one of vllm, mlx, hf-generate"),
