@@ -168,7 +168,8 @@ def _initialise_missing(model: PreTrainedModel, fit: Fit, device: torch.device) 
     mesh = sharding_of(model).mesh
     (seed, *_) = gather_over(mesh, torch.initial_seed()) if fit.found.missing else (0,)
     by_module: dict[str, list[str]] = defaultdict(list)
-    for name in model.state_dict().keys() & set(fit.found.missing):
+    own = model.state_dict()
+    for name in (name for name in fit.found.missing if name in own):  # in the same order on each rank
         owner, _, attribute = name.rpartition(".")
         by_module[owner].append(attribute)
     for owner, attributes in by_module.items():

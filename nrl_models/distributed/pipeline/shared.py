@@ -27,7 +27,12 @@ def shared_gradients_summed(model: PreTrainedModel, mesh: DeviceMesh) -> Iterato
     before = [parameter.grad for parameter, _ in shared]
     for parameter, _ in shared:
         parameter.grad = None
-    yield
+    try:
+        yield
+    except BaseException:
+        for (parameter, _), earlier in zip(shared, before, strict=True):
+            parameter.grad = earlier
+        raise
     for (parameter, ranks), earlier in zip(shared, before, strict=True):
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
