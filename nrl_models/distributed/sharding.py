@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from nrl_models.common.state_dict.adapter import Layout, StateDictAdapter
+from nrl_models.common.state_dict.layouts import TensorSpec
 from nrl_models.common.state_dict.views import HFTensor
 from nrl_models.distributed.mesh import gather_over, rank_in, size_of
 from nrl_models.distributed.parallel_plan import ParallelPlan
@@ -49,14 +50,19 @@ class Sharding:
     def __deepcopy__(self, memo: dict[int, object]) -> Sharding:
         return self
 
-    def finish(self, model: PreTrainedModel, whole: PreTrainedModel) -> None:
+    def finish(
+        self, model: PreTrainedModel, whole: PreTrainedModel, dtypes: Mapping[str, torch.dtype] = MappingProxyType({})
+    ) -> None:
         """Record the model's tensors. Call it before `fsdp` is applied, which renames classes.
 
         Args:
             model: the model.
             whole: with the stages that other ranks hold.
+            dtypes: of tensors that will be loaded, where they have others so far.
         """
         self.adapter = StateDictAdapter(whole)
+        own = self.adapter.own
+        own |= {name: TensorSpec(own[name].shape, dtype) for name, dtype in dtypes.items() if name in own}
         self.total_parameters = whole.num_parameters()
         cast(Any, model).sharding = self
         model.register_load_state_dict_pre_hook(_fill_shards)

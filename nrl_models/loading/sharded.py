@@ -68,7 +68,7 @@ def load_sharded(
         set_loaded_conversions(model, fit.names.used_conversions())
         _retype(model, fit)
         keep_unused(model, fit, files, dtype)
-        sharding.finish(model, whole)
+        sharding.finish(model, whole, fit.dtypes)
         divide_data(model, sharding)
         facts |= {
             "class": type(model).__name__,

@@ -88,7 +88,7 @@ def test_a_family_that_needs_a_missing_package_keeps_its_page(pages: Path, monke
     page = pages / "mixtral.md"
     page.write_text("as it was")
     (pages / "gone.md").write_text("of a family that is gone")
-    monkeypatch.setitem(registry._REQUIREMENTS, "MixtralForCausalLM", "aeons>=1")
+    monkeypatch.setitem(registry._REQUIREMENTS, "MixtralForCausalLM", ("aeons>=1",))
     written = write_pages(pages)
     assert {path.name for path in written} == {"index.md", "phi3.md"}
     assert page.read_text() == "as it was"
