@@ -20,7 +20,7 @@ from nrl_models.errors import EngineError, MixedWeightsError, itemised, listed, 
 from nrl_models.logprobs.sampling import Sampling
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
+    pass
 
 Tokens = Sequence[int]
 NamedTensor = tuple[str, torch.Tensor]
@@ -328,13 +328,6 @@ def _of_whole_weights(method: Callable[..., Any]) -> Callable[..., Any]:
         return method(self, *args, **kwargs)
 
     return answer
-
-
-def model_limit(config: PreTrainedConfig) -> int | None:
-    """Tokens of a sequence that a model takes, by its configuration; None if that does not say."""
-    text = config.get_text_config(decoder=True)
-    found = (getattr(text, key, None) for key in ("max_position_embeddings", "max_seq_len", "max_target_positions"))
-    return min((limit for limit in found if isinstance(limit, int) and limit > 0), default=None)
 
 
 def require_number(name: str, value: Any, *types: type) -> None:

@@ -16,6 +16,7 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 
 from nrl_models.auto import auto_class_for
 from nrl_models.common.checkpoint.files import resolve_folder
+from nrl_models.common.config.positions import model_limit
 from nrl_models.common.dtypes import dtype_name
 from nrl_models.common.projections import groups_of
 from nrl_models.common.recording import record_calls
@@ -29,7 +30,6 @@ from nrl_models.engines.base import (
     NamedTensor,
     Sample,
     Tokens,
-    model_limit,
     require_lengths,
     require_number,
     tensor_digest,

@@ -10,8 +10,9 @@ import torch
 
 from nrl_models.common.checkpoint.files import resolve_folder
 from nrl_models.common.checkpoint.local_path import is_gguf
+from nrl_models.common.config.positions import model_limit
 from nrl_models.common.trust.servers import require_engine
-from nrl_models.engines.base import Engine, model_limit
+from nrl_models.engines.base import Engine
 from nrl_models.errors import EngineError
 from nrl_models.loading.read_config import read_config
 

@@ -10,6 +10,7 @@ from nrl_models.logprobs.metrics import (
     sampling_importance_ratio,
     token_mult_prob_error,
 )
+from nrl_models.logprobs.rollout_batch import rollout_logprobs
 from nrl_models.logprobs.sampling import Sampling
 from nrl_models.logprobs.tokens import LossTerms, TokenLogprobs, token_logprobs
 
@@ -23,6 +24,7 @@ __all__ = [
     "kl_k1",
     "kl_k2",
     "kl_k3",
+    "rollout_logprobs",
     "sampling_importance_ratio",
     "token_logprobs",
     "token_mult_prob_error",

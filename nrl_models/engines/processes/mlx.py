@@ -20,6 +20,7 @@ import torch
 from safetensors.torch import save_file
 
 from nrl_models.common.checkpoint.files import resolve_folder
+from nrl_models.common.config.positions import model_limit
 from nrl_models.common.dtypes import dtype_name
 from nrl_models.engines.answers import Checked
 from nrl_models.engines.base import (
@@ -28,7 +29,6 @@ from nrl_models.engines.base import (
     NamedTensor,
     Sample,
     Tokens,
-    model_limit,
     require_lengths,
     require_number,
 )

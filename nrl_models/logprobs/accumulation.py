@@ -1,0 +1,230 @@
+"""Microbatches of a batch, forward and backward, one after the other.
+
+A loss is a function of the whole batch. While only some log-probabilities are known, the others being zero, its
+derivatives by these are those that it has in the end, if its terms read what is in one microbatch. Whether they were is
+seen when all are known; where they were not, these sequences run again, and the difference is added.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils.rnn import pad_sequence
+
+from nrl_models.common.random_states import random_states_kept
+from nrl_models.logprobs.microbatches import Layout, Microbatch, largest, ranks_of
+from nrl_models.logprobs.tokens import Loss, LossTerms, TokenLogprobs, token_logprobs
+
+STATISTICS = ("logprobs", "entropy", "kl")
+"""What a loss may be differentiated by."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """All sequences.
+
+    Attributes:
+        ids, scores: `(length,)` of each, int64 and bool.
+        device: where they are.
+        scored: `(sequences, longest)` bool: which tokens have a log-probability.
+    """
+
+    ids: list[torch.Tensor]
+    scores: list[torch.Tensor]
+    device: torch.device
+    scored: torch.Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Find what is scored: no first token is."""
+        grid = torch.zeros(0, 0, dtype=torch.bool, device=self.device)
+        if self.ids:
+            grid = pad_sequence(self.scores, batch_first=True)
+            grid[:, 0] = False
+        object.__setattr__(self, "scored", grid)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """A microbatch, `(rows, length)`.
+
+    Attributes:
+        ids: token ids.
+        inputs: what tells its sequences apart.
+        there: bool: where tokens are.
+        places: sequence and place of each token that is there, in that order.
+        score: bool: those to score.
+    """
+
+    ids: torch.Tensor
+    inputs: dict[str, torch.Tensor]
+    there: torch.Tensor
+    places: tuple[torch.Tensor, torch.Tensor]
+    score: torch.Tensor
+
+    @classmethod
+    def of(cls, batch: Batch, part: Microbatch, layout: Layout) -> Part:
+        """Lay sequences into it."""
+        rows = [batch.ids[number] for number in part.numbers]
+
+        def laid(tensors: list[torch.Tensor]) -> torch.Tensor:
+            return torch.cat(tensors)[None] if layout is Layout.PACKED else pad_sequence(tensors, batch_first=True)
+
+        positions = [torch.arange(len(row), device=batch.device) for row in rows]
+        there = laid([torch.ones_like(row, dtype=torch.bool) for row in rows])
+        inputs = {} if len(rows) == 1 else {"attention_mask": there}
+        if len(rows) > 1 and layout is Layout.PACKED:
+            inputs = {"position_ids": laid(positions)}
+        sequences = [torch.full_like(row, number) for row, number in zip(rows, part.numbers, strict=True)]
+        places = torch.cat(sequences), torch.cat(positions)
+        return cls(laid(rows), inputs, there, places, laid([batch.scores[number] for number in part.numbers]))
+
+    def placed(self, values: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
+        """The grid `(sequences, longest)` with this microbatch's values `(rows, length)` in it."""
+        return grid.index_put(self.places, values[self.there])
+
+    def taken(self, grid: torch.Tensor) -> torch.Tensor:
+        """This microbatch's values `(rows, length)` of a grid; zero for padding."""
+        zeros = torch.zeros(self.there.shape, dtype=grid.dtype, device=grid.device)
+        return zeros.masked_scatter(self.there, grid[self.places])
+
+
+class Accumulation:
+    """Runs the microbatches.
+
+    Args:
+        model: the model.
+        batch: all sequences.
+        parts: the microbatches.
+        count: how many the ranks of the group run.
+        options: keywords of `token_logprobs`.
+        loss, loss_terms, group: see `rollout_logprobs`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batch: Batch,
+        parts: list[Part],
+        count: int,
+        options: dict[str, Any],
+        loss: Loss | None,
+        loss_terms: LossTerms | str | torch.Tensor,
+        group: Any,
+    ) -> None:
+        self.model, self.batch, self.parts, self.count, self.options = model, batch, parts, count, options
+        self.loss, self.loss_terms, self.group = loss, loss_terms, group
+        nothing = torch.zeros_like(batch.scored)
+        self.known = TokenLogprobs(nothing.float(), batch.scored, nothing)
+        self.used: dict[str, torch.Tensor] = {}
+
+    def run(self) -> TokenLogprobs:
+        """Every microbatch. Returns what is known in the end, with the loss if there is one."""
+        if self.loss is None:
+            with torch.no_grad():
+                for part in self.parts:
+                    self.known = self._joined(part, self._scored(part))
+                self._nothing(self.count - len(self.parts))
+            return self.known
+        states = []
+        for part in self.parts:
+            states.append(_random_state())
+            self._learn(part)
+        self._nothing(self.count - len(self.parts))
+        loss, by = self._derivatives() if self.parts else (self.known.logprobs.sum(), {})
+        again = [place for place, part in enumerate(self.parts) if self._differs(part, by)]
+        (count,) = largest([len(again)], self.group, self.batch.device)
+        for place in again:
+            with random_states_kept():
+                _set_random_state(states[place])  # the same dropout
+                found = self._scored(self.parts[place])
+            rest = {name: gradient - self.used[name] for name, gradient in by.items()}
+            self._pull(self.parts[place], found, rest)
+        self._nothing(count - len(again))
+        return replace(self.known, loss=loss)
+
+    def _scored(self, part: Part, **loss: Any) -> TokenLogprobs:
+        keywords: dict[str, Any] = {"score": part.score, **part.inputs, **self.options, **loss}
+        return token_logprobs(self.model, part.ids, **keywords)
+
+    def _joined(self, part: Part, found: TokenLogprobs) -> TokenLogprobs:
+        """What is known, and what was found of a microbatch; `(sequences, longest)` each."""
+        grids = {}
+        for name in STATISTICS:
+            given, grid = getattr(found, name), getattr(self.known, name)
+            if given is not None:
+                grid = torch.zeros_like(self.known.logprobs) if grid is None else grid
+                grids[name] = part.placed(given, grid.to(given.dtype))
+        outside = part.placed(found.outside, self.known.outside)
+        return TokenLogprobs(mask=self.batch.scored & ~outside, outside=outside, **grids)
+
+    def _learn(self, part: Part) -> None:
+        """A microbatch forward and backward."""
+        assert self.loss is not None
+        loss, terms = self.loss, self.loss_terms
+        if isinstance(terms, torch.Tensor):
+            of_tokens = terms.to(self.batch.device)[:, None].expand_as(self.batch.scored)
+            terms = part.taken(of_tokens)
+        with torch.enable_grad():
+            found = self._scored(part, loss=lambda row: loss(self._joined(part, row)), loss_terms=terms)
+        with torch.no_grad():
+            self.known = self._joined(part, found)
+        _, by = self._derivatives()
+        self._pull(part, found, by)
+        for name, gradient in by.items():
+            used = self.used.get(name, torch.zeros_like(gradient))
+            self.used[name] = part.placed(part.taken(gradient), used)
+
+    def _derivatives(self) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """The loss of what is known, and its derivatives by each of the statistics, zero where nothing is scored."""
+        assert self.loss is not None
+        grids = {name: grid for name in STATISTICS if (grid := getattr(self.known, name)) is not None}
+        with torch.enable_grad():
+            leaves = {name: grid.clone().requires_grad_() for name, grid in grids.items()}
+            loss = self.loss(replace(self.known, **leaves))
+            given: Any = [None] * len(grids)
+            if loss.requires_grad:
+                given = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+        by = {}
+        for (name, grid), gradient in zip(grids.items(), given, strict=True):
+            by[name] = torch.zeros_like(grid) if gradient is None else gradient.masked_fill(~self.batch.scored, 0.0)
+        return loss.detach(), by
+
+    def _pull(self, part: Part, found: TokenLogprobs, by: dict[str, torch.Tensor]) -> None:
+        """The gradient of the parameters, from derivatives by what was found of a microbatch."""
+        gradients = [part.taken(gradient) for gradient in by.values()]
+        if ranks_of(self.group) == 1 and not any(gradient.any() for gradient in gradients):
+            return  # groups of equal rewards teach nothing
+        with torch.autocast(self.batch.device.type, enabled=False):  # a backward repeats the forward's dtypes
+            torch.autograd.backward([getattr(found, name) for name in by], gradients)
+
+    def _differs(self, part: Part, by: dict[str, torch.Tensor]) -> bool:
+        """Whether a microbatch's derivatives were others than they are in the end, by more than rounding."""
+        for name, gradient in by.items():
+            bound = 64 * torch.finfo(gradient.dtype).eps * gradient.abs().max()
+            if not bool((part.taken(gradient - self.used[name]).abs() <= bound).all()):
+                return True
+        return False
+
+    def _nothing(self, count: int) -> None:
+        """Microbatches without a loss, as other ranks have more."""
+        token = self.batch.ids[0][:1] if self.batch.ids else torch.zeros(1, dtype=torch.long, device=self.batch.device)
+        for _ in range(count):
+            with torch.set_grad_enabled(self.loss is not None):
+                found = token_logprobs(self.model, token.repeat(2)[None], **self.options)
+            if self.loss is not None:
+                with torch.autocast(self.batch.device.type, enabled=False):
+                    found.logprobs.backward(torch.zeros_like(found.logprobs))
+
+
+def _random_state() -> tuple[torch.Tensor, list[torch.Tensor]]:
+    return torch.get_rng_state(), torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+
+
+def _set_random_state(state: tuple[torch.Tensor, list[torch.Tensor]]) -> None:
+    cpu, cuda = state
+    torch.set_rng_state(cpu)
+    if cuda:
+        torch.cuda.set_rng_state_all(cuda)
