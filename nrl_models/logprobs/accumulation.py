@@ -133,7 +133,7 @@ class Accumulation:
             states.append(_random_state())
             self._learn(part)
         self._nothing(self.count - len(self.parts))
-        loss, by = self._derivatives() if self.parts else (self.known.logprobs.sum(), {})
+        loss, by = self._derivatives(last=True) if self.parts else (self.known.logprobs.sum(), {})
         again = [place for place, part in enumerate(self.parts) if self._differs(part, by)]
         (count,) = largest([len(again)], self.group, self.batch.device)
         for place in again:
@@ -177,19 +177,21 @@ class Accumulation:
             used = self.used.get(name, torch.zeros_like(gradient))
             self.used[name] = part.placed(part.taken(gradient), used)
 
-    def _derivatives(self) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """The loss of what is known, and its derivatives by each of the statistics, zero where nothing is scored."""
+    def _derivatives(self, *, last: bool = False) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """The loss of what is known, and its derivatives by each of the statistics, zero where nothing is scored.
+
+        The last time, terms of the loss that are of something else (a norm of weights) have their gradient, too.
+        """
         assert self.loss is not None
         grids = {name: grid for name in STATISTICS if (grid := getattr(self.known, name)) is not None}
         with torch.enable_grad():
             leaves = {name: grid.clone().requires_grad_() for name, grid in grids.items()}
             loss = self.loss(replace(self.known, **leaves))
-            given: Any = [None] * len(grids)
             if loss.requires_grad:
-                given = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+                loss.backward(inputs=None if last else list(leaves.values()))
         by = {}
-        for (name, grid), gradient in zip(grids.items(), given, strict=True):
-            by[name] = torch.zeros_like(grid) if gradient is None else gradient.masked_fill(~self.batch.scored, 0.0)
+        for name, leaf in leaves.items():
+            by[name] = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad.masked_fill(~self.batch.scored, 0.0)
         return loss.detach(), by
 
     def _pull(self, part: Part, found: TokenLogprobs, by: dict[str, torch.Tensor]) -> None:

@@ -1,0 +1,69 @@
+"""Which sequences run together."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from nrl_models.logprobs.microbatches import Layout, Microbatch, fewest, levelled, size
+
+
+def units_of(lengths: list[int]) -> list[Microbatch]:
+    return [Microbatch.of([number], lengths) for number in range(len(lengths))]
+
+
+def numbers_of(found: list[Microbatch]) -> list[tuple[int, ...]]:
+    return [row.numbers for row in found]
+
+
+def test_the_longest_are_placed_first() -> None:
+    """In the order given, 6 and 4 would share a row, and the others need two more."""
+    units = units_of([4, 6, 3, 7])
+    assert numbers_of(fewest(units, Layout.PACKED, 10)) == [(3, 2), (1, 0)]
+    assert numbers_of(fewest(units, Layout.PADDED, 14)) == [(3, 1), (0, 2)]
+    assert numbers_of(fewest(units, Layout.ALONE, 10)) == [(3,), (1,), (0,), (2,)]
+
+
+def test_padding_counts() -> None:
+    units = units_of([9, 2, 2, 2, 2])
+    assert numbers_of(fewest(units, Layout.PADDED, 10)) == [(0,), (1, 2, 3, 4)]
+    assert numbers_of(fewest(units, Layout.PADDED, 18)) == [(0, 1), (2, 3, 4)]
+
+
+def test_what_is_read_together_stays_together() -> None:
+    lengths = [5, 1, 1, 5, 3]
+    units = [Microbatch.of(pair, lengths) for pair in ([0, 1], [2, 3], [4])]
+    assert numbers_of(fewest(units, Layout.PACKED, 9)) == [(0, 1, 4), (2, 3)]
+    assert numbers_of(fewest(units, Layout.PADDED, 10)) == [(0, 1), (2, 3), (4,)]
+
+
+def test_rows_of_like_lengths() -> None:
+    """First fit leaves the last row nearly empty; ranks that wait for others use all the rows these run."""
+    units = units_of([8, 7, 6, 2, 1])
+    assert [row.tokens for row in fewest(units, Layout.PACKED, 10)] == [10, 8, 6]
+    assert [row.tokens for row in levelled(units, Layout.PACKED, 10, 3)] == [8, 8, 8]
+    assert [row.tokens for row in levelled(units, Layout.PACKED, 10, 4)] == [8, 7, 6, 3]
+    assert len(levelled(units, Layout.PACKED, 10, 9)) == 5, "no row is empty"
+    assert levelled([], Layout.PACKED, 10, 3) == []
+
+
+def test_levelling_keeps_the_budget() -> None:
+    """Into the emptiest of two rows would go 5, 4, then 3, 3, 3: ten tokens, where first fit needs nine."""
+    units = units_of([5, 4, 3, 3, 3])
+    assert [row.tokens for row in levelled(units, Layout.PACKED, 9, 2)] == [9, 9]
+
+
+@pytest.mark.parametrize("layout", Layout)
+def test_every_sequence_is_somewhere_once(layout: Layout) -> None:
+    draw = random.Random(0)
+    for _ in range(50):
+        lengths = [draw.randint(1, 50) for _ in range(draw.randint(1, 40))]
+        units, budget = units_of(lengths), draw.randint(50, 150)
+        rows = fewest(units, layout, budget)
+        for found in (rows, levelled(units, layout, budget, len(rows) + draw.randint(0, 3))):
+            assert sorted(number for row in found for number in row.numbers) == list(range(len(lengths)))
+            assert max(size(layout, row) for row in found) <= budget
+            assert [size(layout, row) for row in found] == sorted((size(layout, row) for row in found), reverse=True)
+        if layout is Layout.PACKED:  # first fit of the longest first, https://doi.org/10.1016/0304-3975(73)90013-9
+            assert len(rows) <= 11 / 9 * -(-sum(lengths) // budget) + 2

@@ -1,0 +1,343 @@
+"""`rollout_logprobs`: the same as each sequence at a time, in any number of microbatches, values and gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils.rnn import pad_sequence
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from nrl_models import AutoModelForCausalLM, registry
+from nrl_models.logprobs import TokenLogprobs, rollout_logprobs, token_logprobs
+from nrl_models.losses import Normalise, dpo_loss, policy_loss, sequence_logprobs, token_weights
+from nrl_models.testing.case import FamilyCase, randomise
+from nrl_models.testing.tiny import tiny_config
+
+LENGTHS = (7, 12, 1, 9, 3, 11, 5, 10)
+PROMPT = 3
+BUDGET = 24
+"""Tokens of a row: the sequences need three of them, packed."""
+
+WIDE = torch.float64
+
+STRICT, MENDED = 1e-11, 1e-6
+"""Bounds in fp64. Norms compute in fp32: a gradient in two parts is rounded twice."""
+
+
+@pytest.fixture(scope="module")
+def sequences() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(16, 480, (length,), generator=generator) for length in LENGTHS]
+
+
+SCORE = [[place >= PROMPT for place in range(length)] for length in LENGTHS]
+SAMPLED = pad_sequence([torch.tensor(row) for row in SCORE], batch_first=True)
+OLD, REFERENCE = -8 * torch.rand(2, *SAMPLED.shape, generator=torch.Generator().manual_seed(1), dtype=WIDE)
+ADVANTAGES = torch.tensor([1.0, -0.5, 0.25, -2.0, 0.7, 1.5, -1.0, 0.3], dtype=WIDE)
+
+Loss = Callable[[TokenLogprobs], torch.Tensor]
+
+
+def made(dtype: torch.dtype = WIDE, seed: int = 0, **values: Any) -> PreTrainedModel:
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(tiny_config(LlamaConfig, values), dtype=dtype).eval()
+    randomise(model)
+    return model
+
+
+def policy(normalise: Normalise, longest: int | None = None, **options: Any) -> Loss:
+    weights = token_weights(SAMPLED, normalise, longest)
+
+    def loss(found: TokenLogprobs) -> torch.Tensor:
+        return policy_loss(found.logprobs, OLD, ADVANTAGES, weights * found.mask, eps_high=0.28, **options)
+
+    return loss
+
+
+def with_entropy_and_divergence(found: TokenLogprobs) -> torch.Tensor:
+    assert found.entropy is not None
+    assert found.kl is not None
+    kept = policy(Normalise.TOKEN, reference=REFERENCE, kl=0.1)(found)
+    return kept - 0.01 * found.entropy.sum() / found.mask.sum() + (found.kl * ADVANTAGES[:, None]).mean()
+
+
+def preference(found: TokenLogprobs) -> torch.Tensor:
+    chosen, rejected = sequence_logprobs(found.logprobs, found.mask).chunk(2)
+    return dpo_loss(chosen, rejected, torch.full_like(chosen, -9.0), torch.full_like(chosen, -10.0))
+
+
+def of_all_together(found: TokenLogprobs) -> torch.Tensor:
+    """Each derivative reads every log-probability."""
+    return (found.logprobs.sum() / 40).exp() + found.logprobs.square().mean()
+
+
+PAIRS = torch.arange(4).repeat(2)
+
+LOSSES: dict[str, tuple[Loss, dict[str, Any]]] = {
+    "grpo": (policy(Normalise.SEQUENCE), {}),
+    "dapo": (policy(Normalise.TOKEN), {}),
+    "dr_grpo": (policy(Normalise.LONGEST, 16), {}),
+    "entropy and divergence": (with_entropy_and_divergence, {"entropy": True}),
+    "pairs": (preference, {"loss_terms": PAIRS}),
+    "sequences": (lambda found: (found.logprobs.sum(1) / 9).exp().mean(), {"loss_terms": "sequence"}),
+}
+
+
+class Forwards:
+    """Counts a model's forward passes, and keeps the shapes of what they got."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.shapes: list[tuple[int, ...]] = []
+        self.handle = model.register_forward_pre_hook(self._see, with_kwargs=True)
+
+    def _see(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self.shapes.append(tuple(kwargs["input_ids"].shape))
+
+    def __enter__(self) -> Forwards:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.handle.remove()
+
+
+def at_a_time(model: nn.Module, sequences: Sequence[torch.Tensor], loss: Loss, **options: Any) -> TokenLogprobs:
+    """The same by the plainest means: each sequence through the model's own logits, and a loss of all of them."""
+    options.pop("loss_terms", None)
+    found = [
+        token_logprobs(model, row[None], score=torch.tensor(mask)[None], chunk_size=None, **options)
+        for row, mask in zip(sequences, SCORE, strict=True)
+    ]
+
+    def grid(name: str) -> torch.Tensor | None:
+        rows = [getattr(each, name) for each in found]
+        return None if rows[0] is None else pad_sequence([row[0] for row in rows], batch_first=True)
+
+    whole: Any = {name: grid(name) for name in ("logprobs", "mask", "outside", "entropy", "kl")}
+    return replace(TokenLogprobs(**whole), loss=loss(TokenLogprobs(**whole)))
+
+
+def gradients_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return found
+
+
+def assert_equal_runs(
+    model: nn.Module, sequences: Sequence[torch.Tensor], loss: Loss, bound: float, **options: Any
+) -> None:
+    """The call, beside each sequence at a time: values to `bound`, gradients to `bound` of each one's largest."""
+    expected = at_a_time(model, sequences, loss, **options)
+    assert expected.loss is not None
+    expected.loss.backward()
+    wanted = gradients_of(model)
+    found = rollout_logprobs(model, sequences, score=SCORE, loss=loss, row_tokens=BUDGET, **options)
+    actual = gradients_of(model)
+    for name in ("logprobs", "entropy", "kl", "loss"):
+        ours, theirs = getattr(found, name), getattr(expected, name)
+        assert (ours is None) == (theirs is None)
+        if ours is not None:
+            assert not ours.requires_grad
+            torch.testing.assert_close(ours, theirs.detach().to(ours), rtol=bound, atol=bound, msg=name)
+    assert torch.equal(found.mask, expected.mask)
+    assert torch.equal(found.outside, expected.outside)
+    assert actual.keys() == wanted.keys()
+    for name, gradient in wanted.items():
+        torch.testing.assert_close(actual[name], gradient, rtol=0, atol=bound * gradient.abs().max().item(), msg=name)
+
+
+CASES = {
+    "LlamaForCausalLM": "packed",
+    "Qwen3MoeForCausalLM": "packed",  # a mixture of experts
+    "Lfm2ForCausalLM": "packed",  # convolutions keep a state
+    "NemotronHForCausalLM": "packed",  # Mamba-2 does, too
+    "Llama4ForCausalLM": "padded",
+    "CpmAntForCausalLM": "alone",
+}
+"""Architectures, and how their sequences lie in a microbatch."""
+
+ROUNDING = {"NemotronHForCausalLM": 1e-6}
+"""What computes in fp32 whatever its dtype, logits included: bounds in fp64."""
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("dtype", [torch.float32, WIDE], ids=["fp32", "fp64"])
+def test_models_that_pack_and_that_pad(name: str, dtype: torch.dtype, sequences: list[torch.Tensor]) -> None:
+    model = FamilyCase(registry.model_class(name)).new_pair(dtype)[1]
+    if dtype == WIDE and model._can_set_experts_implementation():
+        model.set_experts_implementation("eager")  # torch groups no products in fp64
+    with Forwards(model) as forwards:
+        assert_equal_runs(model, sequences, LOSSES["dapo"][0], ROUNDING.get(name, STRICT) if dtype == WIDE else 1e-5)
+    shapes = [shape for shape in forwards.shapes if shape != (1, 4)][len(LENGTHS) :]
+    assert all(rows * length <= BUDGET for rows, length in shapes)
+    if CASES[name] == "packed":
+        assert sorted(shapes) == [(1, 19), (1, 19), (1, 20)], "rows of like lengths"
+    elif CASES[name] == "padded":
+        assert len(shapes) < len(LENGTHS)
+        assert max(rows for rows, _ in shapes) > 1
+    else:
+        assert sorted(shapes) == sorted((1, length) for length in LENGTHS)
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.7}, {"top_p": 0.9, "top_k": 300}], ids=str)
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_of_the_whole_batch(name: str, sampling: dict[str, Any], sequences: list[torch.Tensor]) -> None:
+    loss, options = LOSSES[name]
+    model = made()
+    # The number of tokens that top_k and top_p leave, by which entropy is divided, is known in the end.
+    twice = name == "entropy and divergence" and "top_k" in sampling
+    if name == "entropy and divergence":
+        options = options | {"reference": made(seed=1).requires_grad_(False)}
+    with Forwards(model) as forwards:
+        assert_equal_runs(model, sequences, loss, MENDED if twice else STRICT, **options, **sampling)
+    packed = [shape for shape in forwards.shapes if shape[1] > max(LENGTHS)]
+    assert len(packed) == (5 if twice else 3), "in the last everything is known"
+
+
+def test_a_loss_that_reads_more_than_was_said_runs_twice(sequences: list[torch.Tensor]) -> None:
+    model = made()
+    with Forwards(model) as forwards:
+        assert_equal_runs(model, sequences, of_all_together, MENDED)
+    assert len([shape for shape in forwards.shapes if shape[1] > max(LENGTHS)]) == 5
+    assert_equal_runs(model, sequences, preference, MENDED)  # of pairs in different rows
+    assert_equal_runs(model, sequences, preference, MENDED, loss_terms=torch.zeros(8))  # and of a unit that fits no row
+
+
+def test_dropout_is_the_same_in_the_second_run(sequences: list[torch.Tensor]) -> None:
+    """The gradient is that of the log-probabilities that are returned: finite differences have the same dropout."""
+    model = made(attention_dropout=0.3).train()
+    weight = model.model.norm.weight
+
+    def value() -> float:
+        torch.manual_seed(3)
+        found = rollout_logprobs(model, sequences, loss=of_all_together, row_tokens=BUDGET)
+        assert found.loss is not None
+        return found.loss.item()
+
+    value()
+    slope = gradients_of(model)["model.norm.weight"][0].item()
+    values = []
+    for step in (1e-5, -1e-5):
+        with torch.no_grad():
+            weight[0] += step
+        values.append(value())
+        with torch.no_grad():
+            weight[0] -= step
+    assert slope == pytest.approx((values[0] - values[1]) / 2e-5, rel=1e-5)
+
+
+def test_other_terms_of_a_loss_count_once(sequences: list[torch.Tensor]) -> None:
+    model = made()
+
+    def loss(found: TokenLogprobs) -> torch.Tensor:
+        return LOSSES["grpo"][0](found) + model.model.norm.weight.square().sum()
+
+    assert_equal_runs(model, sequences, loss, STRICT)
+
+
+def test_gradients_are_added_to_those_that_are_there(sequences: list[torch.Tensor]) -> None:
+    model, loss = made(), LOSSES["grpo"][0]
+    rollout_logprobs(model, sequences, score=SCORE, loss=loss, row_tokens=BUDGET)
+    once = {name: p.grad.clone() for name, p in model.named_parameters()}
+    rollout_logprobs(model, sequences, score=SCORE, loss=loss, row_tokens=BUDGET)
+    for name, gradient in gradients_of(model).items():
+        torch.testing.assert_close(gradient, 2 * once[name])
+
+
+def test_without_a_loss_there_is_no_gradient(sequences: list[torch.Tensor]) -> None:
+    model = made()
+    found = rollout_logprobs(model, [row.tolist() for row in sequences], row_tokens=BUDGET)
+    assert (found.loss, found.entropy, found.kl) == (None, None, None)
+    assert found.logprobs.shape == found.mask.shape == (len(LENGTHS), max(LENGTHS))
+    assert found.mask.sum(1).tolist() == [length - 1 for length in LENGTHS]
+    for row, sequence in enumerate(sequences):
+        alone = token_logprobs(model, sequence[None]).logprobs[0]
+        torch.testing.assert_close(found.logprobs[row, : len(sequence)], alone.detach(), rtol=0, atol=1e-12)
+        assert not found.logprobs[row, len(sequence) :].any()
+    assert not any(p.grad is not None for p in model.parameters())
+
+
+def test_what_teaches_nothing_has_no_backward(sequences: list[torch.Tensor]) -> None:
+    model = made()
+    found = rollout_logprobs(model, sequences, loss=lambda found: 0.0 * found.logprobs.sum(), row_tokens=BUDGET)
+    assert found.loss == 0.0
+    assert gradients_of(model) == {}
+
+
+def test_transformers_classes_are_padded(sequences: list[torch.Tensor]) -> None:
+    """In theirs, documents may attend to each other, or hand on a state."""
+    model = LlamaForCausalLM(tiny_config(LlamaConfig)).to(WIDE).eval()
+    with Forwards(model) as forwards:
+        assert_equal_runs(model, sequences, LOSSES["dapo"][0], STRICT)
+    assert all(rows == 1 or length <= max(LENGTHS) for rows, length in forwards.shapes)
+    with Forwards(ours := made()) as forwards:
+        rollout_logprobs(ours, sequences, reference=model, row_tokens=BUDGET)
+    assert max(rows for rows, _ in forwards.shapes) > 1, "nor is a model whose reference is"
+
+
+def test_under_autocast(sequences: list[torch.Tensor]) -> None:
+    """A backward inside it would run in bf16 what the forward ran in fp32."""
+    model = made(torch.float32)
+    results = []
+    for way in (at_a_time, rollout_logprobs):
+        loss: Any = lambda found: (found.logprobs * SAMPLED).sum() / 10  # noqa: E731
+        with torch.autocast("cpu", torch.bfloat16):
+            if way is at_a_time:
+                found = at_a_time(model, sequences, loss)
+            else:
+                found = rollout_logprobs(model, sequences, score=SCORE, loss=loss, row_tokens=BUDGET)
+        if way is at_a_time:
+            assert found.loss is not None
+            found.loss.backward()
+        results.append(gradients_of(model))
+    for name, expected in results[0].items():
+        error = (results[1][name] - expected).norm() / expected.norm()
+        assert error < 0.02, name
+
+
+@pytest.mark.parametrize(("device_row", "rows"), [(None, [(1, 58)]), (12, None), (58, [(1, 58)])])
+def test_budgets(device_row: int | None, rows: Any, sequences: list[torch.Tensor]) -> None:
+    model = made()
+    rollout_logprobs(model, sequences[:1])  # which also compares the head
+    with Forwards(model) as forwards:
+        rollout_logprobs(model, sequences, row_tokens=device_row)
+    assert forwards.shapes == rows if rows else all(length <= 12 for _, length in forwards.shapes)
+
+
+def bad(**given: Any) -> dict[str, Any]:
+    return {"sequences": [[1, 2, 3], [4, 5]]} | given
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            bad(sequences=[[1], [], [2] * 257, [0.5], [[1, 2]], ["a"], [3, -100]], row_tokens=200),
+            r"sequence 1 is empty; sequence 2 has 257 tokens, and the model takes 256; sequence 2 has 257 tokens, and "
+            r"row_tokens allows 200; sequence 3 is \(1,\) of torch.float32: expected token ids, \(length,\); "
+            r"sequence 4 is \(1, 2\) of torch.int64: .*; sequence 5 is no list of token ids: .*; sequence 6 has the "
+            r"token id -100: give sequences without padding$",
+        ),
+        (bad(sequences=[[]] * 30), r"sequence 19 is empty; and 10 more$"),
+        (bad(sequences=[]), "^there are no sequences$"),
+        (
+            bad(sequences=torch.zeros(2, 3, dtype=torch.long)),
+            "a tensor is no list of sequences: `token_logprobs`",
+        ),
+        (bad(row_tokens=0), "row_tokens=0: expected at least 1"),
+        (bad(score=[[True] * 3]), "score has 1 masks for 2 sequences"),
+        (bad(score=[[True] * 2, [True]]), r"score of sequence 0 is \(2,\): expected \(3,\), as its .*; score of sequ"),
+        (bad(loss_terms="pair"), "loss_terms='pair': expected token, sequence, or a number of each sequence"),
+        (bad(loss_terms=torch.zeros(3)), r"loss_terms is \(3,\): expected \(2,\)"),
+        (bad(loss=lambda found: found.logprobs.sum(1)), r"the loss returned \(2,\): expected a tensor without dimens"),
+    ],
+)
+def test_bad_input(given: dict[str, Any], message: str) -> None:
+    model = made()
+    with pytest.raises(ValueError, match=message):
+        rollout_logprobs(model, **given)
+    assert gradients_of(model) == {}
