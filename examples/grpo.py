@@ -27,7 +27,7 @@ from transformers import AutoTokenizer
 
 from nrl_models import AutoModelForCausalLM
 from nrl_models.engines import start_engine
-from nrl_models.logprobs import token_logprobs, token_mult_prob_error
+from nrl_models.logprobs import rollout_logprobs, token_mult_prob_error
 from nrl_models.losses import loss_named
 from nrl_models.recipes.rollouts import Batch, PolicyLoop, Question
 
@@ -48,8 +48,7 @@ def reward(question: arithmetic.Question, reply: str, ended: bool) -> float:
 def evaluate(loop: PolicyLoop, held_out: list[arithmetic.Question]) -> dict[str, Any]:
     """Rewards of greedy replies, and the `token_mult_prob_error` of some sampled ones."""
     batch = Batch.of(loop.sample(asked(loop.tokenizer, held_out[: 4 * loop.group]), seed=0), loop.model.device)
-    with torch.no_grad():
-        found = token_logprobs(loop.model, batch.tokens, attention_mask=batch.there, score=batch.sampled)
+    found = rollout_logprobs(loop.model, batch.sequences, score=batch.score)
     error = token_mult_prob_error(found.logprobs, batch.logprobs, batch.sampled)
     rewards = arithmetic.evaluate(loop.engine, loop.tokenizer, held_out, loop.new_tokens)
     return {"token_mult_prob_error": error} | rewards

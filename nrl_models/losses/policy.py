@@ -17,8 +17,10 @@ the bounds of the clip, in how advantages are scaled (`nrl_models.losses.rewards
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 
 class Normalise(StrEnum):
@@ -32,15 +34,21 @@ class Normalise(StrEnum):
     """The sum over all tokens, by how many there would be if all sequences were as long as they can be: Dr. GRPO."""
 
 
-def token_weights(mask: torch.Tensor, normalise: Normalise, longest: int | None = None) -> torch.Tensor:
+def token_weights(
+    mask: torch.Tensor, normalise: Normalise, longest: int | None = None, *, group: Any = None
+) -> torch.Tensor:
     """How much each token counts in the loss of a step.
 
     They are those of a whole step: the losses of its micro-batches, each with its rows of them, add up to the step's.
+    Over several ranks, each with its own sequences, the mean of the ranks' losses is the step's, as FSDP and DDP take
+    the mean of their gradients. Ranks that share their sequences, as tensor parallelism has them, change nothing.
 
     Args:
         mask: `(sequences, length)`, True for the tokens that were sampled. Sequences without any count as sequences.
         normalise: how.
         longest: tokens that a sequence could have had, for `Normalise.LONGEST`.
+        group: the process group whose ranks' sequences make the step, and which all call this; all ranks by default
+            where torch.distributed is initialised.
 
     Returns:
         `(sequences, length)`, fp32; zero where `mask` is False.
@@ -51,11 +59,16 @@ def token_weights(mask: torch.Tensor, normalise: Normalise, longest: int | None 
     if (longest is None) == (normalise is Normalise.LONGEST):
         raise ValueError(f"longest={longest}: expected with normalise='longest', and only there")
     counted = mask.bool().float()
+    total, ranks = torch.stack([mask.bool().sum(), torch.tensor(len(mask), device=mask.device)]), 1
+    if dist.is_available() and dist.is_initialized():
+        dist.all_reduce(total, group=group)
+        ranks = dist.get_world_size(group)
+    tokens, sequences = (count / ranks for count in total.tolist())
     if normalise is Normalise.TOKEN:
-        return counted / counted.sum().clamp(min=1.0)
+        return counted / tokens if tokens else counted
     if longest is not None:
-        return counted / (len(mask) * longest)
-    return counted / counted.sum(1, keepdim=True).clamp(min=1.0) / len(mask)
+        return counted / (sequences * longest)
+    return counted / counted.sum(1, keepdim=True).clamp(min=1.0) / sequences
 
 
 def policy_loss(

@@ -55,7 +55,6 @@ class Training:
 
     Args:
         steps: updates of supervised losses; rounds of sampling, learning and refitting of RL.
-        micro_batch: sequences, or pairs, of a forward; gradients of a step are summed over so many.
         compute: the dtype to compute in; bfloat16 is torch's autocast over weights that stay as they are.
         schedule: of the learning rate, from that of the optimiser down to zero, unless it is constant.
         warmup: steps in which the learning rate rises.
@@ -67,7 +66,6 @@ class Training:
     """
 
     steps: int
-    micro_batch: int = 1
     compute: Compute = "float32"
     schedule: Schedule = "constant"
     warmup: int = 0
@@ -93,10 +91,12 @@ class SupervisedTraining(Training):
     Args:
         batch: sequences, or pairs, of a step.
         max_length: tokens of a sequence; what is longer is cut at its end.
+        micro_batch: sequences, or pairs, of a forward; gradients of a step are summed over so many.
     """
 
     batch: int
     max_length: int
+    micro_batch: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +109,8 @@ class PolicyTraining(Training):
         max_prompt: tokens of a question; longer ones are not asked.
         new_tokens: tokens of a reply at most.
         updates: of the weights in a step; the questions are divided among them.
+        row_tokens: tokens of a forward at most, several replies packed into it: activations grow with it. By default
+            what `nrl_models.logprobs.rollout_logprobs` takes.
     """
 
     questions: int
@@ -116,14 +118,19 @@ class PolicyTraining(Training):
     max_prompt: int
     new_tokens: int
     updates: int = 1
+    row_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        """Check that questions and updates fit."""
+        """Check what only shows together."""
         Training.__post_init__(self)
+        wrong = []
         if self.questions % self.updates:
-            raise UnknownArgumentError(
-                f"updates={self.updates}: expected a divisor of the {self.questions} questions of a step"
-            )
+            wrong.append(f"updates={self.updates}: expected a divisor of the {self.questions} questions of a step")
+        longest = self.max_prompt + self.new_tokens
+        if self.row_tokens is not None and self.row_tokens < longest:
+            wrong.append(f"row_tokens={self.row_tokens}: expected at least the {longest} of max_prompt and new_tokens")
+        if wrong:
+            raise UnknownArgumentError("; ".join(wrong))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -122,7 +122,6 @@ def train(recipe: Recipe, *, out: str | Path | None = None, note: Note = lambda 
         "model": model,
         "optimizer": optimizer,
         "settings": loss,
-        "micro_batch": training.micro_batch,
         "clip_gradient_norm": training.clip_gradient_norm,
         "compute": getattr(torch, training.compute),
         "reference": load().eval().requires_grad_(False) if keeps_reference else None,
@@ -185,7 +184,7 @@ def _supervised_steps(
         cut = [(ids[: training.max_length], answer[: training.max_length]) for ids, answer in found]
         return cut if all(any(answer[1:]) for _, answer in cut) else None
 
-    loop = SupervisedLoop(pad=pad, **common)
+    loop = SupervisedLoop(pad=pad, micro_batch=training.micro_batch, **common)
     encoded = _encoded(rows, encode)
     for _ in range(training.steps):
         yield loop.step(encoded, training.batch)
@@ -218,6 +217,7 @@ def _policy_steps(
             new_tokens=training.new_tokens,
             sampling=recipe.sampling,
             updates=training.updates,
+            row_tokens=training.row_tokens,
             **common,
         )
         for step in range(training.steps):

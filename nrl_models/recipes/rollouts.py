@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from nrl_models.common.logs import get_logger
 from nrl_models.engines.base import Engine, Sample
-from nrl_models.logprobs import LossTerms, Sampling, TokenLogprobs, kl_k3, token_logprobs, token_mult_prob_error
+from nrl_models.logprobs import LossTerms, Sampling, TokenLogprobs, kl_k3, rollout_logprobs, token_mult_prob_error
 from nrl_models.losses import (
     Level,
     Normalise,
@@ -45,41 +45,32 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Samples of several lengths, padded on the right to `(samples, length)`.
+    """Samples of several lengths.
 
     Args:
-        tokens: prompts and replies.
-        there: False for padding.
-        sampled: True for replies, their end-of-text token included: what is learnt from.
-        logprobs: the engine's, fp64, zero but where `sampled`.
+        sequences: token ids of each: prompt and reply.
+        sampled: `(samples, longest)`, True for replies, their end-of-text token included: what is learnt from.
+        logprobs: `(samples, longest)`: the engine's, fp64, zero but where `sampled`.
     """
 
-    tokens: torch.Tensor
-    there: torch.Tensor
+    sequences: list[tuple[int, ...]]
     sampled: torch.Tensor
     logprobs: torch.Tensor
 
     @classmethod
     def of(cls, samples: Sequence[Sample], device: torch.device | str = "cpu") -> Batch:
-        """Pad them."""
-        columns = zip(
-            *(
-                (
-                    torch.tensor(sample.sequence),
-                    torch.ones(len(sample.sequence), dtype=torch.bool),
-                    torch.tensor([False] * len(sample.prompt) + [True] * len(sample.tokens)),
-                    torch.tensor([0.0] * len(sample.prompt) + list(sample.logprobs), dtype=torch.float64),
-                )
-                for sample in samples
-            ),
-            strict=True,
-        )
-        return cls(*(pad_sequence(list(column), batch_first=True).to(device) for column in columns))
+        """Pad what a loss reads, on the right."""
+        sampled = [torch.tensor([False] * len(sample.prompt) + [True] * len(sample.tokens)) for sample in samples]
+        logprobs = [
+            torch.tensor([0.0] * len(sample.prompt) + list(sample.logprobs), dtype=torch.float64) for sample in samples
+        ]
+        columns = (pad_sequence(column, batch_first=True).to(device) for column in (sampled, logprobs))
+        return cls([sample.sequence for sample in samples], *columns)
 
-    def rows(self, rows: slice) -> Batch:
-        """Some of the samples, as long as the longest of them."""
-        length = int(self.there[rows].sum(1).max())
-        return Batch(*(getattr(self, name)[rows, :length] for name in self.__dataclass_fields__))
+    @property
+    def score(self) -> list[torch.Tensor]:
+        """`sampled` without padding."""
+        return [row[: len(sequence)] for row, sequence in zip(self.sampled, self.sequences, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +107,7 @@ class PolicyLoop:
         new_tokens: of a reply at most.
         sampling: how.
         updates: of the weights in a step, for which the questions are divided.
-        micro_batch: samples of a forward; a group by default.
+        row_tokens: tokens of a forward, see `rollout_logprobs`.
         clip_gradient_norm: the largest norm of an update's gradient.
         reference: what `settings.kl` holds the model to.
         compute: bfloat16 computes under autocast.
@@ -132,7 +123,7 @@ class PolicyLoop:
     new_tokens: int
     sampling: Sampling = field(default_factory=Sampling)
     updates: int = 1
-    micro_batch: int | None = None
+    row_tokens: int | None = None
     clip_gradient_norm: float = 1.0
     reference: Any = None
     compute: torch.dtype = torch.float32
@@ -227,20 +218,19 @@ class PolicyLoop:
         """The updates of a step; it measures nothing if there is nothing to learn from."""
         if not rollouts.samples:
             return {}
-        whole = Batch.of(rollouts.samples, self.model.device)
         advantages = rollouts.advantages.to(self.model.device)
         groups = len(rollouts.samples) // self.group
         updates = min(self.updates, groups)
         bounds = [groups * number // updates * self.group for number in range(updates + 1)]
-        old = None
+        parts = [slice(*bound) for bound in pairwise(bounds)]
+        batches = [Batch.of(rollouts.samples[part], self.model.device) for part in parts]
+        old: list[torch.Tensor | None] = [None] * updates
         if updates > 1:  # later ones are measured against the policy that the step began with
-            with torch.no_grad():
-                old = torch.cat([self._scored(self.model, whole.rows(rows), whole) for rows in self._parts(whole)])
+            old = [self._logprobs(self.model, batch).logprobs for batch in batches]
         steps = []
-        for start, end in pairwise(bounds):
-            rows = slice(start, end)
+        for batch, part, before in zip(batches, parts, old, strict=True):
             self.optimizer.zero_grad()
-            measured = self._accumulate(whole.rows(rows), advantages[rows], None if old is None else old[rows])
+            measured = self._gradient(batch, advantages[part], before)
             norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_gradient_norm)
             self.optimizer.step()
             steps.append(measured | {"gradient_norm": norm})
@@ -252,72 +242,48 @@ class PolicyLoop:
             "kl_k3": kl_k3(trainer, engine),
         }
 
-    def _accumulate(self, batch: Batch, advantages: torch.Tensor, old: torch.Tensor | None) -> dict[str, Any]:
-        """The gradient of an update, a micro-batch at a time, and what there is to measure."""
+    def _gradient(self, batch: Batch, advantages: torch.Tensor, old: torch.Tensor | None) -> dict[str, Any]:
+        """The gradient of an update, and what there is to measure."""
         settings = self.settings
         clip: dict[str, Any] = {"eps_low": settings.eps_low, "eps_high": settings.eps_high}
         longest = self.new_tokens if settings.normalise is Normalise.LONGEST else None
         weights = token_weights(batch.sampled, settings.normalise, longest)
-        loss = clipped = outside = 0.0
-        ours, theirs = [], []
+        reference = self._logprobs(self.reference, batch).logprobs if settings.kl else None
         correction, terms = settings.correction, LossTerms.TOKEN
         if correction is not None and correction.level is Level.SEQUENCE and old is None:
             terms = LossTerms.SEQUENCE  # the ratio of a sequence is that of this forward
-        for rows in self._parts(batch):
-            part = batch.rows(rows)
-            length = part.tokens.shape[1]
-            reference = self._of_reference(part) if settings.kl else None
 
-            def arguments(found: TokenLogprobs, rows: slice = rows, length: int = length) -> tuple[torch.Tensor, ...]:
-                before = found.logprobs.detach() if old is None else old[rows, :length]
-                return found.logprobs, before, advantages[rows], weights[rows, :length] * found.mask
+        def arguments(found: TokenLogprobs) -> tuple[torch.Tensor, ...]:
+            before = found.logprobs.detach() if old is None else old
+            return found.logprobs, before, advantages, weights * found.mask
 
-            def loss_of(found: TokenLogprobs, part: Batch = part, reference: Any = reference) -> torch.Tensor:
-                given = arguments(found)
-                _, before, _, counted = given
-                weighed = None
-                if correction is not None:
-                    weighed = importance_weights(before, part.logprobs, counted > 0, correction)
-                return policy_loss(*given, **clip, correction=weighed, reference=reference, kl=settings.kl)
+        def loss_of(found: TokenLogprobs) -> torch.Tensor:
+            given = arguments(found)
+            _, before, _, counted = given
+            weighed = None
+            if correction is not None:
+                weighed = importance_weights(before, batch.logprobs, counted > 0, correction)
+            return policy_loss(*given, **clip, correction=weighed, reference=reference, kl=settings.kl)
 
-            teaches = bool(advantages[rows].any()) or settings.kl > 0  # equal rewards have no gradient
-            with torch.set_grad_enabled(teaches), self._precision():
-                found = self._token_logprobs(self.model, part, loss=loss_of, loss_terms=terms)
-            of_part: Any = found.loss
-            if teaches:
-                of_part.backward()
-            loss += of_part.item()
-            clipped += clipped_share(*arguments(found), **clip) * len(part.tokens) / len(batch.tokens)
-            outside += int((found.outside & part.sampled).sum())
-            compared = part.sampled & found.mask
-            ours.append(arguments(found)[1][compared])
-            theirs.append(part.logprobs[compared])
-        measured = {"loss": loss, "clipped": clipped, "outside": outside}
-        return measured | {"trainer": torch.cat(ours), "engine": torch.cat(theirs)}
+        found = self._logprobs(self.model, batch, loss=loss_of, loss_terms=terms)
+        assert found.loss is not None
+        compared = batch.sampled & found.mask
+        return {
+            "loss": found.loss.item(),
+            "clipped": clipped_share(*arguments(found), **clip),
+            "outside": int(found.outside.sum()),
+            "trainer": arguments(found)[1][compared],
+            "engine": batch.logprobs[compared],
+        }
 
-    def _parts(self, batch: Batch) -> Iterator[slice]:
-        size = self.micro_batch or self.group
-        return (slice(start, start + size) for start in range(0, len(batch.tokens), size))
-
-    def _token_logprobs(self, model: Any, batch: Batch, **loss: Any) -> TokenLogprobs:
+    def _logprobs(self, model: Any, batch: Batch, **loss: Any) -> TokenLogprobs:
+        """Of what was sampled, `(samples, longest)`; with a loss its gradient is taken."""
         sampling = self.sampling.processing
-        return token_logprobs(
-            model, batch.tokens, attention_mask=batch.there, score=batch.sampled,
-            temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p, **loss,
-        )  # fmt: skip
-
-    def _scored(self, model: Any, part: Batch, whole: Batch) -> torch.Tensor:
-        """Log-probabilities of some samples, as long as all of them."""
-        with self._precision():
-            found = self._token_logprobs(model, part).logprobs
-        return torch.nn.functional.pad(found, (0, whole.tokens.shape[1] - found.shape[1]))
-
-    def _of_reference(self, part: Batch) -> torch.Tensor:
-        with torch.no_grad():
-            return self._scored(self.reference, part, part)
-
-    def _precision(self) -> AbstractContextManager[Any]:
-        return computing_in(self.compute, self.model.device)
+        with computing_in(self.compute, self.model.device):
+            return rollout_logprobs(
+                model, batch.sequences, score=batch.score, row_tokens=self.row_tokens,
+                temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p, **loss,
+            )  # fmt: skip
 
 
 _AVERAGED = ("loss", "gradient_norm", "clipped")

@@ -63,10 +63,10 @@ def small(recipe: Recipe, checkpoint: Path, rows: Path) -> Iterator[str]:
     yield f"model.pretrained_model_name_or_path={checkpoint}"
     yield f"data.path={rows}"
     yield from ("data.name=null", "data.split=null")
-    yield from ("training.steps=3", "training.warmup=0", "training.compute=float32", "training.micro_batch=2")
+    yield from ("training.steps=3", "training.warmup=0", "training.compute=float32")
     yield "optimizer.lr=1e-3"
     if not isinstance(recipe, PolicyRecipe):
-        yield from ("training.batch=4", "training.max_length=48")
+        yield from ("training.batch=4", "training.max_length=48", "training.micro_batch=2")
         return
     yield from ("training.questions=2", "training.group=4", "training.new_tokens=6")
     yield f"training.updates={min(2, recipe.training.updates)}"

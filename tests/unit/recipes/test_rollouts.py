@@ -27,12 +27,10 @@ SAMPLES = [Sample((5, 6), (7, 2), (-0.5, -0.25), "stop"), Sample((5, 6, 7), (8, 
 
 def test_only_what_was_sampled_is_learnt_from() -> None:
     batch = Batch.of(SAMPLES)
-    assert batch.tokens.tolist() == [[5, 6, 7, 2, 0, 0], [5, 6, 7, 8, 9, 2]]
-    assert batch.there.sum(1).tolist() == [4, 6]
+    assert batch.sequences == [(5, 6, 7, 2), (5, 6, 7, 8, 9, 2)]
     assert batch.sampled.int().tolist() == [[0, 0, 1, 1, 0, 0], [0, 0, 0, 1, 1, 1]]
+    assert [row.int().tolist() for row in batch.score] == [[0, 0, 1, 1], [0, 0, 0, 1, 1, 1]]
     assert batch.logprobs[batch.sampled].tolist() == [-0.5, -0.25, -1.0, -2.0, -3.0]
-    assert batch.rows(slice(0, 1)).tokens.tolist() == [[5, 6, 7, 2]]
-    assert torch.equal(batch.rows(slice(0, 2)).tokens, batch.tokens), "as long as the longest of them"
 
 
 class _Counting(HFEngine):
@@ -164,10 +162,11 @@ def test_long_replies_are_worth_less(make: Callable[..., PolicyLoop]) -> None:
 
 
 @pytest.mark.parametrize("name", ["grpo", "dr_grpo", "dapo"])
-def test_micro_batches_make_no_difference(make: Callable[..., PolicyLoop], name: str) -> None:
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_rows_of_any_size_make_no_difference(make: Callable[..., PolicyLoop], name: str, level: str) -> None:
     found = []
-    for size in (1, 3, 8):
-        loop = make(name, micro_batch=size, correction=Correction("tis"))
+    for size in (9, 30, None):
+        loop = make(name, row_tokens=size, correction=Correction("tis", level=level))
         measured = loop.step(questions(), 2, seed=0)
         found.append((weights(loop), measured["loss"], measured["gradient_norm"]))
     for other in found[1:]:
