@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import wraps
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -18,9 +18,6 @@ from nrl_models.common.dtypes import dtype_name
 from nrl_models.common.random_states import random_states_kept
 from nrl_models.errors import EngineError, MixedWeightsError, itemised, listed, one_line
 from nrl_models.logprobs.sampling import Sampling
-
-if TYPE_CHECKING:
-    pass
 
 Tokens = Sequence[int]
 NamedTensor = tuple[str, torch.Tensor]

@@ -1,0 +1,110 @@
+"""A batch of rollouts over ranks that have different numbers of them, against one process that has all."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from jobs.equality import whole_gradients
+from jobs.setting import case_of, mesh_of
+from nrl_models.distributed import parallelize
+from nrl_models.logprobs import TokenLogprobs, rollout_logprobs, token_logprobs
+from nrl_models.losses import Normalise, token_weights
+
+LONGEST = 20
+"""For `Normalise.LONGEST`."""
+
+
+def sequences_of(lengths: Sequence[int], rank: int) -> list[torch.Tensor]:
+    """A rank's sequences."""
+    generator = torch.Generator().manual_seed(rank)
+    return [torch.randint(16, 480, (length,), generator=generator) for length in lengths]
+
+
+def equals_one_process(
+    architecture: str, lengths: Sequence[Sequence[int]], normalise: Normalise, together: bool, row_tokens: int
+) -> dict[str, Any]:
+    """How far loss and gradients are from one process's, and how many forward passes this rank ran.
+
+    Args:
+        architecture: of the model, sharded by FSDP2 over as many ranks as there are `lengths`.
+        lengths: of each rank's sequences.
+        normalise: of the loss.
+        together: whether the loss of a rank also reads all its log-probabilities together.
+        row_tokens: the budget.
+    """
+    rank, case = dist.get_rank(), case_of(architecture)
+    longest = LONGEST if normalise is Normalise.LONGEST else None
+    alone = copy.deepcopy(case.model())
+    expected = _expected(alone, [sequences_of(own, number) for number, own in enumerate(lengths)], normalise, together)
+    gradients = {name: parameter.grad for name, parameter in alone.named_parameters()}
+    model = parallelize(copy.deepcopy(case.model()), mesh_of(fsdp=len(lengths)))
+
+    own = sequences_of(lengths[rank], rank)
+    there = torch.zeros(len(own), max(map(len, own), default=0), dtype=torch.bool)
+    for row, sequence in zip(there, own, strict=True):
+        row[1 : len(sequence)] = True
+    weights = token_weights(there, normalise, longest)
+
+    def loss(found: TokenLogprobs) -> torch.Tensor:
+        assert found.logprobs.shape == there.shape
+        extra = (found.logprobs.sum() / 100).exp() if together else 0.0
+        return (found.logprobs.square() * weights).sum() + extra
+
+    passes: list[None] = []
+    rollout_logprobs(model, own[:1])  # which also compares the head
+    with_hook = model.register_forward_pre_hook(lambda *_: passes.append(None))
+    found = rollout_logprobs(model, own, loss=loss, row_tokens=row_tokens)
+    with_hook.remove()
+    assert found.loss is not None
+    total = found.loss.clone()
+    dist.all_reduce(total)
+    actual, wanted = whole_gradients(model), alone.state_dict_adapter.to_hf(gradients)
+    assert sorted(actual) == sorted(wanted)
+    return {
+        "loss": abs(float(total) / len(lengths) - expected),
+        "gradients": max(float((actual[name] - wanted[name]).abs().max()) for name in wanted)
+        / max(float(gradient.abs().max()) for gradient in wanted.values()),
+        "passes": len(passes),
+    }
+
+
+def _expected(model: Any, batches: list[list[torch.Tensor]], normalise: Normalise, together: bool) -> float:
+    """The loss of all sequences by its definition, and its gradient in the parameters."""
+    squares, extra = [], torch.zeros(())
+    for own in batches:
+        logprobs = [token_logprobs(model, row[None], chunk_size=None).logprobs[0, 1:] for row in own]
+        squares += [row.square() for row in logprobs]
+        if together and logprobs:
+            extra = extra + (torch.cat(logprobs).sum() / 100).exp()
+    loss = {
+        Normalise.TOKEN: lambda: torch.cat(squares).mean(),
+        Normalise.SEQUENCE: lambda: torch.stack([row.sum() / max(1, len(row)) for row in squares]).mean(),
+        Normalise.LONGEST: lambda: torch.cat(squares).sum() / (len(squares) * LONGEST),
+    }[normalise]() + extra / len(batches)
+    loss.backward()
+    return loss.item()
+
+
+def values_alone(architecture: str, lengths: Sequence[Sequence[int]]) -> int:
+    """Without a loss: the log-probabilities of one process. Returns how many forward passes this rank ran."""
+    rank, case = dist.get_rank(), case_of(architecture)
+    own = sequences_of(lengths[rank], rank)
+    model = parallelize(copy.deepcopy(case.model()), mesh_of(fsdp=len(lengths)))
+    rollout_logprobs(model, own[:1])
+    passes: list[None] = []
+    model.register_forward_pre_hook(lambda *_: passes.append(None))
+    found = rollout_logprobs(model, own, row_tokens=32)
+    for row, sequence in zip(found.logprobs, own, strict=True):
+        alone = token_logprobs(case.model(), sequence[None]).logprobs[0]
+        torch.testing.assert_close(row[: len(sequence)], alone.detach(), rtol=0, atol=1e-5)
+    return len(passes)
+
+
+def refused(lengths: Sequence[Sequence[int]]) -> None:
+    """Sequences of which a rank's are wrong."""
+    rollout_logprobs(case_of("LlamaForCausalLM").model(), sequences_of(lengths[dist.get_rank()], 0), row_tokens=32)

@@ -1,0 +1,47 @@
+"""`rollout_logprobs` under FSDP2: ranks run as many forward passes as each other, and add up to one process."""
+
+from __future__ import annotations
+
+import pytest
+from jobs import rollout_ranks
+from world import RanksFailedError, World
+
+from nrl_models.losses import Normalise
+
+UNEVEN = (30, 12, 25, 7, 18, 9), (5, 1)
+"""Of two ranks; with rows of 32 tokens the first has four, and the second can fill two."""
+
+
+@pytest.mark.parametrize("normalise", Normalise)
+@pytest.mark.parametrize("together", [False, True], ids=["by-token", "together"])
+def test_ranks_with_different_numbers_of_sequences(two: World, normalise: Normalise, together: bool) -> None:
+    """Where a loss reads all sequences of a rank, those that run again are as many on each rank, too."""
+    found = two.run(rollout_ranks.equals_one_process, "LlamaForCausalLM", UNEVEN, normalise, together, 32)
+    for rank in found:
+        assert rank["loss"] < 1e-5
+        assert rank["gradients"] < 3e-5
+    assert {rank["passes"] for rank in found} == {7 if together else 4}, "of the last row everything is known"
+
+
+@pytest.mark.parametrize("architecture", ["Qwen3MoeForCausalLM", "Llama4ForCausalLM"])
+def test_a_rank_without_sequences(two: World, architecture: str) -> None:
+    lengths = (30, 12, 25, 7), ()
+    found = two.run(rollout_ranks.equals_one_process, architecture, lengths, Normalise.TOKEN, False, 32)
+    for rank in found:
+        assert rank["loss"] < 1e-5
+        assert rank["gradients"] < 3e-5
+    assert len({rank["passes"] for rank in found}) == 1
+
+
+def test_values_alone(two: World) -> None:
+    assert two.run(rollout_ranks.values_alone, "LlamaForCausalLM", UNEVEN) == [4, 4]
+
+
+def test_an_error_of_a_rank_is_told_to_all(two: World) -> None:
+    """None waits for another."""
+    with pytest.raises(RanksFailedError) as raised:
+        two.run(rollout_ranks.refused, ((3, 4), (0, 5, 33)))
+    kinds, texts = zip(*(raised.value.errors[rank] for rank in range(2)), strict=True)
+    assert kinds == ("ValueError", "ValueError")
+    assert texts[0] == "another rank has sequences with 2 problems: see its error"
+    assert texts[1] == "sequence 0 is empty; sequence 2 has 33 tokens, and row_tokens allows 32"
