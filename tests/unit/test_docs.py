@@ -8,6 +8,7 @@ import shlex
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -175,8 +176,14 @@ def test_the_loss_of_the_guide(llama: PreTrainedModel) -> None:
         "advantages": torch.tensor([1.0, -1.0]),
         "weights": sampled / 10,
     }
-    exec(block_with("docs/training.md", "loss=loss"), given)
-    assert llama.lm_head.weight.grad.any()
+    exec(block_with("docs/training.md", "found.loss.backward()"), given)
+    expected = llama.lm_head.weight.grad
+    assert expected.any()
+    llama.zero_grad()
+    given |= {"sequences": input_ids.tolist(), "score": sampled.tolist(), "optimizer": Mock()}
+    exec(block_with("docs/training.md", "rollout_logprobs(model"), given)
+    torch.testing.assert_close(llama.lm_head.weight.grad, expected, rtol=0, atol=1e-6 * float(expected.abs().max()))
+    given["optimizer"].step.assert_called_once_with()
     llama.zero_grad()
 
 
