@@ -81,7 +81,9 @@ def chunked_statistics(
     _require_tokens(tokens, len(weight))
     if torch.is_autocast_enabled(hidden.device.type):
         dtype = torch.get_autocast_dtype(hidden.device.type)
-        hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+        hidden = hidden.to(dtype)
+    # Under autocast, and where FSDP computes in another dtype than that of the shards.
+    weight, bias = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
     size = chunk_size or chunk_length(len(weight))
     passes = None
     if ahead is not None and torch.is_grad_enabled() and weight.dtype != torch.float16 and len(hidden):

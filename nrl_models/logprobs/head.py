@@ -14,10 +14,11 @@ import math
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from nrl_models.common.forward.routing import own_routing
 from nrl_models.common.recording import forward_replaced
@@ -75,6 +76,9 @@ class OutputHead:
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits of hidden states, as the model computes them."""
+        if (weight := self.weight) is not None and weight is not self.module.weight:  # sharded
+            bias = None if self.bias is None else self.bias.to(hidden.dtype)
+            return self.finish(nn.functional.linear(hidden, weight.to(hidden.dtype), bias))
         return self.finish(self.module(hidden))
 
 
@@ -123,11 +127,12 @@ def hidden_states_and_head(model: nn.Module, input_ids: torch.Tensor, **inputs: 
             result by anything but a scale and a soft cap.
     """
     module = output_embedding(model)
+    sharded = _sharded_around(model, module) if torch.is_grad_enabled() else []
     given: list[torch.Tensor] = []
 
     def stand_in(hidden: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         given.append(hidden)
-        probe = torch.tensor(PROBE, device=hidden.device)
+        probe = torch.tensor(PROBE, device=hidden.device, requires_grad=bool(sharded))
         return probe.repeat(*hidden.shape[:-1], 1)
 
     with forward_replaced(module, stand_in):
@@ -149,7 +154,23 @@ def hidden_states_and_head(model: nn.Module, input_ids: torch.Tensor, **inputs: 
         )
     head = replace(_fit(observed, model), module=module)
     _check(model, head, input_ids)
-    return given[0], head
+    hidden = given[0]
+    for part in sharded:
+        part.unshard()
+    if sharded:  # nothing is added: the backward reaches the model's output, where FSDP begins its own
+        hidden = hidden + 0.0 * observed[..., :1].to(hidden.dtype)
+    return hidden, head
+
+
+def _sharded_around(model: nn.Module, head: nn.Module) -> list[FSDPModule]:
+    """What contains the head and is sharded by FSDP2.
+
+    FSDP gathers its weights for the backward when a gradient reaches its output. That is a stand-in for logits here,
+    and the head's own backward comes before: it would read weights that the forward has freed. So they are gathered
+    again after the forward; the backward reduces their gradients and frees them as ever.
+    """
+    modules = [part for part in model.modules() if isinstance(part, FSDPModule)]
+    return [part for part in modules if any(inner is head for inner in cast(nn.Module, part).modules())]
 
 
 _ADVICE = "Pass chunk_size=None to compute from the model's own full logits instead."

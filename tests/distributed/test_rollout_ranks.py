@@ -37,6 +37,12 @@ def test_values_alone(two: World) -> None:
     assert two.run(rollout_ranks.values_alone, "LlamaForCausalLM", UNEVEN) == [4, 4]
 
 
+@pytest.mark.parametrize("frees", [False, True])
+def test_gradients_where_the_whole_model_is_gathered_at_once(two: World, frees: bool) -> None:
+    """No layer within begins FSDP's part of the backward; it would never reduce the gradients."""
+    assert max(two.run(rollout_ranks.root_alone, frees)) < 3e-5
+
+
 def test_an_error_of_a_rank_is_told_to_all(two: World) -> None:
     """None waits for another."""
     with pytest.raises(RanksFailedError) as raised:

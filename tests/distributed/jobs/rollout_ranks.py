@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
 
 from jobs.equality import whole_gradients
-from jobs.setting import case_of, mesh_of
+from jobs.setting import case_of, full, mesh_of
 from nrl_models.distributed import parallelize
 from nrl_models.logprobs import TokenLogprobs, rollout_logprobs, token_logprobs
 from nrl_models.losses import Normalise, token_weights
@@ -103,6 +104,24 @@ def values_alone(architecture: str, lengths: Sequence[Sequence[int]]) -> int:
         alone = token_logprobs(case.model(), sequence[None]).logprobs[0]
         torch.testing.assert_close(row[: len(sequence)], alone.detach(), rtol=0, atol=1e-5)
     return len(passes)
+
+
+def root_alone(frees: bool) -> float:
+    """How far gradients are from one process's, where torch's `fully_shard` has one unit: all weights.
+
+    Args:
+        frees: whether it frees them after the forward; torch's default for the root is that it does not.
+    """
+    case, rows = case_of("LlamaForCausalLM"), [sequences_of((12,), rank)[0][None] for rank in range(2)]
+    alone = copy.deepcopy(case.model())
+    torch.stack([token_logprobs(alone, row, chunk_size=None).logprobs.square().sum() for row in rows]).mean().backward()
+    model = copy.deepcopy(case.model())
+    fully_shard(model, mesh=mesh_of(fsdp=2), reshard_after_forward=frees)
+    token_logprobs(model, rows[dist.get_rank()]).logprobs.square().sum().backward()
+    wanted = {name: parameter.grad for name, parameter in alone.named_parameters()}
+    sharded = dict(model.named_parameters())
+    apart = {name: (full(sharded[name].grad) - gradient).abs().max() for name, gradient in wanted.items()}
+    return float(max(apart.values()) / max(gradient.abs().max() for gradient in wanted.values()))
 
 
 def refused(lengths: Sequence[Sequence[int]]) -> None:
