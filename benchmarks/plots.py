@@ -83,6 +83,12 @@ PLOTS = {
         "time of a step / transformers' (under FSDP2: / separate projections)",
         "Left of the line, a step is faster than the one it is compared with.",
     ),
+    "rl_step": Plot(
+        ("shape", "rollouts", "way"),
+        ("time, ratio", "memory, ratio"),
+        "cost / that of transformers, a rollout at a time, padded as TRL does",
+        "Left of the line, a way costs less. The bars of `again` show how far two equal ways are apart.",
+    ),
 }
 """What is drawn of each benchmark; one that is not here has only its table."""
 

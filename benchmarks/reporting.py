@@ -23,9 +23,11 @@ RESULTS = Path(__file__).parent / "results"
 Row = dict[str, Any]
 
 
-def arguments(description: str, runs: int) -> argparse.Namespace:
-    """The options every benchmark has."""
+def arguments(description: str, runs: int, sizes: Sequence[str] = ()) -> argparse.Namespace:
+    """The options every benchmark has, and `--size` if there are several, the first by default."""
     parser = argparse.ArgumentParser(description=description)
+    if sizes:
+        parser.add_argument("--size", choices=sizes, default=sizes[0], help="how much is measured")
     parser.add_argument("--runs", type=int, default=runs, help="measurements of each; the median counts")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the JSON file")
     return parser.parse_args()

@@ -28,6 +28,7 @@ BENCHMARKS = (
     "logprobs",
     "refit",
     "train_step",
+    "rl_step",
     "onboarding",
 )
 

@@ -186,7 +186,7 @@ def measure(models: dict[str, Any], runs: int, tokens: Any, base: str) -> dict[s
     spread = max(losses.values()) - min(losses.values())
     assert spread < 1e-2, f"the contenders differ: {losses}"
     first = next(iter(models.values()))
-    operations = 6 * _active_parameters(first) * tokens.numel()
+    operations = 6 * active_parameters(first) * tokens.numel()
     peak = fastest_matmul(tokens.device, next(first.parameters()).dtype)
     return {
         name: {
@@ -225,14 +225,15 @@ def single(shape: str, runs: int) -> None:
     print(json.dumps(measure(models, runs, tokens, "transformers")))
 
 
-def _active_parameters(model: Any) -> int:
-    """Parameters a token meets in a matmul: of a stack of experts its share; not the embedding."""
-    config = model.config
+def active_parameters(model: Any) -> int:
+    """Parameters a token meets in a matmul: of a stack of experts its share; of embeddings the output's alone."""
+    config, head = model.config, model.get_output_embeddings().weight
     total = 0
     for name, parameter in model.named_parameters():
         if parameter.ndim == 3:
-            total += parameter.numel() * config.num_experts_per_tok // parameter.shape[0]
-        elif parameter.ndim == 2 and "embed_tokens" not in name:
+            if (chosen := getattr(config, "num_experts_per_tok", None)) is not None:  # else a convolution's
+                total += parameter.numel() * chosen // parameter.shape[0]
+        elif parameter.ndim == 2 and ("embed_tokens" not in name or parameter is head):
             total += parameter.numel()
     return total
 
