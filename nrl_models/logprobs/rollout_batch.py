@@ -139,12 +139,18 @@ def _scores(score: Sequence[Mask] | None, ids: Sequence[torch.Tensor]) -> tuple[
         return [torch.ones_like(row, dtype=torch.bool) for row in ids], []
     if len(score) != len(ids):
         return [], [f"score has {len(score)} masks for {len(ids)} sequences"]
-    masks = [torch.as_tensor(mask).bool() for mask in score]
-    wrong = [
-        f"score of sequence {number} is {tuple(mask.shape)}: expected {tuple(row.shape)}, as its token ids"
-        for number, (mask, row) in enumerate(zip(masks, ids, strict=True))
-        if mask.shape != row.shape
-    ]
+    masks, wrong = [], []
+    for number, (given, row) in enumerate(zip(score, ids, strict=True)):
+        try:
+            mask = torch.as_tensor(given).bool()
+        except (TypeError, ValueError, RuntimeError) as error:
+            mask = torch.ones_like(row, dtype=torch.bool)
+            wrong.append(f"score of sequence {number} is no list of bools: {error}")
+        masks.append(mask)
+        if mask.shape != row.shape:
+            wrong.append(
+                f"score of sequence {number} is {tuple(mask.shape)}: expected {tuple(row.shape)}, as its token ids"
+            )
     return masks, wrong
 
 

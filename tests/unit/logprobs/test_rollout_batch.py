@@ -329,6 +329,7 @@ def bad(**given: Any) -> dict[str, Any]:
         (bad(row_tokens=0), "row_tokens=0: expected at least 1"),
         (bad(score=[[True] * 3]), "score has 1 masks for 2 sequences"),
         (bad(score=[[True] * 2, [True]]), r"score of sequence 0 is \(2,\): expected \(3,\), as its .*; score of sequ"),
+        (bad(score=[[True] * 3, ["a"] * 2]), "score of sequence 1 is no list of bools: "),
         (bad(loss_terms="pair"), "loss_terms='pair': expected token, sequence, or a number of each sequence"),
         (bad(loss_terms=torch.zeros(3)), r"loss_terms is \(3,\): expected \(2,\)"),
         (bad(loss=lambda found: found.logprobs.sum(1)), r"the loss returned \(2,\): expected a tensor without dimens"),
