@@ -6,11 +6,11 @@ of the batch as TRL's trainers do, logits of completions alone and TRL's `select
 TRL is not installed); `again` is the same once more, whose ratio would be 1 on a machine without noise; `all at once`
 runs the whole batch padded. Ours is `token_logprobs` with the loss, a rollout at a time, and `rollout_logprobs`, which
 packs. All ways give the same loss and gradient, and take turns in one process; ratios are medians over the turns.
-Memory is the largest rise during a step, gradients being there before, of each way in a process of its own. `tokens/s`
-counts tokens of rollouts, no padding. The share of the machine's speed is that of the fastest matmul in the same
-process, at six operations for each of these tokens and active parameters, the head's for completions alone; what
-attention computes, and what is computed twice, does not count. Growth is the time for each token, against that of the
-fewest rollouts: 1 is linear.
+Memory is the largest rise during the first step of a process, gradients being there before. `tokens/s` counts
+tokens of rollouts, no padding. The share of the machine's speed is that of the fastest matmul in the same process, at
+six operations for each of these tokens and active parameters, the head's for completions alone; what attention
+computes, and what is computed twice, does not count. Growth is the time for each token, against that of the fewest
+rollouts: 1 is linear.
 """
 
 from __future__ import annotations
@@ -51,7 +51,10 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 
-SMALL = {"num_hidden_layers": 2, "vocab_size": 8192}
+SMALL = {
+    "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "vocab_size": 2048,
+}  # fmt: skip
 """What a small run changes; a hybrid keeps one layer of each kind."""
 
 PROMPT, MEDIAN, LONGEST = 48, 100, 512
@@ -241,11 +244,9 @@ def times(shape: str, size: str, rollouts: int, runs: int) -> None:
 
 
 def memory(shape: str, size: str, rollouts: int, way: str) -> None:
-    """Print the memory of the second step of a way."""
+    """Print the memory of a way's first step: the next would take what the first had, which the process keeps."""
     model = build(shape, size, way.startswith("transformers"))
-    batch = Rollouts.of(rollouts, model)
-    run(WAYS[way], batch, model)
-    print(json.dumps({"bytes": run(WAYS[way], batch, model)[1]}))
+    print(json.dumps({"bytes": run(WAYS[way], Rollouts.of(rollouts, model), model)[1]}))
 
 
 def measure(shape: str, size: str, rollouts: int, runs: int) -> list[Row]:
@@ -288,7 +289,9 @@ def main() -> None:
     small = options.size != "full"
     notes = [" ".join((__doc__ or "").split()), f"{options.runs} runs of each."]
     if small:
-        notes.append("A small run: two layers and a small vocabulary. It shows that everything runs, and no speed.")
+        notes.append(
+            "A small run: two narrow layers and a small vocabulary. It shows that everything runs, and no speed."
+        )
     out = Path(tempfile.gettempdir()) if small and options.out == RESULTS else options.out
     publish("rl_step", "RL loss step", rows, out, notes)
 
