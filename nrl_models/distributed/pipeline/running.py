@@ -9,8 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import get_schedule_class
 from transformers import PreTrainedModel
 
 from nrl_models.distributed.mesh import agreed, rank_in
@@ -145,6 +143,10 @@ class Pipeline:
 
     def _new_schedule(self, tokens: torch.Size) -> Any:
         """torch's schedule, for tokens of this shape: what stages exchange is allocated once."""
+        # Not at the top: every load of a model would import it, a tenth of its start.
+        from torch.distributed.pipelining import PipelineStage
+        from torch.distributed.pipelining.schedules import get_schedule_class
+
         make: Any = get_schedule_class(self.sharding.plan.schedule)
         cut = self.stages.cut
         rows = tokens[0] // self.microbatches, tokens[1]

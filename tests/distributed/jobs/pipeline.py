@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.pipelining import schedules
 from torch.distributed.pipelining.schedules import get_schedule_class
 from torch.nn import functional
 from transformers import PreTrainedModel
@@ -27,7 +28,7 @@ from nrl_models.distributed import (
     save_checkpoint,
 )
 from nrl_models.distributed.mesh import rank_in
-from nrl_models.distributed.pipeline import running, shared
+from nrl_models.distributed.pipeline import shared
 from nrl_models.distributed.pipeline.stages import Stages
 from nrl_models.errors import ShardingError
 from nrl_models.logprobs import token_logprobs
@@ -195,7 +196,7 @@ FAULTS: dict[str, Any] = {
     "stages that run their layers in another order": lambda: mock.patch.object(Stages, "_layers_of", _wrong_layers),
     "tied gradients that are not summed": lambda: mock.patch.object(shared, "_sum_over"),
     "microbatches that are averaged": lambda: mock.patch.object(
-        running, "get_schedule_class", lambda name: partial(_averaging, get_schedule_class(name))
+        schedules, "get_schedule_class", lambda name: partial(_averaging, get_schedule_class(name))
     ),
 }
 """What the comparison has to find."""
