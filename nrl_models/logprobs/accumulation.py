@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
-from nrl_models.common.random_states import random_states_kept
+from nrl_models.common.random_states import random_states_kept, set_torch_random_state, torch_random_state
 from nrl_models.logprobs.microbatches import Layout, Microbatch, largest, ranks_of
 from nrl_models.logprobs.tokens import Loss, LossTerms, TokenLogprobs, token_logprobs
 
@@ -130,7 +130,7 @@ class Accumulation:
             return self.known
         states = []
         for part in self.parts:
-            states.append(_random_state())
+            states.append(torch_random_state())
             self._learn(part)
         self._nothing(self.count - len(self.parts))
         loss, by = self._derivatives(last=True) if self.parts else (self.known.logprobs.sum(), {})
@@ -138,7 +138,7 @@ class Accumulation:
         (count,) = largest([len(again)], self.group, self.batch.device)
         for place in again:
             with random_states_kept():
-                _set_random_state(states[place])  # the same dropout
+                set_torch_random_state(states[place])  # the same dropout
                 found = self._scored(self.parts[place])
             rest = {name: gradient - self.used[name] for name, gradient in by.items()}
             self._pull(self.parts[place], found, rest)
@@ -219,14 +219,3 @@ class Accumulation:
             if self.loss is not None:
                 with torch.autocast(self.batch.device.type, enabled=False):
                     found.logprobs.backward(torch.zeros_like(found.logprobs))
-
-
-def _random_state() -> tuple[torch.Tensor, list[torch.Tensor]]:
-    return torch.get_rng_state(), torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-
-
-def _set_random_state(state: tuple[torch.Tensor, list[torch.Tensor]]) -> None:
-    cpu, cuda = state
-    torch.set_rng_state(cpu)
-    if cuda:
-        torch.cuda.set_rng_state_all(cuda)
