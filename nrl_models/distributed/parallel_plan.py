@@ -64,6 +64,10 @@ class ParallelPlan:
     schedule: str = Schedule.ONE_FORWARD_ONE_BACKWARD
     stages_per_rank: int | None = None
 
+    def stages_of(self, rank: int, ranks: int) -> tuple[int, ...]:
+        """The numbers of the stages that a rank of `pp` holds."""
+        return Schedule(self.schedule).stages_of(rank, ranks, self.stages_per_rank)
+
 
 def plan_for(model: PreTrainedModel, mesh: DeviceMesh, plan: Plan | ParallelPlan = "auto") -> ParallelPlan:
     """The plan by which to shard `model` over `mesh`, checked.

@@ -26,9 +26,8 @@ from nrl_models.distributed.parallel_plan import (
     tensor_styles,
     vocabulary_is_divided,
 )
-from nrl_models.distributed.pipeline.crossing import on_meta
+from nrl_models.distributed.pipeline.crossing import copy_on_meta
 from nrl_models.distributed.pipeline.cut import Cut, cut_into
-from nrl_models.distributed.pipeline.schedules import Schedule, stages_per_rank
 from nrl_models.distributed.pipeline.stages import keep_stages
 from nrl_models.distributed.sharding import Sharding, sharding_of
 from nrl_models.distributed.styles import (
@@ -87,7 +86,8 @@ def cut_for(model: PreTrainedModel, mesh: DeviceMesh, plan: ParallelPlan) -> Cut
     """
     if not has_stages(mesh):
         return None
-    return cut_into(model, size_of(mesh, "pp") * stages_per_rank(plan.schedule, plan.stages_per_rank))
+    ranks = size_of(mesh, "pp")
+    return cut_into(model, ranks * len(plan.stages_of(0, ranks)))
 
 
 def divide_stages(
@@ -105,9 +105,8 @@ def divide_stages(
     """
     if cut is None:
         return divide_model(model, mesh, plan), model
-    whole = on_meta(model)
-    ranks, per_rank = size_of(mesh, "pp"), stages_per_rank(plan.schedule, plan.stages_per_rank)
-    held = Schedule(plan.schedule).stages_of(rank_in(mesh, "pp"), ranks, per_rank)
+    whole = copy_on_meta(model)
+    held = plan.stages_of(rank_in(mesh, "pp"), size_of(mesh, "pp"))
     return Sharding(mesh, plan, keep_stages(model, cut, held)), whole
 
 

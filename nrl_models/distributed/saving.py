@@ -57,7 +57,8 @@ def save_pretrained(
         raise UnknownArgumentError(
             f"save_pretrained of a sharded model takes no {', '.join(options)}: do that with the directory it saves"
         )
-    adapter, mesh = sharding_of(model).adapter, sharding_of(model).mesh
+    sharding = sharding_of(model)
+    adapter, mesh, gather = sharding.adapter, sharding.mesh, sharding.gatherer(model)
     table = checkpoint_layout(model, adapter, original_format=save_original_format)
     kept = kept_by(model)  # the first rank's, which writes them
     with reporting_dead_ranks(f"save into {folder}"):
@@ -69,7 +70,7 @@ def save_pretrained(
         for file, names in split.filename_to_tensors.items():
             found = {name: table[name] for name in names if name in table}
             tensors: dict[str, torch.Tensor] = {}
-            for name, tensor in sharding_of(model).gathered(model, found, DEFAULT_BUCKET):
+            for name, tensor in gather(found, DEFAULT_BUCKET):
                 if stage is not None:  # each in a storage of its own; other ranks keep nothing
                     tensors[name] = tensor.to("cpu", copy=True)
             if stage is not None:
@@ -78,7 +79,7 @@ def save_pretrained(
         if stage is not None:
             attempt(_write_configuration, model, adapter, stage)
             if split.is_sharded:
-                metadata = {"total_parameters": sharding_of(model).total_parameters, **split.metadata}
+                metadata = {"total_parameters": sharding.total_parameters, **split.metadata}
                 index = {"metadata": metadata, "weight_map": split.tensor_to_filename}
                 attempt((stage / INDEX_NAME).write_text, json.dumps(index, indent=2, sort_keys=True) + "\n")
 

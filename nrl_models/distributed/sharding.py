@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -17,10 +17,12 @@ from nrl_models.common.state_dict.layouts import TensorSpec
 from nrl_models.common.state_dict.views import HFTensor
 from nrl_models.distributed.mesh import gather_over, rank_in, size_of
 from nrl_models.distributed.parallel_plan import ParallelPlan
-from nrl_models.distributed.pipeline.schedules import Schedule, stages_per_rank
 from nrl_models.distributed.pipeline.stages import Stages
 from nrl_models.distributed.shards import DEFAULT_BUCKET, blocks_of, gathered
 from nrl_models.errors import Problem, ProblemKind, ShardingError
+
+Gatherer = Callable[[Mapping[str, HFTensor], int], Iterator[tuple[str, torch.Tensor]]]
+"""From Hugging Face tensors and the size of a bucket: whole tensors, by name."""
 
 
 class Sharding:
@@ -86,9 +88,8 @@ class Sharding:
 
     def rank_of_stage(self, stage: int) -> int:
         """The rank of `pp` that holds a stage."""
-        ranks, schedule = size_of(self.mesh, "pp"), Schedule(self.plan.schedule)
-        per_rank = stages_per_rank(schedule, self.plan.stages_per_rank)
-        return next(rank for rank in range(ranks) if stage in schedule.stages_of(rank, ranks, per_rank))
+        ranks = size_of(self.mesh, "pp")
+        return next(rank for rank in range(ranks) if stage in self.plan.stages_of(rank, ranks))
 
     def is_first_holder(self, name: str) -> bool:
         """Whether this rank is the first of `pp` that holds a tensor of the model: the one that writes it."""
@@ -113,17 +114,16 @@ class Sharding:
         self, model: nn.Module, exported: Mapping[str, HFTensor], max_bytes: int | None
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Whole tensors, bucket by bucket, see `StateDictAdapter.iter_export`."""
-        yield from self.gathered(model, exported, max_bytes or DEFAULT_BUCKET)
+        yield from self.gatherer(model)(exported, max_bytes or DEFAULT_BUCKET)
 
-    def gathered(
-        self, model: nn.Module, tensors: Mapping[str, HFTensor], max_bytes: int
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Whole Hugging Face tensors of the model, see `nrl_models.distributed.shards.gathered`."""
+    def gatherer(self, model: nn.Module) -> Gatherer:
+        """Gathers tensors of the model, see `nrl_models.distributed.shards.gathered`; for several calls."""
         device = next(parameter.device for parameter in model.parameters())
         specs = {
             name: torch.empty(spec.shape, dtype=spec.dtype, device="meta") for name, spec in self.adapter.own.items()
         }
-        yield from gathered(self.written(model), specs, tensors, self.mesh, max_bytes, device)
+        own = self.written(model)
+        return lambda tensors, max_bytes: gathered(own, specs, tensors, self.mesh, max_bytes, device)
 
 
 def sharding_of(model: nn.Module) -> Sharding:

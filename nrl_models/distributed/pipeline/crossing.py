@@ -94,7 +94,7 @@ def crossing_of(model: PreTrainedModel) -> Crossing:
             values, which tensors on meta do not have.
     """
     stack = find_stack(model)
-    traced = on_meta(model)
+    traced = copy_on_meta(model)
     trace = _Trace(traced, stack)
     try:
         trace.run()
@@ -106,7 +106,7 @@ def crossing_of(model: PreTrainedModel) -> Crossing:
     return trace.crossing()
 
 
-def on_meta(model: PreTrainedModel) -> PreTrainedModel:
+def copy_on_meta(model: PreTrainedModel) -> PreTrainedModel:
     """A copy of a model, without values."""
     memo: dict[int, Any] = {}
     for tensor in (*model.parameters(), *model.buffers()):

@@ -29,16 +29,11 @@ class Schedule(StrEnum):
         """Whether stages go down the ranks and back: the first rank then has the first and the last."""
         return self in (Schedule.ZERO_BUBBLE_V, Schedule.DUAL_PIPE_V)
 
-    def stages_of(self, rank: int, ranks: int, per_rank: int) -> tuple[int, ...]:
-        """The numbers of the stages that a rank holds."""
+    def stages_of(self, rank: int, ranks: int, per_rank: int | None) -> tuple[int, ...]:
+        """The numbers of the stages that a rank holds: `per_rank`, where the schedule leaves a choice, or 2."""
         if self.is_v:
             return rank, 2 * ranks - 1 - rank
-        return tuple(rank + turn * ranks for turn in range(per_rank))
-
-
-def stages_per_rank(schedule: str, asked: int | None) -> int:
-    """How many stages a rank holds by a schedule; `asked`, where that leaves a choice."""
-    return 1 if Schedule(schedule).has_one_stage else asked or 2
+        return tuple(rank + turn * ranks for turn in range(1 if self.has_one_stage else per_rank or 2))
 
 
 def schedule_problems(schedule: str, asked: int | None) -> Iterator[Problem]:

@@ -142,9 +142,9 @@ def test_what_does_not_fit_together_is_told_at_once(write: Any) -> None:
     file = write(
         training="{steps: 1, questions: 4, group: 8, max_prompt: 100, new_tokens: 50, updates: 3, row_tokens: 149}"
     )
-    (words,) = wrong(file).values()
-    assert "updates=3: expected a divisor of the 4 questions" in words
-    assert "row_tokens=149: expected at least the 150 of max_prompt and new_tokens" in words
+    (message,) = wrong(file).values()
+    assert "updates=3: expected a divisor of the 4 questions" in message
+    assert "row_tokens=149: expected at least the 150 of max_prompt and new_tokens" in message
 
 
 @pytest.mark.parametrize(
