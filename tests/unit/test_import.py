@@ -119,6 +119,9 @@ NEED_VERL = {"nrl_models.adapters.verl"}
 NEED_MLX = {"nrl_models.engines.processes.mlx_worker"}
 """What runs in the process of that engine alone."""
 
+NEED_MEGATRON = {"nrl_models.megatron.latent_attention"}
+"""Modules of classes that are derived from Megatron-Core's."""
+
 
 def test_every_module_imports_and_has_what_it_says() -> None:
     unmet = {
@@ -130,6 +133,8 @@ def test_every_module_imports_and_has_what_it_says() -> None:
         unmet |= NEED_VERL
     if importlib.util.find_spec("mlx_lm") is None:
         unmet |= NEED_MLX
+    if importlib.util.find_spec("megatron") is None:
+        unmet |= NEED_MEGATRON
     names = [package.name for package in pkgutil.walk_packages([str(ROOT)], "nrl_models.")]
     assert len(names) > 50
     for name in names:
@@ -158,6 +163,7 @@ LAYERS = (
     {"devtools"},
     {"onboarding", "diagnostics", "consistency", "recipes", "adapters"},
     {"engines"},
+    {"megatron"},
     {"quirks"},
     {"testing"},
     {"parity"},
@@ -384,8 +390,8 @@ def words_of(tree: ast.AST) -> Iterator[tuple[int, str]]:
 NAMED = ("families/", "registry.py", "cli/demo.py", "onboarding/real_weights.py")
 """The table of families, the demonstration of one, and the packages that hold published weights."""
 
-TOOLS = re.compile(r"llama\.cpp|llama-quantize|llama-gguf-split")
-"""Programs that are called after a model."""
+TOOLS = re.compile(r"llama\.cpp|llama-quantize|llama-gguf-split|^llama3$")
+"""Programs, and a way to scale rotary positions, that are called after a model."""
 
 
 @pytest.mark.parametrize("file", [file for file, _ in sources() if not file.startswith(NAMED)])

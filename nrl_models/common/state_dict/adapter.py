@@ -10,9 +10,9 @@ from __future__ import annotations
 import copy
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
 from functools import reduce
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -35,10 +35,22 @@ from nrl_models.errors import Problem, ProblemKind, StateDictError
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-Layout = Literal["hub", "transformers"]
+
+class OtherLayout(Hashable, Protocol):
+    """Another library's names and shapes: `nrl_models.megatron.layout.MegatronRank`."""
+
+    def table(self, adapter: StateDictAdapter) -> dict[str, HFTensor]:
+        """Its tensors, by name, made of those of `adapter.transformers`.
+
+        Raises:
+            StateDictError: the model has tensors that it has no place for.
+        """
+
+
+Layout = Literal["hub", "transformers"] | OtherLayout
 """`hub`: the names and shapes of published checkpoints, what engines read and `save_pretrained`
 writes (experts one by one). `transformers`: those of transformers' modules in memory (experts
-stacked). They differ only where transformers converts on loading."""
+stacked). They differ only where transformers converts on loading. Or another library's."""
 
 
 class StateDictAdapter:
@@ -52,6 +64,7 @@ class StateDictAdapter:
             shapes, dtypes and the conversions of its checkpoint are read, and no reference is kept.
 
     Attributes:
+        config: the model's configuration.
         own: the model's own tensors, by name.
         hub: the hub's tensors, by name, in the order transformers saves them.
         transformers: transformers' in-memory tensors, by name, in the order of its `state_dict()`.
@@ -71,6 +84,8 @@ class StateDictAdapter:
             model, self.transformers, self.own, layouts.hub_conversions(model)
         )
         self.kept: dict[str, TensorSpec] = _kept_specs(model)
+        self.config = model.config
+        self._others: dict[OtherLayout, dict[str, HFTensor]] = {}
         self._has_peft = any(peft_modules(model))
         self._in_hub = _by_parameter(self.hub)
         self._in_transformers = _by_parameter(self.transformers)
@@ -86,13 +101,26 @@ class StateDictAdapter:
         """
         if name not in self.own:
             raise KeyError(f"{name} is no tensor of this model")
-        return (self._in_hub if self.layout(layout) is self.hub else self._in_transformers)[name]
+        table = self.layout(layout)
+        if not isinstance(layout, str):
+            return [tensor for tensor in table.values() if name in tensor.parameters]
+        return (self._in_hub if table is self.hub else self._in_transformers)[name]
 
     def layout(self, layout: Layout) -> dict[str, HFTensor]:
-        """The table of one layout."""
-        if layout not in ("hub", "transformers"):
-            raise ValueError(f"unknown layout {layout!r}: expected 'hub' or 'transformers'")
-        return self.hub if layout == "hub" else self.transformers
+        """The table of one layout.
+
+        Raises:
+            StateDictError: the model has tensors that another library's layout has no place for.
+        """
+        if layout == "hub":
+            return self.hub
+        if layout == "transformers":
+            return self.transformers
+        if not hasattr(layout, "table"):
+            raise ValueError(f"unknown layout {layout!r}: expected 'hub' or 'transformers', or an object with a `table`")
+        if layout not in self._others:
+            self._others[layout] = layout.table(self)
+        return self._others[layout]
 
     def table_for(self, keys: Collection[str]) -> Mapping[str, HFTensor]:
         """The table of the layout that `keys` are named in; both tables together if they are mixed."""

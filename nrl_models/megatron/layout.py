@@ -1,0 +1,370 @@
+"""Megatron-Core's layout of a decoder: its names, its interleaving, and what each of its ranks holds.
+
+One more table of views, made of the tensors of transformers' modules. Megatron's `linear_qkv` has the rows of a query
+group together (its queries, then its key, then its value), `linear_fc1` the gate's rows before the other half's. Ranks
+of tensor parallelism hold whole query groups, and of `linear_fc1` a share of either half; stages count their layers,
+and ranks of expert parallelism their experts, from 0. Names and shapes are those of `megatron.core`'s `GPTModel`, which
+`tests/distributed/test_megatron.py` compares them with.
+
+Whether Megatron computes what the model computes, a layout cannot say: `nrl_models.megatron.gpt_model` proves it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Any
+
+import torch
+
+from nrl_models.common.garbage import no_collections
+from nrl_models.common.state_dict.adapter import StateDictAdapter
+from nrl_models.common.state_dict.views import HFTensor, TracedTensor
+from nrl_models.errors import Problem, ProblemKind, StateDictError
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """The `index`-th of `of` equal shares, counted from 0."""
+
+    index: int = 0
+    of: int = 1
+
+
+WHOLE = Share()
+"""The share of something that is not shared."""
+
+
+@dataclass(frozen=True, slots=True)
+class MegatronRank:
+    """What a rank of Megatron holds, and what its modules are called; by default the whole model.
+
+    Args:
+        tp: its share of each layer (tensor parallelism).
+        pp: its share of the layers (pipeline parallelism): stages of as many layers each.
+        ep: its share of the experts (expert parallelism).
+        etp: its share of each expert (expert tensor parallelism); Megatron's default is `tp`.
+        transformer_engine: whether layers are those of Transformer Engine, which keep a norm's weight in the linear
+            that follows (`linear_qkv.layer_norm_weight`); otherwise those of `get_gpt_layer_local_spec`.
+        grouped_experts: whether experts are those of `TEGroupedMLP` (`experts.linear_fc1.weight0`); otherwise of
+            `SequentialMLP` (`experts.local_experts.0.linear_fc1.weight`).
+
+    Raises:
+        ValueError: a share is not one of so many.
+    """
+
+    tp: Share = WHOLE
+    pp: Share = WHOLE
+    ep: Share = WHOLE
+    etp: Share | None = None
+    transformer_engine: bool = True
+    grouped_experts: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("tp", "pp", "ep", "etp"):
+            share = getattr(self, name)
+            if share is not None and not 0 <= share.index < share.of:
+                raise ValueError(f"{name}={share}: expected an index from 0 to {share.of - 1}")
+
+    def table(self, adapter: StateDictAdapter) -> dict[str, HFTensor]:
+        """What the rank holds of a model, by Megatron's names; see `OtherLayout.table`.
+
+        Raises:
+            StateDictError: the model has tensors that Megatron's GPT model has no place for, or that do not divide; all
+                of them at once.
+        """
+        return _Table(adapter, self).build()
+
+    @property
+    def of_experts(self) -> Share:
+        """Its share of each expert."""
+        return self.tp if self.etp is None else self.etp
+
+
+class Split(Enum):
+    """How tensor parallelism divides a weight."""
+
+    NOT = auto()
+    ROWS = auto()
+    """By output features, its bias likewise (`ColumnParallelLinear`)."""
+    COLUMNS = auto()
+    """By input features, its bias not (`RowParallelLinear`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A module of Megatron's layer that is one of transformers' layer.
+
+    Args:
+        names: what the module may be called in transformers.
+        split: how it is divided.
+        fused: its name with Transformer Engine, where that keeps a norm in the linear that follows, without `weight`
+            or `bias`.
+    """
+
+    names: tuple[str, ...]
+    split: Split = Split.NOT
+    fused: str = ""
+
+
+ATTENTION = {
+    "self_attention.linear_proj": Rule(("self_attn.o_proj", "self_attn.dense"), Split.COLUMNS),
+    "self_attention.q_layernorm": Rule(("self_attn.q_norm", "self_attn.q_layernorm", "self_attn.query_layernorm")),
+    "self_attention.k_layernorm": Rule(("self_attn.k_norm", "self_attn.k_layernorm", "self_attn.key_layernorm")),
+    "input_layernorm": Rule(("input_layernorm",), fused="self_attention.linear_qkv.layer_norm_"),
+}
+"""By Megatron's name, modules of a layer with attention over query groups."""
+
+LATENT_ATTENTION = {
+    "self_attention.linear_q_proj": Rule(("self_attn.q_proj",), Split.ROWS),
+    "self_attention.linear_q_down_proj": Rule(("self_attn.q_a_proj",)),
+    "self_attention.q_layernorm": Rule(
+        ("self_attn.q_a_layernorm",), fused="self_attention.linear_q_up_proj.layer_norm_"
+    ),
+    "self_attention.linear_q_up_proj": Rule(("self_attn.q_b_proj",), Split.ROWS),
+    "self_attention.linear_kv_down_proj": Rule(("self_attn.kv_a_proj_with_mqa",)),
+    "self_attention.kv_layernorm": Rule(
+        ("self_attn.kv_a_layernorm",), fused="self_attention.linear_kv_up_proj.layer_norm_"
+    ),
+    "self_attention.linear_kv_up_proj": Rule(("self_attn.kv_b_proj",), Split.ROWS),
+    "self_attention.linear_proj": Rule(("self_attn.o_proj",), Split.COLUMNS),
+    "input_layernorm": Rule(("input_layernorm",)),
+}
+"""The same of a layer with latent attention (MLA)."""
+
+MLP = {
+    "mlp.linear_fc2": Rule(("mlp.down_proj", "mlp.c_proj", "mlp.fc2", "mlp.dense_4h_to_h"), Split.COLUMNS),
+    "pre_mlp_layernorm": Rule(("post_attention_layernorm",), fused="mlp.linear_fc1.layer_norm_"),
+}
+"""The same of a dense MLP, without its first linear."""
+
+EXPERTS = {
+    "mlp.shared_experts.linear_fc2": Rule(
+        ("mlp.shared_experts.down_proj", "mlp.shared_expert.down_proj"), Split.COLUMNS
+    ),
+    "pre_mlp_layernorm": Rule(("post_attention_layernorm",)),
+}
+"""The same of a mixture of experts, without the experts, the router and the shared experts' first linear."""
+
+ROUTER = {
+    "mlp.router.weight": ("mlp.gate.weight", "mlp.router.weight"),
+    "mlp.router.expert_bias": ("mlp.gate.e_score_correction_bias", "mlp.e_score_correction_bias"),
+    "mlp.shared_experts.gate_weight": ("mlp.shared_expert_gate.weight",),
+}
+"""By Megatron's name, tensors of a mixture of experts that no rank has a share of."""
+
+FIRST_LINEARS = (
+    ("gate_proj", "up_proj"),
+    ("gate_up_proj",),
+    ("up_proj",),
+    ("c_fc",),
+    ("fc1",),
+    ("dense_h_to_4h",),
+)
+"""What the first linears of an MLP may be called, the gate's first; the earliest that is there counts."""
+
+OUTSIDE = {
+    "embedding.word_embeddings.weight": ("embed_tokens.weight",),
+    "decoder.final_layernorm.weight": ("norm.weight", "final_layernorm.weight"),
+    "decoder.final_layernorm.bias": ("norm.bias", "final_layernorm.bias"),
+}
+"""By Megatron's name, what the base model has beside its layers."""
+
+HEAD = "lm_head.weight"
+
+_IN_LAYER = re.compile(r"(.*?)layers\.(\d+)\.(.*)")
+
+
+@dataclass
+class _Table:
+    adapter: StateDictAdapter
+    rank: MegatronRank
+    problems: list[Problem] = field(default_factory=list)
+
+    @no_collections()
+    def build(self) -> dict[str, HFTensor]:
+        layers, outside, base = self._sorted()
+        share = self._part("layers", len(layers), self.rank.pp)
+        found: dict[str, TracedTensor] = {}
+        first, last = self.rank.pp.index == 0, self.rank.pp.index == self.rank.pp.of - 1
+        inside = self._outside(outside, base)
+        embeddings, head = inside.pop("embedding.word_embeddings.weight", None), inside.pop(HEAD, None)
+        if embeddings is not None and first:
+            found["embedding.word_embeddings.weight"] = embeddings
+        for number, layer in layers.items():
+            made = dict(_Layer(self, layer).build())
+            if number in share:
+                found |= {f"decoder.layers.{number - share.start}.{name}": tensor for name, tensor in made.items()}
+        if last:
+            found |= inside
+            output = head if head is not None else embeddings if not first else None
+            if output is not None:
+                found["output_layer.weight"] = output
+        if self.problems:
+            raise StateDictError("the model does not fit Megatron's layout", self.problems)
+        return {name: HFTensor(name, tuple(tensor.shape), tensor.pieces) for name, tensor in found.items()}
+
+    def _sorted(self) -> tuple[dict[int, dict[str, TracedTensor]], dict[str, TracedTensor], str]:
+        """Each layer's tensors by what follows its number, those outside of layers, and the base model's prefix."""
+        layers: dict[int, dict[str, TracedTensor]] = {}
+        outside: dict[str, TracedTensor] = {}
+        base: str | None = None
+        for name, tensor in self.adapter.transformers.items():
+            dtype = self.adapter.own[tensor.parameters[0]].dtype
+            traced = TracedTensor.of_pieces(tensor.shape, dtype, tensor.pieces)
+            match = _IN_LAYER.fullmatch(name)
+            if match and match[1] == (base := match[1] if base is None else base):
+                layers.setdefault(int(match[2]), {})[match[3]] = traced
+            else:
+                outside[name] = traced
+        return layers, outside, base or ""
+
+    def _outside(self, outside: dict[str, TracedTensor], base: str) -> dict[str, TracedTensor]:
+        """What is not in layers, as this rank would hold it; the head under the name `HEAD`."""
+        rows = self.rank.tp
+        found = {}
+        for theirs, names in OUTSIDE.items():
+            name = next((base + name for name in names if base + name in outside), None)
+            if name is not None:
+                tensor = outside.pop(name)
+                found[theirs] = self.rows(name, tensor, rows) if theirs.startswith("embedding") else tensor
+        head = outside.pop(HEAD, None)
+        if head is not None and HEAD not in self.adapter.tied:
+            found[HEAD] = self.rows(HEAD, head, rows)
+        for name in outside:
+            self.no_place(name)
+        return found
+
+    def no_place(self, name: str) -> None:
+        """Note a tensor that Megatron has no place for."""
+        detail = "has no place in Megatron-Core's GPT model"
+        if not any(problem.subject == name for problem in self.problems):
+            self.problems.append(Problem(ProblemKind.UNSUPPORTED, name, detail))
+
+    def _part(self, subject: str, size: int, share: Share, things: str = "") -> range:
+        """A share of the `size` things that a subject is or has."""
+        if size % share.of:
+            is_many = f"has {size} {things}" if things else f"are {size}"
+            detail = f"{is_many}, which do not divide over {share.of} ranks"
+            problem = Problem(
+                ProblemKind.DIVIDE, subject, detail, None, f"choose a number of ranks that divides {size}"
+            )
+            if problem not in self.problems:
+                self.problems.append(problem)
+            return range(size)
+        part = size // share.of
+        return range(share.index * part, (share.index + 1) * part)
+
+    def rows(self, name: str, tensor: torch.Tensor, share: Share, dim: int = 0) -> Any:
+        """A share of a tensor along a dimension."""
+        part = self._part(name, tensor.shape[dim], share, ("rows", "columns")[dim])
+        return tensor.narrow(dim, part.start, len(part))
+
+    def groups(self, count: int) -> range:
+        """The query groups of this rank."""
+        return self._part("query groups", count, self.rank.tp)
+
+    def experts(self, count: int) -> range:
+        """The experts of this rank."""
+        return self._part("experts", count, self.rank.ep)
+
+
+class _Layer:
+    """A layer's tensors; what is built takes them away, and what is left has no place."""
+
+    def __init__(self, table: _Table, tensors: dict[str, TracedTensor]) -> None:
+        self.table, self.rank, self.tensors = table, table.rank, tensors
+
+    def build(self) -> Iterator[tuple[str, Any]]:
+        latent = any(name.startswith("self_attn.kv_a_proj") for name in self.tensors)
+        mixture = "mlp.experts.down_proj" in self.tensors
+        if not latent:
+            yield from self._qkv()
+        for rules in (LATENT_ATTENTION if latent else ATTENTION, EXPERTS if mixture else MLP):
+            for name, rule in rules.items():
+                yield from self._module(name, rule)
+        if mixture:
+            yield from self._experts()
+            for shared in ("mlp.shared_experts.", "mlp.shared_expert."):
+                yield from self._first_linear("mlp.shared_experts.linear_fc1", shared, self.rank.tp)
+        else:
+            yield from self._first_linear("mlp.linear_fc1", "mlp.", self.rank.tp)
+        for name in self.tensors:
+            self.table.no_place(f"layers.*.{name}")
+
+    def _module(self, name: str, rule: Rule) -> Iterator[tuple[str, Any]]:
+        """The weight and the bias of a module that is one of transformers'."""
+        for kind in ("weight", "bias"):
+            theirs = next((f"{own}.{kind}" for own in rule.names if f"{own}.{kind}" in self.tensors), None)
+            if theirs is None:
+                continue
+            tensor: Any = self.tensors.pop(theirs)
+            if rule.split is Split.ROWS:
+                tensor = self.table.rows(theirs, tensor, self.rank.tp)
+            elif rule.split is Split.COLUMNS and kind == "weight":
+                tensor = self.table.rows(theirs, tensor, self.rank.tp, 1)
+            fused = rule.fused if self.rank.transformer_engine else ""
+            yield f"{fused or name + '.'}{kind}", tensor
+
+    def _qkv(self) -> Iterator[tuple[str, Any]]:
+        """The rows of each query group together: its queries, its key, its value."""
+        config: Any = self.table.adapter.config.get_text_config(decoder=True)
+        heads = getattr(config, "num_attention_heads", None)
+        count = getattr(config, "num_key_value_heads", None) or heads
+        if not (isinstance(heads, int) and isinstance(count, int)):
+            return  # what has no groups has no place
+        for kind in ("weight", "bias"):
+            parts = self._taken([f"self_attn.{name}_proj.{kind}" for name in "qkv"])
+            if not parts and (packed := self.tensors.pop(f"self_attn.qkv_proj.{kind}", None)) is not None:
+                size = packed.shape[0] // (heads + 2 * count)
+                parts = [*packed.split([size * heads, size * count, size * count])]
+            if parts:
+                shares = [(part, part.shape[0] // count) for part in parts]
+                rows = [
+                    part.narrow(0, group * size, size) for group in self.table.groups(count) for part, size in shares
+                ]
+                yield f"self_attention.linear_qkv.{kind}", torch.cat(rows)
+
+    def _first_linear(self, theirs: str, prefix: str, share: Share) -> Iterator[tuple[str, Any]]:
+        """The first linear of an MLP: of a gated one a share of the gate, then one of the other half."""
+        for kind in ("weight", "bias"):
+            for names in FIRST_LINEARS:
+                if parts := self._taken([f"{prefix}{name}.{kind}" for name in names]):
+                    if names == ("gate_up_proj",):
+                        parts = list(parts[0].chunk(2))
+                    name = f"{prefix}{names[0]}.{kind}"
+                    yield f"{theirs}.{kind}", torch.cat([self.table.rows(name, part, share) for part in parts])
+                    break
+
+    def _experts(self) -> Iterator[tuple[str, Any]]:
+        """The router, and each expert of this rank; transformers has all of a layer's experts in one tensor."""
+        for name, names in ROUTER.items():
+            if (own := next((own for own in names if own in self.tensors), None)) is not None:
+                yield name, self.tensors.pop(own)
+        down = self.tensors.pop("mlp.experts.down_proj")
+        first = self.tensors.pop("mlp.experts.gate_up_proj", None)
+        gated = first is not None
+        if first is None:
+            first = self.tensors.pop("mlp.experts.up_proj")
+        for place, expert in enumerate(self.table.experts(down.shape[0])):
+            halves = first[expert].chunk(2) if gated else (first[expert],)
+            share = self.rank.of_experts
+            rows = [self.table.rows("mlp.experts.gate_up_proj", half, share) for half in halves]
+            yield self._expert(place, "linear_fc1"), torch.cat(rows)
+            yield (
+                self._expert(place, "linear_fc2"),
+                self.table.rows("mlp.experts.down_proj", down[expert], share, 1),
+            )
+
+    def _expert(self, place: int, linear: str) -> str:
+        if self.rank.grouped_experts:
+            return f"mlp.experts.{linear}.weight{place}"
+        return f"mlp.experts.local_experts.{place}.{linear}.weight"
+
+    def _taken(self, names: list[str]) -> list[torch.Tensor]:
+        """The tensors of these names, if all are there."""
+        if not all(name in self.tensors for name in names):
+            return []
+        return [self.tensors.pop(name) for name in names]

@@ -1,0 +1,183 @@
+"""Megatron-Core's layout: its names and interleaving, what each rank holds, and the way back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import new_model
+from transformers import DeepseekV3Config, Gemma2Config, LlamaConfig, Phi3Config, PreTrainedConfig, Qwen3MoeConfig
+
+from nrl_models import registry
+from nrl_models.errors import StateDictError
+from nrl_models.family import FamilyModel
+from nrl_models.megatron.ranks import MegatronRank, Share, from_megatron, ranks_of, to_megatron
+from nrl_models.testing.tiny import tiny_config
+
+GRIDS: list[dict[str, Any]] = [
+    {},
+    {"tp": 2},
+    {"pp": 2},
+    {"tp": 2, "pp": 2, "ep": 2, "transformer_engine": False, "grouped_experts": False},
+]
+
+CONFIGS = [LlamaConfig, Phi3Config, Qwen3MoeConfig, DeepseekV3Config]
+
+
+def model_of(config_class: type[PreTrainedConfig], **values: Any) -> FamilyModel:
+    """A tiny model of random weights, its norms too."""
+    architecture = new_model(tiny_config(config_class, values))
+    model = registry.model_class(type(architecture).__name__).from_config(architecture.config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_()
+    return model
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+@pytest.mark.parametrize("config_class", CONFIGS)
+def test_what_ranks_hold_is_the_model(config_class: type[PreTrainedConfig], grid: dict[str, Any]) -> None:
+    model = model_of(config_class, num_hidden_layers=2)
+    held = {rank: dict(to_megatron(model, rank)) for rank in ranks_of(**grid)}
+    other = model_of(config_class, num_hidden_layers=2)
+    from_megatron(other, held)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(other.state_dict()[name], tensor), name
+
+
+def test_rows_are_interleaved_as_megatron_reads_them() -> None:
+    model = model_of(LlamaConfig, attention_bias=True)
+    tensors = dict(to_megatron(model))
+    attention, mlp = model.model.layers[0].self_attn, model.model.layers[0].mlp
+    groups, size = model.config.num_key_value_heads, model.config.head_dim
+    for kind in ("weight", "bias"):
+        shares = [
+            getattr(linear, kind).unflatten(0, (groups, -1, size))
+            for linear in (attention.q_proj, attention.k_proj, attention.v_proj)
+        ]
+        expected = torch.cat(shares, dim=1).flatten(0, 2)
+        assert torch.equal(tensors[f"decoder.layers.0.self_attention.linear_qkv.{kind}"], expected)
+    both = torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight])
+    assert torch.equal(tensors["decoder.layers.0.mlp.linear_fc1.weight"], both)
+    rank = MegatronRank(tp=Share(1, 2))
+    halves = [weight.chunk(2)[1] for weight in (mlp.gate_proj.weight, mlp.up_proj.weight)]
+    assert torch.equal(dict(to_megatron(model, rank))["decoder.layers.0.mlp.linear_fc1.weight"], torch.cat(halves))
+
+
+def test_names_are_those_of_its_layers() -> None:
+    model = model_of(Qwen3MoeConfig, num_hidden_layers=2, tie_word_embeddings=True)
+    engine = set(dict(to_megatron(model, MegatronRank(pp=Share(1, 2)))))
+    assert {
+        "decoder.layers.0.self_attention.linear_qkv.layer_norm_weight",
+        "decoder.layers.0.pre_mlp_layernorm.weight",
+        "decoder.layers.0.mlp.router.weight",
+        "decoder.layers.0.mlp.experts.linear_fc1.weight0",
+        "decoder.final_layernorm.weight",
+        "output_layer.weight",  # of tied weights the last stage has a copy
+    } <= engine
+    assert "embedding.word_embeddings.weight" not in engine
+    local = set(dict(to_megatron(model, MegatronRank(transformer_engine=False, grouped_experts=False))))
+    assert {
+        "decoder.layers.1.input_layernorm.weight",
+        "decoder.layers.1.mlp.experts.local_experts.3.linear_fc2.weight",
+    } <= local
+    assert "output_layer.weight" not in local
+
+
+def test_the_adapter_takes_the_layout_like_any_other() -> None:
+    model = model_of(LlamaConfig)
+    adapter, rank = model.state_dict_adapter, MegatronRank(tp=Share(0, 2))
+    plan = adapter.export_plan(layout=rank)
+    exported = list(adapter.iter_export(model, 10_000, layout=rank))
+    assert [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in exported] == plan
+    given = adapter.to_hf(model.state_dict(), layout=rank)
+    assert all(torch.equal(given[name], tensor) for name, tensor in exported)
+    own = "model.layers.0.mlp.down_proj.weight"
+    ((name, tensor),) = adapter.convert_single_tensor_to_hf(own, model.state_dict()[own], layout=rank)
+    assert name == "decoder.layers.0.mlp.linear_fc2.weight"
+    assert torch.equal(tensor, given[name])
+
+
+def test_all_that_has_no_place_is_said_at_once() -> None:
+    with pytest.raises(StateDictError) as refused:
+        dict(to_megatron(model_of(Gemma2Config)))
+    subjects = {problem.subject for problem in refused.value.problems}
+    assert subjects == {
+        "layers.*.pre_feedforward_layernorm.weight",
+        "layers.*.post_feedforward_layernorm.weight",
+    }
+
+
+@pytest.mark.parametrize(
+    ("rank", "wanted"),
+    [
+        (
+            MegatronRank(tp=Share(0, 3)),
+            ("query groups: are 4, which do not divide over 3", "mlp.gate_proj.weight: has 320 rows"),
+        ),
+        (MegatronRank(pp=Share(0, 3)), ("layers: are 2, which do not divide over 3",)),
+    ],
+)
+def test_what_does_not_divide_is_refused(rank: MegatronRank, wanted: tuple[str, ...]) -> None:
+    values = {"num_hidden_layers": 2, "intermediate_size": 320}
+    with pytest.raises(StateDictError) as refused:
+        dict(to_megatron(model_of(LlamaConfig, **values), rank))
+    assert all(text in str(refused.value) for text in wanted)
+
+
+def test_a_share_that_there_is_not_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"tp=Share\(index=2, of=2\): expected an index from 0 to 1"):
+        MegatronRank(tp=Share(2, 2))
+
+
+def test_what_does_not_fit_is_said_at_once_and_nothing_is_loaded() -> None:
+    model = model_of(LlamaConfig)
+    held = {rank: dict(to_megatron(model, rank)) for rank in ranks_of(tp=2)}
+    first, second = held
+    norm = "decoder.final_layernorm.weight"
+    held[first]["nonsense"] = held[first].pop("decoder.layers.0.self_attention.linear_proj.weight")
+    held[first]["decoder.layers.1.mlp.linear_fc2.weight"] = torch.zeros(2, 2)
+    held[second][norm] = held[second][norm] + 1
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(StateDictError) as refused:
+        from_megatron(model, held)
+    assert [(problem.subject, problem.file) for problem in refused.value.problems] == [
+        ("decoder.layers.0.self_attention.linear_proj.weight", "rank tp 0 of 2, pp 0 of 1, ep 0 of 1"),
+        ("decoder.layers.1.mlp.linear_fc2.weight", "rank tp 0 of 2, pp 0 of 1, ep 0 of 1"),
+        ("nonsense", "rank tp 0 of 2, pp 0 of 1, ep 0 of 1"),
+        (norm, "rank tp 1 of 2, pp 0 of 1, ep 0 of 1"),
+    ]
+    assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in before.items())
+
+
+def test_a_rank_that_is_left_out_is_noticed() -> None:
+    model = model_of(LlamaConfig, num_hidden_layers=2)
+    held = {rank: dict(to_megatron(model, rank)) for rank in ranks_of(tp=2, pp=2)}
+    del held[next(iter(held))]
+    with pytest.raises(StateDictError, match=r"of its \d+ values came: expected what all ranks hold"):
+        from_megatron(model, held)
+
+
+@pytest.mark.long
+def test_every_decoder_with_a_layout_comes_back() -> None:
+    found = 0
+    for architecture in registry.architectures(aliases=False):
+        if not architecture.endswith("ForCausalLM") or registry.unmet_requirement(architecture):
+            continue
+        model_class = registry.model_class(architecture)
+        model = model_class.from_config(tiny_config(model_class.config_class, model_class.tiny, model_class))
+        for grid in ({"tp": 2}, {"tp": 2, "ep": 2, "grouped_experts": False}):
+            try:
+                held = {rank: dict(to_megatron(model, rank)) for rank in ranks_of(**grid)}
+            except StateDictError:
+                continue
+            copies = {rank: {name: tensor.clone() for name, tensor in held[rank].items()} for rank in held}
+            before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+            with torch.no_grad():
+                for tensor in model.state_dict().values():
+                    tensor.zero_()
+            from_megatron(model, copies)
+            assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in before.items()), architecture
+            found += 1
+    assert found >= 90
