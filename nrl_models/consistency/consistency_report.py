@@ -23,8 +23,8 @@ MAX_OUTSIDE = 0.01
 
 CELL = ("length", "data", "mode", "batch")
 
-WITH_ENGINE = (Comparison.DECODE, Comparison.PREFILL, Comparison.STRICT)
-"""Comparisons of the trainer with the engine."""
+WITH_ENGINE = (Comparison.DECODE, Comparison.PREFILL, Comparison.STRICT, Comparison.SECOND)
+"""Comparisons of a trainer with the engine."""
 
 
 @dataclass(frozen=True)
@@ -170,6 +170,7 @@ class ConsistencyReport:
         path: the checkpoint.
         settings: what was to be checked.
         engine, trainer: their descriptions.
+        second: the second trainer's; empty if there is none.
         results: the outcomes so far, in order.
         running: cells that are not done, and the step each is at.
         skipped: cells that cannot be checked, and why.
@@ -184,6 +185,7 @@ class ConsistencyReport:
     running: dict[Cell, str] = field(default_factory=dict)
     skipped: dict[Cell, str] = field(default_factory=dict)
     error: str = ""
+    second: dict[str, Any] = field(default_factory=dict)
 
     @property
     def verdict(self) -> Outcome:
@@ -204,6 +206,7 @@ class ConsistencyReport:
             "checkpoint": self.path,
             "engine": self.engine,
             "trainer": self.trainer,
+            "second_trainer": self.second or None,
             "settings": asdict(self.settings),
             "cells": [result.to_json() for result in self.results],
             "skipped": [{"cell": str(cell), "reason": reason} for cell, reason in self.skipped.items()],
@@ -214,13 +217,16 @@ class ConsistencyReport:
     def title(self) -> str:
         """What is compared."""
         engine = f"{self.engine.get('engine')} ({self.engine.get('dtype', 'precision unknown')})"
-        return f"{self.path}: trainer ({self.trainer.get('dtype')}) against {engine}"
+        trainers = f"trainer ({self.trainer.get('dtype')})"
+        if self.second:
+            trainers += f" and {self.second.get('engine')} ({self.second.get('dtype')})"
+        return f"{self.path}: {trainers} against {engine}"
 
     @property
     def columns(self) -> tuple[str, ...]:
         """The numbers shown of each cell."""
-        comparisons = WITH_ENGINE if self.settings.strict else WITH_ENGINE[:2]
-        return (*comparisons, "worst sequence", "max |diff|", "noise floor")
+        asked = {Comparison.STRICT: self.settings.strict, Comparison.SECOND: bool(self.second)}
+        return (*(name for name in WITH_ENGINE if asked.get(name, True)), "worst sequence", "max |diff|", "noise floor")
 
     def rows(self) -> Iterator[Row]:
         """A row for each cell, those that are not done or skipped last.
@@ -256,7 +262,12 @@ class ConsistencyReport:
         lines = [f"# {self.title}", "", f"Verdict: **{self.verdict}**, threshold {self.settings.threshold:g}.", ""]
         lines += [f"The run ended early: {self.error}", ""] if self.error else []
         engine = f"trainer vs {self.engine.get('engine')}"
-        names = {"decode": f"{engine}, decode", "prefill": f"{engine}, prefill", "max |diff|": "max abs diff"}
+        names = {
+            "decode": f"{engine}, decode",
+            "prefill": f"{engine}, prefill",
+            "second trainer": f"{self.second.get('engine')} vs {self.engine.get('engine')}, decode",
+            "max |diff|": "max abs diff",
+        }
         cell = ("Sequence Length", "Data Type", "Generation Method", "Batch Size")
         table = [(*cell, *(names.get(name, name) for name in self.columns), "verdict")]
         table.append(("---",) * len(table[0]))
@@ -268,7 +279,9 @@ class ConsistencyReport:
         for result in self.results:
             if said := [*result.explanation, *result.notes]:
                 lines += ["", f"**{result.cell}**", "", *(f"- {line}" for line in said)]
-        return "\n".join([*lines, "", f"Engine: {described(self.engine)}.", f"Trainer: {described(self.trainer)}.", ""])
+        lines += ["", f"Engine: {described(self.engine)}.", f"Trainer: {described(self.trainer)}."]
+        lines += [f"Second trainer: {described(self.second)}."] if self.second else []
+        return "\n".join([*lines, ""])
 
 
 def described(settings: Mapping[str, Any]) -> str:

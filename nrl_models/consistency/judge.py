@@ -49,6 +49,7 @@ class Judge:
 
     def __init__(self, meter: Meter, references: References, *, random_weights: bool = False) -> None:
         self.engine, self.trainer, self.settings = meter.engine, meter.trainer, meter.settings
+        self.second = meter.second
         self.references, self.random_weights = references, random_weights
 
     def judge(self, cell: Cell, measurement: Measurement) -> Verdict:
@@ -88,10 +89,11 @@ class Judge:
             return self._finish(VerdictKind.PRECISION, (), errors, found=self._precisions(looks_like))
         hypotheses = Hypotheses(self.references, tokens, generated, sampling)
         cause = hypotheses.find_cause(parties[at_fault[0]], single, floor)
-        if len(at_fault) == 1:
-            kind = VerdictKind(at_fault[0])
+        sides = [party for party in at_fault if party != Party.SECOND_TRAINER] or at_fault
+        if len(sides) == 1:
+            kind = VerdictKind(sides[0])
         else:
-            kind = VerdictKind.BOTH if Party.TRAINER in at_fault else VerdictKind.ENGINE
+            kind = VerdictKind.BOTH if Party.TRAINER in sides else VerdictKind.ENGINE
         verdict = self._finish(kind, tuple(at_fault), errors, cause, self._locate(at_fault, tokens))
         if not self.references.witness:
             return verdict
@@ -112,7 +114,8 @@ class Judge:
         return (dtype if dtype in (torch.float16, torch.bfloat16) else torch.float32,)
 
     def _dtype(self, party: Party) -> torch.dtype | None:
-        return (self.trainer if party == Party.TRAINER else self.engine).capabilities().dtype
+        engines = {Party.TRAINER: self.trainer, Party.SECOND_TRAINER: self.second or self.engine}
+        return engines.get(party, self.engine).capabilities().dtype
 
     def _precisions(self, looks_like: str) -> str:
         engine, trainer = self._dtype(Party.DECODE), self._dtype(Party.TRAINER)
@@ -121,6 +124,8 @@ class Judge:
 
     def _locate(self, at_fault: Sequence[Party], tokens: torch.Tensor) -> Divergence | str:
         """The first module where the party at fault diverges, or why none is known."""
+        if at_fault == [Party.SECOND_TRAINER]:
+            return "Its modules cannot be recorded"
         if Party.TRAINER in at_fault:
             compare = self._in_trainer
         else:
@@ -199,7 +204,8 @@ def _worst_sequences(
 ) -> tuple[torch.Tensor, dict[Party, torch.Tensor]]:
     """The sequences with the largest errors, and every party's log-probabilities of them."""
     metrics = measurement.metrics
-    sampled = [metrics[name] for name in (Comparison.DECODE, Comparison.PREFILL) if name in metrics]
+    of_sampled = (Comparison.DECODE, Comparison.PREFILL, Comparison.SECOND)
+    sampled = [metrics[name] for name in of_sampled if name in metrics]
     noise = metrics[Comparison.NOISE].token_mult_prob_error
     bound = largest_error(settings.threshold, settings.noise_factor, noise)
     if Comparison.STRICT in metrics and all(found.token_mult_prob_error <= bound for found in sampled):
@@ -211,6 +217,7 @@ def _worst_sequences(
             Party.TRAINER: measurement.trainer,
             Party.DECODE: measurement.decode,
             Party.PREFILL: measurement.prefill,
+            Party.SECOND_TRAINER: measurement.second,
         }
     assert tokens is not None
     present = {party: values for party, values in parties.items() if values is not None}

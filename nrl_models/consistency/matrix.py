@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,7 @@ def check_consistency(
     engine_options: dict[str, Any] | None = None,
     skip_too_long: bool = False,
     witness: str = "",
+    second_trainer: str = "",
     progress: Callable[[ConsistencyReport], None] = lambda report: None,
 ) -> ConsistencyReport:
     """Check that a checkpoint's trainer and an engine give the same log-probabilities.
@@ -70,6 +72,8 @@ def check_consistency(
         skip_too_long: whether to skip lengths that exceed the model's limit, and report them, instead of raising; if
             none is left, the longest possible one is checked.
         witness: another engine, which is asked about cells that fail; empty if none is.
+        second_trainer: another engine, in the trainer's precision, which is compared with the engine in every cell as
+            the trainer is; empty if none is.
         progress: called at every step with the report so far.
 
     Returns:
@@ -81,10 +85,11 @@ def check_consistency(
         CheckpointError, UnknownArchitectureError, ...: as `from_pretrained`.
     """
     require_engine(engine)
-    if witness:
-        require_engine(witness)
-    if witness == engine:
-        raise ConsistencyError(f"the witness is {witness}, too: expected another engine than the one that is checked")
+    for what, name in (("witness", witness), ("second trainer", second_trainer)):
+        if name:
+            require_engine(name)
+        if name == engine:
+            raise ConsistencyError(f"the {what} is {name}, too: expected another engine than the one that is checked")
     settings = settings or Settings()
     folder = resolve_folder(path)
     settings, skipped = _fitting(folder, settings, engine, skip_too_long)
@@ -99,6 +104,7 @@ def check_consistency(
         "load_format": load_format,
         "dtype": str(dtype),
         "trainer_dtype": str(trainer_dtype or dtype),
+        **({"second_trainer": second_trainer} if second_trainer else {}),
         "text": None if text_file is None else str(text_file.resolve()),
         **{key: value for key, value in asdict(settings).items() if key not in _MAY_CHANGE},
     }
@@ -113,8 +119,10 @@ def check_consistency(
         if dummy:
             started.refit(model.state_dict_adapter.iter_export(model))
         references = References(path, device=device, witness=witness)
-        meter = Meter(started, trainer, prompts, settings, store, references)
-        return run_matrix(str(path), meter, references, skipped=skipped, random_weights=dummy, progress=progress)
+        beside = start_engine(second_trainer, path, dtype=model.dtype) if second_trainer else None
+        with beside or nullcontext():
+            meter = Meter(started, trainer, prompts, settings, store, references, beside)
+            return run_matrix(str(path), meter, references, skipped=skipped, random_weights=dummy, progress=progress)
 
 
 def run_matrix(
@@ -143,6 +151,7 @@ def run_matrix(
     assert store is not None
     descriptions = meter.engine.describe(), meter.trainer.describe()
     report = ConsistencyReport(path, settings, *descriptions, skipped=skipped or {})
+    report.second = {} if meter.second is None else meter.second.describe()
     judge = Judge(meter, references, random_weights=random_weights)
     report.running = dict.fromkeys(settings.cells(), "waiting")
     try:
@@ -182,7 +191,7 @@ def _badness(measurement: Measurement) -> float:
     return max(
         (metrics.nan + metrics.engine_infinite) * 1e6 + (metrics.token_mult_prob_error if metrics.tokens else 1e6)
         for name, metrics in measurement.metrics.items()
-        if name in (Comparison.DECODE, Comparison.PREFILL)
+        if name in (Comparison.DECODE, Comparison.PREFILL, Comparison.SECOND)
     )
 
 

@@ -39,6 +39,8 @@ class Comparison(StrEnum):
     """A model in the lower precision of the two with itself under other roundings: the noise floor."""
     STRICT = "strict"
     """Trainer with engine, on what the trainer sampled."""
+    SECOND = "second trainer"
+    """Second trainer with the engine as it sampled."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +59,7 @@ class Measurement:
         noise_dtype: the precision of both.
         strict_tokens: what the trainer sampled, if it was asked to.
         strict_trainer, strict_engine: log-probabilities of that.
+        second: from the second trainer, of `tokens`; None if there is none.
     """
 
     tokens: torch.Tensor
@@ -70,6 +73,7 @@ class Measurement:
     strict_tokens: torch.Tensor | None = None
     strict_trainer: torch.Tensor | None = None
     strict_engine: torch.Tensor | None = None
+    second: torch.Tensor | None = None
 
     @property
     def noise_sides(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -85,6 +89,7 @@ class Measurement:
             Comparison.WITHIN_ENGINE: (self.prefill, self.decode),
             Comparison.NOISE: self.noise_sides,
             Comparison.STRICT: (self.strict_trainer, self.strict_engine),
+            Comparison.SECOND: (self.second, self.decode),
         }
         return {
             name: consistency_metrics(first, second)
@@ -114,6 +119,7 @@ class Meter:
         store: where results go, and come from if they are there; None keeps nothing.
         references: make the model on which the noise floor is measured, if the engine's precision is the lower; it is
             measured on the trainer otherwise, and without them.
+        second: another trainer, which is compared with the engine as well; None if there is none.
     """
 
     engine: Engine
@@ -122,6 +128,7 @@ class Meter:
     settings: Settings
     store: Store | None = None
     references: References | None = None
+    second: Engine | None = None
 
     @property
     def noise_dtype(self) -> torch.dtype:
@@ -150,6 +157,8 @@ class Meter:
             "trainer": ("trainer scores", lambda: {"trainer": self._scores(self.trainer, arrays["tokens"], cell)}),
             "rounded": ("noise floor", lambda: self._rounded(arrays["tokens"], cell)),
         }
+        if (second := self.second) is not None:
+            steps["second"] = ("second trainer", lambda: {"second": self._scores(second, arrays["tokens"], cell)})
         if self.settings.strict:
             steps["strict_engine"] = ("trainer samples", lambda: self._strict(cell, seed))
         arrays = self.store.load(cell, repeat) if self.store else {}

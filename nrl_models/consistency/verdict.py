@@ -16,6 +16,7 @@ class Party(StrEnum):
     """Whose log-probabilities are compared with those of transformers in fp64."""
 
     TRAINER = "trainer"
+    SECOND_TRAINER = "second trainer"
     DECODE = "engine decode"
     PREFILL = "engine prefill"
     REFERENCE = "transformers fp32"

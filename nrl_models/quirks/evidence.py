@@ -10,6 +10,7 @@ class VerdictKind(StrEnum):
     """Which side is at fault; or, if no side is, what explains the difference."""
 
     TRAINER = "trainer"
+    SECOND_TRAINER = "second trainer"
     ENGINE = "engine"
     """Decoding and prefill are both wrong."""
     ENGINE_DECODE = "engine decode"

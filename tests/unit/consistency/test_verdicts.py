@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -40,6 +41,7 @@ def judge(tmp_path: Path, prompts: Prompts) -> Judge:
         change: Callable[[HFEngine, HFEngine], None] = lambda engine, trainer: None,
         random_weights: bool = False,
         witness: str = "",
+        second_config: dict[str, Any] | None = None,
         **settings: Any,
     ) -> Verdict | None:
         model = new_model(config)
@@ -53,7 +55,11 @@ def judge(tmp_path: Path, prompts: Prompts) -> Judge:
         change(engine, trainer)
         store = Store(tmp_path / "store", {}, fresh=True)
         asked = replace(SETTINGS, **settings)
-        meter = Meter(engine, trainer, prompts, asked, store)
+        second = None
+        if second_config is not None:
+            other = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **second_config)
+            second = HFEngine(other, "megatron")
+        meter = Meter(engine, trainer, prompts, asked, store, second=second)
         report = run_matrix(str(path), meter, References(path, witness=witness), random_weights=random_weights)
         return report.results[0].verdict
 
@@ -105,6 +111,27 @@ def test_the_trainer_is_named_when_it_is_wrong(judge: Judge) -> None:
         "model.layers.1.mlp.gate_proj.weight holds what belongs in model.layers.1.mlp.up_proj.weight"
         in verdict.divergence.detail
     )
+
+
+def test_a_second_trainer_that_is_right_gets_no_verdict(judge: Judge) -> None:
+    assert judge(tiny_config(MistralConfig, WINDOW), second_config={}) is None
+
+
+def test_the_second_trainer_is_named_when_it_alone_is_wrong(judge: Judge) -> None:
+    verdict = judge(tiny_config(MistralConfig, WINDOW), second_config={"sliding_window": None}, threshold=1.00001)
+    assert verdict.kind == VerdictKind.SECOND_TRAINER
+    assert verdict.at_fault == ("second trainer",)
+    assert "`sliding_window` were None and not 8" in verdict.cause.message
+    assert Verdict.from_json(json.loads(json.dumps(verdict.to_json()))) == verdict
+
+
+def test_an_engine_that_both_trainers_contradict_is_at_fault(judge: Judge) -> None:
+    wrong = {"sliding_window": None}
+    verdict = judge(tiny_config(MistralConfig, WINDOW), wrong, second_config={}, threshold=1.00001)
+    assert verdict.kind == VerdictKind.ENGINE
+    verdict = judge(tiny_config(MistralConfig, WINDOW), wrong, second_config=wrong, threshold=1.00001)
+    assert verdict.kind == VerdictKind.ENGINE
+    assert verdict.at_fault == ("engine decode", "engine prefill", "second trainer")
 
 
 def test_both_wrong_in_other_ways_are_both_named(judge: Judge) -> None:
