@@ -157,7 +157,9 @@ JsonFile = Annotated[
 Device = Annotated[str, typer.Option(help="Where the trainer runs, e.g. cuda:0.")]
 EngineName = Annotated[
     str,
-    typer.Option("--engine", parser=engine_name, metavar="NAME", help="vllm, mlx, hf-generate, or a server's address."),
+    typer.Option(
+        "--engine", parser=engine_name, metavar="NAME", help="vllm, mlx, megatron, hf-generate, or a server's address."
+    ),
 ]
 EngineOptions = Annotated[
     list[EngineOption] | None,

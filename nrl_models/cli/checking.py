@@ -112,6 +112,12 @@ def consistency(
         str | None,
         typer.Option(parser=engine_name, metavar="NAME", help="Another engine, asked about cells that fail: mlx."),
     ] = None,
+    second_trainer: Annotated[
+        str | None,
+        typer.Option(
+            parser=engine_name, metavar="NAME", help="Another trainer, compared with the engine as well: megatron."
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of prompts and sampling.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Where measurements are kept; consistency/NAME by default.")] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Discard what was measured before.")] = False,
@@ -169,6 +175,7 @@ def consistency(
                 engine_options=dict(engine_option or ()),
                 skip_too_long=length is None,
                 witness=witness or "",
+                second_trainer=second_trainer or "",
                 progress=progress,
             )
     except KeyboardInterrupt:

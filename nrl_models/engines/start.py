@@ -61,6 +61,10 @@ def start_engine(
         from nrl_models.engines.processes.mlx import MLXEngine
 
         return MLXEngine.start(path, **keywords)
+    if name == "megatron":
+        from nrl_models.engines.processes.megatron_core import MegatronEngine
+
+        return MegatronEngine.start(path, **keywords)
     if name == "hf-generate":
         from nrl_models.engines.hf import HFEngine
 
@@ -72,7 +76,7 @@ def start_engine(
 
 def room_to_score(name: str) -> int:
     """How many positions an engine needs beyond the tokens it scores: most have to sample another token."""
-    return 0 if name in ("hf-generate", "mlx") else 1
+    return 0 if name in ("hf-generate", "megatron", "mlx") else 1
 
 
 def longest_sequence(path: str | Path, name: str) -> int | None:

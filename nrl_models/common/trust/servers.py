@@ -9,7 +9,7 @@ from urllib.parse import quote, urlsplit
 
 from nrl_models.errors import EngineError
 
-ENGINES = ("vllm", "mlx", "hf-generate", "http://HOST:PORT")
+ENGINES = ("vllm", "mlx", "megatron", "hf-generate", "http://HOST:PORT")
 """Names of engines; any `http://` or `https://` address is a server."""
 
 _SECRET = re.compile(r"(?i)(key|secret|password|[_-]token)$")

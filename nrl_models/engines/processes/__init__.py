@@ -1,1 +1,1 @@
-"""Engines in a process of their own, which answer line by line: MLX, and the vLLM of another environment."""
+"""Engines in a process of their own, which answer line by line: MLX, Megatron-Core, and another vLLM."""

@@ -1,20 +1,9 @@
-"""Runs an mlx-lm model for `mlx.py`.
-
-Every line of standard input is a request, every line of standard output the answer to it, both JSON. The first request
-says what to load, and its answer describes the model; later ones name a `call`. An answer with `error` says what
-failed.
-"""
+"""Runs an mlx-lm model for `mlx.py`."""
 
 from __future__ import annotations
 
-import json
-import math
-import os
-import sys
 from collections.abc import Callable
-from functools import partial
 from importlib.metadata import version
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -27,41 +16,15 @@ from mlx_lm.utils import load_model
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from nrl_models.engines.base import tensor_digest
+from nrl_models.engines.processes.worker_loop import Step, WorkerModel, serve
 from nrl_models.loading.read_config import read_config
-from nrl_models.logprobs.sampling import Sampling, processed
 
 _SAME_BITS = {mx.bfloat16: (mx.uint16, torch.bfloat16)}
 """Dtypes that NumPy lacks: one of the same size that it has, and torch's."""
 
 
-def main() -> None:
-    """Load the model, and answer until standard input ends."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what mlx-lm prints is no answer
-
-    def answer(give: Callable[[], dict[str, Any]]) -> bool:
-        try:
-            content = give()
-        except Exception as error:  # whatever MLX and the model's code raise
-            content = {"error": f"{type(error).__name__}: {error}"}
-        print(json.dumps(content), file=answers, flush=True)
-        return "error" not in content
-
-    model: list[Model] = []
-
-    def load() -> dict[str, Any]:
-        model.append(Model(**json.loads(sys.stdin.readline())))
-        return model[0].describe()
-
-    if not answer(load):
-        sys.exit(1)
-    for line in sys.stdin:
-        request = json.loads(line)
-        answer(partial(getattr(model[0], request.pop("call")), **request))
-
-
-class Model:
-    """An mlx-lm model; its methods are the calls.
+class Model(WorkerModel):
+    """An mlx-lm model.
 
     Args:
         path: the checkpoint's directory.
@@ -122,62 +85,14 @@ class Model:
             "vocabulary": self.model(mx.array([[0]])).shape[-1],
         }
 
-    def generate(
-        self,
-        prompts: list[list[int]],
-        sampling: dict[str, Any],
-        max_new_tokens: int,
-        seeds: list[int],
-        ends: list[int],
-    ) -> dict[str, Any]:
-        """Sample a continuation of each prompt; prompts of the same length are a batch, so nothing is padded."""
-        samples: dict[int, dict[str, Any]] = {}
-        for indices in by_length(prompts):
-            batch = [prompts[index] for index in indices]
-            sampled = self._sample(batch, Sampling(**sampling), max_new_tokens, [seeds[index] for index in indices])
-            for index, (tokens, logprobs) in zip(indices, sampled, strict=True):
-                stop = next((place for place, token in enumerate(tokens) if token in ends), None)
-                size = None if stop is None else stop + 1
-                samples[index] = {
-                    "tokens": tokens[:size],
-                    "logprobs": finite(logprobs[:size]),
-                    "finish_reason": "length" if stop is None else "stop",
-                }
-        return {"samples": [samples[index] for index in range(len(prompts))]}
+    def logits(self, tokens: list[int]) -> torch.Tensor:
+        """See `WorkerModel.logits`."""
+        return as_torch(self.model(mx.array([tokens]))[0])
 
-    def _sample(
-        self, batch: list[list[int]], sampling: Sampling, count: int, seeds: list[int]
-    ) -> list[tuple[list[int], list[float]]]:
-        """`count` tokens for each prompt, and the log-probability of each."""
-        generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+    def decoding(self) -> Step:
+        """A step with mlx-lm's cache."""
         cache = make_prompt_cache(self.model)
-        given, tokens, logprobs = mx.array(batch), [], []
-        for _ in range(count):
-            rows = as_torch(self.model(given, cache=cache)[:, -1])
-            logs = processed(rows, sampling).log_softmax(-1)
-            if sampling.greedy:
-                chosen = logs.argmax(-1)
-            else:
-                pairs = zip(logs.exp(), generators, strict=True)
-                chosen = torch.cat([torch.multinomial(row, 1, generator=generator) for row, generator in pairs])
-            tokens.append(chosen)
-            logprobs.append(logs.gather(-1, chosen[:, None])[:, 0])
-            given = mx.array(chosen[:, None].tolist())
-        columns = torch.stack(tokens, 1).tolist(), torch.stack(logprobs, 1).tolist()
-        return list(zip(*columns, strict=True))
-
-    def score(
-        self, sequences: list[list[int]], sampling: dict[str, Any], last: int | None
-    ) -> dict[str, list[list[float | None]]]:
-        """Log-probability of each token but the first; None where it was not asked for."""
-        scores = []
-        for tokens in sequences:
-            asked = len(tokens) - 1 if last is None else min(last, len(tokens) - 1)
-            logits = as_torch(self.model(mx.array([tokens]))[0, -asked - 1 : -1])
-            logs = processed(logits, Sampling(**sampling)).log_softmax(-1)
-            found = logs.gather(-1, torch.tensor(tokens[len(tokens) - asked :])[:, None])[:, 0].tolist()
-            scores.append([*[None] * (len(tokens) - 1 - asked), *finite(found)])
-        return {"scores": scores}
+        return lambda given: as_torch(self.model(mx.array(given), cache=cache)[:, -1])
 
     # New weights
 
@@ -243,12 +158,6 @@ def with_older_keys(config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def by_length(rows: list[list[int]]) -> list[list[int]]:
-    """Indices of the rows, those of the same length together."""
-    in_order = sorted(range(len(rows)), key=lambda index: len(rows[index]))
-    return [list(group) for _, group in groupby(in_order, key=lambda index: len(rows[index]))]
-
-
 def as_torch(value: mx.array) -> torch.Tensor:
     """Logits as torch has them, in fp32."""
     return torch.from_numpy(np.array(value.astype(mx.float32)))
@@ -262,10 +171,5 @@ def as_stored(value: mx.array) -> torch.Tensor:
     return torch.from_numpy(np.array(value))
 
 
-def finite(values: list[float]) -> list[float | None]:
-    """Log-probabilities as JSON has them: NaN is None, -inf what vLLM sends for it."""
-    return [None if math.isnan(value) else max(value, -9999.0) for value in values]
-
-
 if __name__ == "__main__":
-    main()
+    serve(Model)

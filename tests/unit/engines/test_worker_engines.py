@@ -1,4 +1,4 @@
-"""MLX as an engine, for real: in a process of its own, on a CPU where there is no Apple GPU."""
+"""Engines in a process of their own, for real: MLX, on a CPU where there is no Apple GPU, and Megatron-Core."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from nrl_models import AutoModelForCausalLM
 from nrl_models.engines import start_engine
 from nrl_models.engines.base import Engine, tensor_digest
 from nrl_models.engines.hf import HFEngine
-from nrl_models.engines.processes.mlx import MLXEngine
+from nrl_models.engines.processes.worker_engine import WorkerEngine
 from nrl_models.errors import EngineError, MixedWeightsError
 from nrl_models.logprobs import Sampling
 from nrl_models.testing.tiny import tiny_config
@@ -25,28 +25,56 @@ pytestmark = pytest.mark.integrations
 SAMPLINGS = [Sampling(), Sampling(0.0), Sampling(0.7, top_k=40, top_p=0.9)]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _mlx() -> None:
-    pytest.importorskip("mlx_lm", reason="needs mlx-lm: install the extra `mlx`")
+PACKAGES = {"mlx": "mlx_lm", "megatron": "megatron.core"}
 
 
-@pytest.fixture(scope="module", params=["LlamaConfig", "Qwen3MoeConfig", "DeepseekV3Config"])
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint as transformers 5 writes it; its base of rotation is nobody's default."""
-    folder = tmp_path_factory.mktemp("mlx")
+def require(engine: str) -> str:
+    """The engine, if it is installed."""
+    pytest.importorskip(PACKAGES[engine], reason=f"needs the extra `{engine}`")
+    return engine
+
+
+@pytest.fixture(params=PACKAGES)
+def engine_name(request: pytest.FixtureRequest) -> str:
+    """Which engine."""
+    return require(request.param)
+
+
+RUNS = [
+    ("mlx", "LlamaConfig"),
+    ("mlx", "Qwen3MoeConfig"),
+    ("mlx", "DeepseekV3Config"),
+    ("megatron", "DeepseekV3Config"),
+]
+"""Engines, and what they run; Megatron-Core runs more in tests/distributed, and takes long to start."""
+
+
+@pytest.fixture(scope="module", params=RUNS, ids="-".join)
+def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    """An engine, and a checkpoint as transformers 5 writes it; its base of rotation is nobody's default."""
+    engine, config_class = request.param
+    require(engine)
+    folder = tmp_path_factory.mktemp("worker")
     rope = {"rope_type": "default", "rope_theta": 100.0}
-    config = tiny_config(getattr(transformers, request.param), {"rope_parameters": rope})
+    config = tiny_config(getattr(transformers, config_class), {"rope_parameters": rope})
     model = new_model(config)
     with torch.no_grad():
         model.get_output_embeddings().weight.mul_(2.0)
     model.save_pretrained(folder)
-    return folder
+    return engine, folder
 
 
 @pytest.fixture(scope="module")
-def running(folder: Path) -> Iterator[Engine]:
-    """MLX on it. Shared: to change its weights, take `refitted`."""
-    with start_engine("mlx", folder, dtype=torch.float32) as engine:
+def folder(run: tuple[str, Path]) -> Path:
+    """The checkpoint."""
+    return run[1]
+
+
+@pytest.fixture(scope="module")
+def running(run: tuple[str, Path]) -> Iterator[WorkerEngine]:
+    """The engine on it. Shared: to change its weights, take `refitted`."""
+    with start_engine(*run, dtype=torch.float32) as engine:
+        assert isinstance(engine, WorkerEngine)
         yield engine
 
 
@@ -86,7 +114,7 @@ def test_samples_and_scores_are_the_trainers(
     assert [sample.tokens for sample in again] == [sample.tokens for sample in samples]
 
 
-def test_generation_stops_at_the_end_of_text(running: MLXEngine, prompts: list[list[int]]) -> None:
+def test_generation_stops_at_the_end_of_text(running: WorkerEngine, prompts: list[list[int]]) -> None:
     (free,) = running.generate(prompts[:1], Sampling(0.0), max_new_tokens=6)
     before, running.ends = running.ends, [free.tokens[2]]
     try:
@@ -132,21 +160,25 @@ def test_weights_that_are_left_out_are_an_error(refitted: Engine, model: PreTrai
         refitted.score([[5, 6]], Sampling())
 
 
-def test_what_mlx_lacks_is_said(tmp_path: Path) -> None:
+LACKING = {"mlx": "MLX failed: .*biogpt not supported", "megatron": "Megatron-Core failed: .*has no place in Megatron"}
+
+
+def test_what_it_lacks_is_said(tmp_path: Path, engine_name: str) -> None:
     new_model(tiny_config(transformers.BioGptConfig)).save_pretrained(tmp_path)
-    with pytest.raises(EngineError, match=r"MLX failed: .*biogpt not supported"):
-        MLXEngine.start(tmp_path)
-    with pytest.raises(EngineError, match=r"mlx does not know python: expected load_format"):
-        MLXEngine.start(tmp_path, python="x")
+    with pytest.raises(EngineError, match=LACKING[engine_name]):
+        start_engine(engine_name, tmp_path)
+    with pytest.raises(EngineError, match=rf"{engine_name} does not know python: expected load_format"):
+        start_engine(engine_name, tmp_path, python="x")
 
 
-def test_random_weights_are_those_of_the_seed(checkpoint: Path, prompts: list[list[int]]) -> None:
+def test_random_weights_are_those_of_the_seed(checkpoint: Path, prompts: list[list[int]], engine_name: str) -> None:
     read = HFEngine.start(checkpoint, dtype=torch.float32).score(prompts, Sampling())
     scores = []
     for _ in range(2):
-        with MLXEngine.start(checkpoint, load_format="dummy", seed=1) as engine:
+        with start_engine(engine_name, checkpoint, load_format="dummy", seed=1) as engine:
+            assert isinstance(engine, WorkerEngine)
             scores.append(engine.score(prompts, Sampling()))
             engine.worker.process.kill()
-            with pytest.raises(EngineError, match="MLX died"):
+            with pytest.raises(EngineError, match=f"{engine.who} died"):
                 engine.score(prompts, Sampling())
     assert scores[0] == scores[1] != read

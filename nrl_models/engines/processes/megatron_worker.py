@@ -1,0 +1,94 @@
+"""Runs a GPT model of Megatron-Core for `megatron_core.py`."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from nrl_models.auto import auto_class_for
+from nrl_models.engines.base import tensor_digest
+from nrl_models.engines.processes.worker_loop import Step, WorkerModel, serve
+from nrl_models.loading.read_config import read_config
+from nrl_models.megatron.gpt_model import load, logits, megatron_of, start_megatron
+
+
+class Model(WorkerModel):
+    """Megatron's model of a checkpoint, and ours, whose weights it has and through whose layouts new ones go.
+
+    Args:
+        path: the checkpoint's directory.
+        dtype: of the parameters; the checkpoint's if None.
+        weights: whether to read the weights; otherwise they are random.
+        seed: of random weights.
+    """
+
+    def __init__(self, path: str, dtype: str | None, weights: bool, seed: int) -> None:
+        start_megatron()
+        torch.manual_seed(seed)
+        auto_class, wanted = auto_class_for(path), getattr(torch, dtype) if dtype is not None else "auto"
+        if weights:
+            self.source = auto_class.from_pretrained(path, dtype=wanted)
+        else:
+            self.source = auto_class.from_config(read_config(Path(path)), dtype=wanted)
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.model = megatron_of(self.source.eval()).to(self.device)
+        self.arrived: dict[str, torch.Tensor] = {}
+
+    def describe(self) -> dict[str, Any]:
+        """See `WorkerModel.describe`."""
+        return {
+            "megatron-core": version("megatron-core"),
+            "class": f"{type(self.model).__module__}:{type(self.model).__name__}",
+            "dtype": str(self.source.dtype).removeprefix("torch."),
+            "device": str(self.device),
+            "vocabulary": self.source.config.vocab_size,
+        }
+
+    @torch.no_grad()
+    def logits(self, tokens: list[int]) -> torch.Tensor:
+        """See `WorkerModel.logits`."""
+        return logits(self.model, torch.tensor([tokens], device=self.device))[0].float().cpu()
+
+    def decoding(self) -> Step:
+        """A step that computes the whole sequence again."""
+        given: list[list[int]] = []
+
+        @torch.no_grad()
+        def step(new: list[list[int]]) -> torch.Tensor:
+            given[:] = [[*row, *tokens] for row, tokens in zip(given or [[]] * len(new), new, strict=True)]
+            return logits(self.model, torch.tensor(given, device=self.device))[:, -1].float().cpu()
+
+        return step
+
+    def begin(self) -> dict[str, Any]:
+        """See `WorkerModel.begin`."""
+        self.arrived = {}
+        return {}
+
+    def receive(self, file: str, digests: bool) -> dict[str, Any]:
+        """See `WorkerModel.receive`."""
+        new = {name: tensor.clone() for name, tensor in load_file(file).items()}  # before the file goes
+        self.arrived |= new
+        return {"digests": {name: tensor_digest(tensor) for name, tensor in new.items()} if digests else {}}
+
+    def apply(self) -> dict[str, Any]:
+        """See `WorkerModel.apply`."""
+        arrived, self.arrived = self.arrived, {}
+        adapter = self.source.state_dict_adapter
+        own = adapter.from_hf(arrived, strict=False)
+        self.source.load_state_dict(own, strict=False)
+        load(self.model, adapter, self.source.state_dict())
+        left = [name for name in adapter.own if name not in own and name not in adapter.tied]
+        return {"unwritten": sorted(tensor.name for name in left for tensor in adapter.tensors_in(name, "hub"))}
+
+
+if __name__ == "__main__":
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)  # Megatron says at length what it does without
+    serve(Model)

@@ -1,0 +1,174 @@
+"""Engines whose model runs in a process of its own, see `worker_loop`."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import torch
+from safetensors.torch import save_file
+
+from nrl_models.common.checkpoint.files import resolve_folder
+from nrl_models.common.config.positions import model_limit
+from nrl_models.common.dtypes import dtype_name
+from nrl_models.engines.answers import Checked
+from nrl_models.engines.base import (
+    Capabilities,
+    Engine,
+    NamedTensor,
+    Sample,
+    Tokens,
+    require_lengths,
+    require_number,
+)
+from nrl_models.engines.processes.worker_process import WorkerProcess
+from nrl_models.errors import EngineError
+from nrl_models.loading.read_config import read_config
+from nrl_models.logprobs.sampling import Sampling
+
+BUCKET_BYTES = 2**28
+"""Bytes of a file by which weights are sent."""
+
+
+class WorkerEngine(Engine):
+    """A running worker.
+
+    Args:
+        worker: a process that runs `module`.
+        described: what it said of the model it has loaded.
+        max_length: tokens of a sequence at most; None if unknown.
+        ends: end-of-text tokens.
+
+    Attributes:
+        module: what runs in the process.
+        who: what errors call it.
+    """
+
+    bucket_bytes = BUCKET_BYTES
+    module: ClassVar[str]
+    who: ClassVar[str]
+
+    def __init__(
+        self, worker: WorkerProcess, described: dict[str, Any], max_length: int | None, ends: Sequence[int] = ()
+    ) -> None:
+        self.worker, self.max_length, self.ends = worker, max_length, list(ends)
+        check = Checked(self.who)
+        self.vocabulary = check.whole(described.get("vocabulary"), "vocabulary", 1)
+        self.dtype = getattr(torch, check.text(described.get("dtype"), "dtype"), None)
+        self.described = described
+        self._checked = Checked(self.who, self.vocabulary)
+
+    @classmethod
+    def require(cls) -> None:
+        """Check that what the worker needs is installed.
+
+        Raises:
+            EngineError: it is not.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def start(
+        cls,
+        path: str | Path,
+        *,
+        dtype: torch.dtype | None = None,
+        max_length: int | None = None,
+        load_format: str = "auto",
+        seed: int = 0,
+        **unknown: Any,
+    ) -> Self:
+        """Load a checkpoint in a new process.
+
+        Args:
+            path, dtype, max_length, load_format, seed: as for `start_engine`.
+            unknown: refused.
+
+        Raises:
+            EngineError: it is not installed, does not have the model, or does not load it; or an option that is
+                unknown or has an invalid value.
+        """
+        wrong = [*unknown, *([f"load_format={load_format}"] if load_format not in ("auto", "dummy") else [])]
+        if wrong:
+            raise EngineError(f"{cls.name} does not know {', '.join(wrong)}: expected load_format=auto|dummy, seed")
+        require_number("max_length", max_length, int)
+        cls.require()
+        folder = resolve_folder(path)
+        config = read_config(folder)
+        worker = WorkerProcess([sys.executable, "-m", cls.module], cls.who, os.environ)
+        try:
+            described = worker.ask(
+                {
+                    "path": str(folder),
+                    "dtype": None if dtype is None else dtype_name(dtype),
+                    "weights": load_format == "auto",
+                    "seed": seed,
+                }
+            )
+            end = config.get_text_config(decoder=True).eos_token_id
+            ends = [] if end is None else end if isinstance(end, list) else [end]
+            return cls(worker, described, max_length or model_limit(config), ends)
+        except BaseException:
+            worker.close()
+            raise
+
+    def capabilities(self) -> Capabilities:
+        """Everything but its modules' outputs and a prefix cache."""
+        return Capabilities(refit=True, max_length=self.max_length, vocabulary=self.vocabulary, dtype=self.dtype)
+
+    def describe(self) -> dict[str, Any]:
+        """Versions and settings."""
+        return {"engine": self.name, **self.described}
+
+    def _generate(
+        self, prompts: Sequence[Tokens], sampling: Sampling, *, max_new_tokens: int, seed: int, ignore_end: bool
+    ) -> list[Sample]:
+        answer = self.worker.ask(
+            {
+                "call": "generate",
+                "prompts": [list(prompt) for prompt in prompts],
+                "sampling": asdict(sampling),
+                "max_new_tokens": max_new_tokens,
+                "seeds": [seed + index for index in range(len(prompts))],
+                "ends": [] if ignore_end else self.ends,
+            }
+        )
+        samples = []
+        for number, found in enumerate(self._checked.listed(answer.get("samples"), "samples", len(prompts))):
+            tokens = self._checked.token_ids(found.get("tokens"), f"samples[{number}].tokens")
+            logprobs = self._checked.logprobs(found.get("logprobs"), f"samples[{number}].logprobs", len(tokens))
+            samples.append(Sample(tuple(prompts[number]), tokens, logprobs, str(found.get("finish_reason"))))
+        return samples
+
+    def score(self, sequences: Sequence[Tokens], sampling: Sampling, *, last: int | None = None) -> list[list[float]]:
+        """See `Engine.score`."""
+        require_lengths(self, sequences)
+        rows = [list(tokens) for tokens in sequences]
+        asked = {"call": "score", "sequences": rows, "sampling": asdict(sampling), "last": last}
+        answer = self._checked.listed(self.worker.ask(asked).get("scores"), "scores", len(rows))
+        return [
+            [math.nan, *self._checked.logprobs(found, f"scores[{number}]", len(tokens) - 1)]
+            for number, (found, tokens) in enumerate(zip(answer, rows, strict=True))
+        ]
+
+    def _refit(self, sent: Iterator[list[NamedTensor]], digests: bool) -> dict[str, Any]:
+        """Tensors go by files. The worker keeps them until all are there, and then takes all of them or none."""
+        self.worker.ask({"call": "begin"})
+        found: dict[str, str] = {}
+        with tempfile.TemporaryDirectory(prefix=f"nrl-{self.name}-") as folder:
+            file = Path(folder) / "bucket.safetensors"
+            for bucket in sent:
+                save_file({name: tensor.detach().cpu().clone().contiguous() for name, tensor in bucket}, file)
+                found |= self.worker.ask({"call": "receive", "file": str(file), "digests": digests})["digests"]
+        unwritten = self.worker.ask({"call": "apply"})["unwritten"]
+        return {"digests": found, "unwritten": unwritten, "stale_buffers": []}
+
+    def close(self) -> None:
+        """End the process."""
+        self.worker.close()

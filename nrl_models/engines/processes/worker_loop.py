@@ -1,0 +1,146 @@
+"""What runs in an engine's own process: a model that answers requests, one a line.
+
+Every line of standard input is a request, every line of standard output the answer to it, both JSON. The first request
+says what to load, and its answer describes the model; later ones name a `call`. An answer with `error` says what
+failed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import partial
+from itertools import groupby
+from typing import Any
+
+import torch
+
+from nrl_models.logprobs.sampling import Sampling, processed
+
+Step = Callable[[list[list[int]]], torch.Tensor]
+"""Takes the next tokens of each sequence, as many for each, and gives the logits after the last, `(sequences,
+vocabulary)` fp32."""
+
+
+class WorkerModel(ABC):
+    """A model in a process of its own; its public methods are the calls."""
+
+    @abstractmethod
+    def describe(self) -> dict[str, Any]:
+        """Versions, the model's class, `dtype`, and `vocabulary`, the number of its logits."""
+
+    @abstractmethod
+    def logits(self, tokens: list[int]) -> torch.Tensor:
+        """Logits of a sequence, `(tokens, vocabulary)` fp32."""
+
+    @abstractmethod
+    def decoding(self) -> Step:
+        """A new step of decoding, which keeps what it was given."""
+
+    @abstractmethod
+    def begin(self) -> dict[str, Any]:
+        """Begin to take new weights."""
+
+    @abstractmethod
+    def receive(self, file: str, digests: bool) -> dict[str, Any]:
+        """Read some of them from a safetensors file, and keep them; `digests` by name, if they are asked for."""
+
+    @abstractmethod
+    def apply(self) -> dict[str, Any]:
+        """Compute with what has arrived, and name the `unwritten`; where some of it does not fit, change nothing."""
+
+    def generate(
+        self,
+        prompts: list[list[int]],
+        sampling: dict[str, Any],
+        max_new_tokens: int,
+        seeds: list[int],
+        ends: list[int],
+    ) -> dict[str, Any]:
+        """Sample a continuation of each prompt; prompts of the same length are a batch, so nothing is padded."""
+        samples: dict[int, dict[str, Any]] = {}
+        for indices in by_length(prompts):
+            batch = [prompts[index] for index in indices]
+            sampled = self._sample(batch, Sampling(**sampling), max_new_tokens, [seeds[index] for index in indices])
+            for index, (tokens, logprobs) in zip(indices, sampled, strict=True):
+                stop = next((place for place, token in enumerate(tokens) if token in ends), None)
+                size = None if stop is None else stop + 1
+                samples[index] = {
+                    "tokens": tokens[:size],
+                    "logprobs": finite(logprobs[:size]),
+                    "finish_reason": "length" if stop is None else "stop",
+                }
+        return {"samples": [samples[index] for index in range(len(prompts))]}
+
+    def _sample(
+        self, batch: list[list[int]], sampling: Sampling, count: int, seeds: list[int]
+    ) -> list[tuple[list[int], list[float]]]:
+        """`count` tokens for each prompt, and the log-probability of each."""
+        generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+        step, given, tokens, logprobs = self.decoding(), batch, [], []
+        for _ in range(count):
+            logs = processed(step(given), sampling).log_softmax(-1)
+            if sampling.greedy:
+                chosen = logs.argmax(-1)
+            else:
+                pairs = zip(logs.exp(), generators, strict=True)
+                chosen = torch.cat([torch.multinomial(row, 1, generator=generator) for row, generator in pairs])
+            tokens.append(chosen)
+            logprobs.append(logs.gather(-1, chosen[:, None])[:, 0])
+            given = chosen[:, None].tolist()
+        columns = torch.stack(tokens, 1).tolist(), torch.stack(logprobs, 1).tolist()
+        return list(zip(*columns, strict=True))
+
+    def score(
+        self, sequences: list[list[int]], sampling: dict[str, Any], last: int | None
+    ) -> dict[str, list[list[float | None]]]:
+        """Log-probability of each token but the first; None where it was not asked for."""
+        scores = []
+        for tokens in sequences:
+            asked = len(tokens) - 1 if last is None else min(last, len(tokens) - 1)
+            logits = self.logits(tokens)[-asked - 1 : -1]
+            logs = processed(logits, Sampling(**sampling)).log_softmax(-1)
+            found = logs.gather(-1, torch.tensor(tokens[len(tokens) - asked :])[:, None])[:, 0].tolist()
+            scores.append([*[None] * (len(tokens) - 1 - asked), *finite(found)])
+        return {"scores": scores}
+
+
+def serve(load: Callable[..., WorkerModel]) -> None:
+    """Load the model, and answer until standard input ends."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what others print is no answer
+
+    def answer(give: Callable[[], dict[str, Any]]) -> bool:
+        try:
+            content = give()
+        except Exception as error:  # whatever the engine and the model's code raise
+            content = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(content), file=answers, flush=True)
+        return "error" not in content
+
+    models: list[WorkerModel] = []
+
+    def first() -> dict[str, Any]:
+        models.append(load(**json.loads(sys.stdin.readline())))
+        return models[0].describe()
+
+    if not answer(first):
+        sys.exit(1)
+    for line in sys.stdin:
+        request = json.loads(line)
+        answer(partial(getattr(models[0], request.pop("call")), **request))
+
+
+def by_length(rows: list[list[int]]) -> list[list[int]]:
+    """Indices of the rows, those of the same length together."""
+    in_order = sorted(range(len(rows)), key=lambda index: len(rows[index]))
+    return [list(group) for _, group in groupby(in_order, key=lambda index: len(rows[index]))]
+
+
+def finite(values: list[float]) -> list[float | None]:
+    """Log-probabilities as JSON has them: NaN is None, -inf what vLLM sends for it."""
+    return [None if math.isnan(value) else max(value, -9999.0) for value in values]

@@ -1,0 +1,217 @@
+"""Megatron-Core's GPT model with a model's weights, in a process of its own: Megatron keeps its groups in globals.
+
+Where there is no GPU, Megatron-Core still asks CUDA for its device and its random numbers; `without_gpu` is the one
+place that answers for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedConfig
+
+from nrl_models.common.state_dict.adapter import StateDictAdapter
+from nrl_models.errors import Problem, ProblemKind, StateDictError
+from nrl_models.family import FamilyModel
+from nrl_models.megatron.gpt_settings import GPTSettings, gpt_settings, readings
+from nrl_models.megatron.layout import MegatronRank
+from nrl_models.testing.case import randomise
+from nrl_models.testing.tiny import tiny_config
+
+LOCAL = MegatronRank(transformer_engine=False, grouped_experts=False)
+"""A whole model with layers of `get_gpt_layer_local_spec`, which need neither Transformer Engine nor Apex."""
+
+TOLERANCE = 1e-4
+"""How far logits of the small model may differ in fp32, relative to the largest."""
+
+LENGTH = 40
+"""Tokens of a sequence that the small model is tried on: more than its windows and its trained positions."""
+
+STATES = "_extra_state"
+"""What Megatron's modules keep for Transformer Engine; without it empty."""
+
+
+def start_megatron(tp: int = 1, pp: int = 1) -> None:
+    """Make this process a rank of Megatron, the only one if it is in no process group yet.
+
+    Args:
+        tp: ranks of tensor parallelism.
+        pp: ranks of pipeline parallelism.
+
+    Raises:
+        ImportError: megatron-core is not installed.
+    """
+    from megatron.core import parallel_state
+
+    if not torch.cuda.is_available():
+        without_gpu()
+    if not dist.is_initialized():
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    if not parallel_state.is_initialized():
+        parallel_state.initialize_model_parallel(tp, pp)
+    if torch.cuda.is_available():
+        from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+        model_parallel_cuda_manual_seed(0)
+
+
+def without_gpu() -> None:
+    """Let Megatron-Core run on a CPU.
+
+    Its device is the CPU, masks are made there, dropout has no random numbers of its own (there is no dropout), and
+    routers multiply with torch.
+    """
+    from megatron.core.fusions import fused_softmax
+    from megatron.core.tensor_parallel import random as random_states
+    from megatron.core.transformer import multi_latent_attention
+    from megatron.core.transformer.moe import moe_utils
+
+    torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment, return-value]
+    random_states.CudaRNGStatesTracker.fork = lambda self, name="": contextlib.nullcontext()
+    moe_utils.te_general_gemm = None
+    multi_latent_attention.HAVE_TE = False  # it finds the names of Transformer Engine's layers, which are None
+    fused_softmax.get_default_causal_mask = lambda length: _hidden(length, length, None)
+    fused_softmax.get_sliding_window_causal_mask = lambda queries, keys, window: _hidden(queries, keys, window[0])
+
+
+def _hidden(queries: int, keys: int, before: int | None) -> torch.Tensor:
+    """Which keys each query does not see: later ones, and those more than `before` earlier; `(queries, keys)` bool."""
+    distance = torch.arange(keys - queries, keys)[:, None] - torch.arange(keys)
+    return (distance < 0) if before is None else (distance < 0) | (distance > before)
+
+
+def build(settings: GPTSettings) -> Any:
+    """This rank's part of Megatron's model with these settings, in evaluation mode, its weights not yet set."""
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+    sizes = {
+        "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
+        "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
+    }
+    made = (MLATransformerConfig if settings.latent else TransformerConfig)(**sizes, **settings.transformer)
+    if settings.experts:
+        spec = get_gpt_decoder_block_spec(made, use_transformer_engine=False, normalization=made.normalization)
+    else:
+        spec = get_gpt_layer_local_spec(
+            qk_layernorm=made.qk_layernorm,
+            multi_latent_attention=settings.latent,
+            normalization=made.normalization,
+        )
+    if settings.latent:
+        from nrl_models.megatron.latent_attention import LatentDotProductAttention
+
+        for layer in getattr(spec, "layer_specs", [spec]):
+            layer.submodules.self_attention.submodules.core_attention = LatentDotProductAttention
+    stages = {
+        "pre_process": parallel_state.is_pipeline_first_stage(),
+        "post_process": parallel_state.is_pipeline_last_stage(),
+    }
+    return GPTModel(made, spec, **stages, **settings.model).eval()
+
+
+def load(
+    megatron: Any, adapter: StateDictAdapter, own: Mapping[str, torch.Tensor], rank: MegatronRank = LOCAL
+) -> list[Problem]:
+    """Give a rank's part of Megatron's model the weights `own` of the model that `adapter` is of.
+
+    Returns:
+        What does not fit; then nothing is written.
+    """
+    table = adapter.layout(rank)
+    theirs = {name: value for name, value in megatron.state_dict().items() if isinstance(value, torch.Tensor)}
+    missing = [name for name in theirs if name not in table and STATES not in name]
+    problems = [Problem(ProblemKind.MISSING, name, "is in Megatron's model alone") for name in missing]
+    for name, tensor in table.items():
+        if name not in theirs:
+            problems.append(Problem(ProblemKind.UNEXPECTED, name, "is not in Megatron's model"))
+        elif tuple(theirs[name].shape) != tensor.shape:
+            shape = tuple(theirs[name].shape)
+            problems.append(Problem(ProblemKind.SHAPE, name, f"has shape {tensor.shape}, in Megatron's model {shape}"))
+    if not problems:
+        with torch.no_grad():
+            for name, tensor in table.items():
+                theirs[name].copy_(tensor.read(own))
+    return problems
+
+
+def logits(megatron: Any, input_ids: torch.Tensor) -> torch.Tensor:
+    """Logits of sequences of one length, `(sequences, length, vocabulary)`."""
+    positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
+    result: torch.Tensor = megatron(input_ids, positions, None)
+    return result
+
+
+def megatron_of(model: FamilyModel) -> Any:
+    """Megatron's model with the weights of `model`, on this process's device.
+
+    Raises:
+        StateDictError: Megatron's GPT model does not compute what the model computes, or has no place for its weights;
+            all that is known.
+    """
+    megatron = build(proven_settings(type(model), model.config, model.dtype))
+    _require(load(megatron, model.state_dict_adapter, model.state_dict()), model)
+    return megatron
+
+
+def proven_settings(model_class: type[FamilyModel], config: PreTrainedConfig, dtype: torch.dtype) -> GPTSettings:
+    """Megatron's settings for a model, with which a small model of the same configuration computes the same.
+
+    Args:
+        model_class: the model's class.
+        config: its configuration.
+        dtype: of the parameters.
+
+    Raises:
+        StateDictError: a value has no counterpart, tensors have no place, or no reading of the configuration gives the
+            same logits.
+    """
+    with torch.device("meta"):
+        whole = model_class._from_config(copy.deepcopy(config), dtype=dtype)
+    settings, problems = gpt_settings(config, whole.state_dict_adapter.layout(LOCAL), dtype)
+    _require(problems, whole)
+    # Small models' sequences are short: what their rotary positions would be scaled by is not theirs.
+    rope = {"rope_parameters": config.rope_parameters}
+    small = model_class._from_config(
+        tiny_config(copy.deepcopy(config), {**model_class.tiny, **rope}, model_class), dtype=torch.float32
+    ).eval()
+    torch.manual_seed(0)
+    randomise(small)
+    choices, difference = _best_reading(small)
+    if difference > TOLERANCE:
+        detail = f"gives other logits: those of a small model differ by {difference:.1e} of the largest"
+        _require([Problem(ProblemKind.UNSUPPORTED, "its forward", detail)], whole)
+    return settings.reading(choices)
+
+
+def _best_reading(small: FamilyModel) -> tuple[dict[str, Any], float]:
+    """How Megatron must read the configuration of a small model, and how far its logits differ then."""
+    settings, problems = gpt_settings(small.config, small.state_dict_adapter.layout(LOCAL), torch.float32)
+    _require(problems, small)
+    input_ids = torch.randint(16, small.config.vocab_size, (2, LENGTH), generator=torch.Generator().manual_seed(0))
+    best: tuple[dict[str, Any], float] = {}, float("inf")
+    with torch.no_grad():
+        expected = small(input_ids=input_ids, use_cache=False).logits
+        for choices in readings(settings):
+            megatron = build(settings.reading(choices))
+            _require(load(megatron, small.state_dict_adapter, small.state_dict()), small)
+            found = float((logits(megatron, input_ids) - expected).abs().max() / expected.abs().max())
+            if found < best[1]:
+                best = choices, found
+            if found <= TOLERANCE:
+                break
+    return best
+
+
+def _require(problems: list[Problem], model: FamilyModel) -> None:
+    """Raise what has no counterpart in Megatron, if anything."""
+    if problems:
+        raise StateDictError(f"Megatron-Core's GPT model is not {type(model).__name__}", problems)

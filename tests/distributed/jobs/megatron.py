@@ -1,0 +1,109 @@
+"""Megatron-Core's GPT model with weights in its layout, against ours."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.nn import functional
+
+from jobs.setting import case_of
+from nrl_models.errors import StateDictError
+from nrl_models.family import FamilyModel
+from nrl_models.megatron import layout
+from nrl_models.megatron.gpt_model import LOCAL, build, load, logits, megatron_of, start_megatron
+from nrl_models.megatron.gpt_settings import gpt_settings
+from nrl_models.megatron.ranks import MegatronRank, Share
+from nrl_models.testing.case import FamilyCase
+
+
+def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """The largest difference, relative to the largest value."""
+    return float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
+
+
+def equals_ours(architecture: str) -> tuple[float, float]:
+    """How far Megatron's logits are from ours, and the gradients of its parameters from ours in its layout."""
+    start_megatron()
+    case = case_of(architecture)
+    model = case.model()
+    megatron = megatron_of(model)
+    input_ids = case.inputs(images=False)["input_ids"]
+    found, expected = logits(megatron, input_ids), model(input_ids=input_ids, use_cache=False).logits
+    for given in (found, expected):
+        functional.cross_entropy(given[:, :-1].flatten(0, 1), input_ids[:, 1:].flatten()).backward()
+    table = model.state_dict_adapter.layout(LOCAL)
+    ours = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    offs = []
+    for name, parameter in megatron.named_parameters():
+        assert parameter.grad is not None, name
+        offs.append(relative(parameter.grad, table[name].read(ours)))
+    return relative(found.detach(), expected.detach()), max(offs)
+
+
+def share_equals_ours(
+    architecture: str, choices: Mapping[str, Any], computes: bool = True, *, tp: int = 1, pp: int = 1
+) -> float:
+    """How far the logits of Megatron over two ranks are from ours; 0 on a rank that has none, or only takes weights."""
+    start_megatron(tp, pp)
+    case = case_of(architecture, {"num_hidden_layers": 2, "tie_word_embeddings": False})
+    model = case.model()
+    rank = dist.get_rank()
+    held = MegatronRank(
+        tp=Share(rank % tp, tp), pp=Share(rank // tp, pp), transformer_engine=False, grouped_experts=False
+    )
+    settings, _ = gpt_settings(model.config, model.state_dict_adapter.layout(LOCAL), torch.float32)
+    megatron = build(settings.reading(dict(choices)))
+    assert load(megatron, model.state_dict_adapter, model.state_dict(), held) == []
+    if not computes:
+        return 0.0
+    input_ids = case.inputs(images=False)["input_ids"]
+    with torch.no_grad():
+        if held.pp.index > 0:
+            received = torch.empty(input_ids.shape[1], len(input_ids), model.config.hidden_size)
+            dist.recv(received, src=rank - tp)
+            megatron.set_input_tensor(received)
+        found = logits(megatron, input_ids)
+        if held.pp.index < pp - 1:
+            dist.send(found.contiguous(), dst=rank + tp)
+            return 0.0
+        return relative(found, model(input_ids=input_ids, use_cache=False).logits)
+
+
+def refusal(architecture: str) -> str:
+    """What is said of a model that Megatron's is not; nothing if it is."""
+    start_megatron()
+    return _said_of(case_of(architecture).model())
+
+
+def planted(fault: str) -> str:
+    """What is said of a layout with a fault."""
+    start_megatron()
+    joined = torch.cat
+
+    def wrong(parts: Any, *args: Any, **options: Any) -> torch.Tensor:
+        if args or options:
+            return joined(parts, *args, **options)  # not the layout's
+        by_group = len(parts) > 2
+        if fault == "gate and up exchanged" and not by_group:
+            parts = parts[::-1]
+        if fault == "q, k, v not by group" and by_group:
+            parts = [part for which in range(3) for part in parts[which::3]]
+        if fault == "keys and values exchanged" and by_group:
+            parts = [parts[place + (0, 1, -1)[place % 3]] for place in range(len(parts))]
+        return joined(parts)
+
+    model = FamilyCase(case_of("LlamaForCausalLM").model_class, torch.device("cpu")).model()
+    with mock.patch.object(layout.torch, "cat", wrong):
+        return _said_of(model)
+
+
+def _said_of(model: FamilyModel) -> str:
+    try:
+        megatron_of(model)
+    except StateDictError as error:
+        return str(error)
+    return ""
