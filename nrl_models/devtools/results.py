@@ -35,6 +35,8 @@ class Kind(StrEnum):
     FSDP = "fsdp"
     TP = "tp"
     EP = "ep"
+    PP = "pp"
+    CP = "cp"
     QLORA = "qlora"
     ENGINE = "engine"
 

@@ -10,13 +10,22 @@ from enum import StrEnum
 from nrl_models.devtools.overview import Verdict
 from nrl_models.devtools.results import Kind, Record, Records, grouped, versions_summary
 
-FEATURES = {Kind.FSDP: "FSDP2", Kind.TP: "TP", Kind.EP: "EP", Kind.QLORA: "QLoRA"}
+FEATURES = {
+    Kind.FSDP: "FSDP2",
+    Kind.TP: "TP",
+    Kind.EP: "EP",
+    Kind.PP: "PP",
+    Kind.CP: "CP",
+    Kind.QLORA: "QLoRA",
+}
 """What is tried of an architecture, and what the pages call it."""
 
 _MEANING = (
     'FSDP2, TP and EP stand for loading over two processes with `plan="auto"`: exported weights bit for bit those of '
     "the checkpoint, loss and gradients of a step those of one process. `refused` is refused before anything is read, "
-    "for the reason on the family's page; EP is for models with experts. QLoRA stands for training adapters on a "
+    "for the reason on the family's page; EP is for models with experts. PP stands for a step over two stages under "
+    "1F1B, its loss and gradients those of one process, of models that generate. torch has context parallelism (CP) on "
+    "accelerators only: what it refuses is known, the rest is not tested. QLoRA stands for training adapters on a "
     "checkpoint in 4 bits, against transformers' own class."
 )
 
@@ -82,8 +91,8 @@ def verdicts(records: Records, architecture: str) -> dict[str, Verdict]:
     tried = {
         kind: ShardingOutcome.of(records[kind][architecture]) for kind in FEATURES if architecture in records[kind]
     }
-    # Expert parallelism is not tried of models without experts.
-    untried = {Kind.EP: Verdict.NOT_APPLICABLE} if tried else {}
+    # Expert parallelism is not tried of models without experts, stages of those that do not generate.
+    untried = dict.fromkeys((Kind.EP, Kind.PP), Verdict.NOT_APPLICABLE) if tried else {}
     return {
         feature: tried[kind].status.verdict if kind in tried else untried.get(kind, Verdict.NOT_TESTED)
         for kind, feature in FEATURES.items()

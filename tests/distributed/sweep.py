@@ -2,7 +2,8 @@
 
 Each is loaded from a tiny checkpoint over two ranks: of FSDP2, of tensor parallelism and, where it has experts, of
 expert parallelism. Exported weights have to be the checkpoint's, bit for bit, and loss and gradients of a step those of
-one process. QLoRA is tried too, in one process, against transformers' own class, where bitsandbytes is installed.
+one process. Those that generate take a step over two stages of a pipeline. QLoRA is tried too, in one process, against
+transformers' own class, where bitsandbytes is installed.
 
 `make distributed-coverage` runs those that have no outcome with the installed versions, and writes the coverage pages.
 Each outcome is on disk as soon as it is there, so an interrupted run goes on where it stopped.
@@ -49,7 +50,7 @@ MOST = 2000
 def main() -> int:
     """Run what is asked for, and write the pages."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    pages, optional = pages_folder(), frozenset({Kind.EP})
+    pages, optional = pages_folder(), frozenset({Kind.EP, Kind.PP, Kind.CP})
     ended = Sweep(pages, architectures_in_order(), versions(), run, worsened, lambda: None, optional).main(parser)
     write_pages(pages)
     return ended
@@ -57,7 +58,8 @@ def main() -> int:
 
 def versions() -> dict[Kind, dict[str, str]]:
     """What is tried with what is installed, and the versions that decide its outcome."""
-    needed = dict.fromkeys((Kind.FSDP, Kind.TP, Kind.EP), ("torch", "transformers"))
+    kinds = (Kind.FSDP, Kind.TP, Kind.EP, Kind.PP, Kind.CP)
+    needed = dict.fromkeys(kinds, ("torch", "transformers"))
     if find_spec("bitsandbytes") and find_spec("peft"):
         needed[Kind.QLORA] = ("torch", "transformers", "bitsandbytes", "peft")
     return {kind: {package: version(package) for package in packages} for kind, packages in needed.items()}
@@ -101,11 +103,18 @@ class Ranks:
             return dict.fromkeys((Kind.FSDP, Kind.TP), prepared)
         outcomes = {}
         for dimension in prepared[0]:
-            found = self.run(jobs.holds, architecture, folder, dimension)
+            over_stages = dimension == Kind.PP
+            arguments = () if over_stages else (folder, dimension)
+            found = self.run(jobs.holds_over_stages if over_stages else jobs.holds, architecture, *arguments)
             if not isinstance(found, ShardingOutcome):
                 difference = next(filter(None, found), "")[:MOST]
                 found = ShardingOutcome(Status.DISAGREES if difference else Status.AGREES, difference)
             outcomes[Kind(dimension)] = found
+        found = self.run(jobs.no_context, architecture)
+        if isinstance(found, ShardingOutcome):
+            outcomes[Kind.CP] = found
+        elif reason := found[0]:
+            outcomes[Kind.CP] = ShardingOutcome(Status.REFUSED, reason[:MOST])
         if Kind.QLORA in versions():
             found = self.run(jobs.qlora, architecture, folder)
             if not isinstance(found, ShardingOutcome):

@@ -117,7 +117,9 @@ class StateDictAdapter:
         if layout == "transformers":
             return self.transformers
         if not hasattr(layout, "table"):
-            raise ValueError(f"unknown layout {layout!r}: expected 'hub' or 'transformers', or an object with a `table`")
+            raise ValueError(
+                f"unknown layout {layout!r}: expected 'hub' or 'transformers', or an object with a `table`"
+            )
         if layout not in self._others:
             self._others[layout] = layout.table(self)
         return self._others[layout]

@@ -51,10 +51,11 @@ def without_gradients(model: PreTrainedModel, frozen: tuple[str, ...]) -> PreTra
     return model
 
 
-def batch(case: FamilyCase) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Packed rows of two documents, and what they are to predict."""
+def batch(case: FamilyCase, packed: bool = True) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Rows, packed of two documents or of one each, and what they are to predict."""
     tokens = case.inputs(batch=SEQUENCES, length=LENGTH, seed=0)["input_ids"]
-    positions = torch.cat([torch.arange(7), torch.arange(LENGTH - 7)]).expand(SEQUENCES, -1)
+    parts = (7, LENGTH - 7) if packed else (LENGTH,)
+    positions = torch.cat([torch.arange(part) for part in parts]).expand(SEQUENCES, -1)
     weights = torch.rand(tokens.shape, generator=torch.Generator().manual_seed(1))
     return {"input_ids": tokens, "position_ids": positions.contiguous()}, {"tokens": tokens, "weights": weights}
 
@@ -66,11 +67,11 @@ def loss_of(logits: torch.Tensor, targets: Mapping[str, torch.Tensor]) -> torch.
 
 
 def expected(
-    case: FamilyCase, dtype: torch.dtype = torch.float64, frozen: tuple[str, ...] = ()
+    case: FamilyCase, dtype: torch.dtype = torch.float64, frozen: tuple[str, ...] = (), packed: bool = True
 ) -> tuple[float, dict[str, torch.Tensor]]:
     """Loss and gradients of one process, by its own names."""
     model = without_gradients(copy.deepcopy(case.model(dtype)).train(), frozen)
-    inputs, targets = batch(case)
+    inputs, targets = batch(case, packed)
     total = 0.0
     for rows in torch.arange(SEQUENCES).chunk(MICROBATCHES):
         given = {name: value[rows] for name, value in inputs.items()}

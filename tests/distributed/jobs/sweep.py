@@ -11,12 +11,16 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
+from jobs import pipeline
 from jobs.equality import expected, step, whole_gradients
 from jobs.setting import batches, case_of, mesh_of
+from nrl_models.distributed import Pipeline
+from nrl_models.distributed.context_parallel import context_parallel_problems
 from nrl_models.distributed.mesh import size_of
 from nrl_models.distributed.parallel_plan import declared_expert_plan
 from nrl_models.onboarding.inspect import kinds_of
 from nrl_models.testing.case import SEED, FamilyCase
+from nrl_models.testing.suite.conditions import generates, reads_what_it_writes
 
 LOSS, GRADIENTS = 1e-6, 1e-5
 """Bounds on what sharding changes: of the loss, relative to it; of gradients, relative to the largest of all."""
@@ -39,7 +43,8 @@ def prepare(architecture: str, folder: str) -> list[str]:
         case.reference().save_pretrained(folder)
     dist.barrier()
     has_experts = "moe" in kinds_of(case.config) or declared_expert_plan(case.model())
-    return ["fsdp", "tp", *(["ep"] if has_experts else [])]
+    has_stages = generates(case) and reads_what_it_writes(case)
+    return ["fsdp", "tp", *(["ep"] if has_experts else []), *(["pp"] if has_stages else [])]
 
 
 def holds(architecture: str, folder: str, dimension: str) -> str:
@@ -50,6 +55,27 @@ def holds(architecture: str, folder: str, dimension: str) -> str:
     exported = dict(model.state_dict_adapter.iter_export(model))
     differ = [*different_tensors(exported, dict(whole.state_dict_adapter.iter_export(whole)))]
     return "; ".join([*differ, *different_step(case, model.train(), mesh)])
+
+
+def holds_over_stages(architecture: str) -> str:
+    """Take a step over two stages; what differs from one process in words, or nothing."""
+    case = _case(architecture)
+    model = pipeline.sharded(case, "1F1B", torch.float32, pp=2)
+    loss, gradients = pipeline.expected(case, torch.float32, packed=False)
+    inputs, targets = pipeline.batch(case, packed=False)
+    actual = float(Pipeline(model, pipeline.MICROBATCHES).step(inputs, pipeline.loss_of, targets))
+    lines = [] if abs(actual - loss) <= LOSS * abs(loss) else [f"loss is {actual:.7f}, and {loss:.7f} in one process"]
+    found = pipeline.differences(model, actual, (loss, gradients))
+    if not found["gradients"] <= GRADIENTS:
+        lines.append(f"gradients differ, by {found['gradients']:.1e} of the largest")
+    if missing := sorted(set(gradients).difference(*pipeline.all_gathered(found["names"]))):
+        lines.append(f"no stage has gradients of {_some(missing)}")
+    return "; ".join(lines)
+
+
+def no_context(architecture: str) -> str:
+    """Why the model cannot be run under context parallelism; nothing if torch's needs an accelerator only."""
+    return "\n".join(f"  - {problem}" for problem in context_parallel_problems(_case(architecture).model()))
 
 
 def different_tensors(exported: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> list[str]:
