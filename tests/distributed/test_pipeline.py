@@ -65,6 +65,11 @@ def test_a_mixture_equals_one_process(two: World) -> None:
     check(two.run(job, "MixtralForCausalLM", "ZBVZeroBubble"), 1e-5)  # grouped experts do not compute in fp64
 
 
+def test_hidden_states_that_are_not_contiguous_are_sent(two: World) -> None:
+    job = partial(pipeline.equals_one_process, dtype=torch.float32, pp=2)
+    check(two.run(job, "Inkling2ForCausalLM", "1F1B"), 1e-5)
+
+
 @pytest.mark.parametrize("fault", pipeline.FAULTS)
 def test_planted_faults_are_found(two: World, fault: str) -> None:
     found = two.run(partial(pipeline.equals_one_process, config=TIED, fault=fault, pp=2), "LlamaForCausalLM", "GPipe")

@@ -223,7 +223,7 @@ class OverStages(nn.Module):
             try:
                 output = super().forward(**kwargs, use_cache=False)
             except StageEndError as end:
-                return end.hidden
+                return end.hidden.contiguous()  # gloo sends nothing else
         return output.logits if hasattr(output, "logits") else output[0]
 
 

@@ -61,7 +61,7 @@ def test_the_command_records_given_results_and_writes_the_pages(pages: Path, tmp
     assert "recorded the generated tests of 1 architectures" in result.output
     assert "wrote 3 pages" in result.output
     assert (
-        "| [MixtralForCausalLM](mixtral.md) | mixtral | moe |  | FSDP2, TP, EP, QLoRA | 1 |"
+        "| [MixtralForCausalLM](mixtral.md) | mixtral | moe |  | FSDP2, TP, EP, PP, QLoRA | 1 |"
         in (pages / "index.md").read_text()
     )
 
