@@ -61,6 +61,11 @@ def start_megatron(tp: int = 1, pp: int = 1) -> None:
         model_parallel_cuda_manual_seed(0)
 
 
+def device() -> torch.device:
+    """Where Megatron's model computes."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
 def without_gpu() -> None:
     """Let Megatron-Core run on a CPU.
 
@@ -115,7 +120,7 @@ def build(settings: GPTSettings) -> Any:
         "pre_process": parallel_state.is_pipeline_first_stage(),
         "post_process": parallel_state.is_pipeline_last_stage(),
     }
-    return GPTModel(made, spec, **stages, **settings.model).eval()
+    return GPTModel(made, spec, **stages, **settings.model).eval().to(device())
 
 
 def load(
@@ -203,7 +208,8 @@ def _best_reading(small: FamilyModel) -> tuple[dict[str, Any], float]:
         for choices in readings(settings):
             megatron = build(settings.reading(choices))
             _require(load(megatron, small.state_dict_adapter, small.state_dict()), small)
-            found = float((logits(megatron, input_ids) - expected).abs().max() / expected.abs().max())
+            actual = logits(megatron, input_ids.to(device())).to(expected.device)
+            found = float((actual - expected).abs().max() / expected.abs().max())
             if found < best[1]:
                 best = choices, found
             if found <= TOLERANCE:

@@ -15,7 +15,7 @@ from nrl_models.auto import auto_class_for
 from nrl_models.engines.base import tensor_digest
 from nrl_models.engines.processes.worker_loop import Step, WorkerModel, serve
 from nrl_models.loading.read_config import read_config
-from nrl_models.megatron.gpt_model import load, logits, megatron_of, start_megatron
+from nrl_models.megatron.gpt_model import device, load, logits, megatron_of, start_megatron
 
 
 class Model(WorkerModel):
@@ -36,8 +36,8 @@ class Model(WorkerModel):
             self.source = auto_class.from_pretrained(path, dtype=wanted)
         else:
             self.source = auto_class.from_config(read_config(Path(path)), dtype=wanted)
-        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.model = megatron_of(self.source.eval()).to(self.device)
+        self.device = device()
+        self.model = megatron_of(self.source.eval())
         self.arrived: dict[str, torch.Tensor] = {}
 
     def describe(self) -> dict[str, Any]:
