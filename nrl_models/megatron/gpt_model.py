@@ -13,13 +13,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import PreTrainedConfig
 
 from nrl_models.common.state_dict.adapter import StateDictAdapter
 from nrl_models.errors import Problem, ProblemKind, StateDictError
 from nrl_models.family import FamilyModel
 from nrl_models.megatron.gpt_settings import GPTSettings, gpt_settings, readings
-from nrl_models.megatron.layout import MegatronRank
+from nrl_models.megatron.layout import STATES, MegatronRank
 from nrl_models.testing.case import randomise
 from nrl_models.testing.tiny import tiny_config
 
@@ -31,9 +30,6 @@ TOLERANCE = 1e-4
 
 LENGTH = 40
 """Tokens of a sequence that the small model is tried on: more than its windows and its trained positions."""
-
-STATES = "_extra_state"
-"""What Megatron's modules keep for Transformer Engine; without it empty."""
 
 
 def start_megatron(tp: int = 1, pp: int = 1) -> None:
@@ -162,27 +158,21 @@ def megatron_of(model: FamilyModel) -> Any:
         StateDictError: Megatron's GPT model does not compute what the model computes, or has no place for its weights;
             all that is known.
     """
-    megatron = build(proven_settings(type(model), model.config, model.dtype))
+    megatron = build(proven_settings(model))
     _require(load(megatron, model.state_dict_adapter, model.state_dict()), model)
     return megatron
 
 
-def proven_settings(model_class: type[FamilyModel], config: PreTrainedConfig, dtype: torch.dtype) -> GPTSettings:
+def proven_settings(model: FamilyModel) -> GPTSettings:
     """Megatron's settings for a model, with which a small model of the same configuration computes the same.
-
-    Args:
-        model_class: the model's class.
-        config: its configuration.
-        dtype: of the parameters.
 
     Raises:
         StateDictError: a value has no counterpart, tensors have no place, or no reading of the configuration gives the
             same logits.
     """
-    with torch.device("meta"):
-        whole = model_class._from_config(copy.deepcopy(config), dtype=dtype)
-    settings, problems = gpt_settings(config, whole.state_dict_adapter.layout(LOCAL), dtype)
-    _require(problems, whole)
+    model_class, config = type(model), model.config
+    settings, problems = gpt_settings(config, model.state_dict_adapter.layout(LOCAL), model.dtype)
+    _require(problems, model)
     # Small models' sequences are short: what their rotary positions would be scaled by is not theirs.
     rope = {"rope_parameters": config.rope_parameters}
     small = model_class._from_config(
@@ -193,7 +183,7 @@ def proven_settings(model_class: type[FamilyModel], config: PreTrainedConfig, dt
     choices, difference = _best_reading(small)
     if difference > TOLERANCE:
         detail = f"gives other logits: those of a small model differ by {difference:.1e} of the largest"
-        _require([Problem(ProblemKind.UNSUPPORTED, "its forward", detail)], whole)
+        _require([Problem(ProblemKind.UNSUPPORTED, "its forward", detail)], model)
     return settings.reading(choices)
 
 

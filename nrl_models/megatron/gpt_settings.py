@@ -161,9 +161,9 @@ class _Translation:
 
     def _is_gated(self) -> bool:
         """Whether the first linear of an MLP gives twice what the second takes."""
-        shapes = ((self.tensors[name].shape, name) for name in self.tensors if name.endswith("linear_fc2.weight"))
-        features, name = next((shape[1], name) for shape, name in shapes)
-        return self.tensors[name.replace("linear_fc2", "linear_fc1")].shape[0] == 2 * features
+        name = next(name for name in self.tensors if name.endswith("linear_fc2.weight"))
+        first, second = self.tensors[name.replace("linear_fc2", "linear_fc1")], self.tensors[name]
+        return first.shape[0] == 2 * second.shape[1]
 
     def _first(self, *keys: str) -> Any:
         """The value of the first key that the configuration has and that is set; None if none is."""

@@ -174,6 +174,9 @@ OUTSIDE = {
 
 HEAD = "lm_head.weight"
 
+STATES = "_extra_state"
+"""What names of Megatron's have in them that are not weights, but states of Transformer Engine; without it empty."""
+
 _IN_LAYER = re.compile(r"(.*?)layers\.(\d+)\.(.*)")
 
 

@@ -1,10 +1,12 @@
 """Weights in Megatron-Core's layout: what each of its ranks holds, and a model from what they hold.
 
-from nrl_models.megatron.ranks import MegatronRank, Share, from_megatron, to_megatron
+    from nrl_models.megatron.ranks import MegatronRank, Share, from_megatron, to_megatron
 
-rank = MegatronRank(tp=Share(0, 2), pp=Share(1, 4))
-for name, tensor in to_megatron(model, rank):
-    ...
+    rank = MegatronRank(tp=Share(0, 2), pp=Share(1, 4))
+    for name, tensor in to_megatron(model, rank):
+        ...
+
+`MegatronRank` says which rank, and what its layers are called.
 """
 
 from __future__ import annotations
@@ -15,9 +17,9 @@ from typing import Any
 
 import torch
 
-from nrl_models.common.state_dict.views import View, place_of
+from nrl_models.common.state_dict.views import View, apply_steps, place_of
 from nrl_models.errors import Problem, ProblemKind, StateDictError
-from nrl_models.megatron.layout import MegatronRank, Share
+from nrl_models.megatron.layout import STATES, MegatronRank, Share
 
 __all__ = ["MegatronRank", "Share", "from_megatron", "ranks_of", "to_megatron"]
 
@@ -82,7 +84,7 @@ def from_megatron(model: Any, held: Mapping[MegatronRank, Mapping[str, torch.Ten
     for rank, tensors in held.items():
         table = adapter.layout(rank)
         where = _shown(rank)
-        given = {name: value for name, value in tensors.items() if not name.endswith("_extra_state")}
+        given = {name: value for name, value in tensors.items() if STATES not in name}
         problems += [
             Problem(ProblemKind.MISSING, name, "is not among its tensors", where) for name in table if name not in given
         ]
@@ -96,9 +98,7 @@ def from_megatron(model: Any, held: Mapping[MegatronRank, Mapping[str, torch.Ten
                 problems.append(Problem(ProblemKind.SHAPE, name, detail, where))
                 continue
             for piece in target.pieces:
-                part = value
-                for method, arguments in piece.region:
-                    part = getattr(part, method)(*arguments)
+                part = apply_steps(value, piece.region)
                 region = own[piece.view.parameter]
                 if piece.view not in written:
                     piece.view.write(region, part)

@@ -7,10 +7,7 @@ runs in the process.
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-
 from nrl_models.engines.processes.worker_engine import WorkerEngine
-from nrl_models.errors import EngineError
 
 
 class MegatronEngine(WorkerEngine):
@@ -19,9 +16,4 @@ class MegatronEngine(WorkerEngine):
     name = "megatron"
     who = "Megatron-Core"
     module = "nrl_models.engines.processes.megatron_worker"
-
-    @classmethod
-    def require(cls) -> None:
-        """See `WorkerEngine.require`."""
-        if find_spec("megatron") is None or find_spec("megatron.core") is None:
-            raise EngineError("megatron-core is not installed: pip install 'nrl_models[megatron]'")
+    distribution = "megatron-core"

@@ -6,10 +6,7 @@ Apple's GPUs, and on a CPU. `mlx_worker.py` is what runs in the process.
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-
 from nrl_models.engines.processes.worker_engine import WorkerEngine
-from nrl_models.errors import EngineError
 
 
 class MLXEngine(WorkerEngine):
@@ -18,11 +15,5 @@ class MLXEngine(WorkerEngine):
     name = "mlx"
     who = "MLX"
     module = "nrl_models.engines.processes.mlx_worker"
-
-    @classmethod
-    def require(cls) -> None:
-        """See `WorkerEngine.require`."""
-        if find_spec("mlx_lm") is None:
-            raise EngineError(
-                "mlx-lm is not installed: pip install 'nrl_models[mlx]' (where there is no Apple GPU, also 'mlx[cpu]')"
-            )
+    distribution = "mlx-lm"
+    hint = " (where there is no Apple GPU, also 'mlx[cpu]')"

@@ -8,6 +8,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -48,11 +49,15 @@ class WorkerEngine(Engine):
     Attributes:
         module: what runs in the process.
         who: what errors call it.
+        distribution: what has to be installed; the extra that brings it is called as the engine.
+        hint: more on installing it, for its error.
     """
 
     bucket_bytes = BUCKET_BYTES
     module: ClassVar[str]
     who: ClassVar[str]
+    distribution: ClassVar[str]
+    hint: ClassVar[str] = ""
 
     def __init__(
         self, worker: WorkerProcess, described: dict[str, Any], max_length: int | None, ends: Sequence[int] = ()
@@ -63,15 +68,6 @@ class WorkerEngine(Engine):
         self.dtype = getattr(torch, check.text(described.get("dtype"), "dtype"), None)
         self.described = described
         self._checked = Checked(self.who, self.vocabulary)
-
-    @classmethod
-    def require(cls) -> None:
-        """Check that what the worker needs is installed.
-
-        Raises:
-            EngineError: it is not.
-        """
-        raise NotImplementedError
 
     @classmethod
     def start(
@@ -98,7 +94,7 @@ class WorkerEngine(Engine):
         if wrong:
             raise EngineError(f"{cls.name} does not know {', '.join(wrong)}: expected load_format=auto|dummy, seed")
         require_number("max_length", max_length, int)
-        cls.require()
+        cls._require_installed()
         folder = resolve_folder(path)
         config = read_config(folder)
         worker = WorkerProcess([sys.executable, "-m", cls.module], cls.who, os.environ)
@@ -117,6 +113,15 @@ class WorkerEngine(Engine):
         except BaseException:
             worker.close()
             raise
+
+    @classmethod
+    def _require_installed(cls) -> None:
+        try:
+            version(cls.distribution)
+        except PackageNotFoundError as error:
+            raise EngineError(
+                f"{cls.distribution} is not installed: pip install 'nrl_models[{cls.name}]'{cls.hint}"
+            ) from error
 
     def capabilities(self) -> Capabilities:
         """Everything but its modules' outputs and a prefix cache."""

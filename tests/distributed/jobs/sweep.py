@@ -48,7 +48,7 @@ def prepare(architecture: str, folder: str) -> list[str]:
 
 
 def holds(architecture: str, folder: str, dimension: str) -> str:
-    """Load the checkpoint over all ranks along a dimension; what differs from one process in words, or nothing."""
+    """Load the checkpoint over all ranks along a dimension; what differs from one process, or nothing."""
     case, mesh = _case(architecture), _mesh(**{dimension: dist.get_world_size()})
     model = case.model_class.from_pretrained(folder, mesh=mesh, plan="auto")
     whole = case.model()
@@ -58,7 +58,7 @@ def holds(architecture: str, folder: str, dimension: str) -> str:
 
 
 def holds_over_stages(architecture: str) -> str:
-    """Take a step over two stages; what differs from one process in words, or nothing."""
+    """Take a step over two stages; what differs from one process, or nothing."""
     case = _case(architecture)
     model = pipeline.sharded(case, "1F1B", torch.float32, pp=2)
     loss, gradients = pipeline.expected(case, torch.float32, packed=False)
