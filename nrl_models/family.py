@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from nrl_models.common.checkpoint.writing import staged
 from nrl_models.common.flags import Flags, ModelFlag, MTPForm
-from nrl_models.common.forward.layer_by_document import ByDocument
+from nrl_models.common.forward.layer_by_document import ByDocument, DecoderByDocument
 from nrl_models.common.forward.mrope import FreshPositions, PackedTextPositions
 from nrl_models.common.forward.packing import keep_documents_apart
 from nrl_models.common.forward.soft_cap import drops_soft_cap
@@ -240,7 +240,7 @@ class FamilyModel(Upstream):
             )
 
 
-MIXINS = (CombinedProjections, FreshPositions, PackedTextPositions, ByDocument)
+MIXINS = (CombinedProjections, FreshPositions, PackedTextPositions, ByDocument, DecoderByDocument)
 """Mixins that `rewrites` may name: a subclass of the Hugging Face class is made from them."""
 
 

@@ -63,8 +63,13 @@ class Documents:
 
     def chunked(self, size: int) -> Documents:
         """Each document in chunks of `size` tokens and a rest, which are documents by themselves."""
-        within = [torch.arange(length, device=self.index.device) % size for row in self.lengths for length in row]
-        return Documents.from_positions(torch.cat(within).view(self.shape))
+        return Documents.from_positions(self.positions % size)
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """`(batch, length)`: each token's place in its document, from zero."""
+        within = [torch.arange(length, device=self.index.device) for row in self.lengths for length in row]
+        return torch.cat(within).view(self.shape)
 
     @property
     def shape(self) -> torch.Size:

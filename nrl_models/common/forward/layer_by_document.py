@@ -7,6 +7,7 @@ goes through upstream's own forward, so what it gives is what it gives alone, an
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any, ClassVar
@@ -53,6 +54,41 @@ class ByDocument(nn.Module):
         with running(None):
             results = [super(ByDocument, self).forward(*own, **named) for own, named in parts]
         return _joined(results, documents)
+
+
+class DecoderByDocument(ByDocument):
+    """Mixin for a whole decoder through which each document of a packed row goes by itself.
+
+    For decoders that count positions from a row's beginning, or make masks that know of no positions. It goes before a
+    Hugging Face class whose forward takes `input_ids` or `inputs_embeds`.
+    """
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Arguments and results are upstream's. Positions from zero are left to the decoder, as for one document.
+
+        Raises:
+            ValueError: see `ByDocument`; or tensors are given that have no row for each token, so that which document
+                they belong to is not known: images, an encoder's states.
+        """
+        documents = documents_running(self)
+        if documents is None or is_off("layers-across-documents"):
+            return super().forward(*args, **kwargs)
+        given = dict(zip(inspect.signature(super(ByDocument, self).forward).parameters, args, strict=False)) | kwargs
+        tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
+        unknown = [
+            f"{name} {tuple(value.shape)}"
+            for name, value in tensors.items()
+            if name not in BOUNDARIES and (name.startswith("encoder_") or not _parts_of_tensor(value, documents))
+        ]
+        if unknown:
+            raise ValueError(
+                f"{type(self).__name__} takes packed documents one by one, and which of them {', '.join(unknown)} "
+                "belongs to is not known: give each document a row of its own, and pad."
+            )
+        positions = tensors.get("position_ids")
+        if positions is not None and torch.equal(positions.expand(documents.shape), documents.positions):
+            del given["position_ids"]
+        return super().forward(**given)
 
 
 def _parts(value: Any, documents: Documents) -> list[Any]:

@@ -70,8 +70,11 @@ def keep_documents_apart(forward: Forward) -> Forward:
         attend_by_document()
         if torch.is_grad_enabled():
             carry_documents(self)
+        given |= {"attention_mask": None} | without_cache
+        if not takes_more and "position_ids" not in parameters:
+            del given["position_ids"]  # they said where documents start
         with running(Documents.from_positions(positions, mask)):
-            return forward(self, **(given | {"attention_mask": None} | without_cache))
+            return forward(self, **given)
 
     with_documents_apart.keeps_documents_apart = True  # type: ignore[attr-defined]
     return with_documents_apart

@@ -57,10 +57,6 @@ def _keeps_documents_apart(case: FamilyCase) -> bool:
     return not is_limited and not case.architecture.endswith("SequenceClassification")
 
 
-def _packs(case: FamilyCase) -> bool:
-    return _takes("position_ids")(case) and _keeps_documents_apart(case)
-
-
 def _keeps_state(case: FamilyCase) -> bool:
     return _keeps_documents_apart(case) and any(isinstance(module, ByDocument) for module in case.model().modules())
 
@@ -124,7 +120,7 @@ MUTANTS = (
         "packed documents see each other",
         "a mask of ones, or a cache, that hides where documents begin",
         in_code(
-            _packs,
+            _keeps_documents_apart,
             lambda case: [(case.model_class, "forward", inspect.unwrap(case.model_class.forward))],  # keeps them apart
             probed=True,
         ),
@@ -145,13 +141,15 @@ MUTANTS = (
     Mutant(
         "attention begins one token late",
         "cu_seqlens off by one, in attention without a mask",
-        in_code(_packs, lambda case: [wrapped(document_masks, "attend", _attends_late)], probed=True),
+        in_code(_keeps_documents_apart, lambda case: [wrapped(document_masks, "attend", _attends_late)], probed=True),
         PACKED,
     ),
     Mutant(
         "window across documents",
         "a window of the row's last tokens, whichever document they are of",
-        in_code(_packs, lambda case: [wrapped(document_masks, "attend", _window_of_the_row)], probed=True),
+        in_code(
+            _keeps_documents_apart, lambda case: [wrapped(document_masks, "attend", _window_of_the_row)], probed=True
+        ),
         PACKED,
     ),
     Mutant(

@@ -1,6 +1,6 @@
 """Decoders in which every token takes the same weights."""
 
-from nrl_models.families.limits import CACHED, LEFT, PACKED, RIGHT, lacks
+from nrl_models.families.limits import CACHED, LEFT, RIGHT, lacks
 from nrl_models.families.published import decoder_sizes
 from nrl_models.families.table.row import ALL_HEADS, CAUSAL, CAUSAL_AND_SEQUENCE, GATE_UP, LATENTS, QKV, Row
 
@@ -19,7 +19,8 @@ ROWS: dict[str, Row] = {
         "Blt",
         CAUSAL,
         {"SelfAttention": QKV, "MLP": GATE_UP, "CrossAttention": "k_proj v_proj"},
-        lacks(LEFT, PACKED, CACHED),
+        lacks(LEFT, CACHED),
+        mixins={"Model": "DecoderByDocument"},
         since="5.13",
     ),
     "cohere": Row("Cohere", CAUSAL, {"Attention": QKV, "MLP": GATE_UP}),
@@ -28,7 +29,8 @@ ROWS: dict[str, Row] = {
         "CpmAnt",
         CAUSAL,
         {"Attention": "project_q project_k project_v", "DenseGatedACT": "w_0 w_1"},
-        lacks("activation checkpointing", RIGHT, PACKED, CACHED),
+        lacks("activation checkpointing", RIGHT, CACHED),
+        mixins={"Model": "DecoderByDocument"},
         since="5.16",
     ),
     "ctrl": Row(

@@ -1,7 +1,7 @@
 """Mixtures of experts, text only."""
 
 from nrl_models.common.flags import MTPForm
-from nrl_models.families.limits import CACHED, LEFT, PACKED, lacks
+from nrl_models.families.limits import CACHED, LEFT, lacks
 from nrl_models.families.published import decoder_sizes
 from nrl_models.families.table.row import ALL_HEADS, CAUSAL, CAUSAL_AND_SEQUENCE, GATE_UP, LATENTS, QKV, Row
 
@@ -56,7 +56,8 @@ ROWS: dict[str, Row] = {
             "CSACompressor": "kv_proj gate_proj",
             "Indexer": "kv_proj gate_proj",
         },
-        lacks(LEFT, PACKED),
+        lacks(LEFT),
+        mixins={"Attention": "ByDocument"},
         tiny={"index_topk": 2},  # of what four words are compressed to each
         since="5.23",
         config_values={"topk_method": ("noaux_tc",)},

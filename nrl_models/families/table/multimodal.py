@@ -3,10 +3,8 @@
 from nrl_models.common.flags import MTPForm
 from nrl_models.families.limits import (
     CACHED,
-    LAYOUTS,
     LEFT,
     NEEDS_IMAGES,
-    PACKED,
     READS_APART,
     RIGHT,
     lacks,
@@ -127,8 +125,8 @@ ROWS: dict[str, Row] = {
             "TextAttention": LATENTS,
             "TextIndexer": "wk weights_proj",
         },
-        lacks(PACKED, "tensor parallelism"),
-        mixins={"TextLinearAttention": "ByDocument"},
+        lacks("tensor parallelism"),
+        mixins={"TextLinearAttention": "ByDocument", "TextAttention": "ByDocument"},
         since="5.16",
     ),
     "glm_ocr": Row(
@@ -231,7 +229,8 @@ ROWS: dict[str, Row] = {
             "VisionMlp": "wi_0 wi_1",
             "TextAttention": "k_proj v_proj @ x_attn, k_proj v_proj q_proj @ self_attn",
         },
-        lacks(LEFT, RIGHT, PACKED),
+        lacks(LEFT, RIGHT),
+        mixins={"TextTransformer": "DecoderByDocument"},
         since="5.10",
     ),
     "lfm2_vl": Row(
@@ -245,7 +244,8 @@ ROWS: dict[str, Row] = {
         "Llama4",
         CAUSAL_AND_CONDITIONAL,
         {"TextAttention": QKV, "TextMLP": GATE_UP, "VisionAttention": QKV},
-        lacks(LEFT, PACKED, "tensor parallelism"),
+        lacks(LEFT, "tensor parallelism"),
+        mixins={"TextAttention": "ByDocument"},
     ),
     "llava": Row("Llava", CONDITIONAL),
     "llava_next": Row("LlavaNext", CONDITIONAL),
@@ -342,7 +342,8 @@ ROWS: dict[str, Row] = {
         "PaliGemma",
         CONDITIONAL,
         {},
-        lacks(*LAYOUTS),
+        lacks(LEFT, RIGHT, CACHED),
+        mixins={"Model": "DecoderByDocument"},
         ignored=("num_image_tokens",),  # set on the text model's part, which has no images
         since="5.10",
     ),

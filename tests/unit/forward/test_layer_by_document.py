@@ -16,8 +16,9 @@ from transformers.utils import ModelOutput
 
 from nrl_models import registry
 from nrl_models.common.forward.documents import Documents, documents_running, running
-from nrl_models.common.forward.layer_by_document import ByDocument
+from nrl_models.common.forward.layer_by_document import ByDocument, DecoderByDocument
 from nrl_models.common.projections import CombinedProjections
+from nrl_models.logprobs import token_logprobs
 from nrl_models.testing.case import FamilyCase
 
 ROWS = ((5, 1, 3, 3), (4, 4, 2, 2))
@@ -90,7 +91,7 @@ def test_kernels_are_told_of_no_boundaries_within_a_document() -> None:
     assert layer.given[2] == {"left": 1}
 
 
-class Decoder(Sum):
+class Stack(Sum):
     """A layer that returns what decoders do: hidden states of all layers, and routers' scores of all tokens."""
 
     def forward(self, hidden_states: torch.Tensor, attentions: Any = None) -> ModelOutput:  # type: ignore[override]
@@ -99,7 +100,7 @@ class Decoder(Sum):
         return MoeModelOutputWithPast(summed, None, (hidden_states, summed), attentions, scores)
 
 
-class DecoderByDocument(ByDocument, Decoder):
+class StackByDocument(ByDocument, Stack):
     """The same, document by document."""
 
 
@@ -108,12 +109,57 @@ def test_outputs_of_decoders_are_joined() -> None:
     documents = Documents.from_positions(POSITIONS)
     expected = documents.join([part.cumsum(1) for part in documents.split(hidden)])
     with running(documents):
-        output = DecoderByDocument()(hidden)
+        output = StackByDocument()(hidden)
         with pytest.raises(ValueError, match="output_attentions"):
-            DecoderByDocument()(hidden, (hidden,))
+            StackByDocument()(hidden, (hidden,))
     assert output.past_key_values is None
     torch.testing.assert_close(output.hidden_states, (hidden, expected))
     torch.testing.assert_close(output.router_logits, (expected.flatten(0, 1),))
+
+
+class Counting(nn.Module):
+    """A decoder that counts positions itself, where it is given none."""
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor | None = None,
+        encoder_hidden_states: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        counted = torch.arange(input_ids.shape[1]) + 100 if position_ids is None else position_ids
+        return input_ids + counted
+
+
+class CountingByDocument(DecoderByDocument, Counting):
+    """The same, document by document."""
+
+
+def test_a_decoder_counts_positions_of_each_document() -> None:
+    input_ids, decoder = torch.zeros_like(POSITIONS), CountingByDocument()
+    with running(Documents.from_positions(POSITIONS)):
+        assert torch.equal(decoder(input_ids), POSITIONS + 100)
+        assert torch.equal(decoder(input_ids, POSITIONS), POSITIONS + 100)
+        assert torch.equal(decoder(input_ids=input_ids, position_ids=POSITIONS + 7), POSITIONS + 7)
+    assert torch.equal(decoder(input_ids, POSITIONS), POSITIONS)
+
+
+def test_a_decoder_is_given_nothing_that_could_be_of_any_document() -> None:
+    input_ids, states = torch.zeros_like(POSITIONS), torch.zeros(2, LENGTH, 3)
+    given = {"encoder_hidden_states": states, "pixel_values": states[:, :5], "sizes": torch.zeros(1)}
+    message = r"encoder_hidden_states \(2, 12, 3\), pixel_values \(2, 5, 3\), sizes \(1,\) belongs"
+    with running(Documents.from_positions(POSITIONS)), pytest.raises(ValueError, match=message):
+        CountingByDocument()(input_ids, position_ids=POSITIONS, **given)
+
+
+@pytest.mark.parametrize("architecture", ["BartForCausalLM", "RobertaForCausalLM", "Llama4ForCausalLM"])
+@torch.no_grad()
+def test_packed_log_probabilities_are_those_of_documents_alone(architecture: str) -> None:
+    case = FamilyCase(registry.model_class(architecture))
+    sequences = [row[:length] for row, length in zip(case.inputs(batch=4, length=9)["input_ids"], ROWS[0], strict=True)]
+    expected = [token_logprobs(case.model(), sequence[None]).logprobs[0] for sequence in sequences]
+    actual = token_logprobs(case.model(), torch.cat(sequences)[None], position_ids=POSITIONS[:1]).logprobs[0]
+    torch.testing.assert_close(actual, torch.cat(expected), rtol=1e-5, atol=1e-5)
 
 
 def test_within_a_document_nothing_is_packed() -> None:
