@@ -263,7 +263,7 @@ def rewritten(original: type[nn.Module], by: type[nn.Module], module: str, *, wi
         raise TypeError(
             f"{by.__name__} rewrites {original.__name__}, so it must be a subclass of it, or of one of {mixins}"
         )
-    attributes: dict[str, Any] = {"__module__": module, "__doc__": original.__doc__}
+    attributes: dict[str, Any] = {"__module__": module, "__doc__": original.__doc__} | _answers_of(original)
     if issubclass(by, (CombinedProjections, ByDocument)):
         attributes["forward"] = _forward_like(original.forward, by)
     made = type(original.__name__, (by, original), attributes)
@@ -272,6 +272,12 @@ def rewritten(original: type[nn.Module], by: type[nn.Module], module: str, *, wi
     else:
         setattr(sys.modules[module], original.__name__, made)  # for pickle
     return made
+
+
+def _answers_of(original: type[nn.Module]) -> dict[str, Any]:
+    """What transformers asks a model's class of its source: a decoder that is rewritten is no custom code either."""
+    asked = ("is_custom_code", "_can_set_attn_implementation", "_can_set_experts_implementation")
+    return {name: staticmethod(getattr(original, name)) for name in asked if hasattr(original, name)}
 
 
 def _forward_like(upstream: Callable[..., Any], mixin: Any) -> Callable[..., Any]:

@@ -9,6 +9,7 @@ import torch
 from checkpoints import new_model
 from transformers import LlamaConfig, MixtralConfig, PreTrainedModel
 from transformers.models.llama import modeling_llama
+from transformers.models.paligemma import modeling_paligemma
 
 from nrl_models import AutoModelForCausalLM, BackendConfig, registry
 from nrl_models.family import FamilyModel
@@ -34,6 +35,16 @@ def test_a_family_can_be_set_to_what_its_reference_can(question: str) -> None:
     for model_class in SERVED:
         answer = getattr(model_class, question)()
         assert answer is getattr(model_class.reference_class(), question)(), model_class
+
+
+@pytest.mark.parametrize("question", [*QUESTIONS, "is_custom_code"])
+@pytest.mark.usefixtures("_nothing_asked_yet")
+def test_a_rewritten_decoder_answers_as_what_it_replaces(question: str) -> None:
+    """Or transformers renames none of its tensors, and sets nothing of it."""
+    original = modeling_paligemma.PaliGemmaModel
+    rewritten = registry.model_class("PaliGemmaForConditionalGeneration").rewrite_of(original)
+    assert rewritten is not None
+    assert getattr(rewritten, question)() == getattr(original, question)()
 
 
 @pytest.mark.usefixtures("_nothing_asked_yet")

@@ -1,6 +1,6 @@
 """Decoders in which every token takes the same weights."""
 
-from nrl_models.families.limits import CACHED, LEFT, RIGHT, lacks
+from nrl_models.families.limits import CACHED, LEFT, PACKED, RIGHT, lacks
 from nrl_models.families.published import decoder_sizes
 from nrl_models.families.table.row import ALL_HEADS, CAUSAL, CAUSAL_AND_SEQUENCE, GATE_UP, LATENTS, QKV, Row
 
@@ -29,8 +29,7 @@ ROWS: dict[str, Row] = {
         "CpmAnt",
         CAUSAL,
         {"Attention": "project_q project_k project_v", "DenseGatedACT": "w_0 w_1"},
-        lacks("activation checkpointing", RIGHT, CACHED),
-        mixins={"Model": "DecoderByDocument"},
+        lacks("activation checkpointing", RIGHT, PACKED, CACHED),
         since="5.16",
     ),
     "ctrl": Row(

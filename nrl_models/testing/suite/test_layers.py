@@ -56,7 +56,8 @@ def test_layer_equivalence(family_case: FamilyCase, dtype: torch.dtype) -> None:
         call = call.with_random_input(seed=SEED)
         # First, for a layer may keep a state of its last forward, and one with gradients cannot be copied afterwards.
         saved = count_matmuls(original, call) - count_matmuls(layer, call)
-        assert saved == _matmuls_saved(layer), name
+        # Of a whole model not all layers run: those of a decoder that read an encoder's states.
+        assert isinstance(original, PreTrainedModel) or saved == _matmuls_saved(layer), name
         expected = run_layer(original, call)
         assert expected, f"{type(original).__name__} returns no tensor to compare"
         whole = isinstance(original, PreTrainedModel) and dtype == torch.float32
