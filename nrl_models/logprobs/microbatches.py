@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from nrl_models.common.forward.layer_by_document import DecoderByDocument
+
 ROW_TOKENS_OF_CPU, ROW_TOKENS_OF_GPU = 1024, 8192
 """Tokens of a microbatch by default: about as many as keep the device busy. More take memory, and no less time."""
 
@@ -30,13 +32,15 @@ class Layout(StrEnum):
 def layout_of(*models: nn.Module) -> Layout:
     """The layout that all of some models compute right, and that costs least.
 
-    Documents in one row stay apart in our classes, but in those that say no in their `limits`.
+    Documents in one row stay apart in our classes, but in those that say no in their `limits`. Where each goes through
+    the decoder by itself, nothing is gained by it.
     """
     limits = {limit for model in models for limit in getattr(model, "limits", {})}
     if "right padding" in limits:
         return Layout.ALONE
     apart = all(getattr(type(model).forward, "keeps_documents_apart", False) for model in models)
-    return Layout.PACKED if apart and "packed sequences" not in limits else Layout.PADDED
+    together = not any(isinstance(module, DecoderByDocument) for model in models for module in model.modules())
+    return Layout.PACKED if apart and together and "packed sequences" not in limits else Layout.PADDED
 
 
 @dataclass(frozen=True, slots=True)

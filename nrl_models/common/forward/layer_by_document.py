@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from transformers.utils import ModelOutput
 
 from nrl_models.common.forward.documents import Documents, documents_running, running
@@ -68,7 +69,7 @@ class DecoderByDocument(ByDocument):
 
         Raises:
             ValueError: see `ByDocument`; or tensors are given that have no row for each token, so that which document
-                they belong to is not known: images, an encoder's states.
+                they belong to is not known: images, an encoder's states; or FSDP shards the decoder.
         """
         documents = documents_running(self)
         if documents is None or is_off("layers-across-documents"):
@@ -84,6 +85,12 @@ class DecoderByDocument(ByDocument):
             raise ValueError(
                 f"{type(self).__name__} takes packed documents one by one, and which of them {', '.join(unknown)} "
                 "belongs to is not known: give each document a row of its own, and pad."
+            )
+        if any(isinstance(part, FSDPModule) for part in self.modules()):
+            raise ValueError(
+                f"{type(self).__name__} takes packed documents one by one, and FSDP gathers a layer each time that it "
+                "runs: ranks with other numbers of documents would wait for each other. Give each a row of its own, "
+                "and pad."
             )
         positions = tensors.get("position_ids")
         if positions is not None and torch.equal(positions.expand(documents.shape), documents.positions):

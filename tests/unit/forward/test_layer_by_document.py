@@ -15,10 +15,12 @@ from transformers.models.qwen3_5 import modeling_qwen3_5 as hf
 from transformers.utils import ModelOutput
 
 from nrl_models import registry
+from nrl_models.common.forward import layer_by_document
 from nrl_models.common.forward.documents import Documents, documents_running, running
 from nrl_models.common.forward.layer_by_document import ByDocument, DecoderByDocument
 from nrl_models.common.projections import CombinedProjections
 from nrl_models.logprobs import token_logprobs
+from nrl_models.logprobs.microbatches import Layout, layout_of
 from nrl_models.testing.case import FamilyCase
 
 ROWS = ((5, 1, 3, 3), (4, 4, 2, 2))
@@ -150,6 +152,22 @@ def test_a_decoder_is_given_nothing_that_could_be_of_any_document() -> None:
     message = r"encoder_hidden_states \(2, 12, 3\), pixel_values \(2, 5, 3\), sizes \(1,\) belongs"
     with running(Documents.from_positions(POSITIONS)), pytest.raises(ValueError, match=message):
         CountingByDocument()(input_ids, position_ids=POSITIONS, **given)
+
+
+def test_a_decoder_that_fsdp_shards_takes_no_documents(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each document would gather its layers, on ranks with other numbers of documents."""
+    decoder = CountingByDocument()
+    decoder.layer = nn.Linear(1, 1)
+    monkeypatch.setattr(layer_by_document, "FSDPModule", nn.Linear)
+    with running(Documents.from_positions(POSITIONS)), pytest.raises(ValueError, match="wait for each other"):
+        decoder(torch.zeros_like(POSITIONS))
+    decoder(torch.zeros_like(POSITIONS))
+
+
+def test_rollouts_are_padded_where_packing_gains_nothing() -> None:
+    packs, alone = (registry.model_class(name) for name in ("LlamaForCausalLM", "BartForCausalLM"))
+    assert layout_of(FamilyCase(packs).model()) is Layout.PACKED
+    assert layout_of(FamilyCase(alone).model()) is Layout.PADDED
 
 
 @pytest.mark.parametrize("architecture", ["BartForCausalLM", "RobertaForCausalLM", "Llama4ForCausalLM"])
