@@ -73,7 +73,7 @@ class DecoderByDocument(ByDocument):
         """
         documents = documents_running(self)
         if documents is None or is_off("layers-across-documents"):
-            return super().forward(*args, **kwargs)
+            return super(ByDocument, self).forward(*args, **kwargs)
         given = dict(zip(inspect.signature(super(ByDocument, self).forward).parameters, args, strict=False)) | kwargs
         tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
         unknown = [
