@@ -104,21 +104,12 @@ def plan_for(model: PreTrainedModel, mesh: DeviceMesh, plan: Plan | ParallelPlan
     if not unknown:  # what an unknown style divides is not known
         problems += [*_tensor_problems(model, mesh, chosen), *_expert_problems(model, mesh, chosen)]
     problems += schedule_problems(chosen.schedule, chosen.stages_per_rank)
-    problems += _pipeline_problems(model, mesh)
+    if has_stages(mesh):
+        problems += _adapter_problems(model, "pp")
     if problems:
         summary = f"{class_name(model)} cannot be sharded over {describe(mesh)}"
         raise ShardingError(summary, _merged_over_layers(problems))
     return chosen
-
-
-def _pipeline_problems(model: PreTrainedModel, mesh: DeviceMesh) -> Iterator[Problem]:
-    """What does not go with `pp` so far."""
-    if not has_stages(mesh):
-        return
-    if others := [name for name in mesh.mesh_dim_names or () if name != "pp"]:
-        advice = "give a mesh that has pp alone, or none of it"
-        yield Problem(ProblemKind.MESH, "pp", f"does not go with {' and '.join(others)} so far", advice=advice)
-    yield from _adapter_problems(model, "pp")
 
 
 def _adapter_problems(model: PreTrainedModel, dimension: str) -> Iterator[Problem]:

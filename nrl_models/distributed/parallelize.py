@@ -28,7 +28,7 @@ from nrl_models.distributed.parallel_plan import (
 )
 from nrl_models.distributed.pipeline.crossing import copy_on_meta
 from nrl_models.distributed.pipeline.cut import Cut, cut_into
-from nrl_models.distributed.pipeline.stages import keep_stages
+from nrl_models.distributed.pipeline.stages import StandIn, keep_stages
 from nrl_models.distributed.sharding import Sharding, sharding_of
 from nrl_models.distributed.styles import (
     REPLICATE,
@@ -87,13 +87,14 @@ def cut_for(model: PreTrainedModel, mesh: DeviceMesh, plan: ParallelPlan) -> Cut
     if not has_stages(mesh):
         return None
     ranks = size_of(mesh, "pp")
-    return cut_into(model, ranks * len(plan.stages_of(0, ranks)))
+    dtype = plan.param_dtype if "fsdp" in (mesh.mesh_dim_names or ()) else None
+    return cut_into(model, ranks * len(plan.stages_of(0, ranks)), dtype)
 
 
 def divide_stages(
     model: PreTrainedModel, mesh: DeviceMesh, plan: ParallelPlan, cut: Cut | None
 ) -> tuple[Sharding, PreTrainedModel]:
-    """Apply `pp`, or `tp` and `ep`. Nothing is communicated.
+    """Apply `pp`, then `tp` and `ep`. Nothing is communicated.
 
     Args:
         model: changed in place: without the stages that other ranks hold.
@@ -104,10 +105,13 @@ def divide_stages(
         How it is sharded, and the model with all stages, on meta: `model` itself where there are no stages.
     """
     if cut is None:
-        return divide_model(model, mesh, plan), model
+        divide_model(model, mesh, plan)
+        return Sharding(mesh, plan), model
     whole = copy_on_meta(model)
-    held = plan.stages_of(rank_in(mesh, "pp"), size_of(mesh, "pp"))
-    return Sharding(mesh, plan, keep_stages(model, cut, held)), whole
+    stages = keep_stages(model, cut, plan.stages_of(rank_in(mesh, "pp"), size_of(mesh, "pp")))
+    divide_model(model, mesh, plan, whole)
+    divide_model(whole, mesh, plan)
+    return Sharding(mesh, plan, stages), whole
 
 
 def _facts(model: PreTrainedModel) -> dict[str, object]:
@@ -127,12 +131,20 @@ def _facts(model: PreTrainedModel) -> dict[str, object]:
     return facts
 
 
-def divide_model(model: PreTrainedModel, mesh: DeviceMesh, plan: ParallelPlan) -> Sharding:
-    """Apply `tp` and `ep`: parameters become DTensors, modules exchange activations. Nothing is communicated."""
+def divide_model(
+    model: PreTrainedModel, mesh: DeviceMesh, plan: ParallelPlan, whole: PreTrainedModel | None = None
+) -> None:
+    """Apply `tp` and `ep`: parameters become DTensors, modules exchange activations. Nothing is communicated.
+
+    Args:
+        model: changed in place.
+        mesh, plan: that fit it.
+        whole: the model with all stages of a pipeline, undivided, where `model` lacks some: what is divided depends on
+            all of it.
+    """
     names = [name for name in ("ep", "tp") if name in mesh.mesh_dim_names]  # type: ignore[operator]
     if names:
-        _ModelDivision(model, mesh, mesh[tuple(names)], plan).apply()
-    return Sharding(mesh, plan)
+        _ModelDivision(model, mesh, mesh[tuple(names)], plan, model if whole is None else whole).apply()
 
 
 class _ModelDivision:
@@ -141,24 +153,27 @@ class _ModelDivision:
     Args:
         model: changed in place.
         mesh: all dimensions.
-        inner: those without `fsdp`, over which parameters become DTensors.
+        inner: `ep` and `tp`, over which parameters become DTensors.
         plan: a plan that fits.
+        whole: the model with all stages; undivided so far.
     """
 
-    def __init__(self, model: PreTrainedModel, mesh: DeviceMesh, inner: DeviceMesh, plan: ParallelPlan) -> None:
+    def __init__(
+        self, model: PreTrainedModel, mesh: DeviceMesh, inner: DeviceMesh, plan: ParallelPlan, whole: PreTrainedModel
+    ) -> None:
         self.model, self.mesh, self.inner = model, mesh, inner
-        self.tensor = tensor_styles(model, plan) if size_of(mesh, "tp") > 1 else {}
-        self.experts_over = experts_over(model, mesh, plan)
-        self.expert = expert_styles(model, plan) if self.experts_over else {}
+        self.tensor = tensor_styles(whole, plan) if size_of(mesh, "tp") > 1 else {}
+        if self.tensor and not vocabulary_is_divided(whole, mesh):
+            for name in [name for name, module in whole.named_modules() if is_vocabulary(whole, module)]:
+                self.tensor.pop(name, None)
+        self.experts_over = experts_over(whole, mesh, plan)
+        self.expert = expert_styles(whole, plan) if self.experts_over else {}
         self.units = plan.units or ()
         self.summed_over: dict[tuple[int, str], str] = {}
         self.done: dict[int, nn.Parameter] = {}  # by the identity of what they replace: tied parameters stay one
 
     def apply(self) -> None:
-        if self.tensor and not vocabulary_is_divided(self.model, self.mesh):
-            for name in [name for name, module in self.model.named_modules() if is_vocabulary(self.model, module)]:
-                self.tensor.pop(name, None)
-        modules = dict(self.model.named_modules())
+        modules = {name: module for name, module in self.model.named_modules() if not isinstance(module, StandIn)}
         for name, module in modules.items():
             self._divide_module(name, module)
         for module in modules.values():

@@ -60,13 +60,12 @@ def blocks_of(tensor: HFTensor, own: Mapping[str, torch.Tensor]) -> list[Block]:
 
 def divided_over(tensor: HFTensor, own: Mapping[str, torch.Tensor], mesh: DeviceMesh) -> set[int]:
     """The mesh dimensions, by number, over which the ranks' blocks of a Hugging Face tensor differ."""
-    if has_stages(mesh):  # the only dimension then; of each tensor a rank has all or nothing
-        return {0}
-    dims: set[int] = set()
+    divided: set[str] = {"pp"} if has_stages(mesh) else set()
     for name in tensor.parameters:
-        if isinstance(whole := own[name], DTensor):
-            dims |= {dim for dim, placement in enumerate(whole.placements) if not placement.is_replicate()}
-    return dims
+        if isinstance(whole := own.get(name), DTensor):  # or another stage's
+            over = zip(whole.device_mesh.mesh_dim_names or (), whole.placements, strict=True)
+            divided |= {dimension for dimension, placement in over if not placement.is_replicate()}
+    return {dim for dim, dimension in enumerate(mesh.mesh_dim_names or ()) if dimension in divided}
 
 
 def over_shard(whole: DTensor, local: torch.Tensor) -> DTensor:
@@ -103,7 +102,8 @@ def gathered(
         # but zeros is added: no rounding, and no sign of zero is lost.
         buffer.zero_()
         divided = {name: divided_over(tensors[name], own, mesh) for name in bucket}
-        summed_over = sorted(set().union(*divided.values()))
+        # Of tensors of other stages this rank does not know how they are divided.
+        summed_over = range(mesh.ndim) if has_stages(mesh) else sorted(set().union(*divided.values()))
         for name, whole in bucket.items():
             # Of ranks that hold the same values only the first contributes.
             if all(dim in divided[name] or mesh.get_local_rank(dim) == 0 for dim in summed_over):

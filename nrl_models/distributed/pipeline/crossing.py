@@ -85,8 +85,12 @@ def find_stack(model: PreTrainedModel) -> str:
     return max(sizes, key=lambda name: sizes[name])
 
 
-def crossing_of(model: PreTrainedModel) -> Crossing:
+def crossing_of(model: PreTrainedModel, dtype: torch.dtype | None = None) -> Crossing:
     """What crosses the layers of a model, real or on meta; it stays as it is.
+
+    Args:
+        model: the model.
+        dtype: in which it computes; None is its parameters' own.
 
     Raises:
         NotALineError: no stack of layers, layers that are not called one after the other, parameters that no forward
@@ -94,7 +98,7 @@ def crossing_of(model: PreTrainedModel) -> Crossing:
             values, which tensors on meta do not have.
     """
     stack = find_stack(model)
-    traced = copy_on_meta(model)
+    traced = copy_on_meta(model, dtype)
     trace = _Trace(traced, stack)
     try:
         trace.run()
@@ -106,12 +110,12 @@ def crossing_of(model: PreTrainedModel) -> Crossing:
     return trace.crossing()
 
 
-def copy_on_meta(model: PreTrainedModel) -> PreTrainedModel:
-    """A copy of a model, without values."""
+def copy_on_meta(model: PreTrainedModel, dtype: torch.dtype | None = None) -> PreTrainedModel:
+    """A copy of a model, without values; with parameters of another dtype, if that is given."""
     memo: dict[int, Any] = {}
     for tensor in (*model.parameters(), *model.buffers()):
-        empty = torch.empty_like(tensor, device="meta")
         is_parameter = isinstance(tensor, nn.Parameter)
+        empty = torch.empty_like(tensor, device="meta", dtype=dtype if is_parameter else None)
         memo[id(tensor)] = nn.Parameter(empty, requires_grad=tensor.requires_grad) if is_parameter else empty
     return copy.deepcopy(model, memo)
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
+import torch
 from transformers import PreTrainedModel
 
 from nrl_models.common.modules import class_name
@@ -20,10 +21,12 @@ class Cut:
     Args:
         crossing: what crosses them.
         bounds: the first layer of each stage, and last the number of layers.
+        dtype: in which the model computes; None is its parameters' own.
     """
 
     crossing: Crossing
     bounds: tuple[int, ...]
+    dtype: torch.dtype | None = None
 
     @property
     def stages(self) -> int:
@@ -48,8 +51,13 @@ class Cut:
         return {names: stages for names, stages in found.items() if len(stages) > 1}
 
 
-def cut_into(model: PreTrainedModel, stages: int) -> Cut:
+def cut_into(model: PreTrainedModel, stages: int, dtype: torch.dtype | None = None) -> Cut:
     """Cut a model, real or on meta, into stages; the model stays as it is.
+
+    Args:
+        model: the model.
+        stages: how many.
+        dtype: in which it computes; None is its parameters' own.
 
     Raises:
         ShardingError: it cannot be cut into that many, with the reason.
@@ -58,8 +66,8 @@ def cut_into(model: PreTrainedModel, stages: int) -> Cut:
         if getattr(model.config.get_text_config(decoder=True), "output_router_logits", False):
             detail = "asks for the routers' loss, of which a stage has only its own layers' part: set it to False"
             raise NotALineError(Problem(ProblemKind.DIVIDE, "output_router_logits", detail))
-        crossing = crossing_of(model)
-        return Cut(crossing, _balanced(crossing, stages))
+        crossing = crossing_of(model, dtype)
+        return Cut(crossing, _balanced(crossing, stages), dtype)
     except NotALineError as error:
         raise ShardingError(
             f"{class_name(model)} cannot be sharded over the {stages} stages of a pipeline", error.problems

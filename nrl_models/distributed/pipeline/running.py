@@ -12,6 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from nrl_models.distributed.mesh import agreed, rank_in
+from nrl_models.distributed.pipeline.accumulation import free_gathered, gradients_divided_once
 from nrl_models.distributed.pipeline.schedules import Schedule
 from nrl_models.distributed.pipeline.shared import shared_gradients_summed
 from nrl_models.distributed.pipeline.stages import Stages
@@ -50,6 +51,9 @@ class Pipeline:
         self.sharding = sharding_of(model)
         self.mesh = self.sharding.mesh
         self.stages: Stages = sharding.stages
+        names = self.mesh.mesh_dim_names or ()
+        self._replicas = self.mesh["fsdp"] if "fsdp" in names else None
+        self._of_one_batch = self.mesh[tuple(name for name in names if name != "fsdp")]
         self._shape: torch.Size | None = None
         self._schedule: Any = None
         self._loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -81,7 +85,9 @@ class Pipeline:
         shape = inputs["input_ids"].shape
         if shape != self._shape:
             self._schedule, self._shape = self._new_schedule(shape), shape
-        with self._running(), shared_gradients_summed(self.model, self.mesh):
+        keep_gathered = len(self.stages.held) > 1
+        once = gradients_divided_once(self.model, self.sharding.plan.reshard_after_forward, keep_gathered)
+        with self._running(), shared_gradients_summed(self.model, self.mesh), once:
             first = (inputs["input_ids"],) if 0 in self.stages.held else ()
             rows = torch.arange(shape[0], device=device)
             self._schedule.step(*first, target=rows, losses=losses, return_outputs=False, **inputs)
@@ -110,6 +116,7 @@ class Pipeline:
             numbers = torch.arange(len(inputs["input_ids"])).chunk(self.microbatches)
             logits = ((rows, self._logits(_rows(inputs, rows))) for rows in numbers)
             parts = [reading(found, _rows(targets, rows)) for rows, found in logits if found is not None]
+            free_gathered(self.model)
         found = torch.cat(parts) if parts else None  # on the rank of the last stage
         group = self.mesh.get_group("pp")
         facts = [None if found is None else (found.shape, found.dtype)]
@@ -154,7 +161,7 @@ class Pipeline:
         hidden = torch.empty(shape, dtype=cut.crossing.dtype, device="meta", requires_grad=True)
         stages = [
             PipelineStage(
-                self.model if len(self.stages.held) == 1 else _OneStage(self.model, self.stages, stage),
+                _OneStage(self.model, self.stages, stage),
                 stage,
                 cut.stages,
                 self.stages.device,
@@ -169,12 +176,14 @@ class Pipeline:
         return make(held, self.microbatches, loss_fn=lambda *given: self._loss(*given), scale_grads=False)
 
     def _check(self, inputs: Batch, targets: Batch) -> None:
-        """Agree on a batch."""
-        with agreed(self.mesh["pp"], "run a step of the pipeline") as facts:
+        """Agree on a batch; ranks that differ in `fsdp` have others, of other shapes perhaps."""
+        what = "run a step of the pipeline"
+        with agreed(self._replicas, what) as known, agreed(self._of_one_batch, what) as facts:
+            known |= {"the microbatches": self.microbatches}
             if problems := list(self._problems(inputs, targets)):
                 raise ShardingError("cannot run a step of the pipeline", problems)
             shapes = {name: tuple(value.shape) for name, value in (*inputs.items(), *targets.items())}
-            facts |= {"the shapes": shapes, "the microbatches": self.microbatches}
+            facts |= {"the shapes": shapes} | known
 
     def _microbatch_problems(self) -> Iterator[Problem]:
         """What torch's schedule would not take."""
@@ -218,7 +227,7 @@ class Pipeline:
 
 
 class _OneStage(nn.Module):
-    """One of several stages of a rank, as torch's schedules take them; its parameters are those of its layers."""
+    """One of the stages of a rank, as torch's schedules take them; its parameters are those of its layers."""
 
     model: PreTrainedModel
     stages: Stages

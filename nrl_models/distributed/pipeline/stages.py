@@ -184,7 +184,7 @@ class Absent(StandIn):
     """
 
     def __init__(self, was: nn.Module, stages: Stages) -> None:
-        super().__init__(was.to("meta"))
+        super().__init__(was.to("meta", stages.cut.dtype))
         self.__dict__["stages"] = stages
 
     def __getattr__(self, name: str) -> Any:
@@ -252,7 +252,7 @@ def keep_stages(model: PreTrainedModel, cut: Cut, held: Sequence[int]) -> Stages
             continue
         for attribute in own:  # of a module with others that are needed
             if f"{dot}{attribute}" not in needed:
-                module.__dict__[attribute] = module._parameters.pop(attribute).to("meta")
+                module.__dict__[attribute] = module._parameters.pop(attribute).to("meta", cut.dtype)
     ties = getattr(model, "all_tied_weights_keys", None) or {}
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     model.all_tied_weights_keys = {name: kept for name, kept in ties.items() if {name, kept} <= names}

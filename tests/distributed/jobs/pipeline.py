@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import schedules
 from torch.distributed.pipelining.schedules import get_schedule_class
 from torch.nn import functional
@@ -27,7 +28,7 @@ from nrl_models.distributed import (
     parallelize,
     save_checkpoint,
 )
-from nrl_models.distributed.mesh import rank_in
+from nrl_models.distributed.mesh import rank_in, size_of
 from nrl_models.distributed.pipeline import shared
 from nrl_models.distributed.pipeline.stages import Stages
 from nrl_models.errors import ShardingError
@@ -35,6 +36,8 @@ from nrl_models.logprobs import token_logprobs
 from nrl_models.testing.case import FamilyCase
 
 SEQUENCES, LENGTH, MICROBATCHES = 8, 12, 4
+
+Expected = tuple[float, dict[str, torch.Tensor]]
 
 _mesh = lru_cache(maxsize=None)(mesh_of)
 
@@ -51,9 +54,11 @@ def without_gradients(model: PreTrainedModel, frozen: tuple[str, ...]) -> PreTra
     return model
 
 
-def batch(case: FamilyCase, packed: bool = True) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Rows, packed of two documents or of one each, and what they are to predict."""
-    tokens = case.inputs(batch=SEQUENCES, length=LENGTH, seed=0)["input_ids"]
+def batch(
+    case: FamilyCase, packed: bool = True, replica: int = 0
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Rows of a rank of `fsdp`, packed of two documents or of one each, and what they are to predict."""
+    tokens = case.inputs(batch=SEQUENCES, length=LENGTH, seed=replica)["input_ids"]
     parts = (7, LENGTH - 7) if packed else (LENGTH,)
     positions = torch.cat([torch.arange(part) for part in parts]).expand(SEQUENCES, -1)
     weights = torch.rand(tokens.shape, generator=torch.Generator().manual_seed(1))
@@ -67,21 +72,27 @@ def loss_of(logits: torch.Tensor, targets: Mapping[str, torch.Tensor]) -> torch.
 
 
 def expected(
-    case: FamilyCase, dtype: torch.dtype = torch.float64, frozen: tuple[str, ...] = (), packed: bool = True
-) -> tuple[float, dict[str, torch.Tensor]]:
-    """Loss and gradients of one process, by its own names."""
+    case: FamilyCase,
+    dtype: torch.dtype = torch.float64,
+    frozen: tuple[str, ...] = (),
+    packed: bool = True,
+    mesh: DeviceMesh | None = None,
+) -> Expected:
+    """Loss of one process on this rank's batch, and by its own names gradients of the mean over ranks of `fsdp`."""
     model = without_gradients(copy.deepcopy(case.model(dtype)).train(), frozen)
-    inputs, targets = batch(case, packed)
-    total = 0.0
-    for rows in torch.arange(SEQUENCES).chunk(MICROBATCHES):
-        given = {name: value[rows] for name, value in inputs.items()}
-        loss = loss_of(model(**given, use_cache=False).logits, {name: value[rows] for name, value in targets.items()})
-        loss.backward()
-        total += loss.item()
-    return total, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    replicas, own = (1, 0) if mesh is None else (size_of(mesh, "fsdp"), rank_in(mesh, "fsdp"))
+    losses = [0.0] * replicas
+    for replica in range(replicas):
+        inputs, targets = batch(case, packed, replica)
+        for rows in torch.arange(SEQUENCES).chunk(MICROBATCHES):
+            logits = model(**{name: value[rows] for name, value in inputs.items()}, use_cache=False).logits
+            loss = loss_of(logits, {name: value[rows] for name, value in targets.items()})
+            (loss / replicas).backward()
+            losses[replica] += loss.item()
+    return losses[own], {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def differences(model: PreTrainedModel, loss: float, wanted: tuple[float, dict[str, torch.Tensor]]) -> dict[str, Any]:
+def differences(model: PreTrainedModel, loss: float, wanted: Expected) -> dict[str, Any]:
     """How far loss and gradients of this rank's stages are from one process's, and which it has."""
     scale = max(float(gradient.abs().max()) for gradient in wanted[1].values())
     own = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -105,22 +116,23 @@ def equals_one_process(
 ) -> dict[str, Any]:
     """How far a step, and gradients of two, are from one process's; with a planted fault, if one is named."""
     case = case_of(architecture, config)
-    wanted = expected(case, dtype, frozen)
+    wanted = expected(case, dtype, frozen, mesh=_mesh(**sizes))
     with FAULTS[fault]() if fault else nullcontext():
         model = without_gradients(sharded(case, schedule, dtype, **sizes), frozen)
         if recompute:
             model.gradient_checkpointing_enable()
-        return _compared(case, wanted, Pipeline(model, MICROBATCHES))
+        pipeline = Pipeline(model, MICROBATCHES)
+        found = compared(case, wanted, pipeline)
+        twice = wanted[0], {name: 2 * gradient for name, gradient in wanted[1].items()}
+        again = compared(case, twice, pipeline)
+    return found | {"again": again["gradients"], "rank": rank_in(pipeline.mesh, "pp")}
 
 
-def _compared(case: FamilyCase, wanted: tuple[float, dict[str, torch.Tensor]], pipeline: Pipeline) -> dict[str, Any]:
-    inputs, targets = batch(case)
-    loss = float(pipeline.step(inputs, loss_of, targets))
-    found = differences(pipeline.model, loss, wanted)
-    again = float(pipeline.step(inputs, loss_of, targets))
-    twice = differences(pipeline.model, again, (wanted[0], {name: 2 * grad for name, grad in wanted[1].items()}))
-    missing = set(wanted[1]).difference(*all_gathered(found["names"]))
-    return found | {"again": twice["gradients"], "missing": sorted(missing), "rank": rank_in(pipeline.mesh, "pp")}
+def compared(case: FamilyCase, wanted: Expected, pipeline: Pipeline, packed: bool = True) -> dict[str, Any]:
+    """How far a step is from one process's, and of which parameters no rank has gradients."""
+    inputs, targets = batch(case, packed, rank_in(pipeline.mesh, "fsdp"))
+    found = differences(pipeline.model, float(pipeline.step(inputs, loss_of, targets)), wanted)
+    return found | {"missing": sorted(set(wanted[1]).difference(*all_gathered(found["names"])))}
 
 
 def evaluates(schedule: str, config: dict[str, Any], **sizes: int) -> list[float]:

@@ -61,15 +61,15 @@ def holds_over_stages(architecture: str) -> str:
     """Take a step over two stages; what differs from one process, or nothing."""
     case = _case(architecture)
     model = pipeline.sharded(case, "1F1B", torch.float32, pp=2)
-    loss, gradients = pipeline.expected(case, torch.float32, packed=False)
-    inputs, targets = pipeline.batch(case, packed=False)
-    actual = float(Pipeline(model, pipeline.MICROBATCHES).step(inputs, pipeline.loss_of, targets))
-    lines = [] if abs(actual - loss) <= LOSS * abs(loss) else [f"loss is {actual:.7f}, and {loss:.7f} in one process"]
-    found = pipeline.differences(model, actual, (loss, gradients))
+    wanted = pipeline.expected(case, torch.float32, packed=False)
+    found = pipeline.compared(case, wanted, Pipeline(model, pipeline.MICROBATCHES), packed=False)
+    lines = []
+    if not found["loss"] <= LOSS * abs(wanted[0]):
+        lines.append(f"loss differs, by {found['loss']:.1e}, from {wanted[0]:.7f} in one process")
     if not found["gradients"] <= GRADIENTS:
         lines.append(f"gradients differ, by {found['gradients']:.1e} of the largest")
-    if missing := sorted(set(gradients).difference(*pipeline.all_gathered(found["names"]))):
-        lines.append(f"no stage has gradients of {_some(missing)}")
+    if found["missing"]:
+        lines.append(f"no stage has gradients of {_some(found['missing'])}")
     return "; ".join(lines)
 
 
