@@ -77,7 +77,13 @@ def gather_over(mesh: DeviceMesh, value: Any) -> list[Any]:
     return values
 
 
-def agree(mesh: DeviceMesh, what: str, facts: dict[str, Any], error: Exception | None = None) -> None:
+def agree(
+    mesh: DeviceMesh,
+    what: str,
+    facts: dict[str, Any],
+    error: Exception | None = None,
+    left: str = "nothing was changed on the others",
+) -> None:
     """Raise on every rank if any rank has an error, or if ranks see different things.
 
     So no rank waits for another that has stopped.
@@ -87,6 +93,7 @@ def agree(mesh: DeviceMesh, what: str, facts: dict[str, Any], error: Exception |
         what: what they are about to do, for the message.
         facts: what has to be equal on all ranks. Compared by `repr`.
         error: what went wrong on this rank.
+        left: how it leaves the others, for the message.
 
     Raises:
         ShardingError: a rank has an error, or facts differ. The rank whose error it is raises the error itself.
@@ -101,7 +108,7 @@ def agree(mesh: DeviceMesh, what: str, facts: dict[str, Any], error: Exception |
     if error is not None:
         raise error
     found = {f"rank {rank}": message for rank, message, _ in ranks if message is not None}
-    advice = "see the output of the rank named; nothing was changed on the others"
+    advice = f"see the output of the rank named; {left}"
     if not found:
         (first, _, expected), *others = ranks
         found = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,13 +12,15 @@ import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 
-from nrl_models.distributed.mesh import agreed, rank_in
+from nrl_models.distributed.mesh import agree, agreed, rank_in
 from nrl_models.distributed.pipeline.accumulation import free_gathered, gradients_divided_once
 from nrl_models.distributed.pipeline.schedules import Schedule
 from nrl_models.distributed.pipeline.shared import shared_gradients_summed
 from nrl_models.distributed.pipeline.stages import Stages
 from nrl_models.distributed.sharding import sharding_of
 from nrl_models.errors import Problem, ProblemKind, ShardingError, listed
+
+WHAT = "run a step of the pipeline"
 
 Batch = Mapping[str, torch.Tensor]
 Loss = Callable[[torch.Tensor, dict[str, torch.Tensor]], torch.Tensor]
@@ -57,6 +60,7 @@ class Pipeline:
         self._shape: torch.Size | None = None
         self._schedule: Any = None
         self._loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+        self._error: Exception | None = None
         if problems := list(self._microbatch_problems()):
             raise ShardingError("the schedule does not take these microbatches", problems)
 
@@ -76,21 +80,26 @@ class Pipeline:
 
         Raises:
             ShardingError: inputs whose shapes differ between ranks, or that cannot be divided into microbatches; on
-                every rank, before anything is computed.
+                every rank, before anything is computed. Or another rank failed, whose error it names: the rank raises
+                that error itself. Gradients are then of no use.
         """
         self._check(inputs, targets)
         losses: list[torch.Tensor] = []
         device = self.stages.device
-        self._loss = lambda logits, rows: loss(logits, _rows(targets, rows))
+        self._loss = lambda logits, rows: self._kept_going(
+            lambda: loss(logits, _rows(targets, rows)), lambda: logits.sum() * 0
+        )
         shape = inputs["input_ids"].shape
         if shape != self._shape:
             self._schedule, self._shape = self._new_schedule(shape), shape
         keep_gathered = len(self.stages.held) > 1
         once = gradients_divided_once(self.model, self.sharding.plan.reshard_after_forward, keep_gathered)
-        with self._running(), shared_gradients_summed(self.model, self.mesh), once:
-            first = (inputs["input_ids"],) if 0 in self.stages.held else ()
-            rows = torch.arange(shape[0], device=device)
-            self._schedule.step(*first, target=rows, losses=losses, return_outputs=False, **inputs)
+        with self._running(), shared_gradients_summed(self.model, self.mesh):
+            with once:
+                first = (inputs["input_ids"],) if 0 in self.stages.held else ()
+                rows = torch.arange(shape[0], device=device)
+                self._schedule.step(*first, target=rows, losses=losses, return_outputs=False, **inputs)
+            agree(self.mesh, WHAT, {}, self._error, "gradients are of no use now: set them to zero")
         total = torch.zeros((), dtype=torch.promote_types(torch.float32, self.stages.cut.crossing.dtype), device=device)
         for part in losses:  # none but on the rank of the last stage
             total += part.detach()
@@ -112,11 +121,13 @@ class Pipeline:
             ShardingError: see `step`.
         """
         self._check(inputs, targets)
+        parts = []
         with self._running(), torch.no_grad():
-            numbers = torch.arange(len(inputs["input_ids"])).chunk(self.microbatches)
-            logits = ((rows, self._logits(_rows(inputs, rows))) for rows in numbers)
-            parts = [reading(found, _rows(targets, rows)) for rows, found in logits if found is not None]
+            for rows in torch.arange(len(inputs["input_ids"])).chunk(self.microbatches):
+                if (logits := self._logits(_rows(inputs, rows))) is not None:
+                    parts.append(self._kept_going(partial(reading, logits, _rows(targets, rows)), lambda: logits))
             free_gathered(self.model)
+            agree(self.mesh, WHAT, {}, self._error)
         found = torch.cat(parts) if parts else None  # on the rank of the last stage
         group = self.mesh.get_group("pp")
         facts = [None if found is None else (found.shape, found.dtype)]
@@ -140,13 +151,36 @@ class Pipeline:
                 shape = *inputs["input_ids"].shape, *self.stages.cut.crossing.features
                 sent = torch.empty(shape, dtype=self.stages.cut.crossing.dtype, device=self.stages.device)
                 dist.recv(sent, group=group, group_src=before)
-            self.stages.running = stage
-            sent = self.model(sent, **inputs)
+            sent = self._computed(stage, sent, inputs)
             if stage == self.stages.cut.stages - 1:
                 return sent
             if (after := self.sharding.rank_of_stage(stage + 1)) != own:
                 dist.send(sent.contiguous(), group=group, group_dst=after)
         return None
+
+    def _computed(self, stage: int, received: torch.Tensor | None, inputs: Batch) -> torch.Tensor:
+        """What a stage sends; of the last its logits."""
+        self.stages.running = stage
+        compute = partial(self.model, received, **inputs)
+        if self.mesh.ndim > 1:  # an error leaves other ranks of the stage waiting in any case
+            return compute()
+        return self._kept_going(compute, lambda: self._zeros(received, inputs["input_ids"].shape))
+
+    def _zeros(self, received: torch.Tensor | None, tokens: torch.Size) -> torch.Tensor:
+        """Hidden states, from which a backward leads to those received."""
+        if received is not None and received.is_floating_point():
+            return received * 0
+        shape, dtype = (*tokens, *self.stages.cut.crossing.features), self.stages.cut.crossing.dtype
+        return torch.zeros(shape, dtype=dtype, device=self.stages.device, requires_grad=True)
+
+    def _kept_going(self, compute: Callable[[], torch.Tensor], otherwise: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """What is computed; from the first error on something else: other ranks wait for what this one sends."""
+        if self._error is None:
+            try:
+                return compute()
+            except Exception as error:
+                self._error = error
+        return otherwise()
 
     def _new_schedule(self, tokens: torch.Size) -> Any:
         """torch's schedule, for tokens of this shape: what stages exchange is allocated once."""
@@ -161,7 +195,7 @@ class Pipeline:
         hidden = torch.empty(shape, dtype=cut.crossing.dtype, device="meta", requires_grad=True)
         stages = [
             PipelineStage(
-                _OneStage(self.model, self.stages, stage),
+                _OneStage(self, stage),
                 stage,
                 cut.stages,
                 self.stages.device,
@@ -177,8 +211,7 @@ class Pipeline:
 
     def _check(self, inputs: Batch, targets: Batch) -> None:
         """Agree on a batch; ranks that differ in `fsdp` have others, of other shapes perhaps."""
-        what = "run a step of the pipeline"
-        with agreed(self._replicas, what) as known, agreed(self._of_one_batch, what) as facts:
+        with agreed(self._replicas, WHAT) as known, agreed(self._of_one_batch, WHAT) as facts:
             known |= {"the microbatches": self.microbatches}
             if problems := list(self._problems(inputs, targets)):
                 raise ShardingError("cannot run a step of the pipeline", problems)
@@ -219,7 +252,7 @@ class Pipeline:
 
     @contextmanager
     def _running(self) -> Iterator[None]:
-        self.stages.running = self.stages.held[0]
+        self.stages.running, self._error = self.stages.held[0], None
         try:
             yield
         finally:
@@ -229,22 +262,21 @@ class Pipeline:
 class _OneStage(nn.Module):
     """One of the stages of a rank, as torch's schedules take them; its parameters are those of its layers."""
 
-    model: PreTrainedModel
-    stages: Stages
+    pipeline: Pipeline
     stage: int
 
-    def __init__(self, model: PreTrainedModel, stages: Stages, stage: int) -> None:
+    def __init__(self, pipeline: Pipeline, stage: int) -> None:
         super().__init__()
-        self.__dict__.update(model=model, stages=stages, stage=stage)
+        self.__dict__.update(pipeline=pipeline, stage=stage)
 
-    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        self.stages.running = self.stage
-        return self.model(*args, **kwargs)
+    def forward(self, received: torch.Tensor, **inputs: torch.Tensor) -> torch.Tensor:
+        return self.pipeline._computed(self.stage, received, inputs)
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        outside, cut = self.stages.cut.outside(self.stage), self.stages.cut
+        cut = self.pipeline.stages.cut
+        outside = cut.outside(self.stage)
         layers = tuple(f"{cut.crossing.stack}.{index}." for index in cut.layers(self.stage))
-        for name, parameter in self.model.named_parameters():
+        for name, parameter in self.pipeline.model.named_parameters():
             if name.startswith(layers) or name in outside:
                 yield parameter
 
