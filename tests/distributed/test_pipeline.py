@@ -92,7 +92,8 @@ def test_each_rank_reads_its_stages_and_all_write_the_whole(
     two: World, tmp_path: Path, schedule: str, architecture: str
 ) -> None:
     config = TIED if architecture == "LlamaForCausalLM" else {"num_hidden_layers": 4}
-    found = two.run(pipeline.loads_saves_and_exports, str(tmp_path), schedule, config, architecture)
+    job = partial(pipeline.loads_saves_and_exports, pp=2)
+    found = two.run(job, str(tmp_path), schedule, config, architecture)
     first, second = (set(rank["held"]) for rank in found)
     assert first | second == set(found[0]["all"])
     tied = architecture == "LlamaForCausalLM"
@@ -103,5 +104,13 @@ def test_each_rank_reads_its_stages_and_all_write_the_whole(
 
 
 def test_a_checkpoint_resumes_at_any_layout(two: World, tmp_path: Path) -> None:
-    for wanted, actual in two.run(pipeline.resumes, str(tmp_path), "LlamaForCausalLM", TIED):
+    layouts: list[tuple[dict[str, int], str]] = [
+        ({"pp": 2}, "1F1B"),
+        ({"pp": 2}, "ZBVZeroBubble"),
+        ({"fsdp": 2}, "1F1B"),
+        ({"pp": 2}, "Interleaved1F1B"),
+        ({"tp": 2}, "1F1B"),
+        ({"pp": 2}, "GPipe"),
+    ]
+    for wanted, actual in two.run(pipeline.resumes, str(tmp_path), "LlamaForCausalLM", TIED, layouts):
         assert actual == pytest.approx(wanted, rel=1e-5)

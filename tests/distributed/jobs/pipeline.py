@@ -19,7 +19,7 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from jobs.setting import assert_same, case_of, mesh_of, new_optimizer
+from jobs.setting import assert_same, case_of, full, local, mesh_of, new_optimizer
 from nrl_models.distributed import (
     ParallelPlan,
     Pipeline,
@@ -96,12 +96,8 @@ def differences(model: PreTrainedModel, loss: float, wanted: Expected) -> dict[s
     """How far loss and gradients of this rank's stages are from one process's, and which it has."""
     scale = max(float(gradient.abs().max()) for gradient in wanted[1].values())
     own = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    off = [float((_whole(gradient) - wanted[1][name]).abs().max()) / scale for name, gradient in own.items()]
+    off = [float((full(gradient) - wanted[1][name]).abs().max()) / scale for name, gradient in own.items()]
     return {"loss": abs(loss - wanted[0]), "gradients": max(off, default=0.0), "names": sorted(own), "scale": scale}
-
-
-def _whole(tensor: Any) -> torch.Tensor:
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def equals_one_process(
@@ -140,7 +136,7 @@ def evaluates(schedule: str, config: dict[str, Any], **sizes: int) -> list[float
     case = case_of("LlamaForCausalLM", config)
     pipeline = Pipeline(sharded(case, schedule, **sizes), MICROBATCHES)
     whole = copy.deepcopy(case.model(torch.float64))
-    inputs, targets = batch(case)
+    inputs, targets = batch(case, replica=rank_in(pipeline.mesh, "fsdp"))
     off = []
     for length in (LENGTH, LENGTH, LENGTH - 3):
         given = {name: value[:, :length] for name, value in inputs.items()}
@@ -174,6 +170,22 @@ def called_outside_of_a_step() -> None:
     ):
         with pytest.raises(ShardingError, match="Pipeline"):
             call()
+
+
+def fails_in_the_loss(where: str, **sizes: int) -> str:
+    """What every rank says of a loss that fails on the last."""
+    case = case_of("LlamaForCausalLM", {"num_hidden_layers": 4})
+    pipeline, (inputs, targets) = Pipeline(sharded(case, "1F1B", torch.float32, **sizes), MICROBATCHES), batch(case)
+
+    def fails(logits: torch.Tensor, targets: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        if dist.get_rank() == dist.get_world_size() - 1:
+            raise ValueError("no such loss")
+        return loss_of(logits, targets)
+
+    with pytest.raises((ShardingError, ValueError)) as caught:
+        getattr(pipeline, where)(inputs, fails, targets)
+    pipeline.step(inputs, loss_of, targets)  # which all can take
+    return f"{type(caught.value).__name__}: {caught.value}"
 
 
 def refused_batches() -> list[str]:
@@ -226,16 +238,18 @@ def all_gathered(value: Any) -> list[Any]:
     return values
 
 
-def loads_saves_and_exports(folder: str, schedule: str, config: dict[str, Any], architecture: str) -> dict[str, Any]:
-    """A checkpoint of one process, loaded over two stages: each rank reads its own, all export and save the whole."""
+def loads_saves_and_exports(
+    folder: str, schedule: str, config: dict[str, Any], architecture: str, **sizes: int
+) -> dict[str, Any]:
+    """A checkpoint of one process, loaded over stages: each rank reads its shares, all export and save the whole."""
     case = case_of(architecture, config)
     place = Path(folder)
     if dist.get_rank() == 0:
         case.model().save_pretrained(place / "given")
     dist.barrier()
     whole = case.model_class.from_pretrained(place / "given")
-    mesh = _mesh(pp=dist.get_world_size())
-    model = case.model_class.from_pretrained(place / "given", mesh=mesh, plan=ParallelPlan(schedule=schedule))
+    plan = ParallelPlan(schedule=schedule)
+    model = case.model_class.from_pretrained(place / "given", mesh=_mesh(**sizes), plan=plan)
     adapter = whole.state_dict_adapter
     for layout in ("hub", "transformers"):
         wanted = dict(adapter.iter_export(whole, layout=layout))
@@ -244,7 +258,7 @@ def loads_saves_and_exports(folder: str, schedule: str, config: dict[str, Any], 
         assert list(exported) == list(wanted)
         assert model.state_dict_adapter.export_plan(layout=layout) == adapter.export_plan(layout=layout)
         views = model.state_dict_adapter.hf_views(model, layout=layout)
-        assert_same(views, {name: wanted[name] for name in views})
+        assert_same(_whole(views), {name: wanted[name] for name in views})
     model.save_pretrained(place / "stages", max_shard_size="100KB")
     if dist.get_rank() == 0:
         whole.save_pretrained(place / "one", max_shard_size="100KB")
@@ -253,26 +267,29 @@ def loads_saves_and_exports(folder: str, schedule: str, config: dict[str, Any], 
         assert (place / "stages" / file.name).read_bytes() == file.read_bytes(), file.name
     held = model.state_dict()
     whole_state = whole.state_dict()
-    assert_same(dict(held), {name: whole_state[name] for name in held})
+    assert_same(_whole(held), {name: whole_state[name] for name in held})
+    assert model.sharding.loaded_bytes == sum(local(parameter).nbytes for parameter in model.parameters())
     stored = sum(tensor.nbytes for tensor in wanted.values())
     model.load_state_dict({name: 2 * tensor for name, tensor in whole_state.items()})
-    assert_same(dict(model.state_dict()), {name: 2 * whole_state[name] for name in held})
+    assert_same(_whole(model.state_dict()), {name: 2 * whole_state[name] for name in held})
     return {"read": model.sharding.loaded_bytes / stored, "held": sorted(held), "all": sorted(whole_state)}
 
 
-def resumes(folder: str, architecture: str, config: dict[str, Any]) -> list[list[float]]:
-    """Losses of steps, each after resuming at another layout; and those of one process without a stop."""
+def _whole(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: full(tensor) for name, tensor in tensors.items()}
+
+
+def resumes(
+    folder: str,
+    architecture: str,
+    config: dict[str, Any],
+    layouts: list[tuple[dict[str, int], str]],
+    dtype: torch.dtype = torch.float64,
+) -> list[list[float]]:
+    """Losses and norms of steps, each after resuming at another layout; and those of one process without a stop."""
     case = case_of(architecture, config)
-    layouts: list[tuple[dict[str, int], str]] = [
-        ({"pp": 2}, "1F1B"),
-        ({"pp": 2}, "ZBVZeroBubble"),
-        ({"fsdp": 2}, "1F1B"),
-        ({"pp": 2}, "Interleaved1F1B"),
-        ({"tp": 2}, "1F1B"),
-        ({"pp": 2}, "GPipe"),
-    ]
     inputs, targets = batch(case)
-    whole = copy.deepcopy(case.model(torch.float64)).train()
+    whole = copy.deepcopy(case.model(dtype)).train()
     optimizer = new_optimizer(whole)
     losses: list[list[float]] = [[], []]
     for number, (sizes, schedule) in enumerate(layouts):
@@ -282,7 +299,7 @@ def resumes(folder: str, architecture: str, config: dict[str, Any]) -> list[list
         norm = torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.1)
         optimizer.step()
         losses[0] += [loss.item(), norm.item()]
-        model = sharded(case, schedule, **sizes)
+        model = sharded(case, schedule, dtype, **sizes)
         ours = new_optimizer(model)
         if number:
             assert load_checkpoint(folder, model, ours) == {"step": number}
