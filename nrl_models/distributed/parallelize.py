@@ -293,6 +293,8 @@ def divide_data(model: PreTrainedModel, sharding: Sharding) -> None:
             owners.setdefault(id(parameter), set()).add(id(module))
     # Found before any is divided, which puts other parameters in place.
     whole = [unit for unit in units if _keeps_its_weights(unit, owners)]
+    if sharding.stages is not None:  # a stage ends inside what holds the layers, which would not free its weights then
+        whole = [unit for unit in whole if sharding.stages.stack not in unit.modules()]
     for unit in reversed(whole):  # those within others first
         fully_shard(unit, reshard_after_forward=plan.reshard_after_forward, **options)
     fully_shard(model, reshard_after_forward=plan.reshard_after_forward, **options)

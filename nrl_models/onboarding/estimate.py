@@ -65,7 +65,8 @@ class Estimate:
 
     Attributes:
         parameters, gradients, optimizer: kept; the optimiser is AdamW, with two states of a parameter's size.
-        gathered: parameters and gradients that `fsdp` holds whole at a time: two units and the outermost one.
+        gathered: parameters and gradients that `fsdp` holds whole at a time: two units and the outermost one; under
+            `pp` the gradients of all, until the last micro-batch.
         activations: kept from forward to backward, and recomputed at a time; under `pp` see `OneStage`.
         buffers: the model's buffers.
         traffic: bytes a rank sends, by dimension of the mesh.
@@ -100,7 +101,8 @@ def estimate(config: PreTrainedConfig, setting: Setting) -> Estimate:
 
 def _on_rank(rank: int, config: PreTrainedConfig, setting: Setting) -> Estimate:
     """What a rank of `pp` takes; without that all take the same."""
-    with _fake_mesh(setting.mesh, rank) as mesh:
+    inner = math.prod(size for name, size in setting.mesh.items() if name != "pp")
+    with _fake_mesh(setting.mesh, rank * inner) as mesh:
         kept, whole = _sharded(config, setting.dtype, mesh)
         divide_data(kept, sharding_of(kept))
         local = _local_bytes(kept)
@@ -109,7 +111,7 @@ def _on_rank(rank: int, config: PreTrainedConfig, setting: Setting) -> Estimate:
         activations, traffic = _run(computing, setting, mesh)
         total = sum(parameter.numel() for parameter in whole.parameters())
     if "fsdp" in mesh.mesh_dim_names:  # type: ignore[operator]
-        traffic = {"fsdp": fsdp_traffic} | traffic
+        traffic = {"fsdp": fsdp_traffic, **traffic}
     buffers = sum(buffer.nbytes for buffer in kept.buffers())
     return Estimate(local, local, 2 * local, gathered, activations, buffers, traffic, total)
 
@@ -141,7 +143,7 @@ def _changes(setting: Setting) -> Iterator[dict[str, Setting]]:
     base = replace(setting, checkpointing=True, micro_batch=1)
     if setting.micro_batch > 1:
         yield {"take one sequence at a time": base}
-    for dimension in ("pp",) if "pp" in setting.mesh else ("fsdp", "tp", "ep"):
+    for dimension in (*(("pp",) if "pp" in setting.mesh else ()), "fsdp", "tp", "ep"):
         alternatives = {}
         for factor in (2, 4, 8, 16):
             more = {**setting.mesh, dimension: setting.mesh.get(dimension, 1) * factor}
@@ -185,17 +187,19 @@ def _local(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def _data_parallel(model: PreTrainedModel, mesh: DeviceMesh) -> tuple[int, int]:
-    """Bytes that `fsdp` sends in a step, and bytes it holds gathered at a time."""
-    ranks = size_of(mesh, "fsdp")
+    """Bytes that `fsdp` sends for a micro-batch, and bytes it holds gathered at a time."""
+    ranks, micro_batches = size_of(mesh, "fsdp"), size_of(mesh, "pp")
     if ranks == 1:
         return 0, 0
     whole = _local_bytes(model)
     sizes = [_local_bytes(unit) for unit in _units(model)]
     outermost, largest = whole - sum(sizes), max(sizes, default=0)
-    # Parameters before the forward and, having been freed, before the backward; gradients after it.
-    sent = 3 * whole * (ranks - 1) // ranks
+    # Parameters before the forward and, having been freed, before the backward; gradients after the last one.
+    sent = (2 * micro_batches + 1) * whole * (ranks - 1) // ranks // micro_batches
     # The unit that computes, the one gathered ahead, and gradients of one; and the outermost, with its gradients.
-    return sent, 3 * largest + 2 * outermost
+    # Gradients are not divided before the last micro-batch.
+    gradients = whole if has_stages(mesh) else largest + outermost
+    return sent, 2 * largest + outermost + gradients
 
 
 def _units(model: PreTrainedModel) -> list[nn.Module]:
@@ -288,7 +292,7 @@ def _run(model: PreTrainedModel, setting: Setting, mesh: DeviceMesh) -> tuple[in
         layers = sum(nbytes for module, nbytes in inputs.items() if module in sizes)
         recomputed = max(sizes.values())
     if stage is not None:
-        return stage.kept(outside + layers) + recomputed, {"pp": stage.sent}
+        return stage.kept(outside + layers) + recomputed, {"pp": stage.sent, **exchanges.sent}
     return outside + layers + recomputed, dict(exchanges.sent)
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from nrl_models.distributed.mesh import rank_in, size_of
@@ -75,7 +76,8 @@ class OneStage:
     @property
     def sent(self) -> int:
         """Bytes that a rank sends for a micro-batch, and once a step for gradients of what several ranks hold."""
-        shared = 0
+        shared, replicas = 0, size_of(sharding_of(self.model).mesh, "fsdp")
         for parameter, ranks in held_by_several(self.model):
-            shared += parameter.nbytes * (len(ranks) - 1 if self.rank == ranks[0] else 1)
+            share = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            shared += share.nbytes // replicas * (len(ranks) - 1 if self.rank == ranks[0] else 1)
         return ((self.rank > 0) + (not self.is_last)) * self.received.nbytes + shared

@@ -50,25 +50,25 @@ def held(model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> dict[str, 
     }
 
 
-def measures_stages(architecture: str, batch: int, length: int, ranks: int) -> dict[str, Any]:
+def measures_stages(architecture: str, batch: int, length: int, **sizes: int) -> dict[str, Any]:
     """The same of a step of a pipeline with a microbatch for each rank; "activations" are the most kept at a time."""
     case = case_of(architecture)
-    model = parallelize(copy.deepcopy(case.model()).train(), mesh_of(pp=ranks))
+    model, ranks = parallelize(copy.deepcopy(case.model()).train(), mesh_of(**sizes)), sizes["pp"]
     optimizer = torch.optim.AdamW(model.parameters())
     tokens = case.inputs(batch=batch * ranks, length=length)["input_ids"]
-    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    parameters = {local(parameter).untyped_storage().data_ptr() for parameter in model.parameters()}
     kept: Counter[int] = Counter()
-    sizes: dict[int, int] = {}
+    nbytes: dict[int, int] = {}
     peak, sent = 0, 0
 
     class Packed:
         def __init__(self, tensor: torch.Tensor) -> None:
             nonlocal peak
-            self.tensor, self.place = tensor, tensor.untyped_storage().data_ptr()
+            self.tensor, self.place = tensor, local(tensor).untyped_storage().data_ptr()
             if self.place not in parameters:
                 kept[self.place] += 1
-                sizes[self.place] = tensor.untyped_storage().nbytes()
-                peak = max(peak, sum(sizes[place] for place, count in kept.items() if count))
+                nbytes[self.place] = local(tensor).untyped_storage().nbytes()
+                peak = max(peak, sum(nbytes[place] for place, count in kept.items() if count))
 
         def __del__(self) -> None:
             kept[self.place] -= self.place not in parameters
@@ -83,7 +83,12 @@ def measures_stages(architecture: str, batch: int, length: int, ranks: int) -> d
     def loss_of(logits: torch.Tensor, targets: dict[str, torch.Tensor]) -> torch.Tensor:
         return torch.nn.functional.cross_entropy(logits.float().flatten(0, -2), targets["tokens"].flatten()) / ranks
 
-    with Sending(), torch.autograd.graph.saved_tensors_hooks(Packed, lambda packed: packed.tensor):
+    with (
+        Sent(model.sharding.mesh) as others,
+        Sending(),
+        torch.autograd.graph.saved_tensors_hooks(Packed, lambda packed: packed.tensor),
+    ):
         Pipeline(model, ranks).step({"input_ids": tokens}, loss_of, {"tokens": tokens})
     optimizer.step()
-    return held(model, optimizer) | {"activations": peak, "sent": sent}
+    traffic = {name: nbytes / ranks for name, nbytes in (others.nbytes | {"pp": sent}).items()}  # of a microbatch
+    return held(model, optimizer) | {"activations": peak, "traffic": traffic}

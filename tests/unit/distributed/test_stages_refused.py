@@ -1,4 +1,4 @@
-"""What `pp` refuses, before memory is spent: meshes, schedules, and models that cannot be cut."""
+"""What `pp` refuses, before memory is spent: schedules, and models that cannot be cut."""
 
 from __future__ import annotations
 
@@ -16,15 +16,6 @@ from nrl_models.testing.case import FamilyCase
 
 def case(architecture: str) -> FamilyCase:
     return FamilyCase(registry.model_class(architecture), torch.device("cpu"), {})
-
-
-@pytest.mark.parametrize("other", ["fsdp", "tp"])
-def test_other_dimensions_beside_pp_are_refused(other: str) -> None:
-    with (
-        _fake_mesh({"pp": 2, other: 2}) as mesh,
-        pytest.raises(ShardingError, match=f"pp.*does not go with {other} so far"),
-    ):
-        plan_for(case("LlamaForCausalLM").model(), mesh)
 
 
 @pytest.mark.parametrize(
