@@ -106,6 +106,9 @@ def plan_for(model: PreTrainedModel, mesh: DeviceMesh, plan: Plan | ParallelPlan
     problems += schedule_problems(chosen.schedule, chosen.stages_per_rank)
     if has_stages(mesh):
         problems += _adapter_problems(model, "pp")
+        if chosen.offload and "fsdp" in (mesh.mesh_dim_names or ()):
+            detail = "keeps gradients on the CPU, where stages cannot sum what several of them hold"
+            problems.append(Problem(ProblemKind.PLAN, "offload", detail, advice="leave out offload, or pp"))
     if problems:
         summary = f"{class_name(model)} cannot be sharded over {describe(mesh)}"
         raise ShardingError(summary, _merged_over_layers(problems))

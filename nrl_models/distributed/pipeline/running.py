@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from nrl_models.distributed.mesh import agree, agreed, rank_in
-from nrl_models.distributed.pipeline.accumulation import free_gathered, gradients_divided_once
+from nrl_models.distributed.pipeline.fsdp_gradients import free_gathered, gradients_divided_once
 from nrl_models.distributed.pipeline.schedules import Schedule
 from nrl_models.distributed.pipeline.shared import shared_gradients_summed
 from nrl_models.distributed.pipeline.stages import Stages

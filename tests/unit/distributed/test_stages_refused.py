@@ -1,4 +1,4 @@
-"""What `pp` refuses, before memory is spent: schedules, and models that cannot be cut."""
+"""What `pp` refuses, before memory is spent: plans, and models that cannot be cut."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ def case(architecture: str) -> FamilyCase:
         (ParallelPlan(schedule="1F2B"), "'1F2B'.*is no schedule"),
         (ParallelPlan(schedule=Schedule.GPIPE, stages_per_rank=2), "stages_per_rank.*is 2; a rank has 1 by GPipe"),
         (ParallelPlan(schedule=Schedule.INTERLEAVED, stages_per_rank=1), "a rank has 2 or more by Interleaved1F1B"),
+        (ParallelPlan(offload=True), "offload.*keeps gradients on the CPU"),
     ],
 )
-def test_schedules_that_do_not_exist_or_do_not_fit_are_refused(plan: ParallelPlan, message: str) -> None:
-    with _fake_mesh({"pp": 2}) as mesh, pytest.raises(ShardingError, match=message):
+def test_plans_that_do_not_fit_stages_are_refused(plan: ParallelPlan, message: str) -> None:
+    with _fake_mesh({"pp": 2, "fsdp": 2}) as mesh, pytest.raises(ShardingError, match=message):
         plan_for(case("LlamaForCausalLM").model(), mesh, plan)
 
 
