@@ -95,8 +95,9 @@ def expected(
 def differences(model: PreTrainedModel, loss: float, wanted: Expected) -> dict[str, Any]:
     """How far loss and gradients of this rank's stages are from one process's, and which it has."""
     scale = max(float(gradient.abs().max()) for gradient in wanted[1].values())
-    own = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    off = [float((full(gradient) - wanted[1][name]).abs().max()) / scale for name, gradient in own.items()]
+    packed = {name: full(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+    own = model.state_dict_adapter.to_hf(packed, layout="transformers")
+    off = [float((gradient - wanted[1][name]).abs().max()) / scale for name, gradient in own.items()]
     return {"loss": abs(loss - wanted[0]), "gradients": max(off, default=0.0), "names": sorted(own), "scale": scale}
 
 
