@@ -48,7 +48,8 @@ def parallelize(model: PreTrainedModel, mesh: DeviceMesh, plan: Plan | ParallelP
 
     Every rank keeps its share of each parameter, as DTensors. `model.state_dict_adapter`, `save_pretrained`,
     `load_state_dict` and the functions of `nrl_models.distributed` then work on shares, and optimisers and gradient
-    clipping are torch's own. Make the optimiser afterwards.
+    clipping are torch's own; but over `pp` clip by `nrl_models.distributed.clip_grad_norm_` alone. Make the optimiser
+    afterwards.
 
     Args:
         model: on the mesh's kind of device, or on meta; the same on every rank.

@@ -18,7 +18,7 @@ ROWS = {
     "parameters": "kept, sharded",
     "gradients": "kept, sharded",
     "optimizer": "two states of AdamW, sharded",
-    "gathered": "whole at a time: two units and the outermost one, and their gradients",
+    "gathered": "whole at a time: two units and the outermost one, and gradients; over pp all of these",
     "activations": "of one micro-batch; over pp of as many as are under way",
     "buffers": "on every rank",
 }

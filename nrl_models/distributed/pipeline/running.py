@@ -33,6 +33,9 @@ Reading = Callable[[torch.Tensor, dict[str, torch.Tensor]], torch.Tensor]
 class Pipeline:
     """Computes on a model whose stages lie on the ranks of `pp`.
 
+    Clip its gradients by `nrl_models.distributed.clip_grad_norm_`. `torch.nn.utils.clip_grad_norm_` would scale each
+    rank's stages by another factor, without an error.
+
     Args:
         model: loaded over a mesh that has `pp`.
         microbatches: into how many equal parts a batch is divided.
@@ -70,13 +73,14 @@ class Pipeline:
         Gradients of parameters that several stages hold are summed over these.
 
         Args:
-            inputs: what the model takes, `(sequences, ...)` each, the same on every rank of `pp`: `input_ids`, and
-                `position_ids` of packed rows, `attention_mask`.
+            inputs: what the model takes, `(sequences, ...)` each: `input_ids`, and `position_ids` of packed rows,
+                `attention_mask`. The same on ranks that differ in `pp`, `ep` or `tp`; those of `fsdp` have batches of
+                their own, over which gradients are averaged.
             loss: see `Loss`.
             targets: what it gets beside logits, `(sequences, ...)` each.
 
         Returns:
-            The loss of the batch, on every rank.
+            The loss of the batch, on every rank that has it.
 
         Raises:
             ShardingError: inputs whose shapes differ between ranks, or that cannot be divided into microbatches; on
@@ -115,7 +119,7 @@ class Pipeline:
             targets: what it gets beside logits, `(sequences, ...)` each.
 
         Returns:
-            What was read, `(sequences, ...)`, on every rank.
+            What was read, `(sequences, ...)`, on every rank that has the batch.
 
         Raises:
             ShardingError: see `step`.
