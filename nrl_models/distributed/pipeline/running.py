@@ -91,7 +91,7 @@ class Pipeline:
         losses: list[torch.Tensor] = []
         device = self.stages.device
         self._loss = lambda logits, rows: self._kept_going(
-            lambda: loss(logits, _rows(targets, rows)), lambda: logits.sum() * 0
+            lambda: _scalar(loss(logits, _rows(targets, rows)), logits), lambda: logits.sum() * 0
         )
         shape = inputs["input_ids"].shape
         if shape != self._shape:
@@ -130,9 +130,10 @@ class Pipeline:
             for rows in torch.arange(len(inputs["input_ids"])).chunk(self.microbatches):
                 if (logits := self._logits(_rows(inputs, rows))) is not None:
                     parts.append(self._kept_going(partial(reading, logits, _rows(targets, rows)), lambda: logits))
+            # None but on the rank of the last stage.
+            found = self._kept_going(lambda: torch.cat(parts), lambda: parts[0]) if parts else None
             free_gathered(self.model)
             agree(self.mesh, WHAT, {}, self._error)
-        found = torch.cat(parts) if parts else None  # on the rank of the last stage
         group = self.mesh.get_group("pp")
         facts = [None if found is None else (found.shape, found.dtype)]
         dist.broadcast_object_list(facts, group=group, group_src=self._last_rank)
@@ -283,6 +284,15 @@ class _OneStage(nn.Module):
         for name, parameter in self.pipeline.model.named_parameters():
             if name.startswith(layers) or name in outside:
                 yield parameter
+
+
+def _scalar(loss: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    """The loss of a microbatch, if a backward can begin with it."""
+    if not isinstance(loss, torch.Tensor) or loss.ndim or loss.requires_grad < logits.requires_grad:
+        found = f"{tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+        detail = f"is {found}; a scalar that is computed from the logits was expected"
+        raise ShardingError("cannot take a step", [Problem(ProblemKind.SHAPE, "the loss of a microbatch", detail)])
+    return loss
 
 
 def _rows(batch: Batch, rows: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -174,17 +174,19 @@ def called_outside_of_a_step() -> None:
 
 
 def fails_in_the_loss(where: str, **sizes: int) -> str:
-    """What every rank says of a loss that fails on the last."""
+    """What every rank says of a loss that fails on the last, and of one that is no scalar."""
     case = case_of("LlamaForCausalLM", {"num_hidden_layers": 4})
     pipeline, (inputs, targets) = Pipeline(sharded(case, "1F1B", torch.float32, **sizes), MICROBATCHES), batch(case)
 
     def fails(logits: torch.Tensor, targets: Mapping[str, torch.Tensor]) -> torch.Tensor:
         if dist.get_rank() == dist.get_world_size() - 1:
             raise ValueError("no such loss")
-        return loss_of(logits, targets)
+        return loss_of(logits, targets) if where == "step" else logprobs_of(logits, targets)
 
     with pytest.raises((ShardingError, ValueError)) as caught:
         getattr(pipeline, where)(inputs, fails, targets)
+    with pytest.raises(ShardingError, match="a scalar"):
+        pipeline.step(inputs, logprobs_of, targets)
     pipeline.step(inputs, loss_of, targets)  # which all can take
     return f"{type(caught.value).__name__}: {caught.value}"
 
