@@ -26,6 +26,8 @@ from types import ModuleType
 from typing import Any, cast
 
 import torch
+import transformers
+from packaging.version import Version
 from torch import nn
 from transformers import PreTrainedModel, core_model_loading
 from transformers.conversion_mapping import get_model_conversion_mapping, register_checkpoint_conversion_mapping
@@ -50,6 +52,7 @@ from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 __all__ = [
     "CHECKPOINT_FUNCTIONS",
+    "KEEPS_PADDING_OUT_OF_SINGLE_ROWS",
     "Chunk",
     "PrefixChange",
     "Renaming",
@@ -207,6 +210,9 @@ def mask_parts(mask_function: Callable[..., Any]) -> dict[str, dict[str, Any]]:
     parts = held[inside] if isinstance(held[inside], tuple) else (held[inside],)
     return {name: values for part in parts for name, values in mask_parts(part).items()}
 
+
+KEEPS_PADDING_OUT_OF_SINGLE_ROWS = Version(transformers.__version__) >= Version("5.15")
+"""Whether layers that keep a state see no padding in a batch of one row; before, only in batches of several."""
 
 CHECKPOINT_FUNCTIONS = ("_gradient_checkpointing_func", "checkpoint_fn")
 """Where modules hold the function that checkpoints them: transformers' layers, and torch's `CheckpointWrapper`."""

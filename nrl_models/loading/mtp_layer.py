@@ -241,8 +241,13 @@ def _like(
     decoder: Any = model.base_model
     hub = adapter_of(model).hub
     for number in reversed(range(len(decoder.layers))):
-        prefix = f"{_path(model, decoder)}layers.{number}."
-        table = {name.removeprefix(prefix): tensor for name, tensor in hub.items() if name.startswith(prefix)}
+        path = f"layers.{number}."  # what stands before it on the hub may be more than in memory
+        inside = f"{_path(model, decoder)}{path}"
+        table = {
+            name.partition(path)[2]: tensor
+            for name, tensor in hub.items()
+            if any(parameter.startswith(inside) for parameter in tensor.parameters)
+        }
         if own == {name: tensor.shape for name, tensor in table.items()}:
             break
         if number == len(decoder.layers) - 1:

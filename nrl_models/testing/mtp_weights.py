@@ -46,8 +46,8 @@ def mtp_layer_tensors(model: Any) -> dict[str, torch.Tensor]:
     """
     own = model.state_dict_adapter.to_hf(model.state_dict())
     parts = MTPParts.of(model.mtp_form, MTPNames(model).first)
-    of_layers = [name for name in own if name.startswith("model.layers.") and ".self_attn." in name]
-    (like,) = re.findall(r"^model\.layers\.\d+\.", of_layers[-1])
+    of_layers = [name for name in own if name.startswith("model.") and ".self_attn." in name]
+    (like,) = re.findall(r"^model\.(?:language_model\.)?layers\.\d+\.", of_layers[-1])
     width = model.config.hidden_size
     made = {
         parts.layer + name.removeprefix(like): 0.1 * torch.randn_like(tensor)

@@ -3,6 +3,7 @@
 Those are layers that keep a state along a sequence (convolutions, recurrences, gated delta nets, state-space models),
 which carry it from one document into the next, and decoders that count positions from a row's beginning. Each document
 goes through upstream's own forward, so what it gives is what it gives alone, and nothing of upstream is copied.
+Where transformers lets padding into the state of a batch of one row, that row's tokens go through such a layer alone, too.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from transformers.utils import ModelOutput
 
 from nrl_models.common.forward.documents import Documents, documents_running, running
 from nrl_models.common.switches import is_off
+from nrl_models.common.upstream import KEEPS_PADDING_OUT_OF_SINGLE_ROWS
 
 BOUNDARIES = ("seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 """What callers may tell kernels of a row's documents: within a document there is nothing to tell."""
@@ -29,7 +31,8 @@ class ByDocument(nn.Module):
 
     It goes before the Hugging Face class (and before a `CombinedProjections`), whose forward then sees one document at
     a time: `(1, tokens, ...)` of every argument that has a row for each token, and its square of a mask `(batch, ...,
-    tokens, tokens)`, in tuples and mappings too. Batches that are not packed are left as they are.
+    tokens, tokens)`, in tuples and mappings too. Batches that are not packed are left as they are, but for the padding
+    of a single row with an older transformers (`upstream.KEEPS_PADDING_OUT_OF_SINGLE_ROWS`).
     """
 
     handles_quirks: ClassVar[tuple[str, ...]] = ("layers-across-documents",)
@@ -42,7 +45,11 @@ class ByDocument(nn.Module):
         """
         documents = documents_running(self)
         if documents is None or is_off("layers-across-documents"):
-            return super().forward(*args, **kwargs)
+            tokens = None if KEEPS_PADDING_OUT_OF_SINGLE_ROWS else _tokens_of_padded_row(args, kwargs)
+            if tokens is None:
+                return super().forward(*args, **kwargs)
+            cut = [_cut(value, tokens) for value in args], {name: _cut(value, tokens) for name, value in kwargs.items()}
+            return _uncut(super().forward(*cut[0], **cut[1]), tokens)
         given = next((value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)), None)
         if given is None or given.shape[:2] != documents.shape:
             shape = "no tensor" if given is None else tuple(given.shape)
@@ -96,6 +103,32 @@ class DecoderByDocument(ByDocument):
         if positions is not None and torch.equal(positions.expand(documents.shape), documents.positions):
             del given["position_ids"]
         return super().forward(**given)
+
+
+def _tokens_of_padded_row(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
+    """Which places of a batch of one row, `(length,)` bool, are no padding; None if it has several rows, or no padding."""
+    mask, hidden_states = kwargs.get("attention_mask"), args[0] if args else kwargs.get("hidden_states")
+    if not isinstance(mask, torch.Tensor) or not isinstance(hidden_states, torch.Tensor):
+        return None
+    if len(mask) > 1 or mask.shape != hidden_states.shape[:2] or bool(mask.all()):
+        return None
+    return mask[0].bool()
+
+
+def _cut(value: Any, tokens: torch.Tensor) -> Any:
+    """A value's part for these tokens of the row, if it has one."""
+    if isinstance(value, torch.Tensor) and value.ndim >= 2 and value.shape[:2] == (1, len(tokens)):
+        return value[:, tokens]
+    return value
+
+
+def _uncut(result: Any, tokens: torch.Tensor) -> Any:
+    """A result for the whole row, with zeros for padding."""
+    if isinstance(result, (tuple, list)):
+        return type(result)(_uncut(part, tokens) for part in result)
+    if not isinstance(result, torch.Tensor) or result.ndim < 3 or result.shape[1] != int(tokens.sum()):
+        return result
+    return result.new_zeros(1, len(tokens), *result.shape[2:]).index_copy(1, tokens.nonzero()[:, 0], result)
 
 
 def _parts(value: Any, documents: Documents) -> list[Any]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.models.qwen3_5 import modeling_qwen3_5 as hf
@@ -193,6 +194,20 @@ def test_within_a_document_nothing_is_packed() -> None:
     with running(Documents.from_positions(POSITIONS)):
         assert torch.equal(AsksByDocument()(hidden), hidden)
         assert documents_running() is not None
+
+
+@pytest.mark.parametrize("architecture", ["Qwen3NextForCausalLM", "BambaForCausalLM", "Lfm2ForCausalLM"])
+def test_padding_of_a_single_row_reaches_no_state(architecture: str) -> None:
+    """Before 5.15, transformers' layers let it in."""
+    case = FamilyCase(registry.model_class(architecture))
+    model, words = case.model(), case.inputs(images=False, length=6)["input_ids"][:1]
+    with torch.no_grad():
+        alone = model(words, use_cache=False).logits
+        for before, after in ((3, 0), (0, 2)):
+            mask = F.pad(torch.ones_like(words), (before, after))
+            logits = model(F.pad(words, (before, after), value=7), attention_mask=mask, use_cache=False).logits
+            found = logits[:, before : before + 6]
+            torch.testing.assert_close(found, alone, rtol=0, atol=1e-5 * float(alone.abs().max()))
 
 
 def test_a_row_in_parts_is_refused() -> None:
