@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from nrl_models.common.forward.routers import routers_of
 from nrl_models.common.logs import get_logger
 from nrl_models.errors import UnknownArgumentError, did_you_mean
 
@@ -250,7 +251,7 @@ def components_of(model: PreTrainedModel) -> dict[str, dict[str, nn.Parameter]]:
         "freeze_vision_tower": _parameters(towers["image"], names),
         "freeze_audio_tower": _parameters(towers["audio"], names),
         "freeze_embeddings": _parameters(embeddings, names),
-        "freeze_routers": _parameters(_routers(model), names),
+        "freeze_routers": _parameters(routers_of(model, decoder), names),
         "freeze_lm_head": _parameters(heads, names),
     }
     # Some models are their own decoder, and have their towers and their head in it.
@@ -266,19 +267,6 @@ def _towers(model: PreTrainedModel, modality: str) -> list[nn.Module]:
     """The tower of a modality; transformers returns the model itself where it has none."""
     tower = model.get_encoder(modality=modality)
     return [tower] if isinstance(tower, nn.Module) and tower not in (model, model.base_model) else []
-
-
-def _routers(model: PreTrainedModel) -> list[nn.Module]:
-    """Modules whose output transformers records as `router_logits`: those that choose experts."""
-    classes: set[type] = set()
-    for module in model.modules():
-        recorded = getattr(module, "_can_record_outputs", None) or {}
-        declared = recorded.get("router_logits", ()) if isinstance(recorded, Mapping) else ()
-        for recorded_class in declared if isinstance(declared, Iterable) else (declared,):
-            target = getattr(recorded_class, "target_class", recorded_class)
-            if isinstance(target, type):
-                classes.add(target)
-    return [module for module in model.modules() if classes and isinstance(module, tuple(classes))]
 
 
 def _parameters(modules: Iterable[nn.Module | None], names: Mapping[int, str]) -> dict[str, nn.Parameter]:

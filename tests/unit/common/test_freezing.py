@@ -167,3 +167,24 @@ def test_what_a_loss_does_not_reach_is_frozen_and_reported() -> None:
         tied
     }
     assert freeze_unreachable(model, lambda: model(**inputs).loss) == {}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "routers"),
+    [
+        ("DeepseekV3ForCausalLM", ["model.layers.1.mlp.gate.weight"]),
+        ("JambaForCausalLM", ["model.layers.1.feed_forward.router.weight"]),
+        ("LongcatFlashForCausalLM", [f"model.layers.{layer}.mlp.router.classifier.weight" for layer in (0, 1)]),
+        (
+            "Ernie4_5_VLMoeForConditionalGeneration",  # declares blocks with their experts
+            [
+                f"model.language_model.layers.1.mlp.{kind}_moe.gate.{own}"
+                for kind in ("text", "vision")
+                for own in ("moe_statics.e_score_correction_bias", "weight")
+            ],
+        ),
+    ],
+)
+def test_routers_are_what_scores_experts_and_no_more(architecture: str, routers: list[str]) -> None:
+    _, model = new_model(architecture)
+    assert sorted(components_of(model)["freeze_routers"]) == routers

@@ -11,7 +11,6 @@ import torch
 from config.published_configs import published, shrunk
 from recipe_inputs import save_with_tokenizer
 from transformers import AutoConfig, PreTrainedModel
-from versions import has_reached
 
 import nrl_models
 from nrl_models import registry
@@ -106,5 +105,5 @@ def test_three_steps(name: str, rows_file: Path, tmp_path: Path) -> None:
     assert moved
     if frozen := {SHORT_NAMES[key] for key, value in recipe.freeze_config.items() if value}:
         kept = {name for key, own in components_of(trained).items() if key in frozen for name in own}
-        assert kept or not has_reached("5.16")  # before, some classes did not say what their routers are
+        assert kept
         assert moved.isdisjoint(kept)
