@@ -3,7 +3,7 @@
 Those are layers that keep a state along a sequence (convolutions, recurrences, gated delta nets, state-space models),
 which carry it from one document into the next, and decoders that count positions from a row's beginning. Each document
 goes through upstream's own forward, so what it gives is what it gives alone, and nothing of upstream is copied.
-Where transformers lets padding into the state of a batch of one row, that row's tokens go through such a layer alone, too.
+Where transformers lets padding into the state of a batch of one row, that row's tokens go through alone, too.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class DecoderByDocument(ByDocument):
 
 
 def _tokens_of_padded_row(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
-    """Which places of a batch of one row, `(length,)` bool, are no padding; None if it has several rows, or no padding."""
+    """Which places of a batch of one row are tokens, `(length,)` bool; None if it has several rows, or no padding."""
     mask, hidden_states = kwargs.get("attention_mask"), args[0] if args else kwargs.get("hidden_states")
     if not isinstance(mask, torch.Tensor) or not isinstance(hidden_states, torch.Tensor):
         return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+from typing import Any
 
 import numpy
 import pytest
@@ -192,23 +193,20 @@ def test_an_engines_choices_are_replayed(architecture: str, left: bool) -> None:
     assert record.keys() == own.keys()
     assert [[c.shape for c in record[name]] for name in own] == [[c.shape for c in own[name]] for name in own]
     taken = {}
-    layer_of = {int(name.split(".")[2]): name for name in record}
-    handles = [
-        module.register_forward_pre_hook(
-            lambda _, args, given, name=layer_of[int(name.split(".")[2])]: taken.update(
-                {name: [*args, *given.values()]}
-            ),
-            with_kwargs=True,
-        )
-        for name, module in model.named_modules()
-        if name.endswith(".experts")
-    ]
+    handles = []
+    for name, module in model.named_modules():
+        if name.endswith(".experts"):
+
+            def note(_: Any, args: Any, given: Any, layer: int = int(name.split(".")[2])) -> None:
+                taken[layer] = next(each for each in (*args, *given.values()) if not each.is_floating_point())
+
+            handles.append(module.register_forward_pre_hook(note, with_kwargs=True))
     with replay_routing(model, record), torch.no_grad():
         model(batch, use_cache=False)
     for handle in handles:
         handle.remove()
     for name in record:
-        chosen = next(given for given in taken[name] if not given.is_floating_point()).reshape(2, length, -1)
+        chosen = taken[int(name.split(".")[2])].reshape(2, length, -1)
         for line, place, table in zip(chosen, places, routed, strict=True):
             wanted = torch.from_numpy(table[:, int(name.split(".")[2])]).long()
             assert torch.equal(line[place][:-1], wanted)
