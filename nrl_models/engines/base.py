@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import wraps
 from typing import Any, Protocol
 
@@ -37,6 +37,7 @@ class Sample:
         finish_reason: why it ended: `length`, `stop`, or what else the engine reports.
         routed_experts: the experts chosen for each token but the last, `(tokens, layers, experts per token)`, for
             `engine_routing`; None if the engine does not report them.
+        model_inputs: what was given beside the prompt's token ids, see `Engine.generate`.
     """
 
     prompt: tuple[int, ...]
@@ -44,6 +45,7 @@ class Sample:
     logprobs: tuple[float, ...]
     finish_reason: str = "length"
     routed_experts: torch.Tensor | None = field(default=None, compare=False, repr=False)
+    model_inputs: Mapping[str, torch.Tensor] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def sequence(self) -> tuple[int, ...]:
@@ -60,6 +62,7 @@ class Capabilities:
         processed_scores: whether it does so under any `Sampling`; otherwise only at temperature 1, without truncation.
         refit: whether it takes new weights.
         modules: whether the inputs and outputs of its modules can be recorded.
+        images: whether prompts may come with images.
         prefix_caching: whether it may reuse what it computed for an earlier prompt.
         max_length: most tokens of a prompt and its continuation together; None if unknown.
         own_limit: whether the engine itself enforces that.
@@ -71,6 +74,7 @@ class Capabilities:
     processed_scores: bool = True
     refit: bool = False
     modules: bool = False
+    images: bool = False
     prefix_caching: bool = False
     max_length: int | None = None
     own_limit: bool = False
@@ -174,6 +178,7 @@ class Engine(AbstractContextManager["Engine"]):
         seed: int = 0,
         ignore_end: bool = True,
         beyond_limit: bool = False,
+        model_inputs: Sequence[Mapping[str, torch.Tensor]] | None = None,
     ) -> list[Sample]:
         """Sample a continuation of each prompt, all in one batch.
 
@@ -184,12 +189,27 @@ class Engine(AbstractContextManager["Engine"]):
             seed: of the random numbers; each prompt has its own.
             ignore_end: whether to continue after an end-of-text token.
             beyond_limit: whether to ask for more tokens than fit, so that the engine has to stop by itself.
+            model_inputs: for each prompt what a processor makes of its images, beside the token ids: keywords of the
+                model's forward for a batch of one, none for a prompt without images. Such a reply also ends before a
+                token that stands for an image (`finish_reason` is `placeholder`), which nothing could read.
 
         Raises:
-            EngineError: a prompt is too long, or the engine fails or ends a sequence early.
+            EngineError: a prompt is too long, or the engine fails, ends a sequence early or takes no images.
         """
         require_lengths(self, prompts, 0 if beyond_limit else max_new_tokens)
-        samples = self._generate(prompts, sampling, max_new_tokens=max_new_tokens, seed=seed, ignore_end=ignore_end)
+        more: dict[str, Any] = {}
+        if model_inputs is not None and any(model_inputs):
+            if not self.capabilities().images:
+                raise EngineError(
+                    f"{self.name} takes token ids alone here, and {sum(map(bool, model_inputs))} of {len(prompts)} "
+                    "prompts come with images. hf-generate takes them, with a model that does"
+                )
+            more = {"model_inputs": model_inputs}
+        samples = self._generate(
+            prompts, sampling, max_new_tokens=max_new_tokens, seed=seed, ignore_end=ignore_end, **more
+        )
+        if more:
+            samples = [replace(sample, model_inputs=own) for sample, own in zip(samples, more["model_inputs"], strict=True)]
         lengths = [len(sample.tokens) for sample in samples]
         if max(lengths, default=0) > max_new_tokens:
             raise EngineError(f"{self.name} generated {max(lengths)} tokens: {max_new_tokens} were asked for at most")
@@ -204,7 +224,7 @@ class Engine(AbstractContextManager["Engine"]):
     def _generate(
         self, prompts: Sequence[Tokens], sampling: Sampling, *, max_new_tokens: int, seed: int, ignore_end: bool
     ) -> list[Sample]:
-        """Implements `generate` for prompts that fit."""
+        """Implements `generate` for prompts that fit; of an engine that takes images also with `model_inputs`."""
         raise NotImplementedError
 
     def score(self, sequences: Sequence[Tokens], sampling: Sampling, *, last: int | None = None) -> list[list[float]]:

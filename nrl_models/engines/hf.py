@@ -35,6 +35,7 @@ from nrl_models.engines.base import (
     tensor_digest,
 )
 from nrl_models.errors import EngineError, one_line
+from nrl_models.inputs.images import cast, image_token, takes_images
 from nrl_models.loading.read_config import read_config
 from nrl_models.logprobs.head import output_embedding
 from nrl_models.logprobs.sampling import Sampling, processed
@@ -115,6 +116,7 @@ class HFEngine(Engine):
         return Capabilities(
             refit=True,
             modules=True,
+            images=takes_images(self.model),
             max_length=self.max_length,
             vocabulary=self.model.get_input_embeddings().weight.shape[0],
             dtype=self.model.dtype,
@@ -132,23 +134,32 @@ class HFEngine(Engine):
 
     @torch.no_grad()
     def _generate(
-        self, prompts: Sequence[Tokens], sampling: Sampling, *, max_new_tokens: int, seed: int, ignore_end: bool
+        self,
+        prompts: Sequence[Tokens],
+        sampling: Sampling,
+        *,
+        max_new_tokens: int,
+        seed: int,
+        ignore_end: bool,
+        model_inputs: Sequence[Mapping[str, torch.Tensor]] | None = None,
     ) -> list[Sample]:
-        """Prompts of the same length are a batch, so nothing is padded."""
+        """Prompts of the same length are a batch, so nothing is padded; of those with images, the same prompt's."""
         results: dict[int, Sample] = {}
         end = self.model.generation_config.eos_token_id
         ends = set() if ignore_end or end is None else set(end) if isinstance(end, list) else {end}
+        placeholder = None if model_inputs is None else image_token(self.model.config)
+        stops = ends if placeholder is None else {*ends, placeholder}
         # The recorder processes the logits; transformers' own processors are switched off.
         neutral = {} if sampling.greedy else {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
         config = GenerationConfig(
             do_sample=not sampling.greedy,
             **neutral,
             max_new_tokens=max_new_tokens,
-            eos_token_id=sorted(ends) or None,
+            eos_token_id=sorted(stops) or None,
             pad_token_id=0,
         )
         torch.manual_seed(seed)
-        for indices in _by_length(prompts):
+        for indices in _by_length(prompts, model_inputs):
             recorder = _Recorder(sampling)
             batch = torch.tensor([list(prompts[index]) for index in indices], device=self.model.device)
             with self._plain_generation():
@@ -157,14 +168,21 @@ class HFEngine(Engine):
                     attention_mask=torch.ones_like(batch),
                     generation_config=config,
                     logits_processor=LogitsProcessorList([recorder]),
+                    **({} if model_inputs is None else self._of_batch(model_inputs[indices[0]], batch)),
                 )
             new, logprobs = sequences[:, batch.shape[1] :].tolist(), recorder.finish(sequences).tolist()
             for row, index in enumerate(indices):
-                stop = next((place for place, token in enumerate(new[row]) if token in ends), None)
-                size = None if stop is None else stop + 1
-                tokens, reason = tuple(new[row][:size]), "length" if stop is None else "stop"
+                stop = next((place for place, token in enumerate(new[row]) if token in stops), None)
+                size, reason = (None, "length") if stop is None else (stop + 1, "stop")
+                if stop is not None and new[row][stop] not in ends:
+                    size, reason = stop, "placeholder"
+                tokens = tuple(new[row][:size])
                 results[index] = Sample(tuple(prompts[index]), tokens, tuple(logprobs[row][:size]), reason)
         return [results[index] for index in range(len(prompts))]
+
+    def _of_batch(self, inputs: Mapping[str, torch.Tensor], batch: torch.Tensor) -> dict[str, torch.Tensor]:
+        """What goes with one prompt, for a batch of nothing but that prompt."""
+        return {name: torch.cat([value] * len(batch)) for name, value in cast(dict(inputs), self.model).items()}
 
     @contextmanager
     def _plain_generation(self) -> Iterator[None]:
@@ -285,10 +303,16 @@ class HFEngine(Engine):
         return result
 
 
-def _by_length(rows: Sequence[Tokens]) -> list[list[int]]:
-    """Indices of the rows, those of the same length together."""
-    by_length = sorted(range(len(rows)), key=lambda index: len(rows[index]))
-    return [list(group) for _, group in groupby(by_length, key=lambda index: len(rows[index]))]
+def _by_length(rows: Sequence[Tokens], inputs: Sequence[Mapping[str, Any]] | None = None) -> list[list[int]]:
+    """Indices of the rows, those of the same length together; those with inputs only where they have the very same."""
+    first: dict[int, int] = {}
+    for index, own in enumerate(inputs or ()):
+        first.setdefault(id(own) if own else 0, index)
+
+    def kind(index: int) -> tuple[int, int]:
+        return len(rows[index]), 0 if inputs is None else first[id(inputs[index]) if inputs[index] else 0]
+
+    return [list(group) for _, group in groupby(sorted(range(len(rows)), key=kind), key=kind)]
 
 
 class _Recorder(LogitsProcessor):

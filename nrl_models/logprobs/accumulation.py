@@ -7,6 +7,7 @@ seen when all are known; where they were not, these sequences run again, and the
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
 from nrl_models.common.random_states import random_states_kept, set_torch_random_state, torch_random_state
+from nrl_models.inputs.images import cast
 from nrl_models.logprobs.microbatches import Layout, Microbatch, largest, ranks_of
 from nrl_models.logprobs.tokens import Loss, LossTerms, TokenLogprobs, token_logprobs
 
@@ -29,12 +31,14 @@ class Batch:
     Attributes:
         ids, scores: `(length,)` of each, int64 and bool.
         device: where they are.
+        model_inputs: keywords of the forward of each, wherever they are; empty where none has any.
         scored: `(sequences, longest)` bool: which tokens have a log-probability.
     """
 
     ids: list[torch.Tensor]
     scores: list[torch.Tensor]
     device: torch.device
+    model_inputs: Sequence[Mapping[str, Any]] = ()
     scored: torch.Tensor = field(init=False)
 
     def __post_init__(self) -> None:
@@ -52,14 +56,14 @@ class Part:
 
     Attributes:
         ids: token ids.
-        inputs: what tells its sequences apart.
+        inputs: what tells its sequences apart, and the keywords of the only sequence.
         there: bool: where tokens are.
         places: sequence and place of each token that is there, in that order.
         score: bool: those to score.
     """
 
     ids: torch.Tensor
-    inputs: dict[str, torch.Tensor]
+    inputs: dict[str, Any]
     there: torch.Tensor
     places: tuple[torch.Tensor, torch.Tensor]
     score: torch.Tensor
@@ -74,7 +78,10 @@ class Part:
 
         positions = [torch.arange(len(row), device=batch.device) for row in rows]
         there = laid([torch.ones_like(row, dtype=torch.bool) for row in rows])
-        inputs = {} if len(rows) == 1 else {"attention_mask": there}
+        inputs: dict[str, Any] = {} if len(rows) == 1 else {"attention_mask": there}
+        if batch.model_inputs:
+            (number,) = part.numbers
+            inputs = dict(batch.model_inputs[number])
         if len(rows) > 1 and layout is Layout.PACKED:
             inputs = {"position_ids": laid(positions)}
         sequences = [torch.full_like(row, number) for row, number in zip(rows, part.numbers, strict=True)]
@@ -146,7 +153,8 @@ class Accumulation:
         return replace(self.known, loss=loss)
 
     def _scored(self, part: Part, **loss: Any) -> TokenLogprobs:
-        keywords: dict[str, Any] = {"score": part.score, **part.inputs, **self.options, **loss}
+        inputs = cast(part.inputs, self.model) if self.batch.model_inputs else part.inputs
+        keywords: dict[str, Any] = {"score": part.score, **inputs, **self.options, **loss}
         return token_logprobs(self.model, part.ids, **keywords)
 
     def _joined(self, part: Part, found: TokenLogprobs) -> TokenLogprobs:

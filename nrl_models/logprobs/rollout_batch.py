@@ -6,7 +6,7 @@ The sequences run in microbatches (`nrl_models.logprobs.microbatches`), each bac
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -39,6 +39,7 @@ def rollout_logprobs(
     row_tokens: int | None = None,
     chunk_size: int | str | None = "auto",
     group: Any = None,
+    model_inputs: Sequence[Mapping[str, Any]] | None = None,
 ) -> TokenLogprobs:
     """The log-probability of each token of some sequences; with a loss, its gradient is added to the parameters'.
 
@@ -66,6 +67,9 @@ def rollout_logprobs(
         group: the process group whose ranks run this call together, each with its own sequences (as FSDP does, whose
             collectives have to match): they run as many microbatches as the rank that needs most, of which those that
             are left over learn nothing. All ranks by default where torch.distributed is initialised.
+        model_inputs: for each sequence further keywords of the model's forward on it alone (`pixel_values`, ...), empty
+            where it has none; a tensor with a value for each token has those of the completion, too. They are brought
+            to the model's device, and its dtype, when they are needed. Sequences then run one by one, in one process.
 
     Returns:
         Statistics of each token, `(sequences, longest)` each, on the model's device: a row for each sequence in the
@@ -80,16 +84,18 @@ def rollout_logprobs(
     Sampling(temperature, top_k, top_p)
     models = [unwrapped(part) for part in (model, reference) if part is not None]
     device = next(model.parameters()).device
+    own = [] if model_inputs is None or not any(model_inputs) else list(model_inputs)
     ids, problems = _ids(sequences, models, row_tokens)
+    problems += _wrong_inputs(own, len(sequences), group)
     scores, wrong = _scores(score, ids)
     _agree([*problems, *wrong, *_wrong_terms(loss_terms, len(sequences))], len(ids), group, device)
-    layout = layout_of(*models)
+    layout = Layout.ALONE if own else layout_of(*models)
     units, limit = _units([len(row) for row in ids], layout, loss_terms, row_tokens, device)
     (count,) = largest([len(microbatches.fewest(units, layout, limit))], group, device)
     planned = microbatches.levelled(units, layout, limit, count)
     options: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "entropy": entropy}
     options |= {"reference": reference, "chunk_size": chunk_size}
-    batch = Batch([row.to(device) for row in ids], [row.to(device) for row in scores], device)
+    batch = Batch([row.to(device) for row in ids], [row.to(device) for row in scores], device, own)
     parts = [Part.of(batch, part, layout) for part in planned]
     return Accumulation(model, batch, parts, count, options, loss, loss_terms, group).run()
 
@@ -159,6 +165,13 @@ def _wrong_terms(terms: LossTerms | str | torch.Tensor, count: int) -> list[str]
         return [] if terms.shape == (count,) else [f"loss_terms is {tuple(terms.shape)}: expected ({count},)"]
     known = ", ".join(LossTerms)
     return [] if terms in list(LossTerms) else [f"loss_terms={terms!r}: expected {known}, or a number of each sequence"]
+
+
+def _wrong_inputs(own: Sequence[Mapping[str, Any]], count: int, group: Any) -> list[str]:
+    wrong = [f"there are model_inputs for {len(own)} of {count} sequences"] if own and len(own) != count else []
+    if own and ranks_of(group) > 1:  # whose forwards have to be alike, towers included
+        wrong.append(f"model_inputs: expected one process, not {ranks_of(group)} ranks")
+    return wrong
 
 
 SHOWN = 20

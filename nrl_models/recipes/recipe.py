@@ -181,6 +181,11 @@ class SupervisedRecipe(Recipe):
 
     training: SupervisedTraining
 
+    def __post_init__(self) -> None:
+        """Check what only shows together."""
+        if self.data.arguments.get("images"):
+            raise UnknownArgumentError("data.images: images are learnt from by grpo, dr_grpo and dapo alone")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyRecipe(Recipe):
@@ -204,6 +209,11 @@ class PolicyRecipe(Recipe):
         if self.loss.overlong_buffer > longest:
             raise UnknownArgumentError(
                 f"loss.overlong_buffer={self.loss.overlong_buffer}: expected at most training.new_tokens, {longest}"
+            )
+        if self.data.arguments.get("images") and self.engine.name != "hf-generate":
+            raise UnknownArgumentError(
+                f"engine.name={self.engine.name!r} takes token ids alone here, and data.images={self.data.arguments['images']!r} "
+                "asks about images: expected hf-generate"
             )
         if self.sampling.greedy:
             raise UnknownArgumentError(

@@ -19,6 +19,7 @@ from nrl_models.engines import start_engine
 from nrl_models.errors import Problem, ProblemKind, RecipeError
 from nrl_models.losses.named import PolicyLoss, PreferenceLoss, RankingLoss
 from nrl_models.recipes.gates import Verdict
+from nrl_models.recipes.image_prompts import image_prompt
 from nrl_models.recipes.recipe import PolicyRecipe, Recipe, SupervisedRecipe
 from nrl_models.recipes.rollouts import PolicyLoop, Question
 from nrl_models.recipes.rows import Row, prompt_ids, sequences_of
@@ -91,7 +92,7 @@ def train(recipe: Recipe, *, out: str | Path | None = None, note: Note = lambda 
     Raises:
         NRLModelsError: what loading, data or engine raise.
     """
-    from transformers import AutoTokenizer, get_scheduler
+    from transformers import AutoProcessor, AutoTokenizer, get_scheduler
 
     random.seed(recipe.seed)
     torch.manual_seed(recipe.seed)
@@ -99,6 +100,8 @@ def train(recipe: Recipe, *, out: str | Path | None = None, note: Note = lambda 
     arguments = dict(recipe.model.arguments)
     path, revision = arguments.pop("pretrained_model_name_or_path"), arguments.get("revision")
     tokenizer: Any = AutoTokenizer.from_pretrained(path, revision=revision)
+    with_images = bool(recipe.data.arguments.get("images"))
+    processor: Any = AutoProcessor.from_pretrained(path, revision=revision) if with_images else None
     found = recipe.data.function(**recipe.data.arguments)
     # Once, so that model, reference and engine are of one version.
     folder = resolve_folder(path, revision=arguments.pop("revision", None), subfolder=arguments.pop("subfolder", ""))
@@ -128,7 +131,8 @@ def train(recipe: Recipe, *, out: str | Path | None = None, note: Note = lambda 
     }
     schedule = get_scheduler(training.schedule, optimizer, training.warmup, training.steps)
     run = Run()
-    steps = _policy_steps if isinstance(recipe, PolicyRecipe) else _supervised_steps
+    is_policy = isinstance(recipe, PolicyRecipe)
+    steps = partial(_policy_steps, processor=processor) if is_policy else _supervised_steps
     for measured in steps(recipe, shuffled(found, recipe.seed), tokenizer, folder, common):
         run.steps.append(measured)
         schedule.step()
@@ -137,7 +141,7 @@ def train(recipe: Recipe, *, out: str | Path | None = None, note: Note = lambda 
     run.verdicts.extend(gate.check(run.steps) for gate in recipe.gates)
     if out is not None:
         model.save_pretrained(out)
-        tokenizer.save_pretrained(out)
+        (processor or tokenizer).save_pretrained(out)
     return run
 
 
@@ -191,14 +195,17 @@ def _supervised_steps(
 
 
 def _policy_steps(
-    recipe: Recipe, rows: Iterator[Row], tokenizer: Any, folder: Path, common: dict[str, Any]
+    recipe: Recipe, rows: Iterator[Row], tokenizer: Any, folder: Path, common: dict[str, Any], *, processor: Any
 ) -> Iterator[dict[str, float]]:
     assert isinstance(recipe, PolicyRecipe)
     training, settings = recipe.training, recipe.engine
 
     def encode(row: Row) -> Question | None:
-        ids = prompt_ids(tokenizer, row["prompt"])
-        return Question(row, tuple(ids)) if len(ids) <= training.max_prompt else None
+        if processor is None:
+            ids, inputs = prompt_ids(tokenizer, row["prompt"]), {}
+        else:
+            ids, inputs = image_prompt(processor, row["prompt"], row["images"])
+        return Question(row, tuple(ids), inputs) if len(ids) <= training.max_prompt else None
 
     questions = _encoded(rows, encode)
     with start_engine(

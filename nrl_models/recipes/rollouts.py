@@ -7,13 +7,14 @@ not, and a refit that leaves an engine's weight unwritten is an error.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import islice, pairwise
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from nrl_models.common.logs import get_logger
@@ -37,10 +38,17 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What is asked: the row that the reward reads, and the prompt's token ids."""
+    """What is asked.
+
+    Args:
+        row: what the reward reads.
+        prompt: token ids.
+        model_inputs: what a processor made of the row's images, see `Engine.generate`.
+    """
 
     row: Any
     prompt: tuple[int, ...]
+    model_inputs: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +59,13 @@ class Batch:
         sequences: token ids of each: prompt and reply.
         sampled: `(samples, longest)`, True for replies, their end-of-text token included: what is learnt from.
         logprobs: `(samples, longest)`: the engine's, fp64, zero but where `sampled`.
+        model_inputs: of each, for the whole sequence.
     """
 
     sequences: list[tuple[int, ...]]
     sampled: torch.Tensor
     logprobs: torch.Tensor
+    model_inputs: list[dict[str, torch.Tensor]] = field(default_factory=list)
 
     @classmethod
     def of(cls, samples: Sequence[Sample], device: torch.device | str = "cpu") -> Batch:
@@ -65,12 +75,21 @@ class Batch:
             torch.tensor([0.0] * len(sample.prompt) + list(sample.logprobs), dtype=torch.float64) for sample in samples
         ]
         columns = (pad_sequence(column, batch_first=True).to(device) for column in (sampled, logprobs))
-        return cls([sample.sequence for sample in samples], *columns)
+        return cls([sample.sequence for sample in samples], *columns, [_continued(sample) for sample in samples])
 
     @property
     def score(self) -> list[torch.Tensor]:
         """`sampled` without padding."""
         return [row[: len(sequence)] for row, sequence in zip(self.sampled, self.sequences, strict=True)]
+
+
+def _continued(sample: Sample) -> dict[str, torch.Tensor]:
+    """A sample's `model_inputs` for prompt and reply: kinds of tokens are zero, text, in a reply."""
+    of_tokens = (1, len(sample.prompt))
+    return {
+        name: F.pad(value, (0, len(sample.tokens))) if value.shape == of_tokens else value
+        for name, value in sample.model_inputs.items()
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +181,14 @@ class PolicyLoop:
     def sample(self, asked: Sequence[Question], seed: int) -> list[Sample]:
         """A reply to each question, ended where the model ends it."""
         prompts = [question.prompt for question in asked]
-        return self.engine.generate(prompts, self.sampling, max_new_tokens=self.new_tokens, seed=seed, ignore_end=False)
+        return self.engine.generate(
+            prompts,
+            self.sampling,
+            max_new_tokens=self.new_tokens,
+            seed=seed,
+            ignore_end=False,
+            model_inputs=[question.model_inputs for question in asked],
+        )
 
     def roll_out(self, questions: Iterator[Question], count: int, seed: int) -> Rollouts:
         """Groups of replies to `count` questions; to those that teach something, with dynamic sampling."""
@@ -281,7 +307,7 @@ class PolicyLoop:
         sampling = self.sampling.processing
         with computing_in(self.compute, self.model.device):
             return rollout_logprobs(
-                model, batch.sequences, score=batch.score, row_tokens=self.row_tokens,
+                model, batch.sequences, score=batch.score, row_tokens=self.row_tokens, model_inputs=batch.model_inputs,
                 temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p, **loss,
             )  # fmt: skip
 

@@ -4,7 +4,7 @@
 |---|---|
 | `sft` | `messages`, of which the last is the answer; or `prompt` and `completion`; or `text` |
 | `dpo`, `reward` | `chosen` and `rejected`, and `prompt` unless they are whole chats |
-| `grpo`, `dr_grpo`, `dapo` | `prompt`, and what the reward reads |
+| `grpo`, `dr_grpo`, `dapo` | `prompt`, and what the reward reads; `images` (see `image_prompts`) |
 
 A prompt or an answer is text, or messages (`{"role": ..., "content": ...}`) for the tokenizer's chat template.
 """
@@ -17,6 +17,7 @@ from string import Template
 from typing import Any
 
 import torch
+from PIL import Image
 from torch.nn.utils.rnn import pad_sequence
 
 from nrl_models.common.checkpoint.json_reading import parse_object, read_bytes
@@ -32,6 +33,7 @@ def rows(
     split: str | None = None,
     revision: str | None = None,
     columns: Mapping[str, Any] | None = None,
+    images: str | None = None,
 ) -> Sequence[Row]:
     """Rows of a file, or of a data set of the hub.
 
@@ -40,6 +42,8 @@ def rows(
         name, split, revision: of a data set of the hub.
         columns: further columns, by name: text in which `$column` stands for another column's value, or messages with
             such texts. A text that is nothing but `$column` is that value itself, a list of messages say.
+        images: the column with a row's images: names of files, from the `.jsonl` file's directory, or images as data
+            sets of the hub have them; one, or a list. Rows have them, opened, as `images`.
 
     Raises:
         RecipeError: no such file, what is no JSON, no rows, or no such column.
@@ -56,7 +60,9 @@ def rows(
         found = load_dataset(path, name, split=split or "train", revision=revision)
     if not len(found):
         raise _refused(path, "has no rows")
-    return _Columns(found, columns, path) if columns else found
+    if columns:
+        found = _Columns(found, columns, path)
+    return WithImages(found, images, path) if images else found
 
 
 class _Columns(Sequence[Row]):
@@ -75,6 +81,36 @@ class _Columns(Sequence[Row]):
             return dict(row) | {name: _filled(text, row) for name, text in self.columns.items()}
         except (KeyError, ValueError) as error:
             raise _refused(self.path, f"columns: {error} is no column; it has {', '.join(row)}") from error
+
+
+class WithImages(Sequence[Row]):
+    """Rows with their images, opened when they are looked at."""
+
+    def __init__(self, found: Sequence[Row], column: str, path: str) -> None:
+        self.found, self.column, self.path = found, column, path
+        self[0]  # whose column is checked
+
+    def __len__(self) -> int:
+        return len(self.found)
+
+    def __getitem__(self, place: Any) -> Any:
+        row = self.found[place]
+        if self.column not in row:
+            raise _refused(self.path, f"images: {self.column!r} is no column; it has {', '.join(row)}")
+        given = row[self.column]
+        return dict(row) | {"images": [self._opened(each) for each in (given if isinstance(given, list) else [given])]}
+
+    def _opened(self, given: Any) -> Image.Image:
+        if isinstance(given, Image.Image):
+            return given.convert("RGB")
+        if not isinstance(given, str):
+            raise _refused(self.path, f"{self.column} has {type(given).__name__}: expected an image, or a file's name")
+        file = Path(self.path).expanduser().parent / given
+        try:
+            with Image.open(file) as image:
+                return image.convert("RGB")
+        except (OSError, ValueError, Image.DecompressionBombError) as error:
+            raise _refused(str(file), f"cannot be read as an image: {error}") from error
 
 
 def _filled(given: Any, row: Row) -> Any:

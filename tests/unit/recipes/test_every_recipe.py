@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from config.published_configs import published, shrunk
-from recipe_inputs import save_with_tokenizer
+from recipe_inputs import rows_with_images, save_with_tokenizer
 from transformers import AutoConfig, PreTrainedModel
 
 import nrl_models
@@ -20,7 +20,7 @@ from nrl_models.recipes.recipe import PolicyRecipe, Recipe
 from nrl_models.recipes.targets import CLASSIFIER
 from nrl_models.testing.case import FamilyCase, randomise
 
-QUICK = ("llama/grpo", "llama/sft", "qwen3/reward", "gemma4/dapo_e2b")
+QUICK = ("llama/grpo", "llama/sft", "qwen3/reward", "gemma4/dapo_e2b", "gemma4/vlm_grpo_e4b")
 """The others are left to `make test-all`."""
 
 ALIASES = {
@@ -83,8 +83,10 @@ def test_three_steps(name: str, rows_file: Path, tmp_path: Path) -> None:
     file = recipes()[name]
     whole = read_recipe(file)
     model = tiny_model(name, whole)
-    checkpoint = save_with_tokenizer(model, tmp_path / "checkpoint")
-    recipe = read_recipe(file, list(small(whole, checkpoint, rows_file)))
+    images = "images" in whole.data.arguments
+    checkpoint = save_with_tokenizer(model, tmp_path / "checkpoint", images=images)
+    rows = rows_with_images(tmp_path) if images else rows_file
+    recipe = read_recipe(file, list(small(whole, checkpoint, rows)))
     told: list[str] = []
     run = train(recipe, out=tmp_path / "out", note=told.append)
 
