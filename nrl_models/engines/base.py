@@ -209,7 +209,9 @@ class Engine(AbstractContextManager["Engine"]):
             prompts, sampling, max_new_tokens=max_new_tokens, seed=seed, ignore_end=ignore_end, **more
         )
         if more:
-            samples = [replace(sample, model_inputs=own) for sample, own in zip(samples, more["model_inputs"], strict=True)]
+            samples = [
+                replace(sample, model_inputs=own) for sample, own in zip(samples, more["model_inputs"], strict=True)
+            ]
         lengths = [len(sample.tokens) for sample in samples]
         if max(lengths, default=0) > max_new_tokens:
             raise EngineError(f"{self.name} generated {max(lengths)} tokens: {max_new_tokens} were asked for at most")

@@ -33,10 +33,12 @@ def image_prompt(processor: Any, prompt: Any, images: Sequence[Any]) -> tuple[li
     if not isinstance(prompt, list):
         raise _refused("prompt", "with images it has to be messages, in which they have their places")
     if getattr(processor, "image_processor", None) is None:
-        raise _refused("images", f"the checkpoint's processor is a {type(processor).__name__}, which takes none")
+        raise _refused("processor", f"the checkpoint has none that takes images, only a {type(processor).__name__}")
     named = sum(part["type"] == "image" for message in prompt for part in _parts(message["content"]))
     if named != len(images):
-        raise _refused("prompt", f"names {named} images ({MARK!r}, or parts of type image), and the row has {len(images)}")
+        raise _refused(
+            "prompt", f"names {named} images ({MARK!r}, or parts of type image), and the row has {len(images)}"
+        )
     left = iter(images)
     messages = [
         {**message, "content": [_with_image(part, left) for part in _parts(message["content"])]} for message in prompt

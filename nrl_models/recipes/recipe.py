@@ -210,10 +210,11 @@ class PolicyRecipe(Recipe):
             raise UnknownArgumentError(
                 f"loss.overlong_buffer={self.loss.overlong_buffer}: expected at most training.new_tokens, {longest}"
             )
-        if self.data.arguments.get("images") and self.engine.name != "hf-generate":
+        images = self.data.arguments.get("images")
+        if images and self.engine.name != "hf-generate":
             raise UnknownArgumentError(
-                f"engine.name={self.engine.name!r} takes token ids alone here, and data.images={self.data.arguments['images']!r} "
-                "asks about images: expected hf-generate"
+                f"engine.name={self.engine.name!r} takes token ids alone here, and data.images={images!r} asks about "
+                "images: expected hf-generate"
             )
         if self.sampling.greedy:
             raise UnknownArgumentError(

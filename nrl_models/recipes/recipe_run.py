@@ -201,8 +201,9 @@ def _policy_steps(
     training, settings = recipe.training, recipe.engine
 
     def encode(row: Row) -> Question | None:
+        inputs: dict[str, torch.Tensor] = {}
         if processor is None:
-            ids, inputs = prompt_ids(tokenizer, row["prompt"]), {}
+            ids = prompt_ids(tokenizer, row["prompt"])
         else:
             ids, inputs = image_prompt(processor, row["prompt"], row["images"])
         return Question(row, tuple(ids), inputs) if len(ids) <= training.max_prompt else None

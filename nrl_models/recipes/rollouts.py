@@ -75,7 +75,8 @@ class Batch:
             torch.tensor([0.0] * len(sample.prompt) + list(sample.logprobs), dtype=torch.float64) for sample in samples
         ]
         columns = (pad_sequence(column, batch_first=True).to(device) for column in (sampled, logprobs))
-        return cls([sample.sequence for sample in samples], *columns, [_continued(sample) for sample in samples])
+        inputs = [_continued(sample) for sample in samples]
+        return cls([sample.sequence for sample in samples], *columns, model_inputs=inputs)
 
     @property
     def score(self) -> list[torch.Tensor]:
