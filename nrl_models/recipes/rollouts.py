@@ -74,9 +74,12 @@ class Batch:
         logprobs = [
             torch.tensor([0.0] * len(sample.prompt) + list(sample.logprobs), dtype=torch.float64) for sample in samples
         ]
-        columns = (pad_sequence(column, batch_first=True).to(device) for column in (sampled, logprobs))
-        inputs = [_continued(sample) for sample in samples]
-        return cls([sample.sequence for sample in samples], *columns, model_inputs=inputs)
+        return cls(
+            [sample.sequence for sample in samples],
+            pad_sequence(sampled, batch_first=True).to(device),
+            pad_sequence(logprobs, batch_first=True).to(device),
+            [_continued(sample) for sample in samples],
+        )
 
     @property
     def score(self) -> list[torch.Tensor]:

@@ -1,0 +1,162 @@
+"""Images that go with prompts: rows, prompts, the engine's replies, and what the trainer makes of them."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from recipe_inputs import byte_tokenizer, gemma4_processor, rows_with_images
+from versions import case_of
+
+from nrl_models import registry
+from nrl_models.engines.hf import HFEngine
+from nrl_models.errors import EngineError, RecipeError
+from nrl_models.logprobs import Sampling, rollout_logprobs, token_logprobs
+from nrl_models.losses import Normalise, token_weights
+from nrl_models.recipes import read_recipe, recipes
+from nrl_models.recipes.image_prompts import image_prompt
+from nrl_models.recipes.rollouts import Batch
+from nrl_models.recipes.rows import rows
+from nrl_models.testing.case import FamilyCase
+
+CASE = case_of("Gemma4ForConditionalGeneration")
+MESSAGES = [{"role": "user", "content": "A<image>B"}]
+RED, BLUE = (Image.new("RGB", (48, 48), colour) for colour in ("red", "blue"))
+
+
+@pytest.fixture(scope="module")
+def processor() -> Any:
+    return gemma4_processor(CASE.reference().config)
+
+
+@pytest.fixture
+def prompts(processor: Any) -> list[tuple[list[int], dict[str, torch.Tensor]]]:
+    return [image_prompt(processor, MESSAGES, [image]) for image in (RED, BLUE)]
+
+
+# Rows and prompts
+
+
+def test_rows_have_their_images_opened(tmp_path: Path) -> None:
+    found = rows(str(rows_with_images(tmp_path)), images="images", columns={"prompt": "$problem"})
+    assert [image.size for image in found[0]["images"]] == [(96, 48)]
+    assert found[1]["images"][0].getpixel((0, 0)) == (25, 230, 90)
+    assert found[1]["prompt"] == found[1]["problem"]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"picture": "1.png"}, r"images: 'images' is no column; it has picture"),
+        ({"images": ["2.png"]}, r"2\.png.*cannot be read as an image"),
+        ({"images": "rows.jsonl"}, r"rows\.jsonl.*cannot be read as an image"),
+        ({"images": [3]}, r"images has int: expected an image, or a file's name"),
+    ],
+)
+def test_images_that_are_none_are_named(row: dict[str, Any], message: str, tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps(row))
+    with pytest.raises(RecipeError, match=message):
+        rows(str(file), images="images")
+
+
+def test_an_image_stands_where_the_prompt_has_it(processor: Any) -> None:
+    image = processor.image_token_id
+    ids, inputs = image_prompt(processor, MESSAGES, [RED])
+    assert processor.tokenizer.decode([token for token in ids if token != image]) == "uA<boi><eoi>Ba"
+    assert inputs["mm_token_type_ids"].sum() == ids.count(image) == 64
+    assert set(inputs) == {"pixel_values", "image_position_ids", "mm_token_type_ids"}
+    parts = [{"type": "text", "text": "A"}, {"type": "image"}, {"type": "text", "text": "B"}]
+    again, others = image_prompt(processor, [{"role": "user", "content": parts}], [BLUE])
+    assert again == ids
+    assert not torch.equal(others["pixel_values"], inputs["pixel_values"])
+
+
+def test_prompts_and_images_that_do_not_fit_are_refused(processor: Any) -> None:
+    with pytest.raises(RecipeError, match=r"names 1 images .* and the row has 2"):
+        image_prompt(processor, MESSAGES, [RED, BLUE])
+    with pytest.raises(RecipeError, match="has to be messages"):
+        image_prompt(processor, "A<image>B", [RED])
+    with pytest.raises(RecipeError, match="has none that takes images, only a"):
+        image_prompt(byte_tokenizer(CASE.reference().config), MESSAGES, [RED])
+
+
+@pytest.mark.parametrize(
+    ("name", "override", "message"),
+    [
+        ("gemma4/vlm_grpo_e4b", "engine.name=vllm", r"'vllm' takes token ids alone here.*expected hf-generate"),
+        ("llama/sft", "data.images=images", r"images are learnt from by grpo, dr_grpo and dapo alone"),
+    ],
+)
+def test_recipes_that_would_leave_images_out_are_refused(name: str, override: str, message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        read_recipe(recipes()[name], [override])
+
+
+# Engine and trainer
+
+
+def test_replies_are_scored_with_the_images_that_they_were_sampled_with(prompts: list[Any]) -> None:
+    """In one batch: two replies to each of two images, and one to a prompt without; the tokens are the same."""
+    (red, of_red), (blue, of_blue) = prompts
+    assert red == blue
+    engine, model = HFEngine(CASE.reference()), CASE.model()
+    asked, inputs = [red, blue, red, blue, [100, 101]], [of_red, of_blue, of_red, of_blue, {}]
+    samples = engine.generate(asked, Sampling(), max_new_tokens=5, seed=3, ignore_end=False, model_inputs=inputs)
+    batch = Batch.of(samples)
+    found = rollout_logprobs(model, batch.sequences, score=batch.score, model_inputs=batch.model_inputs).logprobs
+    torch.testing.assert_close(found, batch.logprobs.float(), rtol=1e-5, atol=1e-5)
+    for number, (sample, own) in enumerate(zip(samples, batch.model_inputs, strict=True)):
+        alone = token_logprobs(model, torch.tensor([sample.sequence]), score=batch.score[number][None], **own).logprobs
+        torch.testing.assert_close(found[number, None, : alone.shape[1]], alone, rtol=1e-5, atol=1e-5)
+    swapped = [batch.model_inputs[place] for place in (1, 0, 3, 2, 4)]
+    others = rollout_logprobs(model, batch.sequences, score=batch.score, model_inputs=swapped).logprobs
+    assert (others - found)[:4].abs().amax(1).min() > 1e-3
+    assert torch.equal(others[4], found[4])
+    with pytest.raises(ValueError, match="model_inputs for 2 of 5 sequences"):
+        rollout_logprobs(model, batch.sequences, model_inputs=inputs[:2])
+
+
+def test_a_reply_ends_before_a_token_that_stands_for_an_image(prompts: list[Any]) -> None:
+    (red, inputs), _ = prompts
+    model = CASE.new_pair()[0]
+    image, word = model.config.image_token_id, 120
+
+    def third_is_an_image(_: Any, args: Any, logits: torch.Tensor) -> torch.Tensor:
+        forced = torch.full_like(logits, -1e4)
+        forced[..., word] = 0.0
+        taken = sum(1 for _ in forwards)
+        forwards.append(None)
+        if taken % 4 == 2:
+            forced[..., image] = 1e4
+        return forced
+
+    forwards: list[None] = []
+    model.lm_head.register_forward_hook(third_is_an_image)
+    engine = HFEngine(model)
+    (sample,) = engine.generate([red], Sampling(), max_new_tokens=4, ignore_end=False, model_inputs=[inputs])
+    assert (sample.tokens, sample.finish_reason) == ((word, word), "placeholder")
+    forwards[:] = [None] * 2
+    (empty,) = engine.generate([red], Sampling(), max_new_tokens=4, ignore_end=False, model_inputs=[inputs])
+    assert (empty.tokens, empty.logprobs) == ((), ())
+    batch = Batch.of([sample, empty])
+    for normalise in Normalise:
+        weights = token_weights(batch.sampled, normalise, 4 if normalise is Normalise.LONGEST else None)
+        assert math.isfinite(weights.sum())
+        assert not weights[1].any()
+    forwards.clear()
+    (text,) = engine.generate([red], Sampling(), max_new_tokens=4, ignore_end=False)
+    assert text.tokens[2] == image, "without an image it is a token as any other"
+
+
+def test_an_engine_that_takes_no_images_says_so() -> None:
+    engine = HFEngine(FamilyCase(registry.model_class("LlamaForCausalLM")).model(), name="some engine")
+    with pytest.raises(
+        EngineError, match="some engine takes token ids alone here, and 1 of 2 prompts come with images"
+    ):
+        engine.generate([[20], [21]], Sampling(), max_new_tokens=1, model_inputs=[{}, {"pixel_values": torch.zeros(1)}])
