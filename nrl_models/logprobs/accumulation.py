@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
+from transformers import BatchFeature
 
 from nrl_models.common.random_states import random_states_kept, set_torch_random_state, torch_random_state
-from nrl_models.inputs.images import cast
 from nrl_models.logprobs.microbatches import Layout, Microbatch, largest, ranks_of
 from nrl_models.logprobs.tokens import Loss, LossTerms, TokenLogprobs, token_logprobs
 
@@ -153,7 +153,9 @@ class Accumulation:
         return replace(self.known, loss=loss)
 
     def _scored(self, part: Part, **loss: Any) -> TokenLogprobs:
-        inputs = cast(part.inputs, self.model) if self.batch.model_inputs else part.inputs
+        inputs = part.inputs
+        if self.batch.model_inputs:
+            inputs = BatchFeature(inputs).to(self.batch.device, next(self.model.parameters()).dtype).data
         keywords: dict[str, Any] = {"score": part.score, **inputs, **self.options, **loss}
         return token_logprobs(self.model, part.ids, **keywords)
 
