@@ -58,7 +58,7 @@ def keep_documents_apart(forward: Forward) -> Forward:
             return forward(self, *args, **kwargs)
         if mask is None:
             mask = torch.ones_like(positions)
-        if not _is_2d(mask) or mask.shape != positions.shape or not _start_again(mask, positions):
+        if not _is_2d(mask) or mask.shape != positions.shape or not start_again(mask, positions):
             return forward(self, *args, **kwargs)
         if reason := getattr(self, "limits", {}).get("packed sequences"):
             raise ValueError(
@@ -85,15 +85,20 @@ def token_positions(attention_mask: torch.Tensor) -> torch.Tensor:
     return (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
 
 
-def _is_2d(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.ndim == 2
+def start_again(mask: torch.Tensor, positions: torch.Tensor) -> bool:
+    """Whether some row has tokens of two documents: a start between its first token and its last.
 
-
-def _start_again(mask: torch.Tensor, positions: torch.Tensor) -> bool:
-    """Whether some row has tokens of two documents: a start between its first token and its last."""
+    Args:
+        mask: `(batch, length)`, False or 0 for padding.
+        positions: `(batch, length)`.
+    """
     token = mask.bool()
     inside = token & (token.cumsum(-1) > 1)
     return bool((starts_of(positions) & inside).any())
+
+
+def _is_2d(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.ndim == 2
 
 
 def _check_padding(mask: torch.Tensor, positions: torch.Tensor) -> None:

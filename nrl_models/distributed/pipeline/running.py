@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 
+from nrl_models.common.forward.layer_by_document import DecoderByDocument
+from nrl_models.common.forward.packing import start_again
 from nrl_models.distributed.mesh import agree, agreed, rank_in
 from nrl_models.distributed.pipeline.fsdp_gradients import free_gathered, gradients_divided_once
 from nrl_models.distributed.pipeline.schedules import Schedule
@@ -248,6 +250,12 @@ class Pipeline:
         if "labels" in inputs:
             detail = "makes each stage compute a loss: give it among the targets, to the loss of the step"
             yield Problem(ProblemKind.UNEXPECTED, "labels", detail)
+        positions, mask = inputs.get("position_ids"), inputs.get("attention_mask", torch.ones_like(tokens))
+        if positions is not None and positions.shape == mask.shape and start_again(mask, positions):
+            for module in self.model.modules():
+                if isinstance(module, DecoderByDocument):
+                    detail = f"pack documents, and {type(module).__name__} takes each through all layers by itself: pad"
+                    yield Problem(ProblemKind.UNEXPECTED, "position_ids", detail)
         if len(tokens) % self.microbatches:
             detail = f"do not divide {len(tokens)} sequences"
             yield Problem(ProblemKind.DIVIDE, f"{self.microbatches} microbatches", detail)

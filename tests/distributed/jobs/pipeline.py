@@ -210,6 +210,11 @@ def refused_batches() -> list[str]:
         said.append(str(caught.value))
     with pytest.raises(ShardingError) as caught:
         Pipeline(model, 1)
+    said.append(str(caught.value))
+    case = case_of("BartForCausalLM", {"num_hidden_layers": 2})
+    model = sharded(case, "1F1B", torch.float32, pp=2)
+    with pytest.raises(ShardingError) as caught:
+        Pipeline(model, MICROBATCHES).step(*batch(case)[:1], loss_of, batch(case)[1])
     return [*said, str(caught.value)]
 
 
