@@ -16,7 +16,7 @@ If a new version changes one of them, `make test TRANSFORMERS=X` fails in the te
 | `_get_device_map`, `accelerate_dispatch`, ... | `device_map` | `tests/unit/loading` |
 | `_gradient_checkpointing_func` | packed documents under activation checkpointing | `tests/unit/forward` |
 | closures of `masking_utils` | what a mask shows, to attend without it | `tests/unit/forward/test_document_masks.py` |
-| `KEEPS_PADDING_OUT_OF_SINGLE_ROWS` | states without a row's padding | `test_layer_by_document` in `tests/unit/forward` |
+| `KEEPS_PADDING_OUT_OF_SINGLE_ROWS` | states without padding | `tests/unit/forward` |
 | `_CAN_RECORD_REGISTRY` | `output_hidden_states` of a rewritten class | `test_model` of the generated suite |
 """
 

@@ -74,7 +74,8 @@ class Model(WorkerModel):
     def describe(self) -> dict[str, Any]:
         """Versions, the model's class, its dtype (that of most parameters) and the number of its logits."""
         sizes: dict[mx.Dtype, int] = {}
-        for _, value in tree_flatten(self.model.parameters()):
+        parameters: Any = tree_flatten(self.model.parameters())
+        for _, value in parameters:
             sizes[value.dtype] = sizes.get(value.dtype, 0) + value.size
         return {
             "mlx": version("mlx"),
@@ -103,7 +104,7 @@ class Model(WorkerModel):
 
     def receive(self, file: str, digests: bool) -> dict[str, Any]:
         """Read some of them, and keep them."""
-        new = mx.load(file)
+        new: Any = mx.load(file)
         mx.eval(new)  # before the file goes
         self.arrived |= new
         return {"digests": {name: tensor_digest(as_stored(value)) for name, value in new.items()} if digests else {}}
