@@ -95,6 +95,7 @@ class ProblemKind(StrEnum):
     CONTEXT = auto()
     """Something context parallelism does not support."""
     RANK = auto()
+    """What a rank has, or the error it met, is not what the others have."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -105,7 +105,7 @@ def from_megatron(model: Any, held: Mapping[MegatronRank, Mapping[str, torch.Ten
                     written[piece.view] = rank
                 elif not torch.equal(piece.view.of(region), part.to(region.dtype)):
                     detail = f"differs from what {_shown(written[piece.view])} holds of the same weight"
-                    problems.append(Problem(ProblemKind.REPLACED, name, detail, where))
+                    problems.append(Problem(ProblemKind.RANK, name, detail, where))
     if not problems:
         problems = list(_not_whole(adapter, written, own))
     if problems:
