@@ -147,6 +147,8 @@ def assert_equal_runs(
     assert torch.equal(found.outside, expected.outside)
     assert actual.keys() == wanted.keys()
     for name, gradient in wanted.items():
+        if name.endswith("k_proj.bias"):
+            continue  # a softmax does not see it: what there is of a gradient is rounding
         torch.testing.assert_close(actual[name], gradient, rtol=0, atol=bound * gradient.abs().max().item(), msg=name)
 
 
@@ -155,7 +157,8 @@ CASES = {
     "Qwen3MoeForCausalLM": "packed",  # a mixture of experts
     "Lfm2ForCausalLM": "packed",  # convolutions keep a state
     "NemotronHForCausalLM": "packed",  # Mamba-2 does, too
-    "Llama4ForCausalLM": "padded",
+    "Llama4ForCausalLM": "packed",  # attention counts positions from a row's beginning
+    "BartForCausalLM": "padded",  # each document would go through the decoder by itself
     "CpmAntForCausalLM": "alone",
 }
 """Architectures, and how their sequences lie in a microbatch."""
