@@ -23,7 +23,7 @@ def test_ranks_with_different_numbers_of_sequences(two: World, normalise: Normal
     assert {rank["passes"] for rank in found} == {7 if together else 4}, "of the last row everything is known"
 
 
-@pytest.mark.parametrize("architecture", ["Qwen3MoeForCausalLM", "Llama4ForCausalLM"])
+@pytest.mark.parametrize("architecture", ["Qwen3MoeForCausalLM", "ElectraForCausalLM"], ids=["packed", "padded"])
 def test_a_rank_without_sequences(two: World, architecture: str) -> None:
     lengths = (30, 12, 25, 7), ()
     found = two.run(rollout_ranks.equals_one_process, architecture, lengths, Normalise.TOKEN, False, 32)
