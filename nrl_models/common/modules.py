@@ -87,6 +87,11 @@ def move_buffers(model: nn.Module, device: torch.device) -> None:
                 module._buffers[name] = buffer.to(device)
 
 
+def is_at(name: str, place: str) -> bool:
+    """Whether a module's dotted name has the components of `place` in it, one after the other."""
+    return f".{place}." in f".{name}."
+
+
 # Experts
 
 
@@ -116,8 +121,7 @@ def _declared_routers(model: nn.Module) -> Iterator[nn.Module]:
             if isinstance(target, type):
                 recorders.append((target, (getattr(recorder, "layer_name", None) or "").strip(".")))
     for name, module in model.named_modules():
-        place = f".{name}."
-        if any(isinstance(module, of) and (not part or f".{part}." in place) for of, part in recorders):
+        if any(isinstance(module, of) and (not place or is_at(name, place)) for of, place in recorders):
             yield module
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from nrl_models.common.projections.combined import is_at
+from nrl_models.common.modules import is_at
 from nrl_models.common.projections.tracing import Trace, trace_linears
 from nrl_models.common.random_states import random_states_kept
 from nrl_models.common.state_dict.adapter import StateDictAdapter

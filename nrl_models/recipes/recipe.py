@@ -174,6 +174,11 @@ class Recipe:
     gates: tuple[Gate, ...] = ()
     seed: int = 0
 
+    @property
+    def images(self) -> str | None:
+        """The column with images that the data names; None if it names none."""
+        return self.data.arguments.get("images") or None
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SupervisedRecipe(Recipe):
@@ -183,7 +188,7 @@ class SupervisedRecipe(Recipe):
 
     def __post_init__(self) -> None:
         """Check what only shows together."""
-        if self.data.arguments.get("images"):
+        if self.images:
             raise UnknownArgumentError("data.images: images are learnt from by grpo, dr_grpo and dapo alone")
 
 
@@ -210,11 +215,10 @@ class PolicyRecipe(Recipe):
             raise UnknownArgumentError(
                 f"loss.overlong_buffer={self.loss.overlong_buffer}: expected at most training.new_tokens, {longest}"
             )
-        images = self.data.arguments.get("images")
-        if images and self.engine.name != "hf-generate":
+        if self.images and self.engine.name != "hf-generate":
             raise UnknownArgumentError(
-                f"engine.name={self.engine.name!r} takes token ids alone here, and data.images={images!r} asks about "
-                "images: expected hf-generate"
+                f"engine.name={self.engine.name!r} takes token ids alone here, and data.images={self.images!r} asks "
+                "about images: expected hf-generate"
             )
         if self.sampling.greedy:
             raise UnknownArgumentError(

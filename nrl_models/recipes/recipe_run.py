@@ -100,8 +100,7 @@ def train(recipe: Recipe, *, out: str | Path | None = None, note: Note = lambda 
     arguments = dict(recipe.model.arguments)
     path, revision = arguments.pop("pretrained_model_name_or_path"), arguments.get("revision")
     tokenizer: Any = AutoTokenizer.from_pretrained(path, revision=revision)
-    with_images = bool(recipe.data.arguments.get("images"))
-    processor: Any = AutoProcessor.from_pretrained(path, revision=revision) if with_images else None
+    processor: Any = AutoProcessor.from_pretrained(path, revision=revision) if recipe.images else None
     found = recipe.data.function(**recipe.data.arguments)
     # Once, so that model, reference and engine are of one version.
     folder = resolve_folder(path, revision=arguments.pop("revision", None), subfolder=arguments.pop("subfolder", ""))

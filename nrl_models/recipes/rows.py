@@ -11,13 +11,13 @@ A prompt or an answer is text, or messages (`{"role": ..., "content": ...}`) for
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from string import Template
 from typing import Any
 
 import torch
-from PIL import Image
 from torch.nn.utils.rnn import pad_sequence
 
 from nrl_models.common.checkpoint.json_reading import parse_object, read_bytes
@@ -61,56 +61,53 @@ def rows(
     if not len(found):
         raise _refused(path, "has no rows")
     if columns:
-        found = _Columns(found, columns, path)
-    return WithImages(found, images, path) if images else found
+        found = _Made(found, partial(_with_columns, path, columns))
+    return _Made(found, partial(_with_images, path, images)) if images else found
 
 
-class _Columns(Sequence[Row]):
-    """Rows with further columns, made when they are looked at."""
+class _Made(Sequence[Row]):
+    """Rows that are made of others when they are looked at; the first at once, which shows what columns lack."""
 
-    def __init__(self, found: Sequence[Row], columns: Mapping[str, Any], path: str) -> None:
-        self.found, self.columns, self.path = found, columns, path
-        self[0]  # whose columns are checked
-
-    def __len__(self) -> int:
-        return len(self.found)
-
-    def __getitem__(self, place: Any) -> Any:
-        row = self.found[place]
-        try:
-            return dict(row) | {name: _filled(text, row) for name, text in self.columns.items()}
-        except (KeyError, ValueError) as error:
-            raise _refused(self.path, f"columns: {error} is no column; it has {', '.join(row)}") from error
-
-
-class WithImages(Sequence[Row]):
-    """Rows with their images, opened when they are looked at."""
-
-    def __init__(self, found: Sequence[Row], column: str, path: str) -> None:
-        self.found, self.column, self.path = found, column, path
-        self[0]  # whose column is checked
+    def __init__(self, found: Sequence[Row], make: Callable[[Row], Row]) -> None:
+        self.found, self.make = found, make
+        self[0]
 
     def __len__(self) -> int:
         return len(self.found)
 
     def __getitem__(self, place: Any) -> Any:
-        row = self.found[place]
-        if self.column not in row:
-            raise _refused(self.path, f"images: {self.column!r} is no column; it has {', '.join(row)}")
-        given = row[self.column]
-        return dict(row) | {"images": [self._opened(each) for each in (given if isinstance(given, list) else [given])]}
+        return self.make(self.found[place])
 
-    def _opened(self, given: Any) -> Image.Image:
-        if isinstance(given, Image.Image):
-            return given.convert("RGB")
-        if not isinstance(given, str):
-            raise _refused(self.path, f"{self.column} has {type(given).__name__}: expected an image, or a file's name")
-        file = Path(self.path).expanduser().parent / given
-        try:
-            with Image.open(file) as image:
-                return image.convert("RGB")
-        except (OSError, ValueError, Image.DecompressionBombError) as error:
-            raise _refused(str(file), f"cannot be read as an image: {error}") from error
+
+def _with_columns(path: str, columns: Mapping[str, Any], row: Row) -> Row:
+    try:
+        return dict(row) | {name: _filled(text, row) for name, text in columns.items()}
+    except (KeyError, ValueError) as error:
+        raise _refused(path, f"columns: {error} is no column; it has {', '.join(row)}") from error
+
+
+def _with_images(path: str, column: str, row: Row) -> Row:
+    if column not in row:
+        raise _refused(path, f"images: {column!r} is no column; it has {', '.join(row)}")
+    given = row[column]
+    return dict(row) | {
+        "images": [_opened(path, column, each) for each in (given if isinstance(given, list) else [given])]
+    }
+
+
+def _opened(path: str, column: str, given: Any) -> Any:
+    from PIL import Image  # not at the top: other recipes read no images
+
+    if isinstance(given, Image.Image):
+        return given.convert("RGB")
+    if not isinstance(given, str):
+        raise _refused(path, f"{column} has {type(given).__name__}: expected an image, or a file's name")
+    file = Path(path).expanduser().parent / given
+    try:
+        with Image.open(file) as image:
+            return image.convert("RGB")
+    except (OSError, ValueError, Image.DecompressionBombError) as error:
+        raise _refused(str(file), f"cannot be read as an image: {error}") from error
 
 
 def _filled(given: Any, row: Row) -> Any:

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from nrl_models.common.modules import is_at
 from nrl_models.common.projections.group import LinearGroup
 
 FEW_SEQUENCES = 16
@@ -139,11 +140,6 @@ def _alike_in_bias(linears: Mapping[str, nn.Linear]) -> Mapping[str, nn.Linear]:
     without = {name: linear for name, linear in linears.items() if getattr(linear, "bias", None) is None}
     with_bias = {name: linear for name, linear in linears.items() if name not in without}
     return without if len(without) >= len(with_bias) else with_bias
-
-
-def is_at(name: str, place: str) -> bool:
-    """Whether a module's dotted name has the components of `place` in it, one after the other."""
-    return f".{place}." in f".{name}."
 
 
 def combine(**groups: tuple[str, ...]) -> type[CombinedProjections]:

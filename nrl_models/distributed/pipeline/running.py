@@ -62,6 +62,7 @@ class Pipeline:
         names = self.mesh.mesh_dim_names or ()
         self._replicas = self.mesh["fsdp"] if "fsdp" in names else None
         self._of_one_batch = self.mesh[tuple(name for name in names if name != "fsdp")]
+        self._by_document = [type(part).__name__ for part in model.modules() if isinstance(part, DecoderByDocument)]
         self._shape: torch.Size | None = None
         self._schedule: Any = None
         self._loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -251,11 +252,15 @@ class Pipeline:
             detail = "makes each stage compute a loss: give it among the targets, to the loss of the step"
             yield Problem(ProblemKind.UNEXPECTED, "labels", detail)
         positions, mask = inputs.get("position_ids"), inputs.get("attention_mask", torch.ones_like(tokens))
-        if positions is not None and positions.shape == mask.shape and start_again(mask, positions):
-            for module in self.model.modules():
-                if isinstance(module, DecoderByDocument):
-                    detail = f"pack documents, and {type(module).__name__} takes each through all layers by itself: pad"
-                    yield Problem(ProblemKind.UNEXPECTED, "position_ids", detail)
+        # Values are looked at last: that waits for a GPU.
+        if (
+            self._by_document
+            and positions is not None
+            and positions.shape == mask.shape
+            and start_again(mask, positions)
+        ):
+            detail = f"pack documents, and {listed(self._by_document)} takes each through all layers by itself: pad"
+            yield Problem(ProblemKind.UNEXPECTED, "position_ids", detail)
         if len(tokens) % self.microbatches:
             detail = f"do not divide {len(tokens)} sequences"
             yield Problem(ProblemKind.DIVIDE, f"{self.microbatches} microbatches", detail)
