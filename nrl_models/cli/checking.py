@@ -64,6 +64,9 @@ def parity(
     length: Annotated[int, typer.Option(help="Tokens in a sequence.", min=8)] = 64,
     batch: Annotated[int, typer.Option(help="Sequences.", min=2)] = 2,
     seed: Annotated[int, typer.Option(help="Of the random inputs.")] = 42,
+    second_trainer: Annotated[
+        Literal["megatron"] | None, typer.Option(help="Another trainer, compared with ours at the same levels.")
+    ] = None,
     ignore_config_key: IgnoredConfigKeys = None,
     json_file: JsonFile = None,
 ) -> None:
@@ -72,7 +75,15 @@ def parity(
     from nrl_models.parity.check import CHECKS
 
     check_device(device)
+    if second_trainer is not None:
+        from nrl_models.megatron.gpt_model import start_megatron
+
+        start_megatron()  # its absence is said before anything is loaded
     report = check_parity(path, checks=check or CHECKS, device=device, length=length, batch=batch, seed=seed)
+    if second_trainer is not None:
+        from nrl_models.megatron.trainer_parity import check_megatron
+
+        report.add(check_megatron(path, checks=check or CHECKS, length=length, batch=batch, seed=seed))
     show_report(report, json_file)
 
 

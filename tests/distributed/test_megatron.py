@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 from jobs import megatron
+from jobs.setting import case_of
 from world import World
+
+from nrl_models.parity.parity_report import Level
 
 EQUAL = (
     "ArceeForCausalLM",
@@ -73,10 +80,44 @@ def divided(request: pytest.FixtureRequest) -> Iterator[tuple[World, dict[str, i
 
 
 @pytest.mark.parametrize("architecture", EQUAL)
-def test_logits_and_gradients_are_ours(alone: World, architecture: str) -> None:
-    ((logits, gradients),) = alone.run(megatron.equals_ours, architecture)
-    assert logits < 1e-5
-    assert gradients < 1e-4
+def test_every_level_of_parity_passes(alone: World, architecture: str) -> None:
+    (rows,) = alone.run(megatron.levels, architecture)
+    assert [row.level for row in rows] == list(Level)
+    assert [row for row in rows if not row.passed] == []
+
+
+@pytest.mark.parametrize(
+    ("fault", "level", "named"),
+    [
+        ("another epsilon", Level.COMPONENTS, "model.layers.1"),
+        ("a layer's weight stale", Level.WEIGHTS, "decoder.layers.1.mlp.linear_fc2.weight"),
+        ("gate and up exchanged", Level.COMPONENTS, "model.layers.0"),
+        ("an untrained head", Level.GRADIENTS, "output_layer.weight"),
+    ],
+)
+def test_a_difference_is_named_where_it_is(alone: World, fault: str, level: Level, named: str) -> None:
+    (rows,) = alone.run(megatron.levels, "LlamaForCausalLM", fault)
+    failed = {row.level: f"{row.measured} {row.detail}" for row in rows if not row.passed}
+    assert named in failed[level]
+    assert "and" not in failed[level].split("differ: ")[-1]  # no other
+    if fault == "an untrained head":
+        assert list(failed) == [Level.GRADIENTS]
+    if fault == "another epsilon":
+        assert Level.WEIGHTS not in failed
+
+
+def test_the_command_shows_both_trainers(tmp_path: Path) -> None:
+    case_of("LlamaForCausalLM").model().save_pretrained(tmp_path / "llama")
+    case_of("GemmaForCausalLM").model().save_pretrained(tmp_path / "gemma")
+    command = [sys.executable, "-m", "nrl_models", "parity", "--second-trainer", "megatron", "--length", "16"]
+    report = tmp_path / "report.json"
+    subprocess.run([*command, str(tmp_path / "llama"), "--json", str(report)], check=True, timeout=300)
+    checks = [row["check"] for row in json.loads(report.read_text())["checks"]]
+    assert "level 3: logits, float32" in checks
+    assert "level 3: Megatron's logits" in checks
+    refused = subprocess.run([*command, str(tmp_path / "gemma")], capture_output=True, text=True, timeout=300)
+    assert refused.returncode != 0
+    assert "gives other logits" in " ".join(refused.stderr.split())
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch.nn import functional
 
 from jobs.setting import case_of
 from nrl_models.errors import StateDictError
@@ -17,6 +16,8 @@ from nrl_models.megatron import layout
 from nrl_models.megatron.gpt_model import LOCAL, build, load, logits, megatron_of, start_megatron
 from nrl_models.megatron.gpt_settings import gpt_settings
 from nrl_models.megatron.ranks import MegatronRank, Share
+from nrl_models.megatron.trainer_parity import compare_megatron
+from nrl_models.parity.parity_report import ParityRow
 from nrl_models.testing.case import FamilyCase
 
 
@@ -25,23 +26,31 @@ def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
 
 
-def equals_ours(architecture: str) -> tuple[float, float]:
-    """How far Megatron's logits are from ours, and the gradients of its parameters from ours in its layout."""
+def levels(architecture: str, fault: str = "") -> list[ParityRow]:
+    """Parity's rows of Megatron's model; with a fault, which is planted after its settings were proven."""
     start_megatron()
     case = case_of(architecture)
-    model = case.model()
+    model = case.model().eval()
     megatron = megatron_of(model)
-    input_ids = case.inputs(images=False)["input_ids"]
-    found, expected = logits(megatron, input_ids), model(input_ids=input_ids, use_cache=False).logits
-    for given in (found, expected):
-        functional.cross_entropy(given[:, :-1].flatten(0, 1), input_ids[:, 1:].flatten()).backward()
-    table = model.state_dict_adapter.layout(LOCAL)
-    ours = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
-    offs = []
-    for name, parameter in megatron.named_parameters():
-        assert parameter.grad is not None, name
-        offs.append(relative(parameter.grad, table[name].read(ours)))
-    return relative(found.detach(), expected.detach()), max(offs)
+    if fault:
+        plant(megatron, fault)
+    return compare_megatron(model, megatron, case.inputs(images=False)["input_ids"])
+
+
+def plant(megatron: Any, fault: str) -> None:
+    """Change Megatron's model of a dense decoder."""
+    first, second = megatron.decoder.layers[:2]
+    with torch.no_grad():
+        if fault == "another epsilon":
+            second.input_layernorm.eps = second.input_layernorm.variance_epsilon = 1e-2
+        if fault == "a layer's weight stale":
+            second.mlp.linear_fc2.weight.mul_(1.01)
+        if fault == "gate and up exchanged":
+            weight = first.mlp.linear_fc1.weight
+            weight.copy_(torch.cat(list(weight.chunk(2))[::-1]))
+        if fault == "an untrained head":
+            weight = megatron.output_layer.weight
+            megatron.output_layer.weight = torch.nn.Parameter(weight.clone(), requires_grad=False)
 
 
 def share_equals_ours(
