@@ -21,7 +21,7 @@ import torch
 
 from nrl_models.common.garbage import no_collections
 from nrl_models.common.state_dict.adapter import StateDictAdapter
-from nrl_models.common.state_dict.views import HFTensor, TracedTensor
+from nrl_models.common.state_dict.views import HFTensor, Piece, TracedTensor
 from nrl_models.errors import Problem, ProblemKind, StateDictError
 
 
@@ -50,6 +50,8 @@ class MegatronRank:
             that follows (`linear_qkv.layer_norm_weight`); otherwise those of `get_gpt_layer_local_spec`.
         grouped_experts: whether experts are those of `TEGroupedMLP` (`experts.linear_fc1.weight0`); otherwise of
             `SequentialMLP` (`experts.local_experts.0.linear_fc1.weight`).
+        vocabulary: words that embeddings and head have with their padding (`padded_vocab_size`), over all ranks; None
+            if they are not padded. Padding is zeros here, and is ignored on the way back.
 
     Raises:
         ValueError: a share is not one of so many.
@@ -61,6 +63,7 @@ class MegatronRank:
     etp: Share | None = None
     transformer_engine: bool = True
     grouped_experts: bool = True
+    vocabulary: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("tp", "pp", "ep", "etp"):
@@ -226,16 +229,15 @@ class _Table:
 
     def _outside(self, outside: dict[str, TracedTensor], base: str) -> dict[str, TracedTensor]:
         """What is not in layers, as this rank would hold it; the head under the name `HEAD`."""
-        rows = self.rank.tp
         found = {}
         for theirs, names in OUTSIDE.items():
             name = next((base + name for name in names if base + name in outside), None)
             if name is not None:
                 tensor = outside.pop(name)
-                found[theirs] = self.rows(name, tensor, rows) if theirs.startswith("embedding") else tensor
+                found[theirs] = self.words(name, tensor) if theirs.startswith("embedding") else tensor
         head = outside.pop(HEAD, None)
         if head is not None and HEAD not in self.adapter.tied:
-            found[HEAD] = self.rows(HEAD, head, rows)
+            found[HEAD] = self.words(HEAD, head)
         for name in outside:
             self.no_place(name)
         return found
@@ -264,6 +266,25 @@ class _Table:
         """A share of a tensor along a dimension."""
         part = self._part(name, tensor.shape[dim], share, ("rows", "columns")[dim])
         return tensor.narrow(dim, part.start, len(part))
+
+    def words(self, name: str, tensor: TracedTensor) -> Any:
+        """This rank's rows of embeddings or of a head, followed by padding if it has fewer words than its share."""
+        size, padded = tensor.shape[0], self.rank.vocabulary
+        if padded is None or padded == size:
+            return self.rows(name, tensor, self.rank.tp)
+        if padded < size:
+            detail = f"has {size} rows, and a padded vocabulary of {padded} has no room for them"
+            advice = f"choose a vocabulary of {size} or more"
+            self.problems.append(Problem(ProblemKind.SHAPE, name, detail, None, advice))
+            return tensor
+        share = self._part("padded vocabulary", padded, self.rank.tp, "rows")
+        start, stop = min(share.start, size), min(share.stop, size)
+        held: Any = tensor.narrow(0, start, stop - start)
+        if stop - start == len(share):
+            return held
+        region = ("narrow", (0, 0, stop - start))
+        pieces = tuple(Piece(piece.view, (region, *piece.region)) for piece in held.pieces)
+        return TracedTensor.of_pieces((len(share), *tensor.shape[1:]), tensor.dtype, pieces)
 
     def groups(self, count: int) -> range:
         """The query groups of this rank."""

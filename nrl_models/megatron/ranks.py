@@ -25,18 +25,29 @@ __all__ = ["MegatronRank", "Share", "from_megatron", "ranks_of", "to_megatron"]
 
 
 def ranks_of(
-    *, tp: int = 1, pp: int = 1, ep: int = 1, transformer_engine: bool = True, grouped_experts: bool = True
+    *,
+    tp: int = 1,
+    pp: int = 1,
+    ep: int = 1,
+    transformer_engine: bool = True,
+    grouped_experts: bool = True,
+    vocabulary: int | None = None,
 ) -> list[MegatronRank]:
     """All ranks of so many shares.
 
     Args:
         tp, pp, ep: how many shares of each layer, of the layers, and of the experts there are.
-        transformer_engine, grouped_experts: see `MegatronRank`.
+        transformer_engine, grouped_experts, vocabulary: see `MegatronRank`.
     """
     shares = product(*([Share(index, of) for index in range(of)] for of in (tp, pp, ep)))
     return [
         MegatronRank(
-            tp=of_layer, pp=stage, ep=experts, transformer_engine=transformer_engine, grouped_experts=grouped_experts
+            tp=of_layer,
+            pp=stage,
+            ep=experts,
+            transformer_engine=transformer_engine,
+            grouped_experts=grouped_experts,
+            vocabulary=vocabulary,
         )
         for of_layer, stage, experts in shares
     ]

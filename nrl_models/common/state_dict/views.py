@@ -159,7 +159,7 @@ class HFTensor:
     Args:
         name: the tensor's name.
         shape: its shape.
-        pieces: where its regions live; together they are the whole tensor.
+        pieces: where its regions live; what they leave out is padding, which reads as zeros.
     """
 
     name: str
@@ -182,8 +182,11 @@ class HFTensor:
             return self.view.of(tensors[self.view.parameter])
         first = tensors[self.pieces[0].view.parameter]
         whole = first.new_empty(self.shape)
-        for piece in self.pieces:
-            apply_steps(whole, piece.region).copy_(piece.view.of(tensors[piece.view.parameter]))
+        parts = [piece.view.of(tensors[piece.view.parameter]) for piece in self.pieces]
+        if sum(part.numel() for part in parts) < whole.numel():
+            whole.zero_()
+        for piece, part in zip(self.pieces, parts, strict=True):
+            apply_steps(whole, piece.region).copy_(part)
         return whole
 
     def write_into(self, parameter: str, tensor: torch.Tensor, value: torch.Tensor) -> None:

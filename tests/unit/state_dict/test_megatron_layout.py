@@ -20,6 +20,7 @@ GRIDS: list[dict[str, Any]] = [
     {"tp": 2},
     {"pp": 2},
     {"tp": 2, "pp": 2, "ep": 2, "transformer_engine": False, "grouped_experts": False},
+    {"tp": 4, "vocabulary": 1600},  # two ranks hold nothing but padding of it
 ]
 
 CONFIGS = [LlamaConfig, Phi3Config, Qwen3MoeConfig, DeepseekV3Config]
@@ -157,6 +158,33 @@ def test_a_rank_that_is_left_out_is_noticed() -> None:
     del held[next(iter(held))]
     with pytest.raises(StateDictError, match=r"of its \d+ values came: expected what all ranks hold"):
         from_megatron(model, held)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_padded_vocabulary_ends_in_zeros(tied: bool) -> None:
+    model = model_of(LlamaConfig, vocab_size=1001, tie_word_embeddings=tied)
+    ranks = ranks_of(tp=2, pp=2, vocabulary=1024)
+    held = {rank: dict(to_megatron(model, rank)) for rank in ranks}
+    for stage, name, weight in (
+        (0, "embedding.word_embeddings.weight", model.get_input_embeddings().weight),
+        (1, "output_layer.weight", model.get_output_embeddings().weight),
+    ):
+        rows = torch.cat([tensors[name] for rank, tensors in held.items() if rank.pp.index == stage])
+        assert torch.equal(rows[:1001], weight)
+        assert rows.shape[0] == 1024
+        assert not rows[1001:].any()
+    held[ranks[-1]]["output_layer.weight"][-23:] = 1.0  # what training leaves there does not matter
+    other = model_of(LlamaConfig, vocab_size=1001, tie_word_embeddings=tied)
+    from_megatron(other, held)
+    assert all(torch.equal(other.state_dict()[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_a_vocabulary_without_room_is_refused() -> None:
+    model = model_of(LlamaConfig, vocab_size=1001)
+    with pytest.raises(StateDictError, match=r"has 1001 rows, and a padded vocabulary of 1000 has no room for them"):
+        dict(to_megatron(model, MegatronRank(vocabulary=1000)))
+    with pytest.raises(StateDictError, match=r"padded vocabulary: has 1025 rows, which do not divide over 2 ranks"):
+        dict(to_megatron(model, MegatronRank(tp=Share(0, 2), vocabulary=1025)))
 
 
 @pytest.mark.long
