@@ -74,7 +74,7 @@ test-trainers: $(VENV)/.ready-integrations .venv-automodel/.ready .venv-verl/.re
 	.venv-verl/bin/python -m pytest -q tests/trainers/test_verl.py tests/trainers/test_verl_losses.py
 
 test-engine: .venv-engine/.ready
-	OMP_WAIT_POLICY=PASSIVE $(ENGINE_BIN)/python -m pytest -q --timeout 600 tests/engine
+	OMP_WAIT_POLICY=PASSIVE $(ENGINE_BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --timeout 600 tests/engine
 
 engine-coverage: .venv-engine/.ready
 	$(ENGINE_BIN)/python -m tests.engine.sweep

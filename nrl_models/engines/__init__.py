@@ -1,7 +1,8 @@
 """Inference engines with a common interface: transformers, vLLM, a server over HTTP, and the trainer itself."""
 
 from nrl_models.common.trust.servers import ENGINES
-from nrl_models.engines.base import Capabilities, Engine, ModuleCall, RefitReport, Sample, tensor_digest
+from nrl_models.engines.base import Capabilities, Engine, ModuleCall, RefitReport, Sample
+from nrl_models.engines.digests import tensor_digest
 from nrl_models.engines.start import start_engine
 
 __all__ = ["ENGINES", "Capabilities", "Engine", "ModuleCall", "RefitReport", "Sample", "start_engine", "tensor_digest"]

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import wraps
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from nrl_models.common.dtypes import dtype_name
 from nrl_models.common.random_states import random_states_kept
 from nrl_models.errors import EngineError, MixedWeightsError, itemised, listed, one_line
 from nrl_models.logprobs.sampling import Sampling
@@ -409,37 +407,3 @@ def final_scores(engine: Engine, tokens: torch.Tensor, count: int, sampling: Sam
     """Log-probabilities an engine gives the last `count` of `tokens` `(sequences, length)`: fp64."""
     scores = engine.score(tokens.tolist(), sampling, last=count, **options)
     return torch.tensor([row[-count:] for row in scores], dtype=torch.float64)
-
-
-class Hash(Protocol):
-    """What `hashed` feeds: one of hashlib's or xxhash's."""
-
-    def update(self, data: Any, /) -> None:
-        """Take bytes."""
-
-    def hexdigest(self) -> str:
-        """The hash of all bytes so far."""
-
-
-def tensor_digest(tensor: torch.Tensor) -> str:
-    """The first 32 hexadecimal digits of the SHA-256 of a tensor's dtype, shape and elements.
-
-    Device and strides make no difference.
-    """
-    return hashed(tensor, hashlib.sha256())[:32]
-
-
-def hashed(tensor: torch.Tensor, digest: Hash) -> str:
-    """The hexadecimal digits of a hash that is given a tensor's dtype, shape and elements."""
-    value = tensor.detach().cpu().contiguous()
-    digest.update(f"{dtype_name(value.dtype)} {tuple(value.shape)} ".encode())
-    if value.numel():
-        digest.update(value.reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
-
-
-def digested(tensors: Iterable[NamedTensor], digests: dict[str, str]) -> Iterator[NamedTensor]:
-    """The same tensors; adds each one's digest to `digests` as it is read."""
-    for name, tensor in tensors:
-        digests[name] = tensor_digest(tensor)
-        yield name, tensor

@@ -32,8 +32,8 @@ from nrl_models.engines.base import (
     Tokens,
     require_lengths,
     require_number,
-    tensor_digest,
 )
+from nrl_models.engines.digests import tensor_digest
 from nrl_models.errors import EngineError, one_line
 from nrl_models.inputs.images import cast, image_token, takes_images
 from nrl_models.loading.read_config import read_config

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
 from vllm.distributed.weight_transfer.base import layerwise_groups
 
-from nrl_models.engines.base import tensor_digest
+from nrl_models.engines.digests import tensor_digest
 from nrl_models.engines.hf import HFEngine
 from nrl_models.engines.transfer import vllm_engines
 from nrl_models.engines.transfer.clients import LLMClient

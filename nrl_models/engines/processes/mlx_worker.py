@@ -15,7 +15,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from nrl_models.engines.base import tensor_digest
+from nrl_models.engines.digests import tensor_digest
 from nrl_models.engines.processes.worker_loop import Step, WorkerModel, serve
 from nrl_models.loading.read_config import read_config
 

@@ -15,7 +15,7 @@ import torch
 import xxhash
 
 from nrl_models.common.dtypes import dtype_name
-from nrl_models.engines.base import hashed
+from nrl_models.engines.digests import hashed
 from nrl_models.engines.transfer.deltas import patched
 from nrl_models.engines.transfer.segments import Segment
 from nrl_models.errors import EngineError, itemised, shown

@@ -13,7 +13,8 @@ from transformers import PreTrainedModel
 
 from nrl_models import AutoModelForCausalLM
 from nrl_models.engines import start_engine
-from nrl_models.engines.base import Engine, tensor_digest
+from nrl_models.engines.base import Engine
+from nrl_models.engines.digests import tensor_digest
 from nrl_models.engines.hf import HFEngine
 from nrl_models.engines.processes.worker_engine import WorkerEngine
 from nrl_models.errors import EngineError, MixedWeightsError
