@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import math
 import os
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict
@@ -416,5 +417,8 @@ def _message(bucket: list[NamedTensor]) -> bytes:
 
 
 def _first_lines(error: BaseException, limit: int = 600) -> str:
-    text = f"{type(error).__name__}: {error}"
+    """What an error says; of one that says nothing, as assertions do, the line of code that raised it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    said = str(error) or (frames[-1].line if frames else "")
+    text = f"{type(error).__name__}: {said}"
     return text if len(text) <= limit else text[:limit] + " ..."

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from vllm import ModelRegistry
 
 from nrl_models import registry
+from nrl_models.common.dtypes import dtype_name
 from nrl_models.common.switches import quirks_off
 from nrl_models.consistency.cells import Settings
 from nrl_models.consistency.matrix import run_matrix
@@ -30,74 +32,15 @@ from nrl_models.logprobs import Sampling, token_logprobs
 from nrl_models.testing.case import randomise
 from nrl_models.testing.sizes import FIRST_SPECIAL
 from nrl_models.testing.tiny import tiny_config
+from tests.engine.published import BF16, BOUND, LATENT, OPTIONS, OVERRIDES
 
 Start = Callable[..., VLLMEngine]
 
-BOUND = 1.0001
-"""On `token_mult_prob_error` in fp32."""
-
 SETTINGS = Settings(lengths=(64,), data=("dummy",), modes=("sampling",), batches=(2,), new_tokens=24, threshold=BOUND)
 
-YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 150_000.0,
-    "factor": 32.0,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "original_max_position_embeddings": 64,
-    "truncate": False,
-}
-
-LATENT = {
-    "kv_lora_rank": 512,
-    "qk_rope_head_dim": 64,
-    "qk_nope_head_dim": 128,
-    "v_head_dim": 128,
-    "head_dim": 64,
-    "rope_parameters": {
-        "rope_type": "yarn",
-        "rope_theta": 10_000.0,
-        "factor": 40.0,
-        "beta_fast": 32.0,
-        "beta_slow": 1.0,
-        "mscale": 1.0,
-        "mscale_all_dim": 1.0,
-        "original_max_position_embeddings": 4096,
-    },
-}
-"""vLLM's kernels of latent attention are for the published sizes alone. On a CPU it also rotates a part of each head
-wrongly (in place, as if it were a whole one) unless the rotary embedding is scaled, as it is in what is published."""
-
-OVERRIDES: dict[str, dict[str, Any]] = {
-    # How published checkpoints choose experts is said by keys that transformers does not know.
-    "DeepseekV3ForCausalLM": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
-    # The indexer rotates as many dimensions as attention does.
-    "DeepseekV32ForCausalLM": {"index_head_dim": 128},
-    "GlmMoeDsaForCausalLM": {"index_head_dim": 128},
-    # vLLM gives layers without experts a norm that it never uses, and asks the checkpoint for it.
-    "AXK1ForCausalLM": {"first_k_dense_replace": 0},
-    # They read these keys without a default.
-    "AfmoeForCausalLM": {"score_func": "sigmoid", "route_norm": True, "n_group": 1, "topk_group": 1},
-    "Glm4MoeForCausalLM": {"head_dim": 32},
-    "Glm4vMoeForConditionalGeneration": {"text_config": {"head_dim": 32}},
-    "Glm4MoeLiteForCausalLM": {"topk_method": "noaux_tc", "first_k_dense_replace": 1},
-    "GptOssForCausalLM": {"rope_parameters": YARN},
-    "HYV3ForCausalLM": {"first_k_dense_replace": 1, "qk_norm": True, "route_norm": True},
-    "KimiVLForConditionalGeneration": {"text_config": LATENT | {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}},
-    # A chunk of attention is a whole number of the engine's blocks of 128 words.
-    "Llama4ForCausalLM": {"attention_chunk_size": 128},
-    "Llama4ForConditionalGeneration": {"text_config": {"attention_chunk_size": 128}},
-    "LongcatFlashForCausalLM": {
-        "qk_head_dim": 192,
-        "mla_scale_q_lora": True,
-        "mla_scale_kv_lora": True,
-        "zero_expert_type": "identity",
-    },
-    # vLLM's code of this model knows no scaled rotary embedding, nor has it kernels that need published sizes.
-    "MiniCPM3ForCausalLM": {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}},
-    "MiniMaxM2ForCausalLM": {"scoring_func": "sigmoid", "use_routing_bias": True},
-}
-"""What a tiny configuration has to have for the engine, beside `LATENT` where attention is latent."""
+BATCHES_ROUNDED = (8,)
+"""Sequences in a lower precision, by which some of them choose other experts than on the other side: error and noise
+floor are both means, and of few sequences either may have most of those that do."""
 
 AGREES, AS_LOADED, DISAGREES, NOT_RUN = "agrees", "agrees as loaded", "disagrees", "not run"
 """The possible outcomes, best first."""
@@ -147,6 +90,9 @@ class Outcome:
         stepped: after a training step and another refit.
         loaded: with the weights read from files; only looked at where a refit fails.
         reason: what failed: the verdict, or an error.
+        dtype: of both sides.
+        bounds: on the error after each refit: `BOUND`, or as much as the noise floor of `dtype` explains.
+        options: vLLM's, beside those that all have.
     """
 
     architecture: str
@@ -155,6 +101,9 @@ class Outcome:
     stepped: float | None = None
     loaded: float | None = None
     reason: str = ""
+    dtype: str = "float32"
+    bounds: tuple[float, ...] = ()
+    options: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """By name."""
@@ -174,12 +123,15 @@ def shared_architectures() -> list[str]:
     )
 
 
-def tiny_model(architecture: str, overrides: dict[str, Any] | None = None) -> PreTrainedModel:
+def tiny_model(
+    architecture: str, overrides: dict[str, Any] | None = None, dtype: torch.dtype = torch.float32
+) -> PreTrainedModel:
     """Our model at tiny size, every tensor random.
 
     Args:
         architecture: which.
         overrides: values of its configuration, beside those that it and the engine need.
+        dtype: of its parameters.
 
     Raises:
         FamilyImportError: the family needs other versions than are installed.
@@ -196,7 +148,7 @@ def tiny_model(architecture: str, overrides: dict[str, Any] | None = None) -> Pr
     values = {**model_class.tiny, **latent, **OVERRIDES.get(architecture, {}), **(overrides or {})}
     config = tiny_config(reference.config_class, values, reference)
     torch.manual_seed(0)
-    model = model_class.from_config(config, dtype=torch.float32, device="cpu").eval()
+    model = model_class.from_config(config, dtype=dtype, device="cpu").eval()
     randomise(model)
     return model
 
@@ -210,9 +162,20 @@ def hold(architecture: str, start: Start, folder: Path, overrides: dict[str, Any
         folder: an empty one, for the checkpoint and measurements.
         overrides: values of its configuration.
     """
+    dtype = torch.bfloat16 if architecture in BF16 else torch.float32
+    options = OPTIONS.get(architecture, {})
+    found = _hold(architecture, partial(start, dtype=dtype, **options), folder, overrides, dtype)
+    # Where the checkpoint lay is nothing that anyone can look up.
+    reason = found.reason.replace(f"{folder}/", "")
+    return replace(found, reason=reason, dtype=dtype_name(dtype), options=options)
+
+
+def _hold(
+    architecture: str, start: Start, folder: Path, overrides: dict[str, Any] | None, dtype: torch.dtype
+) -> Outcome:
     checkpoint = folder / "checkpoint"
     try:
-        model = tiny_model(architecture, overrides)
+        model = tiny_model(architecture, overrides, dtype)
         model.save_pretrained(checkpoint)
         tokenizer(checkpoint, model.config.get_text_config().vocab_size)
         temperature, untrained = spreading_temperature(model), copy.deepcopy(model)
@@ -220,7 +183,8 @@ def hold(architecture: str, start: Start, folder: Path, overrides: dict[str, Any
         return Outcome(architecture, NOT_RUN, reason=f"no tiny model: {one_line(error)}")
     trainer = HFEngine(model, "trainer")
     prompts = Prompts(None, min(FIRST_SPECIAL, trainer.capabilities().vocabulary))  # no images' tokens
-    settings = replace(SETTINGS, sampling=Sampling(temperature))
+    batches = SETTINGS.batches if dtype == torch.float32 else BATCHES_ROUNDED
+    settings = replace(SETTINGS, batches=batches, sampling=Sampling(temperature))
     try:
         with quirks_off("engine-dummy-buffers"):
             engine = start(checkpoint, load_format="dummy", seed=1)
@@ -237,7 +201,8 @@ def hold(architecture: str, start: Start, folder: Path, overrides: dict[str, Any
     except Exception as error:  # the engine's, or the model's
         problem = one_line(error)
     measured = [_error(step) for step in steps] + [None, None]
-    numbers = {"refitted": measured[0], "stepped": measured[1]}
+    bounds = tuple(step.result.bound for step in steps)
+    numbers: dict[str, Any] = {"refitted": measured[0], "stepped": measured[1], "bounds": bounds}
     if not problem:
         return Outcome(architecture, AGREES, **numbers)
     unfit = DISAGREES if steps else NOT_RUN  # where nothing was measured nothing disagrees

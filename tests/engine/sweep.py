@@ -25,8 +25,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from nrl_models.consistency.cells import NOISE_FACTOR
 from nrl_models.devtools.checkout import PAGES
 from nrl_models.devtools.results import Kind, Record, read_records, versions_summary
+from tests.engine.published import BOUND
 from tests.sweep import Outcomes, Sweep
 
 ROOT = Path(__file__).parents[2]
@@ -186,7 +188,9 @@ def page(records: Mapping[str, Record], everything: list[str]) -> str:
         "Each is tried at tiny size, in fp32, every tensor random, without images, at a temperature that leaves half",
         "the uncertainty. The engine starts on random weights and is refitted by the trainer, which then trains a step",
         "and refits it again; where that fails, the engine reads the weights from files. Numbers are",
-        "`token_mult_prob_error`, the worse of decode and prefill; the bound is 1.0001. Verdicts are explained in",
+        f"`token_mult_prob_error`, the worse of decode and prefill; the bound is {BOUND}. Where vLLM has kernels in",
+        "bf16 alone, both sides run in bf16, and the bound after each refit is what the noise floor explains: the",
+        f"trainer's error against itself under other roundings, times {NOISE_FACTOR:g}. Verdicts are explained in",
         "[consistency.md](consistency.md).",
         "",
         *(f"- {counts[status]} {MEANINGS[status]}" for status in ORDER),
@@ -201,10 +205,20 @@ def page(records: Mapping[str, Record], everything: list[str]) -> str:
             "" if (error := outcome[key]) is None else f"{error:.7f}" if error < 1.001 else f"{error:.4f}"
             for key in ("refitted", "stepped", "loaded")
         ]
-        reason = " ".join(outcome["reason"].split()).replace("|", "\\|")
+        reason = " ".join([*conditions(outcome), *outcome["reason"].split()]).replace("|", "\\|")
         reason = reason if len(reason) <= MOST else f"{reason[:MOST]} …"
         lines.append(f"| {name} | {outcome['status']} | {' | '.join(numbers)} | {reason} |")
     return "\n".join([*lines, ""])
+
+
+def conditions(outcome: Mapping[str, Any]) -> Iterator[str]:
+    """What an architecture was run with that others were not, as sentences."""
+    if (dtype := outcome.get("dtype", "float32")) != "float32":
+        yield f"In {dtype}."
+    if max(bounds := outcome.get("bounds", ()), default=BOUND) > BOUND:
+        yield f"Bound after each refit: {', '.join(f'{bound:.4f}' for bound in bounds)}."
+    if options := outcome.get("options"):
+        yield f"With vLLM's {', '.join(f'`{name}={value}`' for name, value in options.items())}."
 
 
 if __name__ == "__main__":

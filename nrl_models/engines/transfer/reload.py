@@ -14,6 +14,7 @@ import torch
 
 from nrl_models.common.switches import is_off
 from nrl_models.engines.base import NamedTensor
+from nrl_models.engines.transfer.as_published import as_published
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,7 @@ class WeightReload:
     def load(self, tensors: Iterable[NamedTensor]) -> None:
         """Take some weights, by hub name."""
         with self._loading():
-            self._loaded |= set(self.model.load_weights(iter(tensors)) or ())
+            self._loaded |= set(self.model.load_weights(as_published(self.model, tensors)) or ())
 
     def halves(self) -> frozenset[str]:
         """Names of modules of which some elements were given so far, and others not."""

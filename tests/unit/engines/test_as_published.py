@@ -1,0 +1,79 @@
+"""What transformers saves otherwise than it was published reaches vLLM as it was published; the rest as it is."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from nrl_models.engines.transfer.as_published import as_published
+from nrl_models.errors import EngineError
+
+EXPERTS, HIDDEN, INNER = 4, 32, 12
+
+
+def nested(*path: str) -> nn.Module:
+    """A model with one module at the end of a path."""
+    root = module = nn.Module()
+    for part in path:
+        module.add_module(part, nn.Module())
+        module = module.get_submodule(part)
+    return root
+
+
+def names(model: nn.Module, *given: str) -> list[str]:
+    return [name for name, _ in as_published(model, [(name, torch.zeros(2)) for name in given])]
+
+
+def test_a_name_that_was_doubled_is_the_published_one() -> None:
+    model = nested("language_model", "model", "layers")
+    assert names(model, "language_model.model.model.norm.weight", "language_model.lm_head.weight") == [
+        "language_model.model.norm.weight",
+        "language_model.lm_head.weight",
+    ]
+
+
+@pytest.mark.parametrize(
+    "model", [nested("language_model", "model", "model"), nested("thinker", "model")], ids=["has both", "has neither"]
+)
+def test_a_name_stays_where_the_engine_does_not_say_otherwise(model: nn.Module) -> None:
+    assert names(model, "language_model.model.model.norm.weight") == ["language_model.model.model.norm.weight"]
+
+
+def stacks(hidden: int = HIDDEN, inner: int = INNER) -> dict[str, torch.Tensor]:
+    """As published: `(experts, in, out)`."""
+    return {
+        "model.layers.0.mlp.experts.gate_up_proj": torch.randn(EXPERTS, hidden, 2 * inner),
+        "model.layers.0.mlp.experts.down_proj": torch.randn(EXPERTS, inner, hidden),
+        "model.norm.weight": torch.randn(hidden),
+    }
+
+
+def with_experts(*, transposed: bool) -> nn.Module:
+    model = nn.Module()
+    model.experts = nn.Module()
+    model.experts.is_fused_checkpoint_transposed = transposed
+    model.experts.moe_config = SimpleNamespace(hidden_dim_unpadded=HIDDEN)
+    return model
+
+
+def test_experts_are_turned_as_they_were_published() -> None:
+    published = stacks()
+    saved = {name: tensor.transpose(1, 2) if tensor.ndim == 3 else tensor for name, tensor in published.items()}
+    for given in (published, saved):
+        found = dict(as_published(with_experts(transposed=True), given.items()))
+        assert found.keys() == published.keys()
+        assert all(torch.equal(found[name], tensor) for name, tensor in published.items())
+
+
+def test_experts_stay_where_the_engine_reads_them_as_they_are_saved() -> None:
+    saved = stacks()
+    found = dict(as_published(with_experts(transposed=False), saved.items()))
+    assert all(found[name] is tensor for name, tensor in saved.items())
+
+
+def test_square_experts_are_refused() -> None:
+    with pytest.raises(EngineError, match=r"gate_up_proj of shape \(4, 32, 32\) may be"):
+        list(as_published(with_experts(transposed=True), stacks(inner=HIDDEN // 2).items()))
