@@ -202,7 +202,7 @@ def page(records: Mapping[str, Record], everything: list[str]) -> str:
     for name in sorted(records, key=lambda name: (ORDER.index(records[name].outcome["status"]), name)):
         outcome = records[name].outcome
         numbers = [
-            "" if (error := outcome[key]) is None else f"{error:.7f}" if error < 1.001 else f"{error:.4f}"
+            "" if (error := outcome.get(key)) is None else f"{error:.7f}" if error < 1.001 else f"{error:.4f}"
             for key in ("refitted", "stepped", "loaded")
         ]
         reason = " ".join([*conditions(outcome), *outcome["reason"].split()]).replace("|", "\\|")

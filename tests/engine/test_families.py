@@ -80,15 +80,24 @@ def test_what_cannot_be_refitted_agrees_as_loaded(vllm: OneEngine, tmp_path: Pat
     assert token_mult_prob_error(*scores) <= BOUND
 
 
+def test_a_reason_names_no_scratch_folder(vllm: OneEngine, tmp_path: Path) -> None:
+    found = hold("DeepseekV32ForCausalLM", vllm, tmp_path)
+    assert found.status == "not run"
+    assert found.reason.startswith("vLLM does not start on checkpoint: NotImplementedError")
+    assert not [name for name, record in PUBLISHED.items() if "/tmp/" in record.outcome["reason"]]
+
+
+@pytest.mark.parametrize(("architecture", "off"), [("LlamaForCausalLM", 0.01), ("Qwen3_5ForCausalLM", 0.5)])
 def test_what_is_wrong_is_not_taken_for_agreement(
-    vllm: OneEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    architecture: str, off: float, vllm: OneEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     score = HFEngine.score
 
-    def off(self: HFEngine, *args: object, **options: object) -> list[list[float]]:
-        return [[value - 0.01 * (self.name == "trainer") for value in row] for row in score(self, *args, **options)]
+    def shifted(self: HFEngine, *args: object, **options: object) -> list[list[float]]:
+        return [[value - off * (self.name == "trainer") for value in row] for row in score(self, *args, **options)]
 
-    monkeypatch.setattr(HFEngine, "score", off)
-    found = hold("LlamaForCausalLM", vllm, tmp_path)
+    monkeypatch.setattr(HFEngine, "score", shifted)
+    found = hold(architecture, vllm, tmp_path)
     assert found.status == "disagrees"
     assert "At fault: trainer" in found.reason
+    assert (max(found.bounds) > BOUND) == (architecture in BF16)
