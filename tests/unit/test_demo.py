@@ -13,6 +13,7 @@ import transformers
 from checkpoints import assert_same, new_model, stored
 from gguf_checkpoints import write_gguf
 from typer.testing import CliRunner
+from versions import since
 
 from nrl_models.cli import app, demo
 from nrl_models.inputs.real_text import END, text_of_this_machine
@@ -97,6 +98,7 @@ def test_the_demo_does_not_write_into_folders_of_somebody_else(options: list[str
     assert all(file.read_text() == "mine" for file in tmp_path.rglob("config.json"))
 
 
+@since("5.6")  # which has the tokenizer of the file
 @pytest.mark.long
 def test_the_demo_on_a_pretrained_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a random one in its place; `tests/real` has it on the model itself."""

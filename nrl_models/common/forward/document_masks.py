@@ -128,7 +128,10 @@ def _changes_nothing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 # transformers' registries
 
-_UNDERSTOOD = {"causal_mask_function", "packed_sequence_mask_function", "sliding_window_overlay", "chunked_overlay"}
+_CHUNKED = {"causal_mask_function", "packed_sequence_mask_function", "chunked_overlay"}
+"""Parts of masks of chunks."""
+
+_UNDERSTOOD = _CHUNKED | {"sliding_window_overlay"}
 """Parts of masks that `attend` goes by; a mask with others is built."""
 
 
@@ -172,10 +175,13 @@ def _keeping_apart(make: Function, *, built: bool) -> Function:
         if not told:
             apart = masking_utils.packed_sequence_mask_function(documents.index.to(asked["device"]))
             asked["mask_function"] = masking_utils.and_masks(apart, asked["mask_function"])
+        if "chunked_overlay" in parts and parts.keys() <= _CHUNKED:
+            # Chunks begin with their document; transformers counted them from the row's beginning before 5.15.
+            documents = documents.chunked(parts["chunked_overlay"]["chunk_size"])
+            apart = masking_utils.packed_sequence_mask_function(documents.index.to(asked["device"]))
+            asked["mask_function"] = masking_utils.and_masks(apart, masking_utils.causal_mask_function)
         if built or not parts.keys() <= _UNDERSTOOD:
             return make(**(asked | {"allow_is_causal_skip": False}))
-        if "chunked_overlay" in parts:
-            documents = documents.chunked(parts["chunked_overlay"]["chunk_size"])
         window = parts.get("sliding_window_overlay", {}).get("sliding_window")
         build: Any = functools.partial(masking_utils.sdpa_mask, **(asked | {"allow_is_causal_skip": False}))
         return DocumentMask(documents, window, build, asked["device"])

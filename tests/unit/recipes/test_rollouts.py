@@ -171,7 +171,7 @@ def test_rows_of_any_size_make_no_difference(make: Callable[..., PolicyLoop], na
         found.append((weights(loop), measured["loss"], measured["gradient_norm"]))
     for other in found[1:]:
         torch.testing.assert_close(other[0], found[0][0], rtol=1e-5, atol=1e-6)
-        assert other[1:] == pytest.approx(found[0][1:], rel=1e-4, abs=1e-6)
+        assert other[1:] == pytest.approx(found[0][1:], rel=1e-4, abs=5e-6)
 
 
 def test_later_updates_are_clipped_against_the_first_policy(make: Callable[..., PolicyLoop]) -> None:
