@@ -55,13 +55,18 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "Glm4MoeLiteForCausalLM": {"topk_method": "noaux_tc", "first_k_dense_replace": 1},
     "GptOssForCausalLM": {"rope_parameters": YARN},
     "HYV3ForCausalLM": {"expert_hidden_dim": 128, "first_k_dense_replace": 1, "qk_norm": True, "route_norm": True},
+    # vLLM has it with a tied output embedding alone, as it is published.
     "CohereCompassForConditionalGeneration": {
         "tie_word_embeddings": True,
         "text_config": {"tie_word_embeddings": True},
     },
+    # As of V2-Lite: vLLM chooses experts by groups, of which a configuration without has none.
     "DeepseekV2ForCausalLM": {"topk_method": "greedy", "n_group": 1, "topk_group": 1},
+    # transformers knows these sizes as `hidden_size`.
     "Lfm2ForCausalLM": {"block_dim": 256, "conv_dim": 256},
     "Lfm2VlForConditionalGeneration": {"text_config": {"block_dim": 256, "conv_dim": 256}},
+    # vLLM wants sections that fill what is rotated: half of a head in GLM-4.1V, all of it in GLM-OCR. It takes biases of
+    # q, k and v from a key, where transformers always has them.
     "Glm4vForConditionalGeneration": {
         "text_config": {
             "attention_bias": True,
@@ -84,7 +89,9 @@ OVERRIDES: dict[str, dict[str, Any]] = {
             },
         }
     },
+    # Experts that are not square: nothing else tells their orientation.
     "Qwen3VLMoeForConditionalGeneration": {"text_config": {"moe_intermediate_size": 96, "norm_topk_prob": True}},
+    # What transformers computes, of four neighbours in a square.
     "MuseGlimmerForConditionalGeneration": {"vision_config": {"output_dim": 1024}},
     # vLLM has its experts for GPUs alone; published models of the first generation have none.
     "NemotronHForCausalLM": {"layers_block_type": ["linear_attention", "full_attention", "mlp"]},
@@ -95,7 +102,9 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "Qwen3_5MoeForConditionalGeneration": {"text_config": DELTA},
     "MiniCPMV4_6ForConditionalGeneration": {"text_config": DELTA},
     "MiniCPMV4_7ForConditionalGeneration": {"text_config": DELTA},
+    # vLLM reads Mistral's own name of what Hugging Face's files have as `llama_4_scaling_beta`.
     "Ministral3ForCausalLM": {"llama_4_scaling": {"original_max_position_embeddings": 8, "beta": 0.1}},
+    # The names on the hub, of which transformers knows others.
     "MiMoV2FlashForCausalLM": {
         "hybrid_layer_pattern": [0, 1],
         "moe_layer_freq": [0, 1],
@@ -111,7 +120,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "add_swa_attention_sink_bias": True,
     },
     "KimiVLForConditionalGeneration": {"text_config": LATENT | {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}},
-    # A chunk of attention is a whole number of the engine's blocks of 128 words.
+    # A chunk of attention is a whole number of the engine's blocks of 128 words. From `floor_scale` words on attention is
+    # tuned, which vLLM does for contexts of more than 32K alone; the published one is beyond what is compared here.
     "Llama4ForCausalLM": {"attention_chunk_size": 128, "floor_scale": 8192},
     "Llama4ForConditionalGeneration": {"text_config": {"attention_chunk_size": 128, "floor_scale": 8192}},
     "LongcatFlashForCausalLM": {
