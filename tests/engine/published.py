@@ -65,8 +65,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     # transformers knows these sizes as `hidden_size`.
     "Lfm2ForCausalLM": {"block_dim": 256, "conv_dim": 256},
     "Lfm2VlForConditionalGeneration": {"text_config": {"block_dim": 256, "conv_dim": 256}},
-    # vLLM wants sections that fill what is rotated: half of a head in GLM-4.1V, all of it in GLM-OCR. It takes biases of
-    # q, k and v from a key, where transformers always has them.
+    # vLLM wants sections that fill what is rotated: half of a head in GLM-4.1V, all of it in GLM-OCR. Of biases it asks
+    # a key, where transformers always has them.
     "Glm4vForConditionalGeneration": {
         "text_config": {
             "attention_bias": True,
@@ -120,8 +120,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "add_swa_attention_sink_bias": True,
     },
     "KimiVLForConditionalGeneration": {"text_config": LATENT | {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}},
-    # A chunk of attention is a whole number of the engine's blocks of 128 words. From `floor_scale` words on attention is
-    # tuned, which vLLM does for contexts of more than 32K alone; the published one is beyond what is compared here.
+    # A chunk of attention is a whole number of the engine's blocks of 128 words. From `floor_scale` words on attention
+    # is tuned, which vLLM does for contexts of more than 32K alone; the published one is beyond what is compared here.
     "Llama4ForCausalLM": {"attention_chunk_size": 128, "floor_scale": 8192},
     "Llama4ForConditionalGeneration": {"text_config": {"attention_chunk_size": 128, "floor_scale": 8192}},
     "LongcatFlashForCausalLM": {
