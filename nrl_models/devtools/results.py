@@ -39,6 +39,7 @@ class Kind(StrEnum):
     CP = "cp"
     QLORA = "qlora"
     ENGINE = "engine"
+    MLX = "mlx"
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Compares an architecture at tiny size with a real engine; lists the known limits."""
+"""Compares an architecture at tiny size with a real engine; lists the known limits of vLLM."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
-from vllm import ModelRegistry
 
 from nrl_models import registry
 from nrl_models.common.dtypes import dtype_name
@@ -25,8 +24,8 @@ from nrl_models.consistency.prompts import Prompts
 from nrl_models.consistency.references import References
 from nrl_models.consistency.refit import RefitChecker, RefitStep
 from nrl_models.consistency.store import Store
+from nrl_models.engines.base import Engine
 from nrl_models.engines.hf import HFEngine
-from nrl_models.engines.vllm import VLLMEngine
 from nrl_models.errors import EngineError, one_line
 from nrl_models.logprobs import Sampling, token_logprobs
 from nrl_models.testing.case import randomise
@@ -34,7 +33,10 @@ from nrl_models.testing.sizes import FIRST_SPECIAL
 from nrl_models.testing.tiny import tiny_config
 from tests.engine.published import BF16, BOUND, LATENT, OPTIONS, OVERRIDES
 
-Start = Callable[..., VLLMEngine]
+Start = Callable[..., Engine]
+
+Also = Callable[[Engine, HFEngine, Prompts, Settings], str]
+"""What else has to hold of an engine that a trainer has refitted: says what does not, or nothing."""
 
 SETTINGS = Settings(lengths=(64,), data=("dummy",), modes=("sampling",), batches=(2,), new_tokens=24, threshold=BOUND)
 
@@ -131,6 +133,8 @@ def shared_architectures() -> list[str]:
 
     Under the name that the engine knows; an alias only where it is the engine's name.
     """
+    from vllm import ModelRegistry
+
     shared = set(ModelRegistry.get_supported_archs()) & set(registry.architectures())
     return sorted(
         architecture
@@ -180,18 +184,42 @@ def hold(architecture: str, start: Start, folder: Path, overrides: dict[str, Any
     """
     dtype = torch.bfloat16 if architecture in BF16 else torch.float32
     options = OPTIONS.get(architecture, {})
-    found = _hold(architecture, partial(start, dtype=dtype, **options), folder, overrides, dtype)
+    try:
+        model = tiny_model(architecture, overrides, dtype)
+    except Exception as error:  # whatever a model's code raises
+        return Outcome(architecture, NOT_RUN, reason=f"no tiny model: {one_line(error)}")
+    settings = SETTINGS if dtype == torch.float32 else replace(SETTINGS, batches=BATCHES_ROUNDED)
+    found = compared(architecture, model, partial(start, dtype=dtype, **options), folder, settings)
+    return replace(found, dtype=dtype_name(dtype), options=options)
+
+
+def compared(
+    architecture: str,
+    model: PreTrainedModel,
+    start: Start,
+    folder: Path,
+    settings: Settings = SETTINGS,
+    also: Also = lambda *_: "",
+) -> Outcome:
+    """The outcome of a model, see `hold`.
+
+    Args:
+        architecture: which it is of.
+        model: the trainer's; it is trained.
+        start, folder: as for `hold`.
+        settings: what is compared, at a temperature found here.
+        also: what else has to hold after both refits.
+    """
+    found = _compared(architecture, model, start, folder, settings, also)
     # Where the checkpoint lay is nothing that anyone can look up.
-    reason = found.reason.replace(f"{folder}/", "")
-    return replace(found, reason=reason, dtype=dtype_name(dtype), options=options)
+    return replace(found, reason=found.reason.replace(f"{folder}/", ""))
 
 
-def _hold(
-    architecture: str, start: Start, folder: Path, overrides: dict[str, Any] | None, dtype: torch.dtype
+def _compared(
+    architecture: str, model: PreTrainedModel, start: Start, folder: Path, settings: Settings, also: Also
 ) -> Outcome:
     checkpoint = folder / "checkpoint"
     try:
-        model = tiny_model(architecture, overrides, dtype)
         model.save_pretrained(checkpoint)
         tokenizer(checkpoint, model.config.get_text_config().vocab_size)
         temperature, untrained = spreading_temperature(model), copy.deepcopy(model)
@@ -199,8 +227,7 @@ def _hold(
         return Outcome(architecture, NOT_RUN, reason=f"no tiny model: {one_line(error)}")
     trainer = HFEngine(model, "trainer")
     prompts = Prompts(None, min(FIRST_SPECIAL, trainer.capabilities().vocabulary))  # no images' tokens
-    batches = SETTINGS.batches if dtype == torch.float32 else BATCHES_ROUNDED
-    settings = replace(SETTINGS, batches=batches, sampling=Sampling(temperature))
+    settings = replace(settings, sampling=Sampling(temperature))
     try:
         with quirks_off("engine-dummy-buffers"):
             engine = start(checkpoint, load_format="dummy", seed=1)
@@ -214,6 +241,7 @@ def _hold(
             checker.train()
             steps.append(checker.refit("after a training step"))
         problem = "; ".join(why(step) for step in steps if not step.passed)
+        problem = problem or also(engine, trainer, prompts, settings)
     except Exception as error:  # the engine's, or the model's
         problem = one_line(error)
     measured = [_error(step) for step in steps] + [None, None]

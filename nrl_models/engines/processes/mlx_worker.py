@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from mlx.utils import tree_flatten, tree_map, tree_map_with_path
 from mlx_lm.models.cache import make_prompt_cache
-from mlx_lm.utils import load_model
+from mlx_lm.utils import load_config, load_model
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from nrl_models.engines.digests import tensor_digest
@@ -35,9 +35,8 @@ class Model(WorkerModel):
 
     def __init__(self, path: str, dtype: str | None, weights: bool, seed: int) -> None:
         mx.random.seed(seed)
-        self.model, config = load_model(
-            Path(path), lazy=True, model_config=with_older_keys(read_config(Path(path)).to_dict())
-        )
+        keys = with_older_keys(read_config(Path(path)).to_dict(), load_config(Path(path)))
+        self.model, config = load_model(Path(path), lazy=True, model_config=keys)
         if not weights:
             self._randomise()
         if "quantization" in config or "quantization_config" in config:
@@ -129,14 +128,20 @@ class Model(WorkerModel):
         return {"unwritten": sorted(own.keys() - new.keys())}
 
 
-def with_older_keys(config: dict[str, Any]) -> dict[str, Any]:
-    """Values of a configuration, under the names that they had before transformers 5, too.
+def with_older_keys(config: dict[str, Any], stated: dict[str, Any]) -> dict[str, Any]:
+    """Values of a configuration as mlx-lm reads them: under the names that they had before transformers 5, too.
 
     mlx-lm reads `rope_theta`, and where it is missing may take a default: a model that transformers 5 wrote, with
     `rope_parameters`, would be rotated otherwise, without an error.
+
+    Args:
+        config: everything that transformers knows of it.
+        stated: what the file says. Of what is None that alone is handed on: for the rest mlx-lm has defaults.
     """
     found: dict[str, Any] = {
-        name: with_older_keys(value) if name.endswith("_config") and isinstance(value, dict) else value
+        name: with_older_keys(value, stated.get(name) or {})
+        if name.endswith("_config") and name != "per_layer_config" and isinstance(value, dict)
+        else value
         for name, value in config.items()
     }
     older: dict[str, Any] = {name[1:]: value for name, value in found.items() if name.startswith("_")}
@@ -147,16 +152,46 @@ def with_older_keys(config: dict[str, Any]) -> dict[str, Any]:
     heads = found.get("num_attention_heads")
     if isinstance(heads, int) and "hidden_size" in found:
         older["head_dim"] = found["hidden_size"] // heads
-    rope = found.get("rope_parameters") or {}
+    if isinstance(words := found.get("text_config"), dict):
+        older |= {name: words[name] for name in ("vocab_size",) if name in words}
+        if "tie_word_embeddings" in stated:  # for transformers it is the whole model that ties
+            found["text_config"] = words | {"tie_word_embeddings": stated["tie_word_embeddings"]}
+    older |= _older_rope(found.get("rope_parameters") or {})
+    found |= _older_layers(found)
+    return (
+        {name: None for name in stated if name in found}
+        | {name: value for name, value in older.items() if found.get(name) is None}
+        | {name: value for name, value in found.items() if value is not None}
+    )
+
+
+def _older_rope(rope: dict[str, Any]) -> dict[str, Any]:
+    """What the older keys say of rotary embeddings."""
     layered = "rope_theta" not in rope
     rope, local = (rope.get("full_attention") or {}, rope.get("sliding_attention") or {}) if layered else (rope, {})
-    older |= {name: rope[name] for name in ("rope_theta", "partial_rotary_factor") if name in rope}
+    older = {name: rope[name] for name in ("rope_theta", "partial_rotary_factor") if name in rope}
     if "rope_theta" in local:
         older["rope_local_base_freq"] = local["rope_theta"]
-    older["rope_scaling"] = None if rope.get("rope_type", "default") == "default" else rope
-    return {name: value for name, value in older.items() if found.get(name) is None} | {
-        name: value for name, value in found.items() if value is not None
-    }
+    return older | {"rope_scaling": None if rope.get("rope_type", "default") == "default" else rope}
+
+
+def _older_layers(found: dict[str, Any]) -> dict[str, Any]:
+    """What the older keys say of layers that differ: how often full attention comes, and what it has of its own.
+
+    Where `layer_types` is there, transformers goes by it, and a key beside it may say something else.
+    """
+    kinds = found.get("layer_types") or []
+    full = [index for index, kind in enumerate(kinds) if kind == "full_attention"]
+    older: dict[str, Any] = {}
+    if full and full == list(range(full[0], len(kinds), full[0] + 1)):
+        key = "full_attention_interval" if "linear_attention" in kinds else "sliding_window_pattern"
+        if not isinstance(found.get(key), str):
+            older[key] = full[0] + 1
+    layers = {int(layer): values for layer, values in (found.get("per_layer_config") or {}).items()}
+    if full and all(layers.get(index) == layers.get(full[0]) for index in full):
+        for name, value in (layers.get(full[0]) or {}).items():
+            older["num_global_" + name.removeprefix("num_") if name.startswith("num_") else f"global_{name}"] = value
+    return older
 
 
 def as_torch(value: mx.array) -> torch.Tensor:

@@ -1,0 +1,117 @@
+"""Compares an architecture at tiny size with MLX; lists its known limits."""
+
+from __future__ import annotations
+
+import pkgutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from mlx_lm import models
+from mlx_lm.utils import MODEL_REMAPPING
+
+from nrl_models import registry
+from nrl_models.consistency.cells import Settings
+from nrl_models.consistency.prompts import Prompts
+from nrl_models.engines import start_engine
+from nrl_models.engines.base import Engine
+from nrl_models.engines.hf import HFEngine
+from nrl_models.errors import one_line
+from tests.engine.families import NOT_RUN, SETTINGS, Outcome, Start, compared, tiny_model
+
+BOUND = 1.00001
+"""On `token_mult_prob_error` in fp32: a tenth of what vLLM's kernels may be off by."""
+
+OVERRIDES: dict[str, dict[str, Any]] = {
+    # Published keys that transformers does not know, or has defaults for, and mlx-lm asks for.
+    "ApertusForCausalLM": {"mlp_bias": False, "post_norm": False, "qk_norm": True},
+    "Exaone4ForCausalLM": {"sliding_window_pattern": "LG"},
+    "ExaoneMoeForCausalLM": {"is_moe_layer": [False, True]},
+    "Gemma4UnifiedForConditionalGeneration": {"text_config": {"hidden_size_per_layer_input": 0}},
+    "GlmMoeDsaForCausalLM": {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1},
+    "Lfm2ForCausalLM": {
+        "block_dim": 256,
+        "block_multiple_of": 256,
+        "block_ffn_dim_multiplier": 1.0,
+        "block_auto_adjust_ff_dim": False,
+    },
+    "LongcatFlashForCausalLM": {"attention_method": "MLA", "router_bias": False},
+    "PhimoeForCausalLM": {"attention_bias": True, "lm_head_bias": True},
+    "Qwen3VLMoeForConditionalGeneration": {"text_config": {"norm_topk_prob": True}},
+    "RecurrentGemmaForCausalLM": {"num_key_value_heads": 1},
+    "SolarOpenForCausalLM": {"intermediate_size": 384, "first_k_dense_replace": 0, "partial_rotary_factor": 1.0},
+    # mlx-lm looks at the fourth layer, the first of full attention, and has no less.
+    "Llama4ForConditionalGeneration": {"text_config": {"num_hidden_layers": 4}},
+}
+"""What a tiny configuration has to have for MLX, beside what it has for any engine."""
+
+
+LIMITS: dict[str, str] = {
+    "Ernie4_5_MoeForCausalLM": "mlx-lm's router leaves out what corrects the scores",
+    "Gemma2ForCausalLM": "mlx-lm's code of this model has no sliding window",
+    "GemmaForCausalLM": "mlx-lm computes GELU itself, where transformers takes the approximation by tanh",
+    "Glm4MoeLiteForCausalLM": "transformers norms latent attention by another epsilon than the configuration's",
+    "GlmForCausalLM": "mlx-lm rotates whole heads, where `partial_rotary_factor` says half of each",
+    "JambaForCausalLM": "mlx-lm takes the softmax of the chosen experts alone",
+    "MistralForCausalLM": "mlx-lm runs it by its code for Llama, which has no sliding window but by `layer_types`",
+    "Starcoder2ForCausalLM": "mlx-lm's code of this model has no sliding window, and computes GELU itself",
+}
+"""Architectures that disagree for a reason found in the code of either side; others have a verdict."""
+
+
+def shared_architectures() -> list[str]:
+    """Every architecture that writes text and that mlx-lm, which goes by model types, and the registry both have."""
+    known = {module.name for module in pkgutil.iter_modules(models.__path__)}
+    return sorted(
+        architecture
+        for architecture in registry.architectures(aliases=False)
+        if not architecture.endswith("Classification")
+        and not registry.unmet_requirement(architecture)
+        and MODEL_REMAPPING.get(kind := _model_type(architecture), kind) in known
+    )
+
+
+def _model_type(architecture: str) -> str:
+    return registry.model_class(architecture).reference_class().config_class.model_type
+
+
+@contextmanager
+def one_mlx() -> Iterator[Start]:
+    """Starts MLX on a checkpoint, in fp32, and stops the one before; leaving it stops the last."""
+    with ExitStack() as running:
+
+        def start(path: Path, **options: Any) -> Engine:
+            running.close()
+            return running.enter_context(start_engine("mlx", path, dtype=torch.float32, **options))
+
+        yield start
+
+
+def hold_mlx(architecture: str, start: Start, folder: Path) -> Outcome:
+    """Refit MLX from random weights, and again after a training step, and read what was trained from files.
+
+    Args:
+        architecture: which.
+        start: starts MLX on a checkpoint.
+        folder: an empty one, for checkpoints and measurements.
+    """
+    try:
+        model = tiny_model(architecture, OVERRIDES.get(architecture))
+    except Exception as error:  # whatever a model's code raises
+        return Outcome(architecture, NOT_RUN, reason=f"no tiny model: {one_line(error)}")
+    return compared(architecture, model, start, folder, replace(SETTINGS, threshold=BOUND), unlike_a_fresh_load)
+
+
+def unlike_a_fresh_load(engine: Engine, trainer: HFEngine, prompts: Prompts, settings: Settings) -> str:
+    """How scores of an engine that was refitted differ from those of one that read the same weights; empty if not."""
+    tokens = prompts.make(settings.cells()[0], settings.lengths[0], settings.seed)
+    with tempfile.TemporaryDirectory() as folder:
+        trainer.model.save_pretrained(folder)
+        with start_engine("mlx", folder, dtype=torch.float32) as fresh:
+            scores = [torch.tensor(each.score(tokens, settings.sampling))[:, 1:] for each in (engine, fresh)]
+    apart = (scores[0] - scores[1]).abs().max().item()
+    return "" if apart == 0 else f"after the refits it is {apart:.2g} off what it is with the same weights from files"
