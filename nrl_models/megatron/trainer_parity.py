@@ -104,7 +104,7 @@ def _weights(model: FamilyModel, megatron: Any) -> ParityRow:
 def _layers(model: FamilyModel, megatron: Any, input_ids: torch.Tensor) -> ParityRow:
     """Level 2: each of Megatron's layers gives what ours gives, on what ours gets."""
     stack = find_stack(model)
-    layers = [f"{stack}.{number}" for number in range(len(model.get_submodule(stack)))]
+    layers = [f"{stack}.{number}" for number, _ in enumerate(model.get_submodule(stack).children())]
     with record_calls(model, layers, copy=True) as ours, torch.no_grad():
         model(input_ids=input_ids, use_cache=False)
     given = [ours[name].inputs[0].transpose(0, 1).contiguous() for name in layers]
