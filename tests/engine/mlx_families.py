@@ -30,7 +30,6 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     # Published keys that transformers does not know, or has defaults for, and mlx-lm asks for.
     "ApertusForCausalLM": {"mlp_bias": False, "post_norm": False, "qk_norm": True},
     "Exaone4ForCausalLM": {"sliding_window_pattern": "LG"},
-    "ExaoneMoeForCausalLM": {"is_moe_layer": [False, True]},
     "Gemma4UnifiedForConditionalGeneration": {"text_config": {"hidden_size_per_layer_input": 0}},
     "GlmMoeDsaForCausalLM": {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1},
     "Lfm2ForCausalLM": {

@@ -112,7 +112,9 @@ class Model(WorkerModel):
         """Compute with what has arrived; where the model cannot take some of it, nothing has changed."""
         arrived, self.arrived = self.arrived, {}
         if hasattr(self.model, "sanitize"):
-            arrived = self.model.sanitize(arrived)
+            # By another of the class, of which nothing is computed: it may take the head from a model that ties, once.
+            args = self.model.args if hasattr(self.model, "args") else self.model.config
+            arrived = type(self.model)(args).sanitize(arrived)
         own = dict(tree_flatten(self.model.parameters()))
         wrong = [
             f"{name} of shape {tuple(value.shape)}: "
