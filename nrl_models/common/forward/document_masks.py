@@ -176,7 +176,7 @@ def _keeping_apart(make: Function, *, built: bool) -> Function:
             apart = masking_utils.packed_sequence_mask_function(documents.index.to(asked["device"]))
             asked["mask_function"] = masking_utils.and_masks(apart, asked["mask_function"])
         if "chunked_overlay" in parts and parts.keys() <= _CHUNKED:
-            # Chunks begin with their document; transformers counted them from the row's beginning before 5.15.
+            # Chunks begin with their document; transformers 5.18 and older count them from the row's beginning.
             documents = documents.chunked(parts["chunked_overlay"]["chunk_size"])
             apart = masking_utils.packed_sequence_mask_function(documents.index.to(asked["device"]))
             asked["mask_function"] = masking_utils.and_masks(apart, masking_utils.causal_mask_function)
