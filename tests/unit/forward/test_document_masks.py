@@ -183,6 +183,18 @@ def test_a_mask_is_told_by_what_made_it(function: Any, documents: tuple, window:
 
 
 @pytest.mark.parametrize("how", ["sdpa", "eager"])
+def test_chunks_begin_with_their_document(how: str, packed: Documents) -> None:
+    """Whatever the row's places are: transformers 5.18 counts chunks from the row's beginning."""
+    chunks = masking_utils.chunked_causal_mask_function(8, torch.zeros(2, dtype=torch.long))
+    mask = made(how, chunks)
+    seen = mask == 0 if how == "eager" else (mask * 1).bool()
+    same = packed.index[:, :, None] == packed.index[:, None]
+    chunk = POSITIONS // 8
+    expected = same & (chunk[:, :, None] == chunk[:, None]) & torch.ones(30, 30, dtype=torch.bool).tril()
+    assert torch.equal(seen[:, 0], expected)
+
+
+@pytest.mark.parametrize("how", ["sdpa", "eager"])
 def test_other_masks_are_built_and_keep_documents_apart(how: str, packed: Documents) -> None:
     def odd(batch: Any, head: Any, query: Any, key: Any) -> Any:
         return (query - key) % 2 == 0
