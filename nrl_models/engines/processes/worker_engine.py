@@ -107,7 +107,7 @@ class WorkerEngine(Engine):
                     "seed": seed,
                 }
             )
-            end = config.get_text_config(decoder=True).eos_token_id
+            end = getattr(config.get_text_config(decoder=True), "eos_token_id", None)
             ends = [] if end is None else end if isinstance(end, list) else [end]
             return cls(worker, described, max_length or model_limit(config), ends)
         except BaseException:
