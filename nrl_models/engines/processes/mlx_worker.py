@@ -113,8 +113,9 @@ class Model(WorkerModel):
         arrived, self.arrived = self.arrived, {}
         if hasattr(self.model, "sanitize"):
             # By another of the class, of which nothing is computed: it may take the head from a model that ties, once.
+            model_class: Any = type(self.model)
             args = self.model.args if hasattr(self.model, "args") else self.model.config
-            arrived = type(self.model)(args).sanitize(arrived)
+            arrived = model_class(args).sanitize(arrived)
         own = dict(tree_flatten(self.model.parameters()))
         wrong = [
             f"{name} of shape {tuple(value.shape)}: "
