@@ -59,10 +59,10 @@ SEED ?= 1
 campaign: setup
 	$(BIN)/python -m pytest -q -n $(WORKERS) tests/campaign tests/unit/projections/test_part_calls.py --cases $(CASES) --fuzz-seed $(SEED)
 
-# One process at a time: the tests start processes themselves.
+# The first one test at a time: they start processes themselves.
 test-distributed: $(VENV)/.ready-integrations
 	$(BIN)/python -m pytest -q tests/distributed
-	$(BIN)/python -m pytest -q -m integrations tests/unit/consistency tests/unit/edits tests/unit/engines tests/unit/loading tests/unit/losses
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup -m integrations tests/unit/consistency tests/unit/edits tests/unit/engines tests/unit/loading tests/unit/losses
 
 # Goes on where another run was cut.
 distributed-coverage: $(VENV)/.ready-integrations
