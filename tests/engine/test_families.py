@@ -87,9 +87,9 @@ def test_a_reason_names_no_scratch_folder(vllm: OneEngine, tmp_path: Path) -> No
     assert not [name for name, record in PUBLISHED.items() if "/tmp/" in record.outcome["reason"]]
 
 
-@pytest.mark.parametrize(("architecture", "off"), [("LlamaForCausalLM", 0.01), ("Qwen3_5ForCausalLM", 0.5)])
+@pytest.mark.parametrize(("name", "off"), [("LlamaForCausalLM", 0.01), ("Qwen3_5ForCausalLM", 0.5)])
 def test_what_is_wrong_is_not_taken_for_agreement(
-    architecture: str, off: float, vllm: OneEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, off: float, vllm: OneEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     score = HFEngine.score
 
@@ -97,7 +97,7 @@ def test_what_is_wrong_is_not_taken_for_agreement(
         return [[value - off * (self.name == "trainer") for value in row] for row in score(self, *args, **options)]
 
     monkeypatch.setattr(HFEngine, "score", shifted)
-    found = hold(architecture, vllm, tmp_path)
+    found = hold(name, vllm, tmp_path)
     assert found.status == "disagrees"
     assert "At fault: trainer" in found.reason
-    assert (max(found.bounds) > BOUND) == (architecture in BF16)
+    assert (max(found.bounds) > BOUND) == (name in BF16)
