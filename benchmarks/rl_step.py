@@ -131,6 +131,13 @@ class Rollouts:
         advantages = torch.randn(rollouts, generator=generator)
         return cls(lengths, [ids.to(model.device) for ids in sequences], advantages.to(model.device))
 
+    def shortest(self) -> Rollouts:
+        """The two shortest rollouts, for a step that warms up."""
+        rows = sorted(range(len(self.lengths)), key=self.lengths.__getitem__)[:2]
+        return Rollouts(
+            [self.lengths[row] for row in rows], [self.sequences[row] for row in rows], self.advantages[rows]
+        )
+
     @property
     def scored(self) -> int:
         """Tokens of completions."""
@@ -227,15 +234,17 @@ def run(step: Step, batch: Rollouts, model: Any) -> tuple[float, int, tuple[floa
 
 
 def times(shape: str, size: str, rollouts: int, runs: int) -> None:
-    """Print the seconds of each way, in turns after one that does not count, and what a share of the speed needs."""
+    """Print the seconds of each way, in turns after a short batch that does not count, and what a share needs."""
     models = {theirs: build(shape, size, theirs) for theirs in (True, False)}
     batch, ways = Rollouts.of(rollouts, models[True]), ways_of(rollouts)
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     results = {}
-    for turn in range(runs + 1):
-        for name, step in list(ways.items())[:: 1 if turn % 2 else -1]:
+    for name, step in ways.items():
+        run(step, batch.shortest(), models[name.startswith("transformers")])
+    for turn in range(runs):
+        for name, step in list(ways.items())[:: -1 if turn % 2 else 1]:
             took, _, results[name] = run(step, batch, models[name.startswith("transformers")])
-            seconds[name] += [took] if turn else []
+            seconds[name].append(took)
     for result in results.values():
         torch.testing.assert_close(torch.tensor(result), torch.tensor(results[BASE]), rtol=1e-3, atol=1e-5)
     peak = fastest_matmul(models[True].device, torch.float32)
