@@ -76,9 +76,9 @@ def parity(
 
     check_device(device)
     if second_trainer is not None:
-        from nrl_models.megatron.gpt_model import start_megatron
+        from nrl_models.engines.processes.megatron_core import MegatronEngine
 
-        start_megatron()  # its absence is said before anything is loaded
+        MegatronEngine.require_installed()  # before anything is loaded
     report = check_parity(path, checks=check or CHECKS, device=device, length=length, batch=batch, seed=seed)
     if second_trainer is not None:
         from nrl_models.megatron.trainer_parity import check_megatron

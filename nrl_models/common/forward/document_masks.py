@@ -128,10 +128,7 @@ def _changes_nothing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 # transformers' registries
 
-_CHUNKED = {"causal_mask_function", "packed_sequence_mask_function", "chunked_overlay"}
-"""Parts of masks of chunks."""
-
-_UNDERSTOOD = _CHUNKED | {"sliding_window_overlay"}
+_UNDERSTOOD = {"causal_mask_function", "packed_sequence_mask_function", "sliding_window_overlay", "chunked_overlay"}
 """Parts of masks that `attend` goes by; a mask with others is built."""
 
 
@@ -172,17 +169,21 @@ def _keeping_apart(make: Function, *, built: bool) -> Function:
         if not told and any(map(is_off, _QUIRKS)):
             return make(*args, **kwargs)
         asked["attention_mask"] = None  # some models make one of ones where they are given none
+        understood = parts.keys() <= _UNDERSTOOD
+        window = parts.get("sliding_window_overlay", {}).get("sliding_window")
+        if understood and "chunked_overlay" in parts:
+            # Chunks begin with their document; transformers 5.18 and older count them from the row's beginning.
+            documents, told = documents.chunked(parts["chunked_overlay"]["chunk_size"]), False
+            asked["mask_function"] = (
+                masking_utils.causal_mask_function
+                if window is None
+                else masking_utils.sliding_window_causal_mask_function(window)
+            )
         if not told:
             apart = masking_utils.packed_sequence_mask_function(documents.index.to(asked["device"]))
             asked["mask_function"] = masking_utils.and_masks(apart, asked["mask_function"])
-        if "chunked_overlay" in parts and parts.keys() <= _CHUNKED:
-            # Chunks begin with their document; transformers 5.18 and older count them from the row's beginning.
-            documents = documents.chunked(parts["chunked_overlay"]["chunk_size"])
-            apart = masking_utils.packed_sequence_mask_function(documents.index.to(asked["device"]))
-            asked["mask_function"] = masking_utils.and_masks(apart, masking_utils.causal_mask_function)
-        if built or not parts.keys() <= _UNDERSTOOD:
+        if built or not understood:
             return make(**(asked | {"allow_is_causal_skip": False}))
-        window = parts.get("sliding_window_overlay", {}).get("sliding_window")
         build: Any = functools.partial(masking_utils.sdpa_mask, **(asked | {"allow_is_causal_skip": False}))
         return DocumentMask(documents, window, build, asked["device"])
 

@@ -156,7 +156,8 @@ def with_older_keys(config: dict[str, Any], stated: dict[str, Any]) -> dict[str,
     if isinstance(heads, int) and "hidden_size" in found:
         older["head_dim"] = found["hidden_size"] // heads
     if isinstance(words := found.get("text_config"), dict):
-        older |= {name: words[name] for name in ("vocab_size",) if name in words}
+        if "vocab_size" in words:
+            older["vocab_size"] = words["vocab_size"]
         if "tie_word_embeddings" in stated:  # for transformers it is the whole model that ties
             found["text_config"] = words | {"tie_word_embeddings": stated["tie_word_embeddings"]}
     older |= _older_rope(found.get("rope_parameters") or {})

@@ -94,7 +94,7 @@ class WorkerEngine(Engine):
         if wrong:
             raise EngineError(f"{cls.name} does not know {', '.join(wrong)}: expected load_format=auto|dummy, seed")
         require_number("max_length", max_length, int)
-        cls._require_installed()
+        cls.require_installed()
         folder = resolve_folder(path)
         config = read_config(folder)
         worker = WorkerProcess([sys.executable, "-m", cls.module], cls.who, os.environ)
@@ -115,7 +115,12 @@ class WorkerEngine(Engine):
             raise
 
     @classmethod
-    def _require_installed(cls) -> None:
+    def require_installed(cls) -> None:
+        """Require the package that its process imports.
+
+        Raises:
+            EngineError: it is not installed.
+        """
         try:
             version(cls.distribution)
         except PackageNotFoundError as error:

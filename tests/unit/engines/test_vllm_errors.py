@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import pytest
+
 from nrl_models.engines.vllm import _first_lines
 
 
 def raised(error: Exception) -> Exception:
     """The error, with where it was raised."""
-    try:
+    with pytest.raises(type(error)) as caught:
         raise error
-    except Exception as caught:
-        return caught
+    return caught.value
 
 
 def test_an_error_is_quoted() -> None:

@@ -173,8 +173,16 @@ def test_torch_attends_by_document_where_it_gets_the_mask(packed: Documents, bui
             ((7, 8, 5, 8, 2), (8, 8, 4, 8, 2)),
             None,
         ),
+        (
+            masking_utils.and_masks(
+                masking_utils.chunked_causal_mask_function(8, torch.zeros(2, dtype=torch.long)),
+                masking_utils.sliding_window_overlay(3),
+            ),
+            ((7, 8, 5, 8, 2), (8, 8, 4, 8, 2)),
+            3,
+        ),
     ],
-    ids=["causal", "window", "chunks"],
+    ids=["causal", "window", "chunks", "chunks and window"],
 )
 def test_a_mask_is_told_by_what_made_it(function: Any, documents: tuple, window: int | None, packed: Documents) -> None:
     mask = made(function=function)
