@@ -207,9 +207,9 @@ def test_an_auto_class_has_no_instances() -> None:
             AutoModel,
             VisionEncoderDecoderConfig,
             "is not a base model. Use AutoModelForImageTextToText.",
-            marks=since("5.16"),
+            marks=since("5.23"),
         ),
-        pytest.param(AutoModelForCausalLM, RagConfig, "No auto class serves it; a family can", marks=since("5.16")),
+        pytest.param(AutoModelForCausalLM, RagConfig, "No auto class serves it; a family can", marks=since("5.23")),
     ],
 )
 def test_the_right_auto_class_is_named(auto: Any, config: Any, advice: str) -> None:
@@ -271,7 +271,7 @@ def test_another_head_or_none_is_no_unknown_architecture(named: list[str] | None
             ["VisionEncoderDecoderModel"],
             VisionEncoderDecoderConfig,
             AutoModelForImageTextToText,
-            marks=since("5.16"),
+            marks=since("5.23"),
         ),
         (["Foreign"], CLIPConfig, AutoModel),
         (None, Gemma3Config, AutoModelForCausalLM),

@@ -82,11 +82,13 @@ def by_hand(model: Any, mtp: dict[str, torch.Tensor], folder: Path) -> torch.Ten
     joined = joined @ mtp[f"{parts.joint}.weight"].T
     length = joined.shape[1]
     positions = torch.arange(length)[None]
+    # Before 5.23 the one of a model that reads images takes positions by axis alone.
+    axes = positions[None].expand(3, -1, -1) if hasattr(decoder.rotary_emb, "mrope_section") else positions
     output = decoder.layers[number](
         joined,
         attention_mask=torch.full((length, length), -torch.inf, dtype=torch.float64).triu(1)[None, None],
         position_ids=positions,
-        position_embeddings=decoder.rotary_emb(joined, positions),
+        position_embeddings=decoder.rotary_emb(joined, axes),
     )
     output = output[0] if isinstance(output, tuple) else output
     return norm(parts.norm, output) @ model.lm_head.weight.T
