@@ -26,12 +26,12 @@ from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
 
 from nrl_models.auto import auto_class_of
 from nrl_models.common.mesh_sizes import DIMENSIONS
-from nrl_models.distributed import styles
+from nrl_models.distributed import tensor as divided
 from nrl_models.distributed.mesh import has_stages, size_of
 from nrl_models.distributed.parallel_plan import plan_for
 from nrl_models.distributed.parallelize import cut_for, divide_data, divide_stages
 from nrl_models.distributed.sharding import sharding_of
-from nrl_models.distributed.styles import ExpertsOfThisRank
+from nrl_models.distributed.tensor.styles import ExpertsOfThisRank, entering, leaving
 from nrl_models.errors import Problem, ProblemKind, ShardingError
 from nrl_models.onboarding.estimate_stage import OneStage
 
@@ -372,7 +372,9 @@ def _stub_experts(model: PreTrainedModel, setting: Setting, stack: ExitStack) ->
         computes = next(
             cls
             for cls in type(module).__mro__
-            if "forward" in vars(cls) and cls.__module__ != styles.__name__ and "mixed_into" not in vars(cls)
+            if "forward" in vars(cls)
+            and not cls.__module__.startswith(divided.__name__)
+            and "mixed_into" not in vars(cls)
         )
         stack.enter_context(mock.patch.object(computes, "forward", lambda self, hidden, *_, **__: hidden * 1))
     stack.enter_context(mock.patch.object(ExpertsOfThisRank, "forward", _exchanged))
@@ -383,6 +385,6 @@ def _exchanged(
     module: ExpertsOfThisRank, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
     """What a divided stack exchanges, without routing."""
-    scale = styles.entering(weights, module.ep_mesh).sum(-1, keepdim=True)
-    tokens = styles.entering(hidden, module.ep_mesh).reshape(-1, hidden.shape[-1])
-    return styles.leaving(tokens * scale.reshape(-1, 1), module.ep_mesh).reshape(hidden.shape)
+    scale = entering(weights, module.ep_mesh).sum(-1, keepdim=True)
+    tokens = entering(hidden, module.ep_mesh).reshape(-1, hidden.shape[-1])
+    return leaving(tokens * scale.reshape(-1, 1), module.ep_mesh).reshape(hidden.shape)
