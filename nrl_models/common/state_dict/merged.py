@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from nrl_models.common.modules import peft_modules, peft_types
-from nrl_models.common.state_dict.adapter import Layout, StateDictAdapter, adapter_of
+from nrl_models.common.state_dict.adapter import StateDictAdapter, adapter_of
+from nrl_models.common.state_dict.tables import Layout
 from nrl_models.errors import Problem, ProblemKind, StateDictError
 
 

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from nrl_models.common.projections import LinearGroup
 from nrl_models.common.projections.group_memory import JoinedWeights
+from nrl_models.distributed.shards import local_of
 from nrl_models.distributed.tensor.local_tensors import OnLocalTensors
 from nrl_models.distributed.tensor.styles import LinearOfWholeInput, entering
 
@@ -70,7 +71,7 @@ class DividedGroup(LinearGroup):
 
     def values_of(self, parameter: torch.Tensor) -> torch.Tensor:
         """This rank's share of a DTensor."""
-        return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        return local_of(parameter)
 
     def memory_of(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """This rank's share of a DTensor."""
