@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from nrl_models.common.forward.documents import starts_of
 from nrl_models.common.forward.packing import token_positions
 from nrl_models.logprobs.chunked import chunked_statistics, statistics_of
 from nrl_models.logprobs.head import forward_inputs, hidden_states_and_head
@@ -154,7 +155,7 @@ def scored_positions(
         result &= there
         result[:, 1:] &= there[:, :-1]
     if position_ids is not None:
-        result[:, 1:] &= position_ids[:, 1:] == position_ids[:, :-1] + 1
+        result &= ~starts_of(position_ids)
     return result if score is None else result & score.bool()
 
 
@@ -293,8 +294,6 @@ def _in_order(
 
 def _document_numbers(positions: torch.Tensor, position_ids: torch.Tensor | None) -> torch.Tensor:
     """A number for each sequence, `(batch, length)`."""
-    starts = torch.zeros_like(positions)
-    starts[:, 0] = True
-    if position_ids is not None:
-        starts[:, 1:] = position_ids[:, 1:] != position_ids[:, :-1] + 1
-    return starts.flatten().cumsum(0).view_as(positions)
+    if position_ids is None:
+        position_ids = torch.arange(positions.shape[1], device=positions.device).expand(positions.shape)
+    return starts_of(position_ids).flatten().cumsum(0).view_as(positions)
