@@ -37,10 +37,10 @@ def listed(names: Iterable[str], limit: int = 4) -> str:
     return ", ".join(names[:limit]) + more
 
 
-def itemised(problems: Sequence[str], limit: int = 20) -> list[str]:
-    """A line of a message for each problem, and how many more there are beyond the first `limit`."""
-    more = [f"  - and {len(problems) - limit} more"] if len(problems) > limit else []
-    return [*(f"  - {problem}" for problem in problems[:limit]), *more]
+def itemised(problems: Sequence[str]) -> list[str]:
+    """A line of a message for each problem, and how many more there are beyond the first 20."""
+    more = [f"  - and {len(problems) - 20} more"] if len(problems) > 20 else []
+    return [*(f"  - {problem}" for problem in problems[:20]), *more]
 
 
 def did_you_mean(name: object, known: Iterable[str], count: int = 1, cutoff: float = 0.6) -> str:

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from nrl_models.common.logs import get_logger
 from nrl_models.common.modules import routers_of
-from nrl_models.errors import UnknownArgumentError, did_you_mean
+from nrl_models.errors import UnknownArgumentError, did_you_mean, listed
 
 logger = get_logger(__name__)
 
@@ -110,10 +110,10 @@ def freeze(model: PreTrainedModel, config: Mapping[str, bool]) -> Frozen:
             f"to train. It has {', '.join(components)}."
         )
     if kept:
-        some = ", ".join(sorted(kept)[:4]) + ", ..." * (len(kept) > 4)
         logger.warning(
-            f"{type(model).__name__} is built with {len(kept)} frozen parameters, which stay frozen: {some}. To train "
-            "them, set requires_grad, or the key of the configuration that freezes them."
+            f"{type(model).__name__} is built with {len(kept)} frozen parameters, which stay frozen: "
+            f"{listed(sorted(kept))}. To train them, set requires_grad, or the key of the configuration that freezes "
+            "them."
         )
     for parameter in parameters:
         parameter.requires_grad_(trains[id(parameter)])

@@ -34,6 +34,11 @@ def predicts_words(model: nn.Module) -> bool:
     return any(part.get_output_embeddings() is not None for part in parts)
 
 
+def inside_peft(model: Any) -> Any:
+    """The model inside PEFT's, or the model itself."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
 def peft_types() -> tuple[type, ...]:
     """PEFT's modules that stand in place of a model's; none where PEFT is not imported, so that there are none."""
     if "peft" not in sys.modules:

@@ -65,10 +65,10 @@ __all__ = [
     "check_and_set_device_map",
     "computed_device_map",
     "describe_conversion",
+    "device_in_context",
     "dot_natural_key",
     "dtype_plan",
     "get_model_conversion_mapping",
-    "get_torch_context_manager_or_global_device",
     "gguf_reading",
     "is_initialised",
     "loaded_conversions",
@@ -94,6 +94,8 @@ PrefixChange: type = getattr(core_model_loading, "PrefixChange", _NoPrefixChange
 
 computed_device_map: Callable[..., dict[str, Any]] = _get_device_map
 with_variant: Callable[[str, str | None], str] = _add_variant
+device_in_context: Callable[[], torch.device | None] = get_torch_context_manager_or_global_device
+"""The device set by `torch.device(...)` or `torch.set_default_device` around a call; None if there is none."""
 
 
 # Conversions between the hub's tensors and a model's

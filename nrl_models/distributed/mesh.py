@@ -160,8 +160,8 @@ def reporting_dead_ranks(what: str) -> Iterator[None]:
         raise ShardingError(f"cannot {what}", [problem], advice) from error
 
 
-def _short(text: str, limit: int = 120) -> str:
+def _short(text: str) -> str:
     """`text`, or its beginning and a digest of all of it."""
-    if len(text) <= limit:
+    if len(text) <= 120:
         return text
-    return f"{text[: limit // 2]}... (sha256 {hashlib.sha256(text.encode()).hexdigest()[:12]})"
+    return f"{text[:60]}... (sha256 {hashlib.sha256(text.encode()).hexdigest()[:12]})"

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from nrl_models.common.modules import class_name
 from nrl_models.distributed.mesh import check_mesh, describe, has_stages, size_of
 from nrl_models.distributed.pipeline.schedules import Schedule, schedule_problems
-from nrl_models.distributed.styles import (
+from nrl_models.distributed.tensor.styles import (
     DIVIDED_EMBEDDING,
     DIVIDED_HEAD,
     EXPERT_STYLES,

@@ -30,16 +30,9 @@ from nrl_models.distributed.pipeline.crossing import copy_on_meta
 from nrl_models.distributed.pipeline.cut import Cut, cut_into
 from nrl_models.distributed.pipeline.stages import StandIn, keep_stages
 from nrl_models.distributed.sharding import Sharding, sharding_of
-from nrl_models.distributed.styles import (
-    REPLICATE,
-    DividedGroup,
-    ExpertsOfThisRank,
-    LatentKeys,
-    OnLocalTensors,
-    Style,
-    VocabularyParallel,
-    become,
-)
+from nrl_models.distributed.tensor.divided_group import DividedGroup
+from nrl_models.distributed.tensor.local_tensors import OnLocalTensors, become
+from nrl_models.distributed.tensor.styles import REPLICATE, ExpertsOfThisRank, LatentKeys, Style, VocabularyParallel
 from nrl_models.errors import Problem, ProblemKind, ShardingError
 
 

@@ -64,7 +64,7 @@ def save_checkpoint(
     facts: OptimizerFacts | None = None
     with agreed(mesh, what):
         own = sharding.written(model)
-        parts = {Part.WEIGHTS: [Held(name, tensor, own) for name, tensor in sharding.adapter._exported("hub").items()]}
+        parts = {Part.WEIGHTS: [Held(name, tensor, own) for name, tensor in sharding.adapter.exported("hub").items()]}
         if optimizer is not None:
             own_facts = facts_of(model, optimizer)
             parts[Part.OPTIMIZER] = [held for held in held_states(model, optimizer) if held.own.keys() <= own.keys()]
@@ -149,7 +149,7 @@ def load_checkpoint(folder: str | Path, model: PreTrainedModel, optimizer: Optim
             raise CheckpointError(summary, problems, replaced(version))
     with agreed(mesh, what):
         own = model.state_dict()
-        for name, tensor in adapter._exported("hub").items():
+        for name, tensor in adapter.exported("hub").items():
             weights[name].fill(Held(name, tensor, own).blocks)
         if optimizer is not None and manifest.optimizer is not None:
             restore(model, optimizer, manifest.optimizer, states)
@@ -200,5 +200,5 @@ def _misfits(stored: Mapping[str, StoredTensor], adapter: StateDictAdapter) -> l
         adapter.tied,
         why_unexpected=lambda name: "is no tensor of this model",
     ).problems
-    saved_otherwise = [name for name in adapter._exported("hub") if name not in stored]  # by a model with other ties
+    saved_otherwise = [name for name in adapter.exported("hub") if name not in stored]  # by a model with other ties
     return problems or [Problem(ProblemKind.MISSING, name, "is not there") for name in saved_otherwise]

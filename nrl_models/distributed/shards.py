@@ -18,6 +18,11 @@ DEFAULT_BUCKET = 512 * 2**20
 """Bytes gathered at a time where nothing else is said."""
 
 
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank has of a tensor: its shard of a `DTensor`, all of another."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def own_block(tensor: torch.Tensor) -> Block:
     """This rank's block of one of the model's own tensors: all of it where it is not sharded."""
     if not isinstance(tensor, DTensor):

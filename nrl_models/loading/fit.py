@@ -131,10 +131,7 @@ def fit_checkpoint(
             if kept.search(key):
                 unused.append(key)
             return None
-        if key in names.of_head:
-            skipped.append(key)
-            return None
-        if not strict:
+        if key in names.of_head or not strict:
             skipped.append(key)
             return None
         return "the model has no such tensor"

@@ -15,7 +15,7 @@ from nrl_models.common.upstream import (
     accelerate_dispatch,
     check_and_set_device_map,
     computed_device_map,
-    get_torch_context_manager_or_global_device,
+    device_in_context,
 )
 from nrl_models.errors import DeviceError, UnknownArgumentError
 
@@ -113,11 +113,6 @@ def present_device(device: Device, keyword: str = "device") -> torch.device:
 def _no_device(keyword: str, given: object, more: Iterable[str]) -> UnknownArgumentError:
     others = "".join(f", {other}" for other in more)
     return UnknownArgumentError(f"{keyword}={given!r}: expected a device (cpu, cuda:0, 0){others}")
-
-
-def device_in_context() -> torch.device | None:
-    """The device set by `torch.device(...)` or `torch.set_default_device` around a call; None if there is none."""
-    return get_torch_context_manager_or_global_device()
 
 
 def device_around() -> torch.device | None:

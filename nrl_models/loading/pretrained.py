@@ -25,11 +25,12 @@ from nrl_models.common.config.at_fault import blaming
 from nrl_models.common.config.validate import check_config
 from nrl_models.common.gguf.gguf_files import GGUFFiles
 from nrl_models.common.logs import get_logger
+from nrl_models.common.upstream import device_in_context
 from nrl_models.distributed.mesh import agreed
 from nrl_models.errors import CheckpointError, NRLModelsError, Problem, ProblemKind, UnknownArgumentError
 from nrl_models.loading.keywords import ALIASES, by_own_names, unknown_keywords
 from nrl_models.loading.options import LoadOptions
-from nrl_models.loading.placement import device_in_context, dispatch, on_cpu, present_device
+from nrl_models.loading.placement import dispatch, on_cpu, present_device
 from nrl_models.loading.quantised import is_read_plain, load_quantised, require_plain_gguf
 from nrl_models.loading.read_config import IMPLEMENTATIONS, config_for, generation_config, override, read_config
 from nrl_models.loading.sharded import load_sharded

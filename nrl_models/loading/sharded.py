@@ -31,7 +31,7 @@ from nrl_models.distributed.parallelize import cut_for, divide_data, divide_stag
 from nrl_models.distributed.sharding import sharding_of
 from nrl_models.distributed.shards import over_shard, own_block, share_of
 from nrl_models.loading.fit import Fit, fit_checkpoint
-from nrl_models.loading.weights import keep_unused, run_readers
+from nrl_models.loading.weights import keep_unused, require_written, run_readers
 
 
 def load_sharded(
@@ -140,9 +140,7 @@ def _fill(model: PreTrainedModel, fit: Fit, files: CheckpointFiles, device: torc
         share_copies(model, {name: given for name, given in ties.items() if name in own})
     move_buffers(model, device)
     join(model)
-    unwritten = [name for name, tensor in model.state_dict(keep_vars=True).items() if tensor.device.type == "meta"]
-    if unwritten:  # cannot happen: matching has accounted for every tensor
-        raise AssertionError(f"not written: {', '.join(unwritten)}")
+    require_written(model)
 
 
 def _neighbouring_shards(

@@ -198,6 +198,11 @@ def _finish(model: PreTrainedModel, fit: Fit, device: torch.device) -> None:
         model.initialize_weights()
     model.tie_weights()
     join(model)
+    require_written(model)
+
+
+def require_written(model: PreTrainedModel) -> None:
+    """Assert that no parameter is left on meta."""
     unwritten = [name for name, tensor in model.state_dict(keep_vars=True).items() if tensor.device.type == "meta"]
     if unwritten:  # cannot happen: `match` has accounted for every tensor
         raise AssertionError(f"not written: {', '.join(unwritten)}")

@@ -14,11 +14,12 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from nrl_models.common.config.positions import model_limit
+from nrl_models.common.modules import inside_peft
 from nrl_models.logprobs import microbatches
 from nrl_models.logprobs.accumulation import Accumulation, Batch, Part
 from nrl_models.logprobs.microbatches import Layout, Microbatch, largest, layout_of, ranks_of
 from nrl_models.logprobs.sampling import Sampling
-from nrl_models.logprobs.tokens import Loss, LossTerms, TokenLogprobs, unwrapped
+from nrl_models.logprobs.tokens import Loss, LossTerms, TokenLogprobs
 
 Tokens = Sequence[int] | torch.Tensor
 Mask = Sequence[bool] | torch.Tensor
@@ -82,7 +83,7 @@ def rollout_logprobs(
         HeadError, UnknownArgumentError: as for `token_logprobs`.
     """
     Sampling(temperature, top_k, top_p)
-    models = [unwrapped(part) for part in (model, reference) if part is not None]
+    models = [inside_peft(part) for part in (model, reference) if part is not None]
     device = next(model.parameters()).device
     own = [] if model_inputs is None or not any(model_inputs) else list(model_inputs)
     ids, problems = _ids(sequences, models, row_tokens)

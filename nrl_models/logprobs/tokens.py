@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from nrl_models.common.forward.documents import starts_of
 from nrl_models.common.forward.packing import token_positions
+from nrl_models.common.modules import inside_peft
 from nrl_models.logprobs.chunked import chunked_statistics, statistics_of
 from nrl_models.logprobs.head import forward_inputs, hidden_states_and_head
 from nrl_models.logprobs.logit_buffers import Reference, TokenStatistics
@@ -154,7 +156,7 @@ def scored_positions(
         result &= there
         result[:, 1:] &= there[:, :-1]
     if position_ids is not None:
-        result[:, 1:] &= position_ids[:, 1:] == position_ids[:, :-1] + 1
+        result &= ~starts_of(position_ids)
     return result if score is None else result & score.bool()
 
 
@@ -176,7 +178,7 @@ def _masks(
     inputs: dict[str, torch.Tensor] = {}
     if attention_mask is not None:
         inputs["attention_mask"] = attention_mask
-        if position_ids is None and "position_ids" in inspect.signature(unwrapped(model).forward).parameters:
+        if position_ids is None and "position_ids" in inspect.signature(inside_peft(model).forward).parameters:
             position_ids = token_positions(attention_mask)
     if position_ids is not None:
         inputs["position_ids"] = position_ids
@@ -205,16 +207,10 @@ def _logits_at(
 ) -> torch.Tensor:
     """The model's own logits at some places; other columns are left out if the model can do so."""
     rows, columns = places
-    if "logits_to_keep" not in inspect.signature(unwrapped(model).forward).parameters or not len(columns):
+    if "logits_to_keep" not in inspect.signature(inside_peft(model).forward).parameters or not len(columns):
         return model(input_ids=input_ids, use_cache=False, **inputs).logits[rows, columns]
     kept, among_kept = columns.unique(return_inverse=True)
     return model(input_ids=input_ids, use_cache=False, logits_to_keep=kept, **inputs).logits[rows, among_kept]
-
-
-def unwrapped(model: nn.Module) -> nn.Module:
-    """The model inside PEFT's wrapper."""
-    base_model: Any = getattr(model, "get_base_model", None)
-    return model if base_model is None else base_model()
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,8 +289,6 @@ def _in_order(
 
 def _document_numbers(positions: torch.Tensor, position_ids: torch.Tensor | None) -> torch.Tensor:
     """A number for each sequence, `(batch, length)`."""
-    starts = torch.zeros_like(positions)
-    starts[:, 0] = True
-    if position_ids is not None:
-        starts[:, 1:] = position_ids[:, 1:] != position_ids[:, :-1] + 1
-    return starts.flatten().cumsum(0).view_as(positions)
+    if position_ids is None:
+        position_ids = torch.arange(positions.shape[1], device=positions.device).expand(positions.shape)
+    return starts_of(position_ids).flatten().cumsum(0).view_as(positions)

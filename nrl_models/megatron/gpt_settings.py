@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 from transformers import PreTrainedConfig
+from transformers.activations import ACT2FN
 
 from nrl_models.common.state_dict.views import HFTensor
 from nrl_models.errors import Problem, ProblemKind
@@ -46,11 +47,6 @@ class GPTSettings:
         return GPTSettings(self.transformer | choices, self.model, self.latent)
 
 
-def squared_relu(hidden_states: torch.Tensor) -> torch.Tensor:
-    """The square of a ReLU, which transformers calls `relu2`."""
-    return functional.relu(hidden_states).square()
-
-
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": functional.silu,
     "swish": functional.silu,
@@ -58,7 +54,7 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu_new": partial(functional.gelu, approximate="tanh"),
     "gelu_pytorch_tanh": partial(functional.gelu, approximate="tanh"),
     "relu": functional.relu,
-    "relu2": squared_relu,
+    "relu2": ACT2FN["relu2"],
 }
 """By transformers' name."""
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from nrl_models.common.garbage import no_collections
-from nrl_models.common.state_dict.adapter import StateDictAdapter
+from nrl_models.common.state_dict.tables import LayoutTables
 from nrl_models.common.state_dict.views import HFTensor, Piece, TracedTensor
 from nrl_models.errors import Problem, ProblemKind, StateDictError
 
@@ -71,7 +71,7 @@ class MegatronRank:
             if share is not None and not 0 <= share.index < share.of:
                 raise ValueError(f"{name}={share}: expected an index from 0 to {share.of - 1}")
 
-    def table(self, adapter: StateDictAdapter) -> dict[str, HFTensor]:
+    def table(self, adapter: LayoutTables) -> dict[str, HFTensor]:
         """What the rank holds of a model, by Megatron's names; see `OtherLayout.table`.
 
         Raises:
@@ -185,7 +185,7 @@ _IN_LAYER = re.compile(r"(.*?)layers\.(\d+)\.(.*)")
 
 @dataclass
 class _Table:
-    adapter: StateDictAdapter
+    adapter: LayoutTables
     rank: MegatronRank
     problems: list[Problem] = field(default_factory=list)
 

@@ -15,7 +15,7 @@ from torch.nn import functional
 from nrl_models.auto import auto_class_for
 from nrl_models.common.recording import record_calls
 from nrl_models.distributed.pipeline.crossing import find_stack
-from nrl_models.errors import StateDictError
+from nrl_models.errors import StateDictError, listed
 from nrl_models.family import FamilyModel
 from nrl_models.inputs.model_inputs import inputs_for
 from nrl_models.megatron.gpt_model import LOCAL, device, logits, megatron_of, start_megatron
@@ -28,9 +28,6 @@ from nrl_models.parity.parity_report import Level, ParityRow
 
 GRADIENT_TOLERANCE = 1e-4
 """Differences of a gradient that always pass, relative to its largest value."""
-
-SHOWN = 4
-"""Layers or tensors that a row names at most."""
 
 
 def check_megatron(
@@ -122,7 +119,7 @@ def _layers(model: FamilyModel, megatron: Any, input_ids: torch.Tensor) -> Parit
         not wrong,
         f"max_diff {max(off.values()):.1e} of the output's scale in {len(layers)} layers",
         f"at most {allowed:.1e}",
-        f"differ: {_some(wrong)}" if wrong else "",
+        f"differ: {listed(wrong)}" if wrong else "",
         Level.COMPONENTS,
     )
 
@@ -189,7 +186,7 @@ def _gradients(model: FamilyModel, megatron: Any, input_ids: torch.Tensor) -> Pa
         not wrong,
         f"max_diff {max(off.values()):.1e} of the largest value, in {len(off)} tensors",
         f"at most {GRADIENT_TOLERANCE:.0e}, or twice the noise floor",
-        f"differ: {_some(wrong)}" if wrong else "",
+        f"differ: {listed(wrong)}" if wrong else "",
         Level.GRADIENTS,
     )
 
@@ -214,8 +211,3 @@ def _in_layout(model: FamilyModel, own: Mapping[str, torch.Tensor]) -> dict[str,
     table = model.state_dict_adapter.layout(LOCAL)
     parameters = {name: tensor for name, tensor in table.items() if all(part in own for part in tensor.parameters)}
     return {name: tensor.read(own) for name, tensor in parameters.items()}
-
-
-def _some(names: list[str]) -> str:
-    """The first of them, and how many more there are."""
-    return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")

@@ -20,18 +20,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
 
 from nrl_models.auto import auto_class_of
 from nrl_models.common.mesh_sizes import DIMENSIONS
-from nrl_models.distributed import styles
+from nrl_models.distributed import tensor as divided
 from nrl_models.distributed.mesh import has_stages, size_of
 from nrl_models.distributed.parallel_plan import plan_for
 from nrl_models.distributed.parallelize import cut_for, divide_data, divide_stages
 from nrl_models.distributed.sharding import sharding_of
-from nrl_models.distributed.styles import ExpertsOfThisRank
+from nrl_models.distributed.shards import local_of
+from nrl_models.distributed.tensor.styles import ExpertsOfThisRank, entering, leaving
 from nrl_models.errors import Problem, ProblemKind, ShardingError
 from nrl_models.onboarding.estimate_stage import OneStage
 
@@ -179,11 +179,7 @@ def _sharded(config: PreTrainedConfig, dtype: torch.dtype, mesh: DeviceMesh) -> 
 
 
 def _local_bytes(model: nn.Module) -> int:
-    return sum(_local(parameter).nbytes for parameter in model.parameters())
-
-
-def _local(parameter: torch.Tensor) -> torch.Tensor:
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    return sum(local_of(parameter).nbytes for parameter in model.parameters())
 
 
 def _data_parallel(model: PreTrainedModel, mesh: DeviceMesh) -> tuple[int, int]:
@@ -311,7 +307,7 @@ def _sizes(held: list[torch.Tensor], kept: list[_Kept]) -> dict[nn.Module | None
     for packed in sorted(kept, key=lambda packed: packed.unit is not None):
         if _storage(packed.tensor) not in counted:
             counted.add(_storage(packed.tensor))
-            sizes[packed.unit] = sizes.get(packed.unit, 0) + _local(packed.tensor).untyped_storage().nbytes()
+            sizes[packed.unit] = sizes.get(packed.unit, 0) + local_of(packed.tensor).untyped_storage().nbytes()
     return sizes
 
 
@@ -345,7 +341,7 @@ def _fused_attention(
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    return _local(tensor).untyped_storage()._cdata
+    return local_of(tensor).untyped_storage()._cdata
 
 
 def _stub_experts(model: PreTrainedModel, setting: Setting, stack: ExitStack) -> dict[nn.Module, int]:
@@ -363,7 +359,7 @@ def _stub_experts(model: PreTrainedModel, setting: Setting, stack: ExitStack) ->
         ]
         if not stacked:
             continue
-        locals_ = [_local(parameter).shape for parameter in stacked]
+        locals_ = [local_of(parameter).shape for parameter in stacked]
         share = module.num_experts / stacked[0].shape[0] if isinstance(module, ExpertsOfThisRank) else 1.0
         hidden = config.hidden_size
         features = min(math.prod(shape[1:]) // hidden for shape in locals_)
@@ -372,7 +368,9 @@ def _stub_experts(model: PreTrainedModel, setting: Setting, stack: ExitStack) ->
         computes = next(
             cls
             for cls in type(module).__mro__
-            if "forward" in vars(cls) and cls.__module__ != styles.__name__ and "mixed_into" not in vars(cls)
+            if "forward" in vars(cls)
+            and not cls.__module__.startswith(divided.__name__)
+            and "mixed_into" not in vars(cls)
         )
         stack.enter_context(mock.patch.object(computes, "forward", lambda self, hidden, *_, **__: hidden * 1))
     stack.enter_context(mock.patch.object(ExpertsOfThisRank, "forward", _exchanged))
@@ -383,6 +381,6 @@ def _exchanged(
     module: ExpertsOfThisRank, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
     """What a divided stack exchanges, without routing."""
-    scale = styles.entering(weights, module.ep_mesh).sum(-1, keepdim=True)
-    tokens = styles.entering(hidden, module.ep_mesh).reshape(-1, hidden.shape[-1])
-    return styles.leaving(tokens * scale.reshape(-1, 1), module.ep_mesh).reshape(hidden.shape)
+    scale = entering(weights, module.ep_mesh).sum(-1, keepdim=True)
+    tokens = entering(hidden, module.ep_mesh).reshape(-1, hidden.shape[-1])
+    return leaving(tokens * scale.reshape(-1, 1), module.ep_mesh).reshape(hidden.shape)

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from nrl_models.distributed.mesh import rank_in, size_of
 from nrl_models.distributed.pipeline.shared import held_by_several
 from nrl_models.distributed.sharding import sharding_of
+from nrl_models.distributed.shards import local_of
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,5 @@ class OneStage:
         """Bytes that a rank sends for a micro-batch, and once a step for gradients of what several ranks hold."""
         shared, replicas = 0, size_of(sharding_of(self.model).mesh, "fsdp")
         for parameter, ranks in held_by_several(self.model):
-            share = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-            shared += share.nbytes // replicas * (len(ranks) - 1 if self.rank == ranks[0] else 1)
+            shared += local_of(parameter).nbytes // replicas * (len(ranks) - 1 if self.rank == ranks[0] else 1)
         return ((self.rank > 0) + (not self.is_last)) * self.received.nbytes + shared

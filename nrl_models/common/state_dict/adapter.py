@@ -9,26 +9,25 @@ from __future__ import annotations
 
 import copy
 import re
-from collections import defaultdict
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import reduce
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from nrl_models.common.garbage import no_collections
 from nrl_models.common.modules import peft_modules
 from nrl_models.common.state_dict import layouts
+from nrl_models.common.state_dict.blocks import check_reads, check_writes
 from nrl_models.common.state_dict.buckets import buckets
 from nrl_models.common.state_dict.kept_tensors import KeptTensor, kept_by
 from nrl_models.common.state_dict.layouts import TensorSpec
 from nrl_models.common.state_dict.matching import match
-from nrl_models.common.state_dict.sharded_views import check_reads, check_writes
+from nrl_models.common.state_dict.tables import Layout, LayoutTables
 from nrl_models.common.state_dict.trainer_options import check_mesh, check_options
-from nrl_models.common.state_dict.views import HFTensor, Piece, place_of
+from nrl_models.common.state_dict.views import HFTensor, place_of
 from nrl_models.common.upstream import loaded_conversions
 from nrl_models.errors import Problem, ProblemKind, StateDictError
 
@@ -36,106 +35,26 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-class OtherLayout(Hashable, Protocol):
-    """Another library's names and shapes: `nrl_models.megatron.layout.MegatronRank`."""
-
-    def table(self, adapter: StateDictAdapter) -> dict[str, HFTensor]:
-        """Its tensors, by name, made of those of `adapter.transformers`.
-
-        Raises:
-            StateDictError: the model has tensors that it has no place for.
-        """
-
-
-Layout = Literal["hub", "transformers"] | OtherLayout
-"""`hub`: the names and shapes of published checkpoints, what engines read and `save_pretrained`
-writes (experts one by one). `transformers`: those of transformers' modules in memory (experts
-stacked). They differ only where transformers converts on loading. Or another library's."""
-
-
-class StateDictAdapter:
+class StateDictAdapter(LayoutTables):
     """Translates between a model's own tensors and Hugging Face's names and shapes.
 
     `to_hf`, `from_hf` and `convert_single_tensor_to_hf` take what NeMo Automodel and NeMo RL pass to theirs
     (`nrl_models.common.state_dict.trainer_options`).
 
     Args:
-        model: the model the table is made from; real or on meta. Only names,
-            shapes, dtypes and the conversions of its checkpoint are read, and no reference is kept.
+        model: see `LayoutTables`.
 
     Attributes:
-        config: the model's configuration.
-        own: the model's own tensors, by name.
-        hub: the hub's tensors, by name, in the order transformers saves them.
-        transformers: transformers' in-memory tensors, by name, in the order of its `state_dict()`.
-        tied: for each own tensor that is tied to another, the name of the one that is saved.
         kept: weights of multi-token prediction that the model keeps beside its own, by the names that engines read.
     """
 
-    @no_collections()
     def __init__(self, model: PreTrainedModel) -> None:
-        self.own: dict[str, TensorSpec] = layouts.own_tensors(model)
-        self.tied: dict[str, str] = layouts.tied_names(model)
-        self.transformers: dict[str, HFTensor] = {
-            name: HFTensor(name, view.place_in(self.own[view.parameter].shape).shape, (Piece(view),))
-            for name, view in layouts.transformers_views(model)
-        }
-        self.hub: dict[str, HFTensor] = layouts.convert_layout(
-            model, self.transformers, self.own, layouts.hub_conversions(model)
-        )
+        super().__init__(model)
         self.kept: dict[str, TensorSpec] = _kept_specs(model)
-        self.config = model.config
-        self._others: dict[OtherLayout, dict[str, HFTensor]] = {}
         self._has_peft = any(peft_modules(model))
-        self._in_hub = _by_parameter(self.hub)
-        self._in_transformers = _by_parameter(self.transformers)
 
     def __deepcopy__(self, memo: dict[int, object]) -> StateDictAdapter:
         return self  # immutable
-
-    def tensors_in(self, name: str, layout: Layout) -> list[HFTensor]:
-        """The Hugging Face tensors that hold parts of own tensor `name`, in one layout.
-
-        Raises:
-            KeyError: `name` is no tensor of the model.
-        """
-        if name not in self.own:
-            raise KeyError(f"{name} is no tensor of this model")
-        table = self.layout(layout)
-        if not isinstance(layout, str):
-            return [tensor for tensor in table.values() if name in tensor.parameters]
-        return (self._in_hub if table is self.hub else self._in_transformers)[name]
-
-    def layout(self, layout: Layout) -> dict[str, HFTensor]:
-        """The table of one layout.
-
-        Raises:
-            StateDictError: the model has tensors that another library's layout has no place for.
-        """
-        if layout == "hub":
-            return self.hub
-        if layout == "transformers":
-            return self.transformers
-        if not hasattr(layout, "table"):
-            raise ValueError(
-                f"unknown layout {layout!r}: expected 'hub' or 'transformers', or an object with a `table`"
-            )
-        if layout not in self._others:
-            self._others[layout] = layout.table(self)
-        return self._others[layout]
-
-    def table_for(self, keys: Collection[str]) -> Mapping[str, HFTensor]:
-        """The table of the layout that `keys` are named in; both tables together if they are mixed."""
-        for table in (self.transformers, self.hub):
-            if all(key in table for key in keys):
-                return table
-        return self.hub | self.transformers
-
-    def absent(self, name: str, given: Collection[HFTensor]) -> list[str]:
-        """Names of what own tensor `name` lacks if only `given` are there, in the layout that `given` are named in."""
-        layout: Layout = "transformers" if all(tensor.name in self.transformers for tensor in given) else "hub"
-        there = {tensor.pieces for tensor in given}  # names of one region differ between layouts
-        return [tensor.name for tensor in self.tensors_in(name, layout) if tensor.pieces not in there]
 
     def keeping(self, model: nn.Module) -> StateDictAdapter:
         """The same adapter with what `model` keeps now."""
@@ -216,17 +135,6 @@ class StateDictAdapter:
         own = {name: tensor for name, tensor in state_dict.items() if name in self.own or not excluded.match(name)}
         self.check_own(own)
         return read_all({name: tensor for name, tensor in self.layout(layout).items() if not excluded.match(name)}, own)
-
-    def check_own(self, state_dict: Mapping[str, torch.Tensor]) -> None:
-        """Check that tensors are the model's own, all or some.
-
-        Raises:
-            StateDictError: names that are not the model's, or shapes that are not the parameter's.
-        """
-        unknown = [name for name in state_dict if name not in self.own]
-        problems = [Problem(ProblemKind.UNEXPECTED, name, "is no tensor of this model") for name in unknown]
-        if problems := problems + self._other_shapes(state_dict):
-            raise StateDictError("state dict is not this model's", problems)
 
     def convert_single_tensor_to_hf(
         self,
@@ -313,12 +221,12 @@ class StateDictAdapter:
         if (sharding := getattr(model, "sharding", None)) is not None:
             return sharding.hf_views(model, layout)
         own = self._own_tensors(model)
-        return {name: tensor.read(own) for name, tensor in self._exported(layout).items() if self._is_zero_copy(tensor)}
+        return {name: tensor.read(own) for name, tensor in self.exported(layout).items() if self.is_zero_copy(tensor)}
 
     def export_plan(self, *, layout: Layout = "hub") -> list[tuple[str, tuple[int, ...], torch.dtype]]:
         """Name, shape and dtype of every tensor `iter_export` yields, in its order; it raises what that does."""
         self._require_plain(self._has_peft)
-        exported = self._exported(layout)
+        exported = self.exported(layout)
         plan = [(name, tensor.shape, self.own[tensor.parameters[0]].dtype) for name, tensor in exported.items()]
         return plan + [(name, spec.shape, spec.dtype) for name, spec in self._kept_in(layout).items()]
 
@@ -350,7 +258,7 @@ class StateDictAdapter:
     def _export(self, model: nn.Module, max_bytes: int | None, layout: Layout) -> Iterator[tuple[str, torch.Tensor]]:
         """Implements `iter_export`."""
         kept = self._kept_tensors(model, layout)
-        exported = self._exported(layout)
+        exported = self.exported(layout)
         if (sharding := getattr(model, "sharding", None)) is not None:
             yield from sharding.iter_export(model, exported, max_bytes)
         else:
@@ -401,7 +309,7 @@ class StateDictAdapter:
         own = model.state_dict()
         gone = [name for name in self.own if name not in own]
         problems = [Problem(ProblemKind.MISSING, name, "is no longer in the model") for name in gone]
-        if problems := problems + self._other_shapes(own):
+        if problems := problems + self.other_shapes(own):
             advice = ["use model.state_dict_adapter again: it is remade when the structure has changed"]
             raise StateDictError("the model is not the one this adapter was made for", problems, advice)
         return own
@@ -409,21 +317,6 @@ class StateDictAdapter:
     def _values(self, model: nn.Module, own: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         """What is exported of the model's own tensors: they themselves."""
         return own
-
-    def _other_shapes(self, tensors: Mapping[str, torch.Tensor]) -> list[Problem]:
-        return [
-            Problem(ProblemKind.SHAPE, name, f"has shape {tuple(tensor.shape)}, expected {self.own[name].shape}")
-            for name, tensor in tensors.items()
-            if name in self.own and tuple(tensor.shape) != self.own[name].shape
-        ]
-
-    def _is_zero_copy(self, tensor: HFTensor) -> bool:
-        view = tensor.view
-        return view is not None and view.place_in(self.own[view.parameter].shape).strides is not None
-
-    def _exported(self, layout: Layout) -> dict[str, HFTensor]:
-        """A layout's table without tied duplicates."""
-        return {name: tensor for name, tensor in self.layout(layout).items() if tensor.parameters[0] not in self.tied}
 
     def _assemble(
         self, name: str, sources: list[tuple[str, HFTensor]], state_dict: Mapping[str, torch.Tensor]
@@ -459,15 +352,6 @@ def adapter_of(model: PreTrainedModel) -> StateDictAdapter:
 
 def _kept_specs(model: nn.Module) -> dict[str, TensorSpec]:
     return {name: kept.spec for name, kept in kept_by(model, mtp_only=True).items()}
-
-
-def _by_parameter(table: Mapping[str, HFTensor]) -> dict[str, list[HFTensor]]:
-    """The tensors of a table, by the own tensors that hold them."""
-    result: dict[str, list[HFTensor]] = defaultdict(list)
-    for tensor in table.values():
-        for parameter in tensor.parameters:
-            result[parameter].append(tensor)
-    return dict(result)
 
 
 def read_all(table: Mapping[str, HFTensor], own: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

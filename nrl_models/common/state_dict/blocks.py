@@ -5,17 +5,27 @@ view of the parameter, a list of steps; carrying a block through the steps gives
 Hugging Face tensor that the shard holds, each over the shard's own memory. From them a rank knows
 which slices of a file to read, what to write into a checkpoint, and where its share of a gathered
 tensor goes, without communication.
+
+A view that cuts the dimension which is sharded is on several ranks. Torch takes it of a `DTensor`, and
+gathers the whole tensor for each; an adapter communicates with nobody: those are errors here (`check_reads`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
 import torch
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from nrl_models.common.state_dict.views import Step, is_viewable, place_of
+from nrl_models.common.state_dict.views import HFTensor, Step, View, is_viewable, place_of
+from nrl_models.errors import Problem, ProblemKind, ShardingError
+
+ADVICE = (
+    "gather it first (`tensor.full_tensor()`, on every rank), or export the model with "
+    "`model.state_dict_adapter.iter_export(model)`"
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -158,3 +168,54 @@ def _split(block: Block, dim: int, inner: int) -> list[Block]:
         result.append(Block((*block.offset[:dim], row, first, *block.offset[dim + 1 :]), part))
         done += count
     return result
+
+
+# Views that a rank has without the others
+
+
+def check_reads(table: Iterable[HFTensor], own: Mapping[str, torch.Tensor]) -> None:
+    """Check that the Hugging Face tensors can be read from `own` without other ranks.
+
+    Raises:
+        ShardingError: some are a region that cuts a sharded dimension, or are joined from several parameters of which
+            one is sharded.
+    """
+    sharded = {name: tensor for name, tensor in own.items() if isinstance(tensor, DTensor)}
+    problems = []
+    for tensor in table if sharded else ():
+        for name in tensor.parameters:
+            if name in sharded and (tensor.view is None or cuts_shards(tensor.view, sharded[name])):
+                detail = f"is sharded as {sharded[name].placements}, and {tensor.name} is a part of it on several ranks"
+                problems.append(Problem(ProblemKind.MESH, name, detail, advice=ADVICE))
+    if problems:
+        raise ShardingError("tensors are sharded, and their views are not", problems)
+
+
+def check_writes(given: Mapping[str, torch.Tensor], names: Iterable[str], own: str) -> None:
+    """Check that own tensor `own` can be put together from the given tensors `names` without other ranks.
+
+    Raises:
+        ShardingError: some of them are sharded.
+    """
+    if sharded := [name for name in names if isinstance(given[name], DTensor)]:
+        detail = f"is sharded, and only a part of {own}"
+        problems = [Problem(ProblemKind.MESH, name, detail, advice=ADVICE) for name in sharded]
+        raise ShardingError("sharded tensors cannot be joined", problems)
+
+
+def cuts_shards(view: View, tensor: DTensor) -> bool:
+    """Whether reading the view of a sharded tensor takes what other ranks hold."""
+    if not view.steps:
+        return False
+    if any(type(placement) not in (Shard, Replicate) for placement in tensor.placements):
+        return True  # sums that are not added up yet, and shards that are interleaved
+    sharded = {placement.dim for placement in tensor.placements if isinstance(placement, Shard)}
+    for method, args in view.steps:
+        if method == "transpose":
+            swapped = {args[0]: args[1], args[1]: args[0]}
+            sharded = {swapped.get(dim, dim) for dim in sharded}
+        elif sharded and (method == "reshape" or args[0] in sharded):
+            return True
+        elif method == "select":
+            sharded = {dim - (dim > args[0]) for dim in sharded}
+    return False

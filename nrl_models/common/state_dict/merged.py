@@ -16,8 +16,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from nrl_models.common.modules import peft_modules, peft_types
-from nrl_models.common.state_dict.adapter import Layout, StateDictAdapter, adapter_of
+from nrl_models.common.modules import inside_peft, peft_modules, peft_types
+from nrl_models.common.state_dict.adapter import StateDictAdapter, adapter_of
+from nrl_models.common.state_dict.tables import Layout
 from nrl_models.errors import Problem, ProblemKind, StateDictError
 
 
@@ -33,7 +34,7 @@ def export_adapter(model: nn.Module) -> StateDictAdapter:
         StateDictError: adapter tensors that reach no weight of the model (prompts, prefixes), an adapter on one of two
             tied weights, quantised or sharded weights under adapters; all of them.
     """
-    if _inside(model) is model and not any(peft_modules(model)):
+    if inside_peft(model) is model and not any(peft_modules(model)):
         own: Any = getattr(model, "state_dict_adapter", None)
         return own or adapter_of(cast(PreTrainedModel, model))
     return MergedAdapter(model)
@@ -47,7 +48,7 @@ class MergedAdapter(StateDictAdapter):
     """
 
     def __init__(self, model: nn.Module) -> None:
-        inner = _inside(model)
+        inner = inside_peft(model)
         super().__init__(_without_adapters(inner, {}))
         inside = {id(part) for part in inner.parameters()}
         outside = [name for name, part in model.named_parameters() if id(part) not in inside]
@@ -68,7 +69,7 @@ class MergedAdapter(StateDictAdapter):
         self, model: nn.Module, max_bytes: int | None = None, *, layout: Layout = "hub"
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """As `StateDictAdapter.iter_export`; what has an adapter is a copy, merged when its turn comes."""
-        yield from self._export(_inside(model), max_bytes, layout)
+        yield from self._export(inside_peft(model), max_bytes, layout)
 
     def _own_tensors(self, model: nn.Module) -> dict[str, torch.Tensor]:
         return super()._own_tensors(_without_adapters(model, {}))
@@ -126,11 +127,6 @@ def merged_weights(name: str, wrapper: Any) -> dict[str, torch.Tensor]:
         problem = Problem(ProblemKind.UNEXPECTED, name, f"has an adapter that PEFT does not merge: {error}")
         raise StateDictError("the adapters cannot be merged into what is exported", [problem]) from error
     return {f"{name}.{own}": tensor for own, tensor in base.state_dict().items()}
-
-
-def _inside(model: Any) -> Any:
-    """The model inside PEFT's, or the model itself."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def _base(wrapper: Any) -> nn.Module:

@@ -93,7 +93,7 @@ def _without_buffers(case: FamilyCase) -> list[Patch]:
             if not buffers.intersection(tensor.parameters)
         }
 
-    return [wrapped(StateDictAdapter, "_exported", exported)]
+    return [wrapped(StateDictAdapter, "exported", exported)]
 
 
 def _one_place_for_all(*args: Any) -> Iterator[tuple[torch.Tensor, dict[str, torch.Tensor]]]:

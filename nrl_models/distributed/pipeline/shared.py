@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from nrl_models.distributed.mesh import rank_in
 from nrl_models.distributed.sharding import sharding_of
+from nrl_models.distributed.shards import local_of
 
 
 @contextmanager
@@ -36,7 +37,7 @@ def shared_gradients_summed(model: PreTrainedModel, mesh: DeviceMesh) -> Iterato
     for (parameter, ranks), earlier in zip(shared, before, strict=True):
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-        _sum_over(_local(parameter.grad), ranks, mesh)
+        _sum_over(local_of(parameter.grad), ranks, mesh)
         if earlier is not None:
             parameter.grad += earlier
 
@@ -94,7 +95,3 @@ def _sum_over(tensor: torch.Tensor, ranks: tuple[int, ...], mesh: DeviceMesh) ->
         tensor += received
     for rank in others:
         dist.send(tensor, group=group, group_dst=rank)
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

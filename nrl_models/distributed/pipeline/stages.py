@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from nrl_models.distributed.pipeline.crossing import hidden_of, replaced
 from nrl_models.distributed.pipeline.cut import Cut
-from nrl_models.distributed.styles import become
+from nrl_models.distributed.tensor.local_tensors import become
 from nrl_models.errors import Problem, ProblemKind, ShardingError
 
 

@@ -24,18 +24,18 @@ class Receiver:
     Args:
         apply: loads weights into the model.
         refuse: has the model answer nothing, with this message; None ends that.
-        keep: whether to keep the weights by hub name (in memory that is shared with the trainer, until they change),
-            which deltas need.
 
     Attributes:
+        keep: whether to keep the weights by hub name (in memory that is shared with the trainer, until they change),
+            which deltas need.
         weights: the last version that took effect; None before the first.
         mixed: whether the model has parts of two versions.
     """
 
-    def __init__(self, apply: Apply, refuse: Callable[[str | None], None], *, keep: bool = True) -> None:
+    def __init__(self, apply: Apply, refuse: Callable[[str | None], None]) -> None:
         self.weights: Weights | None = None
         self.mixed = False
-        self.keep = keep
+        self.keep = True
         self._apply, self._refuse = apply, refuse
         self._staged: tuple[Weights, Set[str]] | None = None
 

@@ -1,9 +1,9 @@
 """Families that need nothing but a row: which linears of which layers read one input, in files by kind of model."""
 
-from nrl_models.families.table import dense, encoders, hybrids, mixtures, multimodal
+from nrl_models.families.table import dense, encoders, hybrids, mixtures, multimodal, speech
 from nrl_models.families.table.row import Row
 
 TABLE: dict[str, Row] = dict(
-    sorted((dense.ROWS | mixtures.ROWS | hybrids.ROWS | multimodal.ROWS | encoders.ROWS).items())
+    sorted((dense.ROWS | mixtures.ROWS | hybrids.ROWS | multimodal.ROWS | speech.ROWS | encoders.ROWS).items())
 )
 """Every row, by the name of its package in transformers."""

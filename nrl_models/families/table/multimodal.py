@@ -1,4 +1,4 @@
-"""Models that take images, video or audio, and the towers that others take from their packages."""
+"""Models that take images or video, and the towers that others take from their packages."""
 
 from nrl_models.common.flags import MTPForm
 from nrl_models.families.limits import (
@@ -55,7 +55,6 @@ ROWS: dict[str, Row] = {
         mixins={"Model": "FreshPositions"},
         since="5.23",
     ),
-    "cosmos3_omni": Row("Cosmos3Omni", CONDITIONAL, mixins={"Model": "FreshPositions"}, since="5.11"),
     "deepseek_ocr2": Row(
         "DeepseekOcr2",
         CONDITIONAL,
@@ -135,23 +134,12 @@ ROWS: dict[str, Row] = {
         {"VisionMlp": GATE_UP, "VisionPatchMerger": GATE_UP, "TextAttention": QKV},
         mixins={"Model": "FreshPositions", "TextModel": "PackedTextPositions"},
     ),
-    "glmasr": Row("GlmAsr", CONDITIONAL),
     "got_ocr2": Row("GotOcr2", CONDITIONAL),
     "granite4_vision": Row(
         "Granite4Vision", CONDITIONAL, {"TextAttention": QKV, "TextMLP": GATE_UP}, lacks(CACHED), since="5.23"
     ),
     "granite_docling": Row(
         "GraniteDocling", CONDITIONAL, {"VisionAttention": QKV, "TextAttention": QKV, "TextMLP": GATE_UP}, since="5.23"
-    ),
-    "granite_speech": Row(
-        "GraniteSpeech", CONDITIONAL, {"ConformerAttention": "to_q to_kv"}, lacks("activation checkpointing")
-    ),
-    "granite_speech_plus": Row(
-        "GraniteSpeechPlus",
-        CONDITIONAL,
-        {"ConformerAttention": "to_q to_kv"},
-        lacks("activation checkpointing"),
-        since="5.8",
     ),
     "hunyuan_vl": Row(
         "HunYuanVL",
@@ -300,7 +288,6 @@ ROWS: dict[str, Row] = {
         },
         since="5.23",
     ),
-    "moss_transcribe_diarize": Row("MossTranscribeDiarize", CONDITIONAL, since="5.23"),
     "muse_glimmer": Row(
         "MuseGlimmer",
         CONDITIONAL,
@@ -313,23 +300,6 @@ ROWS: dict[str, Row] = {
         {"VisionAttention": QKV, "TextAttention": "q_proj k_proj v_proj gate_proj"},
         lacks("router replay"),
         since="5.23",
-    ),
-    "nemotron_h_omni": Row(
-        "",
-        ("NemotronH_Omni_Reasoning_V3",),
-        tiny={
-            "audio_token_id": 487,
-            "audio_config": {
-                "hidden_size": 256,
-                "intermediate_size": 512,
-                "num_hidden_layers": 2,
-                "projection_hidden_size": 256,
-                "projection_bias": False,
-                **dict.fromkeys(("dropout", "layerdrop", "activation_dropout", "attention_dropout"), 0.0),
-                "initializer_range": 0.2,  # with less, audio is lost among the biases
-            },
-        },
-        since="5.18",
     ),
     "ovis2": Row("Ovis2", CONDITIONAL, {"VisionAttention": QKV, "MLP": GATE_UP}),
     "paddleocr_vl": Row(
@@ -347,7 +317,6 @@ ROWS: dict[str, Row] = {
         ignored=("num_image_tokens",),  # set on the text model's part, which has no images
         since="5.10",
     ),
-    "parakeet": Row("Parakeet", (), {"EncoderAttention": QKV}),
     "pix2struct": Row(
         "Pix2Struct",
         CONDITIONAL,
@@ -361,21 +330,6 @@ ROWS: dict[str, Row] = {
     ),
     "pixtral": Row("Pixtral", (), {"Attention": QKV, "MLP": GATE_UP}),
     "qianfan_ocr": Row("QianfanOCR", CONDITIONAL, {"VisionAttention": QKV}, since="5.6"),
-    "qwen2_5_omni": Row(
-        "",
-        ("Qwen2_5OmniThinkerForConditionalGeneration",),
-        {
-            "Qwen2_5OmniVisionAttention": "q k v",
-            "Qwen2_5OmniMLP": GATE_UP,
-            "Qwen2_5OmniAttention": QKV,
-            "Qwen2MLP": GATE_UP,
-        },
-        lacks("generate"),
-        mixins={"Qwen2_5OmniThinkerTextModel": "PackedTextPositions"},
-        since="5.6",
-    ),
-    "qwen2_audio": Row("Qwen2Audio", CONDITIONAL),
-    "qwen3_asr": Row("Qwen3ASR", CONDITIONAL, {"AudioAttention": QKV}, since="5.13"),
     "qwen3_5": Row(
         "Qwen3_5",
         (*CAUSAL_AND_CONDITIONAL, *ALL_HEADS[1:], "TextForSequenceClassification"),
@@ -392,13 +346,6 @@ ROWS: dict[str, Row] = {
         mixins={"Model": "FreshPositions", "GatedDeltaNet": "ByDocument"},
         config_values={"attn_output_gate": (True,)},
         mtp_form=MTPForm.PREFIXED,
-    ),
-    "qwen3_omni_moe": Row(
-        "Qwen3OmniMoe",
-        ("ThinkerForConditionalGeneration",),
-        {"ThinkerTextAttention": QKV, "AudioAttention": QKV},
-        lacks("generate", "tensor parallelism"),
-        since="5.6",
     ),
     "qwen3_vl": Row(
         "Qwen3VL", CONDITIONAL, {"TextAttention": QKV, "TextMLP": GATE_UP}, mixins={"Model": "FreshPositions"}
@@ -440,5 +387,4 @@ ROWS: dict[str, Row] = {
     "video_llava": Row("VideoLlava", CONDITIONAL, since="5.23"),
     "vipllava": Row("VipLlava", CONDITIONAL, since="5.23"),
     "vit": Row("ViT", (), {"Attention": QKV}),
-    "voxtral": Row("Voxtral", CONDITIONAL, tiny={"audio_token_id": 480, "audio_config": {"intermediate_size": 512}}),
 }

@@ -17,7 +17,7 @@ from jobs.setting import LENGTH, batches, case_of, llama_case, mesh_of, train
 from nrl_models.common.projections import report
 from nrl_models.distributed import ParallelPlan, parallelize, plan_for
 from nrl_models.distributed.mesh import rank_in, size_of
-from nrl_models.distributed.styles import _local_tensors
+from nrl_models.distributed.tensor.local_tensors import _local_tensors
 from nrl_models.testing.case import FamilyCase
 
 

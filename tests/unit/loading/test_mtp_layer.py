@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,39 @@ from nrl_models import AutoModelForCausalLM, BackendConfig, MTPLayer, registry
 from nrl_models.common.state_dict.mtp import MTPNames, MTPParts
 from nrl_models.errors import StateDictError, UnknownArgumentError
 from nrl_models.testing.case import FamilyCase
-from nrl_models.testing.mtp_weights import mtp_layer_tensors, mtp_tensors
+from nrl_models.testing.mtp_weights import mtp_tensors
 
 NUMBERED, PREFIXED, LATENTS = "Glm4MoeForCausalLM", "Qwen3NextForCausalLM", "DeepseekV3ForCausalLM"
 ALL = [NUMBERED, PREFIXED, LATENTS, "Glm4MoeLiteForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"]
 WORDS = torch.randint(5, 200, (2, 12), generator=torch.Generator().manual_seed(0))
+
+
+def mtp_layer_tensors(model: Any) -> dict[str, torch.Tensor]:
+    """A layer that can be trained, as checkpoints have it: random, but for the model's embeddings, in its dtype.
+
+    Args:
+        model: of a family with an `mtp_form`; its last decoder layer with `self_attn` is the pattern.
+    """
+    own = model.state_dict_adapter.to_hf(model.state_dict())
+    parts = MTPParts.of(model.mtp_form, MTPNames(model).first)
+    of_layers = [name for name in own if name.startswith("model.") and ".self_attn." in name]
+    (like,) = re.findall(r"^model\.(?:language_model\.)?layers\.\d+\.", of_layers[-1])
+    width = model.config.hidden_size
+    made = {
+        parts.layer + name.removeprefix(like): 0.1 * torch.randn_like(tensor)
+        for name, tensor in own.items()
+        if name.startswith(like)
+    }
+    for part in (parts.embedding_norm, parts.hidden_norm, parts.norm):
+        made[f"{part}.weight"] = 1 + 0.1 * torch.randn(width, dtype=model.dtype)
+    made[f"{parts.joint}.weight"] = torch.randn(width, 2 * width, dtype=model.dtype) / width**0.5
+    for part, embeddings in (
+        (parts.input, model.get_input_embeddings()),
+        (parts.output, model.get_output_embeddings()),
+    ):
+        if part:
+            made[f"{part}.weight"] = embeddings.weight.detach().clone()
+    return made
 
 
 def published(architecture: str, folder: Path) -> tuple[Path, dict[str, torch.Tensor]]:

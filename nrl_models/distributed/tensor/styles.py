@@ -13,11 +13,8 @@ The two are Megatron-LM's `f` and `g` (https://arxiv.org/abs/1909.08053).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import wraps
-from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
@@ -25,10 +22,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.nn import functional as F
-
-from nrl_models.common.cached import cached
-from nrl_models.common.projections import LinearGroup
-from nrl_models.common.projections.group_memory import JoinedWeights
 
 
 def entering(tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
@@ -287,163 +280,3 @@ EXPERT_STYLES = _by_name(
     Style("ep_router"),  # routes as usual: the stack itself chooses this rank's experts here
 )
 """What an expert-parallel plan may say."""
-
-
-class OnLocalTensors(nn.Module):
-    """Mixin: during its forward, every parameter in this module is this rank's plain tensor.
-
-    Whatever the module's code does with its parameters, and those of modules in it, is done on plain
-    tensors, at no cost per operation; gradients come back as DTensors of the parameters' placements.
-
-    Attributes:
-        summed_over: by `(module, name)` of parameters whose gradient is a share on each rank, the mesh dimension.
-        is_unit: whether `fsdp` gathers the module by itself: until then nothing may read its parameters, the modules
-            around it included.
-    """
-
-    summed_over: Mapping[tuple[int, str], str] = MappingProxyType({})
-    is_unit: bool = False
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Arguments and results are the module's own."""
-        return _run_on_local_tensors(self, super().forward, args, kwargs)
-
-
-@torch._dynamo.disable(recursive=False)
-def _run_on_local_tensors(module: OnLocalTensors, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Not compiled itself, since it replaces parameters; what it calls is."""
-    with _local_tensors(module):
-        return forward(*args, **kwargs)
-
-
-@contextmanager
-def _local_tensors(module: OnLocalTensors) -> Iterator[None]:
-    replaced: list[tuple[dict[str, Any], str, DTensor, str | None]] = []
-    for inner in _modules_within(module):
-        parameters: dict[str, Any] = inner._parameters
-        for name, parameter in parameters.items():
-            if isinstance(parameter, DTensor):
-                replaced.append((parameters, name, parameter, module.summed_over.get((id(inner), name))))
-    try:
-        for parameters, name, parameter, summed_over in replaced:
-            parameters[name] = _local(parameter, summed_over)
-        yield
-    finally:
-        for parameters, name, parameter, _ in replaced:
-            parameters[name] = parameter
-
-
-def _modules_within(module: nn.Module) -> Iterator[nn.Module]:
-    """`module` and the modules in it, whose weights its code may read without calling them; but not units."""
-    yield module
-    for child in module.children():
-        if not (isinstance(child, OnLocalTensors) and child.is_unit):
-            yield from _modules_within(child)
-
-
-def _local(parameter: DTensor, summed_over: str | None) -> torch.Tensor:
-    if summed_over is None:
-        return parameter.to_local()
-    # Redistributed to the placements it has: nothing happens forward, and backward the shares are summed.
-    names = parameter.device_mesh.mesh_dim_names or ()
-    shares = [
-        Partial() if name == summed_over else placement
-        for name, placement in zip(names, parameter.placements, strict=True)
-    ]
-    return parameter.redistribute(placements=parameter.placements).to_local(grad_placements=shares)
-
-
-def become(module: nn.Module, *mixins: type[nn.Module]) -> None:
-    """Change `module`'s class to one with `mixins` before it: the same object, and a class of the same name."""
-    module.__class__ = _mixed(type(module), mixins)
-
-
-@cached
-def _mixed(cls: Any, mixins: tuple[type[nn.Module], ...]) -> Any:
-    @wraps(cls.forward)  # `generate` and trainers look for what a model takes
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return super(mixed, self).forward(*args, **kwargs)
-
-    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    mixed: Any = type(cls.__name__, (*mixins, cls), names | {"forward": forward, "mixed_into": cls, "mixins": mixins})
-    return mixed
-
-
-class DividedGroup(LinearGroup):
-    """A group whose linears' parameters are DTensors, computed on local tensors.
-
-    The input enters the divided region once for all linears that are divided, so that its gradient is summed once.
-    This rank's shares of the weights are neighbours in memory, unless `fsdp` has them.
-
-    Attributes:
-        tp_mesh: the ranks that divide linears; None if none is divided.
-        held_over: the mesh of the linears' DTensors. `fsdp` divides them over another, and keeps their memory itself.
-        always_answers: whether a linear is divided.
-    """
-
-    tp_mesh: DeviceMesh | None
-    held_over: DeviceMesh
-
-    @staticmethod
-    def take_over(group: Any, tp_mesh: DeviceMesh | None, held_over: DeviceMesh) -> None:
-        """Make a group one of these if all its linears read a whole input; else each linear computes itself."""
-        linears = group.linears.values()
-        if not all(_is_linear_of_whole_input(type(linear)) for linear in linears):
-            return
-        group.__class__ = DividedGroup
-        group.tp_mesh, group.held_over = tp_mesh, held_over
-        group.always_answers = any(getattr(linear, "is_divided", False) for linear in linears)
-        group.accept_classes()
-        group.join()
-
-    def outputs_with(self, input: torch.Tensor, weights: JoinedWeights | None) -> tuple[torch.Tensor, ...]:
-        """`input`: `(..., I)`, the same on every rank. Returns what each linear returns."""
-        return tuple(
-            linear.exchange(output) if isinstance(linear, LinearOfWholeInput) else output
-            for linear, output in zip(self.linears.values(), super().outputs_with(input, weights), strict=True)
-        )
-
-    def inputs_of_linears(self, input: torch.Tensor) -> list[torch.Tensor]:
-        """The input, entered once for all linears that are divided."""
-        if not self.always_answers:
-            return super().inputs_of_linears(input)
-        assert self.tp_mesh is not None
-        entered = entering(input, self.tp_mesh)
-        return [entered if getattr(linear, "is_divided", False) else input for linear in self.linears.values()]
-
-    def begin(self) -> Any:
-        """Answer the linears' calls, if a module around them has replaced parameters by local tensors."""
-        parameters = [parameter for linear in self.linears.values() for parameter in linear._parameters.values()]
-        return None if any(isinstance(parameter, DTensor) for parameter in parameters) else super().begin()
-
-    def join(self) -> bool:
-        """Put this rank's shares of the weights side by side, see `LinearGroup.join`."""
-        if any(type(linear._parameters["weight"]) is torch.Tensor for linear in self.linears.values()):
-            return True  # parameters are local tensors at present
-        return super().join()
-
-    def values_of(self, parameter: torch.Tensor) -> torch.Tensor:
-        """This rank's share of a DTensor."""
-        return parameter.to_local() if isinstance(parameter, DTensor) else parameter
-
-    def memory_of(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        """This rank's share of a DTensor."""
-        if isinstance(parameter, DTensor):
-            return parameter._local_tensor if parameter.device_mesh == self.held_over else None
-        return super().memory_of(parameter)
-
-    def set_memory(self, parameter: torch.Tensor, neighbour: torch.Tensor) -> None:
-        """Make `neighbour` this rank's share of a DTensor."""
-        if isinstance(parameter, DTensor):
-            parameter._local_tensor = neighbour
-        else:
-            super().set_memory(parameter, neighbour)
-
-
-def _is_linear_of_whole_input(cls: Any) -> bool:
-    """Whether a class is `nn.Linear` with no mixins but those that a group can compute."""
-    while "mixed_into" in vars(cls):
-        if not all(issubclass(mixin, LinearOfWholeInput | OnLocalTensors) for mixin in cls.mixins):
-            return False
-        cls = cls.mixed_into
-    return cls is nn.Linear

@@ -1,0 +1,146 @@
+"""The tables of a model's layouts: for each Hugging Face tensor the parameter that holds it, and the view of it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Hashable, Mapping
+from typing import Literal, Protocol
+
+import torch
+from transformers import PreTrainedModel
+
+from nrl_models.common.garbage import no_collections
+from nrl_models.common.state_dict import layouts
+from nrl_models.common.state_dict.layouts import TensorSpec
+from nrl_models.common.state_dict.views import HFTensor, Piece
+from nrl_models.errors import Problem, ProblemKind, StateDictError
+
+
+class OtherLayout(Hashable, Protocol):
+    """Another library's names and shapes: `nrl_models.megatron.layout.MegatronRank`."""
+
+    def table(self, adapter: LayoutTables) -> dict[str, HFTensor]:
+        """Its tensors, by name, made of those of `adapter.transformers`.
+
+        Raises:
+            StateDictError: the model has tensors that it has no place for.
+        """
+
+
+Layout = Literal["hub", "transformers"] | OtherLayout
+"""`hub`: the names and shapes of published checkpoints, what engines read and `save_pretrained`
+writes (experts one by one). `transformers`: those of transformers' modules in memory (experts
+stacked). They differ only where transformers converts on loading. Or another library's."""
+
+
+class LayoutTables:
+    """Where each tensor of a model is in Hugging Face's layouts, and in those of other libraries.
+
+    Args:
+        model: the model the tables are made from; real or on meta. Only names, shapes, dtypes and the conversions of
+            its checkpoint are read, and no reference is kept.
+
+    Attributes:
+        config: the model's configuration.
+        own: the model's own tensors, by name.
+        hub: the hub's tensors, by name, in the order transformers saves them.
+        transformers: transformers' in-memory tensors, by name, in the order of its `state_dict()`.
+        tied: for each own tensor that is tied to another, the name of the one that is saved.
+    """
+
+    @no_collections()
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.own: dict[str, TensorSpec] = layouts.own_tensors(model)
+        self.tied: dict[str, str] = layouts.tied_names(model)
+        self.transformers: dict[str, HFTensor] = {
+            name: HFTensor(name, view.place_in(self.own[view.parameter].shape).shape, (Piece(view),))
+            for name, view in layouts.transformers_views(model)
+        }
+        self.hub: dict[str, HFTensor] = layouts.convert_layout(
+            model, self.transformers, self.own, layouts.hub_conversions(model)
+        )
+        self.config = model.config
+        self._others: dict[OtherLayout, dict[str, HFTensor]] = {}
+        self._in_hub = _by_parameter(self.hub)
+        self._in_transformers = _by_parameter(self.transformers)
+
+    def tensors_in(self, name: str, layout: Layout) -> list[HFTensor]:
+        """The Hugging Face tensors that hold parts of own tensor `name`, in one layout.
+
+        Raises:
+            KeyError: `name` is no tensor of the model.
+        """
+        if name not in self.own:
+            raise KeyError(f"{name} is no tensor of this model")
+        table = self.layout(layout)
+        if not isinstance(layout, str):
+            return [tensor for tensor in table.values() if name in tensor.parameters]
+        return (self._in_hub if table is self.hub else self._in_transformers)[name]
+
+    def layout(self, layout: Layout) -> dict[str, HFTensor]:
+        """The table of one layout.
+
+        Raises:
+            StateDictError: the model has tensors that another library's layout has no place for.
+        """
+        if layout == "hub":
+            return self.hub
+        if layout == "transformers":
+            return self.transformers
+        if not hasattr(layout, "table"):
+            raise ValueError(
+                f"unknown layout {layout!r}: expected 'hub' or 'transformers', or an object with a `table`"
+            )
+        if layout not in self._others:
+            self._others[layout] = layout.table(self)
+        return self._others[layout]
+
+    def table_for(self, keys: Collection[str]) -> Mapping[str, HFTensor]:
+        """The table of the layout that `keys` are named in; both tables together if they are mixed."""
+        for table in (self.transformers, self.hub):
+            if all(key in table for key in keys):
+                return table
+        return self.hub | self.transformers
+
+    def absent(self, name: str, given: Collection[HFTensor]) -> list[str]:
+        """Names of what own tensor `name` lacks if only `given` are there, in the layout that `given` are named in."""
+        layout: Layout = "transformers" if all(tensor.name in self.transformers for tensor in given) else "hub"
+        there = {tensor.pieces for tensor in given}  # names of one region differ between layouts
+        return [tensor.name for tensor in self.tensors_in(name, layout) if tensor.pieces not in there]
+
+    def check_own(self, state_dict: Mapping[str, torch.Tensor]) -> None:
+        """Check that tensors are the model's own, all or some.
+
+        Raises:
+            StateDictError: names that are not the model's, or shapes that are not the parameter's.
+        """
+        unknown = [name for name in state_dict if name not in self.own]
+        problems = [Problem(ProblemKind.UNEXPECTED, name, "is no tensor of this model") for name in unknown]
+        if problems := problems + self.other_shapes(state_dict):
+            raise StateDictError("state dict is not this model's", problems)
+
+    def exported(self, layout: Layout) -> dict[str, HFTensor]:
+        """A layout's table without tied duplicates."""
+        return {name: tensor for name, tensor in self.layout(layout).items() if tensor.parameters[0] not in self.tied}
+
+    def is_zero_copy(self, tensor: HFTensor) -> bool:
+        """Whether a tensor is a view of a single parameter."""
+        view = tensor.view
+        return view is not None and view.place_in(self.own[view.parameter].shape).strides is not None
+
+    def other_shapes(self, tensors: Mapping[str, torch.Tensor]) -> list[Problem]:
+        """The model's own tensors that are given in another shape."""
+        return [
+            Problem(ProblemKind.SHAPE, name, f"has shape {tuple(tensor.shape)}, expected {self.own[name].shape}")
+            for name, tensor in tensors.items()
+            if name in self.own and tuple(tensor.shape) != self.own[name].shape
+        ]
+
+
+def _by_parameter(table: Mapping[str, HFTensor]) -> dict[str, list[HFTensor]]:
+    """The tensors of a table, by the own tensors that hold them."""
+    result: dict[str, list[HFTensor]] = defaultdict(list)
+    for tensor in table.values():
+        for parameter in tensor.parameters:
+            result[parameter].append(tensor)
+    return dict(result)

@@ -1,0 +1,1 @@
+"""What a module becomes whose parameters are divided among ranks."""
