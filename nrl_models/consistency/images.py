@@ -159,9 +159,9 @@ def _fault(
     if _processed_differs(theirs, own):
         return ImageFault.PROCESSOR
     ours = _text_call(trainer.model, ids, own)
-    if (expected := ours.get("position_ids")) is not None and theirs.positions is not None:
-        if _positions_differ(expected, theirs.positions, len(ids)):
-            return ImageFault.POSITIONS
+    places = ours.get("position_ids"), theirs.positions
+    if all(place is not None for place in places) and _positions_differ(*places, len(ids)):
+        return ImageFault.POSITIONS
     at_images = torch.tensor(ids) == image_token(trainer.model.config)
     expected = ours["inputs_embeds"][0][at_images]
     deep = ours.get("deepstack_visual_embeds")

@@ -50,6 +50,10 @@ logger = get_logger(__name__)
 
 WORKER = "nrl_models.engines.vllm_worker.ConsistencyWorker"
 
+DEVICE_NORM = "mm_device_do_normalize"
+"""Where vLLM normalises pixels in the model, mean and deviation are buffers, which random weights overwrite and no refit
+reaches. Its processor normalises as transformers' does."""
+
 KV_CACHE_BYTES = 2**30
 """Size of the key-value cache on a CPU; on a GPU vLLM measures the free memory."""
 
@@ -127,6 +131,8 @@ class VLLMEngine(Engine):
             "disable_log_stats": True,
             "max_logprobs": 1,
         }
+        if DEVICE_NORM in vllm.EngineArgs.__dataclass_fields__:
+            keywords[DEVICE_NORM] = False
         if not torch.cuda.is_available():
             keywords["kv_cache_memory_bytes"] = KV_CACHE_BYTES
         if dtype is not None:

@@ -14,6 +14,9 @@ import torch
 
 Tokens = Sequence[int]
 
+INPUT_NORM = "input_norm"
+"""What vLLM calls the module that normalises pixels on the device, in models that have one."""
+
 
 @dataclass
 class ImageCalls:
@@ -58,10 +61,25 @@ class ImageWorker:
         runner.reset_encoder_cache()
         model, calls = runner.get_model(), ImageCalls()
         embed: Any = model.embed_multimodal
+        normalised: list[torch.Tensor] = []
+        hooks = [
+            module.register_forward_hook(lambda module, args, output: normalised.append(_joined(output)))
+            for name, module in model.named_modules()
+            if name.endswith(INPUT_NORM)
+        ]
 
         def embed_and_record(**tensors: Any) -> Any:
+            normalised.clear()
             features = embed(**tensors)
-            calls.tensors.append({name: _joined(value) for name, value in tensors.items() if _has_tensors(value)})
+            made = {name: _joined(value) for name, value in tensors.items() if _has_tensors(value)}
+            # Where the model normalises pixels, what comes in are bytes, which no processor of transformers gives.
+            pixels = torch.cat(normalised) if normalised else torch.empty(0)
+            calls.tensors.append(
+                {
+                    name: pixels if value.dtype == torch.uint8 and value.shape == pixels.shape else value
+                    for name, value in made.items()
+                }
+            )
             calls.features += [feature.detach().cpu().clone().flatten(0, -2) for feature in features]
             return features
 
@@ -72,12 +90,13 @@ class ImageWorker:
                 calls.embedded = None if embedded is None else embedded.detach().cpu().clone()
 
         model.__dict__["embed_multimodal"] = embed_and_record
-        self._nrl_images = calls, model.register_forward_pre_hook(record, with_kwargs=True)
+        self._nrl_images = calls, [*hooks, model.register_forward_pre_hook(record, with_kwargs=True)]
 
     def nrl_images_finish(self) -> ImageCalls:
         """What was recorded."""
-        calls, hook = self._nrl_images
-        hook.remove()
+        calls, hooks = self._nrl_images
+        for hook in hooks:
+            hook.remove()
         self.model_runner.get_model().__dict__.pop("embed_multimodal", None)  # type: ignore[attr-defined]
         return calls
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from PIL import Image
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedConfig, PreTrainedTokenizerFast
 from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
@@ -18,16 +18,61 @@ from nrl_models.inputs.images import AFTER_IMAGE, BEFORE_IMAGE, Geometry, first_
 
 QWEN = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
 TOKENS: dict[str, tuple[str, str, str, str]] = {
-    name: QWEN for name in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
-} | {
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), QWEN),
+    **dict.fromkeys(
+        ("glm4v", "glm4v_moe", "glm_ocr"), ("<|image|>", "<|video|>", "<|begin_of_image|>", "<|end_of_image|>")
+    ),
+    "exaone4_5": ("<|image_pad|>", "<|video_pad|>", "<vision>", "</vision>"),
     "internvl": ("<IMG_CONTEXT>", "<video>", "<img>", "</img>"),
+    "qianfan_ocr": ("<IMG_CONTEXT>", "<video>", "<img>", "</img>"),
     "gemma3": ("<image_soft_token>", "<video>", "<start_of_image>", "<end_of_image>"),
+    "gemma4": ("<|image|>", "<|video|>", "<|image>", "<image|>"),
+    "cohere2_vision": ("<|IMG_PATCH|>", "<video>", "<|START_OF_IMG|>", "<|END_OF_IMG|>"),
     "mistral3": ("[IMG]", "<video>", "<before>", "<after>"),
-    "aya_vision": ("<image>", "<video>", "<before>", "<after>"),
+    "llama4": ("<|patch|>", "<video>", "<|image_start|>", "<|image_end|>"),
+    "lfm2_vl": ("<image>", "<video>", "<|image_start|>", "<|image_end|>"),
+    "paddleocr_vl": ("<|IMAGE_PLACEHOLDER|>", "<video>", "<|IMAGE_START|>", "<|IMAGE_END|>"),
 }
 """What a family's tokenizer calls the tokens of images, of videos, before and after an image."""
 
 PLAIN = ("<image>", "<video>", "<before>", "<after>")
+
+AROUND = frozenset(
+    {
+        "qwen2_vl",
+        "qwen2_5_vl",
+        "qwen3_vl",
+        "qwen3_vl_moe",
+        "qwen3_5",
+        "qwen3_5_moe",
+        "glm4v",
+        "glm4v_moe",
+        "glm_ocr",
+        "exaone4_5",
+        "paddleocr_vl",
+    }
+)
+"""Those whose prompts have tokens before and after an image, which no processor adds."""
+
+MORE_TOKENS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("glm4v", "glm4v_moe", "glm_ocr"), ("<|begin_of_video|>", "<|end_of_video|>")),
+    "gemma3": ("\n", "\n\n", "\n\n\n", "\n\n\n\n"),
+    "mistral3": ("[IMG_BREAK]", "[IMG_END]"),
+    "llama4": ("<|image|>", "<|tile_x_separator|>", "<|tile_y_separator|>"),
+    "cohere2_vision": ("<|IMG_LINE_BREAK|>",),
+    **dict.fromkeys(
+        ("idefics3", "smolvlm"),
+        (
+            "<fake_token_around_image>", "<global-img>", "<end_of_utterance>", "\n", "\n\n",
+            *(f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)),
+        ),
+    ),
+    "lfm2_vl": (
+        "<|img_thumbnail|>",
+        *(f"<|img_row_{row}_col_{column}|>" for row in range(1, 11) for column in range(1, 11)),
+    ),
+}  # fmt: skip
+"""What else a family's processor writes around and between the tokens of an image."""
 
 SIZES = ((32, 32), (96, 40), (56, 112))
 """`(width, height)`: a small square, a wide one, a tall one."""
@@ -41,18 +86,20 @@ def save_processor(config: PreTrainedConfig, folder: Path) -> Any:
     """
     kind = PROCESSOR_MAPPING[type(config)]
     geometry = Geometry(config, 1, 1)
-    image = _image_processor(config, geometry)
+    tokens = int((geometry.side // geometry.patch) ** 2 * getattr(config, "downsample_ratio", 1.0) ** 2)
+    image = _image_processor(config, geometry, tokens)
     wanted = inspect.signature(kind.__init__).parameters
     parts = {"image_processor": image, "tokenizer": tokenizer_of(config)}
     if "video_processor" in wanted:
         parts["video_processor"] = VIDEO_PROCESSOR_MAPPING[type(config)]() if type(config) in _with_video() else None
-    tokens = (geometry.side // geometry.patch) ** 2
     values = {
         "patch_size": geometry.patch,
         "vision_feature_select_strategy": getattr(config, "vision_feature_select_strategy", None),
         "num_additional_image_tokens": 1,
+        "num_image_tokens": tokens,
+        "image_seq_len": int(tokens / getattr(config, "scale_factor", 1) ** 2),
         "spatial_merge_size": getattr(config, "spatial_merge_size", 1),
-        "image_seq_length": getattr(config, "mm_tokens_per_image", getattr(config, "image_seq_length", tokens)),
+        "image_seq_length": getattr(config, "mm_tokens_per_image", tokens),
     }
     processor = kind(**parts, **{name: value for name, value in values.items() if name in wanted})
     processor.save_pretrained(folder)
@@ -63,7 +110,7 @@ def _with_video() -> Any:
     return VIDEO_PROCESSOR_MAPPING.keys()
 
 
-def _image_processor(config: PreTrainedConfig, geometry: Geometry) -> Any:
+def _image_processor(config: PreTrainedConfig, geometry: Geometry, tokens: int) -> Any:
     kinds = IMAGE_PROCESSOR_MAPPING[type(config)]
     kind = kinds.get("torchvision") or kinds.get("pil") if isinstance(kinds, dict) else next(filter(None, kinds))
     square = {"height": geometry.side, "width": geometry.side}
@@ -79,7 +126,14 @@ def _image_processor(config: PreTrainedConfig, geometry: Geometry) -> Any:
         values |= {"size": {"shortest_edge": geometry.side}, "crop_size": square}
     else:
         values["size"] = square
-    return kind(**values)
+    if hasattr(defaults, "max_image_size") and isinstance(defaults.max_image_size, dict):
+        values |= {"size": {"longest_edge": 2 * geometry.side}, "max_image_size": {"longest_edge": geometry.side}}
+    if getattr(config, "image_grid_pinpoints", None):
+        values["image_grid_pinpoints"] = config.image_grid_pinpoints
+    made = kind(**values)
+    if config.model_type == "paligemma":
+        made.image_seq_length = tokens
+    return made
 
 
 def tokenizer_of(config: PreTrainedConfig) -> PreTrainedTokenizerFast:
@@ -94,13 +148,29 @@ def tokenizer_of(config: PreTrainedConfig) -> PreTrainedTokenizerFast:
     spare = iter(number for number in range(size - 1, 0, -1) if number not in taken)
     for name, place in places.items():
         words[next(spare) if place is None else place] = name
+    more = MORE_TOKENS.get(config.model_type, ())
+    for name in more:
+        words[next(spare)] = name
     model = Tokenizer(models.WordLevel({word: token for token, word in words.items()}, unk_token="<0>"))
     model.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     names = {"image_token": image, "video_token": video, "boi_token": before, "eoi_token": after}
     names |= {"start_image_token": before, "end_image_token": after, "context_image_token": image}
-    return PreTrainedTokenizerFast(
-        tokenizer_object=model, unk_token="<0>", pad_token="<1>", extra_special_tokens=names | {"video_token": video}
+    names |= {"image_start_token": before, "image_end_token": after}
+    names |= {"video_start_token": before, "video_end_token": after, "img_line_break_token": "<|IMG_LINE_BREAK|>"}
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=model,
+        unk_token="<0>",
+        pad_token="<1>",
+        bos_token="<2>",
+        extra_special_tokens=_known(names, words),
     )
+    # Whole also where nothing but other special words stands around them.
+    made.add_tokens([AddedToken(name, special=True, normalized=False) for name in (*places, *more)])
+    return made
+
+
+def _known(names: dict[str, str], words: dict[int, str]) -> dict[str, str]:
+    return {name: word for name, word in names.items() if word in set(words.values())}
 
 
 def names_of(config: PreTrainedConfig) -> tuple[str, str, str, str]:
@@ -112,7 +182,7 @@ def image_prompts(config: PreTrainedConfig, processor: Any) -> list[ImagePrompt]
     """One prompt for each size, and one with two images."""
     one, _, before, after = names_of(config)
     placeholder = getattr(processor, "image_token", one)
-    around = config.model_type in TOKENS and TOKENS[config.model_type] is QWEN
+    around = config.model_type in AROUND
     placeholder = f"{before}{placeholder}{after}" if around else placeholder
     return [
         ImagePrompt(
