@@ -225,8 +225,8 @@ class Engine(AbstractContextManager["Engine"]):
         if images is not None and any(images):
             if not self.capabilities().raw_images:
                 raise EngineError(
-                    f"{self.name} takes no raw images here, and {sum(map(bool, images))} of {len(prompts)} prompts have "
-                    "some. vllm takes them, with a model that does and the checkpoint's processor"
+                    f"{self.name} takes no raw images here, and {sum(map(bool, images))} of {len(prompts)} prompts "
+                    "have some. vllm takes them, with a model that does and the checkpoint's processor"
                 )
             more |= {"images": images}
         samples = self._generate(

@@ -51,8 +51,8 @@ logger = get_logger(__name__)
 WORKER = "nrl_models.engines.vllm_worker.ConsistencyWorker"
 
 DEVICE_NORM = "mm_device_do_normalize"
-"""Where vLLM normalises pixels in the model, mean and deviation are buffers, which random weights overwrite and no refit
-reaches. Its processor normalises as transformers' does."""
+"""Where vLLM normalises pixels in the model, mean and deviation are buffers, which random weights overwrite and no
+refit reaches. Its processor normalises as transformers' does."""
 
 KV_CACHE_BYTES = 2**30
 """Size of the key-value cache on a CPU; on a GPU vLLM measures the free memory."""

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedConfig
 
+from nrl_models import registry
 from nrl_models.common.switches import quirks_off
 from nrl_models.consistency.images import ImageComparison, compare_images
 from nrl_models.engines.hf import HFEngine
@@ -18,7 +19,23 @@ from nrl_models.errors import one_line
 from nrl_models.logprobs import Sampling
 from tests.engine.families import AGREES, DISAGREES, NOT_RUN, Start, spreading_temperature, tiny_model
 from tests.engine.image_processors import image_prompts, save_processor
-from tests.engine.published import BOUND, OPTIONS
+from tests.engine.published import BOUND, OPTIONS, OVERRIDES
+
+INTERLEAVED = {
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 500_000.0,
+        "mrope_section": [6, 5, 5],
+        "mrope_interleaved": True,
+    }
+}
+"""How published configurations say what transformers' code always does: vLLM reads it."""
+
+IMAGE_OVERRIDES: dict[str, dict[str, Any]] = {
+    "Qwen3VLForConditionalGeneration": INTERLEAVED,
+    "Qwen3VLMoeForConditionalGeneration": INTERLEAVED,
+}
+"""What a tiny text model has to have for images, beside `OVERRIDES`."""
 
 WITH_PREFIX = frozenset({"clip_vision_model", "siglip_vision_model"})
 """Vision towers whose weights on the hub are under `vision_model`."""
@@ -34,17 +51,17 @@ class ImageOutcome:
     Args:
         architecture: which.
         status: `agrees` (each prompt, after a refit from random weights), `disagrees` or `not run`.
-        error: the worst `token_mult_prob_error`; None if nothing was compared, or it is not finite.
+        refitted: the worst `token_mult_prob_error`; None if nothing was compared, or it is not finite.
+        reason: what differs first, of the prompts that disagree; or why nothing was compared: an error.
         faults: what differs first, of each prompt that disagrees.
-        reason: why nothing was compared: an error.
         prompts: tokens of each prompt.
     """
 
     architecture: str
     status: str
-    error: float | None = None
-    faults: tuple[str, ...] = ()
+    refitted: float | None = None
     reason: str = ""
+    faults: tuple[str, ...] = ()
     prompts: tuple[int, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
@@ -62,7 +79,7 @@ def hold_images(architecture: str, start: Start, folder: Path) -> ImageOutcome:
     """
     checkpoint = folder / "checkpoint"
     try:
-        model = tiny_model(architecture, {"text_config": {"max_position_embeddings": 2 * LENGTH}})
+        model = tiny_model(architecture, _longer(architecture))
         model.save_pretrained(checkpoint)
         if as_published(checkpoint, model.config):
             model = type(model).from_pretrained(checkpoint, dtype=torch.float32).eval()
@@ -80,6 +97,14 @@ def hold_images(architecture: str, start: Start, folder: Path) -> ImageOutcome:
     except Exception as error:  # the engine's, or the model's
         return ImageOutcome(architecture, NOT_RUN, reason=one_line(error).replace(f"{folder}/", ""))
     return outcome_of(architecture, found)
+
+
+def _longer(architecture: str) -> dict[str, Any]:
+    """Overrides by which a tiny text model takes long sequences; what else it has to have stays."""
+    known = (registry.model_class(architecture).tiny, OVERRIDES.get(architecture, {}))
+    text = {key: value for values in known for key, value in values.get("text_config", {}).items()}
+    text |= IMAGE_OVERRIDES.get(architecture, {})
+    return {"text_config": text | {"max_position_embeddings": 2 * LENGTH}}
 
 
 def as_published(checkpoint: Path, config: PreTrainedConfig) -> bool:
@@ -105,11 +130,13 @@ def as_published(checkpoint: Path, config: PreTrainedConfig) -> bool:
 
 def outcome_of(architecture: str, found: list[ImageComparison]) -> ImageOutcome:
     """The outcome of what was compared."""
+    faults = tuple(one.fault for one in found if one.fault is not None)
     error = max(max(one.decode, one.prefill) for one in found)
     return ImageOutcome(
         architecture,
         AGREES if all(one.passed for one in found) else DISAGREES,
         error if error < float("inf") else None,
-        tuple(one.fault for one in found if one.fault is not None),
+        f"What differs first: {', '.join(sorted(set(faults)))}." if faults else "",
+        faults,
         prompts=tuple(one.prompt_tokens for one in found),
     )

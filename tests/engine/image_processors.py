@@ -9,6 +9,7 @@ from typing import Any
 from PIL import Image
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedConfig, PreTrainedTokenizerFast
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 from transformers.models.auto.video_processing_auto import VIDEO_PROCESSOR_MAPPING
@@ -74,6 +75,9 @@ MORE_TOKENS: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 """What else a family's processor writes around and between the tokens of an image."""
 
+SAME = {"qwen3_vl_moe": "qwen3_vl", "glm4v_moe": "glm4v", "glm_ocr": "glm4v"}
+"""Model types whose processor transformers has under another one."""
+
 SIZES = ((32, 32), (96, 40), (56, 112))
 """`(width, height)`: a small square, a wide one, a tall one."""
 
@@ -84,14 +88,15 @@ def save_processor(config: PreTrainedConfig, folder: Path) -> Any:
     Raises:
         KeyError: transformers has none for this model.
     """
-    kind = PROCESSOR_MAPPING[type(config)]
+    source = CONFIG_MAPPING[SAME.get(config.model_type, config.model_type)]
+    kind = PROCESSOR_MAPPING[source]
     geometry = Geometry(config, 1, 1)
     tokens = int((geometry.side // geometry.patch) ** 2 * getattr(config, "downsample_ratio", 1.0) ** 2)
-    image = _image_processor(config, geometry, tokens)
+    image = _image_processor(config, IMAGE_PROCESSOR_MAPPING[source], geometry, tokens)
     wanted = inspect.signature(kind.__init__).parameters
     parts = {"image_processor": image, "tokenizer": tokenizer_of(config)}
     if "video_processor" in wanted:
-        parts["video_processor"] = VIDEO_PROCESSOR_MAPPING[type(config)]() if type(config) in _with_video() else None
+        parts["video_processor"] = VIDEO_PROCESSOR_MAPPING[source]() if source in VIDEO_PROCESSOR_MAPPING else None
     values = {
         "patch_size": geometry.patch,
         "vision_feature_select_strategy": getattr(config, "vision_feature_select_strategy", None),
@@ -106,12 +111,7 @@ def save_processor(config: PreTrainedConfig, folder: Path) -> Any:
     return processor
 
 
-def _with_video() -> Any:
-    return VIDEO_PROCESSOR_MAPPING.keys()
-
-
-def _image_processor(config: PreTrainedConfig, geometry: Geometry, tokens: int) -> Any:
-    kinds = IMAGE_PROCESSOR_MAPPING[type(config)]
+def _image_processor(config: PreTrainedConfig, kinds: Any, geometry: Geometry, tokens: int) -> Any:
     kind = kinds.get("torchvision") or kinds.get("pil") if isinstance(kinds, dict) else next(filter(None, kinds))
     square = {"height": geometry.side, "width": geometry.side}
     values: dict[str, Any] = {"patch_size": geometry.patch}
@@ -128,6 +128,9 @@ def _image_processor(config: PreTrainedConfig, geometry: Geometry, tokens: int) 
         values["size"] = square
     if hasattr(defaults, "max_image_size") and isinstance(defaults.max_image_size, dict):
         values |= {"size": {"longest_edge": 2 * geometry.side}, "max_image_size": {"longest_edge": geometry.side}}
+    elif type(getattr(defaults, "max_image_size", None)) is int:
+        values["max_image_size"] = geometry.side
+        values["min_image_size"] = geometry.side // 2
     if getattr(config, "image_grid_pinpoints", None):
         values["image_grid_pinpoints"] = config.image_grid_pinpoints
     made = kind(**values)

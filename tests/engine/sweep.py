@@ -40,7 +40,7 @@ HEAD = """\
 # Families compared with real engines
 """
 
-ENGINES = ("vLLM", "MLX")
+ENGINES = ("vLLM", "vLLM with images", "MLX")
 """Those with a section on the page, in its order. Each is written where that engine is installed."""
 
 CHILD = "--child"

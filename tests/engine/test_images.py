@@ -29,8 +29,8 @@ Plant = Callable[[VLLMEngine, Any], None]
 def test_the_engine_gives_the_trainers_logprobs_with_images(name: str, vllm: OneEngine, tmp_path: Path) -> None:
     found = hold_images(f"{name}ForConditionalGeneration", vllm, tmp_path)
     assert found.status == AGREES, (found.faults, found.reason)
-    assert found.error is not None
-    assert found.error <= BOUND
+    assert found.refitted is not None
+    assert found.refitted <= BOUND
     assert len(found.prompts) == 4
 
 
