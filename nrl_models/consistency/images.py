@@ -9,10 +9,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoProcessor
 
+from nrl_models.auto import auto_class_for
+from nrl_models.common.checkpoint.files import resolve_folder
+from nrl_models.consistency.cells import THRESHOLD
 from nrl_models.engines.base import Sample
 from nrl_models.engines.hf import HFEngine
 from nrl_models.engines.vllm import VLLMEngine
@@ -137,6 +142,41 @@ def compare_images(
         sizes = tuple(image.size for image in prompt.images)
         found.append(ImageComparison(sizes, len(ids), count, *errors, threshold, fault))
     return found
+
+
+def check_images(
+    path: str | Path,
+    prompts: Sequence[ImagePrompt],
+    *,
+    dtype: torch.dtype = torch.float32,
+    sampling: Sampling | None = None,
+    threshold: float = THRESHOLD,
+    new_tokens: int = 16,
+    engine_options: Mapping[str, Any] | None = None,
+) -> list[ImageComparison]:
+    """Start vLLM on a checkpoint and compare it with the trainer on prompts with images.
+
+    Args:
+        path: the checkpoint's directory, with its processor.
+        prompts, new_tokens: see `compare_images`.
+        dtype: of both sides.
+        sampling: how the engine samples; at temperature 1 by default.
+        threshold: the largest `token_mult_prob_error` that passes.
+        engine_options: vLLM's own.
+
+    Raises:
+        EngineError: vLLM does not start, fails, or takes no images.
+        ConsistencyError: nothing could be compared.
+        OSError, CheckpointError, ...: as `AutoProcessor` and `from_pretrained`.
+    """
+    folder = resolve_folder(path)
+    processor = AutoProcessor.from_pretrained(folder)
+    model = auto_class_for(path).from_pretrained(path, dtype=dtype, device="cpu")
+    with VLLMEngine.start(path, dtype=dtype, **dict(engine_options or {})) as engine:
+        trainer = HFEngine(model, "trainer")
+        return compare_images(
+            engine, trainer, processor, prompts, sampling or Sampling(), threshold=threshold, new_tokens=new_tokens
+        )
 
 
 def trainer_inputs(processor: Any, prompt: ImagePrompt) -> dict[str, torch.Tensor]:

@@ -12,7 +12,6 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -103,14 +102,14 @@ def page(records: Mapping[str, Record], everything: list[str]) -> str:
         records: what is recorded, by architecture.
         everything: the architectures that there should be an outcome of.
     """
-    counts = Counter(record.outcome["status"] for record in records.values())
     intro = [
         "Every architecture that takes images and that both the registry and the engine have: "
         f"{len({*everything, *records})}, on a CPU, with {versions_summary(records).removeprefix('engine ')}.",
-        "The engine starts on random weights, those of the vision tower included, and is refitted once. It gets images as",
-        "they are, the trainer what transformers' processor makes of them: a square one, a wide one, a tall one, and two in",
-        f"one prompt. The bound is {BOUND} for decode and prefill of each; {counts['agrees']} agree. Processors are",
-        "transformers' own, at tiny size. Where a prompt disagrees, what differs first is named.",
+        "The engine starts on random weights, those of the vision tower included, and is refitted once. It gets images",
+        "as they are, the trainer what transformers' processor makes of them: a square one, a wide one, a tall one,",
+        f"and two in one prompt. The bound is {BOUND} for decode and prefill of each. Processors are transformers'",
+        "own, at tiny size; where none could be made, that is the outcome. Where prompts disagree, what differs first",
+        "is named, see [consistency.md](consistency.md#images).",
     ]
     return page_with("vLLM with images", [*intro, *outcome_lines(records, everything)])
 
