@@ -37,7 +37,10 @@ IMAGE_OVERRIDES: dict[str, dict[str, Any]] = {
 }
 """What a tiny text model has to have for images, beside `OVERRIDES`."""
 
-WITH_PREFIX = frozenset({"clip_vision_model", "siglip_vision_model"})
+ONLY_IMAGES = {"image": 4, "video": 0, "audio": 0}
+"""Of a prompt, at most: the tiny processors are of images alone."""
+
+WITH_PREFIX = frozenset({"clip_vision_model", "siglip_vision_model", "siglip2_vision_model"})
 """Vision towers whose weights on the hub are under `vision_model`."""
 
 LENGTH = 1024
@@ -89,9 +92,15 @@ def hold_images(architecture: str, start: Start, folder: Path) -> ImageOutcome:
     except Exception as error:  # whatever a model's code raises
         return ImageOutcome(architecture, NOT_RUN, reason=f"no tiny model or processor: {one_line(error)}")
     try:
-        options = OPTIONS.get(architecture, {}) | {"language_model_only": False, "max_length": LENGTH}
+        options = OPTIONS.get(architecture, {}) | {
+            "language_model_only": False,
+            "max_length": LENGTH,
+            "limit_mm_per_prompt": ONLY_IMAGES,
+        }
         with quirks_off("engine-dummy-buffers"):
             engine = start(checkpoint, load_format="dummy", seed=1, **options)
+        most = engine.llm.llm_engine.renderer.get_mm_processor().info.allowed_mm_limits["image"]
+        prompts = [prompt for prompt in prompts if len(prompt.images) <= most]
         engine.refit(model.state_dict_adapter.iter_export(model))
         found = compare_images(engine, HFEngine(model, "trainer"), processor, prompts, sampling, threshold=BOUND)
     except Exception as error:  # the engine's, or the model's

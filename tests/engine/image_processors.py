@@ -58,6 +58,7 @@ AROUND = frozenset(
 MORE_TOKENS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("glm4v", "glm4v_moe", "glm_ocr"), ("<|begin_of_video|>", "<|end_of_video|>")),
     "gemma3": ("\n", "\n\n", "\n\n\n", "\n\n\n\n"),
+    "paligemma": ("\n",),
     "mistral3": ("[IMG_BREAK]", "[IMG_END]"),
     "llama4": ("<|image|>", "<|tile_x_separator|>", "<|tile_y_separator|>"),
     "cohere2_vision": ("<|IMG_LINE_BREAK|>",),

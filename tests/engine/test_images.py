@@ -11,11 +11,14 @@ import pytest
 import torch
 
 from nrl_models.consistency.images import ImageFault, compare_images
+from nrl_models.devtools.checkout import PAGES
+from nrl_models.devtools.results import Kind, read_records
 from nrl_models.engines.base import NamedTensor
 from nrl_models.engines.hf import HFEngine
 from nrl_models.engines.vllm import VLLMEngine
 from nrl_models.errors import EngineError
 from nrl_models.logprobs import Sampling
+from tests.engine import image_sweep
 from tests.engine.families import AGREES, spreading_temperature, tiny_model
 from tests.engine.image_families import hold_images
 from tests.engine.image_processors import image_prompts, save_processor
@@ -32,6 +35,12 @@ def test_the_engine_gives_the_trainers_logprobs_with_images(name: str, vllm: One
     assert found.refitted is not None
     assert found.refitted <= BOUND
     assert len(found.prompts) == 4
+
+
+def test_the_page_says_what_was_found() -> None:
+    published = read_records(PAGES)[Kind.IMAGES]
+    assert published
+    assert image_sweep.PAGE.read_text() == image_sweep.page(published, image_sweep.image_architectures())
 
 
 def _refit(engine: VLLMEngine, model: Any, part: str) -> None:
