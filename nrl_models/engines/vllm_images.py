@@ -40,7 +40,8 @@ def takes_raw_images(llm: Any) -> bool:
     config = llm.llm_engine.vllm_config.model_config
     if not config.is_multimodal_model or config.multimodal_config.language_model_only:
         return False
-    return "image" in llm.llm_engine.renderer.get_mm_processor().info.supported_mm_limits
+    processor = llm.llm_engine.renderer.mm_processor
+    return processor is not None and "image" in processor.info.supported_mm_limits
 
 
 def with_images(prompts: Sequence[Tokens], images: Sequence[Sequence[Any]] | None) -> list[dict[str, Any]]:
