@@ -140,7 +140,7 @@ def compare_images(
         if not max(errors) <= threshold:
             fault = ImageFault.PROCESSOR if ids != sample.prompt else _fault(engine, trainer, tokens, prompt, ids, own)
         sizes = tuple(image.size for image in prompt.images)
-        found.append(ImageComparison(sizes, len(ids), count, *errors, threshold, fault))
+        found.append(ImageComparison(sizes, len(ids), count, errors[0], errors[1], threshold, fault))
     return found
 
 
@@ -172,7 +172,8 @@ def check_images(
     folder = resolve_folder(path)
     processor = AutoProcessor.from_pretrained(folder)
     model = auto_class_for(path).from_pretrained(path, dtype=dtype, device="cpu")
-    with VLLMEngine.start(path, dtype=dtype, **dict(engine_options or {})) as engine:
+    engine = VLLMEngine.start(path, dtype=dtype, **dict(engine_options or {}))
+    with engine:
         trainer = HFEngine(model, "trainer")
         return compare_images(
             engine, trainer, processor, prompts, sampling or Sampling(), threshold=threshold, new_tokens=new_tokens
@@ -199,8 +200,8 @@ def _fault(
     if _processed_differs(theirs, own):
         return ImageFault.PROCESSOR
     ours = _text_call(trainer.model, ids, own)
-    places = ours.get("position_ids"), theirs.positions
-    if all(place is not None for place in places) and _positions_differ(*places, len(ids)):
+    here, there = ours.get("position_ids"), theirs.positions
+    if here is not None and there is not None and _positions_differ(here, there, len(ids)):
         return ImageFault.POSITIONS
     at_images = torch.tensor(ids) == image_token(trainer.model.config)
     expected = ours["inputs_embeds"][0][at_images]

@@ -14,6 +14,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from nrl_models.devtools.checkout import PAGES
 from nrl_models.devtools.results import Kind, Record, read_records, versions_summary
@@ -51,7 +52,8 @@ def image_architectures() -> list[str]:
 
     def takes_images(name: str) -> bool:
         try:
-            forward = registry.model_class(name).reference_class().forward
+            model_class: Any = registry.model_class(name)
+            forward = model_class.reference_class().forward
         except NRLModelsError:  # it needs other versions than are installed
             return False
         return any(argument in parameters_of(forward) for argument in PIXELS)
