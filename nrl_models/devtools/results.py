@@ -39,6 +39,7 @@ class Kind(StrEnum):
     CP = "cp"
     QLORA = "qlora"
     ENGINE = "engine"
+    IMAGES = "engine with images"
     MLX = "mlx"
 
 

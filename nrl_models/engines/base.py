@@ -11,6 +11,7 @@ from functools import wraps
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from nrl_models.common.random_states import random_states_kept
@@ -50,6 +51,15 @@ class Sample:
         """Prompt and continuation."""
         return self.prompt + self.tokens
 
+    @property
+    def sequence_inputs(self) -> dict[str, torch.Tensor]:
+        """`model_inputs` for prompt and continuation: kinds of tokens are zero, text, in a continuation."""
+        of_tokens = (1, len(self.prompt))
+        return {
+            name: F.pad(value, (0, len(self.tokens))) if value.shape == of_tokens else value
+            for name, value in self.model_inputs.items()
+        }
+
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
@@ -60,7 +70,8 @@ class Capabilities:
         processed_scores: whether it does so under any `Sampling`; otherwise only at temperature 1, without truncation.
         refit: whether it takes new weights.
         modules: whether the inputs and outputs of its modules can be recorded.
-        images: whether prompts may come with images.
+        images: whether prompts may come with `model_inputs` of images.
+        raw_images: whether prompts may come with `images`, which the engine's own processor prepares.
         prefix_caching: whether it may reuse what it computed for an earlier prompt.
         max_length: most tokens of a prompt and its continuation together; None if unknown.
         own_limit: whether the engine itself enforces that.
@@ -73,6 +84,7 @@ class Capabilities:
     refit: bool = False
     modules: bool = False
     images: bool = False
+    raw_images: bool = False
     prefix_caching: bool = False
     max_length: int | None = None
     own_limit: bool = False
@@ -177,8 +189,14 @@ class Engine(AbstractContextManager["Engine"]):
         ignore_end: bool = True,
         beyond_limit: bool = False,
         model_inputs: Sequence[Mapping[str, torch.Tensor]] | None = None,
+        images: Sequence[Sequence[Any]] | None = None,
     ) -> list[Sample]:
         """Sample a continuation of each prompt, all in one batch.
+
+        Images come in one of two forms, and `capabilities()` says which an engine takes: as a processor's
+        `model_inputs`, with the token ids that it made; or as they are, with token ids in which each still has the one
+        placeholder of the text (`images`). A reply with images also ends before a token that stands for an image
+        (`finish_reason` is `placeholder`), which nothing could read.
 
         Args:
             prompts: token ids.
@@ -188,8 +206,9 @@ class Engine(AbstractContextManager["Engine"]):
             ignore_end: whether to continue after an end-of-text token.
             beyond_limit: whether to ask for more tokens than fit, so that the engine has to stop by itself.
             model_inputs: for each prompt what a processor makes of its images, beside the token ids: keywords of the
-                model's forward for a batch of one, none for a prompt without images. Such a reply also ends before a
-                token that stands for an image (`finish_reason` is `placeholder`), which nothing could read.
+                model's forward for a batch of one, none for a prompt without images.
+            images: for each prompt its images (PIL), in the order of their placeholders. `Sample.prompt` is then what
+                the engine's processor made of the prompt.
 
         Raises:
             EngineError: a prompt is too long, or the engine fails, ends a sequence early or takes no images.
@@ -203,10 +222,17 @@ class Engine(AbstractContextManager["Engine"]):
                     "prompts come with images. hf-generate takes them, with a model that does"
                 )
             more = {"model_inputs": model_inputs}
+        if images is not None and any(images):
+            if not self.capabilities().raw_images:
+                raise EngineError(
+                    f"{self.name} takes no raw images here, and {sum(map(bool, images))} of {len(prompts)} prompts "
+                    "have some. vllm takes them, with a model that does and the checkpoint's processor"
+                )
+            more |= {"images": images}
         samples = self._generate(
             prompts, sampling, max_new_tokens=max_new_tokens, seed=seed, ignore_end=ignore_end, **more
         )
-        if more:
+        if "model_inputs" in more:
             samples = [
                 replace(sample, model_inputs=own) for sample, own in zip(samples, more["model_inputs"], strict=True)
             ]
@@ -224,7 +250,7 @@ class Engine(AbstractContextManager["Engine"]):
     def _generate(
         self, prompts: Sequence[Tokens], sampling: Sampling, *, max_new_tokens: int, seed: int, ignore_end: bool
     ) -> list[Sample]:
-        """Implements `generate` for prompts that fit; of an engine that takes images also with `model_inputs`."""
+        """Implements `generate` for prompts that fit; of one that takes images also with `model_inputs` or `images`."""
         raise NotImplementedError
 
     def score(self, sequences: Sequence[Tokens], sampling: Sampling, *, last: int | None = None) -> list[list[float]]:

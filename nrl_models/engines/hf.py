@@ -202,6 +202,7 @@ class HFEngine(Engine):
         *,
         last: int | None = None,
         full_logits: bool = False,
+        model_inputs: Sequence[Mapping[str, torch.Tensor]] | None = None,
     ) -> list[list[float]]:
         """See `Engine.score`. Sequences of the same length are scored together, so nothing is padded.
 
@@ -209,11 +210,12 @@ class HFEngine(Engine):
             sequences, sampling, last: as there.
             full_logits: whether to use the model's own logits, so that hooks on its output embedding take effect,
                 instead of computing log-probabilities in chunks.
+            model_inputs: for each sequence what a processor makes of its images, see `Sample.sequence_inputs`.
         """
         require_lengths(self, sequences)
         results: dict[int, list[float]] = {}
         processing = sampling.processing
-        for indices in _by_length(sequences):
+        for indices in _by_length(sequences, model_inputs):
             rows = max(1, TOKENS_AT_A_TIME // len(sequences[indices[0]]))
             for start in range(0, len(indices), rows):
                 some = indices[start : start + rows]
@@ -221,7 +223,10 @@ class HFEngine(Engine):
                 wanted = torch.ones_like(batch, dtype=torch.bool)
                 wanted[:, : 0 if last is None else max(0, batch.shape[1] - last)] = False
                 chunk_size = None if full_logits else "auto"
-                found = token_logprobs(self.model, batch, score=wanted, chunk_size=chunk_size, **asdict(processing))
+                more = {} if model_inputs is None else self._of_batch(model_inputs[some[0]], batch)
+                found = token_logprobs(
+                    self.model, batch, score=wanted, chunk_size=chunk_size, **asdict(processing), **more
+                )
                 values = found.logprobs.double().masked_fill(found.outside, -math.inf)
                 values[~(found.mask | found.outside)] = math.nan
                 for index, row in zip(some, values.tolist(), strict=True):

@@ -39,14 +39,20 @@ from nrl_models.engines.base import (
     require_number,
 )
 from nrl_models.engines.vllm_death import end_waiting_on_death
+from nrl_models.engines.vllm_images import ImageCalls, takes_raw_images, with_images
 from nrl_models.engines.vllm_lora import load_adapter
 from nrl_models.errors import EngineError
+from nrl_models.inputs.images import image_token
 from nrl_models.loading.read_config import read_config
 from nrl_models.logprobs.sampling import Sampling
 
 logger = get_logger(__name__)
 
 WORKER = "nrl_models.engines.vllm_worker.ConsistencyWorker"
+
+DEVICE_NORM = "mm_device_do_normalize"
+"""Where vLLM normalises pixels in the model, mean and deviation are buffers, which random weights overwrite and no
+refit reaches. Its processor normalises as transformers' does."""
 
 KV_CACHE_BYTES = 2**30
 """Size of the key-value cache on a CPU; on a GPU vLLM measures the free memory."""
@@ -125,6 +131,8 @@ class VLLMEngine(Engine):
             "disable_log_stats": True,
             "max_logprobs": 1,
         }
+        if DEVICE_NORM in vllm.EngineArgs.__dataclass_fields__:
+            keywords[DEVICE_NORM] = False
         if not torch.cuda.is_available():
             keywords["kv_cache_memory_bytes"] = KV_CACHE_BYTES
         if dtype is not None:
@@ -157,6 +165,7 @@ class VLLMEngine(Engine):
         return Capabilities(
             refit=self.config.lora_config is None,
             modules=self._in_process and bool(model.enforce_eager),
+            raw_images=takes_raw_images(self.llm),
             prefix_caching=bool(self.config.cache_config.enable_prefix_caching),
             max_length=model.max_model_len,
             own_limit=True,
@@ -201,11 +210,19 @@ class VLLMEngine(Engine):
             self.llm.llm_engine.remove_lora(before.lora_int_id)
 
     def _generate(
-        self, prompts: Sequence[Tokens], sampling: Sampling, *, max_new_tokens: int, seed: int, ignore_end: bool
+        self,
+        prompts: Sequence[Tokens],
+        sampling: Sampling,
+        *,
+        max_new_tokens: int,
+        seed: int,
+        ignore_end: bool,
+        images: Sequence[Sequence[Any]] | None = None,
     ) -> list[Sample]:
         # For a prompt that takes several steps vLLM rewinds the request's own generator, which it cannot do on a CPU.
         split = sum(map(len, prompts)) > self.config.scheduler_config.max_num_batched_tokens
         shared = sampling.greedy or (split and not torch.cuda.is_available())
+        placeholder = None if images is None else image_token(self.config.model_config.hf_config)
         requests = [
             self._parameters(
                 **asdict(sampling),
@@ -213,35 +230,51 @@ class VLLMEngine(Engine):
                 logprobs=0,
                 ignore_eos=ignore_end,
                 seed=None if shared else seed + index,
+                stop_token_ids=None if placeholder is None else [placeholder],
             )
             for index in range(len(prompts))
         ]
         self._call("nrl_seed", seed)
-        outputs = self._run(prompts, requests)
+        outputs = self._run(prompts, requests, images)
         samples = []
         for prompt, output in zip(prompts, outputs, strict=True):
             best = output.outputs[0]
-            tokens = tuple(best.token_ids)
+            tokens, logprobs = tuple(best.token_ids), _chosen(best.logprobs, best.token_ids)
+            reason = str(best.finish_reason or "unfinished")
+            if placeholder is not None and tokens[-1:] == (placeholder,):
+                tokens, logprobs, reason = tokens[:-1], logprobs[:-1], "placeholder"
             routed = getattr(best, "routed_experts", None)  # with `enable_return_routed_experts=True`
             samples.append(
                 Sample(
-                    tuple(prompt),
+                    tuple(prompt) if images is None else tuple(output.prompt_token_ids),
                     tokens,
-                    _chosen(best.logprobs, tokens),
-                    str(best.finish_reason or "unfinished"),
+                    logprobs,
+                    reason,
                     None if routed is None else torch.from_numpy(routed.astype("int64")),
                 )
             )
         return samples
 
-    def score(self, sequences: Sequence[Tokens], sampling: Sampling, *, last: int | None = None) -> list[list[float]]:
-        """See `Engine.score`. vLLM has to sample another token, so a sequence must leave room for it."""
+    def score(
+        self,
+        sequences: Sequence[Tokens],
+        sampling: Sampling,
+        *,
+        last: int | None = None,
+        images: Sequence[Sequence[Any]] | None = None,
+    ) -> list[list[float]]:
+        """See `Engine.score`. vLLM has to sample another token, so a sequence must leave room for it.
+
+        Args:
+            sequences, sampling, last: as there.
+            images: as for `generate`; there are then scores of the tokens that the processor makes of a sequence.
+        """
         require_lengths(self, sequences, 1)
         request = self._parameters(temperature=0.0, max_tokens=1, prompt_logprobs=0)
         if not sampling.is_identity:
             self._call("nrl_process_logits", asdict(sampling))
         try:
-            outputs = self._run(sequences, [request] * len(sequences))
+            outputs = self._run(sequences, [request] * len(sequences), images)
         finally:
             if not sampling.is_identity:
                 self._call("nrl_process_logits", None)
@@ -249,7 +282,8 @@ class VLLMEngine(Engine):
         for tokens, output in zip(sequences, outputs, strict=True):
             if output.prompt_logprobs is None:
                 raise EngineError("vLLM gave no log-probabilities of the prompt")
-            scores.append([math.nan, *_chosen(list(output.prompt_logprobs)[1:], tokens[1:])])
+            given = tokens if images is None else output.prompt_token_ids
+            scores.append([math.nan, *_chosen(list(output.prompt_logprobs)[1:], given[1:])])
         return scores
 
     def _refit(self, sent: Iterator[list[NamedTensor]], digests: bool) -> dict[str, Any]:
@@ -299,6 +333,24 @@ class VLLMEngine(Engine):
             calls[LOGITS] = calls.pop("logits_processor")
         return calls
 
+    def image_calls(self, tokens: Tokens, images: Sequence[Any]) -> ImageCalls:
+        """What the model gets of a prompt's images, see `generate`; only in this process.
+
+        Raises:
+            EngineError: vLLM runs in another process, takes no images, or fails.
+        """
+        if not (self._in_process and self.capabilities().raw_images):
+            raise EngineError("what vLLM makes of images can be recorded only in this process, of a model with images")
+        self.llm.reset_mm_cache()  # what is cached would not be computed
+        self.llm.reset_prefix_cache()
+        self.llm.llm_engine.reset_encoder_cache()
+        self._call("nrl_images_start")
+        try:
+            self._run([tokens], [self._parameters(temperature=0.0, max_tokens=1)], [images])
+        finally:
+            calls: ImageCalls = self._call("nrl_images_finish")
+        return calls
+
     def close(self) -> None:
         """Shut vLLM down and free its memory."""
         llm, self.llm = self.llm, None
@@ -311,11 +363,13 @@ class VLLMEngine(Engine):
     def _parameters(self, **options: Any) -> Any:
         return _import_vllm().SamplingParams(detokenize=False, **options)
 
-    def _run(self, prompts: Sequence[Tokens], requests: Sequence[Any]) -> list[Any]:
+    def _run(
+        self, prompts: Sequence[Tokens], requests: Sequence[Any], images: Sequence[Sequence[Any]] | None = None
+    ) -> list[Any]:
         try:
             with self._eagerly():
                 return self.llm.generate(
-                    [{"prompt_token_ids": list(prompt)} for prompt in prompts], list(requests),
+                    with_images(prompts, images), list(requests),
                     use_tqdm=False, lora_request=self._adapter,
                 )  # fmt: skip
         except Exception as error:  # whatever vLLM raises, its engine's death included

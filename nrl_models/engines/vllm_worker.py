@@ -16,10 +16,11 @@ from nrl_models.common.recording import record_calls
 from nrl_models.engines.base import ModuleCall, NamedTensor
 from nrl_models.engines.digests import digested
 from nrl_models.engines.transfer.reload import WeightReload
+from nrl_models.engines.vllm_images import ImageWorker
 from nrl_models.logprobs.sampling import Sampling, processed
 
 
-class ConsistencyWorker:
+class ConsistencyWorker(ImageWorker):
     """Mixed into vLLM's worker class. Names begin with `nrl_`, so that they cannot collide with vLLM's."""
 
     # Set by vLLM's worker.

@@ -14,7 +14,6 @@ from itertools import islice, pairwise
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from nrl_models.common.logs import get_logger
@@ -78,22 +77,13 @@ class Batch:
             [sample.sequence for sample in samples],
             pad_sequence(sampled, batch_first=True).to(device),
             pad_sequence(logprobs, batch_first=True).to(device),
-            [_continued(sample) for sample in samples],
+            [sample.sequence_inputs for sample in samples],
         )
 
     @property
     def score(self) -> list[torch.Tensor]:
         """`sampled` without padding."""
         return [row[: len(sequence)] for row, sequence in zip(self.sampled, self.sequences, strict=True)]
-
-
-def _continued(sample: Sample) -> dict[str, torch.Tensor]:
-    """A sample's `model_inputs` for prompt and reply: kinds of tokens are zero, text, in a reply."""
-    of_tokens = (1, len(sample.prompt))
-    return {
-        name: F.pad(value, (0, len(sample.tokens))) if value.shape == of_tokens else value
-        for name, value in sample.model_inputs.items()
-    }
 
 
 @dataclass(frozen=True, slots=True)

@@ -154,6 +154,25 @@ def test_a_reply_ends_before_a_token_that_stands_for_an_image(prompts: list[Any]
     assert text.tokens[2] == image, "without an image it is a token as any other"
 
 
+def test_a_sequence_is_scored_with_its_images(prompts: list[Any]) -> None:
+    (red, inputs), _ = prompts
+    engine = HFEngine(CASE.new_pair()[0])
+    (sample,) = engine.generate([red], Sampling(), max_new_tokens=3, ignore_end=False, model_inputs=[inputs])
+    count = len(sample.tokens)
+    (seen,) = engine.score([sample.sequence], Sampling(), last=count, model_inputs=[sample.sequence_inputs])
+    assert seen[-count:] == pytest.approx(sample.logprobs, abs=1e-5)
+    black = sample.sequence_inputs | {"pixel_values": torch.zeros_like(sample.model_inputs["pixel_values"])}
+    (other,) = engine.score([sample.sequence], Sampling(), last=count, model_inputs=[black])
+    assert other[-count:] != pytest.approx(sample.logprobs, abs=1e-5)
+
+
+def test_raw_images_are_refused_by_an_engine_without_a_processor(prompts: list[Any]) -> None:
+    (red, _), _ = prompts
+    engine = HFEngine(CASE.new_pair()[0], name="some engine")
+    with pytest.raises(EngineError, match="some engine takes no raw images here, and 1 of 1 prompts have some"):
+        engine.generate([red], Sampling(), max_new_tokens=1, images=[[object()]])
+
+
 def test_an_engine_that_takes_no_images_says_so() -> None:
     engine = HFEngine(FamilyCase(registry.model_class("LlamaForCausalLM")).model(), name="some engine")
     with pytest.raises(

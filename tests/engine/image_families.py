@@ -1,0 +1,151 @@
+"""Compares an architecture at tiny size with vLLM on prompts with images."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedConfig
+
+from nrl_models import registry
+from nrl_models.common.switches import quirks_off
+from nrl_models.consistency.images import ImageComparison, compare_images
+from nrl_models.engines.hf import HFEngine
+from nrl_models.errors import one_line
+from nrl_models.logprobs import Sampling
+from tests.engine.families import AGREES, DISAGREES, NOT_RUN, Start, spreading_temperature, tiny_model
+from tests.engine.image_processors import image_prompts, save_processor
+from tests.engine.published import BOUND, OPTIONS, OVERRIDES
+
+INTERLEAVED = {
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 500_000.0,
+        "mrope_section": [6, 5, 5],
+        "mrope_interleaved": True,
+    }
+}
+"""How published configurations say what transformers' code always does: vLLM reads it."""
+
+IMAGE_OVERRIDES: dict[str, dict[str, Any]] = {
+    "Qwen3VLForConditionalGeneration": INTERLEAVED,
+    "Qwen3VLMoeForConditionalGeneration": INTERLEAVED,
+}
+"""What a tiny text model has to have for images, beside `OVERRIDES`."""
+
+ONLY_IMAGES = {"image": 4, "video": 0, "audio": 0}
+"""Of a prompt, at most: the tiny processors are of images alone."""
+
+WITH_PREFIX = frozenset({"clip_vision_model", "siglip_vision_model", "siglip2_vision_model"})
+"""Vision towers whose weights on the hub are under `vision_model`."""
+
+LENGTH = 1024
+"""Tokens that an engine and a model take at most: images are long."""
+
+
+@dataclass(frozen=True)
+class ImageOutcome:
+    """The outcome of one architecture.
+
+    Args:
+        architecture: which.
+        status: `agrees` (each prompt, after a refit from random weights), `disagrees` or `not run`.
+        refitted: the worst `token_mult_prob_error`; None if nothing was compared, or it is not finite.
+        reason: what differs first, of the prompts that disagree; or why nothing was compared: an error.
+        faults: what differs first, of each prompt that disagrees.
+        prompts: tokens of each prompt.
+    """
+
+    architecture: str
+    status: str
+    refitted: float | None = None
+    reason: str = ""
+    faults: tuple[str, ...] = ()
+    prompts: tuple[int, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """By name."""
+        return asdict(self)
+
+
+def hold_images(architecture: str, start: Start, folder: Path) -> ImageOutcome:
+    """Refit an engine that starts on random weights, vision tower included, and compare prompts with images.
+
+    Args:
+        architecture: which.
+        start: starts an engine on a checkpoint, and stops the one before.
+        folder: an empty one, for the checkpoint.
+    """
+    checkpoint = folder / "checkpoint"
+    try:
+        model = tiny_model(architecture, _longer(architecture))
+        model.save_pretrained(checkpoint)
+        if as_published(checkpoint, model.config):
+            model = type(model).from_pretrained(checkpoint, dtype=torch.float32).eval()
+        processor = save_processor(model.config, checkpoint)
+        prompts = image_prompts(model.config, processor)
+        sampling = Sampling(spreading_temperature(model))
+    except Exception as error:  # whatever a model's code raises
+        return ImageOutcome(architecture, NOT_RUN, reason=f"no tiny model or processor: {one_line(error)}")
+    try:
+        options = OPTIONS.get(architecture, {}) | {
+            "language_model_only": False,
+            "max_length": LENGTH,
+            "limit_mm_per_prompt": ONLY_IMAGES,
+        }
+        with quirks_off("engine-dummy-buffers"):
+            engine = start(checkpoint, load_format="dummy", seed=1, **options)
+        most = engine.llm.llm_engine.renderer.get_mm_processor().info.allowed_mm_limits["image"]
+        prompts = [prompt for prompt in prompts if len(prompt.images) <= most]
+        engine.refit(model.state_dict_adapter.iter_export(model))
+        found = compare_images(engine, HFEngine(model, "trainer"), processor, prompts, sampling, threshold=BOUND)
+    except Exception as error:  # the engine's, or the model's
+        return ImageOutcome(architecture, NOT_RUN, reason=one_line(error).replace(f"{folder}/", ""))
+    return outcome_of(architecture, found)
+
+
+def _longer(architecture: str) -> dict[str, Any]:
+    """Overrides by which a tiny text model takes long sequences; what else it has to have stays."""
+    known = (registry.model_class(architecture).tiny, OVERRIDES.get(architecture, {}))
+    text = {key: value for values in known for key, value in values.get("text_config", {}).items()}
+    text |= IMAGE_OVERRIDES.get(architecture, {})
+    return {"text_config": text | {"max_position_embeddings": 2 * LENGTH}}
+
+
+def as_published(checkpoint: Path, config: PreTrainedConfig) -> bool:
+    """Give weights of a vision tower the names they have on the hub, where transformers 5 leaves out a part of them.
+
+    Args:
+        checkpoint: a folder that `save_pretrained` wrote.
+        config: the model's.
+
+    Returns:
+        Whether there were any. A model that reads them keeps the names.
+    """
+    if config.vision_config.model_type not in WITH_PREFIX:
+        return False
+    file = checkpoint / "model.safetensors"
+    tensors = load_file(file)
+    names = {
+        name: re.sub(r"(^|\.)vision_tower\.(?!vision_model)", r"\1vision_tower.vision_model.", name) for name in tensors
+    }
+    save_file({names[name]: tensor for name, tensor in tensors.items()}, file, {"format": "pt"})
+    return True
+
+
+def outcome_of(architecture: str, found: list[ImageComparison]) -> ImageOutcome:
+    """The outcome of what was compared."""
+    faults = tuple(one.fault for one in found if one.fault is not None)
+    error = max(max(one.decode, one.prefill) for one in found)
+    return ImageOutcome(
+        architecture,
+        AGREES if all(one.passed for one in found) else DISAGREES,
+        error if error < float("inf") else None,
+        f"What differs first: {', '.join(sorted(set(faults)))}." if faults else "",
+        faults,
+        prompts=tuple(one.prompt_tokens for one in found),
+    )

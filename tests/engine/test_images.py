@@ -1,0 +1,110 @@
+"""Prompts with images: engine and trainer agree on them, and where they do not, what is at fault is found."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nrl_models.consistency.images import ImageFault, compare_images
+from nrl_models.devtools.checkout import PAGES
+from nrl_models.devtools.results import Kind, read_records
+from nrl_models.engines.base import NamedTensor
+from nrl_models.engines.hf import HFEngine
+from nrl_models.engines.vllm import VLLMEngine
+from nrl_models.errors import EngineError
+from nrl_models.logprobs import Sampling
+from tests.engine import image_sweep
+from tests.engine.families import AGREES, spreading_temperature, tiny_model
+from tests.engine.image_families import hold_images
+from tests.engine.image_processors import image_prompts, save_processor
+from tests.engine.one_engine import OneEngine
+from tests.engine.published import BOUND
+
+Plant = Callable[[VLLMEngine, Any], None]
+
+
+@pytest.mark.parametrize("name", ["Qwen2VL", "InternVL", "Llava"])
+def test_the_engine_gives_the_trainers_logprobs_with_images(name: str, vllm: OneEngine, tmp_path: Path) -> None:
+    found = hold_images(f"{name}ForConditionalGeneration", vllm, tmp_path)
+    assert found.status == AGREES, (found.faults, found.reason)
+    assert found.refitted is not None
+    assert found.refitted <= BOUND
+    assert len(found.prompts) == 4
+
+
+def test_the_page_says_what_was_found() -> None:
+    published = read_records(PAGES)[Kind.IMAGES]
+    assert published
+    assert image_sweep.PAGE.read_text() == image_sweep.page(published, image_sweep.image_architectures())
+
+
+def _refit(engine: VLLMEngine, model: Any, part: str) -> None:
+    """Give the engine one weight that is not the model's."""
+
+    def changed() -> Iterator[NamedTensor]:
+        left = True
+        for name, tensor in model.state_dict_adapter.iter_export(model):
+            yield name, tensor * -1.5 if left and part in name else tensor
+            left = left and part not in name
+        assert not left
+
+    engine.refit(changed())
+
+
+def _shift_positions(engine: VLLMEngine, model: Any) -> None:
+    served = engine.llm.collective_rpc("nrl_model")[0]
+    right = served.get_mrope_input_positions
+
+    def shifted(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, int]:
+        positions, delta = right(*args, **kwargs)
+        positions[1:, 5:] += 3
+        return positions, delta
+
+    served.__dict__["get_mrope_input_positions"] = shifted
+
+
+def _darken(folder: Path) -> None:
+    """Let the engine's processor, which is read when it starts, take another mean from pixels."""
+    file = folder / "processor_config.json"
+    content = json.loads(file.read_text())
+    content["image_processor"]["image_mean"] = [0.1, 0.2, 0.3]
+    file.write_text(json.dumps(content))
+
+
+FAULTS: dict[ImageFault, Plant | None] = {
+    ImageFault.PROCESSOR: None,
+    ImageFault.POSITIONS: _shift_positions,
+    ImageFault.TOWER: lambda engine, model: _refit(engine, model, "visual.blocks.0.attn.proj.weight"),
+    ImageFault.TEXT: lambda engine, model: _refit(engine, model, "layers.0.self_attn.v_proj.weight"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_is_at_fault_is_found(fault: ImageFault, vllm: OneEngine, tmp_path: Path) -> None:
+    model = tiny_model("Qwen2VLForConditionalGeneration")
+    model.save_pretrained(tmp_path)
+    processor = save_processor(model.config, tmp_path)
+    if (plant := FAULTS[fault]) is None:
+        _darken(tmp_path)
+    engine = vllm(tmp_path, language_model_only=False)
+    if plant is not None:
+        plant(engine, model)
+    prompts, sampling = image_prompts(model.config, processor), Sampling(spreading_temperature(model))
+    found = compare_images(engine, HFEngine(model, "trainer"), processor, prompts, sampling, threshold=BOUND)
+    assert [one.fault for one in found] == [fault] * len(prompts)
+    assert not any(one.passed for one in found)
+
+
+def test_an_engine_without_a_vision_tower_refuses_images(vllm: OneEngine, tmp_path: Path) -> None:
+    model = tiny_model("Qwen2VLForConditionalGeneration")
+    model.save_pretrained(tmp_path)
+    prompt = image_prompts(model.config, save_processor(model.config, tmp_path))[0]
+    engine = vllm(tmp_path)
+    assert not engine.capabilities().raw_images
+    with pytest.raises(EngineError, match="takes no raw images here, and 1 of 1 prompts have some"):
+        engine.generate([[20, 21]], Sampling(), max_new_tokens=2, images=[prompt.images])
