@@ -223,7 +223,7 @@ class HFEngine(Engine):
                 wanted = torch.ones_like(batch, dtype=torch.bool)
                 wanted[:, : 0 if last is None else max(0, batch.shape[1] - last)] = False
                 chunk_size = None if full_logits else "auto"
-                more = {} if model_inputs is None else self._of_batch(model_inputs[some[0]], batch)
+                more: dict[str, Any] = {} if model_inputs is None else self._of_batch(model_inputs[some[0]], batch)
                 found = token_logprobs(
                     self.model, batch, score=wanted, chunk_size=chunk_size, **asdict(processing), **more
                 )
