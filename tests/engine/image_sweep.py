@@ -22,6 +22,13 @@ from tests.engine.published import BOUND
 from tests.engine.sweep import CHILD, PAGE, ROOT, outcome_lines, page_with, versions, worsened
 from tests.sweep import Outcomes, Sweep
 
+MEANINGS = {
+    "agrees": "agree, after the refit",
+    "disagrees": "disagree: what differs first is named; which side is at fault, or the tiny processor, is not",
+    "not run": "cannot be run here",
+}
+"""The possible outcomes, best first."""
+
 PATIENCE = 120.0
 """Seconds that one architecture may take."""
 
@@ -113,7 +120,7 @@ def page(records: Mapping[str, Record], everything: list[str]) -> str:
         "own, at tiny size; where none could be made, that is the outcome. Where prompts disagree, what differs first",
         "is named, see [consistency.md](consistency.md#images).",
     ]
-    return page_with("vLLM with images", [*intro, *outcome_lines(records, everything)])
+    return page_with("vLLM with images", [*intro, *outcome_lines(records, everything, MEANINGS)])
 
 
 if __name__ == "__main__":

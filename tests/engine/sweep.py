@@ -207,13 +207,20 @@ def page_with(engine: str, lines: list[str]) -> str:
     return "\n".join([HEAD, *(f"## {name}\n\n{sections[name]}" for name in ENGINES if name in sections)])
 
 
-def outcome_lines(records: Mapping[str, Record], everything: list[str]) -> list[str]:
-    """How many came out how, and a table of all; arguments as for `page`."""
+def outcome_lines(
+    records: Mapping[str, Record], everything: list[str], meanings: Mapping[str, str] = MEANINGS
+) -> list[str]:
+    """How many came out how, and a table of all.
+
+    Args:
+        records, everything: as for `page`.
+        meanings: the outcomes that there can be, and what they mean.
+    """
     counts = Counter(record.outcome["status"] for record in records.values())
     missing = [name for name in everything if name not in records]
     lines = [
         "",
-        *(f"- {counts[status]} {MEANINGS[status]}" for status in ORDER),
+        *(f"- {counts[status]} {meaning}" for status, meaning in meanings.items()),
         *([f"- {len(missing)} were not tried yet: {', '.join(missing)}"] if missing else []),
         "",
         "| architecture | outcome | refitted | after a step | from files | why |",
