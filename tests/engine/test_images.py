@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from nrl_models.consistency.images import ImageFault, compare_images
+from nrl_models.consistency.images import ImageFault, check_images, compare_images
 from nrl_models.devtools.checkout import PAGES
 from nrl_models.devtools.results import Kind, read_records
 from nrl_models.engines.base import NamedTensor
@@ -35,6 +35,17 @@ def test_the_engine_gives_the_trainers_logprobs_with_images(name: str, vllm: One
     assert found.refitted is not None
     assert found.refitted <= BOUND
     assert len(found.prompts) == 4
+
+
+def test_a_checkpoint_is_checked(vllm: OneEngine, tmp_path: Path) -> None:
+    model = tiny_model("Qwen2VLForConditionalGeneration")
+    model.save_pretrained(tmp_path)
+    prompts = image_prompts(model.config, save_processor(model.config, tmp_path))
+    vllm.stop()  # the check starts its own
+    sampling = Sampling(spreading_temperature(model))
+    found = check_images(tmp_path, prompts, sampling=sampling, engine_options={"max_length": 256})
+    assert [one.fault for one in found] == [None] * len(prompts)
+    assert all(one.passed for one in found)
 
 
 def test_the_page_says_what_was_found() -> None:
