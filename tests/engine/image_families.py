@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig
 
 from nrl_models import registry
 from nrl_models.common.switches import quirks_off
-from nrl_models.consistency.images import ImageComparison, compare_images
+from nrl_models.consistency.vision.image_check import ImageComparison, compare_images
 from nrl_models.engines.hf import HFEngine
 from nrl_models.errors import one_line
 from nrl_models.logprobs import Sampling

@@ -14,7 +14,7 @@ from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPI
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 from transformers.models.auto.video_processing_auto import VIDEO_PROCESSOR_MAPPING
 
-from nrl_models.consistency.images import ImagePrompt
+from nrl_models.consistency.vision.image_check import ImagePrompt
 from nrl_models.inputs.images import AFTER_IMAGE, BEFORE_IMAGE, Geometry, first_token, image_token
 
 QWEN = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from nrl_models.consistency.images import ImageFault, check_images, compare_images
+from nrl_models.consistency.vision.image_check import ImageFault, check_images, compare_images
 from nrl_models.devtools.checkout import PAGES
 from nrl_models.devtools.results import Kind, read_records
 from nrl_models.engines.base import NamedTensor

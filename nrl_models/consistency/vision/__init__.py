@@ -1,0 +1,1 @@
+"""Consistency on prompts with images."""
