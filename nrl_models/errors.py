@@ -37,10 +37,14 @@ def listed(names: Iterable[str], limit: int = 4) -> str:
     return ", ".join(names[:limit]) + more
 
 
+MOST_ITEMS = 20
+"""Problems that a message has a line for."""
+
+
 def itemised(problems: Sequence[str]) -> list[str]:
-    """A line of a message for each problem, and how many more there are beyond the first 20."""
-    more = [f"  - and {len(problems) - 20} more"] if len(problems) > 20 else []
-    return [*(f"  - {problem}" for problem in problems[:20]), *more]
+    """A line of a message for each problem, and how many more there are beyond the first `MOST_ITEMS`."""
+    more = [f"  - and {len(problems) - MOST_ITEMS} more"] if len(problems) > MOST_ITEMS else []
+    return [*(f"  - {problem}" for problem in problems[:MOST_ITEMS]), *more]
 
 
 def did_you_mean(name: object, known: Iterable[str], count: int = 1, cutoff: float = 0.6) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-Tokens = Sequence[int]
+from nrl_models.engines.base import Tokens
 
 INPUT_NORM = "input_norm"
 """What vLLM calls the module that normalises pixels on the device, in models that have one."""
@@ -57,7 +57,7 @@ class ImageWorker:
     """What workers do about images, see `nrl_models.engines.vllm_worker`."""
 
     def nrl_images_start(self) -> None:
-        """Begin to record what the model gets of the next prompt's images, computed anew."""
+        """Start recording what the model gets of the next prompt's images, and drop features that are cached."""
         runner: Any = self.model_runner  # type: ignore[attr-defined]  # vLLM's worker has it
         runner.reset_encoder_cache()
         model, calls = runner.get_model(), ImageCalls()

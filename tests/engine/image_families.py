@@ -84,7 +84,7 @@ def hold_images(architecture: str, start: Start, folder: Path) -> ImageOutcome:
     try:
         model = tiny_model(architecture, _longer(architecture))
         model.save_pretrained(checkpoint)
-        if as_published(checkpoint, model.config):
+        if with_tower_prefix(checkpoint, model.config):
             model = type(model).from_pretrained(checkpoint, dtype=torch.float32).eval()
         processor = save_processor(model.config, checkpoint)
         prompts = image_prompts(model.config, processor)
@@ -116,7 +116,7 @@ def _longer(architecture: str) -> dict[str, Any]:
     return {"text_config": text | {"max_position_embeddings": 2 * LENGTH}}
 
 
-def as_published(checkpoint: Path, config: PreTrainedConfig) -> bool:
+def with_tower_prefix(checkpoint: Path, config: PreTrainedConfig) -> bool:
     """Give weights of a vision tower the names they have on the hub, where transformers 5 leaves out a part of them.
 
     Args:

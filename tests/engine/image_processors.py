@@ -17,12 +17,12 @@ from transformers.models.auto.video_processing_auto import VIDEO_PROCESSOR_MAPPI
 from nrl_models.consistency.vision.image_check import ImagePrompt
 from nrl_models.inputs.images import AFTER_IMAGE, BEFORE_IMAGE, Geometry, first_token, image_token
 
-QWEN = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
+QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+GLM = ("glm4v", "glm4v_moe", "glm_ocr")
+
 TOKENS: dict[str, tuple[str, str, str, str]] = {
-    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), QWEN),
-    **dict.fromkeys(
-        ("glm4v", "glm4v_moe", "glm_ocr"), ("<|image|>", "<|video|>", "<|begin_of_image|>", "<|end_of_image|>")
-    ),
+    **dict.fromkeys(QWEN, ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")),
+    **dict.fromkeys(GLM, ("<|image|>", "<|video|>", "<|begin_of_image|>", "<|end_of_image|>")),
     "exaone4_5": ("<|image_pad|>", "<|video_pad|>", "<vision>", "</vision>"),
     "internvl": ("<IMG_CONTEXT>", "<video>", "<img>", "</img>"),
     "qianfan_ocr": ("<IMG_CONTEXT>", "<video>", "<img>", "</img>"),
@@ -38,25 +38,11 @@ TOKENS: dict[str, tuple[str, str, str, str]] = {
 
 PLAIN = ("<image>", "<video>", "<before>", "<after>")
 
-AROUND = frozenset(
-    {
-        "qwen2_vl",
-        "qwen2_5_vl",
-        "qwen3_vl",
-        "qwen3_vl_moe",
-        "qwen3_5",
-        "qwen3_5_moe",
-        "glm4v",
-        "glm4v_moe",
-        "glm_ocr",
-        "exaone4_5",
-        "paddleocr_vl",
-    }
-)
+AROUND = frozenset({*QWEN, *GLM, "exaone4_5", "paddleocr_vl"})
 """Those whose prompts have tokens before and after an image, which no processor adds."""
 
 MORE_TOKENS: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("glm4v", "glm4v_moe", "glm_ocr"), ("<|begin_of_video|>", "<|end_of_video|>")),
+    **dict.fromkeys(GLM, ("<|begin_of_video|>", "<|end_of_video|>")),
     "gemma3": ("\n", "\n\n", "\n\n\n", "\n\n\n\n"),
     "paligemma": ("\n",),
     "mistral3": ("[IMG_BREAK]", "[IMG_END]"),
@@ -156,6 +142,7 @@ def tokenizer_of(config: PreTrainedConfig) -> PreTrainedTokenizerFast:
     for name in more:
         words[next(spare)] = name
     model = Tokenizer(models.WordLevel({word: token for token, word in words.items()}, unk_token="<0>"))
+    vocabulary = model.get_vocab()
     model.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     names = {"image_token": image, "video_token": video, "boi_token": before, "eoi_token": after}
     names |= {"start_image_token": before, "end_image_token": after, "context_image_token": image}
@@ -166,15 +153,11 @@ def tokenizer_of(config: PreTrainedConfig) -> PreTrainedTokenizerFast:
         unk_token="<0>",
         pad_token="<1>",
         bos_token="<2>",
-        extra_special_tokens=_known(names, words),
+        extra_special_tokens={name: word for name, word in names.items() if word in vocabulary},
     )
     # Whole also where nothing but other special words stands around them.
     made.add_tokens([AddedToken(name, special=True, normalized=False) for name in (*places, *more)])
     return made
-
-
-def _known(names: dict[str, str], words: dict[int, str]) -> dict[str, str]:
-    return {name: word for name, word in names.items() if word in set(words.values())}
 
 
 def names_of(config: PreTrainedConfig) -> tuple[str, str, str, str]:
@@ -186,8 +169,8 @@ def image_prompts(config: PreTrainedConfig, processor: Any) -> list[ImagePrompt]
     """One prompt for each size, and one with two images."""
     one, _, before, after = names_of(config)
     placeholder = getattr(processor, "image_token", one)
-    around = config.model_type in AROUND
-    placeholder = f"{before}{placeholder}{after}" if around else placeholder
+    if config.model_type in AROUND:
+        placeholder = f"{before}{placeholder}{after}"
     return [
         ImagePrompt(
             " ".join(["<20> <31> <45>", *(f"{placeholder} <{50 + place}>" for place, _ in enumerate(sizes)), "<60>"]),

@@ -19,7 +19,7 @@ from typing import Any
 from nrl_models.devtools.checkout import PAGES
 from nrl_models.devtools.results import Kind, Record, read_records, versions_summary
 from tests.engine.published import BOUND
-from tests.engine.sweep import CHILD, PAGE, ROOT, outcome_lines, page_with, versions, worsened
+from tests.engine.sweep import CHILD, PAGE, ROOT, outcome_lines, page_with, taken_down, versions, worsened
 from tests.sweep import Outcomes, Sweep
 
 MEANINGS = {
@@ -54,16 +54,16 @@ def image_architectures() -> list[str]:
 
     from nrl_models import registry
     from nrl_models.errors import NRLModelsError
-    from nrl_models.inputs.images import PIXELS, parameters_of
+    from nrl_models.inputs.images import accepts_images
     from tests.engine.families import shared_architectures
 
     def takes_images(name: str) -> bool:
         try:
             model_class: Any = registry.model_class(name)
-            forward = model_class.reference_class().forward
+            reference = model_class.reference_class()
         except NRLModelsError:  # it needs other versions than are installed
             return False
-        return any(argument in parameters_of(forward) for argument in PIXELS)
+        return accepts_images(reference)
 
     return [name for name in shared_architectures() if name in _MULTIMODAL_MODELS and takes_images(name)]
 
@@ -87,9 +87,7 @@ def in_child(name: str, file: Path) -> dict[str, object]:
     if file.exists():
         found: dict[str, object] = json.loads(file.read_text())
         return found
-    last = ended.stderr.decode(errors="replace").strip().splitlines()[-1:]
-    said = f"it takes its process down (exit status {ended.returncode}): {' '.join(last)[:300]}"
-    return {"status": "not run", "reason": said}
+    return {"status": "not run", "reason": taken_down(ended.returncode, ended.stderr)}
 
 
 def run_here(name: str, file: Path) -> None:

@@ -132,8 +132,13 @@ def child(names: list[str], gathered: Path) -> Generator[tuple[str, dict[str, An
         if process.returncode == 0:
             return ""
         said.seek(0)
-        last = said.read().decode(errors="replace").strip().splitlines()[-1:]
-        return f"it takes its process down (exit status {process.returncode}): {' '.join(last)[:300]}"
+        return taken_down(process.returncode, said.read())
+
+
+def taken_down(status: int, said: bytes) -> str:
+    """The reason of an architecture that ends its process: the exit status, and the last line of what was said."""
+    last = said.decode(errors="replace").strip().splitlines()[-1:]
+    return f"it takes its process down (exit status {status}): {' '.join(last)[:300]}"
 
 
 def run_here(names: list[str], gathered: Path) -> None:
