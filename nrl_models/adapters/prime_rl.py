@@ -24,6 +24,7 @@ from nrl_models.adapters.hub_table import HubTable, StateDict
 from nrl_models.auto import AutoModelForCausalLM, AutoModelForImageTextToText
 from nrl_models.common.dtypes import kept_dtypes
 from nrl_models.common.state_dict.adapter import StateDictAdapter
+from nrl_models.common.upstream import register_class
 from nrl_models.errors import UnknownArchitectureError, UnknownArgumentError
 from nrl_models.loading.skeleton import build_skeleton, compute_buffers
 
@@ -66,7 +67,7 @@ def register(*architectures: str) -> list[str]:
         if config_class.model_type in taken:
             continue
         by_model_type[config_class.model_type] = made = _for_prime(model_class, models.PreTrainedModelPrimeRL)
-        models._CUSTOM_CAUSAL_LM_MAPPING.register(config_class, made, exist_ok=True)
+        register_class(models._CUSTOM_CAUSAL_LM_MAPPING, config_class, made)
         registered.append(name)
     return registered
 

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from nrl_models import registry
 from nrl_models.adapters.hub_stream import HubStream, check_trainer
 from nrl_models.auto import AUTO_CLASSES, AutoModel
+from nrl_models.common.upstream import register_class
 from nrl_models.errors import UnknownArgumentError
 
 REQUIREMENT = "verl>=0.9,<0.10"
@@ -57,7 +58,7 @@ def register_with_transformers() -> list[str]:
         for config_class, given in classes.items():
             if known := [c.__name__ for c in given if c.__name__ in ours]:
                 replaced = tuple(ours.get(c.__name__, c) for c in given)
-                mapping.register(config_class, replaced if len(replaced) > 1 else replaced[0], exist_ok=True)
+                register_class(mapping, config_class, replaced if len(replaced) > 1 else replaced[0])
                 registered += known
     return registered
 

@@ -17,6 +17,7 @@ If a new version changes one of them, `make test TRANSFORMERS=X` fails in the te
 | `_gradient_checkpointing_func` | packed documents under activation checkpointing | `tests/unit/forward` |
 | closures of `masking_utils` | what a mask shows, to attend without it | `tests/unit/forward/test_document_masks.py` |
 | `KEEPS_PADDING_OUT_OF_SINGLE_ROWS` | states without padding | `tests/unit/forward` |
+| `_extra_content` of auto classes | classes of ours for transformers' configurations | `tests/unit/adapters` |
 | `_CAN_RECORD_REGISTRY` | `output_hidden_states` of a rewritten class | `test_model` of the generated suite |
 """
 
@@ -30,7 +31,7 @@ import torch
 import transformers
 from packaging.version import Version
 from torch import nn
-from transformers import PreTrainedModel, core_model_loading
+from transformers import PreTrainedConfig, PreTrainedModel, core_model_loading
 from transformers.conversion_mapping import get_model_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.core_model_loading import (
     Chunk,
@@ -78,6 +79,7 @@ __all__ = [
     "patterns_of",
     "record_as",
     "register_checkpoint_conversion_mapping",
+    "register_class",
     "revert_weight_conversion",
     "set_loaded_conversions",
     "str_to_torch_dtype",
@@ -229,3 +231,16 @@ def record_as(model_class: type[nn.Module], module: PreTrainedModel) -> None:
         module: a model that was constructed as another class.
     """
     dict.__setitem__(_CAN_RECORD_REGISTRY, str(model_class), module._can_record_outputs)
+
+
+def register_class(mapping: Any, config_class: type[PreTrainedConfig], given: Any) -> None:
+    """Have a mapping of transformers' auto classes give classes for a configuration, whatever it gave before.
+
+    Its own `register` ignores configurations of transformers' own in some versions (5.18), without a word.
+
+    Args:
+        mapping: `_model_mapping` of an auto class, or one of that kind.
+        config_class: the configuration's class.
+        given: a class, or a tuple of those that serve the configuration.
+    """
+    mapping._extra_content[config_class] = given
