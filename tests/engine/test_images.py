@@ -21,7 +21,8 @@ from nrl_models.logprobs import Sampling
 from tests.engine import image_sweep
 from tests.engine.families import AGREES, spreading_temperature, tiny_model
 from tests.engine.image_families import hold_images
-from tests.engine.image_processors import image_prompts, save_processor
+from tests.engine.image_processors import save_processor
+from tests.engine.image_tokens import image_prompts
 from tests.engine.one_engine import OneEngine
 from tests.engine.published import BOUND
 
