@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
-from transformers import PreTrainedConfig
 
 from nrl_models import registry
 from nrl_models.common.dtypes import dtype_name
@@ -66,9 +63,6 @@ CAUSES: dict[str, str] = {
 ONLY_IMAGES = {"image": 4, "video": 0, "audio": 0}
 """Of a prompt, at most: the tiny processors are of images alone."""
 
-WITH_PREFIX = frozenset({"clip_vision_model", "siglip_vision_model", "siglip2_vision_model"})
-"""Vision towers whose weights on the hub are under `vision_model`."""
-
 LENGTH = 1024
 """Tokens that an engine and a model take at most: images are long."""
 
@@ -115,8 +109,6 @@ def hold_images(architecture: str, start: Start, folder: Path) -> ImageOutcome:
     try:
         model = tiny_model(architecture, _for_images(architecture), dtype)
         model.save_pretrained(checkpoint)
-        if with_tower_prefix(checkpoint, model.config):
-            model = type(model).from_pretrained(checkpoint, dtype=dtype).eval()
         processor = save_processor(model.config, checkpoint)
         prompts = image_prompts(model.config, processor)
         sampling = Sampling(spreading_temperature(model))
@@ -152,27 +144,6 @@ def _for_images(architecture: str) -> dict[str, Any]:
         for key, value in values.items():
             found[key] = {**found.get(key, {}), **value} if isinstance(value, dict) else value
     return found
-
-
-def with_tower_prefix(checkpoint: Path, config: PreTrainedConfig) -> bool:
-    """Give weights of a vision tower the names they have on the hub, where transformers 5 leaves out a part of them.
-
-    Args:
-        checkpoint: a folder that `save_pretrained` wrote.
-        config: the model's.
-
-    Returns:
-        Whether there were any. A model that reads them keeps the names.
-    """
-    if config.vision_config.model_type not in WITH_PREFIX:
-        return False
-    file = checkpoint / "model.safetensors"
-    tensors = load_file(file)
-    names = {
-        name: re.sub(r"(^|\.)vision_tower\.(?!vision_model)", r"\1vision_tower.vision_model.", name) for name in tensors
-    }
-    save_file({names[name]: tensor for name, tensor in tensors.items()}, file, {"format": "pt"})
-    return True
 
 
 def outcome_of(architecture: str, found: list[ImageComparison]) -> ImageOutcome:

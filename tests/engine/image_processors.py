@@ -91,8 +91,12 @@ def save_processor(config: PreTrainedConfig, folder: Path) -> Any:
         "num_query_tokens": getattr(config, "num_query_tokens", None),
         "image_seq_len": int(tokens / getattr(config, "scale_factor", 1) ** 2),
         "spatial_merge_size": getattr(config, "spatial_merge_size", 1),
-        "image_seq_length": getattr(config, "mm_tokens_per_image", getattr(config, "vision_soft_tokens_per_image", tokens)),
-        "size_conversion": {geometry.side: next(iter(getattr(config, "projector_patch_to_query_dict", {0: 0}).values()))},
+        "image_seq_length": getattr(
+            config, "mm_tokens_per_image", getattr(config, "vision_soft_tokens_per_image", tokens)
+        ),
+        "size_conversion": {
+            geometry.side: next(iter(getattr(config, "projector_patch_to_query_dict", {0: 0}).values()))
+        },
     }
     processor = kind(**parts, **{name: value for name, value in values.items() if name in wanted})
     processor.save_pretrained(folder)

@@ -12,8 +12,8 @@ import json
 import subprocess
 import sys
 import tempfile
-from dataclasses import replace
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 

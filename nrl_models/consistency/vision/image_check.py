@@ -252,9 +252,7 @@ def trainer_inputs(processor: Any, prompt: ImagePrompt) -> dict[str, torch.Tenso
     return {name: value for name, value in made.items() if name not in ("attention_mask", "labels")}
 
 
-def _fault(
-    engine: VLLMEngine, trainer: HFEngine, scored: _Scored, sampling: Sampling, bound: float
-) -> ImageFault:
+def _fault(engine: VLLMEngine, trainer: HFEngine, scored: _Scored, sampling: Sampling, bound: float) -> ImageFault:
     """What differs first, where the token ids of both sides are the same."""
     theirs, ids = engine.image_calls(scored.tokens, scored.prompt.images), scored.ids
     tolerance = max(TOLERANCE, ROUNDINGS * torch.finfo(trainer.model.dtype).eps)
