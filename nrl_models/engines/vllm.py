@@ -28,6 +28,7 @@ from nrl_models.common.flags import ModelFlag
 from nrl_models.common.logs import get_logger
 from nrl_models.common.switches import is_off
 from nrl_models.engines.base import (
+    AT_PLACEHOLDER,
     LOGITS,
     Capabilities,
     Engine,
@@ -242,7 +243,7 @@ class VLLMEngine(Engine):
             tokens, logprobs = tuple(best.token_ids), _chosen(best.logprobs, best.token_ids)
             reason = str(best.finish_reason or "unfinished")
             if placeholder is not None and tokens[-1:] == (placeholder,):
-                tokens, logprobs, reason = tokens[:-1], logprobs[:-1], "placeholder"
+                tokens, logprobs, reason = tokens[:-1], logprobs[:-1], AT_PLACEHOLDER
             routed = getattr(best, "routed_experts", None)  # with `enable_return_routed_experts=True`
             samples.append(
                 Sample(
