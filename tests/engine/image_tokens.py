@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from PIL import Image
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedConfig, PreTrainedTokenizerFast
@@ -150,5 +151,6 @@ def image_prompts(config: PreTrainedConfig, processor: Any) -> list[ImagePrompt]
 
 
 def noise(width: int, height: int) -> Image.Image:
-    """An image of many colours."""
-    return Image.effect_noise((width, height), 90).convert("RGB").point([value * 3 % 256 for value in range(256)] * 3)
+    """An image of many colours, always the same one of this size."""
+    colours = torch.randint(256, (height, width, 3), generator=torch.Generator().manual_seed(width), dtype=torch.uint8)
+    return Image.fromarray(colours.numpy())

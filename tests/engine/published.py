@@ -151,9 +151,11 @@ BF16 = frozenset(
         "Qwen3_5ForConditionalGeneration",
         "Qwen3_5MoeForCausalLM",
         "Qwen3_5MoeForConditionalGeneration",
+        "Qwen4ExpForCausalLM",
+        "Qwen4ExpForConditionalGeneration",
     }
 )
-"""Those whose gated delta nets vLLM computes in bf16 alone: trainer and engine both have it."""
+"""Those whose gated delta nets or sparse attention vLLM computes in bf16 alone: trainer and engine both have it."""
 
 TORCH_ROTARY = {"compilation_config": {"custom_ops": ["-rotary_embedding"]}}
 """vLLM's kernel of rotary embeddings for CPUs misreads heads that come in a dimension of their own; its torch code does
