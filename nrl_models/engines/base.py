@@ -25,6 +25,10 @@ LOGITS = "logits"
 """The name under which `Engine.module_calls` has the model's last hidden states and its logits."""
 
 
+AT_PLACEHOLDER = "placeholder"
+"""Why a reply ends at the token that stands for an image: it is of no image, and left out."""
+
+
 @dataclass(frozen=True, slots=True)
 class Sample:
     """One sampled continuation of a prompt.
@@ -33,7 +37,7 @@ class Sample:
         prompt: token ids.
         tokens: the sampled token ids.
         logprobs: of each sampled token, under the distribution it was sampled from.
-        finish_reason: why it ended: `length`, `stop`, or what else the engine reports.
+        finish_reason: why it ended: `length`, `stop`, `AT_PLACEHOLDER`, or what else the engine reports.
         routed_experts: the experts chosen for each token but the last, `(tokens, layers, experts per token)`, for
             `engine_routing`; None if the engine does not report them.
         model_inputs: what was given beside the prompt's token ids, see `Engine.generate`.
@@ -240,6 +244,12 @@ class Engine(AbstractContextManager["Engine"]):
         if max(lengths, default=0) > max_new_tokens:
             raise EngineError(f"{self.name} generated {max(lengths)} tokens: {max_new_tokens} were asked for at most")
         short = [index for index, length in enumerate(lengths) if length != max_new_tokens]
+        at_images = [index for index in short if samples[index].finish_reason == AT_PLACEHOLDER]
+        if at_images and ignore_end:
+            raise EngineError(
+                f"{self.name} sampled the placeholder of an image in sequences {at_images}, where a reply ends: "
+                "with images, pass ignore_end=False"
+            )
         if short and ignore_end and not beyond_limit:
             raise EngineError(
                 f"{self.name} generated {[lengths[index] for index in short]} tokens for sequences {short}, and "

@@ -23,6 +23,7 @@ from nrl_models.common.recording import record_calls
 from nrl_models.common.state_dict.adapter import adapter_of
 from nrl_models.common.state_dict.mtp import MTPNames
 from nrl_models.engines.base import (
+    AT_PLACEHOLDER,
     LOGITS,
     Capabilities,
     Engine,
@@ -175,7 +176,7 @@ class HFEngine(Engine):
                 stop = next((place for place, token in enumerate(new[row]) if token in stops), None)
                 size, reason = (None, "length") if stop is None else (stop + 1, "stop")
                 if stop is not None and new[row][stop] not in ends:
-                    size, reason = stop, "placeholder"
+                    size, reason = stop, AT_PLACEHOLDER
                 tokens = tuple(new[row][:size])
                 results[index] = Sample(tuple(prompts[index]), tokens, tuple(logprobs[row][:size]), reason)
         return [results[index] for index in range(len(prompts))]

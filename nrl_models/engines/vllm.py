@@ -28,6 +28,7 @@ from nrl_models.common.flags import ModelFlag
 from nrl_models.common.logs import get_logger
 from nrl_models.common.switches import is_off
 from nrl_models.engines.base import (
+    AT_PLACEHOLDER,
     LOGITS,
     Capabilities,
     Engine,
@@ -242,7 +243,7 @@ class VLLMEngine(Engine):
             tokens, logprobs = tuple(best.token_ids), _chosen(best.logprobs, best.token_ids)
             reason = str(best.finish_reason or "unfinished")
             if placeholder is not None and tokens[-1:] == (placeholder,):
-                tokens, logprobs, reason = tokens[:-1], logprobs[:-1], "placeholder"
+                tokens, logprobs, reason = tokens[:-1], logprobs[:-1], AT_PLACEHOLDER
             routed = getattr(best, "routed_experts", None)  # with `enable_return_routed_experts=True`
             samples.append(
                 Sample(
@@ -268,6 +269,9 @@ class VLLMEngine(Engine):
         Args:
             sequences, sampling, last: as there.
             images: as for `generate`; there are then scores of the tokens that the processor makes of a sequence.
+
+        Raises:
+            EngineError: also if that processor puts tokens after those given.
         """
         require_lengths(self, sequences, 1)
         request = self._parameters(temperature=0.0, max_tokens=1, prompt_logprobs=0)
@@ -283,6 +287,11 @@ class VLLMEngine(Engine):
             if output.prompt_logprobs is None:
                 raise EngineError("vLLM gave no log-probabilities of the prompt")
             given = tokens if images is None else output.prompt_token_ids
+            if tokens and given[-1] != tokens[-1]:
+                raise EngineError(
+                    f"vLLM's processor of this model puts token {given[-1]} after what it is given, which ended with "
+                    f"{tokens[-1]}: it can continue prompts with images, not score given tokens"
+                )
             scores.append([math.nan, *_chosen(list(output.prompt_logprobs)[1:], given[1:])])
         return scores
 

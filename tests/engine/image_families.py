@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import re
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
-from transformers import PreTrainedConfig
 
 from nrl_models import registry
+from nrl_models.common.dtypes import dtype_name
 from nrl_models.common.switches import quirks_off
 from nrl_models.consistency.vision.image_check import ImageComparison, compare_images
 from nrl_models.engines.hf import HFEngine
 from nrl_models.errors import one_line
 from nrl_models.logprobs import Sampling
 from tests.engine.families import AGREES, DISAGREES, NOT_RUN, Start, spreading_temperature, tiny_model
-from tests.engine.image_processors import image_prompts, save_processor
-from tests.engine.published import BOUND, OPTIONS, OVERRIDES
+from tests.engine.image_processors import save_processor
+from tests.engine.image_tokens import image_prompts
+from tests.engine.published import BF16, BOUND, OPTIONS, OVERRIDES
 
 INTERLEAVED = {
     "rope_parameters": {
@@ -32,16 +31,37 @@ INTERLEAVED = {
 """How published configurations say what transformers' code always does: vLLM reads it."""
 
 IMAGE_OVERRIDES: dict[str, dict[str, Any]] = {
-    "Qwen3VLForConditionalGeneration": INTERLEAVED,
-    "Qwen3VLMoeForConditionalGeneration": INTERLEAVED,
+    "Qwen3VLForConditionalGeneration": {"text_config": INTERLEAVED},
+    "Qwen3VLMoeForConditionalGeneration": {"text_config": INTERLEAVED},
+    # What its processor makes of every image.
+    "AriaForConditionalGeneration": {
+        "vision_config": {"image_size": 980},
+        "projector_patch_to_query_dict": {"4900": 4},
+    },
+    "MuseGlimmerForConditionalGeneration": {"vision_config": {"adapter_dim": 256}},
+    # As it is published.
+    "Lfm2VlForConditionalGeneration": {"vision_config": {"vision_use_head": False}},
+    "Gemma4ForConditionalGeneration": {"vision_config": {"default_output_length": 70}},
+    "Gemma4UnifiedForConditionalGeneration": {"vision_config": {"num_soft_tokens": 70}},
 }
-"""What a tiny text model has to have for images, beside `OVERRIDES`."""
+"""What a tiny model has to have for images, beside `OVERRIDES`."""
+
+AS_TEXT = "It disagrees without images, too."
+CAUSAL = "vLLM's attention for CPUs has no mask by which the tokens of an image see each other."
+
+CAUSES: dict[str, str] = {
+    "Cohere2VisionForConditionalGeneration": AS_TEXT,
+    "CohereCompassForConditionalGeneration": AS_TEXT,
+    "Gemma3ForConditionalGeneration": CAUSAL,
+    "Gemma3nForConditionalGeneration": "Its text model, Gemma3nForCausalLM, disagrees without images, too.",
+    "Gemma4UnifiedForConditionalGeneration": CAUSAL,
+    "PaddleOCRVLForConditionalGeneration": "transformers interpolates the tower's positions with aligned corners, vLLM "
+    "without: they agree on square images.",
+}
+"""Why architectures disagree, where that is known."""
 
 ONLY_IMAGES = {"image": 4, "video": 0, "audio": 0}
 """Of a prompt, at most: the tiny processors are of images alone."""
-
-WITH_PREFIX = frozenset({"clip_vision_model", "siglip_vision_model", "siglip2_vision_model"})
-"""Vision towers whose weights on the hub are under `vision_model`."""
 
 LENGTH = 1024
 """Tokens that an engine and a model take at most: images are long."""
@@ -55,7 +75,9 @@ class ImageOutcome:
         architecture: which.
         status: `agrees` (each prompt, after a refit from random weights), `disagrees` or `not run`.
         refitted: the worst `token_mult_prob_error`; None if nothing was compared, or it is not finite.
+        bounds: on it: more than `BOUND` where the noise floor explains more.
         reason: what differs first, of the prompts that disagree; or why nothing was compared: an error.
+        dtype: of both sides.
         faults: what differs first, of each prompt that disagrees.
         prompts: tokens of each prompt.
     """
@@ -63,7 +85,9 @@ class ImageOutcome:
     architecture: str
     status: str
     refitted: float | None = None
+    bounds: tuple[float, ...] = ()
     reason: str = ""
+    dtype: str = "float32"
     faults: tuple[str, ...] = ()
     prompts: tuple[int, ...] = ()
 
@@ -81,11 +105,10 @@ def hold_images(architecture: str, start: Start, folder: Path) -> ImageOutcome:
         folder: an empty one, for the checkpoint.
     """
     checkpoint = folder / "checkpoint"
+    dtype = torch.bfloat16 if architecture in BF16 else torch.float32
     try:
-        model = tiny_model(architecture, _longer(architecture))
+        model = tiny_model(architecture, _for_images(architecture), dtype)
         model.save_pretrained(checkpoint)
-        if with_tower_prefix(checkpoint, model.config):
-            model = type(model).from_pretrained(checkpoint, dtype=torch.float32).eval()
         processor = save_processor(model.config, checkpoint)
         prompts = image_prompts(model.config, processor)
         sampling = Sampling(spreading_temperature(model))
@@ -98,43 +121,29 @@ def hold_images(architecture: str, start: Start, folder: Path) -> ImageOutcome:
             "limit_mm_per_prompt": ONLY_IMAGES,
         }
         with quirks_off("engine-dummy-buffers"):
-            engine = start(checkpoint, load_format="dummy", seed=1, **options)
+            engine = start(checkpoint, dtype=dtype, load_format="dummy", seed=1, **options)
         most = engine.llm.llm_engine.renderer.get_mm_processor().info.allowed_mm_limits["image"]
         prompts = [prompt for prompt in prompts if len(prompt.images) <= most]
         engine.refit(model.state_dict_adapter.iter_export(model))
         found = compare_images(engine, HFEngine(model, "trainer"), processor, prompts, sampling, threshold=BOUND)
     except Exception as error:  # the engine's, or the model's
         return ImageOutcome(architecture, NOT_RUN, reason=one_line(error).replace(f"{folder}/", ""))
-    return outcome_of(architecture, found)
+    return replace(outcome_of(architecture, found), dtype=dtype_name(dtype))
 
 
-def _longer(architecture: str) -> dict[str, Any]:
-    """Overrides by which a tiny text model takes long sequences; what else it has to have stays."""
-    known = (registry.model_class(architecture).tiny, OVERRIDES.get(architecture, {}))
-    text = {key: value for values in known for key, value in values.get("text_config", {}).items()}
-    text |= IMAGE_OVERRIDES.get(architecture, {})
-    return {"text_config": text | {"max_position_embeddings": 2 * LENGTH}}
-
-
-def with_tower_prefix(checkpoint: Path, config: PreTrainedConfig) -> bool:
-    """Give weights of a vision tower the names they have on the hub, where transformers 5 leaves out a part of them.
-
-    Args:
-        checkpoint: a folder that `save_pretrained` wrote.
-        config: the model's.
-
-    Returns:
-        Whether there were any. A model that reads them keeps the names.
-    """
-    if config.vision_config.model_type not in WITH_PREFIX:
-        return False
-    file = checkpoint / "model.safetensors"
-    tensors = load_file(file)
-    names = {
-        name: re.sub(r"(^|\.)vision_tower\.(?!vision_model)", r"\1vision_tower.vision_model.", name) for name in tensors
-    }
-    save_file({names[name]: tensor for name, tensor in tensors.items()}, file, {"format": "pt"})
-    return True
+def _for_images(architecture: str) -> dict[str, Any]:
+    """Overrides by which a tiny text model takes long sequences, and its tower images; what else they have to have
+    stays."""
+    found: dict[str, Any] = {}
+    for values in (
+        registry.model_class(architecture).tiny,
+        OVERRIDES.get(architecture, {}),
+        IMAGE_OVERRIDES.get(architecture, {}),
+        {"text_config": {"max_position_embeddings": 2 * LENGTH}},
+    ):
+        for key, value in values.items():
+            found[key] = {**found.get(key, {}), **value} if isinstance(value, dict) else value
+    return found
 
 
 def outcome_of(architecture: str, found: list[ImageComparison]) -> ImageOutcome:
@@ -145,6 +154,7 @@ def outcome_of(architecture: str, found: list[ImageComparison]) -> ImageOutcome:
         architecture,
         AGREES if all(one.passed for one in found) else DISAGREES,
         error if error < float("inf") else None,
+        (found[0].bound,),
         f"What differs first: {', '.join(sorted(set(faults)))}." if faults else "",
         faults,
         prompts=tuple(one.prompt_tokens for one in found),

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,14 @@ def page(records: Mapping[str, Record], everything: list[str]) -> str:
         records: what is recorded, by architecture.
         everything: the architectures that there should be an outcome of.
     """
+    from tests.engine.image_families import CAUSES
+
+    known = {
+        name: replace(record, outcome={**record.outcome, "reason": f"{record.outcome['reason']} {CAUSES[name]}"})
+        if name in CAUSES
+        else record
+        for name, record in records.items()
+    }
     intro = [
         "Every architecture that takes images and that both the registry and the engine have: "
         f"{len({*everything, *records})}, on a CPU, with {versions_summary(records).removeprefix('engine ')}.",
@@ -116,9 +125,9 @@ def page(records: Mapping[str, Record], everything: list[str]) -> str:
         "as they are, the trainer what transformers' processor makes of them: a square one, a wide one, a tall one,",
         f"and two in one prompt. The bound is {BOUND} for decode and prefill of each. Processors are transformers'",
         "own, at tiny size; where none could be made, that is the outcome. Where prompts disagree, what differs first",
-        "is named, see [consistency.md](consistency.md#images).",
+        "is named, see [consistency.md](consistency.md#images), and the cause if it is known.",
     ]
-    return page_with("vLLM with images", [*intro, *outcome_lines(records, everything, MEANINGS)])
+    return page_with("vLLM with images", [*intro, *outcome_lines(known, everything, MEANINGS, {"refitted": "error"})])
 
 
 if __name__ == "__main__":

@@ -81,6 +81,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "GlmOcrForConditionalGeneration": {
         "text_config": {
             "head_dim": 32,
+            "intermediate_size": 3 * 256,  # as wide as the merger of patches, for which vLLM takes it
             "rope_parameters": {
                 "rope_type": "default",
                 "rope_theta": 10_000.0,
@@ -100,6 +101,11 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "Qwen3_5ForConditionalGeneration": {"text_config": DELTA},
     "Qwen3_5MoeForCausalLM": DELTA,
     "Qwen3_5MoeForConditionalGeneration": {"text_config": DELTA},
+    "Qwen4ExpForCausalLM": {"output_gate_type": "sigmoid"},
+    "Qwen4ExpForConditionalGeneration": {
+        "text_config": {"output_gate_type": "sigmoid"},
+        "vision_config": {"deepstack_visual_indexes": []},
+    },
     "MiniCPMV4_6ForConditionalGeneration": {"text_config": DELTA},
     "MiniCPMV4_7ForConditionalGeneration": {"text_config": DELTA},
     # vLLM reads Mistral's own name of what Hugging Face's files have as `llama_4_scaling_beta`.
@@ -145,9 +151,11 @@ BF16 = frozenset(
         "Qwen3_5ForConditionalGeneration",
         "Qwen3_5MoeForCausalLM",
         "Qwen3_5MoeForConditionalGeneration",
+        "Qwen4ExpForCausalLM",
+        "Qwen4ExpForConditionalGeneration",
     }
 )
-"""Those whose gated delta nets vLLM computes in bf16 alone: trainer and engine both have it."""
+"""Those whose gated delta nets or sparse attention vLLM computes in bf16 alone: trainer and engine both have it."""
 
 TORCH_ROTARY = {"compilation_config": {"custom_ops": ["-rotary_embedding"]}}
 """vLLM's kernel of rotary embeddings for CPUs misreads heads that come in a dimension of their own; its torch code does

@@ -212,14 +212,22 @@ def page_with(engine: str, lines: list[str]) -> str:
     return "\n".join([HEAD, *(f"## {name}\n\n{sections[name]}" for name in ENGINES if name in sections)])
 
 
+MEASURED = {"refitted": "refitted", "stepped": "after a step", "loaded": "from files"}
+"""The errors of an outcome, as the table has them."""
+
+
 def outcome_lines(
-    records: Mapping[str, Record], everything: list[str], meanings: Mapping[str, str] = MEANINGS
+    records: Mapping[str, Record],
+    everything: list[str],
+    meanings: Mapping[str, str] = MEANINGS,
+    measured: Mapping[str, str] = MEASURED,
 ) -> list[str]:
     """How many came out how, and a table of all.
 
     Args:
         records, everything: as for `page`.
         meanings: the outcomes that there can be, and what they mean.
+        measured: the errors that an outcome has, and their headings.
     """
     counts = Counter(record.outcome["status"] for record in records.values())
     missing = [name for name in everything if name not in records]
@@ -228,14 +236,14 @@ def outcome_lines(
         *(f"- {counts[status]} {meaning}" for status, meaning in meanings.items()),
         *([f"- {len(missing)} were not tried yet: {', '.join(missing)}"] if missing else []),
         "",
-        "| architecture | outcome | refitted | after a step | from files | why |",
-        "|---|---|---|---|---|---|",
+        f"| architecture | outcome | {' | '.join(measured.values())} | why |",
+        f"|---|---|{'---|' * len(measured)}---|",
     ]
     for name in sorted(records, key=lambda name: (ORDER.index(records[name].outcome["status"]), name)):
         outcome = records[name].outcome
         numbers = [
             "" if (error := outcome.get(key)) is None else f"{error:.7f}" if error < 1.001 else f"{error:.4f}"
-            for key in ("refitted", "stepped", "loaded")
+            for key in measured
         ]
         reason = " ".join([*conditions(outcome), *outcome["reason"].split()]).replace("|", "\\|")
         reason = reason if len(reason) <= MOST else f"{reason[:MOST]} …"

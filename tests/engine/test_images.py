@@ -19,16 +19,17 @@ from nrl_models.engines.vllm import VLLMEngine
 from nrl_models.errors import EngineError
 from nrl_models.logprobs import Sampling
 from tests.engine import image_sweep
-from tests.engine.families import AGREES, spreading_temperature, tiny_model
-from tests.engine.image_families import hold_images
-from tests.engine.image_processors import image_prompts, save_processor
+from tests.engine.families import AGREES, DISAGREES, NOT_RUN, spreading_temperature, tiny_model
+from tests.engine.image_families import CAUSES, hold_images
+from tests.engine.image_processors import save_processor
+from tests.engine.image_tokens import image_prompts
 from tests.engine.one_engine import OneEngine
 from tests.engine.published import BOUND
 
 Plant = Callable[[VLLMEngine, Any], None]
 
 
-@pytest.mark.parametrize("name", ["Qwen2VL", "InternVL", "Llava"])
+@pytest.mark.parametrize("name", ["Qwen2VL", "InternVL", "Llava", "Gemma4"])
 def test_the_engine_gives_the_trainers_logprobs_with_images(name: str, vllm: OneEngine, tmp_path: Path) -> None:
     found = hold_images(f"{name}ForConditionalGeneration", vllm, tmp_path)
     assert found.status == AGREES, (found.faults, found.reason)
@@ -109,6 +110,23 @@ def test_what_is_at_fault_is_found(fault: ImageFault, vllm: OneEngine, tmp_path:
     found = compare_images(engine, HFEngine(model, "trainer"), processor, prompts, sampling, threshold=BOUND)
     assert [one.fault for one in found] == [fault] * len(prompts)
     assert not any(one.passed for one in found)
+
+
+def test_a_mask_that_the_engine_lacks_is_found(vllm: OneEngine, tmp_path: Path) -> None:
+    found = hold_images("Gemma3ForConditionalGeneration", vllm, tmp_path)
+    assert found.status == DISAGREES, found.reason
+    assert set(found.faults) == {ImageFault.ATTENTION}
+
+
+def test_given_tokens_that_a_processor_adds_to_cannot_be_scored(vllm: OneEngine, tmp_path: Path) -> None:
+    found = hold_images("PaliGemmaForConditionalGeneration", vllm, tmp_path)
+    assert found.status == NOT_RUN
+    assert "puts token" in found.reason
+
+
+def test_causes_are_known_of_those_that_disagree() -> None:
+    published = read_records(PAGES)[Kind.IMAGES]
+    assert {name for name in CAUSES if published[name].outcome["status"] != DISAGREES} == set()
 
 
 def test_an_engine_without_a_vision_tower_refuses_images(vllm: OneEngine, tmp_path: Path) -> None:

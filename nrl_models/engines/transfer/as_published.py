@@ -17,6 +17,9 @@ from nrl_models.errors import EngineError
 DOUBLED = ".model.model."
 """Written by transformers where it undoes the renaming of a base model inside another twice."""
 
+TOWER, WRAPPED = "vision_tower.", "vision_model."
+"""A vision tower that is wrapped in another module, as published: transformers leaves out the wrapper's name."""
+
 STACKS = {".experts.gate_up_proj": 1, ".experts.down_proj": 2}
 """Stacks of all experts: the dimension of the hidden size in `(experts, in, out)`, as published."""
 
@@ -33,11 +36,15 @@ def as_published(model: torch.nn.Module, tensors: Iterable[NamedTensor]) -> Iter
     """
     modules = dict(model.named_modules())
     hidden = next(filter(None, map(_hidden_size, modules.values())), None)
+    wrapped = any(f".{name}.".endswith(f".{TOWER}{WRAPPED}") for name in modules)
     for name, tensor in tensors:
         before, doubled, after = name.partition(DOUBLED)
         published = name
         if doubled and f"{before}.model" in modules and f"{before}.model.model" not in modules:
             published = f"{before}.model.{after}"
+        before, tower, after = published.partition(TOWER)
+        if tower and wrapped and not after.startswith(WRAPPED):
+            published = f"{before}{TOWER}{WRAPPED}{after}"
         yield published, tensor if hidden is None else _oriented(name, tensor, hidden)
 
 

@@ -42,6 +42,22 @@ def test_a_name_stays_where_the_engine_does_not_say_otherwise(model: nn.Module) 
     assert names(model, "language_model.model.model.norm.weight") == ["language_model.model.model.norm.weight"]
 
 
+def test_a_wrapped_vision_tower_is_named_as_it_was_published() -> None:
+    model = nested("vision_tower", "vision_model", "encoder")
+    saved = (
+        "model.vision_tower.encoder.norm.weight",
+        "model.vision_tower.vision_model.encoder.norm.bias",
+        "lm_head.weight",
+    )
+    assert names(model, *saved) == [
+        "model.vision_tower.vision_model.encoder.norm.weight",
+        "model.vision_tower.vision_model.encoder.norm.bias",
+        "lm_head.weight",
+    ]
+    bare = nested("vision_tower", "encoder")
+    assert names(bare, *saved) == list(saved)
+
+
 def stacks(hidden: int = HIDDEN, inner: int = INNER) -> dict[str, torch.Tensor]:
     """As published: `(experts, in, out)`."""
     return {

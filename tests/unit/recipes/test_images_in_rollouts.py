@@ -144,6 +144,9 @@ def test_a_reply_ends_before_a_token_that_stands_for_an_image(prompts: list[Any]
     forwards[:] = [None] * 2
     (empty,) = engine.generate([red], Sampling(), max_new_tokens=4, ignore_end=False, model_inputs=[inputs])
     assert (empty.tokens, empty.logprobs) == ((), ())
+    forwards.clear()
+    with pytest.raises(EngineError, match=r"placeholder of an image in sequences \[0\].*ignore_end=False"):
+        engine.generate([red], Sampling(), max_new_tokens=4, model_inputs=[inputs])
     batch = Batch.of([sample, empty])
     for normalise in Normalise:
         weights = token_weights(batch.sampled, normalise, 4 if normalise is Normalise.LONGEST else None)
