@@ -77,6 +77,7 @@ class Capabilities:
         own_limit: whether the engine itself enforces that.
         vocabulary: number of token ids; None if unknown.
         dtype: what it computes in; None if unknown.
+        transformers_classes: whether it could compute with transformers' classes in place of its own, which it has now.
     """
 
     score: bool = True
@@ -90,6 +91,7 @@ class Capabilities:
     own_limit: bool = False
     vocabulary: int | None = None
     dtype: torch.dtype | None = None
+    transformers_classes: bool = False
 
 
 @dataclass(frozen=True, slots=True)
