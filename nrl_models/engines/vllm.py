@@ -128,6 +128,7 @@ class VLLMEngine(Engine):
         if separate is None:
             separate = options.get("model_impl") == "transformers" or _runs_transformers_classes(path)
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if separate else "0"
+        vllm.envs.disable_envs_cache()  # one that runs in this process has cached its own
         keywords: dict[str, Any] = {
             "enforce_eager": True,
             "skip_tokenizer_init": not _needs_tokenizer(path),

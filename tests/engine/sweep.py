@@ -22,6 +22,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Generator, Iterator, Mapping
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,9 @@ MEANINGS = {
 }
 ORDER = tuple(MEANINGS)
 """The possible outcomes, best first."""
+
+NUMBERS = ("refitted", "stepped", "loaded")
+"""The errors of an outcome."""
 
 MOST = 600
 """Characters of a reason that the page shows; the JSON file beside it has all."""
@@ -148,14 +152,18 @@ def run_here(names: list[str], gathered: Path) -> None:
     """
     import transformers
 
-    from tests.engine.families import AGREES, hold
+    from tests.engine.families import AGREES, AS_LOADED, DISAGREES, hold
     from tests.engine.one_engine import OneEngine
 
     transformers.utils.logging.disable_progress_bar()
     for name in names:
         started = time.perf_counter()
         with tempfile.TemporaryDirectory() as folder, OneEngine() as start:
-            outcome = hold(name, start, Path(folder)).to_json()
+            outcome = hold(name, start, Path(folder) / "own").to_json()
+            if outcome["status"] in (AS_LOADED, DISAGREES):
+                other = partial(start, model_impl="transformers")
+                found = hold(name, other, Path(folder) / "transformers").to_json()
+                outcome["transformers"] = {key: found[key] for key in ("status", *NUMBERS, "reason")}
         agrees = outcome["status"] == AGREES
         if not agrees and name != names[0]:
             return
@@ -233,14 +241,16 @@ def outcome_lines(
     ]
     for name in sorted(records, key=lambda name: (ORDER.index(records[name].outcome["status"]), name)):
         outcome = records[name].outcome
-        numbers = [
-            "" if (error := outcome.get(key)) is None else f"{error:.7f}" if error < 1.001 else f"{error:.4f}"
-            for key in ("refitted", "stepped", "loaded")
-        ]
+        numbers = ["" if (error := outcome.get(key)) is None else shown(error) for key in NUMBERS]
         reason = " ".join([*conditions(outcome), *outcome["reason"].split()]).replace("|", "\\|")
         reason = reason if len(reason) <= MOST else f"{reason[:MOST]} …"
         lines.append(f"| {name} | {outcome['status']} | {' | '.join(numbers)} | {reason} |")
     return lines
+
+
+def shown(error: float) -> str:
+    """A `token_mult_prob_error` with as many digits as tell it from 1."""
+    return f"{error:.7f}" if error < 1.001 else f"{error:.4f}"
 
 
 def conditions(outcome: Mapping[str, Any]) -> Iterator[str]:
@@ -249,6 +259,10 @@ def conditions(outcome: Mapping[str, Any]) -> Iterator[str]:
         yield f"In {dtype}."
     if max(bounds := outcome.get("bounds", ()), default=BOUND) > BOUND:
         yield f"Bound after each refit: {', '.join(f'{bound:.4f}' for bound in bounds)}."
+    if found := outcome.get("transformers"):
+        worst = max((found[key] for key in NUMBERS if found[key] is not None), default=None)
+        number = "" if worst is None else f", {shown(worst)} at most"
+        yield f"With `model_impl=transformers`: {found['status']}{number}."
     if options := outcome.get("options"):
         yield f"With vLLM's {', '.join(f'`{name}={value}`' for name, value in options.items())}."
 
