@@ -160,13 +160,13 @@ def run_here(names: list[str], gathered: Path) -> None:
         started = time.perf_counter()
         with tempfile.TemporaryDirectory() as folder, OneEngine() as start:
             outcome = hold(name, start, Path(folder) / "own").to_json()
+            agrees = outcome["status"] == AGREES
+            if not agrees and name != names[0]:
+                return
             if outcome["status"] in (AS_LOADED, DISAGREES):
                 other = partial(start, model_impl="transformers")
                 found = hold(name, other, Path(folder) / "transformers").to_json()
                 outcome["transformers"] = {key: found[key] for key in ("status", *NUMBERS, "reason")}
-        agrees = outcome["status"] == AGREES
-        if not agrees and name != names[0]:
-            return
         note(gathered, outcome)
         os.write(2, f"{name}: {outcome['status']}, {time.perf_counter() - started:.0f} s\n".encode())
         if not agrees:
@@ -207,8 +207,9 @@ def page(records: Mapping[str, Record], everything: list[str]) -> str:
         "and refits it again; where that fails, the engine reads the weights from files. Numbers are",
         f"`token_mult_prob_error`, the worse of decode and prefill; the bound is {BOUND}. Where vLLM has kernels in",
         "bf16 alone, both sides run in bf16, and the bound after each refit is what the noise floor explains: the",
-        f"trainer's error against itself under other roundings, times {NOISE_FACTOR:g}. Verdicts are explained in",
-        "[consistency.md](consistency.md).",
+        f"trainer's error against itself under other roundings, times {NOISE_FACTOR:g}. What does not agree, or cannot",
+        "be refitted, is tried with transformers' classes in vLLM, too (`model_impl=transformers`). Verdicts are explained",
+        "in [consistency.md](consistency.md).",
     ]
     return page_with("vLLM", [*intro, *outcome_lines(records, everything)])
 
