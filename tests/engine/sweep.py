@@ -208,8 +208,8 @@ def page(records: Mapping[str, Record], everything: list[str]) -> str:
         f"`token_mult_prob_error`, the worse of decode and prefill; the bound is {BOUND}. Where vLLM has kernels in",
         "bf16 alone, both sides run in bf16, and the bound after each refit is what the noise floor explains: the",
         f"trainer's error against itself under other roundings, times {NOISE_FACTOR:g}. What does not agree, or cannot",
-        "be refitted, is tried with transformers' classes in vLLM, too (`model_impl=transformers`). Verdicts are explained",
-        "in [consistency.md](consistency.md).",
+        "be refitted, is tried with transformers' classes in vLLM, too (`model_impl=transformers`). Verdicts are",
+        "explained in [consistency.md](consistency.md).",
     ]
     return page_with("vLLM", [*intro, *outcome_lines(records, everything)])
 
