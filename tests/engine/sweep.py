@@ -261,8 +261,8 @@ def conditions(outcome: Mapping[str, Any]) -> Iterator[str]:
     if max(bounds := outcome.get("bounds", ()), default=BOUND) > BOUND:
         yield f"Bound after each refit: {', '.join(f'{bound:.4f}' for bound in bounds)}."
     if found := outcome.get("transformers"):
-        worst = max((found[key] for key in NUMBERS if found[key] is not None), default=None)
-        number = "" if worst is None else f", {shown(worst)} at most"
+        numbers = [found[key] for key in (["loaded"] if found["loaded"] else NUMBERS) if found[key]]
+        number = f", {shown(max(numbers))}" if numbers else ""
         yield f"With `model_impl=transformers`: {found['status']}{number}."
     if options := outcome.get("options"):
         yield f"With vLLM's {', '.join(f'`{name}={value}`' for name, value in options.items())}."
