@@ -126,7 +126,7 @@ class VLLMEngine(Engine):
         vllm = _import_vllm()
         separate = multiprocessing
         if separate is None:
-            separate = options.get("model_impl") == "transformers" or _runs_transformers_classes(path)
+            separate = options.get("model_impl") == "transformers" or runs_transformers_classes(path)
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if separate else "0"
         vllm.envs.disable_envs_cache()  # one that runs in this process has cached its own
         keywords: dict[str, Any] = {
@@ -442,7 +442,7 @@ def _import_vllm() -> Any:
     return vllm
 
 
-def _runs_transformers_classes(path: str | Path) -> bool:
+def runs_transformers_classes(path: str | Path) -> bool:
     """Whether vLLM has no model of its own for a checkpoint and would use transformers' class."""
     from vllm import ModelRegistry
 

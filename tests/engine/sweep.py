@@ -152,6 +152,7 @@ def run_here(names: list[str], gathered: Path) -> None:
     """
     import transformers
 
+    from nrl_models.engines.vllm import runs_transformers_classes
     from tests.engine.families import AGREES, AS_LOADED, DISAGREES, hold
     from tests.engine.one_engine import OneEngine
 
@@ -163,7 +164,8 @@ def run_here(names: list[str], gathered: Path) -> None:
             agrees = outcome["status"] == AGREES
             if not agrees and name != names[0]:
                 return
-            if outcome["status"] in (AS_LOADED, DISAGREES):
+            own_class = not runs_transformers_classes(Path(folder) / "own" / "checkpoint")
+            if outcome["status"] in (AS_LOADED, DISAGREES) and own_class:
                 other = partial(start, model_impl="transformers")
                 found = hold(name, other, Path(folder) / "transformers").to_json()
                 outcome["transformers"] = {key: found[key] for key in ("status", *NUMBERS, "reason")}
@@ -207,9 +209,9 @@ def page(records: Mapping[str, Record], everything: list[str]) -> str:
         "and refits it again; where that fails, the engine reads the weights from files. Numbers are",
         f"`token_mult_prob_error`, the worse of decode and prefill; the bound is {BOUND}. Where vLLM has kernels in",
         "bf16 alone, both sides run in bf16, and the bound after each refit is what the noise floor explains: the",
-        f"trainer's error against itself under other roundings, times {NOISE_FACTOR:g}. What does not agree, or cannot",
-        "be refitted, is tried with transformers' classes in vLLM, too (`model_impl=transformers`). Verdicts are",
-        "explained in [consistency.md](consistency.md).",
+        f"trainer's error against itself under other roundings, times {NOISE_FACTOR:g}. Where vLLM's own class does",
+        "not agree, or cannot be refitted, vLLM is tried with transformers', too (`model_impl=transformers`). Verdicts",
+        "are explained in [consistency.md](consistency.md).",
     ]
     return page_with("vLLM", [*intro, *outcome_lines(records, everything)])
 
