@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +22,7 @@ from nrl_models.consistency.prompts import Prompts
 from nrl_models.consistency.references import References
 from nrl_models.consistency.refit import RefitChecker
 from nrl_models.consistency.store import Store
-from nrl_models.consistency.verdict import Advice, CauseKind, Opinion, Verdict, Vote
-from nrl_models.engines.base import Capabilities, Sample
+from nrl_models.consistency.verdict import CauseKind, Opinion, Verdict, Vote
 from nrl_models.engines.hf import HFEngine
 from nrl_models.errors import EngineError
 from nrl_models.quirks import Pattern, VerdictKind
@@ -285,108 +283,3 @@ def test_mlx_leaves_out_the_window_of_mistral_too(judge: Judge) -> None:
     config = tiny_config(MistralConfig, WINDOW)
     verdict = judge(config, {"sliding_window": None}, witness="mlx", threshold=1.00001)
     assert verdict.witness == Opinion("mlx", Vote.AT_FAULT)
-
-
-# The advice
-
-
-class OwnClasses(HFEngine):
-    """Like a vLLM with classes of its own, which could have transformers' in their place; `nan` scores if asked to."""
-
-    nan = False
-
-    def score(self, *args: Any, **options: Any) -> list[list[float]]:
-        return [[math.nan if self.nan else value for value in row] for row in super().score(*args, **options)]
-
-    def capabilities(self) -> Capabilities:
-        return replace(super().capabilities(), transformers_classes=True)
-
-
-class Backend(HFEngine):
-    """Like a vLLM with transformers' classes; `off` in what it decodes, in nats."""
-
-    off = 0.0
-
-    def _generate(self, *args: Any, **options: Any) -> list[Sample]:
-        samples = super()._generate(*args, **options)
-        return [replace(sample, logprobs=tuple(value - self.off for value in sample.logprobs)) for sample in samples]
-
-
-@dataclass(frozen=True)
-class Case:
-    """A party at fault, and a witness that is right unless this says otherwise."""
-
-    witness: str = "vllm-transformers"
-    witness_config: dict[str, Any] = field(default_factory=dict)
-    decodes_off: float = 0.0
-    own_classes: bool = True
-    random_weights: bool = False
-    wrong: str = "engine"
-    nan: bool = False
-    """Whether the engine's scores are not numbers, beside what it samples with being wrong."""
-
-
-@pytest.fixture
-def advised(tmp_path: Path, prompts: Prompts, monkeypatch: pytest.MonkeyPatch) -> Callable[[Case], Verdict]:
-    """The verdict on a case, which was kept."""
-    new_model(tiny_config(LlamaConfig)).save_pretrained(tmp_path / "checkpoint")
-
-    def advised(case: Case) -> Verdict:
-        path = tmp_path / "checkpoint"
-
-        def start(name: str, path: Path, dtype: torch.dtype) -> HFEngine:
-            engine = Backend(AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **case.witness_config), name)
-            engine.off = case.decodes_off
-            return engine
-
-        monkeypatch.setattr(references, "start_engine", start)
-        ours, theirs = (AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for _ in range(2))
-        with torch.no_grad():
-            wrong = theirs if case.wrong == "engine" else ours
-            wrong.model.layers[0].mlp.down_proj.weight.mul_(1.5)
-        engine = (OwnClasses if case.own_classes else HFEngine)(theirs, "engine")
-        engine.nan = case.nan
-        store = Store(tmp_path / "store", {})
-        meter = Meter(engine, HFEngine(ours, "trainer"), prompts, replace(SETTINGS, threshold=1.00001), store)
-        asked = References(path, witness=case.witness)
-        verdict = run_matrix(str(path), meter, asked, random_weights=case.random_weights).results[0].verdict
-        assert verdict is not None
-        kept = Verdict.from_json(json.loads(json.dumps(verdict.to_json())))
-        assert (kept.witness, kept.advice) == (verdict.witness, verdict.advice)
-        return verdict
-
-    return advised
-
-
-@pytest.mark.parametrize("nan", [False, True])
-def test_transformers_classes_in_vllm_are_advised_where_they_are_right(
-    advised: Callable[[Case], Verdict], nan: bool
-) -> None:
-    assert advised(Case(witness="", nan=nan)).advice is None
-    verdict = advised(Case(nan=nan))  # the one before is kept, and nobody was asked for it
-    assert verdict.kind == (VerdictKind.NOT_FINITE if nan else VerdictKind.ENGINE)
-    assert verdict.witness == Opinion("vllm-transformers", Vote.REFERENCE, decodes=True)
-    assert verdict.advice is Advice.TRANSFORMERS_BACKEND
-    assert 'Advice: serve it with model_impl="transformers"' in verdict.summary
-
-
-@pytest.mark.parametrize(
-    ("case", "vote", "decodes"),
-    [
-        (Case(witness="mlx"), Vote.REFERENCE, None),
-        (Case(own_classes=False), Vote.REFERENCE, None),
-        (Case(random_weights=True), Vote.REFERENCE, None),
-        (Case(wrong="trainer"), Vote.REFERENCE, None),
-        (Case(decodes_off=0.01), Vote.REFERENCE, False),
-        (Case(witness_config={"rms_norm_eps": 0.1}), Vote.NEITHER, None),
-    ],
-    ids=["another-engine", "no-classes-of-its-own", "refitted", "trainer", "decodes-otherwise", "wrong-too"],
-)
-def test_nothing_is_advised_that_was_not_measured_to_be_right_in_the_engines_place(
-    advised: Callable[[Case], Verdict], case: Case, vote: Vote, decodes: bool | None
-) -> None:
-    verdict = advised(case)
-    assert verdict.witness == Opinion(case.witness, vote, decodes=decodes)
-    assert verdict.advice is None
-    assert "Advice" not in verdict.summary
-    assert ("but decodes otherwise" in verdict.summary) == (decodes is False)
