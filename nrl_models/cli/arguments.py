@@ -158,7 +158,10 @@ Device = Annotated[str, typer.Option(help="Where the trainer runs, e.g. cuda:0."
 EngineName = Annotated[
     str,
     typer.Option(
-        "--engine", parser=engine_name, metavar="NAME", help="vllm, mlx, megatron, hf-generate, or a server's address."
+        "--engine",
+        parser=engine_name,
+        metavar="NAME",
+        help="vllm, vllm-transformers, mlx, megatron, hf-generate, or a server's address.",
     ),
 ]
 EngineOptions = Annotated[

@@ -121,7 +121,11 @@ def consistency(
     engine_option: EngineOptions = None,
     witness: Annotated[
         str | None,
-        typer.Option(parser=engine_name, metavar="NAME", help="Another engine, asked about cells that fail: mlx."),
+        typer.Option(
+            parser=engine_name,
+            metavar="NAME",
+            help="Another engine, asked about cells that fail: mlx, vllm-transformers.",
+        ),
     ] = None,
     second_trainer: Annotated[
         str | None,

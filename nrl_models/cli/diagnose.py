@@ -19,6 +19,7 @@ from nrl_models.cli.arguments import (
     torch_dtype,
 )
 from nrl_models.cli.console import show, show_report, write_json
+from nrl_models.common.trust.servers import VLLMS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -168,7 +169,7 @@ def precision(
     from nrl_models.engines.start import longest_sequence
     from nrl_models.errors import EngineError
 
-    if engine != "vllm":
+    if engine not in VLLMS:
         raise EngineError(
             f"{engine} has no compiled modes to choose from here, so there is nothing to compare. This needs {VLLM}."
         )
@@ -216,7 +217,7 @@ def prefix_caching(
     if (count is None and reached < USUAL_COUNT) or (new_tokens is None and new < USUAL_NEW_TOKENS):
         show(f"The model takes {longest:,} tokens: the prompt counts to {reached:,}, and {new:,} tokens are generated.")
     options: dict[str, Any] = _limit(engine, len(prompt) + 2 * new)
-    options |= {"enable_prefix_caching": True} if engine == "vllm" else {}
+    options |= {"enable_prefix_caching": True} if engine in VLLMS else {}
     decode: Callable[..., str] | None = None if source.tokenizer is None else source.text
 
     def diagnose(**environment: Any) -> Diagnosis:

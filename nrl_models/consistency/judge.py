@@ -4,26 +4,28 @@ The same tokens are scored by every party: the engine as it decoded, the engine 
 transformers in fp32 and in fp64, which is the closest to the truth that can be computed. A party that is further from
 fp64 than its precision explains is at fault. What it computes instead is found by trying `hypotheses`; the module where
 it diverges is found by comparing modules, if its modules can be recorded. Another engine may be asked as a witness: it
-has no say in who is at fault, but an engine and a witness that agree against transformers put its class in doubt.
+has no say in who is at fault, but an engine and a witness that agree against transformers put its class in doubt. vLLM
+with transformers' classes, as a witness of vLLM with its own, may be right where that is wrong: the verdict advises it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 
 from nrl_models.common.dtypes import dtype_name
+from nrl_models.common.trust.servers import TRANSFORMERS_BACKEND
 from nrl_models.consistency.cells import Cell, Settings, largest_error
 from nrl_models.consistency.divergence import Divergence, classify, first_divergence
 from nrl_models.consistency.hypotheses import EXPLAINED, Hypotheses, distance
 from nrl_models.consistency.measure import Comparison, Measurement, Meter, order_by_error
 from nrl_models.consistency.references import References
-from nrl_models.consistency.verdict import Cause, Deviation, Opinion, Party, Verdict, Vote
-from nrl_models.engines.base import final_scores
+from nrl_models.consistency.verdict import Advice, Cause, Deviation, Opinion, Party, Verdict, Vote
+from nrl_models.engines.base import Engine, final_scores, padded
 from nrl_models.engines.hf import HFEngine
 from nrl_models.errors import NRLModelsError, one_line
 from nrl_models.logprobs.metrics import consistency_metrics
@@ -33,6 +35,9 @@ from nrl_models.quirks import CATALOGUE, Subject, VerdictKind
 
 FLOOR_FACTOR = 5.0
 """A party may be this many times further from fp64 than transformers in the same precision is."""
+
+Reference = Callable[[torch.dtype], torch.Tensor]
+"""Gives transformers' log-probabilities in a precision, `(sequences, generated)`."""
 
 MODULE_TOKENS = 256
 """Tokens on which modules are compared first; if none diverges, the whole sequence is used."""
@@ -57,12 +62,7 @@ class Judge:
         sampling = self.settings.sampling_of(cell)
         tokens, parties = _worst_sequences(measurement, self.settings, 1 if cell.length > 2_000 else 2)
         generated = measurement.decode.shape[1]
-
-        @cache
-        def reference(dtype: torch.dtype) -> torch.Tensor:
-            engine = HFEngine(self.references.model(dtype), "reference", max_length=tokens.shape[1])
-            return final_scores(engine, tokens, generated, sampling)
-
+        reference = cache(partial(self._reference, tokens, generated, sampling))
         exact, single = reference(torch.float64), reference(torch.float32)
         errors = {party: _deviation(values, exact) for party, values in (parties | {Party.REFERENCE: single}).items()}
         not_finite = tuple(
@@ -71,7 +71,8 @@ class Judge:
             if values.isnan().any() or (party == Party.DECODE and values.isinf().any())  # what was sampled was possible
         )
         if not_finite:
-            return self._finish(VerdictKind.NOT_FINITE, not_finite, errors)
+            verdict = self._finish(VerdictKind.NOT_FINITE, not_finite, errors)
+            return self._with_witness(verdict, parties[not_finite[0]], tokens, generated, sampling, reference)
         if errors[Party.REFERENCE].token_mult_prob_error > self.settings.threshold:
             return self._finish(VerdictKind.UNSTABLE, (), errors)
         at_fault: list[Party] = []
@@ -95,23 +96,67 @@ class Judge:
         else:
             kind = VerdictKind.BOTH if Party.TRAINER in sides else VerdictKind.ENGINE
         verdict = self._finish(kind, tuple(at_fault), errors, cause, self._locate(at_fault, tokens))
-        if not self.references.witness:
+        return self._with_witness(verdict, parties[at_fault[0]], tokens, generated, sampling, reference)
+
+    def _reference(self, tokens: torch.Tensor, generated: int, sampling: Sampling, dtype: torch.dtype) -> torch.Tensor:
+        """Log-probabilities that transformers gives the generated tokens."""
+        engine = HFEngine(self.references.model(dtype), "reference", max_length=tokens.shape[1])
+        return final_scores(engine, tokens, generated, sampling)
+
+    def _with_witness(
+        self,
+        verdict: Verdict,
+        wrong: torch.Tensor,
+        tokens: torch.Tensor,
+        generated: int,
+        sampling: Sampling,
+        reference: Reference,
+    ) -> Verdict:
+        """The verdict, with what the witness says, if there is one, and what follows from it.
+
+        Args:
+            verdict: without.
+            wrong: log-probabilities of the party at fault.
+            tokens: the sequences, of which the last `generated` were sampled by `sampling`.
+            reference: transformers' log-probabilities of these.
+        """
+        if not (name := self.references.witness):
             return verdict
+        decodes = None
         try:
-            said = self.references.witness_scores(tokens, generated, sampling)
+            with self.references.asked_witness() as witness:
+                said, exact = final_scores(witness, tokens, generated, sampling), reference(torch.float64)
+                vote = _vote(said, exact, wrong, _explained(witness, reference))
+                if vote is Vote.REFERENCE and self._in_its_place(verdict):
+                    decodes = self._decodes_right(witness, tokens[:, :-generated], generated, sampling)
         except NRLModelsError as error:
-            return replace(verdict, witness=Opinion(self.references.witness, None, one_line(error)))
-        rounding = FLOOR_FACTOR * max(distance(single, exact), 1e-6)
-        return replace(
-            verdict, witness=Opinion(self.references.witness, _vote(said, exact, parties[at_fault[0]], rounding))
-        )
+            return replace(verdict, witness=Opinion(name, None, one_line(error)))
+        advice = Advice.TRANSFORMERS_BACKEND if decodes else None
+        return replace(verdict, witness=Opinion(name, vote, decodes=decodes), advice=advice)
+
+    def _in_its_place(self, verdict: Verdict) -> bool:
+        """Whether the witness is the engine at fault but for its classes, with the weights from the same files."""
+        at_fault = {Party.DECODE, Party.PREFILL} & set(verdict.at_fault)
+        own_classes = self.engine.capabilities().transformers_classes
+        same = self.references.witness == TRANSFORMERS_BACKEND and own_classes and not self.random_weights
+        return same and bool(at_fault)
+
+    def _decodes_right(self, witness: Engine, prompts: torch.Tensor, generated: int, sampling: Sampling) -> bool:
+        """Whether transformers in fp64 gives what a witness samples the log-probabilities that it sampled with."""
+        everything = replace(sampling, top_k=0, top_p=1.0)  # at the edge of what is left out, roundings decide
+        samples = witness.generate(prompts.tolist(), everything, max_new_tokens=generated, seed=self.settings.seed)
+        decoded = padded([sample.logprobs for sample in samples])
+        sampled = torch.tensor([sample.sequence for sample in samples])
+        reference = cache(partial(self._reference, sampled, generated, everything))
+        near = distance(decoded, reference(torch.float64)) <= _explained(witness, reference)
+        return near and bool(decoded.isfinite().all())
 
     def _possible_dtypes(self, party: Party) -> tuple[torch.dtype, ...]:
         """The dtypes a party may compute in, most precise first: the one it reports, or any if it reports none."""
         dtype = self._dtype(party)
         if dtype is None:
             return torch.float32, torch.float16, torch.bfloat16
-        return (dtype if dtype in (torch.float16, torch.bfloat16) else torch.float32,)
+        return (_precision(dtype),)
 
     def _dtype(self, party: Party) -> torch.dtype | None:
         engines = {Party.TRAINER: self.trainer, Party.SECOND_TRAINER: self.second or self.engine}
@@ -191,9 +236,20 @@ class Judge:
         return replace(verdict, quirks=tuple(quirk.name for quirk in matching))
 
 
+def _precision(dtype: torch.dtype | None) -> torch.dtype:
+    """The precision that explains how an engine which computes in `dtype` rounds."""
+    return dtype if dtype in (torch.float16, torch.bfloat16) else torch.float32
+
+
+def _explained(party: Engine, reference: Reference) -> float:
+    """How far from the reference in fp64 a party may be by its precision, in nats."""
+    same = reference(_precision(party.capabilities().dtype))
+    return FLOOR_FACTOR * max(distance(same, reference(torch.float64)), 1e-6)
+
+
 def _vote(said: torch.Tensor, exact: torch.Tensor, at_fault: torch.Tensor, rounding: float) -> Vote:
     """Whose log-probabilities a witness gives, up to `rounding`."""
-    if distance(said, exact) <= rounding:
+    if not said.isnan().any() and distance(said, exact) <= rounding:
         return Vote.REFERENCE
     explained = max(rounding, EXPLAINED * distance(at_fault, exact))
     return Vote.AT_FAULT if distance(said, at_fault) <= explained else Vote.NEITHER

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -13,7 +13,7 @@ import torch
 from nrl_models.auto import auto_class_for
 from nrl_models.common.checkpoint.files import resolve_folder
 from nrl_models.common.switches import quirks_off
-from nrl_models.common.trust.servers import is_secret, require_engine
+from nrl_models.common.trust.servers import TRANSFORMERS_BACKEND, VLLMS, is_secret, require_engine
 from nrl_models.consistency.cells import Cell, Settings
 from nrl_models.consistency.consistency_report import CellResult, ConsistencyReport
 from nrl_models.consistency.judge import Judge
@@ -71,7 +71,9 @@ def check_consistency(
         engine_options: the engine's own options.
         skip_too_long: whether to skip lengths that exceed the model's limit, and report them, instead of raising; if
             none is left, the longest possible one is checked.
-        witness: another engine, which is asked about cells that fail; empty if none is.
+        witness: another engine, which is asked about cells that fail; empty if none is. `vllm-transformers` gets the
+            precision and options of the `vllm` that is checked, and the verdict advises it where it is right in place
+            of that.
         second_trainer: another engine, in the trainer's precision, which is compared with the engine in every cell as
             the trainer is; empty if none is.
         progress: called at every step with the report so far.
@@ -93,7 +95,7 @@ def check_consistency(
     settings = settings or Settings()
     folder = resolve_folder(path)
     settings, skipped = _fitting(folder, settings, engine, skip_too_long)
-    longest = max(settings.lengths) + room_to_score(engine) if engine == "vllm" else None
+    longest = max(settings.lengths) + room_to_score(engine) if engine in VLLMS else None
     own = {"dtype": dtype, "load_format": load_format, "seed": settings.seed, "max_length": longest}
     keywords = engine_keywords(engine_options, **own)
     decisive = {
@@ -118,7 +120,8 @@ def check_consistency(
     with started:
         if dummy:
             started.refit(model.state_dict_adapter.iter_export(model))
-        references = References(path, device=device, witness=witness)
+        options = _witness_options(witness, settings, keywords if engine == "vllm" else {})
+        references = References(path, device=device, witness=witness, witness_options=options)
         beside = start_engine(second_trainer, path, dtype=model.dtype) if second_trainer else None
         with beside or nullcontext():
             meter = Meter(started, trainer, prompts, settings, store, references, beside)
@@ -179,12 +182,32 @@ def run_matrix(
 
 
 def _verdict(judge: Judge, result: CellResult, store: Store) -> Verdict:
-    name = f"verdict-{result.cell.key}"
-    if (kept := store.load_note(name)) is not None:
-        return Verdict.from_json(kept)
+    name, witness = f"verdict-{result.cell.key}", judge.references.witness
+    if (content := store.load_note(name)) is not None:
+        kept = Verdict.from_json(content)
+        # One of a party at fault, made without this witness, lacks what is asked for now.
+        if not (witness and kept.at_fault) or (kept.witness and kept.witness.vote and kept.witness.engine == witness):
+            return kept
     verdict = judge.judge(result.cell, max(result.repeats, key=_badness))
     store.save_note(name, verdict.to_json())
     return verdict
+
+
+def _witness_options(witness: str, settings: Settings, engine: Mapping[str, Any]) -> dict[str, Any]:
+    """A witness's own options.
+
+    Args:
+        witness: its name.
+        settings: what is checked.
+        engine: keywords that the vLLM under test was started with; empty if it is another engine.
+    """
+    if witness not in VLLMS:
+        return {}
+    options: dict[str, Any] = {"max_length": max(settings.lengths) + room_to_score(witness)}
+    if witness == TRANSFORMERS_BACKEND and "python" not in engine:  # another environment has another vLLM
+        decided = ("load_format", "seed", "multiprocessing", "model_impl")
+        options |= {key: value for key, value in engine.items() if key not in decided}
+    return options
 
 
 def _badness(measurement: Measurement) -> float:

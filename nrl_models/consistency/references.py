@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,9 @@ from transformers import PreTrainedModel
 
 from nrl_models.auto import auto_class_for
 from nrl_models.common.modules import owner_of
-from nrl_models.engines.base import final_scores
+from nrl_models.engines.base import Engine
 from nrl_models.engines.hf import HFEngine, reference_model
 from nrl_models.engines.start import start_engine
-from nrl_models.logprobs.sampling import Sampling
 
 Weights = Callable[[], Iterable[tuple[str, torch.Tensor]]]
 """Gives tensors by hub name, from the first at each call."""
@@ -30,6 +30,7 @@ class References:
         weights: weights to use in place of the checkpoint's: a trained model's export.
         previous: the weights of before the last refit, which an engine may still have.
         witness: the name of another engine, which is asked where the two sides differ; empty if none is.
+        witness_options: its own options.
     """
 
     def __init__(
@@ -40,9 +41,10 @@ class References:
         weights: Weights | None = None,
         previous: Weights | None = None,
         witness: str = "",
+        witness_options: Mapping[str, Any] | None = None,
     ) -> None:
         self.path, self.device, self.weights, self.previous = Path(path), device, weights, previous
-        self.witness = witness
+        self.witness, self.witness_options = witness, witness_options or {}
         self._kept: dict[tuple[torch.dtype, bool], PreTrainedModel] = {}
 
     def model(self, dtype: torch.dtype, *, combined: bool = False) -> PreTrainedModel:
@@ -58,16 +60,18 @@ class References:
         """The model with the previous weights; None if there are none."""
         return None if self.previous is None else self._load(dtype, combined, self.previous)
 
-    def witness_scores(self, tokens: torch.Tensor, count: int, sampling: Sampling) -> torch.Tensor:
-        """Log-probabilities that the witness, in fp32, gives the last `count` of `tokens` `(sequences, length)`.
+    @contextmanager
+    def asked_witness(self) -> Iterator[Engine]:
+        """The witness, with the weights, in fp32 unless its options say otherwise; it runs while this is open.
 
         Raises:
-            EngineError: it does not start, does not take the weights, or fails.
+            EngineError: it does not start, or does not take the weights.
         """
-        with start_engine(self.witness, self.path, dtype=torch.float32) as engine:
+        options = {"dtype": torch.float32, **self.witness_options}
+        with start_engine(self.witness, self.path, **options) as engine:
             if self.weights is not None:
                 engine.refit(self.weights())
-            return final_scores(engine, tokens, count, sampling)
+            yield engine
 
     def with_config(self, changes: Mapping[str, Any]) -> PreTrainedModel:
         """transformers' fp32 model of another configuration, with the same weights (not copied)."""

@@ -45,11 +45,13 @@ class Opinion:
         engine: its name.
         vote: whom it agrees with; None if it gave no log-probabilities.
         error: why it gave none.
+        decodes: whether it also decodes right; None if that was not looked at.
     """
 
     engine: str
     vote: Vote | None
     error: str = ""
+    decodes: bool | None = None
 
     def sentence(self, at_fault: str) -> str:
         """It in a sentence, about the parties `at_fault`."""
@@ -60,7 +62,14 @@ class Opinion:
                 f"{self.engine} agrees with {at_fault} and not with transformers, whose class may be what is wrong, or "
                 "may compute what these implementations leave out"
             )
-        return f"{self.engine} agrees with {self.vote}"
+        return f"{self.engine} agrees with {self.vote}{', but decodes otherwise' if self.decodes is False else ''}"
+
+
+class Advice(StrEnum):
+    """What would mend an engine, as measured."""
+
+    TRANSFORMERS_BACKEND = "serve with model_impl=transformers"
+    """vLLM's own class is wrong; with transformers' in its place vLLM is right, in one prefill and in decoding."""
 
 
 class CauseKind(StrEnum):
@@ -107,6 +116,7 @@ class Verdict:
         random_weights: whether the engine was started on random weights.
         quirks: names of the known quirks that match.
         witness: what another engine says, where it was asked.
+        advice: what was measured to be right in place of the engine at fault; None if nothing was.
     """
 
     kind: VerdictKind
@@ -118,6 +128,7 @@ class Verdict:
     random_weights: bool = False
     quirks: tuple[str, ...] = ()
     witness: Opinion | None = None
+    advice: Advice | None = None
 
     @property
     def evidence(self) -> Evidence:
@@ -142,6 +153,8 @@ class Verdict:
         sentences += [f"First divergence: {self.divergence}"] if self.divergence else []
         sentences += [self.note] if self.note else []
         sentences += [self.witness.sentence(who)] if self.witness else []
+        if self.advice is Advice.TRANSFORMERS_BACKEND:
+            sentences.append('Advice: serve it with model_impl="transformers", by which vLLM is right here')
         sentences += [
             f"Known quirk: {quirk.name}: {quirk.symptom} {quirk.handling}"
             for quirk in CATALOGUE
@@ -165,6 +178,8 @@ class Verdict:
             fields["cause"] = Cause(**fields["cause"] | {"kind": CauseKind(fields["cause"]["kind"])})
         if (said := fields.get("witness")) is not None:
             fields["witness"] = Opinion(**said | {"vote": said["vote"] and Vote(said["vote"])})
+        if (advice := fields.get("advice")) is not None:
+            fields["advice"] = Advice(advice)
         if (found := fields["divergence"]) is not None:
             typed = {"pattern": Pattern(found["pattern"]), "weights": tuple(found["weights"])}
             fields["divergence"] = Divergence(**found | typed)

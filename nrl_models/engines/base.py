@@ -81,6 +81,7 @@ class Capabilities:
         own_limit: whether the engine itself enforces that.
         vocabulary: number of token ids; None if unknown.
         dtype: what it computes in; None if unknown.
+        transformers_classes: whether it could compute with transformers' classes in place of its own, which it has now.
     """
 
     score: bool = True
@@ -94,6 +95,7 @@ class Capabilities:
     own_limit: bool = False
     vocabulary: int | None = None
     dtype: torch.dtype | None = None
+    transformers_classes: bool = False
 
 
 @dataclass(frozen=True, slots=True)

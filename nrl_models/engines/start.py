@@ -11,7 +11,7 @@ import torch
 from nrl_models.common.checkpoint.files import resolve_folder
 from nrl_models.common.checkpoint.local_path import is_gguf
 from nrl_models.common.config.positions import model_limit
-from nrl_models.common.trust.servers import require_engine
+from nrl_models.common.trust.servers import TRANSFORMERS_BACKEND, VLLMS, require_engine
 from nrl_models.engines.base import Engine
 from nrl_models.errors import EngineError
 from nrl_models.loading.read_config import read_config
@@ -30,7 +30,7 @@ def start_engine(
     """Start an engine on a checkpoint, or connect to a server that serves it.
 
     Args:
-        name: one of `ENGINES`.
+        name: one of `ENGINES`. `vllm-transformers` is vLLM with `model_impl="transformers"`, in a process of its own.
         path: the checkpoint's directory.
         dtype: to compute in; the checkpoint's by default. A server has its own, and this says what it is.
         max_length: tokens of a sequence at most.
@@ -44,16 +44,18 @@ def start_engine(
     """
     require_engine(name)
     keywords = {"dtype": dtype, "max_length": max_length, "load_format": load_format, "seed": seed} | options
-    if name == "vllm" and is_gguf(resolve_folder(path)):
+    if name in VLLMS and is_gguf(resolve_folder(path)):
         raise EngineError(
             f"{path} is a GGUF file, and vLLM would keep its weights quantised: write the plain weights with "
             f"`nrl-models convert {path} DIR --dtype bfloat16`, and check DIR"
         )
-    if name == "vllm" and "python" in options:
+    if name == TRANSFORMERS_BACKEND:
+        keywords["model_impl"] = "transformers"
+    if name in VLLMS and "python" in options:
         from nrl_models.engines.processes.environment import EnvironmentEngine
 
         return EnvironmentEngine.start(path, **keywords)
-    if name == "vllm":
+    if name in VLLMS:
         from nrl_models.engines.vllm import VLLMEngine
 
         return VLLMEngine.start(path, **keywords)

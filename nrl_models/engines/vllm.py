@@ -105,8 +105,9 @@ class VLLMEngine(Engine):
                 A family that has `ModelFlag.VLLM_LOAD_FORMAT_AUTO` starts on the checkpoint's weights, with a note,
                 unless the quirk `engine-dummy-buffers` is switched off.
             multiprocessing: whether the engine runs in a process of its own: this process then survives a crash, but
-                modules cannot be recorded. By default only for models that vLLM runs by transformers' classes,
-                which it modifies, so that a trainer's model in the same process would break.
+                modules cannot be recorded. By default only for models that vLLM runs by transformers' classes (it has
+                none of its own, or `model_impl="transformers"`), which it modifies, so that a trainer's model in the
+                same process would break.
             log_level: of vLLM's own messages.
             options: further keywords of `vllm.LLM`. By default it is eager, and has no tokenizer if the model is
                 text-only.
@@ -124,8 +125,11 @@ class VLLMEngine(Engine):
             "OMP_WAIT_POLICY", "PASSIVE"
         )  # for processes of its own; here it is read on torch's import
         vllm = _import_vllm()
-        separate = _runs_transformers_classes(path) if multiprocessing is None else multiprocessing
+        separate = multiprocessing
+        if separate is None:
+            separate = options.get("model_impl") == "transformers" or runs_transformers_classes(path)
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if separate else "0"
+        vllm.envs.disable_envs_cache()  # one that runs in this process has cached its own
         keywords: dict[str, Any] = {
             "enforce_eager": True,
             "skip_tokenizer_init": not _needs_tokenizer(path),
@@ -156,7 +160,7 @@ class VLLMEngine(Engine):
                 **keywords,
             )
         except Exception as error:  # whatever vLLM and the model's code raise
-            _free()
+            _free(in_process=not separate)
             raise EngineError(f"vLLM does not start on {path}: {_first_lines(error)}") from error
         return cls(llm, path)
 
@@ -172,6 +176,7 @@ class VLLMEngine(Engine):
             own_limit=True,
             vocabulary=model.get_vocab_size(),
             dtype=model.dtype,
+            transformers_classes=not model.using_transformers_backend(),
         )
 
     def describe(self) -> dict[str, Any]:
@@ -181,6 +186,7 @@ class VLLMEngine(Engine):
             "engine": self.name,
             "vllm": vllm_version(),
             "architecture": ", ".join(model.architectures or []),
+            "model_impl": "transformers" if model.using_transformers_backend() else "vllm",
             "dtype": dtype_name(model.dtype),
             "max_model_len": model.max_model_len,
             "enforce_eager": bool(model.enforce_eager),
@@ -361,13 +367,13 @@ class VLLMEngine(Engine):
         return calls
 
     def close(self) -> None:
-        """Shut vLLM down and free its memory."""
+        """Shut vLLM down and free its memory. One in a process of its own leaves one in this process as it is."""
         llm, self.llm = self.llm, None
         if llm is None:
             return
         llm.llm_engine.engine_core.shutdown()
         del llm
-        _free()
+        _free(self._in_process)
 
     def _parameters(self, **options: Any) -> Any:
         return _import_vllm().SamplingParams(detokenize=False, **options)
@@ -445,7 +451,7 @@ def _import_vllm() -> Any:
     return vllm
 
 
-def _runs_transformers_classes(path: str | Path) -> bool:
+def runs_transformers_classes(path: str | Path) -> bool:
     """Whether vLLM has no model of its own for a checkpoint and would use transformers' class."""
     from vllm import ModelRegistry
 
@@ -457,11 +463,12 @@ def _runs_transformers_classes(path: str | Path) -> bool:
 _TRANSFORMERS_BACKEND = "vllm.model_executor.models.transformers"
 
 
-def _free() -> None:
-    """Free what a stopped vLLM held, so that another can start in this process."""
-    from vllm.distributed import cleanup_dist_env_and_memory
+def _free(in_process: bool) -> None:
+    """Free what a stopped vLLM held: of one in this process also its process groups, so that another can start here."""
+    if in_process:
+        from vllm.distributed import cleanup_dist_env_and_memory
 
-    cleanup_dist_env_and_memory()
+        cleanup_dist_env_and_memory()
     gc.collect()
 
 

@@ -153,9 +153,9 @@ def outcome_of(architecture: str, found: list[ImageComparison]) -> ImageOutcome:
     return ImageOutcome(
         architecture,
         AGREES if all(one.passed for one in found) else DISAGREES,
-        error if error < float("inf") else None,
-        (found[0].bound,),
-        f"What differs first: {', '.join(sorted(set(faults)))}." if faults else "",
-        faults,
+        refitted=error if error < float("inf") else None,
+        bounds=(found[0].bound,),
+        reason=f"What differs first: {', '.join(sorted(set(faults)))}." if faults else "",
+        faults=faults,
         prompts=tuple(one.prompt_tokens for one in found),
     )

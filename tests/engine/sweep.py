@@ -22,6 +22,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Generator, Iterator, Mapping
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,9 @@ MEANINGS = {
 }
 ORDER = tuple(MEANINGS)
 """The possible outcomes, best first."""
+
+MEASURED = {"refitted": "refitted", "stepped": "after a step", "loaded": "from files"}
+"""The errors of an outcome, as the table has them."""
 
 MOST = 600
 """Characters of a reason that the page shows; the JSON file beside it has all."""
@@ -148,17 +152,23 @@ def run_here(names: list[str], gathered: Path) -> None:
     """
     import transformers
 
-    from tests.engine.families import AGREES, hold
+    from nrl_models.engines.vllm import runs_transformers_classes
+    from tests.engine.families import AGREES, AS_LOADED, DISAGREES, hold
     from tests.engine.one_engine import OneEngine
 
     transformers.utils.logging.disable_progress_bar()
     for name in names:
         started = time.perf_counter()
         with tempfile.TemporaryDirectory() as folder, OneEngine() as start:
-            outcome = hold(name, start, Path(folder)).to_json()
-        agrees = outcome["status"] == AGREES
-        if not agrees and name != names[0]:
-            return
+            outcome = hold(name, start, Path(folder) / "own").to_json()
+            agrees = outcome["status"] == AGREES
+            if not agrees and name != names[0]:
+                return
+            own_class = not runs_transformers_classes(Path(folder) / "own" / "checkpoint")
+            if outcome["status"] in (AS_LOADED, DISAGREES) and own_class:
+                other = partial(start, model_impl="transformers")
+                found = hold(name, other, Path(folder) / "transformers").to_json()
+                outcome["transformers"] = {key: found[key] for key in ("status", *MEASURED, "reason")}
         note(gathered, outcome)
         os.write(2, f"{name}: {outcome['status']}, {time.perf_counter() - started:.0f} s\n".encode())
         if not agrees:
@@ -199,8 +209,9 @@ def page(records: Mapping[str, Record], everything: list[str]) -> str:
         "and refits it again; where that fails, the engine reads the weights from files. Numbers are",
         f"`token_mult_prob_error`, the worse of decode and prefill; the bound is {BOUND}. Where vLLM has kernels in",
         "bf16 alone, both sides run in bf16, and the bound after each refit is what the noise floor explains: the",
-        f"trainer's error against itself under other roundings, times {NOISE_FACTOR:g}. Verdicts are explained in",
-        "[consistency.md](consistency.md).",
+        f"trainer's error against itself under other roundings, times {NOISE_FACTOR:g}. Where vLLM's own class does",
+        "not agree, or cannot be refitted, vLLM is tried with transformers', too (`model_impl=transformers`). Verdicts",
+        "are explained in [consistency.md](consistency.md).",
     ]
     return page_with("vLLM", [*intro, *outcome_lines(records, everything)])
 
@@ -210,10 +221,6 @@ def page_with(engine: str, lines: list[str]) -> str:
     kept = dict(part.split("\n\n", 1) for part in PAGE.read_text().split("\n## ")[1:])
     sections = kept | {engine: "\n".join([*lines, ""])}
     return "\n".join([HEAD, *(f"## {name}\n\n{sections[name]}" for name in ENGINES if name in sections)])
-
-
-MEASURED = {"refitted": "refitted", "stepped": "after a step", "loaded": "from files"}
-"""The errors of an outcome, as the table has them."""
 
 
 def outcome_lines(
@@ -241,14 +248,16 @@ def outcome_lines(
     ]
     for name in sorted(records, key=lambda name: (ORDER.index(records[name].outcome["status"]), name)):
         outcome = records[name].outcome
-        numbers = [
-            "" if (error := outcome.get(key)) is None else f"{error:.7f}" if error < 1.001 else f"{error:.4f}"
-            for key in measured
-        ]
+        numbers = ["" if (error := outcome.get(key)) is None else shown(error) for key in measured]
         reason = " ".join([*conditions(outcome), *outcome["reason"].split()]).replace("|", "\\|")
         reason = reason if len(reason) <= MOST else f"{reason[:MOST]} …"
         lines.append(f"| {name} | {outcome['status']} | {' | '.join(numbers)} | {reason} |")
     return lines
+
+
+def shown(error: float) -> str:
+    """A `token_mult_prob_error` with as many digits as tell it from 1."""
+    return f"{error:.7f}" if error < 1.001 else f"{error:.4f}"
 
 
 def conditions(outcome: Mapping[str, Any]) -> Iterator[str]:
@@ -257,6 +266,10 @@ def conditions(outcome: Mapping[str, Any]) -> Iterator[str]:
         yield f"In {dtype}."
     if max(bounds := outcome.get("bounds", ()), default=BOUND) > BOUND:
         yield f"Bound after each refit: {', '.join(f'{bound:.4f}' for bound in bounds)}."
+    if found := outcome.get("transformers"):
+        numbers = [found[key] for key in (["loaded"] if found["loaded"] else MEASURED) if found[key]]
+        number = f", {shown(max(numbers))}" if numbers else ""
+        yield f"With `model_impl=transformers`: {found['status']}{number}."
     if options := outcome.get("options"):
         yield f"With vLLM's {', '.join(f'`{name}={value}`' for name, value in options.items())}."
 

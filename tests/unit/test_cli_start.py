@@ -100,7 +100,10 @@ MISTAKES = (
     ("plan checkpoint --mesh fdsp=2", "'fdsp=2': expected name=size once for each of some of pp, fsdp, ep, tp"),
     ("plan checkpoint --mesh tp=0", "'tp=0': expected name=size"),
     ("parity checkpoint --check 9", "Invalid value for '--check'"),
-    ("consistency checkpoint --engine tgi", "unknown engine 'tgi': expected one of vllm, mlx, megatron, hf-generate"),
+    (
+        "consistency checkpoint --engine tgi",
+        "unknown engine 'tgi': expected one of vllm, vllm-transformers, mlx, megatron, hf-generate",
+    ),
     ("consistency checkpoint --engine-option device", "'device': expected KEY=VALUE"),
     ("consistency checkpoint --text nowhere.txt", "nowhere.txt"),
 )

@@ -9,7 +9,13 @@ from urllib.parse import quote, urlsplit
 
 from nrl_models.errors import EngineError
 
-ENGINES = ("vllm", "mlx", "megatron", "hf-generate", "http://HOST:PORT")
+TRANSFORMERS_BACKEND = "vllm-transformers"
+"""vLLM with transformers' modelling code in place of classes of its own."""
+
+VLLMS = ("vllm", TRANSFORMERS_BACKEND)
+"""Names of vLLM."""
+
+ENGINES = (*VLLMS, "mlx", "megatron", "hf-generate", "http://HOST:PORT")
 """Names of engines; any `http://` or `https://` address is a server."""
 
 _SECRET = re.compile(r"(?i)(key|secret|password|[_-]token)$")

@@ -187,7 +187,7 @@ def test_unknown_options_are_refused(checkpoint: Path) -> None:
 
 
 def test_an_unknown_engine_is_refused(checkpoint: Path) -> None:
-    expected = "expected one of vllm, mlx, megatron, hf-generate, http"
+    expected = "expected one of vllm, vllm-transformers, mlx, megatron, hf-generate, http"
     with pytest.raises(EngineError, match=f"unknown engine 'tgi': {expected}"):
         start_engine("tgi", checkpoint)
 

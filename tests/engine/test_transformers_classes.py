@@ -1,0 +1,82 @@
+"""vLLM with transformers' classes, in another process than one with classes of its own: a party, and an advice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from inside import SETTINGS, changed, forget, model_of
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from nrl_models import AutoModelForCausalLM
+from nrl_models.common.trust.servers import TRANSFORMERS_BACKEND
+from nrl_models.consistency.matrix import run_matrix
+from nrl_models.consistency.measure import Meter
+from nrl_models.consistency.prompts import Prompts
+from nrl_models.consistency.references import References
+from nrl_models.consistency.store import Store
+from nrl_models.consistency.verdict import Advice, Opinion, Vote
+from nrl_models.engines.hf import HFEngine
+from nrl_models.engines.start import start_engine
+from nrl_models.logprobs import Sampling
+from nrl_models.quirks import VerdictKind
+from tests.engine.one_engine import OneEngine
+
+ANY = (Sampling(), Sampling(0.7, top_p=0.9), Sampling(1.3, top_k=20))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(make_checkpoint: Callable[..., Path]) -> Path:
+    return make_checkpoint(LlamaConfig, LlamaForCausalLM)
+
+
+def far(first: list[list[float]], second: list[list[float]]) -> float:
+    """The largest difference; none where both exclude a token."""
+    one, other = torch.tensor(first)[:, 1:], torch.tensor(second)[:, 1:]
+    return torch.where(one == other, 0.0, (one - other).abs()).max().item()
+
+
+def test_it_agrees_under_any_sampling_takes_weights_and_leaves_the_other_vllm_alone(
+    vllm: OneEngine, checkpoint: Path
+) -> None:
+    trainer = HFEngine(AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32), "trainer")
+    native = vllm(checkpoint)
+    tokens = [list(range(50, 90)), list(range(60, 100))]
+    own = native.score(tokens, Sampling())
+    with start_engine(TRANSFORMERS_BACKEND, checkpoint, dtype=torch.float32, max_length=64) as engine:
+        assert engine.describe()["model_impl"] == "transformers"
+        assert not engine.capabilities().modules  # it is not in this process
+        for sampling in ANY:
+            assert far(engine.score(tokens, sampling), trainer.score(tokens, sampling)) < 1e-4
+        assert far(own, engine.score(tokens, Sampling())) < 1e-4
+        export = dict(trainer.model.state_dict_adapter.iter_export(trainer.model))
+        weights = {name: 1.1 * tensor for name, tensor in export.items()}
+        report = engine.refit(weights.items(), bucket_bytes=2**16)
+        assert not report.unwritten
+        trainer.refit(weights.items())
+        new = trainer.score(tokens, Sampling())
+        assert far(own, new) > 1e-2
+        assert far(engine.score(tokens, Sampling()), new) < 1e-4
+        assert not engine.capabilities().transformers_classes
+    assert native.capabilities().transformers_classes
+    forget(native)
+    assert native.score(tokens, Sampling()) == own  # the other one's end, too, is none of its own
+
+
+def test_it_is_advised_where_vllms_own_class_alone_is_wrong(vllm: OneEngine, checkpoint: Path, tmp_path: Path) -> None:
+    trainer = HFEngine(AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32), "trainer")
+    native = vllm(checkpoint)
+    meter = Meter(native, trainer, Prompts(None, 200), SETTINGS, Store(tmp_path, {}))
+    asked = References(checkpoint, witness=TRANSFORMERS_BACKEND, witness_options={"max_length": 128})
+    weight = model_of(native).model.layers[0].post_attention_layernorm.weight
+    with changed(weight, 2 * weight):
+        result = run_matrix(str(checkpoint), meter, asked).results[0]
+    forget(native)
+    verdict = result.verdict
+    assert verdict is not None
+    assert verdict.kind == VerdictKind.ENGINE
+    assert verdict.divergence.module.startswith("model.layers.0")
+    assert verdict.witness == Opinion(TRANSFORMERS_BACKEND, Vote.REFERENCE, decodes=True)
+    assert verdict.advice is Advice.TRANSFORMERS_BACKEND

@@ -1,0 +1,140 @@
+"""When the verdict advises transformers' classes in vLLM: where they were measured to be right in place of its own."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import new_model
+from small_cell import SETTINGS
+from transformers import LlamaConfig
+
+from nrl_models import AutoModelForCausalLM
+from nrl_models.consistency import references
+from nrl_models.consistency.matrix import _witness_options, run_matrix
+from nrl_models.consistency.measure import Meter
+from nrl_models.consistency.prompts import Prompts
+from nrl_models.consistency.references import References
+from nrl_models.consistency.store import Store
+from nrl_models.consistency.verdict import Advice, Opinion, Verdict, Vote
+from nrl_models.engines.base import Capabilities, Sample
+from nrl_models.engines.hf import HFEngine
+from nrl_models.quirks import VerdictKind
+from nrl_models.testing.tiny import tiny_config
+
+
+class OwnClasses(HFEngine):
+    """Like a vLLM with classes of its own, which could have transformers' in their place; `nan` scores if asked to."""
+
+    nan = False
+
+    def score(self, *args: Any, **options: Any) -> list[list[float]]:
+        return [[math.nan if self.nan else value for value in row] for row in super().score(*args, **options)]
+
+    def capabilities(self) -> Capabilities:
+        return replace(super().capabilities(), transformers_classes=True)
+
+
+class Backend(HFEngine):
+    """Like a vLLM with transformers' classes; `off` in what it decodes, in nats."""
+
+    off = 0.0
+
+    def _generate(self, *args: Any, **options: Any) -> list[Sample]:
+        samples = super()._generate(*args, **options)
+        return [replace(sample, logprobs=tuple(value - self.off for value in sample.logprobs)) for sample in samples]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A party at fault, and a witness that is right unless this says otherwise."""
+
+    witness: str = "vllm-transformers"
+    witness_config: dict[str, Any] = field(default_factory=dict)
+    decodes_off: float = 0.0
+    own_classes: bool = True
+    random_weights: bool = False
+    wrong: str = "engine"
+    nan: bool = False
+    """Whether the engine's scores are not numbers, beside what it samples with being wrong."""
+
+
+@pytest.fixture
+def advised(tmp_path: Path, prompts: Prompts, monkeypatch: pytest.MonkeyPatch) -> Callable[[Case], Verdict]:
+    """The verdict on a case, which was kept."""
+    new_model(tiny_config(LlamaConfig)).save_pretrained(tmp_path / "checkpoint")
+
+    def advised(case: Case) -> Verdict:
+        path = tmp_path / "checkpoint"
+
+        def start(name: str, path: Path, dtype: torch.dtype) -> HFEngine:
+            engine = Backend(AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **case.witness_config), name)
+            engine.off = case.decodes_off
+            return engine
+
+        monkeypatch.setattr(references, "start_engine", start)
+        ours, theirs = (AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for _ in range(2))
+        with torch.no_grad():
+            wrong = theirs if case.wrong == "engine" else ours
+            wrong.model.layers[0].mlp.down_proj.weight.mul_(1.5)
+        engine = (OwnClasses if case.own_classes else HFEngine)(theirs, "engine")
+        engine.nan = case.nan
+        store = Store(tmp_path / "store", {})
+        meter = Meter(engine, HFEngine(ours, "trainer"), prompts, replace(SETTINGS, threshold=1.00001), store)
+        asked = References(path, witness=case.witness)
+        verdict = run_matrix(str(path), meter, asked, random_weights=case.random_weights).results[0].verdict
+        assert verdict is not None
+        kept = Verdict.from_json(json.loads(json.dumps(verdict.to_json())))
+        assert (kept.witness, kept.advice) == (verdict.witness, verdict.advice)
+        return verdict
+
+    return advised
+
+
+@pytest.mark.parametrize("nan", [False, True])
+def test_transformers_classes_in_vllm_are_advised_where_they_are_right(
+    advised: Callable[[Case], Verdict], nan: bool
+) -> None:
+    assert advised(Case(witness="", nan=nan)).advice is None
+    verdict = advised(Case(nan=nan))  # the one before is kept, and nobody was asked for it
+    assert verdict.kind == (VerdictKind.NOT_FINITE if nan else VerdictKind.ENGINE)
+    assert verdict.witness == Opinion("vllm-transformers", Vote.REFERENCE, decodes=True)
+    assert verdict.advice is Advice.TRANSFORMERS_BACKEND
+    assert 'Advice: serve it with model_impl="transformers"' in verdict.summary
+
+
+@pytest.mark.parametrize(
+    ("case", "vote", "decodes"),
+    [
+        (Case(witness="mlx"), Vote.REFERENCE, None),
+        (Case(own_classes=False), Vote.REFERENCE, None),
+        (Case(random_weights=True), Vote.REFERENCE, None),
+        (Case(wrong="trainer"), Vote.REFERENCE, None),
+        (Case(decodes_off=0.01), Vote.REFERENCE, False),
+        (Case(witness_config={"rms_norm_eps": 0.1}), Vote.NEITHER, None),
+    ],
+    ids=["another-engine", "no-classes-of-its-own", "refitted", "trainer", "decodes-otherwise", "wrong-too"],
+)
+def test_nothing_is_advised_that_was_not_measured_to_be_right_in_the_engines_place(
+    advised: Callable[[Case], Verdict], case: Case, vote: Vote, decodes: bool | None
+) -> None:
+    verdict = advised(case)
+    assert verdict.witness == Opinion(case.witness, vote, decodes=decodes)
+    assert verdict.advice is None
+    assert "Advice" not in verdict.summary
+    assert ("but decodes otherwise" in verdict.summary) == (decodes is False)
+
+
+def test_the_witness_in_vllms_place_is_started_as_vllm_was() -> None:
+    started = {"dtype": torch.bfloat16, "max_length": 25, "seed": 3, "load_format": "auto", "multiprocessing": False}
+    same = {"dtype": torch.bfloat16, "max_length": 25, "gpu_memory_utilization": 0.4}
+    assert _witness_options("vllm-transformers", SETTINGS, started | same) == same
+    elsewhere = started | {"python": "another/environment"}
+    assert _witness_options("vllm-transformers", SETTINGS, elsewhere) == {"max_length": 25}  # fp32, as any witness
+    assert _witness_options("mlx", SETTINGS, started) == {}
