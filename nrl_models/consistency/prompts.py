@@ -55,7 +55,7 @@ class Prompts:
 
         Raises:
             ConsistencyError: real text without a tokenizer, or too little of it; or the tokenizer gives ids that the
-                embedding has no rows for.
+                embedding has no rows for, or no more tokens for longer texts.
         """
         generator = random.Random(f"{seed} {cell.data} {length}")
         make = self._real if cell.data == Data.REAL else self._dummy
@@ -91,10 +91,15 @@ class Prompts:
         if self.tokenizer is None:
             return self._counting_ids(first, length)
         ids: list[int] = []
-        count = length
+        count, before = length, -1
         while len(ids) < length:
             ids = [*self._start(), *self._encode(" ".join(map(str, range(first, first + count))))]
-            count *= 2
+            if len(ids) <= before:  # it would never be enough
+                raise ConsistencyError(
+                    f"the tokenizer makes {len(ids)} tokens of {count:,} numbers, as of half as many, so there is no "
+                    f"dummy data of {length:,} tokens. Is it another model's tokenizer?"
+                )
+            count, before = 2 * count, len(ids)
         return ids[:length]
 
     def _counting_ids(self, first: int, count: int) -> list[int]:

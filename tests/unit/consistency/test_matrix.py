@@ -329,6 +329,14 @@ def words(count: int) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=known)
 
 
+def test_a_tokenizer_that_makes_one_token_of_any_text_is_refused() -> None:
+    known = Tokenizer(models.WordLevel({"<0>": 0, "a": 1}, unk_token="<0>"))  # nothing divides texts into words
+    prompts = Prompts(PreTrainedTokenizerFast(tokenizer_object=known), 512)
+    cell = replace(SETTINGS, data=("dummy",)).cells()[0]
+    with pytest.raises(ConsistencyError, match="makes 1 tokens of 32 numbers, as of half as many"):
+        prompts.make(cell, 16, seed=0)
+
+
 def test_a_tokenizer_may_have_tokens_that_the_model_lacks_and_may_not_use_them() -> None:
     """As Gemma 3's, which has a token for images."""
     text = " ".join(map(str, range(2_000)))
