@@ -35,12 +35,12 @@ def checkpoint_path(text: str) -> Path:
         typer.BadParameter: there is no such directory, or its `config.json` is missing or damaged.
     """
     path = Path(text).expanduser()
-    if not is_local(text):
-        return path
     if path.is_file():
         if is_gguf(path):
             return path
         raise typer.BadParameter(f"{text} is a file, expected a checkpoint's directory or a GGUF file")
+    if not is_local(text):
+        return path
     if not path.is_dir():
         raise typer.BadParameter(f"no such directory: {text}")
     if (path / CONFIG_NAME).exists():
