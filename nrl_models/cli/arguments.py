@@ -89,6 +89,13 @@ def writable(file: Path | None) -> Path | None:
     return file
 
 
+def saved_to(folder: Path | None) -> Path | None:
+    """Make sure that a model can be saved, before time is spent on it."""
+    if folder is not None:
+        writable(folder / "config.json")
+    return folder
+
+
 def json_target(file: Path | None) -> Path | None:
     """As `writable`, or standard output, on which nothing else is printed then."""
     if file == STANDARD_OUTPUT:

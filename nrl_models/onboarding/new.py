@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
+from keyword import iskeyword
 from pathlib import Path
 from typing import Any
 
@@ -169,7 +170,7 @@ def _reason(plan: FamilyPlan, results: Iterable[Result], feature: str) -> str:
 
 def _check_room(plan: FamilyPlan, out_of_tree: Path | None, root: Path) -> None:
     """Refuse, before any work is done, to overwrite something or to write where nothing would find it."""
-    if not re.fullmatch(r"[a-z][a-z0-9_]*", plan.name):
+    if not re.fullmatch(r"[a-z][a-z0-9_]*", plan.name) or iskeyword(plan.name):
         raise OnboardingError(f"{plan.name!r} cannot name a package; give another with --name, in lower case")
     target = out_of_tree or root / "nrl_models" / "families" / plan.name
     if target.exists() and (not target.is_dir() or any(target.iterdir())):

@@ -100,10 +100,13 @@ MISTAKES = (
     ("new owner/name", "no such file or directory: owner/name"),
     ("convert checkpoint out --dtype fp8", "Invalid value for '--dtype'"),
     ("plan checkpoint --mesh fdsp=2", "'fdsp=2': expected name=size once for each of some of pp, fsdp, ep, tp"),
+    ("plan checkpoint --mesh fsdp=1048576,tp=2", "has 2,097,152 ranks, expected at most 1,048,576"),
     ("plan checkpoint --mesh tp=0", "'tp=0': expected name=size"),
     ("parity checkpoint --check 9", "Invalid value for '--check'"),
     ("consistency checkpoint --engine tgi", "unknown engine 'tgi': expected one of vllm, mlx, megatron, hf-generate"),
     ("consistency checkpoint --engine-option device", "'device': expected KEY=VALUE"),
+    ("refit-check checkpoint --bucket-mb inf", "Invalid value for '--bucket-mb'"),
+    ("demo --out file", "file/config.json cannot be written"),
     ("consistency checkpoint --text nowhere.txt", "nowhere.txt"),
 )
 

@@ -81,7 +81,7 @@ def test_ledgers_of_another_version_stay_until_their_own_run(tmp_path: Path, ask
 
 
 def test_a_name_that_no_family_serves_is_refused(tmp_path: Path, asked: list[tuple[str, bool]]) -> None:
-    with pytest.raises(UnknownArchitectureError, match="LlamaForCausalLLM"):
+    with pytest.raises(UnknownArchitectureError, match=r"LlamaForCausalLLM \(did you mean LlamaForCausalLM\?\)"):
         list(write_ledger(["LlamaForCausalLLM"], folder=tmp_path))
     assert not asked
     assert not list(tmp_path.iterdir())
