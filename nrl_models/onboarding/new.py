@@ -147,8 +147,8 @@ def run_tests(module: str, architectures: Iterable[str], folder: Path, tests: It
         environment = os.environ | {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
         done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=out)
         if done.returncode not in (0, 1) or not file.is_file():
-            said = (done.stdout + done.stderr)[-3000:]
-            raise OnboardingError(f"pytest ended with exit status {done.returncode}:", *said.splitlines())
+            output = (done.stdout + done.stderr)[-3000:]
+            raise OnboardingError(f"pytest ended with exit status {done.returncode}:", *output.splitlines())
         return json.loads(file.read_text())["results"]
 
 
@@ -216,8 +216,8 @@ def _register(plan: FamilyPlan, root: Path, results: list[Result]) -> tuple[list
             command = [sys.executable, "-m", "nrl_models", *arguments]
             done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=root)
             if done.returncode != 0:
-                said = (done.stderr.strip() or done.stdout.strip())[-1000:]
-                problems.append(f"{what} could not be written: {said}")
+                output = (done.stderr.strip() or done.stdout.strip())[-1000:]
+                problems.append(f"{what} could not be written: {output}")
             else:
                 written += made
     return written, problems
