@@ -6,7 +6,7 @@ import os
 import sys
 import warnings
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from types import FrameType
@@ -14,7 +14,13 @@ from types import FrameType
 from packaging.requirements import Requirement
 
 from nrl_models import families
-from nrl_models.errors import FamilyImportError, RegistrationError, UnmetRequirementError
+from nrl_models.errors import (
+    FamilyImportError,
+    RegistrationError,
+    UnknownArchitectureError,
+    UnmetRequirementError,
+    did_you_mean,
+)
 from nrl_models.families.facts import Family
 from nrl_models.families.table import TABLE
 
@@ -168,6 +174,17 @@ def architectures(*, aliases: bool = True) -> list[str]:
     _read_entry_points()
     heads = [name for name, (module, _) in MODEL_ARCH_MAPPING.items() if module != _BASE_MODELS]
     return [name for name in heads if aliases or name not in ALIASES]
+
+
+def require_served(names: Iterable[str], *, aliases: bool = True) -> None:
+    """Make sure that there are families for these names.
+
+    Raises:
+        UnknownArchitectureError: those for which there is none, with the nearest that there is.
+    """
+    known = architectures(aliases=aliases)
+    if unknown := [f"{name}{did_you_mean(name, known)}" for name in names if name not in known]:
+        raise UnknownArchitectureError(f"no family serves {', '.join(unknown)}")
 
 
 def register_custom_configs() -> None:

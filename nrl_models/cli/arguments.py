@@ -35,12 +35,12 @@ def checkpoint_path(text: str) -> Path:
         typer.BadParameter: there is no such directory, or its `config.json` is missing or damaged.
     """
     path = Path(text).expanduser()
-    if not is_local(text):
-        return path
     if path.is_file():
         if is_gguf(path):
             return path
         raise typer.BadParameter(f"{text} is a file, expected a checkpoint's directory or a GGUF file")
+    if not is_local(text):
+        return path
     if not path.is_dir():
         raise typer.BadParameter(f"no such directory: {text}")
     if (path / CONFIG_NAME).exists():
@@ -87,6 +87,13 @@ def writable(file: Path | None) -> Path | None:
         except OSError as error:
             raise typer.BadParameter(f"{file} cannot be written: {error.strerror}") from error
     return file
+
+
+def saved_to(folder: Path | None) -> Path | None:
+    """Make sure that a model can be saved, before time is spent on it."""
+    if folder is not None:
+        writable(folder / "config.json")
+    return folder
 
 
 def json_target(file: Path | None) -> Path | None:

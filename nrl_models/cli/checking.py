@@ -233,7 +233,7 @@ def refit_check(
     batch: Annotated[int, typer.Option(help="How many of them.", min=1)] = 4,
     threshold: Threshold = 1.05,
     bucket_mb: Annotated[
-        float | None, typer.Option(help="MB to send at a time at most; everything without.", min=1e-6)
+        float | None, typer.Option(help="MB to send at a time at most; everything without.", min=1e-6, max=1e9)
     ] = None,
     engine_option: EngineOptions = None,
     ignore_config_key: IgnoredConfigKeys = None,

@@ -120,7 +120,7 @@ def ledger(
         show(f"{name}: " + ", ".join(f"{count} {kind}" for kind, count in counts.items() if count))
         for key, difference in found.departures.items():
             differs = True
-            show(f"  {key} acts otherwise than in transformers: {difference}")
+            show(f"  {key} behaves differently from transformers: {difference}")
     show(f"{recorded} architectures recorded")
     if differs:
         raise typer.Exit(1)

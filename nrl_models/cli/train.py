@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from nrl_models.cli.arguments import JsonFile, writable
+from nrl_models.cli.arguments import JsonFile, saved_to
 from nrl_models.cli.console import show, show_report, status
 
 
@@ -17,13 +17,6 @@ def override(text: str) -> str:
     if not (key.strip() and equals):
         raise typer.BadParameter(f"{text!r}: expected KEY=VALUE, e.g. training.steps=10")
     return text
-
-
-def saved_to(folder: Path | None) -> Path | None:
-    """Make sure that a model can be saved, before time is spent on it."""
-    if folder is not None:
-        writable(folder / "config.json")
-    return folder
 
 
 def train(

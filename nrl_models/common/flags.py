@@ -77,5 +77,5 @@ def follow_from(config_class: Any, published: Mapping[str, Mapping[str, Any]]) -
 
 def _ties(config: Any) -> bool:
     """Whether a configuration ties embedding and head: it, and its part with the decoder, if they have a say."""
-    said = {getattr(part, "tie_word_embeddings", None) for part in (config, config.get_text_config())}
-    return True in said and False not in said
+    values = {getattr(part, "tie_word_embeddings", None) for part in (config, config.get_text_config())}
+    return True in values and False not in values

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from nrl_models.errors import Problem, ProblemKind, ShardingError
 
 DIMENSIONS = ("pp", "fsdp", "ep", "tp")
@@ -11,6 +13,9 @@ DIMENSIONS = ("pp", "fsdp", "ep", "tp")
 parallelism). `ep`: experts are divided. `tp`: the rows and columns of linears are divided. Ranks that differ only in
 `pp`, `ep` and `tp` see the same batch.
 """
+
+MOST_RANKS = 2**20
+"""More than any cluster has."""
 
 
 def parse_mesh(text: str) -> dict[str, int]:
@@ -28,6 +33,9 @@ def parse_mesh(text: str) -> dict[str, int]:
             problems.append(Problem(ProblemKind.MESH, repr(item), expected, advice="write it as fsdp=16,tp=8"))
         else:
             sizes[name] = int(size)
+    if (ranks := math.prod(sizes.values())) > MOST_RANKS:
+        detail = f"has {ranks:,} ranks, expected at most {MOST_RANKS:,}"
+        problems.append(Problem(ProblemKind.MESH, text, detail, advice="give smaller sizes"))
     if problems:
         raise ShardingError("no such mesh", problems)
     return {name: sizes[name] for name in DIMENSIONS if name in sizes}

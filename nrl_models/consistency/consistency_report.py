@@ -277,8 +277,8 @@ class ConsistencyReport:
         ]
         lines += [f"| {' | '.join(row)} |" for row in table]
         for result in self.results:
-            if said := [*result.explanation, *result.notes]:
-                lines += ["", f"**{result.cell}**", "", *(f"- {line}" for line in said)]
+            if lines_of_cell := [*result.explanation, *result.notes]:
+                lines += ["", f"**{result.cell}**", "", *(f"- {line}" for line in lines_of_cell)]
         lines += ["", f"Engine: {described(self.engine)}.", f"Trainer: {described(self.trainer)}."]
         lines += [f"Second trainer: {described(self.second)}."] if self.second else []
         return "\n".join([*lines, ""])

@@ -82,12 +82,14 @@ def run_generated_tests(architectures: Sequence[str], results: Path) -> None:
     """Run the generated tests and write the outcome of each to a file.
 
     Args:
-        architectures: of which; of every registered one if there are none.
+        architectures: of which, or classes as MODULE:CLASS; of every registered one if there are none.
         results: the file.
 
     Raises:
+        UnknownArchitectureError: names that no family serves.
         CoverageError: pytest could not run them. Failed tests are results, not errors.
     """
+    registry.require_served(name for name in architectures if ":" not in name)
     parallel = ["-n", "auto", "--dist", "loadgroup"] if find_spec("xdist") else []
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *parallel, f"--nrl-results={results}"]
     chosen = [f"--nrl-family={name}" for name in architectures] or [str(SUITE)]

@@ -14,7 +14,6 @@ from nrl_models.common.config.keys import value_at
 from nrl_models.common.config.ledger import FOLDER, KeyKind, Ledger, read_ledgers
 from nrl_models.devtools.differential import Differential, keys_at_default_only
 from nrl_models.devtools.results import as_json, family_of
-from nrl_models.errors import UnknownArchitectureError
 from nrl_models.testing.case import FamilyCase
 
 
@@ -55,11 +54,9 @@ def write_ledger(
     Raises:
         UnknownArchitectureError: a name that no family serves.
     """
-    known = registry.architectures(aliases=False)
-    if unknown := sorted(set(names) - set(known)):
-        raise UnknownArchitectureError(f"{', '.join(unknown)}: no family serves such an architecture")
+    registry.require_served(names, aliases=False)
     before, installed = read_ledgers(folder), version("transformers")
-    for name in list(names) or known:
+    for name in list(names) or registry.architectures(aliases=False):
         if registry.unmet_requirement(name):
             continue
         ledger = before.get(name)

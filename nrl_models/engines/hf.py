@@ -35,7 +35,7 @@ from nrl_models.engines.base import (
     require_number,
 )
 from nrl_models.engines.digests import tensor_digest
-from nrl_models.errors import EngineError, one_line
+from nrl_models.errors import EngineError, NRLModelsError, one_line
 from nrl_models.inputs.images import cast, image_token, takes_images
 from nrl_models.loading.read_config import read_config
 from nrl_models.logprobs.head import output_embedding
@@ -95,7 +95,8 @@ class HFEngine(Engine):
             unknown: refused.
 
         Raises:
-            EngineError: an option that is unknown or has an invalid value.
+            EngineError: an option that is unknown or has an invalid value; a checkpoint that transformers does not
+                load.
         """
         wrong = [*unknown, *([f"load_format={load_format}"] if load_format not in ("auto", "dummy") else [])]
         if wrong:
@@ -109,7 +110,12 @@ class HFEngine(Engine):
             raise EngineError(f"hf-generate cannot run on device={device}: {one_line(error)}") from error
         if load_format == "dummy":
             torch.manual_seed(seed)
-        model = reference_model(path, dtype, device, weights=load_format == "auto")
+        try:
+            model = reference_model(path, dtype, device, weights=load_format == "auto")
+        except (NRLModelsError, OSError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # whatever transformers raises for files that are damaged or fit nothing
+            raise EngineError(f"transformers does not load {path}: {one_line(error)}") from error
         return cls(model, max_length=max_length)
 
     def capabilities(self) -> Capabilities:

@@ -314,8 +314,8 @@ class HTTPEngine(Engine):
                 "wait (--engine-option timeout=SECONDS)."
             ) from error
         except (OSError, httpx2.HTTPError, httpx2.InvalidURL) as error:
-            said = str(error) or type(error).__name__
-            raise check.error(f"cannot be reached, or has died: {said}") from error
+            message = str(error) or type(error).__name__
+            raise check.error(f"cannot be reached, or has died: {message}") from error
         text = answer.body.decode(errors="replace")
         if 300 <= answer.status < 400:
             place = shown_argument(hidden(answer.location, check.secrets))

@@ -112,4 +112,4 @@ def _joined(value: Any) -> torch.Tensor:
     """The numbers of one tensor, or of all in a list, in one dimension."""
     if isinstance(value, torch.Tensor):
         return value.detach().cpu().flatten().clone()
-    return torch.cat([_joined(one) for one in value])
+    return torch.cat([_joined(item) for item in value])

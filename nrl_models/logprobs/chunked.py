@@ -8,7 +8,7 @@ needs whole rows of logits (truncation, entropy, a reference) processes some tok
 
 - where the output embedding is frozen: the forward also computes the gradient of the hidden states;
 - where the loss is known beforehand: the forward computes all gradients of it. The backward looks whether the gradient
-  that arrives is that of this loss, times a number, and otherwise computes the logits anew.
+  that arrives is that of this loss, times a number, and otherwise computes the logits again.
 """
 
 from __future__ import annotations

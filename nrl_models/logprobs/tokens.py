@@ -93,10 +93,10 @@ def token_logprobs(
         reference: a model of the same vocabulary to compute the divergence from; it gets no gradient. Its logits are
             divided by the temperature, but not truncated.
         loss: a function of what this returns; its value is the result's `loss`. Its gradient is then taken while the
-            logits of some tokens are there, which saves computing them anew in the backward. For that the function is
+            logits of some tokens are there, which saves computing them again in the backward. For that the function is
             also called before all log-probabilities are known, those to come being zero: it has to be a function of its
             argument (and of tensors that do not change), without effects of its own. Gradients are right whatever it
-            is: the backward computes the logits anew where what arrives is not this loss's gradient times a number.
+            is: the backward computes the logits again where what arrives is not this loss's gradient times a number.
         loss_terms: which tokens a term of the loss reads together: see `LossTerms`; or numbers `(batch,)` or `(batch,
             length)`, the same for tokens that are read together (both answers of a pair, for DPO). It concerns time
             alone. Tokens that are read together and are more than `chunk_size` have their logits computed twice.

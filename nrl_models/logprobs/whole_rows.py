@@ -2,7 +2,7 @@
 
 A loss that is known beforehand takes its gradient here, while the logits of some tokens are there: the output embedding
 is then multiplied three times (for logits, and for the gradients of hidden states and weights), where a backward that
-computes the logits anew multiplies it four times. For that the derivative of the loss by these tokens'
+computes the logits again multiplies it four times. For that the derivative of the loss by these tokens'
 log-probabilities must not depend on tokens whose logits are still to come: tokens that a term of the loss reads
 together are in one pass.
 """

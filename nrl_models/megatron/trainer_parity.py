@@ -81,20 +81,24 @@ def _weights(model: FamilyModel, megatron: Any) -> ParityRow:
     held = {name: value for name, value in megatron.state_dict().items() if STATES not in name}
     expected = {name: tensor.read(own) for name, tensor in model.state_dict_adapter.layout(LOCAL).items()}
     found = compare_state_dicts(expected, held, verbose=False)
-    said = "" if found.equal else str(found)
-    if not said:
+    difference = "" if found.equal else str(found)
+    if not difference:
         try:
             for tensor in model.state_dict().values():
                 tensor.zero_()
             from_megatron(model, {LOCAL: held})
             back = compare_state_dicts(own, model.state_dict(), verbose=False)
-            said = "" if back.equal else f"back: {back}"
+            difference = "" if back.equal else f"back: {back}"
         except StateDictError as error:
-            said = f"back: {error}"
+            difference = f"back: {error}"
         finally:
             model.load_state_dict(own)
     return ParityRow(
-        "level 1: Megatron's weights", not said, said or f"{len(held)} tensors", "exact, and back", level=Level.WEIGHTS
+        "level 1: Megatron's weights",
+        not difference,
+        difference or f"{len(held)} tensors",
+        "exact, and back",
+        level=Level.WEIGHTS,
     )
 
 

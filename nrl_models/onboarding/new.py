@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
+from keyword import iskeyword
 from pathlib import Path
 from typing import Any
 
@@ -146,8 +147,8 @@ def run_tests(module: str, architectures: Iterable[str], folder: Path, tests: It
         environment = os.environ | {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
         done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=out)
         if done.returncode not in (0, 1) or not file.is_file():
-            said = (done.stdout + done.stderr)[-3000:]
-            raise OnboardingError(f"pytest ended with exit status {done.returncode}:", *said.splitlines())
+            output = (done.stdout + done.stderr)[-3000:]
+            raise OnboardingError(f"pytest ended with exit status {done.returncode}:", *output.splitlines())
         return json.loads(file.read_text())["results"]
 
 
@@ -169,7 +170,7 @@ def _reason(plan: FamilyPlan, results: Iterable[Result], feature: str) -> str:
 
 def _check_room(plan: FamilyPlan, out_of_tree: Path | None, root: Path) -> None:
     """Refuse, before any work is done, to overwrite something or to write where nothing would find it."""
-    if not re.fullmatch(r"[a-z][a-z0-9_]*", plan.name):
+    if not re.fullmatch(r"[a-z][a-z0-9_]*", plan.name) or iskeyword(plan.name):
         raise OnboardingError(f"{plan.name!r} cannot name a package; give another with --name, in lower case")
     target = out_of_tree or root / "nrl_models" / "families" / plan.name
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
@@ -215,8 +216,8 @@ def _register(plan: FamilyPlan, root: Path, results: list[Result]) -> tuple[list
             command = [sys.executable, "-m", "nrl_models", *arguments]
             done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=root)
             if done.returncode != 0:
-                said = (done.stderr.strip() or done.stdout.strip())[-1000:]
-                problems.append(f"{what} could not be written: {said}")
+                output = (done.stderr.strip() or done.stdout.strip())[-1000:]
+                problems.append(f"{what} could not be written: {output}")
             else:
                 written += made
     return written, problems

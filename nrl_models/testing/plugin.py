@@ -122,14 +122,17 @@ def class_under_test(item: pytest.Item) -> str | None:
 def _problem_with(name: str) -> str | None:
     """Why a name given to `--nrl-family` is none of a family's class. Code that fails is left to the tests to show."""
     from nrl_models import registry
+    from nrl_models.errors import did_you_mean
     from nrl_models.family import FamilyModel
 
     module, colon, attribute = name.partition(":")
     if not colon:
         if name in registry.architectures():
             return None
+        hint = did_you_mean(name, registry.architectures())
         return (
-            f"--nrl-family {name}: no family serves that architecture. Register it, or give its class as MODULE:CLASS"
+            f"--nrl-family {name}: no family serves that architecture{hint}. Register it, or give its class as "
+            "MODULE:CLASS"
         )
     try:
         found = getattr(import_module(module), attribute, None)

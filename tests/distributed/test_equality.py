@@ -139,8 +139,8 @@ def test_experts_that_ranks_do_not_divide_are_right_under_fsdp(four: World, size
 
 
 def test_rows_that_ranks_do_not_divide_are_right_under_both(four: World) -> None:
-    odd = {"intermediate_size": 258, "vocab_size": 514}  # 129 and 257 rows a rank of tp, which fsdp does not divide
-    for found in four.run(partial(equality.llama_equals_one_process, fsdp=2, tp=2), odd):
+    uneven = {"intermediate_size": 258, "vocab_size": 514}  # 129 and 257 rows a rank of tp, which fsdp does not divide
+    for found in four.run(partial(equality.llama_equals_one_process, fsdp=2, tp=2), uneven):
         assert found["loss"] <= LOSS
         assert found["gradients"] <= GRADIENTS
 
@@ -173,8 +173,8 @@ def test_a_vocabulary_that_ranks_do_not_divide_stays_whole(two: World) -> None:
 
 
 def test_features_that_ranks_do_not_divide_are_right_under_fsdp(four: World) -> None:
-    odd = {"hidden_size": 258, "num_attention_heads": 6, "num_key_value_heads": 3, "attention_bias": True}
-    (found, *_) = four.run(partial(equality.llama_equals_one_process, fsdp=4), odd)
+    uneven = {"hidden_size": 258, "num_attention_heads": 6, "num_key_value_heads": 3, "attention_bias": True}
+    (found, *_) = four.run(partial(equality.llama_equals_one_process, fsdp=4), uneven)
     assert found["loss"] <= LOSS
     assert found["gradients"] <= GRADIENTS
 

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,6 @@ from vllm.distributed.weight_transfer.base import layerwise_groups
 from nrl_models.engines.digests import tensor_digest
 from nrl_models.engines.hf import HFEngine
 from nrl_models.engines.transfer import vllm_engines
-from nrl_models.engines.transfer.clients import LLMClient
 from nrl_models.engines.transfer.sender import Sender
 from nrl_models.engines.transfer.updates import Kind
 from nrl_models.engines.transfer.vllm_engines import AdapterSource, SharedMemoryTrainerInit
@@ -71,6 +71,26 @@ class Pair:
     def held(self) -> dict[str, torch.Tensor]:
         """What the engine computes with."""
         return {name: tensor.clone() for name, tensor in model_of(self.engine).state_dict().items()}
+
+
+class LLMClient:
+    """What takes an update's announcements to vLLM's `LLM` of this process, as a `SyncClient`."""
+
+    def __init__(self, llm: Any) -> None:
+        self.llm = llm
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        self.llm.init_weight_transfer_engine({"init_info": init_info})
+
+    def start_weight_update(self) -> None:
+        self.llm.start_weight_update()
+
+    def update_weights(self, update_info: Any) -> None:
+        self.llm.update_weights({"update_info": update_info})
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self.llm.finish_weight_update(weight_version)
+        self.llm.reset_prefix_cache()  # of what was computed for earlier prompts
 
 
 def start(kind: str, vllm: OneEngine, folder: Path, **options: object) -> Pair:

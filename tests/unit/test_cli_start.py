@@ -40,6 +40,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("binary", b"\xff\xfe\x00"),
     ):
         (tmp_path / name / "config.json").write_bytes(content)
+    (tmp_path / "file").touch()
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -89,6 +90,7 @@ MISTAKES = (
     ("inspect a/b/c", "no such directory: a/b/c"),  # no repository is called so
     ("inspect empty", "empty: config.json is missing"),
     ("inspect checkpoint/config.json", "is a file, expected a checkpoint's directory"),
+    ("inspect file", "file is a file, expected a checkpoint's directory"),  # a repository may be called so
     ("inspect broken", "config.json is not a JSON object: Expecting value"),
     ("inspect list", "config.json is not a JSON object"),
     ("inspect binary", "config.json is not a JSON object: 'utf-8' codec"),
@@ -98,6 +100,7 @@ MISTAKES = (
     ("new owner/name", "no such file or directory: owner/name"),
     ("convert checkpoint out --dtype fp8", "Invalid value for '--dtype'"),
     ("plan checkpoint --mesh fdsp=2", "'fdsp=2': expected name=size once for each of some of pp, fsdp, ep, tp"),
+    ("plan checkpoint --mesh fsdp=1048576,tp=2", "has 2,097,152 ranks, expected at most 1,048,576"),
     ("plan checkpoint --mesh tp=0", "'tp=0': expected name=size"),
     ("parity checkpoint --check 9", "Invalid value for '--check'"),
     (
@@ -105,6 +108,8 @@ MISTAKES = (
         "unknown engine 'tgi': expected one of vllm, vllm-transformers, mlx, megatron, hf-generate",
     ),
     ("consistency checkpoint --engine-option device", "'device': expected KEY=VALUE"),
+    ("refit-check checkpoint --bucket-mb inf", "Invalid value for '--bucket-mb'"),
+    ("demo --out file", "file/config.json cannot be written"),
     ("consistency checkpoint --text nowhere.txt", "nowhere.txt"),
 )
 
@@ -212,3 +217,12 @@ def test_a_configuration_that_is_wrong(
     assert result.exit_code == 2
     assert message in unframed(result.output + result.stderr)
     assert "did not expect" not in unframed(result.output + result.stderr)
+
+
+@pytest.mark.parametrize("command", ["inspect {}", "plan {} --mesh fsdp=2", "quirks {}"])
+def test_an_activation_that_is_misspelt(command: str, llama_checkpoint: Path, tmp_path: Path) -> None:
+    content = json.loads((llama_checkpoint / "config.json").read_text()) | {"hidden_act": "silyu"}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    result = runner.invoke(app, command.format(tmp_path).split())
+    assert result.exit_code == 2
+    assert "hidden_act: is 'silyu'" in unframed(result.output + result.stderr)

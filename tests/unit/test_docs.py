@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import shlex
@@ -207,6 +208,21 @@ def test_the_guides_code_for_what_runs_as_one_matmul(
     )
     assert second == "model.layers.0.mlp.gate_up_proj ('gate_proj', 'up_proj') True"
     assert all(group.joined for group in found["report"](model))
+
+
+VARIABLE = re.compile(r"(NRL|VLLM|OMP|HF_HUB|TRANSFORMERS|XDG|PYTEST)_[A-Z0-9_]+")
+
+
+def test_every_environment_variable_is_on_its_page() -> None:
+    page = (ROOT / "docs/environment.md").read_text()
+    named = {
+        node.value
+        for file in (ROOT / "nrl_models").rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and VARIABLE.fullmatch(node.value)
+    }
+    assert len(named) > 8
+    assert not {name for name in named if f"`{name}`" not in page}
 
 
 def test_every_promise_of_the_security_page_is_held_by_a_test() -> None:

@@ -28,7 +28,7 @@ Identity = tuple[int, int, int, int]
 
 
 def identity(status: os.stat_result) -> Identity:
-    """What tells a file from one that replaced it, or from itself rewritten."""
+    """What distinguishes a file from one that replaced it, or from itself rewritten."""
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 

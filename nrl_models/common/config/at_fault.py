@@ -1,4 +1,4 @@
-"""Errors of code that makes something of a configuration, told as what is wrong with the configuration."""
+"""Errors of code that makes something of a configuration, reported as problems of the configuration."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ ADVICE = "correct the configuration; transformers' own class fails on it in the 
 
 @contextmanager
 def blaming(config: PreTrainedConfig, what: str) -> Iterator[None]:
-    """Tell errors of transformers' or torch's as what is wrong with `config`, with the keys where they came up.
+    """Report errors of transformers' or torch's as problems of `config`, with the keys where they came up.
 
-    What is no error of values passes: ours, those of the disk, and of a device without memory.
+    What is no error of values passes unchanged: ours, those of the disk, and of a device without memory.
 
     Args:
-        config: what is made something of.
-        what: is made of it, for the message: "build LlamaForCausalLM".
+        config: the configuration.
+        what: is done with it, for the message: "build LlamaForCausalLM".
 
     Raises:
         FamilyImportError: a package is missing that the configuration asks for.
@@ -65,9 +65,9 @@ def keys_at_fault(error: BaseException, values: Mapping[str, Any]) -> dict[str, 
         values: of the configuration, by key; nested ones as objects or mappings.
 
     Returns:
-        By path; empty if nothing tells.
+        By path; empty if none can be found.
     """
-    said, named = str(error), dict(_flat(values, ""))
+    message, named = str(error), dict(_flat(values, ""))
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     lines = [summary.line or "" for summary in traceback.extract_tb(error.__traceback__)]
     upstream = [
@@ -77,11 +77,13 @@ def keys_at_fault(error: BaseException, values: Mapping[str, Any]) -> dict[str, 
     ]
     for words, _ in upstream:
         if found := _among(named, words):
-            odd = {path: value for path, value in found.items() if isinstance(value, (int, float)) and value <= 0}
-            return odd or {path: value for path, value in found.items() if str(value) in said} or found
+            not_positive = {
+                path: value for path, value in found.items() if isinstance(value, (int, float)) and value <= 0
+            }
+            return not_positive or {path: value for path, value in found.items() if str(value) in message} or found
     for _, code in upstream:
         found = _among(named, {*code.co_names, *(name for name in code.co_consts if isinstance(name, str))})
-        if quoted := {path: value for path, value in found.items() if f"'{type(value).__name__}'" in said}:
+        if quoted := {path: value for path, value in found.items() if f"'{type(value).__name__}'" in message}:
             return quoted
     return {}
 

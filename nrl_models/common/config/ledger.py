@@ -51,8 +51,8 @@ class Ledger:
     Args:
         kinds: for each key of the tiny configuration, by its path (`text_config.hidden_size`), what it does.
         supported: for each key that is supported at its default only, that default.
-        departures: for each key with which the model changes otherwise than transformers', how; empty unless something
-            is wrong.
+        departures: for each key with which the model changes differently from transformers', how; empty unless
+            something is wrong.
         transformers: the version it was found with.
     """
 

@@ -122,7 +122,7 @@ class _Check:
                 continue
             if self._is_read(key) or self._says_what_a_part_says(part, key, value):
                 continue
-            if problem := self._misspelt(path, part, key, value) or self._unheard(path, part, key, value):
+            if problem := self._misspelt(path, part, key, value) or self._unsupported_number(path, part, key, value):
                 found.problems.append(problem)
             elif value or key not in FORMER:
                 found.unread[path] = value
@@ -141,7 +141,7 @@ class _Check:
         detail = f"is {shown(value)}, and neither {type(part).__name__} nor the model reads it"
         return Problem(ProblemKind.UNKNOWN, path, f"{detail}; did you mean {' or '.join(near)}?")
 
-    def _unheard(self, path: str, part: PreTrainedConfig, key: str, value: Any) -> Problem | None:
+    def _unsupported_number(self, path: str, part: PreTrainedConfig, key: str, value: Any) -> Problem | None:
         if isinstance(value, bool) or not isinstance(value, (int, float)) or value in NEUTRAL or is_token_id(key):
             return None
         others = changes_outputs_of(key)

@@ -165,21 +165,21 @@ def _keeping_apart(make: Function, *, built: bool) -> Function:
         if documents is None or not _is_of(documents, asked):
             return make(*args, **kwargs)
         parts = mask_parts(asked["mask_function"])
-        told = "packed_sequence_mask_function" in parts
-        if not told and any(map(is_off, _QUIRKS)):
+        has_documents = "packed_sequence_mask_function" in parts
+        if not has_documents and any(map(is_off, _QUIRKS)):
             return make(*args, **kwargs)
         asked["attention_mask"] = None  # some models make one of ones where they are given none
         understood = parts.keys() <= _UNDERSTOOD
         window = parts.get("sliding_window_overlay", {}).get("sliding_window")
         if understood and "chunked_overlay" in parts:
             # Chunks begin with their document; transformers 5.18 and older count them from the row's beginning.
-            documents, told = documents.chunked(parts["chunked_overlay"]["chunk_size"]), False
+            documents, has_documents = documents.chunked(parts["chunked_overlay"]["chunk_size"]), False
             asked["mask_function"] = (
                 masking_utils.causal_mask_function
                 if window is None
                 else masking_utils.sliding_window_causal_mask_function(window)
             )
-        if not told:
+        if not has_documents:
             apart = masking_utils.packed_sequence_mask_function(documents.index.to(asked["device"]))
             asked["mask_function"] = masking_utils.and_masks(apart, asked["mask_function"])
         if built or not understood:

@@ -22,7 +22,6 @@ from nrl_models import registry
 from nrl_models.devtools.mutants import CATALOGUE, Mutant
 from nrl_models.devtools.mutants.probe import probe
 from nrl_models.devtools.results import Kind, Record, Records, grouped, read_records, write_record
-from nrl_models.errors import UnknownArchitectureError
 from nrl_models.testing.case import FamilyCase
 from nrl_models.testing.features import applies, suite
 from nrl_models.testing.tiny import silent_transformers
@@ -200,8 +199,7 @@ def architectures_in_order(chosen: Sequence[str] | None = None) -> list[str]:
         UnknownArchitectureError: names that no family serves.
     """
     if chosen:
-        if unknown := [name for name in chosen if name not in registry.architectures()]:
-            raise UnknownArchitectureError(f"no family serves {', '.join(unknown)}")
+        registry.require_served(chosen)
         return list(chosen)
     families = [[name for name in names if name not in registry.ALIASES] for names in registry.FAMILIES.values()]
     return [*(names[0] for names in families if names), *(name for names in families for name in names[1:])]

@@ -2,7 +2,7 @@
 
 A bug is one of three kinds. `in_code`: one of our functions is replaced by a wrong one. `in_modules`: modules of our
 models are of a wrong class, as if a family had rewritten them badly. `misread`: our model reads a value of the
-configuration otherwise than transformers does, when it is built and when it runs.
+configuration differently from transformers, when it is built and when it runs.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ class WorkerEngine(Engine):
 
     Args:
         worker: a process that runs `module`.
-        described: what it said of the model it has loaded.
+        described: what it reports of the model it has loaded.
         max_length: tokens of a sequence at most; None if unknown.
         ends: end-of-text tokens.
 

@@ -32,18 +32,18 @@ class WorkerProcess:
 
     def __init__(self, command: Sequence[str], who: str, environment: Mapping[str, str]) -> None:
         self.who = who
-        self._said = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the process
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the process
         try:
             self.process = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                stderr=self._said,
+                stderr=self._errors,
                 env=environment,
                 text=True,
             )
         except OSError as error:
-            self._said.close()
+            self._errors.close()
             raise EngineError(f"{command[0]} does not run: {error.strerror}") from error
 
     def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
@@ -81,10 +81,10 @@ class WorkerProcess:
             self.process.wait()
         if self.process.stdout is not None:
             self.process.stdout.close()
-        self._said.close()
+        self._errors.close()
 
     def _died(self) -> EngineError:
         self.process.wait()
-        self._said.seek(0)
-        said = self._said.read().decode(errors="replace").splitlines()[-LAST_LINES:]
-        return EngineError(f"{self.who} died (exit status {self.process.returncode}):", *said)
+        self._errors.seek(0)
+        output = self._errors.read().decode(errors="replace").splitlines()[-LAST_LINES:]
+        return EngineError(f"{self.who} died (exit status {self.process.returncode}):", *output)

@@ -1,4 +1,4 @@
-"""What takes an update's announcements to a vLLM: a server's routes, or the `LLM` object of this process."""
+"""What takes an update's announcements to a vLLM server: its routes."""
 
 from __future__ import annotations
 
@@ -54,31 +54,3 @@ class ServerClient:
         if answer.get("success") is not True:
             self._checked.wrong("success of /reset_prefix_cache", answer.get("success"), "True")
         self._request("POST", "/resume", None)
-
-
-class LLMClient:
-    """vLLM's `LLM` of this process.
-
-    Args:
-        llm: started with `weight_transfer_config={"backend": "nrl_models"}`.
-    """
-
-    def __init__(self, llm: Any) -> None:
-        self.llm = llm
-
-    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """See `SyncClient`."""
-        self.llm.init_weight_transfer_engine({"init_info": init_info})
-
-    def start_weight_update(self) -> None:
-        """See `SyncClient`."""
-        self.llm.start_weight_update()
-
-    def update_weights(self, update_info: Any) -> None:
-        """See `SyncClient`."""
-        self.llm.update_weights({"update_info": update_info})
-
-    def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """See `SyncClient`; then drop what was computed for earlier prompts."""
-        self.llm.finish_weight_update(weight_version)
-        self.llm.reset_prefix_cache()

@@ -75,13 +75,13 @@ class Receiver:
             # Where parts of two versions are, what did not change may be missing, too.
             self._apply(weights.tensors, weights.tensors.keys() if self.mixed else changed)
         except MixedWeightsError as error:
-            said = (
+            message = (
                 f"the engine has parts of version {self.version} of the weights and parts of version "
                 f"{weights.version!r}: {error}. It answers nothing until an update of all weights succeeds"
             )
             self.mixed = True
-            self._refuse(said)
-            raise MixedWeightsError(said) from error
+            self._refuse(message)
+            raise MixedWeightsError(message) from error
         except Exception as error:
             raise EngineError(
                 f"version {weights.version!r} of the weights was refused, and the engine has version {self.version} as "

@@ -170,17 +170,17 @@ class SharedMemoryEngine(WeightTransferEngine[SharedMemoryInit, SharedMemoryUpda
         if missing := [*left.parameters, *left.buffers]:
             raise MixedWeightsError(f"{len(missing)} tensors were left unwritten: {listed(missing)}")
 
-    def _refuse(self, said: str | None) -> None:
+    def _refuse(self, message: str | None) -> None:
         """Have the model raise wherever vLLM computes with it; with None, no more."""
         model: Any = self.model
         if self._refusing is not None:
             self._refusing.remove()
             model.__dict__.pop("compute_logits", None)
             self._refusing = None
-        if said is not None:
+        if message is not None:
 
             def refuse(*args: Any, **kwargs: Any) -> Any:
-                raise MixedWeightsError(said)
+                raise MixedWeightsError(message)
 
             self._refusing = model.register_forward_pre_hook(refuse)
             model.__dict__["compute_logits"] = refuse  # where a recorded graph runs in the place of the model

@@ -204,8 +204,8 @@ class MoonViTModel(KimiVLPreTrainedModel):
             raise ValueError(
                 f"image_grid_hws {grid} are {sum(lengths)} patches, but pixel_values has {len(pixel_values)}"
             )
-        if odd := [size for size in grid if size[0] % down or size[1] % across]:
-            raise ValueError(f"images of {odd} patches cannot be merged by {down} x {across}: pad them")
+        if indivisible := [size for size in grid if size[0] % down or size[1] % across]:
+            raise ValueError(f"images of {indivisible} patches cannot be merged by {down} x {across}: pad them")
         head_dim = self.config.hidden_size // self.config.num_attention_heads
         angles = rotary_angles(grid, head_dim, self.config.rope_theta, pixel_values.device)
         hidden_states = self.patch_embed(pixel_values, grid)

@@ -16,8 +16,8 @@ from nrl_models.distributed import parallelize
 
 def refuses() -> None:
     """Heads that ranks do not divide."""
-    odd = {"hidden_size": 258, "num_attention_heads": 6, "num_key_value_heads": 3}
-    parallelize(llama_case(odd).model(), mesh_of(tp=2))
+    uneven = {"hidden_size": 258, "num_attention_heads": 6, "num_key_value_heads": 3}
+    parallelize(llama_case(uneven).model(), mesh_of(tp=2))
 
 
 def differs() -> list[object]:

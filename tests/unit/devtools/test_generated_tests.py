@@ -19,6 +19,7 @@ from nrl_models.devtools.generated_tests import (
 )
 from nrl_models.devtools.overview import Verdict
 from nrl_models.devtools.results import Kind, read_records
+from nrl_models.errors import UnknownArchitectureError
 from nrl_models.testing.features import FEATURES, SUITE
 from nrl_models.testing.features import generated_tests as proofs
 
@@ -116,3 +117,8 @@ def test_only_what_is_named_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     Done.returncode = 3
     with pytest.raises(CoverageError, match="exit status 3"):
         run_generated_tests([], tmp_path / "results.json")
+
+
+def test_a_misspelt_architecture_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnknownArchitectureError, match=r"LamaForCausalLM \(did you mean LlamaForCausalLM\?\)"):
+        run_generated_tests(["LamaForCausalLM"], tmp_path / "results.json")

@@ -202,7 +202,7 @@ def test_one_of_each_family_comes_first() -> None:
     assert len(order) == len(set(order))
     first = order[: len(registry.FAMILIES)]
     assert all(any(name in first for name in names) for names in registry.FAMILIES.values())
-    with pytest.raises(UnknownArchitectureError, match="LamaForCausalLM"):
+    with pytest.raises(UnknownArchitectureError, match=r"LamaForCausalLM \(did you mean LlamaForCausalLM\?\)"):
         architectures_in_order(["LamaForCausalLM"])
 
 

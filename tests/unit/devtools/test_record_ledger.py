@@ -81,7 +81,7 @@ def test_ledgers_of_another_version_stay_until_their_own_run(tmp_path: Path, ask
 
 
 def test_a_name_that_no_family_serves_is_refused(tmp_path: Path, asked: list[tuple[str, bool]]) -> None:
-    with pytest.raises(UnknownArchitectureError, match="LlamaForCausalLLM"):
+    with pytest.raises(UnknownArchitectureError, match=r"LlamaForCausalLLM \(did you mean LlamaForCausalLM\?\)"):
         list(write_ledger(["LlamaForCausalLLM"], folder=tmp_path))
     assert not asked
     assert not list(tmp_path.iterdir())
@@ -96,7 +96,7 @@ def test_the_command_fails_where_the_two_part(monkeypatch: pytest.MonkeyPatch) -
     result = CliRunner().invoke(app, ["dev", "ledger", "NovaForCausalLM", "--again"])
     assert result.exit_code == 1
     assert "NovaForCausalLM: 2 consumed, 1 inert, 1 default only" in result.output
-    assert "hidden_size acts otherwise than in transformers: outputs: .logits differs" in result.output
+    assert "hidden_size behaves differently from transformers: outputs: .logits differs" in result.output
 
 
 def test_the_files_are_those_of_the_registered_families() -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -184,6 +185,14 @@ def test_modules_show_what_they_compute(engine: HFEngine, prompts: list[list[int
 def test_unknown_options_are_refused(checkpoint: Path) -> None:
     with pytest.raises(EngineError, match="enforce_eager, load_format=fast"):
         start_engine("hf-generate", checkpoint, load_format="fast", enforce_eager=True)
+
+
+def test_a_damaged_checkpoint_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(checkpoint, tmp_path / "damaged")
+    for file in folder.glob("*.safetensors"):
+        file.write_bytes(b"x" * 4096)
+    with pytest.raises(EngineError, match=f"transformers does not load {folder}: SafetensorError: "):
+        start_engine("hf-generate", folder)
 
 
 def test_an_unknown_engine_is_refused(checkpoint: Path) -> None:

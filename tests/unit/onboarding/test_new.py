@@ -189,8 +189,9 @@ def test_what_exists_stays(configured: Callable[..., Path], tmp_path: Path, unte
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine"]
     with pytest.raises(OnboardingError, match="llama exists; nothing was written"):
         new_family(folder, name="llama", again=True)
-    with pytest.raises(OnboardingError, match="cannot name a package"):
-        new_family(folder, name="../llama", out_of_tree=tmp_path / "other", again=True)
+    for name in ("../llama", "class"):
+        with pytest.raises(OnboardingError, match="cannot name a package"):
+            new_family(folder, name=name, out_of_tree=tmp_path / "other", again=True)
 
 
 def test_nothing_is_left_where_something_stops_it(

@@ -223,6 +223,7 @@ def test_the_suite_alone_runs_for_every_registered_architecture(pytester: pytest
 def test_names_that_are_no_family_are_all_explained(pytester: pytest.Pytester) -> None:
     wrong = {
         "Novel": "no family serves that architecture. Register it, or give its class as MODULE:CLASS",
+        "LamaForCausalLM": "no family serves that architecture (did you mean LlamaForCausalLM?). Register it",
         "planted_bugs.model:Nova": "there is no module planted_bugs.model on the Python path",
         "planted_bugs:NovaForCausalM": "planted_bugs has no NovaForCausalM",
         "planted_bugs:NOT_A_FAMILY": "expected a class that extends FamilyModel",
