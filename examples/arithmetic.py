@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nrl_models.engines.base import Engine, Sample
+from nrl_models.engines.base import Engine
+from nrl_models.engines.engine_types import Sample
 from nrl_models.logprobs import Sampling
 
 LARGEST = 50

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from nrl_models.common.projections import LinearGroup
-from nrl_models.engines.base import LOGITS, ModuleCall
+from nrl_models.engines.engine_types import LOGITS, ModuleCall
 from nrl_models.logprobs.head import output_embedding
 from nrl_models.quirks import Pattern
 

@@ -27,8 +27,9 @@ from nrl_models.consistency.prompts import Prompts
 from nrl_models.consistency.references import References
 from nrl_models.consistency.verdict import Verdict
 from nrl_models.engines import start_engine
-from nrl_models.engines.base import NamedTensor, RefitReport, final_scores
+from nrl_models.engines.base import final_scores
 from nrl_models.engines.digests import digested
+from nrl_models.engines.engine_types import NamedTensor, RefitReport
 from nrl_models.engines.hf import HFEngine
 from nrl_models.engines.start import engine_keywords, longest_sequence, room_to_score
 from nrl_models.errors import ConsistencyError, EngineError, listed

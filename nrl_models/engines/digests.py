@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from nrl_models.common.dtypes import dtype_name
-from nrl_models.engines.base import NamedTensor
+from nrl_models.engines.engine_types import NamedTensor
 
 
 class Hash(Protocol):

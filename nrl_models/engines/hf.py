@@ -22,19 +22,17 @@ from nrl_models.common.projections import groups_of
 from nrl_models.common.recording import record_calls
 from nrl_models.common.state_dict.adapter import adapter_of
 from nrl_models.common.state_dict.mtp import MTPNames
-from nrl_models.engines.base import (
+from nrl_models.engines.base import Engine, require_lengths, require_number
+from nrl_models.engines.digests import tensor_digest
+from nrl_models.engines.engine_types import (
     AT_PLACEHOLDER,
     LOGITS,
     Capabilities,
-    Engine,
     ModuleCall,
     NamedTensor,
     Sample,
     Tokens,
-    require_lengths,
-    require_number,
 )
-from nrl_models.engines.digests import tensor_digest
 from nrl_models.errors import EngineError, NRLModelsError, one_line
 from nrl_models.inputs.images import cast, image_token, takes_images
 from nrl_models.loading.read_config import read_config

@@ -25,8 +25,9 @@ from anyio.from_thread import start_blocking_portal
 from nrl_models.common.checkpoint.files import resolve_folder
 from nrl_models.common.trust.servers import hidden, server_address, shown_argument
 from nrl_models.engines.answers import Checked
-from nrl_models.engines.base import Capabilities, Engine, NamedTensor, Sample, Tokens, require_lengths, require_number
+from nrl_models.engines.base import Engine, require_lengths, require_number
 from nrl_models.engines.digests import digested
+from nrl_models.engines.engine_types import Capabilities, NamedTensor, Sample, Tokens
 from nrl_models.engines.transfer.clients import ServerClient
 from nrl_models.engines.transfer.sender import BUCKET_BYTES, Sender
 from nrl_models.errors import EngineError

@@ -27,17 +27,15 @@ from nrl_models.common.dtypes import dtype_name
 from nrl_models.common.flags import ModelFlag
 from nrl_models.common.logs import get_logger
 from nrl_models.common.switches import is_off
-from nrl_models.engines.base import (
+from nrl_models.engines.base import Engine, require_lengths, require_number
+from nrl_models.engines.engine_types import (
     AT_PLACEHOLDER,
     LOGITS,
     Capabilities,
-    Engine,
     ModuleCall,
     NamedTensor,
     Sample,
     Tokens,
-    require_lengths,
-    require_number,
 )
 from nrl_models.engines.vllm_death import end_waiting_on_death
 from nrl_models.engines.vllm_images import ImageCalls, takes_raw_images, with_images

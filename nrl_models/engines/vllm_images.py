@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from nrl_models.engines.base import Tokens
+from nrl_models.engines.engine_types import Tokens
 
 INPUT_NORM = "input_norm"
 """What vLLM calls the module that normalises pixels on the device, in models that have one."""

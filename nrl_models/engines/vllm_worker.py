@@ -13,8 +13,8 @@ import safetensors.torch
 import torch
 
 from nrl_models.common.recording import record_calls
-from nrl_models.engines.base import ModuleCall, NamedTensor
 from nrl_models.engines.digests import digested
+from nrl_models.engines.engine_types import ModuleCall, NamedTensor
 from nrl_models.engines.transfer.reload import WeightReload
 from nrl_models.engines.vllm_images import ImageWorker
 from nrl_models.logprobs.sampling import Sampling, processed

@@ -17,7 +17,8 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from nrl_models.common.logs import get_logger
-from nrl_models.engines.base import Engine, Sample
+from nrl_models.engines.base import Engine
+from nrl_models.engines.engine_types import Sample
 from nrl_models.logprobs import LossTerms, Sampling, TokenLogprobs, kl_k3, rollout_logprobs, token_mult_prob_error
 from nrl_models.losses import (
     Level,

@@ -35,7 +35,7 @@ from nrl_models.distributed.manifest import Group, Manifest, OptimizerFacts, Sta
 from nrl_models.distributed.manifest import _rendered as rendered_as_manifest
 from nrl_models.engines import http
 from nrl_models.engines.answers import LARGEST_LOGPROB
-from nrl_models.engines.base import Sample
+from nrl_models.engines.engine_types import Sample
 from nrl_models.engines.http import HTTPEngine
 from nrl_models.errors import NRLModelsError
 from nrl_models.families.llama.model import LlamaForCausalLM

@@ -13,7 +13,7 @@ import torch
 from nrl_models.consistency.vision.image_check import ImageFault, check_images, compare_images
 from nrl_models.devtools.checkout import PAGES
 from nrl_models.devtools.results import Kind, read_records
-from nrl_models.engines.base import NamedTensor
+from nrl_models.engines.engine_types import NamedTensor
 from nrl_models.engines.hf import HFEngine
 from nrl_models.engines.vllm import VLLMEngine
 from nrl_models.errors import EngineError

@@ -18,7 +18,7 @@ from transformers import AutoProcessor
 from nrl_models.auto import auto_class_for
 from nrl_models.common.checkpoint.files import resolve_folder
 from nrl_models.consistency.cells import NOISE_FACTOR, THRESHOLD, largest_error
-from nrl_models.engines.base import Sample
+from nrl_models.engines.engine_types import Sample
 from nrl_models.engines.hf import HFEngine
 from nrl_models.engines.vllm import VLLMEngine
 from nrl_models.engines.vllm_images import ImageCalls
@@ -175,12 +175,13 @@ def compare_images(
         bound = largest_error(threshold, noise_factor, _noise(trainer, scored, sampling))
     found = []
     for one in scored:
-        decode, prefill = one.errors
+        against_decode, against_prefill = one.errors
         fault = None
-        if not max(decode, prefill) <= bound:
+        if not max(one.errors) <= bound:
             fault = ImageFault.PROCESSOR if one.trainer is None else _fault(engine, trainer, one, sampling, bound)
         sizes = tuple(image.size for image in one.prompt.images)
-        found.append(ImageComparison(sizes, len(one.ids), len(one.sample.tokens), decode, prefill, bound, fault))
+        counts = len(one.ids), len(one.sample.tokens)
+        found.append(ImageComparison(sizes, *counts, against_decode, against_prefill, bound, fault))
     return found
 
 

@@ -16,7 +16,8 @@ import torch
 
 from nrl_models.common.dtypes import dtype_name
 from nrl_models.engines.answers import Checked
-from nrl_models.engines.base import Capabilities, Engine, Sample, Tokens, require_lengths, require_number
+from nrl_models.engines.base import Engine, require_lengths, require_number
+from nrl_models.engines.engine_types import Capabilities, Sample, Tokens
 from nrl_models.engines.processes.worker_process import WorkerProcess
 from nrl_models.engines.vllm import KV_CACHE_BYTES
 from nrl_models.errors import EngineError

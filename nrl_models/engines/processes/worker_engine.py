@@ -19,15 +19,8 @@ from nrl_models.common.checkpoint.files import resolve_folder
 from nrl_models.common.config.positions import model_limit
 from nrl_models.common.dtypes import dtype_name
 from nrl_models.engines.answers import Checked
-from nrl_models.engines.base import (
-    Capabilities,
-    Engine,
-    NamedTensor,
-    Sample,
-    Tokens,
-    require_lengths,
-    require_number,
-)
+from nrl_models.engines.base import Engine, require_lengths, require_number
+from nrl_models.engines.engine_types import Capabilities, NamedTensor, Sample, Tokens
 from nrl_models.engines.processes.worker_process import WorkerProcess
 from nrl_models.errors import EngineError
 from nrl_models.loading.read_config import read_config

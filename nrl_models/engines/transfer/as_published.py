@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from nrl_models.engines.base import NamedTensor
+from nrl_models.engines.engine_types import NamedTensor
 from nrl_models.errors import EngineError
 
 DOUBLED = ".model.model."

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from nrl_models.engines.base import NamedTensor
+from nrl_models.engines.engine_types import NamedTensor
 from nrl_models.errors import EngineError, shown
 
 FARTHEST = 2**16 - 1

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from nrl_models.common.switches import is_off
-from nrl_models.engines.base import NamedTensor
+from nrl_models.engines.engine_types import NamedTensor
 from nrl_models.engines.transfer.as_published import as_published
 
 

@@ -7,7 +7,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from nrl_models.engines.base import NamedTensor, buckets
+from nrl_models.engines.base import buckets
+from nrl_models.engines.engine_types import NamedTensor
 from nrl_models.engines.transfer.deltas import DeltaWriter
 from nrl_models.engines.transfer.segments import Segment
 from nrl_models.engines.transfer.updates import PROTOCOL, Kind, Update, Weights, digest_of, fast_digest, made_of

@@ -24,7 +24,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from nrl_models.common.state_dict.merged import export_adapter
-from nrl_models.engines.base import NamedTensor
+from nrl_models.engines.engine_types import NamedTensor
 from nrl_models.engines.transfer.receiver import Receiver
 from nrl_models.engines.transfer.reload import WeightReload
 from nrl_models.engines.transfer.sender import ABANDON, BUCKET_BYTES, Sender, Sent, consumed

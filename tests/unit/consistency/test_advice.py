@@ -23,7 +23,7 @@ from nrl_models.consistency.prompts import Prompts
 from nrl_models.consistency.references import References
 from nrl_models.consistency.store import Store
 from nrl_models.consistency.verdict import Advice, Opinion, Verdict, Vote
-from nrl_models.engines.base import Capabilities, Sample
+from nrl_models.engines.engine_types import Capabilities, Sample
 from nrl_models.engines.hf import HFEngine
 from nrl_models.quirks import VerdictKind
 from nrl_models.testing.tiny import tiny_config

@@ -24,7 +24,7 @@ from nrl_models.diagnostics.engine_checks import (
     diagnose_prefix_caching,
 )
 from nrl_models.diagnostics.lengths import counting_prompt, fitting_lengths
-from nrl_models.engines.base import Sample
+from nrl_models.engines.engine_types import Sample
 from nrl_models.engines.hf import HFEngine
 from nrl_models.errors import ConsistencyError, EngineError
 

@@ -11,8 +11,8 @@ import torch
 
 from nrl_models.devtools.checkout import PAGES
 from nrl_models.devtools.results import Kind, read_records
-from nrl_models.engines.base import NamedTensor
 from nrl_models.engines.digests import tensor_digest
+from nrl_models.engines.engine_types import NamedTensor
 from nrl_models.engines.processes.mlx import MLXEngine
 
 pytest.importorskip("mlx_lm", reason="needs the extra `mlx`")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from nrl_models.engines.base import NamedTensor
+from nrl_models.engines.engine_types import NamedTensor
 from nrl_models.engines.hf import HFEngine
 from nrl_models.engines.vllm import VLLMEngine
 from nrl_models.errors import EngineError, MixedWeightsError

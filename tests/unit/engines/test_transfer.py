@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from nrl_models import registry
-from nrl_models.engines.base import NamedTensor
+from nrl_models.engines.engine_types import NamedTensor
 from nrl_models.engines.transfer import updates
 from nrl_models.engines.transfer.receiver import Receiver
 from nrl_models.engines.transfer.segments import Segment

@@ -14,7 +14,7 @@ from recipe_inputs import byte_tokenizer
 from transformers import LlamaConfig
 
 from nrl_models import AutoModelForCausalLM
-from nrl_models.engines.base import Sample
+from nrl_models.engines.engine_types import Sample
 from nrl_models.engines.hf import HFEngine
 from nrl_models.errors import MixedWeightsError
 from nrl_models.logprobs import Sampling
