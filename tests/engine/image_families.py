@@ -55,6 +55,8 @@ CAUSES: dict[str, str] = {
     "Gemma3ForConditionalGeneration": CAUSAL,
     "Gemma3nForConditionalGeneration": "Its text model, Gemma3nForCausalLM, disagrees without images, too.",
     "Gemma4UnifiedForConditionalGeneration": CAUSAL,
+    "MuseGlimmerForConditionalGeneration": "The two resize images differently, and have no tensors of one name to "
+    "tell it by: images that need no resizing agree.",
     "PaddleOCRVLForConditionalGeneration": "transformers interpolates the tower's positions with aligned corners, vLLM "
     "without: they agree on square images.",
 }

@@ -43,7 +43,7 @@ class ImageFault(StrEnum):
     POSITIONS = "positions"
     """Of the tokens, for the rotary embedding."""
     TOWER = "tower"
-    """The features of the images."""
+    """The features of the images. The pixels, if the processors' tensors have no name in common to compare them by."""
     ATTENTION = "attention"
     """Whether tokens see those after them: the engine gives what transformers gives if none does."""
     TEXT = "text"
@@ -201,13 +201,18 @@ def _trainer_scores(
 
 
 def _noise(trainer: HFEngine, scored: Sequence[_Scored], sampling: Sampling) -> float:
-    """The noise floor: `token_mult_prob_error` of the trainer under other roundings, of all prompts together."""
-    kept = [(one, one.trainer) for one in scored if one.trainer is not None]
+    """The noise floor: `token_mult_prob_error` of the trainer under other roundings, of the prompt where it is largest.
+
+    A prompt is short, and in a mixture of experts a single token that gets others makes most of its error.
+    """
     with rounded_otherwise(trainer.model):
-        rounded = [
-            _trainer_scores(trainer, one.ids, one.sample, one.own, sampling, full_logits=True) for one, _ in kept
-        ]
-    return token_mult_prob_error(torch.cat([ours for _, ours in kept]), torch.cat(rounded))
+        return max(
+            token_mult_prob_error(
+                one.trainer, _trainer_scores(trainer, one.ids, one.sample, one.own, sampling, full_logits=True)
+            )
+            for one in scored
+            if one.trainer is not None
+        )
 
 
 def check_images(
