@@ -123,9 +123,10 @@ def page(records: Mapping[str, Record], everything: list[str]) -> str:
         f"{len({*everything, *records})}, on a CPU, with {versions_summary(records).removeprefix('engine ')}.",
         "The engine starts on random weights, those of the vision tower included, and is refitted once. It gets images",
         "as they are, the trainer what transformers' processor makes of them: a square one, a wide one, a tall one,",
-        f"and two in one prompt. The bound is {BOUND} for decode and prefill of each. Processors are transformers'",
-        "own, at tiny size; where none could be made, that is the outcome. Where prompts disagree, what differs first",
-        "is named, see [consistency.md](consistency.md#images), and the cause if it is known.",
+        f"and two in one prompt. The bound is {BOUND} for decode and prefill; where vLLM has kernels in bf16 alone,",
+        "it is what the noise floor explains, which is much where rounding decides which experts a token goes to.",
+        "Processors are transformers' own, at tiny size; where none could be made, that is the outcome. Where prompts",
+        "disagree, what differs first is named, see [consistency.md](consistency.md#images), and the cause if known.",
     ]
     return page_with("vLLM with images", [*intro, *outcome_lines(known, everything, MEANINGS, {"refitted": "error"})])
 
