@@ -22,6 +22,7 @@ from nrl_models.engines.hf import HFEngine
 from nrl_models.engines.start import start_engine
 from nrl_models.logprobs import Sampling
 from nrl_models.quirks import VerdictKind
+from tests.engine.families import tiny_model
 from tests.engine.one_engine import OneEngine
 
 ANY = (Sampling(), Sampling(0.7, top_p=0.9), Sampling(1.3, top_k=20))
@@ -80,3 +81,14 @@ def test_it_is_advised_where_vllms_own_class_alone_is_wrong(vllm: OneEngine, che
     assert verdict.divergence.module.startswith("model.layers.0")
     assert verdict.witness == Opinion(TRANSFORMERS_BACKEND, Vote.REFERENCE, decodes=True)
     assert verdict.advice is Advice.TRANSFORMERS_BACKEND
+
+
+def test_a_bias_of_the_output_embedding_that_comes_before_its_weight_is_kept(tmp_path: Path) -> None:
+    model = tiny_model("PhiForCausalLM")  # vLLM has no class of its own for it
+    model.save_pretrained(tmp_path)
+    trainer, tokens = HFEngine(model, "trainer"), [list(range(50, 90))]
+    weights = list(model.state_dict_adapter.iter_export(model))
+    with start_engine("vllm", tmp_path, dtype=torch.float32, max_length=64, load_format="dummy") as engine:
+        for _ in range(2):  # the second time the engine has a bias
+            assert not engine.refit(reversed(weights), bucket_bytes=1).unwritten
+            assert far(engine.score(tokens, Sampling()), trainer.score(tokens, Sampling())) < 1e-4

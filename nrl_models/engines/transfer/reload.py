@@ -32,6 +32,11 @@ class Unwritten:
     halves: frozenset[str]
 
 
+HEAD_BIAS = "lm_head.bias"
+"""What vLLM, with transformers' classes, registers when it comes. In a layer whose weight is still awaited its reload
+then drops it, and safetensors, in which tensors reach another process, keeps no order: so it goes last."""
+
+
 class WeightReload:
     """One reload of a model's weights, from its start until `finish` or `abandon`.
 
@@ -45,6 +50,7 @@ class WeightReload:
 
         self.model, self.vllm_config = model, vllm_config
         self._loaded: set[str] = set()
+        self._last: list[NamedTensor] = []
         # Names with an underscore are vLLM's own constants (scales of a quantised cache), which no checkpoint has.
         parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         self._buffers = _names(
@@ -74,6 +80,17 @@ class WeightReload:
 
     def load(self, tensors: Iterable[NamedTensor]) -> None:
         """Take some weights, by hub name."""
+        self._load(self._put_off(tensors))
+
+    def _put_off(self, tensors: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
+        """All but what goes last."""
+        for name, tensor in tensors:
+            if name.endswith(HEAD_BIAS):
+                self._last.append((name, tensor.clone()))  # its memory may be the sender's, for the next bucket
+            else:
+                yield name, tensor
+
+    def _load(self, tensors: Iterable[NamedTensor]) -> None:
         with self._loading():
             self._loaded |= set(self.model.load_weights(as_published(self.model, tensors)) or ())
 
@@ -87,6 +104,8 @@ class WeightReload:
 
     def finish(self) -> Unwritten:
         """Make the new weights take effect; returns what was not written."""
+        if self._last:
+            self._load(self._last)
         halves = self.halves()
         # A loader may report weights as written that it wrote past vLLM's reload, which then restores the old weights.
         missed = set()
