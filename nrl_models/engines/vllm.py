@@ -138,6 +138,8 @@ class VLLMEngine(Engine):
             keywords[DEVICE_NORM] = False
         if not torch.cuda.is_available():
             keywords["kv_cache_memory_bytes"] = KV_CACHE_BYTES
+        if vllm.platforms.current_platform.is_cpu() and _attends_to_latents_beyond_bf16(path, dtype):
+            keywords["attention_backend"] = "CPU_MLA"
         if dtype is not None:
             keywords["dtype"] = dtype_name(dtype)
         if max_length is not None:
@@ -407,6 +409,15 @@ def _needs_tokenizer(path: str | Path) -> bool:
         return False
     config = read_config(resolve_folder(path))
     return any(getattr(config, name, None) is not None for name in ("vision_config", "audio_config"))
+
+
+def _attends_to_latents_beyond_bf16(path: str | Path, dtype: torch.dtype | None) -> bool:
+    """Whether attention is latent and in another precision than bf16: vLLM's kernels for Intel's AMX, which it takes
+    wherever a CPU has that, are for bf16 alone, and those for any CPU are not.
+    """
+    config = read_config(resolve_folder(path))
+    latent = getattr(config.get_text_config(), "kv_lora_rank", None) is not None
+    return latent and (dtype or config.dtype or torch.float32) != torch.bfloat16
 
 
 def _needs_its_weights(path: str | Path) -> bool:
