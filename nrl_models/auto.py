@@ -13,7 +13,6 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from nrl_models import registry
 from nrl_models.common.checkpoint.files import resolve_folder
-from nrl_models.common.config.at_fault import blaming
 from nrl_models.common.logs import get_logger
 from nrl_models.common.state_dict.adapter import StateDictAdapter
 from nrl_models.errors import RemoteCodeError, UnknownArchitectureError
@@ -89,9 +88,7 @@ class _AutoModel:
         """
         registry.register_custom_configs()
         model_class = cls._class_for(config, None, trust_remote_code)
-        with blaming(config, f"build {model_class.__name__}"):
-            model = pretrained.from_config(model_class, config, **options)
-        return _with_adapter(model)
+        return _with_adapter(pretrained.from_config(model_class, config, **options))
 
     @classmethod
     def _class_for(

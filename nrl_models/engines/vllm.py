@@ -21,10 +21,7 @@ from typing import Any
 import safetensors.torch
 import torch
 
-from nrl_models import registry
-from nrl_models.common.checkpoint.files import resolve_folder
 from nrl_models.common.dtypes import dtype_name
-from nrl_models.common.flags import ModelFlag
 from nrl_models.common.logs import get_logger
 from nrl_models.common.switches import is_off
 from nrl_models.engines.base import Engine, require_lengths, require_number
@@ -40,9 +37,14 @@ from nrl_models.engines.engine_types import (
 from nrl_models.engines.vllm_death import end_waiting_on_death
 from nrl_models.engines.vllm_images import ImageCalls, takes_raw_images, with_images
 from nrl_models.engines.vllm_lora import load_adapter
+from nrl_models.engines.vllm_models import (
+    attends_to_latents_beyond_bf16,
+    needs_its_weights,
+    needs_tokenizer,
+    runs_transformers_classes,
+)
 from nrl_models.errors import EngineError
 from nrl_models.inputs.images import image_token
-from nrl_models.loading.read_config import read_config
 from nrl_models.logprobs.sampling import Sampling
 
 logger = get_logger(__name__)
@@ -130,7 +132,7 @@ class VLLMEngine(Engine):
         vllm.envs.disable_envs_cache()  # one that runs in this process has cached its own
         keywords: dict[str, Any] = {
             "enforce_eager": True,
-            "skip_tokenizer_init": not _needs_tokenizer(path),
+            "skip_tokenizer_init": not needs_tokenizer(path),
             "disable_log_stats": True,
             "max_logprobs": 1,
         }
@@ -138,14 +140,15 @@ class VLLMEngine(Engine):
             keywords[DEVICE_NORM] = False
         if not torch.cuda.is_available():
             keywords["kv_cache_memory_bytes"] = KV_CACHE_BYTES
-        if vllm.platforms.current_platform.is_cpu() and _attends_to_latents_beyond_bf16(path, dtype):
-            keywords["attention_backend"] = "CPU_MLA"
+        on_cpu = vllm.platforms.current_platform.is_cpu()
+        if on_cpu and "attention_config" not in options and attends_to_latents_beyond_bf16(path, dtype):
+            keywords["attention_backend"] = "CPU_MLA"  # vLLM takes one of the two keywords
         if dtype is not None:
             keywords["dtype"] = dtype_name(dtype)
         if max_length is not None:
             keywords["max_model_len"] = max_length
         keywords |= options
-        if load_format == "dummy" and _needs_its_weights(path):
+        if load_format == "dummy" and needs_its_weights(path):
             logger.warning(
                 f"{path} is of a family that vLLM must not start on random weights: it reads the checkpoint."
             )
@@ -403,31 +406,6 @@ class VLLMEngine(Engine):
             raise EngineError(f"vLLM failed: {_first_lines(error)}") from error
 
 
-def _needs_tokenizer(path: str | Path) -> bool:
-    """Whether vLLM needs the tokenizer to start: its processors of images and audio use it."""
-    if is_off("engine-tokenizer"):
-        return False
-    config = read_config(resolve_folder(path))
-    return any(getattr(config, name, None) is not None for name in ("vision_config", "audio_config"))
-
-
-def _attends_to_latents_beyond_bf16(path: str | Path, dtype: torch.dtype | None) -> bool:
-    """Whether attention is latent and in another precision than bf16: vLLM's kernels for Intel's AMX, which it takes
-    wherever a CPU has that, are for bf16 alone, and those for any CPU are not.
-    """
-    config = read_config(resolve_folder(path))
-    latent = getattr(config.get_text_config(), "kv_lora_rank", None) is not None
-    return latent and (dtype or config.dtype or torch.float32) != torch.bfloat16
-
-
-def _needs_its_weights(path: str | Path) -> bool:
-    """Whether the checkpoint's family says that dummy weights would leave buffers that no refit reaches."""
-    if is_off("engine-dummy-buffers"):
-        return False
-    classes = map(registry.model_class, read_config(resolve_folder(path)).architectures or [])
-    return any(ModelFlag.VLLM_LOAD_FORMAT_AUTO in getattr(found, "flags", ModelFlag.NONE) for found in classes)
-
-
 def _refuse_v0() -> None:
     """Refuse `NRL_VLLM_USE_V1=0`, by which trainers chose vLLM's first runtime, instead of ignoring it."""
     if os.environ.get("NRL_VLLM_USE_V1") == "0" and not is_off("engine-v0-runtime"):
@@ -458,18 +436,6 @@ def _import_vllm() -> Any:
             "choose another engine: hf-generate, or the address of a server."
         ) from error
     return vllm
-
-
-def runs_transformers_classes(path: str | Path) -> bool:
-    """Whether vLLM has no model of its own for a checkpoint and would use transformers' class."""
-    from vllm import ModelRegistry
-
-    names = read_config(resolve_folder(path)).architectures or []
-    known = [ModelRegistry.models[name] for name in names if name in ModelRegistry.models]
-    return not any(getattr(model, "module_name", "") != _TRANSFORMERS_BACKEND for model in known)
-
-
-_TRANSFORMERS_BACKEND = "vllm.model_executor.models.transformers"
 
 
 def _free(in_process: bool) -> None:

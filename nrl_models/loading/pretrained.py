@@ -237,16 +237,18 @@ def from_config(model_class: type[PreTrainedModel], config: PreTrainedConfig, **
 
     Raises:
         UnknownArgumentError: other keywords, or values that mean nothing.
+        ConfigurationError: a value of the configuration that the model's code cannot use.
     """
     named = by_own_names(keywords)
     if unknown := [name for name in named if name not in NEW_MODEL_OPTIONS]:
         raise UnknownArgumentError(unknown_keywords(unknown, (*NEW_MODEL_OPTIONS, *ALIASES)))
     config = config_for(model_class, copy.deepcopy(config))
-    check_config(model_class, config, named.get("ignore_config_keys", ()))
+    with blaming(config, f"check {model_class.__name__}"):
+        check_config(model_class, config, named.get("ignore_config_keys", ()))
     device = present_device(named.get("device") or device_in_context() or "cpu")
     options = construction(model_class, named.get("combine", True), named.get("backend"), device)
     options |= {name: named[name] for name in IMPLEMENTATIONS if name in named}
     if named.get("dtype") not in (None, "auto"):
         options["dtype"] = config.dtype = checked_dtype(named["dtype"])
-    with device:
+    with device, blaming(config, f"build {model_class.__name__}"):
         return model_class._from_config(config, **options)

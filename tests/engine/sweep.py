@@ -152,7 +152,7 @@ def run_here(names: list[str], gathered: Path) -> None:
     """
     import transformers
 
-    from nrl_models.engines.vllm import runs_transformers_classes
+    from nrl_models.engines.vllm_models import runs_transformers_classes
     from tests.engine.families import AGREES, AS_LOADED, DISAGREES, hold
     from tests.engine.one_engine import OneEngine
 

@@ -180,8 +180,9 @@ def compare_images(
         if not max(one.errors) <= bound:
             fault = ImageFault.PROCESSOR if one.trainer is None else _fault(engine, trainer, one, sampling, bound)
         sizes = tuple(image.size for image in one.prompt.images)
-        counts = len(one.ids), len(one.sample.tokens)
-        found.append(ImageComparison(sizes, *counts, against_decode, against_prefill, bound, fault))
+        found.append(
+            ImageComparison(sizes, len(one.ids), len(one.sample.tokens), against_decode, against_prefill, bound, fault)
+        )
     return found
 
 

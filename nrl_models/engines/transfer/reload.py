@@ -95,7 +95,13 @@ class WeightReload:
             self._loaded |= set(self.model.load_weights(as_published(self.model, tensors)) or ())
 
     def halves(self) -> frozenset[str]:
-        """Names of modules of which some elements were given so far, and others not."""
+        """Names of modules of which some elements were given so far, and others not.
+
+        What was put off is loaded first: it may be what a module is complete with.
+        """
+        last, self._last = self._last, []
+        if last:
+            self._load(last)
         return frozenset(
             name
             for name, module in self.model.named_modules()
@@ -104,8 +110,6 @@ class WeightReload:
 
     def finish(self) -> Unwritten:
         """Make the new weights take effect; returns what was not written."""
-        if self._last:
-            self._load(self._last)
         halves = self.halves()
         # A loader may report weights as written that it wrote past vLLM's reload, which then restores the old weights.
         missed = set()

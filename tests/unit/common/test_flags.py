@@ -10,7 +10,7 @@ from transformers import Gemma2Config, GemmaConfig, LlamaConfig
 from nrl_models import registry
 from nrl_models.common.flags import ModelFlag, follow_from
 from nrl_models.common.switches import quirks_off
-from nrl_models.engines.vllm import _needs_its_weights
+from nrl_models.engines.vllm_models import needs_its_weights
 
 
 def test_names_are_of_the_flags_that_are_set() -> None:
@@ -38,9 +38,9 @@ def test_what_ties_at_every_size_follows_from_the_configurations() -> None:
 def test_an_engine_reads_the_checkpoint_of_a_family_that_asks_for_it(tmp_path: Path) -> None:
     for config, asks in ((Gemma2Config(architectures=["Gemma2ForCausalLM"]), True), (LlamaConfig(), False)):
         config.save_pretrained(tmp_path)
-        assert _needs_its_weights(tmp_path) is asks
+        assert needs_its_weights(tmp_path) is asks
         with quirks_off("engine-dummy-buffers"):
-            assert not _needs_its_weights(tmp_path)
+            assert not needs_its_weights(tmp_path)
 
 
 @pytest.mark.parametrize("name", list(registry.FAMILIES))

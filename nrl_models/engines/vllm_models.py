@@ -1,0 +1,49 @@
+"""What of a checkpoint decides how vLLM has to be started on it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from nrl_models import registry
+from nrl_models.common.checkpoint.files import resolve_folder
+from nrl_models.common.flags import ModelFlag
+from nrl_models.common.switches import is_off
+from nrl_models.loading.read_config import read_config
+
+_TRANSFORMERS_BACKEND = "vllm.model_executor.models.transformers"
+
+
+def needs_tokenizer(path: str | Path) -> bool:
+    """Whether vLLM needs the tokenizer to start: its processors of images and audio use it."""
+    if is_off("engine-tokenizer"):
+        return False
+    config = read_config(resolve_folder(path))
+    return any(getattr(config, name, None) is not None for name in ("vision_config", "audio_config"))
+
+
+def needs_its_weights(path: str | Path) -> bool:
+    """Whether the checkpoint's family says that dummy weights would leave buffers that no refit reaches."""
+    if is_off("engine-dummy-buffers"):
+        return False
+    classes = map(registry.model_class, read_config(resolve_folder(path)).architectures or [])
+    return any(ModelFlag.VLLM_LOAD_FORMAT_AUTO in getattr(found, "flags", ModelFlag.NONE) for found in classes)
+
+
+def runs_transformers_classes(path: str | Path) -> bool:
+    """Whether vLLM has no model of its own for a checkpoint and would use transformers' class."""
+    from vllm import ModelRegistry
+
+    names = read_config(resolve_folder(path)).architectures or []
+    known = [ModelRegistry.models[name] for name in names if name in ModelRegistry.models]
+    return not any(getattr(model, "module_name", "") != _TRANSFORMERS_BACKEND for model in known)
+
+
+def attends_to_latents_beyond_bf16(path: str | Path, dtype: torch.dtype | None) -> bool:
+    """Whether attention is latent and in another precision than bf16: vLLM's kernels for Intel's AMX, which it takes
+    wherever a CPU has that, are for bf16 alone, and those for any CPU are not.
+    """
+    config = read_config(resolve_folder(path))
+    latent = getattr(config.get_text_config(), "kv_lora_rank", None) is not None
+    return latent and (dtype or config.dtype or torch.float32) != torch.bfloat16
