@@ -23,6 +23,7 @@ from nrl_models.common.config.keys import (
 from nrl_models.common.config.ledger import KeyKind
 from nrl_models.common.config.walk import walk
 from nrl_models.devtools.perturbations import perturbed
+from nrl_models.errors import NRLModelsError
 from nrl_models.inputs.model_inputs import Inputs, inputs_for
 from nrl_models.testing.case import SEED, FamilyCase, randomise
 from nrl_models.testing.shrink import default_values
@@ -309,7 +310,8 @@ def _refusal(found: Behaviour, stage: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # whatever a model raises for a value
-        found.refused = f"{stage}: {type(error).__name__}: {error}"
+        raised = error.__cause__ if isinstance(error, NRLModelsError) and error.__cause__ else error  # by its own code
+        found.refused = f"{stage}: {type(raised).__name__}: {raised}"
 
 
 def _copy(config: PreTrainedConfig) -> PreTrainedConfig:

@@ -22,7 +22,7 @@ from nrl_models.errors import (
     shown,
 )
 
-ADVICE = "correct the configuration; transformers' own class fails on it in the same way"
+ADVICE = "correct the configuration; if transformers' own class takes it, report a bug of this family"
 
 
 @contextmanager
