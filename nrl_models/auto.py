@@ -15,6 +15,7 @@ from nrl_models import registry
 from nrl_models.common.checkpoint.files import resolve_folder
 from nrl_models.common.logs import get_logger
 from nrl_models.common.state_dict.adapter import StateDictAdapter
+from nrl_models.distributed.mesh import agreed
 from nrl_models.errors import RemoteCodeError, UnknownArchitectureError
 from nrl_models.family import FamilyModel
 from nrl_models.loading import pretrained
@@ -65,11 +66,11 @@ class _AutoModel:
             DeviceError: the destination is meta, or is not there.
         """
         registry.register_custom_configs()
-
-        def class_for(source: pretrained.Source) -> type[PreTrainedModel]:
-            return cls._class_for(source.config, source.folder, source.options.trust_remote_code)
-
-        loaded: Any = pretrained.from_pretrained(path_or_id, options, class_for)
+        for attempt in pretrained.attempts(path_or_id, options):
+            with attempt, pretrained.open_source(path_or_id, options) as source:
+                with agreed(source.options.mesh, "choose the model's class"):
+                    model_class = cls._class_for(source.config, source.folder, source.options.trust_remote_code)
+                loaded: Any = pretrained.load(model_class, source)
         _with_adapter(loaded[0] if isinstance(loaded, tuple) else loaded)
         return loaded
 

@@ -172,7 +172,10 @@ class FamilyModel(Upstream):
 
         Takes and raises what `nrl_models.AutoModelForCausalLM.from_pretrained` does.
         """
-        return pretrained.from_pretrained(path_or_id, options, lambda source: cls)
+        for attempt in pretrained.attempts(path_or_id, options):
+            with attempt, pretrained.open_source(path_or_id, options) as source:
+                loaded = pretrained.load(cls, source)
+        return loaded
 
     @classmethod
     def from_config(cls, config: PreTrainedConfig, **options: Any) -> Any:

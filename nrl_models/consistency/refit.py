@@ -240,7 +240,7 @@ class RefitChecker:
         }
         for problem, names in ((sides if arrived else {}) | unwritten).items():
             if names:
-                yield f"{len(names)} {problem}: {listed(names)}"
+                yield f"{problem}: {listed(names)}"
         if self._sent and self._sent == sent:
             yield "the same weights were sent as last time: the training step changed nothing"
 

@@ -63,7 +63,8 @@ class ShardingOutcome:
 
     Args:
         status: how it ended.
-        reason: the message of a refusal or an error, why transformers' own class cannot do it either, or what differs.
+        reason: the problems of a refusal, the message of an error, why transformers' own class cannot do it either, or
+            what differs.
     """
 
     status: Status
@@ -80,9 +81,8 @@ class ShardingOutcome:
 
     @property
     def summary(self) -> str:
-        """The reason on one line: of an error of ours the problems alone."""
-        problems = [line.removeprefix("  - ") for line in self.reason.splitlines() if line.startswith("  - ")]
-        text = " ".join("; ".join(problems or [self.reason]).split())
+        """The reason on one line, cut off if it is long."""
+        text = " ".join(self.reason.split())
         return text if len(text) <= MOST else f"{text[:MOST]} …"
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,59 +59,61 @@ class Source:
     watch: Watch
 
 
-def from_pretrained(
-    path_or_id: str | Path | None, keywords: Mapping[str, Any], class_for: Callable[[Source], type[PreTrainedModel]]
-) -> Any:
-    """Open a checkpoint, choose a class for it, and load it; once more where another process replaced it meanwhile.
+def attempts(path_or_id: str | Path | None, keywords: Mapping[str, Any]) -> Iterator[AbstractContextManager[None]]:
+    """An attempt to load a checkpoint, and another where another process replaced it meanwhile.
+
+        for attempt in attempts(path_or_id, keywords):
+            with attempt, open_source(path_or_id, keywords) as source:
+                loaded = load(choose_class(source.config), source)
 
     Args:
-        path_or_id: see `open_source`; None if `keywords` have it under transformers' name.
-        keywords: see `open_source`.
-        class_for: chooses the class.
+        path_or_id, keywords: see `open_source`.
 
-    Returns:
-        See `load`.
+    Yields:
+        What ends an error inside it where another attempt follows.
 
     Raises:
-        CheckpointError: it was replaced again; whatever else `open_source`, `class_for` and `load` raise.
+        CheckpointError: the checkpoint was replaced again.
+        UnknownArgumentError: no path was given, or two.
     """
     path_or_id, keywords = _named_path(path_or_id, keywords)
     folder = Path(path_or_id).expanduser() / str(keywords.get("subfolder") or "")
-    again = False
-    while True:
-        with Watch(folder) as watch:
-            try:
-                return _once(path_or_id, keywords, class_for)
-            except Exception as error:
-                if not watch.changed():
-                    raise
-                if again or keywords.get("mesh") is not None:  # ranks cannot begin again one by one
-                    if isinstance(error, NRLModelsError):
-                        raise
-                    raise was_replaced(folder, watch.replaced()) from error
+    replaced: list[str] = []
+    yield _attempt(folder, replaced, last=keywords.get("mesh") is not None)  # ranks cannot begin again one by one
+    if replaced:
         logger.info(f"{folder} was replaced while it was read; it is read again")
-        again = True
-
-
-def _once(path_or_id: str | Path, keywords: Mapping[str, Any], class_for: Callable[[Source], Any]) -> Any:
-    with open_source(path_or_id, keywords) as source:
-        with agreed(source.options.mesh, "choose the model's class"):
-            model_class = class_for(source)
-        return load(model_class, source)
+        yield _attempt(folder, replaced, last=True)
 
 
 @contextmanager
-def open_source(path_or_id: str | Path, keywords: Mapping[str, Any]) -> Iterator[Source]:
+def _attempt(folder: Path, replaced: list[str], last: bool) -> Iterator[None]:
+    """Note what was replaced while something failed in it, and end the error; raise it in the `last` attempt."""
+    with Watch(folder) as watch:
+        try:
+            yield
+        except Exception as error:
+            if not watch.changed() or (last and isinstance(error, NRLModelsError)):
+                raise
+            names = watch.replaced()
+            if last:
+                raise was_replaced(folder, names) from error
+            replaced += names or [str(folder)]  # its files may have moved, all of them
+
+
+@contextmanager
+def open_source(path_or_id: str | Path | None, keywords: Mapping[str, Any]) -> Iterator[Source]:
     """Find a checkpoint and read its configuration: enough to choose a class for it. It is watched until the end.
 
     Args:
-        path_or_id: a directory, a GGUF file, or the name of a hub repository.
+        path_or_id: a directory, a GGUF file, or the name of a hub repository; None if `keywords` have it under
+            transformers' name.
         keywords: options, see `LoadOptions`, and values of the configuration.
 
     Raises:
         CheckpointError, UnknownArchitectureError, RemoteCodeError, UnknownArgumentError, DeviceError, ShardingError:
             as `nrl_models.AutoModelForCausalLM.from_pretrained`.
     """
+    path_or_id, keywords = _named_path(path_or_id, keywords)
     options, overrides = LoadOptions.split(keywords)
     with ExitStack() as opened:
         with on_cpu(), agreed(options.mesh, "read the checkpoint's configuration"):

@@ -19,7 +19,7 @@ import argparse
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -37,6 +37,7 @@ from nrl_models.devtools.coverage import write_pages
 from nrl_models.devtools.mutants.campaign import architectures_in_order
 from nrl_models.devtools.results import Kind
 from nrl_models.devtools.sharding_outcomes import ShardingOutcome, Status
+from nrl_models.errors import Problem, ProblemKind
 from tests.sweep import Outcomes, Sweep
 
 PATIENCE = 300.0
@@ -45,6 +46,9 @@ hangs in a collective ends by itself after two minutes."""
 
 MOST = 2000
 """Characters of a reason that are kept."""
+
+REFUSALS = {ProblemKind.PLAN, ProblemKind.DIVIDE}
+"""Kinds of problems for which a model is not sharded; of others an error is made."""
 
 
 def main() -> int:
@@ -113,8 +117,8 @@ class Ranks:
         found = self.run(jobs.no_context, architecture)
         if isinstance(found, ShardingOutcome):
             outcomes[Kind.CP] = found
-        elif reason := found[0]:
-            outcomes[Kind.CP] = ShardingOutcome(Status.REFUSED, reason[:MOST])
+        elif problems := found[0]:
+            outcomes[Kind.CP] = ShardingOutcome(Status.REFUSED, reason_of(problems))
         if Kind.QLORA in versions():
             found = self.run(jobs.qlora, architecture, folder)
             if not isinstance(found, ShardingOutcome):
@@ -130,9 +134,13 @@ class Ranks:
         try:
             return self.world.run(job, *arguments, patience=PATIENCE)
         except RanksFailedError as error:
-            kinds, (text, *_) = {kind for kind, _ in error.errors.values()}, [text for _, text in error.errors.values()]
-            if kinds == {"ShardingError"} and len(error.errors) == 2 and "cannot be sharded over" in text:
-                return ShardingOutcome(Status.REFUSED, text[:MOST])
+            problems = [problem for several in error.problems.values() for problem in several]
+            if (
+                all(error.problems.get(rank) for rank in range(2))
+                and {problem.kind for problem in problems} <= REFUSALS
+            ):
+                return ShardingOutcome(Status.REFUSED, reason_of(error.problems[0]))
+            (text, *_) = [text for _, text in error.errors.values()]
             # One that waits for the other says little.
             said = sorted(f"{kind}: {text}" for kind, text in error.errors.values() if kind != "ShardingError")
             failed = ShardingOutcome(Status.ERROR, (said or [text])[0][:MOST])
@@ -148,6 +156,11 @@ class Ranks:
         if self.world is not None:
             self.world.close()
         self.world = None
+
+
+def reason_of(problems: Iterable[Problem]) -> str:
+    """The reason of a refusal."""
+    return "; ".join(map(str, problems))[:MOST]
 
 
 if __name__ == "__main__":

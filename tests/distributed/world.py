@@ -13,8 +13,13 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from nrl_models.errors import Problem
+
 JOB_SECONDS = 240
 """A job that takes longer hangs."""
+
+RankError = tuple[str, str, tuple[Problem, ...], str]
+"""An error's type name, its text, the problems that it lists, and its traceback."""
 
 
 class RanksFailedError(AssertionError):
@@ -22,11 +27,13 @@ class RanksFailedError(AssertionError):
 
     Attributes:
         errors: for each rank that raised, the error's type name and text.
+        problems: for each of these ranks, the problems that the error lists.
     """
 
-    def __init__(self, errors: dict[int, tuple[str, str, str]]) -> None:
-        self.errors = {rank: (kind, text) for rank, (kind, text, _) in errors.items()}
-        super().__init__("\n".join(f"rank {rank}:\n{trace}" for rank, (_, _, trace) in sorted(errors.items())))
+    def __init__(self, errors: dict[int, RankError]) -> None:
+        self.errors = {rank: (kind, text) for rank, (kind, text, _, _) in errors.items()}
+        self.problems = {rank: problems for rank, (_, _, problems, _) in errors.items()}
+        super().__init__("\n".join(f"rank {rank}:\n{trace}" for rank, (*_, trace) in sorted(errors.items())))
 
 
 class RanksLostError(AssertionError):
@@ -69,7 +76,7 @@ class World:
         for jobs in self._jobs:
             jobs.put((job, arguments))
         results: dict[int, Any] = {}
-        errors: dict[int, tuple[str, str, str]] = {}
+        errors: dict[int, RankError] = {}
         deadline = time.monotonic() + patience
         while len(results) + len(errors) < self.size:
             try:
@@ -81,7 +88,7 @@ class World:
                     continue
                 self.close()
                 what = f"ranks ended, with exit status: {dead}" if dead else f"ranks {sorted(waiting)} hang"
-                others = {rank: f"{kind}: {text}" for rank, (kind, text, _) in errors.items()}
+                others = {rank: f"{kind}: {text}" for rank, (kind, text, *_) in errors.items()}
                 raise RanksLostError(f"{what}; others: {others or 'nothing'}") from None
             (errors if failed else results)[rank] = value
         if errors:
@@ -141,7 +148,8 @@ def _serve(rank: int, size: int, store: str, jobs: Any, results: Any) -> None:
         try:
             results.put((rank, False, job(*arguments)))
         except BaseException as error:
-            results.put((rank, True, (type(error).__name__, str(error), traceback.format_exc())))
+            problems = getattr(error, "problems", ())
+            results.put((rank, True, (type(error).__name__, str(error), problems, traceback.format_exc())))
     results.close()
     results.join_thread()
     os._exit(0)  # nothing is left to say; tearing gloo down takes seconds

@@ -232,7 +232,7 @@ def _compared(
         with quirks_off("engine-dummy-buffers"):
             engine = start(checkpoint, load_format="dummy", seed=1)
     except EngineError as error:
-        return Outcome(architecture, NOT_RUN, reason=str(error))
+        return Outcome(architecture, NOT_RUN, reason=str(error.args[0]))  # what follows is the machine's affair
     steps: list[RefitStep] = []
     try:
         checker = RefitChecker(str(checkpoint), Meter(engine, trainer, prompts, settings))

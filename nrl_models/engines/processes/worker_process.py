@@ -15,7 +15,7 @@ from nrl_models.engines.answers import Checked
 from nrl_models.errors import EngineError
 
 LAST_LINES = 12
-"""Lines of its output that are quoted if it dies."""
+"""Lines of its output that are quoted if it dies: the last one first, which says most."""
 
 
 class WorkerProcess:
@@ -67,7 +67,7 @@ class WorkerProcess:
         except (ValueError, RecursionError) as error:
             raise checked.error(f"answered with something that is not JSON: {line[:200]!r}") from error
         if "error" in answer:
-            raise EngineError(f"{self.who} failed: {str(answer['error'])[:600]}")
+            raise EngineError(f"{self.who} failed: {' '.join(str(answer['error']).split())[:600]}")
         return answer
 
     def close(self) -> None:
@@ -86,5 +86,6 @@ class WorkerProcess:
     def _died(self) -> EngineError:
         self.process.wait()
         self._errors.seek(0)
-        output = self._errors.read().decode(errors="replace").splitlines()[-LAST_LINES:]
-        return EngineError(f"{self.who} died (exit status {self.process.returncode}):", *output)
+        *before, last = self._errors.read().decode(errors="replace").strip().splitlines()[-LAST_LINES:] or ["nothing"]
+        said = f"{self.who} died (exit status {self.process.returncode}), and said last: {last}"
+        return EngineError(said, *(f"  {line}" for line in before))

@@ -18,6 +18,7 @@ from nrl_models.distributed import Pipeline
 from nrl_models.distributed.context_parallel import context_parallel_problems
 from nrl_models.distributed.mesh import size_of
 from nrl_models.distributed.parallel_plan import declared_expert_plan
+from nrl_models.errors import Problem
 from nrl_models.onboarding.inspect import kinds_of
 from nrl_models.testing.case import SEED, FamilyCase
 from nrl_models.testing.suite.conditions import generates, reads_what_it_writes
@@ -73,9 +74,9 @@ def holds_over_stages(architecture: str) -> str:
     return "; ".join(lines)
 
 
-def no_context(architecture: str) -> str:
+def no_context(architecture: str) -> list[Problem]:
     """Why the model cannot be run under context parallelism; nothing if torch's needs an accelerator only."""
-    return "\n".join(f"  - {problem}" for problem in context_parallel_problems(_case(architecture).model()))
+    return list(context_parallel_problems(_case(architecture).model()))
 
 
 def different_tensors(exported: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> list[str]:

@@ -216,8 +216,8 @@ def test_what_does_not_arrive_is_named(checkpoint: Path, prompts: Prompts) -> No
         return ((name, tensor) for name, tensor in tensors if name != lost)
 
     problems = "; ".join(check.refit("first", change=lose).problems)
-    assert f"1 tensors did not arrive: {lost}" in problems
-    assert f"1 parameters of the engine were not written: {lost}" in problems
+    assert f"tensors did not arrive: {lost}" in problems
+    assert f"parameters of the engine were not written: {lost}" in problems
 
 
 def test_a_persistent_buffer_that_is_not_sent_is_named(tmp_path: Path, prompts: Prompts) -> None:

@@ -6,9 +6,7 @@ from nrl_models.devtools.checkout import PAGES
 from nrl_models.devtools.results import Kind, Record, Records, read_records
 from nrl_models.devtools.sharding_outcomes import ShardingOutcome, Status
 
-REFUSAL = """NovaForCausalLM cannot be sharded over tp=2 (1 problem)
-  - plan: NovaForCausalLM: has no tensor-parallel plan
-  What to do: use fsdp alone"""
+REFUSAL = "plan: NovaForCausalLM: has no tensor-parallel plan"
 
 
 def records(outcomes: dict[Kind, dict[str, ShardingOutcome]]) -> Records:
@@ -26,7 +24,7 @@ def test_verdicts_and_reasons() -> None:
             Kind.TP: {"NovaForCausalLM": refused, "NovaMoeForCausalLM": refused},
             Kind.EP: {"NovaMoeForCausalLM": ShardingOutcome(Status.ERROR, "KeyError: 1")},
             Kind.PP: {"NovaMoeForCausalLM": agrees},
-            Kind.CP: {"NovaMoeForCausalLM": ShardingOutcome(Status.REFUSED, "  - context: Nova: has a window")},
+            Kind.CP: {"NovaMoeForCausalLM": ShardingOutcome(Status.REFUSED, "context: Nova: has a window")},
             Kind.QLORA: {"NovaForCausalLM": ShardingOutcome(Status.LIMITED, "no linear")},
         }
     )

@@ -73,6 +73,7 @@ def test_options_are_no_arguments_that_others_can_read(
         (DESCRIBED | {"vocabulary": None}, "vocabulary is None, expected a whole number from 1"),
         (DESCRIBED | {"dtype": 5}, "dtype is 5, expected a name"),
         ({"error": "ValueError: no such model"}, "failed: ValueError: no such model"),
+        ({"error": "ValueError: 2 parameters:\na,\nb"}, "failed: ValueError: 2 parameters: a, b"),
     ],
 )
 def test_a_start_that_cannot_be_read_is_refused(
@@ -80,6 +81,20 @@ def test_a_start_that_cannot_be_read_is_refused(
 ) -> None:
     with pytest.raises(EngineError, match=message):
         engine_with(answer)
+
+
+def test_what_a_dead_worker_said_last_comes_first(tmp_path: Path) -> None:
+    script = tmp_path / "python"
+    script.write_text("#!/bin/sh\necho a library was not found >&2\necho install ai2-olmo >&2\nexit 3\n")
+    script.chmod(0o755)
+    with pytest.raises(EngineError) as raised:
+        EnvironmentEngine.start("model", python=script)
+    first, *others = str(raised.value).splitlines()
+    assert first.endswith("died (exit status 3), and said last: install ai2-olmo")
+    assert others == ["  a library was not found"]
+    script.write_text("#!/bin/sh\nexit 3\n")
+    with pytest.raises(EngineError, match="said last: nothing$"):
+        EnvironmentEngine.start("model", python=script)
 
 
 @pytest.mark.parametrize(
