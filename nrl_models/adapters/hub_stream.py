@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from nrl_models.common.state_dict.adapter import StateDictAdapter
+from nrl_models.common.state_dict.layouts import note_published_names, published_names
 from nrl_models.common.upstream import loaded_conversions, set_loaded_conversions
 from nrl_models.errors import TrainerError, UnknownArgumentError
 from nrl_models.loading.skeleton import build_skeleton
@@ -57,6 +58,7 @@ class HubStream:
         config: Any = inner.config
         bare = build_skeleton(base, config, inner.dtype)
         set_loaded_conversions(bare, loaded_conversions(inner))  # which say what the checkpoint's names were
+        note_published_names(bare, published_names(inner))
         self.adapter = StateDictAdapter(bare)
 
     def __call__(

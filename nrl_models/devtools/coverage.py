@@ -91,9 +91,9 @@ def _index(rows: Sequence[Row], records: Records, tests: Mapping[str, GeneratedT
             f"{len(registry.FAMILIES)} families, {len(rows)} architectures. {passed:,} generated tests passed, "
             f"{failed:,} failed; with {versions_summary(records[Kind.TESTS])}.",
             "",
-            "They compare each architecture with transformers' own class, with the same weights. `limited` has the "
-            "features that transformers' class lacks, too; the page of a family has the verdict on every feature, and "
-            "the reasons.",
+            "They compare each architecture with transformers' own class, with the same weights. The column `limited` "
+            "names features that transformers' class lacks as well; the page of a family has the verdict on every "
+            "feature, and the reasons.",
             "",
             *sharding_outcomes.summary(records),
             *_mutants_summary(records),

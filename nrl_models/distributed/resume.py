@@ -138,7 +138,10 @@ def load_checkpoint(folder: str | Path, model: PreTrainedModel, optimizer: Optim
     with agreed(mesh, what) as facts:
         facts |= {"manifest": manifest.rendered(), "adapter": list(adapter.own)}
         problems: list[Problem] = []
-        weights = stored_tensors(version, manifest.files_of(Part.WEIGHTS), problems)
+        stored = stored_tensors(version, manifest.files_of(Part.WEIGHTS), problems)
+        # A model of another origin, or a new one, may have saved others of the names that transformers reads.
+        names = {name: target.name for name in stored if (target := adapter.find(name)) is not None}
+        weights = {names.get(name, name): tensor for name, tensor in stored.items()}
         kept = _stored_kept(weights, model, adapter)
         problems += _misfits(weights, adapter)
         if optimizer is not None and here is not None:

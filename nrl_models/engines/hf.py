@@ -243,10 +243,11 @@ class HFEngine(Engine):
         adapter = adapter_of(self.model)
         own = {name: tensor.detach() for name, tensor in self.model.state_dict(keep_vars=True).items()}
         arrived: dict[str, str] = {}
+        written: set[str] = set()
         mtp = MTPNames(self.model)
         self._changed = False
         for name, tensor in chain.from_iterable(sent):
-            target = adapter.hub.get(name)
+            target = adapter.find(name)
             if target is None and mtp.may_be(name):  # with which this engine does not draft
                 arrived[name] = tensor_digest(tensor) if digests else ""
                 continue
@@ -256,11 +257,12 @@ class HFEngine(Engine):
             self._changed = True
             for parameter in target.parameters:
                 target.write_into(parameter, own[parameter], tensor)
+            written.add(target.name)
             arrived[name] = tensor_digest(tensor) if digests else ""
         missing = {
             name: target.parameters[0]
             for name, target in adapter.hub.items()
-            if name not in arrived and adapter.tied.keys().isdisjoint(target.parameters)
+            if name not in written and adapter.tied.keys().isdisjoint(target.parameters)
         }
         buffers = dict(self.model.named_buffers())
         return {

@@ -24,14 +24,13 @@ from nrl_models.common.logs import get_logger
 from nrl_models.common.modules import class_name, is_base_model, predicts_words
 from nrl_models.common.state_dict.adapter import StateDictAdapter
 from nrl_models.common.state_dict.kept_tensors import keeps_unused
-from nrl_models.common.state_dict.layer_patterns import ignore_indices
+from nrl_models.common.state_dict.layouts import base_prefix, renamed_keys
 from nrl_models.common.state_dict.matching import Match, is_wide_float, match
 from nrl_models.common.state_dict.mtp import MTP, MTPNames
 from nrl_models.common.state_dict.views import HFTensor
 from nrl_models.common.upstream import (
     Renaming,
     WeightConverter,
-    WeightRenaming,
     dot_natural_key,
     get_model_conversion_mapping,
 )
@@ -199,6 +198,8 @@ class CheckpointNames:
     Attributes:
         found: for each key the tensor it stands for, or None.
         of_head: keys of the head, where a base model is loaded from a checkpoint of a model with one.
+        published: keys in place of which transformers saves others, though not because they are its own names in
+            memory, older ones, or without the base model's prefix: see `note_published_names`.
     """
 
     def __init__(
@@ -210,11 +211,12 @@ class CheckpointNames:
     ) -> None:
         self._conversions: list[Any] = get_model_conversion_mapping(model, dict(key_mapping) if key_mapping else None)
         self._converters = [conversion for conversion in self._conversions if isinstance(conversion, WeightConverter)]
-        self._prefix = f"{model.base_model_prefix}." if model.base_model_prefix else ""
+        self._prefix = base_prefix(model)
         self._rename = Renaming()
-        renamed = _renamed(keys, self._conversions, self._rename)
+        renamed = renamed_keys(keys, self._conversions, self._rename)
         # A key and the hub's name for the same tensor become the same name when both are renamed.
-        names = renamed | _renamed(adapter.hub.keys() - renamed.keys(), get_model_conversion_mapping(model), Renaming())
+        others = adapter.hub.keys() - renamed.keys()
+        names = renamed | renamed_keys(others, get_model_conversion_mapping(model), Renaming())
         hub = {names[name]: tensor for name, tensor in adapter.hub.items()}
         if len(hub) < len(adapter.hub):  # of several that become one name the last in transformers' order wins
             hub = {names[name]: adapter.hub[name] for name in sorted(adapter.hub, key=dot_natural_key)}
@@ -222,10 +224,26 @@ class CheckpointNames:
         self.found = {key: self._resolve(key, name) for key, name in renamed.items()}
         unknown = [key for key, tensor in self.found.items() if tensor is None]
         self.of_head = _names_of_head(model, renamed, key_mapping).intersection(unknown) if unknown else set()
+        self.published = [] if key_mapping else self._published(model, adapter, renamed)
 
     def used_conversions(self) -> list[Any]:
         """The conversions that applied to some key: those that saving has to revert."""
         return [conversion for conversion in self._conversions if self._rename.has_used(conversion)]
+
+    def _published(self, model: PreTrainedModel, adapter: StateDictAdapter, renamed: Mapping[str, str]) -> list[str]:
+        saved = {
+            key: tensor.name
+            for key, tensor in self.found.items()
+            if tensor is not None and key != tensor.name and key not in adapter.transformers
+        }
+        conversions = get_model_conversion_mapping(model, add_legacy=False)
+        if not saved or not conversions:  # of which saving undoes none
+            return []
+        names = renamed_keys({*saved, *saved.values()}, conversions, Renaming())
+        # Where some names have the prefix, others lack it as published; where none has, it is the base model's file.
+        has_prefix = any(name.startswith(self._prefix) for name in renamed.values())
+        alike = ("", self._prefix) if has_prefix else ("",)
+        return [key for key, name in saved.items() if names[name] in [prefix + names[key] for prefix in alike]]
 
     def _resolve(self, key: str, renamed: str) -> HFTensor | None:
         for candidate in (renamed, key):
@@ -259,19 +277,9 @@ def _names_of_head(model: PreTrainedModel, keys: Iterable[str], key_mapping: Map
     with torch.device("meta"):
         head: PreTrainedModel = head_class._from_config(copy.deepcopy(model.config))
     own, inside = set(head.state_dict()), f"{head.base_model_prefix}."
-    renamed = _renamed(keys, get_model_conversion_mapping(head, dict(key_mapping) if key_mapping else None), Renaming())
+    conversions = get_model_conversion_mapping(head, dict(key_mapping) if key_mapping else None)
+    renamed = renamed_keys(keys, conversions, Renaming())
     return {key for key, name in renamed.items() if name in own and not name.startswith(inside)}
-
-
-def _renamed(keys: Iterable[str], conversions: Iterable[Any], rename: Renaming) -> dict[str, str]:
-    """The name that transformers' renamings give each key: in transformers' order, where that matters."""
-    renamings = [conversion for conversion in conversions if isinstance(conversion, WeightRenaming)]
-    names: dict[str, str] = {}
-    for key in keys if ignore_indices(renamings) else sorted(keys, key=dot_natural_key):
-        names[key] = key
-        for renaming in renamings:
-            names[key], _ = rename(renaming, names[key])
-    return names
 
 
 def _former_buffers(model: nn.Module) -> list[str]:

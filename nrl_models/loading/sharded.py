@@ -22,6 +22,7 @@ from nrl_models.common.modules import install, move_buffers, share_copies
 from nrl_models.common.projections import Buffer, join, neighbouring_parameters
 from nrl_models.common.random_states import random_states_kept
 from nrl_models.common.state_dict.blocks import Block, through
+from nrl_models.common.state_dict.layouts import note_published_names
 from nrl_models.common.state_dict.mtp import MTP
 from nrl_models.common.state_dict.views import Piece, apply_steps
 from nrl_models.common.upstream import mark_initialised, set_loaded_conversions
@@ -65,7 +66,9 @@ def load_sharded(
         share = (mesh.get_coordinate() or [0])[-1], mesh.size(mesh.ndim - 1)
         how: Any = {"dtype": dtype, "strict": strict, "key_mapping": key_mapping, "mtp": mtp}
         fit = fit_checkpoint(whole, files, share=share, **how)
-        set_loaded_conversions(model, fit.names.used_conversions())
+        for part in (model, whole):
+            set_loaded_conversions(part, fit.names.used_conversions())
+            note_published_names(part, fit.names.published)
         _retype(model, fit)
         keep_unused(model, fit, files, dtype)
         sharding.finish(model, whole, fit.dtypes)

@@ -21,6 +21,7 @@ from nrl_models.common.checkpoint.files import CheckpointFiles, StoredTensor
 from nrl_models.common.modules import install, move_buffers, owner_of, share_copies
 from nrl_models.common.projections import Buffer, join, neighbouring_parameters
 from nrl_models.common.state_dict.kept_tensors import keep, kept_from
+from nrl_models.common.state_dict.layouts import note_published_names
 from nrl_models.common.state_dict.mtp import MTP
 from nrl_models.common.state_dict.views import HFTensor
 from nrl_models.common.switches import is_off
@@ -72,6 +73,7 @@ def load_weights(
     fit = fit_checkpoint(model, files, dtype=dtype, strict=strict, key_mapping=key_mapping, mtp=mtp)
     _read(model, fit, files, device)
     set_loaded_conversions(model, fit.names.used_conversions())
+    note_published_names(model, fit.names.published)
     keep_unused(model, fit, files, dtype)
     _finish(model, fit, device)
     fit.warn(model, files)

@@ -65,6 +65,16 @@ def test_both_formats_are_those_of_one_process(two: World, tmp_path: Path) -> No
         assert files_in(tmp_path / f"sharded-{original}") == expected
 
 
+def test_a_sharded_model_exports_and_saves_under_its_checkpoints_names(two: World, tmp_path: Path) -> None:
+    """Kimi-K2.5 as published, of which transformers would save other names."""
+    setting.case_of("Kimi_K25ForConditionalGeneration").reference().save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = {name.replace("model.blocks.", "model.layers."): tensor for name, tensor in load_file(file).items()}
+    assert any(".layers." in name for name in tensors)
+    save_file(tensors, file, metadata={"format": "pt"})
+    two.run(partial(export_and_save.exports_the_checkpoint, fsdp=2), str(tmp_path))
+
+
 def test_what_a_model_keeps_unused_is_saved_by_a_sharded_one(two: World, tmp_path: Path) -> None:
     """Published Gemma 3n and 4 have keys and values of layers that take earlier ones'."""
     published = tmp_path / "published"

@@ -162,6 +162,8 @@ TORCH_ROTARY = {"compilation_config": {"custom_ops": ["-rotary_embedding"]}}
 not."""
 
 OPTIONS: dict[str, dict[str, Any]] = {
+    # transformers saves the name of its own class, for which vLLM runs that.
+    "PhiMoEForCausalLM": {"hf_overrides": {"architectures": ["PhiMoEForCausalLM"]}},
     "Lfm2ForCausalLM": TORCH_ROTARY,
     "Lfm2MoeForCausalLM": TORCH_ROTARY,
     # With a cache of prefixes vLLM looks for states of its convolutions, and finds none.

@@ -241,7 +241,7 @@ def outcome_lines(
     lines = [
         "",
         *(f"- {counts[status]} {meaning}" for status, meaning in meanings.items()),
-        *([f"- {len(missing)} were not tried yet: {', '.join(missing)}"] if missing else []),
+        *([f"- not tried yet: {', '.join(missing)}"] if missing else []),
         "",
         f"| architecture | outcome | {' | '.join(measured.values())} | why |",
         f"|---|---|{'---|' * len(measured)}---|",

@@ -8,10 +8,10 @@ copied, and no family writes one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -22,7 +22,10 @@ from nrl_models.common.state_dict.layer_patterns import convert_by_layer, ignore
 from nrl_models.common.state_dict.views import HFTensor, TracedTensor, View
 from nrl_models.common.upstream import (
     PrefixChange,
+    Renaming,
+    WeightRenaming,
     describe_conversion,
+    dot_natural_key,
     get_model_conversion_mapping,
     loaded_conversions,
     revert_weight_conversion,
@@ -90,6 +93,48 @@ def hub_conversions(model: PreTrainedModel) -> list[Any] | None:
         if not isinstance(conversion, PrefixChange) or any(are_alike([conversion], [other]) for other in loaded_with)
     ]
     return conversions or None
+
+
+def renamed_keys(keys: Iterable[str], conversions: Iterable[Any], rename: Renaming) -> dict[str, str]:
+    """The name that transformers' renamings give each key: in transformers' order, where that matters."""
+    renamings = [conversion for conversion in conversions if isinstance(conversion, WeightRenaming)]
+    names: dict[str, str] = {}
+    for key in keys if ignore_indices(renamings) else sorted(keys, key=dot_natural_key):
+        names[key] = key
+        for renaming in renamings:
+            names[key], _ = rename(renaming, names[key])
+    return names
+
+
+def note_published_names(model: nn.Module, names: Sequence[str]) -> None:
+    """Note names of the checkpoint that a model was loaded from, in place of which transformers saves others.
+
+    transformers undoes a renaming for every name that it fits, also where loading had nothing to rename: it reads
+    Kimi-K2.5's text layers as `layers`, as published, and saves them as `blocks`, as the vision tower's. It reads
+    either; engines read what is published.
+    """
+    cast(Any, model)._published_names = tuple(names)
+
+
+def published_names(model: nn.Module) -> tuple[str, ...]:
+    """What `note_published_names` noted; nothing of a new model."""
+    return getattr(model, "_published_names", ())
+
+
+def under_published_names(model: PreTrainedModel, table: Mapping[str, HFTensor]) -> dict[str, HFTensor]:
+    """The tensors of a layout that transformers saves, under the names that the model's checkpoint had for them."""
+    published = published_names(model)
+    if not published:
+        return dict(table)
+    renamed = renamed_keys([*table, *published], hub_conversions(model) or (), Renaming())
+    bare = {name: new.removeprefix(base_prefix(model)) for name, new in renamed.items()}
+    names = {bare[name]: name for name in published}
+    return {(new := names.get(bare[name], name)): replace(tensor, name=new) for name, tensor in table.items()}
+
+
+def base_prefix(model: PreTrainedModel) -> str:
+    """Of names in a model's base model, which checkpoints may leave out; empty if it has none."""
+    return f"{model.base_model_prefix}." if model.base_model_prefix else ""
 
 
 def are_alike(some: list[Any] | None, others: list[Any] | None) -> bool:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Hashable, Mapping
+from functools import cached_property
 from typing import Literal, Protocol
 
 import torch
@@ -13,6 +14,7 @@ from nrl_models.common.garbage import no_collections
 from nrl_models.common.state_dict import layouts
 from nrl_models.common.state_dict.layouts import TensorSpec
 from nrl_models.common.state_dict.views import HFTensor, Piece
+from nrl_models.common.upstream import Renaming
 from nrl_models.errors import Problem, ProblemKind, StateDictError
 
 
@@ -28,9 +30,9 @@ class OtherLayout(Hashable, Protocol):
 
 
 Layout = Literal["hub", "transformers"] | OtherLayout
-"""`hub`: the names and shapes of published checkpoints, what engines read and `save_pretrained`
-writes (experts one by one). `transformers`: those of transformers' modules in memory (experts
-stacked). They differ only where transformers converts on loading. Or another library's."""
+"""`hub`: the names and shapes of published checkpoints, what engines read and `save_pretrained` writes (experts one by
+one); of a model that was loaded, its checkpoint's own names. `transformers`: those of transformers' modules in memory
+(experts stacked). They differ only where transformers converts on loading. Or another library's."""
 
 
 class LayoutTables:
@@ -56,9 +58,10 @@ class LayoutTables:
             name: HFTensor(name, view.place_in(self.own[view.parameter].shape).shape, (Piece(view),))
             for name, view in layouts.transformers_views(model)
         }
-        self.hub: dict[str, HFTensor] = layouts.convert_layout(
-            model, self.transformers, self.own, layouts.hub_conversions(model)
-        )
+        conversions = layouts.hub_conversions(model)
+        saved = layouts.convert_layout(model, self.transformers, self.own, conversions)
+        self.hub: dict[str, HFTensor] = layouts.under_published_names(model, saved)
+        self._conversions, self._prefix = conversions or (), layouts.base_prefix(model)
         self.config = model.config
         self._others: dict[OtherLayout, dict[str, HFTensor]] = {}
         self._in_hub = _by_parameter(self.hub)
@@ -96,11 +99,30 @@ class LayoutTables:
         return self._others[layout]
 
     def table_for(self, keys: Collection[str]) -> Mapping[str, HFTensor]:
-        """The table of the layout that `keys` are named in; both tables together if they are mixed."""
+        """The table of the layout that `keys` are named in; if they are mixed, both tables, and what `find` finds."""
         for table in (self.transformers, self.hub):
             if all(key in table for key in keys):
                 return table
-        return self.hub | self.transformers
+        both = self.hub | self.transformers
+        return both | {key: tensor for key in keys if key not in both and (tensor := self.find(key)) is not None}
+
+    def find(self, name: str) -> HFTensor | None:
+        """The hub's tensor of this name, or of another that transformers reads as the same; None if there is none."""
+        if name in self.hub:
+            return self.hub[name]
+        renamed = layouts.renamed_keys([name], self._conversions, Renaming())[name]
+        return self._by_renamed.get(renamed.removeprefix(self._prefix))
+
+    @cached_property
+    def _by_renamed(self) -> dict[str, HFTensor]:
+        """The hub's tensors by what transformers renames them to when it loads, without the base model's prefix.
+
+        Those that become one name are left out.
+        """
+        renamed = layouts.renamed_keys(self.hub, self._conversions, Renaming())
+        names = {name: new.removeprefix(self._prefix) for name, new in renamed.items()}
+        count = Counter(names.values())
+        return {new: self.hub[name] for name, new in names.items() if count[new] == 1}
 
     def absent(self, name: str, given: Collection[HFTensor]) -> list[str]:
         """Names of what own tensor `name` lacks if only `given` are there, in the layout that `given` are named in."""

@@ -13,7 +13,7 @@ from nrl_models.common.garbage import no_collections
 from nrl_models.common.projections import own_storage
 from nrl_models.common.state_dict.adapter import StateDictAdapter, adapter_of, read_all
 from nrl_models.common.state_dict.kept_tensors import kept_by
-from nrl_models.common.state_dict.layouts import are_alike, convert_layout, hub_conversions
+from nrl_models.common.state_dict.layouts import are_alike, convert_layout, hub_conversions, under_published_names
 from nrl_models.common.state_dict.views import HFTensor
 from nrl_models.common.upstream import loaded_conversions
 from nrl_models.errors import CheckpointError, Problem, ProblemKind
@@ -68,7 +68,7 @@ def checkpoint_layout(
         table = adapter.hub
     else:
         in_memory = {name: tensor for name, tensor in adapter.transformers.items() if name not in adapter.tied}
-        table = convert_layout(model, in_memory, adapter.own, loaded_with)
+        table = under_published_names(model, convert_layout(model, in_memory, adapter.own, loaded_with))
     return {name: tensor for name, tensor in table.items() if not left_out.intersection(tensor.parameters)}
 
 

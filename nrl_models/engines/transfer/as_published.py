@@ -1,7 +1,8 @@
 """Weights as published checkpoints have them, which is what vLLM reads, where transformers saves them otherwise.
 
 transformers reads what is published, but of some models writes other names or orientations, which it reads too. An
-export has what transformers writes, and vLLM's loaders have no use for it.
+export of a model that was loaded from published files has their names; that of a new one has what transformers writes,
+and vLLM's loaders have no use for it.
 """
 
 from __future__ import annotations

@@ -10,11 +10,12 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from transformers import LlamaConfig
 
 from jobs.memory import Peak
 from jobs.setting import assert_same, case_of, full, local, mesh_of
-from nrl_models import AutoModelForCausalLM
+from nrl_models import AutoModelForCausalLM, AutoModelForImageTextToText
 from nrl_models.distributed import parallelize, saving, shards, share_of
 
 
@@ -88,6 +89,20 @@ def saves_as_one_process(folder: str, out: str, **sizes: int) -> None:
         if dist.get_rank() == 0:
             whole.save_pretrained(f"{out}/whole-{original}", **options)
         dist.barrier()
+
+
+def exports_the_checkpoint(folder: str, **sizes: int) -> None:
+    """Load in shards, and load whole and shard: each exports and saves the checkpoint's own tensors."""
+    tensors = load_file(f"{folder}/model.safetensors")
+    models = {
+        "loaded": AutoModelForImageTextToText.from_pretrained(folder, mesh=mesh_of(**sizes)),
+        "sharded": parallelize(AutoModelForImageTextToText.from_pretrained(folder), mesh_of(**sizes)),
+    }
+    for name, model in models.items():
+        assert_same(dict(model.state_dict_adapter.iter_export(model)), tensors)
+        model.save_pretrained(f"{folder}/{name}")
+        dist.barrier()
+        assert_same(load_file(f"{folder}/{name}/model.safetensors"), tensors)
 
 
 def saves(folder: str, fails: bool, **sizes: int) -> None:

@@ -93,7 +93,7 @@ def test_what_a_dead_worker_said_last_comes_first(tmp_path: Path) -> None:
     assert first.endswith("died (exit status 3), and said last: install ai2-olmo")
     assert others == ["  a library was not found"]
     script.write_text("#!/bin/sh\nexit 3\n")
-    with pytest.raises(EngineError, match="said last: nothing$"):
+    with pytest.raises(EngineError, match=r"said last: nothing$"):
         EnvironmentEngine.start("model", python=script)
 
 
