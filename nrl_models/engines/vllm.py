@@ -164,7 +164,7 @@ class VLLMEngine(Engine):
             )
         except Exception as error:  # whatever vLLM and the model's code raise
             _free(in_process=not separate)
-            raise EngineError(f"vLLM does not start on {path}: {_first_lines(error)}") from error
+            raise EngineError(f"vLLM does not start on {path}: {_beginning(error)}") from error
         return cls(llm, path)
 
     def capabilities(self) -> Capabilities:
@@ -391,7 +391,7 @@ class VLLMEngine(Engine):
                     use_tqdm=False, lora_request=self._adapter,
                 )  # fmt: skip
         except Exception as error:  # whatever vLLM raises, its engine's death included
-            raise EngineError(f"vLLM failed: {_first_lines(error)}") from error
+            raise EngineError(f"vLLM failed: {_beginning(error)}") from error
 
     def _eagerly(self) -> AbstractContextManager[Any]:
         """Keep vLLM from compiling a helper of its sampler in eager mode, which takes longer than a small check."""
@@ -403,7 +403,7 @@ class VLLMEngine(Engine):
         try:
             return self.llm.collective_rpc(method, args=args)[0]
         except Exception as error:  # whatever vLLM raises, its engine's death included
-            raise EngineError(f"vLLM failed: {_first_lines(error)}") from error
+            raise EngineError(f"vLLM failed: {_beginning(error)}") from error
 
 
 def _refuse_v0() -> None:
@@ -461,9 +461,9 @@ def _message(bucket: list[NamedTensor]) -> bytes:
     return safetensors.torch.save({name: tensor.contiguous() for name, tensor in bucket})
 
 
-def _first_lines(error: BaseException, limit: int = 600) -> str:
-    """What an error says; of one that says nothing, as assertions do, the line of code that raised it."""
+def _beginning(error: BaseException, limit: int = 600) -> str:
+    """What an error says, on one line; of one that says nothing, as assertions do, the line of code that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
-    said = str(error) or (frames[-1].line if frames else "")
+    said = " ".join(str(error).split()) or (frames[-1].line if frames else "")
     text = f"{type(error).__name__}: {said}"
     return text if len(text) <= limit else text[:limit] + " ..."

@@ -235,3 +235,11 @@ def test_every_promise_of_the_security_page_is_held_by_a_test() -> None:
     tests = "".join(file.read_text() for file in (ROOT / "tests").rglob("test_*.py"))
     missing = [name for name in re.findall(r"`(test_\w+)`", page) if f"def {name}(" not in tests]
     assert not missing, "no such tests: did their names change?"
+
+
+def test_outcomes_name_nothing_of_the_machine_that_made_them() -> None:
+    """Neither directories that nobody else has, nor line breaks as two letters."""
+    records = ROOT / "docs" / "model-coverage" / "results"
+    files = [*(ROOT / "docs").rglob("*.md"), *records.glob("*.json")]
+    found = {file.name for file in files if re.search(r"site-packages|(?<![\w.])/(work|home)/|\\\\n", file.read_text())}
+    assert not found

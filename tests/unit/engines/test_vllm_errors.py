@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nrl_models.engines.vllm import _first_lines
+from nrl_models.engines.vllm import _beginning
 
 
 def raised(error: Exception) -> Exception:
@@ -15,10 +15,11 @@ def raised(error: Exception) -> Exception:
 
 
 def test_an_error_is_quoted() -> None:
-    assert _first_lines(raised(ValueError("no such thing"))) == "ValueError: no such thing"
-    assert _first_lines(ValueError("x" * 700)) == f"ValueError: {'x' * 588} ..."
+    assert _beginning(raised(ValueError("no such thing"))) == "ValueError: no such thing"
+    assert _beginning(ValueError("2 errors:\n  a\n  b")) == "ValueError: 2 errors: a b"
+    assert _beginning(ValueError("x" * 700)) == f"ValueError: {'x' * 588} ..."
 
 
 def test_an_error_without_words_is_told_by_its_code() -> None:
-    assert _first_lines(raised(AssertionError())) == "AssertionError: raise error"
-    assert _first_lines(AssertionError()) == "AssertionError: "
+    assert _beginning(raised(AssertionError())) == "AssertionError: raise error"
+    assert _beginning(AssertionError()) == "AssertionError: "
