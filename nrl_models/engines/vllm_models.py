@@ -20,7 +20,8 @@ def needs_tokenizer(path: str | Path) -> bool:
     if is_off("engine-tokenizer"):
         return False
     config = read_config(resolve_folder(path))
-    return any(getattr(config, name, None) is not None for name in ("vision_config", "audio_config"))
+    parts = (getattr(config, name, None) for name in ("vision_config", "audio_config"))
+    return config.get_text_config() is not config or any(part is not None for part in parts)
 
 
 def needs_its_weights(path: str | Path) -> bool:

@@ -31,7 +31,8 @@ from nrl_models.logprobs import Sampling, token_logprobs
 from nrl_models.testing.case import randomise
 from nrl_models.testing.sizes import FIRST_SPECIAL
 from nrl_models.testing.tiny import tiny_config
-from tests.engine.published import BF16, BOUND, LATENT, OPTIONS, OVERRIDES
+from tests.engine.image_processors import save_processor
+from tests.engine.published import BF16, BOUND, LATENT, OPTIONS, OVERRIDES, PROCESSORS
 
 Start = Callable[..., Engine]
 
@@ -222,6 +223,8 @@ def _compared(
     try:
         model.save_pretrained(checkpoint)
         tokenizer(checkpoint, model.config.get_text_config().vocab_size)
+        if architecture in PROCESSORS:
+            save_processor(model.config, checkpoint)
         temperature, untrained = spreading_temperature(model), copy.deepcopy(model)
     except Exception as error:  # whatever a model's code raises
         return Outcome(architecture, NOT_RUN, reason=f"no tiny model: {one_line(error)}")

@@ -52,6 +52,9 @@ AUDIO = ("<|audio|>", "<|audio>", "<audio|>")
 SLICES = ("<slice>", "</slice>", "<image_id>", "</image_id>")
 """The tokens before and after a slice of an image, and before and after its number."""
 
+WRAPPERS = ("<wrapper>", "<end of file>")
+"""The token before the tokens of an image, and the one after them."""
+
 MORE_TOKENS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(GLM, ("<|begin_of_video|>", "<|end_of_video|>")),
     **dict.fromkeys(GEMMA4, AUDIO),
@@ -59,6 +62,7 @@ MORE_TOKENS: dict[str, tuple[str, ...]] = {
     "gemma3": ("\n", "\n\n", "\n\n\n", "\n\n\n\n"),
     "gemma3n": ("\n", "\n\n", "\n\n\n", "\n\n\n\n", *AUDIO),
     "paligemma": ("\n",),
+    "emu3": WRAPPERS,
     "mistral3": ("[IMG_BREAK]", "[IMG_END]"),
     "llama4": ("<|image|>", "<|tile_x_separator|>", "<|tile_y_separator|>"),
     "cohere2_vision": ("<|IMG_LINE_BREAK|>",),
@@ -117,6 +121,7 @@ def tokenizer_of(config: PreTrainedConfig) -> PreTrainedTokenizerFast:
     names |= {"image_start_token": before, "image_end_token": after}
     names |= {"video_start_token": before, "video_end_token": after, "img_line_break_token": "<|IMG_LINE_BREAK|>"}
     names |= dict(zip(("audio_token", "boa_token", "eoa_token"), AUDIO, strict=True))
+    names |= dict(zip(("image_wrapper_token", "eof_token"), WRAPPERS, strict=True))
     slices = ("slice_start_token", "slice_end_token", "image_id_start_token", "image_id_end_token")
     names |= dict(zip(slices, SLICES, strict=True))
     made = PreTrainedTokenizerFast(

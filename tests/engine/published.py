@@ -157,11 +157,21 @@ BF16 = frozenset(
 )
 """Those whose gated delta nets or sparse attention vLLM computes in bf16 alone: trainer and engine both have it."""
 
+PROCESSORS = frozenset(
+    {"Emu3ForConditionalGeneration", "Gemma3nForConditionalGeneration", "HunYuanVLForConditionalGeneration"}
+)
+"""Those for which vLLM wants a processor of images, though none are given."""
+
 TORCH_ROTARY = {"compilation_config": {"custom_ops": ["-rotary_embedding"]}}
 """vLLM's kernel of rotary embeddings for CPUs misreads heads that come in a dimension of their own; its torch code does
 not."""
 
 OPTIONS: dict[str, dict[str, Any]] = {
+    # Its tokens have inputs beside embeddings, which vLLM gives to a model that takes images alone.
+    "Gemma3nForConditionalGeneration": {
+        "language_model_only": False,
+        "limit_mm_per_prompt": {"image": 1, "video": 0, "audio": 0},
+    },
     # transformers saves the name of its own class, for which vLLM runs that.
     "PhiMoEForCausalLM": {"hf_overrides": {"architectures": ["PhiMoEForCausalLM"]}},
     "Lfm2ForCausalLM": TORCH_ROTARY,

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import quirk_probes as probes
 import torch
+import transformers
 from inside import SETTINGS, changed, forget, model_of
 from quirk_tripwires import tripwire
 from safetensors.torch import load_file
@@ -175,12 +176,11 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return keywords
 
 
-@pytest.fixture
-def with_images(tmp_path: Path) -> Path:
-    """The configuration of a model with images."""
-    from transformers import Gemma3Config
-
-    Gemma3Config(architectures=["Gemma3ForConditionalGeneration"]).save_pretrained(tmp_path)
+@pytest.fixture(params=["Gemma3", "Emu3"])
+def with_images(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """The configuration of a model with images: they go through a tower, or become words."""
+    config = getattr(transformers, f"{request.param}Config")
+    config(architectures=[f"{request.param}ForConditionalGeneration"]).save_pretrained(tmp_path)
     return tmp_path
 
 
