@@ -257,6 +257,8 @@ def outcome_lines(
 
 def shown(error: float) -> str:
     """A `token_mult_prob_error` with as many digits as tell it from 1."""
+    if error >= 1e6:
+        return f"{error:.1e}"
     return f"{error:.7f}" if error < 1.001 else f"{error:.4f}"
 
 
