@@ -9,6 +9,7 @@ import json
 import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from nrl_models.engines.answers import Checked
@@ -73,7 +74,8 @@ class WorkerProcess:
     def close(self) -> None:
         """End the process: by the end of its input, and if that does not help, by force."""
         if self.process.stdin is not None:
-            self.process.stdin.close()
+            with suppress(BrokenPipeError):  # it died before it had read what was sent
+                self.process.stdin.close()
         try:
             self.process.wait(timeout=30)
         except subprocess.TimeoutExpired:

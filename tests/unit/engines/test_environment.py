@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from nrl_models.engines.processes.environment import EnvironmentEngine
+from nrl_models.engines.processes.worker_process import WorkerProcess
 from nrl_models.errors import EngineError
 from nrl_models.logprobs import Sampling
 
@@ -95,6 +96,14 @@ def test_what_a_dead_worker_said_last_comes_first(tmp_path: Path) -> None:
     script.write_text("#!/bin/sh\nexit 3\n")
     with pytest.raises(EngineError, match=r"said last: nothing$"):
         EnvironmentEngine.start("model", python=script)
+
+
+def test_a_worker_that_dies_before_it_is_asked_can_be_closed() -> None:
+    worker = WorkerProcess([sys.executable, "-c", "raise SystemExit(3)"], "It", {})
+    worker.process.wait()
+    with pytest.raises(EngineError, match=r"It died \(exit status 3\)"):
+        worker.ask({"path": "model"})
+    worker.close()
 
 
 @pytest.mark.parametrize(
