@@ -250,7 +250,7 @@ def outcome_lines(
         outcome = records[name].outcome
         numbers = ["" if (error := outcome.get(key)) is None else shown(error) for key in measured]
         reason = " ".join([*conditions(outcome), *outcome["reason"].split()]).replace("|", "\\|")
-        reason = reason if len(reason) <= MOST else f"{reason[:MOST]} …"
+        reason = reason if len(reason) <= MOST else f"{reason[:MOST].rpartition(' ')[0]} …"
         lines.append(f"| {name} | {outcome['status']} | {' | '.join(numbers)} | {reason} |")
     return lines
 
