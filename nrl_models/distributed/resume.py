@@ -140,8 +140,7 @@ def load_checkpoint(folder: str | Path, model: PreTrainedModel, optimizer: Optim
         problems: list[Problem] = []
         stored = stored_tensors(version, manifest.files_of(Part.WEIGHTS), problems)
         # A model of another origin, or a new one, may have saved others of the names that transformers reads.
-        names = {name: target.name for name in stored if (target := adapter.find(name)) is not None}
-        weights = {names.get(name, name): tensor for name, tensor in stored.items()}
+        weights = {found.name if (found := adapter.find(name)) else name: tensor for name, tensor in stored.items()}
         kept = _stored_kept(weights, model, adapter)
         problems += _misfits(weights, adapter)
         if optimizer is not None and here is not None:

@@ -134,11 +134,8 @@ class Ranks:
         try:
             return self.world.run(job, *arguments, patience=PATIENCE)
         except RanksFailedError as error:
-            problems = [problem for several in error.problems.values() for problem in several]
-            if (
-                all(error.problems.get(rank) for rank in range(2))
-                and {problem.kind for problem in problems} <= REFUSALS
-            ):
+            refusing = [{problem.kind for problem in problems} for problems in error.problems.values()]
+            if len(refusing) == 2 and all(kinds and kinds <= REFUSALS for kinds in refusing):
                 return ShardingOutcome(Status.REFUSED, reason_of(error.problems[0]))
             (text, *_) = [text for _, text in error.errors.values()]
             # One that waits for the other says little.

@@ -16,7 +16,7 @@ from transformers import LlamaConfig
 from jobs.memory import Peak
 from jobs.setting import assert_same, case_of, full, local, mesh_of
 from nrl_models import AutoModelForCausalLM, AutoModelForImageTextToText
-from nrl_models.distributed import parallelize, saving, shards, share_of
+from nrl_models.distributed import load_checkpoint, parallelize, save_checkpoint, saving, shards, share_of
 
 
 def exports_and_saves(architecture: str, folder: str, **sizes: int) -> None:
@@ -103,6 +103,16 @@ def exports_the_checkpoint(folder: str, **sizes: int) -> None:
         model.save_pretrained(f"{folder}/{name}")
         dist.barrier()
         assert_same(load_file(f"{folder}/{name}/model.safetensors"), tensors)
+    save_checkpoint(f"{folder}/versions", models["loaded"])
+    torch.manual_seed(0)
+    new = parallelize(AutoModelForImageTextToText.from_config(models["loaded"].config), mesh_of(**sizes))
+    assert new.state_dict_adapter.hub.keys() != tensors.keys()
+    load_checkpoint(f"{folder}/versions", new)
+    loaded = models["loaded"].state_dict()
+    assert_same(
+        {name: local(value) for name, value in new.state_dict().items()},
+        {name: local(loaded[name]) for name in loaded},
+    )
 
 
 def saves(folder: str, fails: bool, **sizes: int) -> None:

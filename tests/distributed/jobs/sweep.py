@@ -76,7 +76,7 @@ def holds_over_stages(architecture: str) -> str:
 
 def no_context(architecture: str) -> list[Problem]:
     """Why the model cannot be run under context parallelism; nothing if torch's needs an accelerator only."""
-    return list(context_parallel_problems(_case(architecture).model()))
+    return context_parallel_problems(_case(architecture).model())
 
 
 def different_tensors(exported: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> list[str]:
