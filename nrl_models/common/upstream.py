@@ -23,6 +23,7 @@ If a new version changes one of them, `make test TRANSFORMERS=X` fails in the te
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any, cast
@@ -42,6 +43,7 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 from transformers.initialization import no_init_weights
+from transformers.masking_utils import create_causal_mask
 from transformers.modeling_utils import (
     _add_variant,
     _get_device_map,
@@ -53,6 +55,7 @@ from transformers.modeling_utils import (
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 __all__ = [
+    "CACHE_NAMES",
     "CHECKPOINT_FUNCTIONS",
     "KEEPS_PADDING_OUT_OF_SINGLE_ROWS",
     "Chunk",
@@ -63,6 +66,9 @@ __all__ = [
     "accelerate_dispatch",
     "as_meant",
     "build_glob_alternation",
+    "cache_in",
+    "cache_input",
+    "cache_name",
     "check_and_set_device_map",
     "computed_device_map",
     "describe_conversion",
@@ -75,6 +81,7 @@ __all__ = [
     "loaded_conversions",
     "mark_initialised",
     "mask_parts",
+    "named_arguments",
     "no_init_weights",
     "patterns_of",
     "record_as",
@@ -98,6 +105,53 @@ computed_device_map: Callable[..., dict[str, Any]] = _get_device_map
 with_variant: Callable[[str, str | None], str] = _add_variant
 device_in_context: Callable[[], torch.device | None] = get_torch_context_manager_or_global_device
 """The device set by `torch.device(...)` or `torch.set_default_device` around a call; None if there is none."""
+
+
+# Arguments of upstream's functions, which change their names and their order
+
+CACHE_NAMES = ("cache", "past_key_values", "cache_params")
+"""Names of the argument and of the output field for a key-value cache. transformers 5.24 renamed the others to `cache`
+and drops them in 5.40."""
+
+
+def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
+    return tuple(inspect.signature(function).parameters)
+
+
+def cache_name(function: Callable[..., Any]) -> str:
+    """Return the name under which `function` takes a key-value cache.
+
+    Args:
+        function: A model's or module's forward, or the class of an output. If it passes its keywords on, the result is
+            the name that the installed transformers uses.
+    """
+    names = _parameters(function)
+    return next((name for name in CACHE_NAMES if name in names), _DEFAULT_CACHE_NAME)
+
+
+_DEFAULT_CACHE_NAME = next(name for name in CACHE_NAMES if name in _parameters(create_causal_mask))
+
+
+def cache_input(function: Callable[..., Any], cache: Any) -> dict[str, Any]:
+    """Return the keyword argument that passes `cache` to `function`; see `cache_name`."""
+    return {cache_name(function): cache}
+
+
+def cache_in(values: Mapping[str, Any]) -> Any:
+    """Return the key-value cache in a call's keyword arguments or in a model's output; None without one."""
+    present = set(values.keys())  # outputs of 5.24 find old names, too, and warn
+    return next((values[name] for name in CACHE_NAMES if name in present and values[name] is not None), None)
+
+
+def named_arguments(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return all arguments of a call by name, as the installed signature of `function` names them.
+
+    Args:
+        function: A bound method, or a function without `self`.
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+    """
+    return dict(zip(_parameters(function), args, strict=False)) | dict(kwargs) if args else dict(kwargs)
 
 
 # Conversions between the hub's tensors and a model's

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PreTrainedModel
 
+from nrl_models.common.upstream import cache_in, cache_input
 from nrl_models.consistency.references import References
 from nrl_models.consistency.verdict import Cause, CauseKind
 from nrl_models.logprobs.chunked import chunked_statistics
@@ -148,8 +149,9 @@ class Hypotheses:
     def _with_cache_of(self, before: PreTrainedModel, cached: int) -> torch.Tensor:
         """The right weights, on keys and values that another model computed for the first tokens."""
         tokens = self.tokens.to(self.model.device)
-        cache = before(input_ids=tokens[:, :cached], use_cache=True).past_key_values
-        hidden, head = hidden_states_and_head(self.model, tokens[:, cached:], past_key_values=cache)
+        cache = cache_in(before(input_ids=tokens[:, :cached], use_cache=True))
+        inputs = cache_input(self.model.forward, cache)
+        hidden, head = hidden_states_and_head(self.model, tokens[:, cached:], **inputs)
         unknown = hidden.new_zeros(len(hidden), cached, hidden.shape[2])  # of the prompt, which does not count
         return self._logprobs(torch.cat([unknown, hidden], 1), head, self.sampling)
 

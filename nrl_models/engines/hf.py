@@ -22,6 +22,7 @@ from nrl_models.common.projections import groups_of
 from nrl_models.common.recording import record_calls
 from nrl_models.common.state_dict.adapter import adapter_of
 from nrl_models.common.state_dict.mtp import MTPNames
+from nrl_models.common.upstream import cache_in, cache_input
 from nrl_models.engines.base import Engine, require_lengths, require_number
 from nrl_models.engines.digests import tensor_digest
 from nrl_models.engines.engine_types import (
@@ -282,7 +283,8 @@ class HFEngine(Engine):
         inputs: dict[str, Any] = {"input_ids": batch, "use_cache": False}
         if decode_last:
             before = self.model(input_ids=batch[:, :-1], use_cache=True)
-            inputs = {"input_ids": batch[:, -1:], "use_cache": True, "past_key_values": before.past_key_values}
+            cache = cache_input(self.model.forward, cache_in(before))
+            inputs = {"input_ids": batch[:, -1:], "use_cache": True, **cache}
         with record_calls(self.model) as calls:
             logits = self.model(**inputs).logits
         classes = {name: type(module).__name__ for name, module in self.model.named_modules()}

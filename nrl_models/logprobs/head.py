@@ -22,6 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from nrl_models.common.forward.routing import own_routing
 from nrl_models.common.recording import forward_replaced
+from nrl_models.common.upstream import CACHE_NAMES
 from nrl_models.errors import HeadError, UnknownArgumentError
 
 PROBE = (0.0, 2.0**-10, -(2.0**-10), 0.5, -0.5, 1.0, -1.0, 3.0, -7.0, 20.0, -45.0, 100.0, 2.0**20, -(2.0**20))
@@ -89,7 +90,7 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
 
 NOT_TAKEN = {
     "use_cache": "whole sequences are computed, and no cache comes back: leave it out, or pass False",
-    "past_key_values": "whole sequences are computed, from their first token on: leave it out",
+    **dict.fromkeys(CACHE_NAMES, "whole sequences are computed, from their first token on: leave it out"),
     "labels": "log-probabilities are computed, and no loss: leave them out",
     "logits_to_keep": "`score` says which tokens are scored: leave it out",
 }

@@ -19,6 +19,7 @@ from nrl_models.common.modules import is_at
 from nrl_models.common.projections.tracing import Trace, trace_linears
 from nrl_models.common.random_states import random_states_kept
 from nrl_models.common.state_dict.adapter import StateDictAdapter
+from nrl_models.common.upstream import cache_in, cache_input
 from nrl_models.errors import one_line
 from nrl_models.inputs.audio import AUDIO, takes_audio
 from nrl_models.inputs.images import PIXELS, Inputs, takes_images
@@ -281,5 +282,5 @@ def offsets_stay(model: PreTrainedModel, with_images: Inputs, text: torch.Tensor
 
 def _decoded(model: PreTrainedModel, text: torch.Tensor) -> torch.Tensor:
     """The logits of the last token, by way of a cache."""
-    cache = model(input_ids=text[:, :-1], use_cache=True).past_key_values
-    return model(input_ids=text[:, -1:], past_key_values=cache, use_cache=True).logits
+    cache = cache_in(model(input_ids=text[:, :-1], use_cache=True))
+    return model(input_ids=text[:, -1:], use_cache=True, **cache_input(model.forward, cache)).logits

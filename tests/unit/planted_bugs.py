@@ -11,6 +11,7 @@ from transformers.models.opt import modeling_opt as opt
 from transformers.models.qwen2 import modeling_qwen2 as biased
 
 from nrl_models.common.projections import CombinedGateUp, CombinedProjections, CombinedQKV, LinearGroup
+from nrl_models.common.upstream import CACHE_NAMES
 from nrl_models.family import FamilyModel
 
 
@@ -83,8 +84,8 @@ class UnmaskedForCausalLM(Nova, hf.LlamaForCausalLM):
 
 
 class Forgetful(CombinedQKV, hf.LlamaAttention):
-    def forward(self, *args: Any, past_key_values: Any = None, **kwargs: Any) -> Any:
-        return super().forward(*args, past_key_values=None, **kwargs)
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(*args, **kwargs | dict.fromkeys(kwargs.keys() & {*CACHE_NAMES}))
 
 
 class ForgetfulForCausalLM(Nova, hf.LlamaForCausalLM):

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from nrl_models.common.switches import is_off
+from nrl_models.common.upstream import cache_in, named_arguments
 
 
 class PackedTextPositions(nn.Module):
@@ -19,18 +20,14 @@ class PackedTextPositions(nn.Module):
 
     handles_quirks: ClassVar[tuple[str, ...]] = ("mrope-packed-documents",)
 
-    def forward(
-        self,
-        input_ids: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Arguments and results are upstream's; `position_ids` `(batch, tokens)`, `(3, batch, ...)` or `(4, ...)`."""
+        upstream: Any = super()
+        inputs = named_arguments(upstream.forward, args, kwargs)
+        position_ids = inputs.get("position_ids")
         if position_ids is not None and position_ids.ndim == 2 and not is_off("mrope-packed-documents"):
-            position_ids = position_ids[None].expand(4, -1, -1)
-        return super().forward(input_ids, attention_mask, position_ids, *args, **kwargs)
+            inputs["position_ids"] = position_ids[None].expand(4, -1, -1)
+        return upstream.forward(**inputs)
 
 
 class FreshPositions(nn.Module):
@@ -42,12 +39,12 @@ class FreshPositions(nn.Module):
 
     handles_quirks: ClassVar[tuple[str, ...]] = ("mrope-stale-offsets",)
 
-    def compute_3d_position_ids(
-        self, input_ids: torch.Tensor | None = None, *args: Any, past_key_values: Any = None, **kwargs: Any
-    ) -> torch.Tensor | None:
+    def compute_3d_position_ids(self, *args: Any, **kwargs: Any) -> torch.Tensor | None:
         """Arguments and results are upstream's."""
-        is_new = past_key_values is None or past_key_values.get_seq_length() == 0
-        if is_new and input_ids is not None and not is_off("mrope-stale-offsets"):
-            self.rope_deltas = None
         upstream: Any = super()
-        return upstream.compute_3d_position_ids(input_ids, *args, past_key_values=past_key_values, **kwargs)
+        inputs = named_arguments(upstream.compute_3d_position_ids, args, kwargs)
+        cache = cache_in(inputs)
+        is_new = cache is None or cache.get_seq_length() == 0
+        if is_new and inputs.get("input_ids") is not None and not is_off("mrope-stale-offsets"):
+            self.rope_deltas = None
+        return upstream.compute_3d_position_ids(**inputs)

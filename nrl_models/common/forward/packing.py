@@ -18,6 +18,7 @@ from torch import nn
 from nrl_models.common.forward.document_masks import attend_by_document
 from nrl_models.common.forward.documents import Documents, carry_documents, running, starts_of
 from nrl_models.common.switches import is_off
+from nrl_models.common.upstream import cache_in
 
 Forward = Callable[..., Any]
 
@@ -33,7 +34,7 @@ def keep_documents_apart(forward: Forward) -> Forward:
     positions, or say what these are.
 
     Args:
-        forward: unbound, taking `attention_mask`, `position_ids` `(batch, length)` and `past_key_values` by name.
+        forward: unbound, taking `attention_mask`, `position_ids` `(batch, length)` and a cache by name.
     """
     signature = inspect.signature(forward).parameters
     parameters = [name for name, parameter in signature.items() if parameter.kind != parameter.VAR_KEYWORD]
@@ -49,12 +50,7 @@ def keep_documents_apart(forward: Forward) -> Forward:
         mask, positions = given.get("attention_mask"), given.get("position_ids")
         if given.get("cu_seq_lens_q") is not None and not torch.compiler.is_compiling():
             positions = given["position_ids"] = _checked_positions(given, mask)
-        if (
-            positions is None
-            or not _is_2d(positions)
-            or given.get("past_key_values") is not None
-            or torch.compiler.is_compiling()
-        ):
+        if positions is None or not _is_2d(positions) or cache_in(given) is not None or torch.compiler.is_compiling():
             return forward(self, *args, **kwargs)
         if mask is None:
             mask = torch.ones_like(positions)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeGuard
 
 import torch
 from torch import nn
@@ -23,8 +23,8 @@ class CombinedProjections(nn.Module):
         class DeepseekV3Attention(CombinedProjections, hf.DeepseekV3Attention):
             combined = {"qkv_a_proj": ("q_a_proj", "q_proj", "kv_a_proj_with_mqa")}
 
-    A group's linears that a module lacks (absent or None: a configuration without `q_a_proj`, a
-    layer that reuses another's keys) are left out; with fewer than two left the group is not formed. Where a
+    A group's linears that a module lacks are left out: absent or None (a configuration without `q_a_proj`, a layer that
+    reuses another's keys), or inside a module of their own. With fewer than two left the group is not formed. Where a
     configuration gives a bias to only some of them, the majority is combined, and the others stay as they are.
 
     Where a class is used for self-attention and for cross-attention, its linears read one input in the former and two
@@ -58,9 +58,7 @@ class CombinedProjections(nn.Module):
         for group_name, names in self.combined.items():
             if group_name in self.places and not is_at(name, self.places[group_name]):
                 continue
-            linears = _alike_in_bias(
-                {each: linear for each in names if (linear := getattr(self, each, None)) is not None}
-            )
+            linears = _alike_in_bias({each: linear for each in names if _is_layer(linear := getattr(self, each, None))})
             if len(linears) >= 2 and group_name not in self.__dict__:
                 # Not registered: code that walks the model finds Hugging Face's modules, and no other.
                 self.__dict__[group_name] = group = LinearGroup(linears)
@@ -167,6 +165,11 @@ KNOWN_GROUPS: Mapping[tuple[str, ...], type[CombinedProjections]] = {
     tuple(linears): made for made in (CombinedQKV, CombinedGateUp) for linears in made.combined.values()
 }
 """Groups that have a class of their own."""
+
+
+def _is_layer(member: Any) -> TypeGuard[nn.Linear]:
+    """Return whether a group's member is a layer itself: some versions of transformers put it into a module."""
+    return member is not None and not any(member.children())
 
 
 def combine_groups(*groups: str) -> type[CombinedProjections]:

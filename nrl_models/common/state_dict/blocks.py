@@ -19,6 +19,7 @@ from math import prod
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from nrl_models.common.state_dict.boxes import dimension_runs
 from nrl_models.common.state_dict.views import HFTensor, Step, View, is_viewable, place_of
 from nrl_models.errors import Problem, ProblemKind, ShardingError
 
@@ -108,7 +109,7 @@ def _stepped(block: Block, method: str, args: tuple[int, ...]) -> Block | None:
 def _reshaped(block: Block, old: Sequence[int], new: Sequence[int]) -> list[Block]:
     """`block` of a tensor of shape `old`, as blocks of the same tensor of shape `new`."""
     blocks, dim = [block], 0
-    for before, after in _groups(old, new):
+    for before, after in dimension_runs(old, new):
         if not before:
             blocks = [Block((*each.offset[:dim], 0, *each.offset[dim:]), each.tensor.unsqueeze(dim)) for each in blocks]
         for place in reversed(range(1, len(before))):
@@ -121,22 +122,6 @@ def _reshaped(block: Block, old: Sequence[int], new: Sequence[int]) -> list[Bloc
             blocks = [Block((*each.offset[:dim], *each.offset[dim + 1 :]), each.tensor.squeeze(dim)) for each in blocks]
         dim += len(after)
     return blocks
-
-
-def _groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[list[int], list[int]]]:
-    """Runs of dimensions of `old` and of `new` that hold the same elements, as short as possible."""
-    result: list[tuple[list[int], list[int]]] = []
-    left, right = list(old), list(new)
-    while left or right:
-        before = [left.pop(0)] if left else []
-        after = [right.pop(0)] if right else []
-        while prod(before) != prod(after):
-            if prod(before) < prod(after):
-                before.append(left.pop(0))
-            else:
-                after.append(right.pop(0))
-        result.append((before, after))
-    return result
 
 
 def _merged(block: Block, dim: int, inner: int) -> list[Block]:

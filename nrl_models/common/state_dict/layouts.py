@@ -19,7 +19,8 @@ from transformers import PreTrainedModel
 
 from nrl_models.common.garbage import no_collections
 from nrl_models.common.state_dict.layer_patterns import convert_by_layer, ignore_indices
-from nrl_models.common.state_dict.views import HFTensor, TracedTensor, View
+from nrl_models.common.state_dict.traced_tensor import TracedTensor
+from nrl_models.common.state_dict.views import HFTensor, View
 from nrl_models.common.upstream import (
     PrefixChange,
     Renaming,

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from transformers.activations import ACT2CLS
 
 from nrl_models.common.recording import record_calls
+from nrl_models.common.upstream import CACHE_NAMES
 from nrl_models.devtools.mutants.groups import TRAINING
 from nrl_models.devtools.mutants.planting import (
     Bug,
@@ -73,6 +74,11 @@ def _attends(*arguments: str) -> Callable[[str, nn.Module], bool]:
     return lambda name, module: (
         "Attention" in type(module).__name__ and set(arguments) <= set(parameters_of(type(module)))
     )
+
+
+def _uses_cache(name: str, module: nn.Module) -> bool:
+    """Attention modules whose forward takes a key-value cache."""
+    return any(_attends(argument)(name, module) for argument in CACHE_NAMES)
 
 
 def _without(*arguments: str) -> Callable[[nn.Module], Mapping[str, Any]]:
@@ -236,7 +242,7 @@ MUTANTS = (
     Mutant(
         "cache not used",
         "an attention that attends to the new word alone",
-        in_modules(_attends("past_key_values"), _without("past_key_values")),
+        in_modules(_uses_cache, _without(*CACHE_NAMES)),
         ("test_cached_decode", "test_decoded_steps"),
     ),
     Mutant(

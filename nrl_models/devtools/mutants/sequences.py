@@ -13,6 +13,7 @@ from torch import nn
 from nrl_models.common.forward import document_masks, routing
 from nrl_models.common.forward.documents import Documents, documents_running, running
 from nrl_models.common.forward.layer_by_document import ByDocument
+from nrl_models.common.upstream import CACHE_NAMES, cache_in, cache_input, cache_name
 from nrl_models.devtools.mutants.planting import Mutant, Patch, called_with, in_code, wrapped
 from nrl_models.parity.noise import logits_and_routing
 from nrl_models.testing.case import FamilyCase
@@ -39,16 +40,17 @@ def _without_positions(model: nn.Module, given: dict[str, Any]) -> dict[str, Any
     if given.get("attention_mask") is None or positions is None or positions.ndim != 2:
         return given
     # As many as there are words and padding together, from wherever a cache ends.
-    first = positions.max() - positions.shape[1] + 1 if given.get("past_key_values") is not None else 0
+    first = positions.max() - positions.shape[1] + 1 if cache_in(given) is not None else 0
     return given | {"position_ids": (torch.arange(positions.shape[1], device=positions.device) + first)[None]}
 
 
 def _stale_cache(forward: Callable[..., Any], self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    cache = kwargs.get("past_key_values")
+    cache = cache_in(kwargs)
     if cache is None or not kwargs.get("use_cache"):
         return forward(self, *args, **kwargs)
-    output = forward(self, *args, **(kwargs | {"past_key_values": copy.deepcopy(cache)}))
-    output.past_key_values = cache
+    others = {name: value for name, value in kwargs.items() if name not in CACHE_NAMES}
+    output = forward(self, *args, **others, **cache_input(forward, copy.deepcopy(cache)))
+    output[cache_name(type(output))] = cache
     return output
 
 
@@ -156,7 +158,7 @@ MUTANTS = (
         "a stale cache returned",
         "what a step computes is not in the cache that the next one gets",
         in_code(
-            lambda case: _takes("past_key_values")(case) and case.model().can_generate(),
+            lambda case: any(_takes(name)(case) for name in CACHE_NAMES) and case.model().can_generate(),
             lambda case: [wrapped(case.model_class, "forward", _stale_cache)],
             probed=True,
         ),

@@ -29,7 +29,7 @@ class BaichuanConfig(PreTrainedConfig):
     """
 
     model_type = "baichuan"
-    keys_to_ignore_at_inference = ["past_key_values"]
+    keys_to_ignore_at_inference = ["cache", "past_key_values"]
     base_model_tp_plan = LlamaConfig.base_model_tp_plan
     base_model_pp_plan = LlamaConfig.base_model_pp_plan
 

@@ -34,7 +34,7 @@ from transformers.models.mistral.modeling_mistral import MistralMLP
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
-from nrl_models.common.upstream import Chunk, WeightConverter, register_checkpoint_conversion_mapping
+from nrl_models.common.upstream import Chunk, WeightConverter, cache_name, register_checkpoint_conversion_mapping
 from nrl_models.families.baichuan.configuration import BaichuanConfig
 
 
@@ -46,6 +46,12 @@ def alibi_slopes(heads: int) -> list[float]:
     power = 2 ** math.floor(math.log2(heads))
     slopes = [2 ** (-8 * (head + 1) / power) for head in range(power)]
     return slopes if power == heads else slopes + alibi_slopes(2 * power)[::2][: heads - power]
+
+
+# Names of the cache in upstream's functions, read once.
+_LAYER_CACHE = cache_name(llama.LlamaDecoderLayer.forward)
+_MASK_CACHE = cache_name(create_causal_mask)
+_OUTPUT_CACHE = cache_name(BaseModelOutputWithPast)
 
 
 class BaichuanAttention(nn.Module):
@@ -70,18 +76,23 @@ class BaichuanAttention(nn.Module):
         hidden_states: torch.Tensor,
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
         attention_mask: torch.Tensor | None = None,
+        cache: Cache | None = None,
         past_key_values: Cache | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Output `(B, Q, hidden)` and, from eager attention, the weights `(B, H, Q, K)`."""
+        """Output `(B, Q, hidden)` and, from eager attention, the weights `(B, H, Q, K)`.
+
+        The cache comes as `past_key_values` from transformers before 5.24.
+        """
+        cache = past_key_values if cache is None else cache
         query, key, value = (
             rearrange(projection(hidden_states), "b t (heads d) -> b heads t d", d=self.head_dim)
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
         if position_embeddings is not None:
             query, key = llama.apply_rotary_pos_emb(query, key, *position_embeddings)
-        if past_key_values is not None:
-            key, value = past_key_values.update(key, value, self.layer_idx)
+        if cache is not None:
+            key, value = cache.update(key, value, self.layer_idx)
         attend: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, llama.eager_attention_forward
         )
@@ -150,26 +161,31 @@ class BaichuanModel(BaichuanPreTrainedModel):
         input_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         inputs_embeds: torch.Tensor | None = None,
         use_cache: bool | None = None,
+        past_key_values: Cache | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
-        """Hidden states `(B, Q, hidden)`. Arguments are those of every decoder in transformers."""
+        """Hidden states `(B, Q, hidden)`. Arguments are those of every decoder in transformers.
+
+        The cache comes as `past_key_values` from transformers before 5.24.
+        """
+        cache = past_key_values if cache is None else cache
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
-        if use_cache and past_key_values is None:
-            past_key_values = DynamicCache(config=self.config)
-        seen = past_key_values.get_seq_length() if past_key_values is not None else 0
+        if use_cache and cache is None:
+            cache = DynamicCache(config=self.config)
+        seen = cache.get_seq_length() if cache is not None else 0
         if position_ids is None:
             position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device)[None] + seen
         mask_inputs: dict[str, Any] = {
             "inputs_embeds": inputs_embeds,
             "attention_mask": attention_mask,
-            "past_key_values": past_key_values,
             "position_ids": position_ids,
+            _MASK_CACHE: cache,
         }
         mask: Any
         if self.rotary_emb is None:
@@ -184,11 +200,12 @@ class BaichuanModel(BaichuanPreTrainedModel):
                 attention_mask=mask,
                 position_embeddings=positions,
                 position_ids=position_ids,
-                past_key_values=past_key_values,
                 use_cache=use_cache,
+                **{_LAYER_CACHE: cache},
                 **kwargs,
             )
-        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values)
+        output: Any = {"last_hidden_state": self.norm(hidden_states), _OUTPUT_CACHE: cache}
+        return BaseModelOutputWithPast(**output)
 
     def _alibi_mask(self, seen: int | torch.Tensor, mask_inputs: dict[str, Any]) -> torch.Tensor:
         """The causal mask with each head's penalty on distance, `(B, H, Q, K)`, to be added to the scores.

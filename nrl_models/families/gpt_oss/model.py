@@ -2,13 +2,13 @@
 
 from typing import Any
 
-import torch
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.models.gpt_oss import modeling_gpt_oss as hf
 
 from nrl_models.common.config.keys import declared_keys
 from nrl_models.common.projections import CombinedQKV
 from nrl_models.common.switches import is_off
+from nrl_models.common.upstream import cache_in, cache_input, named_arguments
 from nrl_models.families.published import decoder_sizes
 from nrl_models.family import FamilyModel
 
@@ -18,32 +18,26 @@ class GptOssModel(hf.GptOssModel):
 
     handles_quirks = ("masks-without-positions",)
 
-    def forward(
-        self,
-        input_ids: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | dict[str, Any] | None = None,
-        position_ids: torch.Tensor | None = None,
-        past_key_values: Any = None,
-        inputs_embeds: torch.Tensor | None = None,
-        **kwargs: Any,
-    ) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Arguments and results are upstream's."""
-        is_off_here = is_off("masks-without-positions")
-        if attention_mask is None and position_ids is not None and past_key_values is None and not is_off_here:
-            inputs_embeds = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        inputs = named_arguments(super().forward, args, kwargs)
+        position_ids, is_off_here = inputs.get("position_ids"), is_off("masks-without-positions")
+        has_mask = inputs.get("attention_mask") is not None or cache_in(inputs) is not None
+        if position_ids is not None and not has_mask and not is_off_here:
+            if inputs.get("inputs_embeds") is None:
+                inputs["inputs_embeds"] = self.embed_tokens(inputs.pop("input_ids"))
             mask_inputs: dict[str, Any] = {
                 "config": self.config,
-                "inputs_embeds": inputs_embeds,
+                "inputs_embeds": inputs["inputs_embeds"],
                 "attention_mask": None,
-                "past_key_values": None,
                 "position_ids": position_ids,
+                **cache_input(create_causal_mask, None),
             }
-            input_ids = None
-            attention_mask = {
+            inputs["attention_mask"] = {
                 "full_attention": create_causal_mask(**mask_inputs),
                 "sliding_attention": create_sliding_window_causal_mask(**mask_inputs),
             }
-        return super().forward(input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, **kwargs)
+        return super().forward(**inputs)
 
 
 class GptOssFamily(FamilyModel):

@@ -49,7 +49,7 @@ class KimiVLConfig(PreTrainedConfig):
     model_type = "kimi_vl"
     sub_configs = {"vision_config": MoonViTConfig, "text_config": DeepseekV3Config}
     attribute_map = {"image_token_id": "media_placeholder_token_id"}
-    keys_to_ignore_at_inference = ["past_key_values"]
+    keys_to_ignore_at_inference = ["cache", "past_key_values"]
 
     vision_config: dict[str, Any] | PreTrainedConfig | None = None
     text_config: dict[str, Any] | PreTrainedConfig | None = None

@@ -10,6 +10,7 @@ Shape suffixes: `P` patches of all images, `N` images, `T` tokens of all images,
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,14 +22,14 @@ from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
 from transformers.generation import GenerationMixin
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_outputs import BaseModelOutput
+from transformers.modeling_outputs import BaseModelOutput, CausalLMOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3ForCausalLM, eager_attention_forward
-from transformers.models.llava.modeling_llava import LlavaCausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
+from nrl_models.common.upstream import CACHE_NAMES, cache_input
 from nrl_models.families.kimi_vl.configuration import KimiVLConfig, MoonViTConfig
 
 # The vision tower
@@ -148,6 +149,17 @@ class MoonViTEncoder(nn.Module):
         self.final_layernorm = nn.LayerNorm(config.hidden_size)
 
 
+@dataclass
+class KimiVLCausalLMOutputWithPast(CausalLMOutputWithPast):
+    """The output of a causal language model, and the images it saw.
+
+    Args:
+        image_hidden_states: `(T, hidden)`, embeddings of all images; None without images.
+    """
+
+    image_hidden_states: torch.Tensor | None = None
+
+
 class KimiVLPreTrainedModel(PreTrainedModel):
     """What Kimi-VL's models share."""
 
@@ -156,7 +168,7 @@ class KimiVLPreTrainedModel(PreTrainedModel):
     input_modalities = ("image", "text")  # type: ignore[assignment]  # as transformers writes it
     supports_gradient_checkpointing = True
     _no_split_modules = ["MoonViTEncoderLayer", "DeepseekV3DecoderLayer"]
-    _skip_keys_device_placement = ["past_key_values"]
+    _skip_keys_device_placement = list(CACHE_NAMES)
     _supports_flash_attn = True
     _supports_sdpa = True
     _supports_attention_backend = True
@@ -280,13 +292,14 @@ class KimiVLForConditionalGeneration(KimiVLPreTrainedModel, GenerationMixin):
         image_grid_hws: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         inputs_embeds: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
+        past_key_values: Cache | None = None,
         **kwargs: Any,
-    ) -> LlavaCausalLMOutputWithPast:
+    ) -> KimiVLCausalLMOutputWithPast:
         """Logits, and the loss for `labels`.
 
         Args:
@@ -315,16 +328,16 @@ class KimiVLForConditionalGeneration(KimiVLPreTrainedModel, GenerationMixin):
             inputs_embeds=inputs_embeds,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=past_key_values,
             use_cache=use_cache,
             logits_to_keep=logits_to_keep,
+            **cache_input(self.language_model.forward, past_key_values if cache is None else cache),
             **kwargs,
         )
         loss = None
         if labels is not None:
             more = {"vocab_size": self.config.text_config.vocab_size, "ignore_index": self.config.ignore_index}
             loss = self.loss_function(logits=outputs.logits, labels=labels, **more, **kwargs)
-        return LlavaCausalLMOutputWithPast(loss=loss, **outputs, image_hidden_states=images)
+        return KimiVLCausalLMOutputWithPast(loss=loss, **outputs, image_hidden_states=images)
 
     def _places(self, input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor) -> torch.Tensor:
         """Where images go, `(batch, tokens)`."""
@@ -334,7 +347,7 @@ class KimiVLForConditionalGeneration(KimiVLPreTrainedModel, GenerationMixin):
         embedding = self.get_input_embeddings()(torch.tensor(token, device=inputs_embeds.device))
         return (inputs_embeds == embedding).all(-1)
 
-    def prepare_inputs_for_generation(  # type: ignore[override]
+    def prepare_inputs_for_generation(
         self,
         input_ids: Any,
         pixel_values: torch.Tensor | None = None,

@@ -16,6 +16,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from nrl_models.common.forward.packing import token_positions
 from nrl_models.common.forward.routing import replay_routing
+from nrl_models.common.upstream import cache_in, cache_input
 from nrl_models.inputs.images import in_order
 from nrl_models.inputs.model_inputs import FIRST_TEXT_TOKEN
 from nrl_models.parity.noise import logits_and_routing, logits_of
@@ -231,9 +232,8 @@ def test_cached_decode(family_case: FamilyCase) -> None:
         output = model(input_ids=input_ids[:, :10], use_cache=True)
         steps = [output.logits]
         for token in range(10, 14):
-            output = model(
-                input_ids=input_ids[:, token : token + 1], past_key_values=output.past_key_values, use_cache=True
-            )
+            cache = cache_input(model.forward, cache_in(output))
+            output = model(input_ids=input_ids[:, token : token + 1], use_cache=True, **cache)
             steps.append(output.logits)
     assert_close(torch.cat(steps, dim=1), full, scale=10)
 
@@ -263,8 +263,8 @@ def decoded_steps(model: PreTrainedModel, inputs: Mapping[str, torch.Tensor], st
     logits = [output.logits]
     for step in range(steps):
         word = torch.full_like(inputs[f"{prefix}input_ids"][:, :1], FIRST_TEXT_TOKEN + 1 + step)
-        next_word = {f"{prefix}input_ids": word, "past_key_values": output.past_key_values}
-        output = model(**again, **next_word, use_cache=True)
+        cache = cache_input(model.forward, cache_in(output))
+        output = model(**again, **{f"{prefix}input_ids": word}, **cache, use_cache=True)
         logits.append(output.logits)
     return logits
 

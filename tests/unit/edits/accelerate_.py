@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM
 from edits.files import stored
 from edits.outcome import Outcome
 from edits.table import Subject, edit, forward, gradients, step, values
+from nrl_models.common.upstream import CACHE_NAMES
 
 
 def accelerator(**options) -> Accelerator:
@@ -176,7 +177,7 @@ def one_part_is_dispatched_to_disk(subject: Subject) -> Outcome:
     device_map = {name: "cpu" for name, module in subject.model.named_modules() if not list(module.children()) and name}
     device_map["model.layers.0.self_attn.v_proj"] = "disk"
     dispatch_model(
-        subject.model, device_map, "cpu", offload_dir=str(subject.folder), skip_keys="past_key_values", force_hooks=True
+        subject.model, device_map, "cpu", offload_dir=str(subject.folder), skip_keys=list(CACHE_NAMES), force_hooks=True
     )
     return {"logits": forward(subject), "meta": on_meta(subject), "again": forward(subject)}
 

@@ -20,6 +20,7 @@ from nrl_models.common.forward import layer_by_document
 from nrl_models.common.forward.documents import Documents, documents_running, running
 from nrl_models.common.forward.layer_by_document import ByDocument, DecoderByDocument
 from nrl_models.common.projections import CombinedProjections
+from nrl_models.common.upstream import cache_in
 from nrl_models.logprobs import token_logprobs
 from nrl_models.logprobs.microbatches import Layout, layout_of
 from nrl_models.testing.case import FamilyCase
@@ -115,7 +116,7 @@ def test_outputs_of_decoders_are_joined() -> None:
         output = StackByDocument()(hidden)
         with pytest.raises(ValueError, match="output_attentions"):
             StackByDocument()(hidden, (hidden,))
-    assert output.past_key_values is None
+    assert cache_in(output) is None
     torch.testing.assert_close(output.hidden_states, (hidden, expected))
     torch.testing.assert_close(output.router_logits, (expected.flatten(0, 1),))
 

@@ -26,6 +26,7 @@ class Spy(torch.nn.Module):
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
         past_key_values: object = None,
+        cache: object = None,
         use_cache: bool | None = None,
     ) -> torch.Tensor | None:
         return attention_mask
@@ -156,9 +157,10 @@ def test_boundaries_say_what_positions_do(model: PreTrainedModel) -> None:
         assert torch.equal(model(ids, position_ids=PACKED, **told).logits, apart)
 
 
-def test_a_cache_is_another_matter() -> None:
-    mask = torch.ones(1, 3, dtype=torch.long)
-    assert Spy().forward(attention_mask=mask, position_ids=torch.tensor([[0, 1, 0]]), past_key_values=object()) is mask
+@pytest.mark.parametrize("name", ["cache", "past_key_values"])
+def test_masks_are_kept_with_a_cache(name: str) -> None:
+    mask, cache = torch.ones(1, 3, dtype=torch.long), {name: object()}
+    assert Spy().forward(attention_mask=mask, position_ids=torch.tensor([[0, 1, 0]]), **cache) is mask
 
 
 def test_other_masks_are_the_callers_business() -> None:

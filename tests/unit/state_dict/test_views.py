@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-from nrl_models.common.state_dict.views import HFTensor, NotAViewError, Piece, Place, TracedTensor, View
+from nrl_models.common.state_dict.boxes import NotAViewError
+from nrl_models.common.state_dict.traced_tensor import TracedTensor
+from nrl_models.common.state_dict.views import HFTensor, Piece, Place, View
 
 SHAPE = (6, 4, 10)
 
@@ -152,6 +155,29 @@ OPERATIONS: dict[str, Callable[[torch.Tensor], Any]] = {
     "cat along another dim": lambda t: torch.cat(t.chunk(2, dim=0), dim=1),
     "cat of transposed": lambda t: torch.cat([t[:2].transpose(1, 2), t[2:].transpose(1, 2)]),
     "cat, nested": lambda t: torch.cat([torch.cat([t[4:], t[:1]]), t[1:4]]),
+    "stack": lambda t: torch.stack([t[:2], t[3:5]], dim=1),
+    "stack of one tensor twice": lambda t: torch.stack([t, t]),
+    "unsqueeze": lambda t: t[None].unsqueeze(-1),
+    "permute": lambda t: t.permute(2, 0, 1),
+    "movedim": lambda t: t.movedim(0, -1),
+    "t": lambda t: t[0].t(),
+    "integer indexing": lambda t: t[:, [0, 3]],
+    "integer indexing, a run": lambda t: t[:, [1, 2, 3]],
+    "integer indexing, negative and repeated": lambda t: t[torch.tensor([-1, 0, -1])],
+    "index_select": lambda t: t.index_select(2, torch.tensor([4, 9, 0])),
+    "new_zeros": lambda t: torch.cat([t, t.new_zeros(2, *t.shape[1:])]),
+    "zeros_like": lambda t: torch.cat([torch.zeros_like(t), t], dim=2),
+    "pad": lambda t: nn.functional.pad(t, (1, 2, 0, 0, 3, 0)),
+    "joined, narrowed": lambda t: torch.cat([t[4:], t[:3]])[1:4],
+    "joined, narrowed to a part": lambda t: torch.cat([t[4:], t[:3]])[:2],
+    "joined, selected": lambda t: torch.cat([t[4:], t[:3]])[3],
+    "joined, selected across": lambda t: torch.cat([t[4:], t[:3]])[:, 2],
+    "joined, transposed": lambda t: torch.cat([t[4:], t[:3]]).transpose(0, 2),
+    "joined, flattened": lambda t: torch.cat([t[:, 3:], t[:, :1]], dim=1).flatten(0, 1),
+    "joined, flattened whole": lambda t: torch.cat([t[:, 3:], t[:, :1]], dim=1).flatten(),
+    "joined, split where it is filled": lambda t: torch.cat([t[4:], t[:3]]).unflatten(2, (2, 5)),
+    "joined, integer indexing": lambda t: t[:, [0, 3]].flatten(0, 1),
+    "padded, flattened": lambda t: torch.cat([t, t.new_zeros(6, 1, 10)], dim=1).flatten(0, 1),
 }
 
 
@@ -175,11 +201,12 @@ def test_tracing_records_what_torch_does(operation: Callable[[torch.Tensor], Any
         lambda t: t * 2,
         lambda t: 1 - t,
         lambda t: t @ t.transpose(1, 2),
-        lambda t: torch.stack([t, t]),
         lambda t: t.flip(0),
         lambda t: t[::2],
-        lambda t: t[None],
-        lambda t: t[torch.tensor([0, 1])],
+        lambda t: t[torch.tensor([0, 1]), torch.tensor([0, 1])],
+        lambda t: t[torch.tensor([[0, 1]])],
+        lambda t: nn.functional.pad(t, (1, 0), value=1.0),
+        lambda t: torch.cat([t[:2], t[4:]]).reshape(2, 2, 4, 10),
         lambda t: t.repeat(2, 1, 1),
     ],
 )
@@ -219,8 +246,11 @@ def test_a_tensor_joined_from_two_parameters() -> None:
     target = torch.zeros(4, 3)
     tensor.write_into("right", target, whole)
     assert torch.equal(target, right)
-    with pytest.raises(NotAViewError, match="joined from several"):
-        joined.transpose(0, 1)
+    transposed = joined.transpose(0, 1)
+    swapped = HFTensor("t", tuple(transposed.shape), transposed.pieces)
+    assert torch.equal(swapped.read({"left": left, "right": right}), whole.t())
+    swapped.write_into("right", target.zero_(), whole.t())
+    assert torch.equal(target, right)
 
 
 def test_a_whole_tensor_reads_as_itself() -> None:

@@ -8,9 +8,11 @@ import pytest
 import torch
 from checkpoints import edit_config, stored
 from torch.nn import functional as F
+from transformers.masking_utils import create_causal_mask
 
 from nrl_models import AutoModelForCausalLM
 from nrl_models.common.projections import report
+from nrl_models.common.upstream import cache_input
 from nrl_models.families.baichuan import modeling as hf
 from nrl_models.families.baichuan.configuration import BaichuanConfig
 from nrl_models.families.baichuan.model import BaichuanForCausalLM
@@ -56,9 +58,8 @@ def test_alibi_attention_equals_the_plain_formula(attn: str) -> None:
     model = new_reference(num_attention_heads=12, hidden_size=240)  # twelve heads: slopes of two sequences
     model.set_attn_implementation(attn)
     layer, states = model.model.layers[0].self_attn, torch.randn(2, 9, 240)
-    mask = model.model._alibi_mask(
-        0, {"inputs_embeds": states, "attention_mask": None, "past_key_values": None, "position_ids": None}
-    )
+    mask_inputs = {"inputs_embeds": states, "attention_mask": None, "position_ids": None}
+    mask = model.model._alibi_mask(0, mask_inputs | cache_input(create_causal_mask, None))
     with torch.no_grad():
         actual, _ = layer(states, attention_mask=mask)
         query, key, value = (

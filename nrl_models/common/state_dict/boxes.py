@@ -1,0 +1,161 @@
+"""Boxes: a tensor joined from several parameters, as axis-aligned regions that steps can be applied to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+
+from nrl_models.common.state_dict.views import Piece, Step, View
+from nrl_models.errors import NRLModelsError
+
+
+class NotAViewError(NRLModelsError):
+    """An operation that is not a view of a parameter was applied to a `TracedTensor`.
+
+    Not a `TypeError`: torch's operators (`tensor * 2`) replace that one by their own.
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A region of a joined tensor, and the view of a parameter that fills it.
+
+    Args:
+        view: of shape `shape`.
+        offset: where the region begins, in each dimension of the joined tensor.
+        shape: its size in each dimension.
+    """
+
+    view: View
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    def narrowed(self, dim: int, start: int, length: int) -> Box | None:
+        """The part of the box within `[start, start + length)` of `dim`, in coordinates of that range."""
+        begin, end = self.offset[dim], self.offset[dim] + self.shape[dim]
+        first, last = max(begin, start), min(end, start + length)
+        if first >= last:
+            return None
+        is_all = last - first == self.shape[dim]
+        view = self.view if is_all else self.view.then("narrow", dim, first - begin, last - first)
+        return Box(view, _replaced(self.offset, dim, first - start), _replaced(self.shape, dim, last - first))
+
+    def selected(self, dim: int, index: int) -> Box | None:
+        """The part of the box at `index` of `dim`, without that dimension."""
+        begin = self.offset[dim]
+        if not begin <= index < begin + self.shape[dim]:
+            return None
+        view = self.view.then("select", dim, index - begin)
+        return Box(view, _without(self.offset, dim), _without(self.shape, dim))
+
+    def transposed(self, dim0: int, dim1: int) -> Box:
+        """The box in the tensor with two dimensions exchanged."""
+        order = list(range(len(self.shape)))
+        order[dim0], order[dim1] = order[dim1], order[dim0]
+        offset, shape = (tuple(sizes[dim] for dim in order) for sizes in (self.offset, self.shape))
+        return Box(self.view.then("transpose", dim0, dim1), offset, shape)
+
+
+def boxes_of(shape: Sequence[int], pieces: Sequence[Piece]) -> list[Box]:
+    """The boxes of a joined tensor of `shape`. Regions of pieces consist of `narrow` steps."""
+    boxes = []
+    for piece in pieces:
+        offset, size = [0] * len(shape), list(shape)
+        for method, (dim, start, length) in piece.region:
+            if method != "narrow":
+                raise ValueError(f"{method} in a region: expected narrow")
+            offset[dim] += start
+            size[dim] = length
+        boxes.append(Box(piece.view, tuple(offset), tuple(size)))
+    return boxes
+
+
+def pieces_of(shape: Sequence[int], boxes: Sequence[Box]) -> tuple[Piece, ...]:
+    """The pieces of a joined tensor of `shape`: one `narrow` for each dimension that a box does not fill."""
+
+    def region(box: Box) -> Iterator[Step]:
+        for dim, (start, length, whole) in enumerate(zip(box.offset, box.shape, shape, strict=True)):
+            if length != whole:
+                yield "narrow", (dim, start, length)
+
+    return tuple(Piece(box.view, tuple(region(box))) for box in boxes)
+
+
+def step_boxes(boxes: Sequence[Box], shape: Sequence[int], method: str, args: tuple[int, ...]) -> list[Box]:
+    """Apply one step to a joined tensor of `shape`.
+
+    Raises:
+        NotAViewError: a reshape divides a dimension that a box fills only in part.
+    """
+    if method == "narrow":
+        return [new for box in boxes if (new := box.narrowed(*args)) is not None]
+    if method == "select":
+        return [new for box in boxes if (new := box.selected(*args)) is not None]
+    if method == "transpose":
+        return [box.transposed(*args) for box in boxes]
+    return [new for box in boxes for new in _reshaped(box, tuple(shape), args)]
+
+
+def _reshaped(box: Box, old: tuple[int, ...], new: tuple[int, ...]) -> list[Box]:
+    """The box in a tensor reshaped from `old` to `new`; several boxes where rows of it move apart."""
+    boxes, done = [box], 0
+    for before, after in dimension_runs(old, new):
+        dims = range(done, done + len(before))
+        boxes = [each for one in boxes for each in _run_reshaped(one, dims, before, after)]
+        done += len(after)
+    return boxes
+
+
+def _run_reshaped(box: Box, dims: range, before: Sequence[int], after: Sequence[int]) -> list[Box]:
+    """Replace the dimensions `dims` of a box, of sizes `before` in the joined tensor, by ones of sizes `after`."""
+    first, last = dims.start, dims.stop
+    sizes = box.shape[first:last]
+    if list(before) == list(after):
+        return [box]
+    if list(sizes) == list(before):
+        offset = (*box.offset[:first], *(0 for _ in after), *box.offset[last:])
+        shape = (*box.shape[:first], *after, *box.shape[last:])
+        return [Box(box.view.then("reshape", *shape), offset, shape)]
+    if len(after) != 1:
+        raise NotAViewError(f"a reshape of {list(before)} to {list(after)} is not a view of a region of {list(sizes)}")
+    # Dimensions behind the last partial one are filled; those before it become separate boxes.
+    partial = max(dim for dim, size in enumerate(sizes) if size != before[dim])
+    inner = prod(before[partial + 1 :])
+    length = sizes[partial] * inner
+    shape = (*box.shape[:first], length, *box.shape[last:])
+    result = []
+    for outer in product(*map(range, sizes[:partial])):
+        view, start = box.view, 0
+        for dim, index in enumerate(outer):
+            view = view.then("select", first, index)
+            start = (start + box.offset[first + dim] + index) * before[dim + 1]
+        start = (start + box.offset[first + partial]) * inner
+        offset = (*box.offset[:first], start, *box.offset[last:])
+        result.append(Box(view.then("reshape", *shape), offset, shape))
+    return result
+
+
+def dimension_runs(old: Sequence[int], new: Sequence[int]) -> list[tuple[list[int], list[int]]]:
+    """Runs of dimensions of `old` and of `new` that hold the same elements, as short as possible."""
+    result: list[tuple[list[int], list[int]]] = []
+    left, right = list(old), list(new)
+    while left or right:
+        before = [left.pop(0)] if left else []
+        after = [right.pop(0)] if right else []
+        while prod(before) != prod(after):
+            if prod(before) < prod(after):
+                before.append(left.pop(0))
+            else:
+                after.append(right.pop(0))
+        result.append((before, after))
+    return result
+
+
+def _replaced(sizes: tuple[int, ...], dim: int, value: int) -> tuple[int, ...]:
+    return (*sizes[:dim], value, *sizes[dim + 1 :])
+
+
+def _without(sizes: tuple[int, ...], dim: int) -> tuple[int, ...]:
+    return (*sizes[:dim], *sizes[dim + 1 :])
