@@ -179,7 +179,9 @@ def image_inputs(model: PreTrainedModel, inputs: Inputs, generator: torch.Genera
     text = inputs["input_ids"] if "input_ids" in inputs else inputs["decoder_input_ids"]
     geometry = Geometry(model.config, *text.shape)
     forward = parameters_of(model.forward)
-    method = feature_method(model, "get_image_features")
+    # Without image tokens there is nothing to count: the forward puts features where a mask says.
+    has_tokens = image_token(model.config) is not None
+    method = feature_method(model, "get_image_features") if has_tokens else None
     known = parameters_of(method or model.forward)
     pixels = next((name for name in PIXELS if name in known), None) or next(name for name in PIXELS if name in forward)
     failures: dict[str, str] = {}

@@ -107,6 +107,7 @@ class CheckpointFiles:
         self._at_exit = weakref.finalize(self, _close, self._handles)
         self.weights_name, self.index_name = (with_variant(name, variant) for name in (WEIGHTS_NAME, INDEX_NAME))
         self.tensors: dict[str, StoredTensor] = {}
+        self._index_dtype: torch.dtype | None = None
         problems: list[Problem] = []
         files = self._files(problems)
         for file, expected in files.items():
@@ -122,9 +123,15 @@ class CheckpointFiles:
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """The dtype of the first tensor of floats wider than 8 bits; None if there is none but dequantised ones."""
-        plain = (tensor.dtype for key, tensor in self.tensors.items() if key not in self.dequantised)
-        return next((dtype for dtype in plain if dtype.is_floating_point and dtype.itemsize > 1), None)
+        """The dtype to load in where the configuration has none: the index's, or the first tensor's, by file and name.
+
+        As in transformers. The order within a file does not count: safetensors writes wide dtypes first, so a single
+        fp32 tensor would decide. None if no tensor is floating point, wider than 8 bits and not dequantized.
+        """
+        stored = (tensor for key, tensor in self.tensors.items() if key not in self.dequantised)
+        in_order = sorted(stored, key=lambda tensor: (tensor.file, tensor.key))
+        found = (tensor.dtype for tensor in in_order if tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1)
+        return self._index_dtype or next(found, None)
 
     def stored_as(self, tensor: StoredTensor) -> str:
         """What the type is called in which the tensor's values are stored."""
@@ -215,6 +222,10 @@ class CheckpointFiles:
         try:
             content = parse_object(index.read(MOST_BYTES + 1), self.index_name, self.folder, ProblemKind.INDEX)
             entries = list(content["weight_map"].items())
+            stated = (content.get("metadata") or {}).get("dtype")
+            dtype = getattr(torch, stated, None) if isinstance(stated, str) else None
+            if isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1:
+                self._index_dtype = dtype
         except CheckpointError as error:
             problems += error.problems
             return {}

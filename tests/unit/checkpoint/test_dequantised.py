@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import assert_same, edit_config, edit_weights, hf_tensors, new_model, problems, stored
-from transformers import DeepseekV3Config, FineGrainedFP8Config, GptOssConfig, PreTrainedModel
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, FineGrainedFP8Config, GptOssConfig, PreTrainedModel
 from versions import since
 
 from nrl_models import AutoModelForCausalLM, CheckpointError
@@ -100,11 +100,12 @@ def fp8(deepseek: PreTrainedModel, tmp_path: Path) -> Path:
 
 
 def plain(folder: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """What a quantised checkpoint stands for."""
+    """The unquantized tensors of a quantized checkpoint; some stay in fp32, which ones depends on transformers."""
     tensors = stored(folder)
+    kept_in_fp32 = DeepseekV3ForCausalLM._keep_in_fp32_modules_strict
     return {
         key: (by_elements(value, tensors[f"{key}_scale_inv"]) if value.dtype == torch.float8_e4m3fn else value).to(
-            torch.float32 if "e_score_correction_bias" in key else dtype
+            torch.float32 if any(part in key for part in kept_in_fp32) else dtype
         )
         for key, value in tensors.items()
         if not key.endswith("_scale_inv")
