@@ -173,6 +173,10 @@ class UnmetRequirementError(FamilyImportError):
     """A package that a registered family needs is missing, or of another version."""
 
 
+class PackageVersionError(NRLModelsError, ValueError):
+    """The installed versions of two packages do not work together. A `ValueError`, as transformers raises."""
+
+
 class TrainerError(NRLModelsError, ImportError):
     """A trainer is not installed, or not in a version that its adapter was written for."""
 

@@ -21,7 +21,7 @@ from nrl_models.common.forward.soft_cap import drops_soft_cap
 from nrl_models.common.projections import CombinedProjections
 from nrl_models.common.state_dict.adapter import StateDictAdapter, adapter_of
 from nrl_models.common.state_dict.to_checkpoint import to_checkpoint
-from nrl_models.common.upstream import record_as
+from nrl_models.common.upstream import record_as, require_peft
 from nrl_models.distributed import saving
 from nrl_models.loading import pretrained
 
@@ -184,6 +184,24 @@ class FamilyModel(Upstream):
         Takes what `nrl_models.AutoModelForCausalLM.from_config` does.
         """
         return pretrained.from_config(cls, config, **options)
+
+    def add_adapter(self, *args: Any, **kwargs: Any) -> Any:
+        """Add a PEFT adapter, as in transformers.
+
+        Raises:
+            PackageVersionError: The installed transformers does not accept the installed PEFT.
+        """
+        require_peft("add_adapter", "peft.get_peft_model(model, config)")
+        return super().add_adapter(*args, **kwargs)
+
+    def load_adapter(self, *args: Any, **kwargs: Any) -> Any:
+        """Load a PEFT adapter, as in transformers.
+
+        Raises:
+            PackageVersionError: The installed transformers does not accept the installed PEFT.
+        """
+        require_peft("load_adapter", "peft.PeftModel.from_pretrained(model, folder)")
+        return super().load_adapter(*args, **kwargs)
 
     @property
     def state_dict_adapter(self) -> StateDictAdapter:

@@ -61,6 +61,24 @@ def documents_meet(model: PreTrainedModel, inputs: Inputs, *, mask: bool) -> boo
 
 
 @torch.no_grad()
+def text_raises(model: PreTrainedModel, inputs: Inputs) -> bool:
+    """Return whether a forward on text raises `AttributeError`."""
+    try:
+        model(**inputs)
+    except AttributeError:
+        return True
+    return False
+
+
+def unrepaired(case: FamilyCase) -> PreTrainedModel:
+    """Return a model of transformers' own class, with the case's weights."""
+    upstream = next(base for base in case.reference_class.__mro__ if "forward" in vars(base))
+    model = upstream(case.config).eval()
+    model.load_state_dict(case.reference().state_dict())
+    return model
+
+
+@torch.no_grad()
 def images_are_causal(model: PreTrainedModel, inputs: Inputs) -> bool:
     """Whether a batch with images but without token types is computed otherwise than with them, or refused."""
     kinds = [name for name in ("token_type_ids", "mm_token_type_ids") if name in inputs]
@@ -466,6 +484,7 @@ OF_CLASS: dict[str, Callable[[FamilyCase], bool]] = {
     "token-types": lambda case: images_are_causal(case.reference(), case.inputs(images=True)),
     "packed-documents": lambda case: documents_meet(case.reference(), case.inputs(images=False), mask=True),
     "masks-without-positions": lambda case: documents_meet(case.reference(), case.inputs(images=False), mask=False),
+    "text-output-without-images": lambda case: text_raises(unrepaired(case), case.inputs(images=False)),
     "mrope-packed-documents": lambda case: documents_meet(case.reference(), case.inputs(images=False), mask=False),
     "layers-across-documents": lambda case: documents_meet(case.reference(), case.inputs(images=False), mask=False),
     "mrope-stale-offsets": lambda case: offsets_stay(

@@ -14,6 +14,7 @@ REMOVE = {
     "token-types": "with_token_types in the family that the tripwire names",
     "packed-documents": "keep_documents_apart, and its use in FamilyModel",
     "masks-without-positions": "the decoder's rewrite in the family that the tripwire names",
+    "text-output-without-images": "nrl_models/common/forward/image_outputs.py and `repairs` in the row of the family",
     "mrope-packed-documents": "PackedTextPositions in the family that the tripwire names",
     "layers-across-documents": "ByDocument in the family that the tripwire names",
     "mrope-stale-offsets": "FreshPositions in the family that the tripwire names",

@@ -20,6 +20,7 @@ SWITCHES = frozenset(
         "engine-tokenizer",
         "engine-v0-runtime",
         "masks-without-positions",
+        "text-output-without-images",
         "mrope-packed-documents",
         "mrope-stale-offsets",
         "mtp-weights",

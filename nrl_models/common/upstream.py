@@ -18,6 +18,7 @@ If a new version changes one of them, `make test TRANSFORMERS=X` fails in the te
 | closures of `masking_utils` | what a mask shows, to attend without it | `tests/unit/forward/test_document_masks.py` |
 | `KEEPS_PADDING_OUT_OF_SINGLE_ROWS` | states without padding | `tests/unit/forward` |
 | `_extra_content` of auto classes | classes of ours for transformers' configurations | `tests/unit/adapters` |
+| `MIN_PEFT_VERSION` | an error that says what to call instead | `tests/unit/integrations/test_peft.py` |
 | `_CAN_RECORD_REGISTRY` | `output_hidden_states` of a rewritten class | `test_model` of the generated suite |
 """
 
@@ -25,6 +26,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import version
 from types import ModuleType
 from typing import Any, cast
 
@@ -52,7 +54,10 @@ from transformers.modeling_utils import (
     get_torch_context_manager_or_global_device,
     str_to_torch_dtype,
 )
+from transformers.utils import is_peft_available
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
+
+from nrl_models.errors import PackageVersionError
 
 __all__ = [
     "CACHE_NAMES",
@@ -87,6 +92,7 @@ __all__ = [
     "record_as",
     "register_checkpoint_conversion_mapping",
     "register_class",
+    "require_peft",
     "revert_weight_conversion",
     "set_loaded_conversions",
     "str_to_torch_dtype",
@@ -233,6 +239,28 @@ def gguf_reading() -> ModuleType:
     from transformers import modeling_gguf_pytorch_utils
 
     return modeling_gguf_pytorch_utils
+
+
+# Adapters
+
+
+def require_peft(method: str, instead: str) -> None:
+    """Check that transformers' adapter methods accept the installed PEFT.
+
+    Args:
+        method: The method that is called, for the message.
+        instead: A call of PEFT itself that does the same with any version.
+
+    Raises:
+        PackageVersionError: transformers requires a newer PEFT.
+    """
+    from transformers.integrations.peft import MIN_PEFT_VERSION
+
+    if is_peft_available() and Version(installed := version("peft")) < Version(MIN_PEFT_VERSION):
+        raise PackageVersionError(
+            f"{method} of transformers {transformers.__version__} needs peft>={MIN_PEFT_VERSION}; peft {installed} is "
+            f"installed. Use {instead}, which works with it, or install a newer peft or an older transformers."
+        )
 
 
 # Dtypes and initialisation

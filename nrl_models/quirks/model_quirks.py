@@ -145,6 +145,17 @@ FORWARD = (
         asks="upstream lets packed documents meet without any mask",
     ),
     Quirk(
+        name="text-output-without-images",
+        symptom="The forward raises `AttributeError: ... has no attribute 'image_outputs'`, with and without images, "
+        "because it copies that field from its language model's output, which has none.",
+        where=("forward",),
+        applies=predicates.declares("text-output-without-images"),
+        handling="The field is set to None.",
+        code=("nrl_models.common.forward.image_outputs:ImageOutputs",),
+        probe="behavioural",
+        asks="upstream's class raises on text",
+    ),
+    Quirk(
         name="mrope-packed-documents",
         symptom="Packed documents attend to each other in any case, because masks are made from positions in several "
         "planes only, and plain ones have one.",

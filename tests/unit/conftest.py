@@ -11,6 +11,7 @@ import pytest
 import torch
 from checkpoints import new_model
 from transformers import LlamaConfig, MixtralConfig, PreTrainedModel, dynamic_module_utils
+from transformers.integrations import peft as transformers_peft
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import logging
 
@@ -23,6 +24,12 @@ from nrl_models.testing.tiny import tiny_config
 @pytest.fixture(autouse=True, scope="session")
 def _no_progress_bars() -> None:
     logging.disable_progress_bar()
+
+
+@pytest.fixture
+def accepts_installed_peft(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let transformers' adapter methods accept a PEFT older than they ask for, as pip may resolve."""
+    monkeypatch.setattr(transformers_peft, "MIN_PEFT_VERSION", "0")
 
 
 @pytest.fixture

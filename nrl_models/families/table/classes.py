@@ -6,18 +6,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from importlib import import_module
 from typing import Any
 
 from torch import nn
+from transformers import PreTrainedModel
 
 from nrl_models.common.cached import cached
+from nrl_models.common.forward.image_outputs import with_image_outputs
 from nrl_models.common.projections import combine_groups
 from nrl_models.families import folders, module_of
 from nrl_models.families.table import TABLE
 from nrl_models.family import MIXINS, FamilyModel, rewritten
+
+REPAIRS: Mapping[str, Callable[[type[PreTrainedModel]], type[PreTrainedModel]]] = {
+    "image outputs": with_image_outputs,
+}
+"""For `Row.repairs`: each returns a subclass that runs, or its argument where the installed version runs as it is."""
 
 
 class TableModel(FamilyModel):
@@ -77,8 +84,10 @@ def __getattr__(name: str) -> Any:
         if package is None:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         row = TABLE[package]
+        upstream = getattr(import_module(row.module(package)), name)
+        repair = row.repairs.get(name.removeprefix(row.prefix))
         made = TableModel.head(
-            getattr(import_module(row.module(package)), name),
+            REPAIRS[repair](upstream) if repair else upstream,
             tiny=row.tiny,
             limits=row.limits_of(name),
             config_values=row.config_values,

@@ -234,6 +234,7 @@ ROWS: dict[str, Row] = {
         {"TextAttention": QKV, "TextMLP": GATE_UP, "VisionAttention": QKV},
         lacks(LEFT, "tensor parallelism"),
         mixins={"TextAttention": "ByDocument"},
+        repairs={"ForConditionalGeneration": "image outputs"},
     ),
     "llava": Row("Llava", CONDITIONAL),
     "llava_next": Row("LlavaNext", CONDITIONAL),

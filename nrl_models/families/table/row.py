@@ -41,6 +41,8 @@ class Row:
         tensor_parallel: as `FamilyModel.tensor_parallel`.
         published: as `FamilyModel.published`, of the first of `heads`.
         mtp_form: as `FamilyModel.mtp_form`.
+        repairs: by head, the key in `nrl_models.families.table.classes.REPAIRS` of a function that fixes a bug which
+            keeps the Hugging Face class from running. The generated tests compare with the repaired class.
     """
 
     prefix: str
@@ -57,6 +59,7 @@ class Row:
     tensor_parallel: Mapping[str, str] = field(default_factory=dict)
     published: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     mtp_form: MTPForm | None = None
+    repairs: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def architectures(self) -> tuple[str, ...]:

@@ -59,6 +59,7 @@ def skip_unless_installed(edit: Edit) -> None:
     "edit",
     [pytest.param(edit, id=edit.id, marks=[pytest.mark.integrations] if edit.needs else []) for edit in EDITS],
 )
+@pytest.mark.usefixtures("accepts_installed_peft")
 def test_same_edit(edit: Edit, tmp_path: Path) -> None:
     skip_unless_installed(edit)
     if not has_reached(SINCE.get(edit.id, "5")):

@@ -125,6 +125,7 @@ def test_of_a_model_without_adapters_it_is_its_own() -> None:
     assert export_adapter(model) is model.state_dict_adapter
 
 
+@pytest.mark.usefixtures("accepts_installed_peft")
 def test_a_model_that_adapters_were_added_to() -> None:
     """By transformers' `add_adapter`, without a `PeftModel` around."""
     model = copy.deepcopy(FamilyCase(registry.model_class(DENSE)).model())

@@ -15,10 +15,11 @@ from checkpoints import assert_same, new_model, stored
 from peft import AutoPeftModelForCausalLM, IA3Config, LoHaConfig, LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.integrations import peft as transformers_peft
 
 from nrl_models import AutoModelForCausalLM
 from nrl_models.common.projections import report
-from nrl_models.errors import CheckpointError
+from nrl_models.errors import CheckpointError, PackageVersionError
 
 TARGETS = ["q_proj", "v_proj", "up_proj"]
 
@@ -351,7 +352,9 @@ def test_a_wrapped_model_loads_the_state_dict_of_the_wrapped_hugging_face_model(
 
 
 @pytest.fixture
-def integrated(llama_checkpoint: Path, tmp_path: Path) -> Iterator[dict[str, PreTrainedModel]]:
+def integrated(
+    llama_checkpoint: Path, tmp_path: Path, accepts_installed_peft: None
+) -> Iterator[dict[str, PreTrainedModel]]:
     """Both models with the same adapter, by transformers' own `add_adapter`, and what they save."""
     models = {}
     for load in (theirs, ours):
@@ -406,3 +409,20 @@ def test_adapters_are_switched_and_deleted(
     assert_close(actual, expected)
     assert torch.equal(actual[1], logits(ours(llama_checkpoint), input_ids))
     assert torch.equal(actual[3], actual[0])
+
+
+@pytest.mark.parametrize(
+    ("method", "argument", "instead"),
+    [
+        ("add_adapter", LoraConfig(), "peft.get_peft_model"),
+        ("load_adapter", "folder", "peft.PeftModel.from_pretrained"),
+    ],
+)
+def test_adapter_methods_name_a_peft_that_is_too_old(
+    llama_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, method: str, argument: Any, instead: str
+) -> None:
+    monkeypatch.setattr(transformers_peft, "MIN_PEFT_VERSION", "99.1")
+    model = ours(llama_checkpoint)
+    with pytest.raises(PackageVersionError, match=rf"{method} of transformers .* needs peft>=99\.1.*{instead}"):
+        getattr(model, method)(argument)
+    assert not any("lora" in name for name, _ in model.named_parameters())

@@ -11,6 +11,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from versions import case_of
 
 from nrl_models import registry
+from nrl_models.common.forward.image_outputs import ImageOutputs
 from nrl_models.common.switches import quirks_off
 from nrl_models.errors import UnknownArgumentError
 from nrl_models.testing.case import FamilyCase, randomise
@@ -21,6 +22,8 @@ MROPE = FamilyCase(registry.model_class("Qwen2_5_VLForConditionalGeneration"))
 STATE = FamilyCase(registry.model_class("Qwen3NextForCausalLM"))
 IMAGES = FamilyCase(registry.model_class("Gemma3ForConditionalGeneration"))
 SHARING = case_of("Gemma3nForCausalLM")
+LLAMA4 = case_of("Llama4ForConditionalGeneration")
+NEEDS_IMAGE_OUTPUTS = issubclass(LLAMA4.reference_class, ImageOutputs)
 
 
 def meet(case: FamilyCase, *, mask: bool) -> bool:
@@ -43,6 +46,16 @@ def test_symptom_of_masks_without_positions() -> None:
 
 def test_cure_of_masks_without_positions() -> None:
     assert not meet(NO_POSITIONS, mask=False)
+
+
+@pytest.mark.skipif(not NEEDS_IMAGE_OUTPUTS, reason="the installed transformers runs as it is")
+def test_symptom_of_text_output_without_images() -> None:
+    with quirks_off("text-output-without-images"):
+        assert probes.text_raises(LLAMA4.model(), LLAMA4.inputs(images=False))
+
+
+def test_cure_of_text_output_without_images() -> None:
+    assert not probes.text_raises(LLAMA4.model(), LLAMA4.inputs(images=True))
 
 
 def test_symptom_of_mrope_packed_documents() -> None:
