@@ -1,0 +1,1 @@
+"""Repository maintenance; not part of the wheel."""

@@ -1,0 +1,119 @@
+"""Run the cheap checks for every registered class, and record outcomes as they come.
+
+    python -m tools.release_check.class_sweep --out outcomes.jsonl [--names LlamaForCausalLM ...] [--jobs 2]
+
+To test another checkout of nrl_models, put it first: `PYTHONPATH=<other checkout>:<this checkout> python -P -m ...`.
+Without `-P`, Python imports packages from the working directory before those of `PYTHONPATH`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from tools.release_check.outcome_files import OutcomeFile, source_digest, versions_of
+from tools.release_check.sweep_outcome import PASSED, Check, Outcome, SweepOutcome
+from tools.release_check.workers import Ending, Result, run_subjects
+
+TIMEOUT = 120.0
+"""Seconds for one architecture; they take 1 to 5."""
+
+OWN_SOURCES = ("class_checks.py", "cached_steps.py", "independent.py", "sweep_outcome.py")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the sweep; 1 if an outcome is not in `PASSED`."""
+    parser = argparse.ArgumentParser(description="Run the cheap checks for every registered class.")
+    parser.add_argument("--out", type=Path, required=True, help="JSON lines file; an interrupted run resumes from it")
+    parser.add_argument("--names", nargs="+", metavar="NAME", help="architectures; default: all that are registered")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="worker processes; default: one a core")
+    parser.add_argument("--timeout", type=float, default=TIMEOUT, help="seconds for one architecture")
+    options = parser.parse_args(arguments)
+    import nrl_models
+    from nrl_models import registry
+
+    print(f"nrl_models of {Path(str(nrl_models.__file__)).parent}", flush=True)
+    names = registry.architectures(aliases=False)
+    if unknown := sorted(set(options.names or ()) - set(names)):
+        parser.error(f"not registered: {', '.join(unknown)}")
+    counts: Counter[Outcome] = Counter()
+    for outcome in sweep(options.out, options.names or names, jobs=options.jobs, timeout=options.timeout):
+        counts[outcome.outcome] += 1
+        if outcome.outcome not in PASSED:
+            found = f" max_diff {outcome.max_diff:.3g}" if outcome.max_diff is not None else ""
+            print(
+                f"{outcome.architecture}: {outcome.check}: {outcome.outcome}{found} "
+                f"({outcome.reference}) {outcome.error_type} {outcome.message[:200]}",
+                flush=True,
+            )
+    print(", ".join(f"{count} {kind}" for kind, count in sorted(counts.items())))
+    return 1 if counts.keys() - PASSED else 0
+
+
+def sweep(path: Path, names: list[str], *, jobs: int, timeout: float = TIMEOUT) -> Iterator[SweepOutcome]:
+    """Yield an outcome for every check of every architecture: those in the file, then new ones, which are added to it.
+
+    Args:
+        path: the file of outcomes.
+        names: architectures.
+        jobs: worker processes.
+        timeout: seconds for one architecture.
+    """
+    versions = installed_versions()
+    file = OutcomeFile(path, ("architecture", "check"))
+    done: dict[str, list[SweepOutcome]] = {}
+    for values in file:
+        if values.get("versions") == versions and values["architecture"] in names:
+            done.setdefault(values["architecture"], []).append(SweepOutcome.from_json(values))
+    finished = {name for name, outcomes in done.items() if {outcome.check for outcome in outcomes} == set(Check)}
+    for name in sorted(finished):
+        yield from done[name]
+    yield from _run(file, [name for name in names if name not in finished], versions, jobs, timeout)
+
+
+def _run(
+    file: OutcomeFile, names: list[str], versions: dict[str, str], jobs: int, timeout: float
+) -> Iterator[SweepOutcome]:
+    left = {name: list(Check) for name in names}
+
+    def keep(outcome: SweepOutcome) -> SweepOutcome:
+        outcome = replace(outcome, versions=versions)
+        left[outcome.architecture].remove(outcome.check)
+        file.add(outcome.to_json())
+        return outcome
+
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the workers
+    for event in run_subjects(_checks_of, names, jobs=jobs, timeout=timeout):
+        if isinstance(event, Result):
+            yield keep(event.value)
+        elif event.ending is not Ending.FINISHED:
+            kind = Outcome.CRASHED if event.ending is Ending.CRASHED else Outcome.TIMED_OUT
+            for check in list(left[event.subject]):
+                yield keep(SweepOutcome(event.subject, check, kind, message=event.detail))
+
+
+def _checks_of(architecture: str) -> Iterator[SweepOutcome]:
+    from tools.release_check.class_checks import run_checks
+
+    return run_checks(architecture)
+
+
+def installed_versions() -> dict[str, str]:
+    """Versions of what decides the outcomes; of sources that may change without a version, a hash."""
+    import nrl_models
+
+    here = Path(__file__).parent
+    sources = {
+        "nrl_models": source_digest(Path(str(nrl_models.__file__)).parent),
+        "sweep": source_digest(*(here / name for name in OWN_SOURCES)),
+    }
+    return versions_of("torch", "transformers") | sources
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,111 @@
+"""What the sweep over all classes records."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum, auto
+from typing import Any
+
+
+class Check(StrEnum):
+    """What is compared, in the order in which it runs."""
+
+    LOAD = auto()
+    """A checkpoint of transformers' class loads strictly, with equal tensors."""
+    DTYPES = auto()
+    """Tensors have transformers' dtypes: loaded with "auto" from a bf16 checkpoint that names none, and in fp16."""
+    DEQUANTIZED = auto()
+    """An FP8 checkpoint loads with the dtypes of the unquantized one."""
+    LOGITS = auto()
+    MEDIA_LOGITS = auto()
+    """Logits with an image or a clip in each sequence."""
+    CACHED_STEPS = auto()
+    MEDIA_CACHED_STEPS = auto()
+    GREEDY = auto()
+    MEDIA_GREEDY = auto()
+    LEFT_PADDING = auto()
+    GRADIENTS = auto()
+
+
+class Outcome(StrEnum):
+    """What came out."""
+
+    EQUAL = auto()
+    NOT_APPLICABLE = auto()
+    """The class has nothing that the check compares."""
+    UNMET = auto()
+    """The family needs a package or version that is not installed."""
+    DIFFERENT = auto()
+    CACHE_IGNORED = auto()
+    """A forward took the cache and did not read it."""
+    RAW_ERROR = auto()
+    """Our class raised an error that is not one of `nrl_models.errors`, where the reference ran."""
+    TYPED_ERROR = auto()
+    """Our class raised one of `nrl_models.errors`, where the reference ran."""
+    NO_INPUTS = auto()
+    """The class takes images or audio in a form that `nrl_models.inputs` lacks."""
+    REFERENCE_ERROR = auto()
+    """transformers' class raised an error, and ours raised the same."""
+    REFERENCE_INCONSISTENT = auto()
+    """Ours equals transformers' cached step, and both differ from transformers' forward without a cache."""
+    CRASHED = auto()
+    TIMED_OUT = auto()
+
+
+PASSED = frozenset({Outcome.EQUAL, Outcome.NOT_APPLICABLE, Outcome.UNMET})
+"""Outcomes without anything to report."""
+
+REFERENCES_OWN = frozenset({Outcome.REFERENCE_ERROR, Outcome.REFERENCE_INCONSISTENT})
+"""Outcomes whose cause is in transformers' own class."""
+
+
+class Reference(StrEnum):
+    """What our class was compared with."""
+
+    NONE = auto()
+    SAME_CALL = auto()
+    """transformers' own class, called in the same way."""
+    FULL_FORWARD = auto()
+    """transformers' own class in one forward without a cache."""
+    PLAIN_FORWARD = auto()
+    """The plain implementation of a family that transformers lacks, in one forward without a cache."""
+    INDEPENDENT = auto()
+    """Another implementation of a family that transformers lacks."""
+
+
+@dataclass(frozen=True)
+class SweepOutcome:
+    """The outcome of one check of one architecture.
+
+    Args:
+        architecture: its name in the registry.
+        check: what was compared.
+        outcome: what came out.
+        reference: what it was compared with.
+        max_diff: largest difference, relative to the largest magnitude of the reference where that is above one; None
+            where nothing was compared.
+        error_type: class name of the error; empty if there was none.
+        message: the error or the difference in a line, for people.
+        seconds: wall time.
+        versions: of the packages that decide the outcome.
+    """
+
+    architecture: str
+    check: Check
+    outcome: Outcome
+    reference: Reference = Reference.NONE
+    max_diff: float | None = None
+    error_type: str = ""
+    message: str = ""
+    seconds: float = 0.0
+    versions: dict[str, str] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields, for a line of JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> SweepOutcome:
+        """Read a line of JSON; raises `ValueError` or `TypeError` if it is not an outcome."""
+        enums = {"check": Check, "outcome": Outcome, "reference": Reference}
+        return cls(**values | {name: enum(values[name]) for name, enum in enums.items()})

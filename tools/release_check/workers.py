@@ -1,0 +1,146 @@
+"""Run subjects in worker processes: a crash or a hang loses one subject, not the run.
+
+`concurrent.futures` breaks its whole pool when a worker dies. Here a dead worker is replaced, and its subject is
+reported as crashed; a subject that takes too long is reported as timed out. Results of a subject that came before are
+kept.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from enum import StrEnum, auto
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+POLL_SECONDS = 1.0
+
+
+class Ending(StrEnum):
+    """How a subject ended."""
+
+    FINISHED = auto()
+    CRASHED = auto()
+    TIMED_OUT = auto()
+
+
+@dataclass(frozen=True)
+class Result:
+    """One value that a worker yielded for a subject."""
+
+    subject: str
+    value: Any
+
+
+@dataclass(frozen=True)
+class End:
+    """The end of a subject.
+
+    Attributes:
+        subject: the subject.
+        ending: how it ended.
+        detail: exit code of the process or the seconds that it was given; empty if it finished.
+        seconds: wall time.
+    """
+
+    subject: str
+    ending: Ending
+    detail: str
+    seconds: float
+
+
+Run = Callable[[str], Iterable[Any]]
+"""Yields the results of a subject. Importable by name, because workers are spawned."""
+
+
+class _Worker:
+    """A worker process, and the subject that it runs at present."""
+
+    def __init__(self, run: Run) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.connection, remote = context.Pipe()
+        self.process = context.Process(target=_serve, args=(run, remote), daemon=True)
+        self.process.start()
+        remote.close()
+        self.subject: str | None = None
+        self.is_new = True
+        self.started = time.monotonic()
+
+    def start(self, subject: str) -> None:
+        self.subject, self.started = subject, time.monotonic()
+        self.connection.send(subject)
+
+    def end(self, ending: Ending, detail: str = "") -> End:
+        assert self.subject is not None
+        result = End(self.subject, ending, detail, time.monotonic() - self.started)
+        self.subject = None
+        return result
+
+    def close(self) -> None:
+        self.connection.close()
+        self.process.kill()
+        self.process.join()
+
+
+def run_subjects(run: Run, subjects: Iterable[str], *, jobs: int, timeout: float) -> Iterator[Result | End]:
+    """Run every subject, `jobs` at once, and yield results as they come.
+
+    Args:
+        run: yields a subject's results, in a worker.
+        subjects: the subjects, started in this order.
+        jobs: number of worker processes.
+        timeout: seconds for one subject, the start of its process included.
+    """
+    waiting = deque(subjects)
+    workers: list[_Worker] = []
+    try:
+        while waiting or any(worker.subject for worker in workers):
+            while waiting and len(workers) < jobs:
+                workers.append(_Worker(run))
+            for worker in workers:
+                if worker.subject is None and waiting:
+                    worker.start(waiting.popleft())
+            busy = {worker.connection: worker for worker in workers if worker.subject is not None}
+            for ready in wait(list(busy), POLL_SECONDS):
+                worker = busy[ready]  # type: ignore[index]
+                try:
+                    value = worker.connection.recv()
+                except EOFError:
+                    worker.process.join()
+                    yield worker.end(Ending.CRASHED, f"exit code {worker.process.exitcode}")
+                    workers.remove(worker)
+                    worker.close()
+                    continue
+                if isinstance(value, _Finished):
+                    yield worker.end(Ending.FINISHED)
+                else:
+                    assert worker.subject is not None
+                    yield Result(worker.subject, value)
+            for worker in [worker for worker in workers if worker.subject is not None]:
+                if time.monotonic() - worker.started > timeout:
+                    yield worker.end(Ending.TIMED_OUT, f"more than {timeout:.0f} s")
+                    workers.remove(worker)
+                    worker.close()
+    finally:
+        for worker in workers:
+            worker.close()
+
+
+@dataclass(frozen=True)
+class _Finished:
+    """Sent after the last result of a subject."""
+
+
+def _serve(run: Run, connection: Connection) -> None:
+    """Run the subjects that the parent process sends, until it closes the connection."""
+    while True:
+        try:
+            subject = connection.recv()
+        except EOFError:
+            return
+        for value in run(subject):
+            connection.send(value)
+        connection.send(_Finished())
