@@ -3,6 +3,8 @@
 A class that takes its cache under one name may swallow the other in `**kwargs`. Then a "cached" step runs without a
 cache, and two wrong results agree. So the name is read from the signature, and a step has to differ from the same step
 without the cache.
+
+This module needs torch and transformers only: `numbers` runs it in environments without nrl_models.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from nrl_models.inputs.model_inputs import FIRST_TEXT_TOKEN
+FIRST_TEXT_TOKEN = 16
+"""Lower token ids are left to special tokens."""
 
 CACHE_NAMES = ("cache", "past_key_values", "cache_params", "state", "past_buckets_states", "mems")
 """Names that transformers has used for the cache, in arguments and outputs, the newest first."""
@@ -115,9 +118,9 @@ def with_tokens(inputs: Inputs, tokens: torch.Tensor) -> dict[str, Any]:
     per_token = ("mask", "ids")
     extended = dict(inputs) | {name: torch.cat([ids, tokens], dim=1)}
     for key, value in inputs.items():
-        if key != name and key.endswith(per_token) and value.ndim > 1 and value.shape[:2] == ids.shape:
-            if key.startswith("decoder_") == name.startswith("decoder_"):
-                extended[key] = torch.cat([value, *[value[:, -1:]] * count], dim=1)
+        same_sequence = key != name and key.startswith("decoder_") == name.startswith("decoder_")
+        if same_sequence and key.endswith(per_token) and value.ndim > 1 and value.shape[:2] == ids.shape:
+            extended[key] = torch.cat([value, *[value[:, -1:]] * count], dim=1)
     return extended
 
 

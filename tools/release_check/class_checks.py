@@ -136,12 +136,9 @@ class ClassUnderTest:
         """Text with an image and a clip in each sequence, whichever the class takes.
 
         Raises:
-            MediaInputsError: the form is unknown.
+            ImageInputsError, MediaInputsError: the form is unknown.
         """
-        try:
-            inputs = self.case.inputs(length=PROMPT)
-        except ImageInputsError as error:
-            raise MediaInputsError(str(error)) from error
+        inputs = self.case.inputs(length=PROMPT)
         for takes, names in ((takes_images, PIXELS), (takes_audio, AUDIO)):
             if takes(self._reference) and not any(name in inputs for name in names):
                 raise MediaInputsError(f"no input among {', '.join(names)} for {self.reference_class.__name__}")
@@ -151,9 +148,18 @@ class ClassUnderTest:
         """Whether the class has `generate`."""
         return self.case.model_class.can_generate()
 
-    def has_text_inputs(self) -> bool:
-        """Whether the class takes tokens."""
-        return "input_ids" in inspect.signature(self.reference_class.forward).parameters
+    @cached_property
+    def why_no_text(self) -> str:
+        """Why the class takes no text alone; empty if it does."""
+        if "input_ids" not in inspect.signature(self.reference_class.forward).parameters:
+            return "takes no tokens"
+        if self.takes_media and self.is_transformers:
+            try:
+                with torch.no_grad():
+                    self.reference()(**self.text())
+            except Exception as error:
+                return f"takes no text without an image or a clip: {error}"
+        return ""
 
 
 Comparisons = Iterator[Comparison]
@@ -185,9 +191,7 @@ def _check_dequantized(case: ClassUnderTest) -> Comparisons:
 
 
 def _check_logits(case: ClassUnderTest) -> Comparisons:
-    if not case.has_text_inputs():
-        raise NotApplicableError("takes no tokens")
-    yield from _logits(case, case.text())
+    yield from _logits(case, _text(case))
 
 
 def _check_media_logits(case: ClassUnderTest) -> Comparisons:
@@ -195,9 +199,9 @@ def _check_media_logits(case: ClassUnderTest) -> Comparisons:
 
 
 def _check_cached_steps(case: ClassUnderTest) -> Comparisons:
-    if not (case.generates() and case.has_text_inputs()):
-        raise NotApplicableError("does not generate from tokens")
-    yield from _cached_steps(case, case.text())
+    if not case.generates():
+        raise NotApplicableError("does not generate")
+    yield from _cached_steps(case, _text(case))
 
 
 def _check_media_cached_steps(case: ClassUnderTest) -> Comparisons:
@@ -207,9 +211,9 @@ def _check_media_cached_steps(case: ClassUnderTest) -> Comparisons:
 
 
 def _check_greedy(case: ClassUnderTest) -> Comparisons:
-    if not (case.generates() and case.has_text_inputs()):
-        raise NotApplicableError("does not generate from tokens")
-    yield from _greedy(case, case.text())
+    if not case.generates():
+        raise NotApplicableError("does not generate")
+    yield from _greedy(case, _text(case))
 
 
 def _check_media_greedy(case: ClassUnderTest) -> Comparisons:
@@ -219,9 +223,9 @@ def _check_media_greedy(case: ClassUnderTest) -> Comparisons:
 
 
 def _check_left_padding(case: ClassUnderTest) -> Comparisons:
-    if not case.has_text_inputs() or case.reference_class.__name__.endswith("SequenceClassification"):
+    if case.reference_class.__name__.endswith("SequenceClassification"):
         raise NotApplicableError("has no logits for each token")
-    inputs = case.text()
+    inputs = _text(case)
     mask = torch.ones_like(inputs["input_ids"])
     mask[1, :5] = 0
     padded = inputs | {"attention_mask": mask, "input_ids": inputs["input_ids"] * mask}
@@ -278,18 +282,17 @@ def run_checks(architecture: str) -> Iterator[SweepOutcome]:
             outcome = _from_error(architecture, Check.LOAD, error)
             yield from (replace(outcome, check=check) for check in CHECKS)
             return
-        for check, function in CHECKS.items():
-            outcome = _run_check(architecture, check, function, case)
+        for check in CHECKS:
+            outcome = run_one(architecture, check, case)
             yield replace(outcome, seconds=round(time.monotonic() - started, 3))
             started = time.monotonic()
 
 
-def _run_check(
-    architecture: str, check: Check, function: Callable[[ClassUnderTest], Comparisons], case: ClassUnderTest
-) -> SweepOutcome:
+def run_one(architecture: str, check: Check, case: ClassUnderTest) -> SweepOutcome:
+    """Run one check of an architecture; errors become outcomes."""
     worst: Comparison | None = None
     try:
-        for comparison in function(case):
+        for comparison in CHECKS[check](case):
             if worst is None or not comparison.max_diff <= worst.max_diff:
                 worst = comparison
             if not comparison.max_diff <= TOLERANCE:
@@ -311,6 +314,7 @@ def _from_error(architecture: str, check: Check, error: Exception) -> SweepOutco
         NotApplicableError: Outcome.NOT_APPLICABLE,
         CacheIgnoredError: Outcome.CACHE_IGNORED,
         MediaInputsError: Outcome.NO_INPUTS,
+        ImageInputsError: Outcome.NO_INPUTS,
         ReferenceFailedError: Outcome.REFERENCE_ERROR,
         NRLModelsError: Outcome.TYPED_ERROR,
     }
@@ -323,6 +327,12 @@ def _from_error(architecture: str, check: Check, error: Exception) -> SweepOutco
 
 
 # Ways to compare
+
+
+def _text(case: ClassUnderTest) -> dict[str, Any]:
+    if case.why_no_text:
+        raise NotApplicableError(case.why_no_text)
+    return case.text()
 
 
 def _media(case: ClassUnderTest) -> dict[str, Any]:

@@ -1,22 +1,100 @@
-"""Independent implementations of families that transformers lacks, made of torch and of transformers' other classes."""
+"""Independent implementations of families that transformers lacks, in plain torch or with transformers' other classes.
+
+They share no code with `nrl_models/families`, so that a mistake there cannot be in both sides of a comparison.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch.nn import functional as F
 from transformers import PreTrainedModel
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3ForCausalLM
 
-IMPLEMENTATIONS: dict[str, Callable[[PreTrainedModel, Mapping[str, Any]], torch.Tensor]] = {}
 
-
+@torch.no_grad()
 def independent_logits(reference: PreTrainedModel, inputs: Mapping[str, Any]) -> torch.Tensor | None:
-    """Logits of another implementation with the reference's weights; None if there is none for its configuration.
+    """Logits of another implementation with the reference's weights; None if there is none for these inputs.
 
     Args:
         reference: the plain implementation, for its weights and configuration.
         inputs: what it takes.
     """
-    implementation = IMPLEMENTATIONS.get(reference.config.model_type)
+    implementation = IMPLEMENTATIONS.get(type(reference).__name__)
     return None if implementation is None else implementation(reference, inputs)
+
+
+def _baichuan(reference: PreTrainedModel, inputs: Mapping[str, Any]) -> torch.Tensor | None:
+    """Baichuan's decoder for unpadded sequences, from arXiv 2309.10305."""
+    config: Any = reference.config
+    weights = reference.state_dict()
+    heads, ids = config.num_attention_heads, inputs["input_ids"]
+    length, has_alibi = ids.shape[1], config.position_embedding_type == "alibi"
+
+    def normalized(states: torch.Tensor, name: str) -> torch.Tensor:
+        mean_square = states.square().mean(-1, keepdim=True)
+        return states / (mean_square + config.rms_norm_eps).sqrt() * weights[f"{name}.weight"]
+
+    def linear(states: torch.Tensor, name: str) -> torch.Tensor:
+        return states @ weights[f"{name}.weight"].T
+
+    bias = torch.full((length, length), -torch.inf).triu(1)
+    if has_alibi:
+        bias = bias + _alibi(heads)[:, None, None] * torch.arange(length)
+    states = weights["model.embed_tokens.weight"][ids]
+    for layer in range(config.num_hidden_layers):
+        name = f"model.layers.{layer}"
+        inner = normalized(states, f"{name}.input_layernorm")
+        query, key, value = (
+            linear(inner, f"{name}.self_attn.{which}_proj").unflatten(-1, (heads, -1)).transpose(1, 2)
+            for which in "qkv"
+        )
+        if not has_alibi:
+            base = config.rope_parameters["rope_theta"]
+            query, key = _rotated(query, base), _rotated(key, base)
+        scores = query @ key.transpose(-1, -2) / math.sqrt(query.shape[-1]) + bias
+        attended = (scores.softmax(-1) @ value).transpose(1, 2).flatten(-2)
+        states = states + linear(attended, f"{name}.self_attn.o_proj")
+        inner = normalized(states, f"{name}.post_attention_layernorm")
+        gate, up = (linear(inner, f"{name}.mlp.{which}_proj") for which in ("gate", "up"))
+        states = states + linear(F.silu(gate) * up, f"{name}.mlp.down_proj")
+    head = weights["lm_head.weight"]
+    if config.normalize_head:
+        head = head / head.norm(dim=-1, keepdim=True)
+    return normalized(states, "model.norm") @ head.T
+
+
+def _alibi(heads: int) -> torch.Tensor:
+    """The slopes of ALiBi for a power of two, and every second slope of twice as many for the rest."""
+    power = 1 << (heads.bit_length() - 1)
+    slopes = [2.0 ** (-8 * (head + 1) / power) for head in range(power)]
+    slopes += [2.0 ** (-4 * (2 * head + 1) / power) for head in range(heads - power)]
+    return torch.tensor(slopes)
+
+
+def _rotated(states: torch.Tensor, base: float) -> torch.Tensor:
+    """Rotary positions of `(batch, heads, length, D)`: pairs are of one number in each half of `D`."""
+    half = states.shape[-1] // 2
+    angles = torch.arange(states.shape[-2])[:, None] / base ** (torch.arange(half) / half)
+    pairs = torch.complex(states[..., :half], states[..., half:]) * torch.polar(torch.ones_like(angles), angles)
+    return torch.cat([pairs.real, pairs.imag], dim=-1)
+
+
+def _kimi_vl(reference: PreTrainedModel, inputs: Mapping[str, Any]) -> torch.Tensor | None:
+    """Kimi-VL on text alone: transformers' DeepSeek-V3."""
+    if inputs.keys() - {"input_ids", "attention_mask"}:
+        return None
+    decoder = DeepseekV3ForCausalLM._from_config(reference.config.text_config).eval()
+    decoder.load_state_dict(reference.language_model.state_dict())  # type: ignore[union-attr]
+    return decoder(**inputs, use_cache=False).logits
+
+
+IMPLEMENTATIONS: Mapping[str, Callable[[PreTrainedModel, Mapping[str, Any]], torch.Tensor | None]] = {
+    "BaichuanForCausalLM": _baichuan,
+    "BaiChuanForCausalLM": _baichuan,
+    "KimiVLForConditionalGeneration": _kimi_vl,
+}
+"""By the name of the plain implementation's class."""

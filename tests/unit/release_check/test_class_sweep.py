@@ -1,0 +1,188 @@
+"""The sweep finds planted faults of our class, and takes up where it was interrupted."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nrl_models import registry
+from nrl_models.errors import NRLModelsError
+from nrl_models.testing.case import FamilyCase
+from tools.release_check import class_sweep
+from tools.release_check.class_checks import CHECKS, ClassUnderTest, difference, run_checks, run_one
+from tools.release_check.independent import independent_logits
+from tools.release_check.sweep_outcome import Check, Outcome, Reference, SweepOutcome
+from tools.release_check.workers import End, Ending, Result
+
+LLAMA = "LlamaForCausalLM"
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> ClassUnderTest:
+    case = ClassUnderTest(LLAMA, tmp_path_factory.mktemp("sweep"))
+    assert case.model
+    return case
+
+
+@pytest.fixture
+def forward(llama: ClassUnderTest, monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., Any]], None]:
+    """Plants a fault into our model's forward: a function of the original forward and its arguments."""
+    original = llama.model.forward
+
+    def plant(fault: Callable[..., Any]) -> None:
+        monkeypatch.setattr(llama.model, "forward", lambda *args, **kwargs: fault(original, *args, **kwargs))
+
+    return plant
+
+
+def cache_name() -> str:
+    parameters = inspect.signature(FamilyCase(registry.model_class(LLAMA)).reference_class.forward).parameters
+    return next(name for name in ("cache", "past_key_values") if name in parameters)
+
+
+def test_a_class_without_a_fault_passes(llama: ClassUnderTest) -> None:
+    for check in (Check.LOGITS, Check.CACHED_STEPS, Check.GREEDY, Check.GRADIENTS):
+        outcome = run_one(LLAMA, check, llama)
+        assert outcome.outcome is Outcome.EQUAL
+        assert outcome.max_diff is not None
+        assert outcome.max_diff < 1e-5
+
+
+def test_an_ignored_cache_is_found(llama: ClassUnderTest, forward: Callable[..., None]) -> None:
+    name = cache_name()
+    forward(lambda original, *args, **kwargs: original(*args, **{**kwargs, name: None}))
+    outcome = run_one(LLAMA, Check.CACHED_STEPS, llama)
+    assert outcome.outcome is Outcome.CACHE_IGNORED
+    assert run_one(LLAMA, Check.LOGITS, llama).outcome is Outcome.EQUAL
+
+
+def test_wrong_logits_of_cached_steps_are_found(llama: ClassUnderTest, forward: Callable[..., None]) -> None:
+    name = cache_name()
+
+    def shifted(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        output = original(*args, **kwargs)
+        if kwargs.get(name) is not None and output.logits.shape[1] == 1:
+            output.logits = output.logits + 1e-2
+        return output
+
+    forward(shifted)
+    outcome = run_one(LLAMA, Check.CACHED_STEPS, llama)
+    assert (outcome.outcome, outcome.reference) == (Outcome.DIFFERENT, Reference.SAME_CALL)
+    assert outcome.max_diff is not None
+    assert 1e-3 < outcome.max_diff <= 1e-2  # relative to logits of about four
+    assert run_one(LLAMA, Check.LOGITS, llama).outcome is Outcome.EQUAL
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"), [(TypeError("cache"), Outcome.RAW_ERROR), (NRLModelsError("no"), Outcome.TYPED_ERROR)]
+)
+def test_errors_are_told_apart(
+    llama: ClassUnderTest, forward: Callable[..., None], error: Exception, expected: Outcome
+) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise error
+
+    forward(fail)
+    outcome = run_one(LLAMA, Check.LOGITS, llama)
+    assert (outcome.outcome, outcome.error_type) == (expected, type(error).__name__)
+
+
+def test_an_error_of_both_classes_is_the_references(
+    llama: ClassUnderTest, forward: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @wraps(llama.reference_class.forward)  # its signature says what the class takes
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("both")
+
+    forward(fail)
+    monkeypatch.setattr(llama.reference_class, "forward", fail)
+    assert run_one(LLAMA, Check.LOGITS, llama).outcome is Outcome.REFERENCE_ERROR
+
+
+def test_a_plain_implementation_is_not_its_own_reference(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Both sides of Baichuan inherit a mistake of its attention; the independent implementation does not."""
+    from nrl_models.families.baichuan import modeling
+
+    original = modeling.alibi_slopes
+    monkeypatch.setattr(modeling, "alibi_slopes", lambda heads: [2 * slope for slope in original(heads)])
+    case = ClassUnderTest("BaichuanForCausalLM", tmp_path)
+    outcome = run_one("BaichuanForCausalLM", Check.LOGITS, case)
+    assert (outcome.outcome, outcome.reference) == (Outcome.DIFFERENT, Reference.INDEPENDENT)
+
+
+@pytest.mark.parametrize("name", ["BaichuanForCausalLM", "BaiChuanForCausalLM"])
+def test_the_independent_baichuan_equals_the_plain_one(name: str) -> None:
+    case = FamilyCase(registry.model_class(name))  # type: ignore[arg-type]
+    inputs = case.inputs(length=12)
+    with torch.no_grad():
+        expected = case.reference()(**inputs).logits
+    assert difference(independent_logits(case.reference(), inputs), expected) < 1e-5
+
+
+def test_a_class_that_cannot_be_built_has_an_outcome_for_every_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args: Any) -> None:
+        raise AttributeError("no such class")
+
+    monkeypatch.setattr(registry, "model_class", broken)
+    outcomes = list(run_checks(LLAMA))
+    assert [outcome.check for outcome in outcomes] == list(Check) == list(CHECKS)
+    assert {(outcome.outcome, outcome.error_type) for outcome in outcomes} == {(Outcome.RAW_ERROR, "AttributeError")}
+
+
+# Recording
+
+
+def fake_events(started: list[str], crash: str = "") -> Callable[..., Iterator[Result | End]]:
+    def run(_: Any, names: list[str], **options: Any) -> Iterator[Result | End]:
+        for name in names:
+            started.append(name)
+            for check in Check:
+                if name == crash and check is Check.LOGITS:
+                    yield End(name, Ending.CRASHED, "exit code -11", 1.0)
+                    break
+                yield Result(name, SweepOutcome(name, check, Outcome.EQUAL))
+            else:
+                yield End(name, Ending.FINISHED, "", 1.0)
+
+    return run
+
+
+def test_an_interrupted_sweep_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, started = tmp_path / "outcomes.jsonl", list[str]()
+    monkeypatch.setattr(class_sweep, "run_subjects", fake_events(started))
+    monkeypatch.setattr(class_sweep, "installed_versions", lambda: {"transformers": "5.24.0"})
+    first = class_sweep.sweep(path, ["A", "B", "C"], jobs=1)
+    for _ in range(len(Check) + 2):  # interrupted in B
+        next(first)
+    first.close()
+    assert started == ["A", "B"]
+    started.clear()
+    outcomes = list(class_sweep.sweep(path, ["A", "B", "C"], jobs=1))
+    assert started == ["B", "C"]
+    assert {(outcome.architecture, outcome.check) for outcome in outcomes} == {
+        (name, check) for name in "ABC" for check in Check
+    }
+    started.clear()
+    monkeypatch.setattr(class_sweep, "installed_versions", lambda: {"transformers": "5.25.0"})
+    list(class_sweep.sweep(path, ["A"], jobs=1))
+    assert started == ["A"]
+
+
+def test_a_crash_keeps_the_checks_that_came_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(class_sweep, "run_subjects", fake_events([], crash="A"))
+    outcomes = {outcome.check: outcome for outcome in class_sweep.sweep(tmp_path / "o.jsonl", ["A"], jobs=1)}
+    assert outcomes[Check.LOAD].outcome is Outcome.EQUAL
+    assert outcomes[Check.LOGITS].outcome is outcomes[Check.GRADIENTS].outcome is Outcome.CRASHED
+    assert outcomes[Check.LOGITS].message == "exit code -11"
+
+
+def test_unknown_names_are_an_error(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    with pytest.raises(SystemExit):
+        class_sweep.main(["--out", str(tmp_path / "o.jsonl"), "--names", "LamaForCausalLM"])
+    assert "not registered: LamaForCausalLM" in capsys.readouterr().err

@@ -1,0 +1,17 @@
+"""What the tests of worker processes run in them."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+
+
+def run(subject: str) -> Iterator[str]:
+    """Yield twice; `crash` ends its process, and `hang` sleeps, after the first."""
+    yield f"{subject} 1"
+    if subject == "crash":
+        os._exit(3)
+    if subject == "hang":
+        time.sleep(60)
+    yield f"{subject} 2"

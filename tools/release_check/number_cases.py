@@ -1,0 +1,126 @@
+"""The tiny checkpoints and inputs on which `numbers` runs, as fixtures that no version of transformers influences.
+
+A fixture holds a configuration with every value written out, the names and shapes of the checkpoint's tensors, and the
+inputs. Values of tensors follow from their names and shapes; so they are the same in every version.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+FOLDER = Path(__file__).parents[2] / "tests" / "fixtures" / "upstream_numbers"
+"""Where the fixtures are."""
+
+LITERAL_LIMIT = 4096
+"""Integer tensors of up to this many elements are stored literally."""
+
+
+@dataclass(frozen=True)
+class NumberCase:
+    """A fixture.
+
+    Attributes:
+        architecture: name of transformers' class.
+        module: the module that defines it in the version that the fixture was made with.
+        config: every value of the tiny configuration.
+        tensors: of the checkpoint, by the name in its file; see `filled`.
+        inputs: by kind (`text`, `media`) and argument; see `filled`.
+        generates: whether the class has `generate`.
+    """
+
+    architecture: str
+    module: str
+    config: dict[str, Any]
+    tensors: dict[str, dict[str, Any]]
+    inputs: dict[str, dict[str, dict[str, Any]]]
+    generates: bool
+
+    def model_class(self) -> type[PreTrainedModel] | None:
+        """transformers' class in the installed version; None if it lacks it."""
+        found = getattr(transformers, self.architecture, None)
+        if found is None:
+            try:
+                found = getattr(importlib.import_module(self.module), self.architecture, None)
+            except ImportError:
+                return None
+        return found if isinstance(found, type) and issubclass(found, PreTrainedModel) else None
+
+    def checkpoint(self) -> dict[str, torch.Tensor]:
+        """The tensors of the checkpoint's file."""
+        return {name: filled(name, stated) for name, stated in self.tensors.items()}
+
+    def input_tensors(self, kind: str) -> dict[str, torch.Tensor] | None:
+        """Keyword arguments of a forward; None if the class has no inputs of this kind."""
+        stated = self.inputs.get(kind)
+        return None if stated is None else {name: filled(name, value) for name, value in stated.items()}
+
+    def to_file(self, folder: Path) -> None:
+        """Write the fixture."""
+        folder.mkdir(parents=True, exist_ok=True)
+        lines = [f" {json.dumps(key)}: {json.dumps(value)}" for key, value in vars(self).items()]
+        (folder / f"{self.architecture}.json").write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+    @classmethod
+    def from_file(cls, architecture: str, folder: Path = FOLDER) -> NumberCase:
+        """Read the fixture of an architecture."""
+        return cls(**json.loads((folder / f"{architecture}.json").read_text()))
+
+
+def case_names(folder: Path = FOLDER) -> list[str]:
+    """The architectures that have a fixture."""
+    return sorted(path.stem for path in folder.glob("*.json"))
+
+
+def stated(tensor: torch.Tensor) -> dict[str, Any]:
+    """What a fixture states of a tensor; `filled` makes a tensor from it.
+
+    Integers and small constants are literal. Of floating-point numbers shape, mean and standard deviation are kept.
+    """
+    shape, dtype = list(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+    if not tensor.is_floating_point():
+        if tensor.numel() <= LITERAL_LIMIT:
+            return {"shape": shape, "dtype": dtype, "values": tensor.flatten().tolist()}
+        return {"shape": shape, "dtype": dtype, "below": int(tensor.max()) + 1}
+    values = tensor.double()
+    spread = float(values.std()) if values.numel() > 1 else 0.0
+    return {"shape": shape, "mean": _rounded(float(values.mean())), "std": _rounded(spread)}
+
+
+def filled(name: str, stated: Mapping[str, Any]) -> torch.Tensor:
+    """The tensor that a fixture states: literal, counted, or random numbers that follow from name and shape."""
+    shape = stated["shape"]
+    dtype: torch.dtype = getattr(torch, stated.get("dtype", "float32"))
+    if "values" in stated:
+        return torch.tensor(stated["values"], dtype=dtype).view(shape)
+    if "below" in stated:
+        return (torch.arange(math.prod(shape)) % stated["below"]).to(dtype).view(shape)
+    seed = int.from_bytes(hashlib.sha256(f"{name} {shape}".encode()).digest()[:6], "big")
+    noise = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32)
+    return noise * stated["std"] + stated["mean"]
+
+
+def with_every_value(config: Any) -> dict[str, Any]:
+    """A configuration's values as JSON, without those that name a version or a path."""
+    values = json.loads(config.to_json_string(use_diff=False))
+    return dict(_without_versions(values))
+
+
+def _without_versions(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if key not in ("transformers_version", "_name_or_path", "name_or_path", "_attn_implementation"):
+            yield key, dict(_without_versions(value)) if isinstance(value, dict) else value
+
+
+def _rounded(number: float) -> float:
+    return float(f"{number:.3g}")

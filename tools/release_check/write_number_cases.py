@@ -1,0 +1,91 @@
+"""Write the fixtures of `numbers` for every registered class that transformers has.
+
+    python -m tools.release_check.write_number_cases [--names LlamaForCausalLM ...]
+
+Run it when a class is registered. Existing fixtures stay, because numbers recorded with them would lose their meaning;
+`--again` replaces those that are named.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from nrl_models import registry
+from nrl_models.errors import one_line
+from nrl_models.testing.case import FamilyCase
+from tools.release_check.class_checks import quiet
+from tools.release_check.number_cases import FOLDER, NumberCase, case_names, stated, with_every_value
+
+LENGTH = 24
+"""Tokens of a sequence: more than the tiny configurations' sliding windows."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Write the fixtures; 1 if one cannot be made."""
+    parser = argparse.ArgumentParser(description="Write the tiny checkpoints and inputs on which numbers runs.")
+    parser.add_argument("--names", nargs="+", metavar="NAME", help="architectures; default: all without a fixture")
+    parser.add_argument("--again", action="store_true", help="replace existing fixtures of --names")
+    parser.add_argument("--folder", type=Path, default=FOLDER, help="where the fixtures are")
+    options = parser.parse_args(arguments)
+    existing = set() if options.again and options.names else set(case_names(options.folder))
+    failed = 0
+    for name in options.names or registry.architectures(aliases=False):
+        if name in existing or registry.unmet_requirement(name):
+            continue
+        try:
+            case = make_case(name)
+        except Exception as error:
+            print(f"{name}: {one_line(error)}", file=sys.stderr)
+            failed = 1
+            continue
+        if case is not None:
+            case.to_file(options.folder)
+    return failed
+
+
+def make_case(architecture: str) -> NumberCase | None:
+    """The fixture of an architecture, from the installed transformers; None if transformers has no such class."""
+    model_class: Any = registry.model_class(architecture)
+    reference_class = model_class.reference_class()
+    if not reference_class.__module__.startswith("transformers."):
+        return None
+    case = FamilyCase(model_class, device=torch.device("cpu"))
+    with quiet(), tempfile.TemporaryDirectory() as folder:
+        reference = case.reference()
+        reference.save_pretrained(folder)
+        tensors = {
+            name: tensor for file in Path(folder).glob("*.safetensors") for name, tensor in load_file(file).items()
+        }
+        inputs = {kind: _inputs(case, images) for kind, images in (("text", False), ("media", None))}
+    if inputs["media"] is not None and inputs["text"] is not None and inputs["media"].keys() == inputs["text"].keys():
+        inputs["media"] = None
+    return NumberCase(
+        architecture,
+        reference_class.__module__,
+        with_every_value(reference.config),
+        {name: stated(tensors[name]) for name in sorted(tensors)},
+        {kind: values for kind, values in inputs.items() if values is not None},
+        model_class.can_generate(),
+    )
+
+
+def _inputs(case: FamilyCase, images: bool | None) -> dict[str, dict[str, Any]] | None:
+    """Inputs with labels, as a fixture states them; None where the class takes none of this kind."""
+    try:
+        inputs = case.inputs(length=LENGTH, images=images, labels=True)
+        with torch.no_grad():
+            case.reference()(**inputs)
+    except Exception:  # images in an unknown form, or text without an image
+        return None
+    return {name: stated(value) for name, value in inputs.items()}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
