@@ -3,7 +3,6 @@
 import gc
 import os
 from collections.abc import Generator
-from pathlib import Path
 
 import pytest
 import transformers
@@ -61,14 +60,11 @@ def _of_families_that_there_are() -> Generator[None, None, None]:
     try:
         yield
     except UnmetRequirementError as error:
-        if Version(transformers.__version__) >= _tested_version():
+        from versions import tested_version
+
+        if Version(transformers.__version__) >= tested_version():
             raise
         pytest.skip(str(error))
-
-
-def _tested_version() -> Version:
-    lines = (Path(__file__).parents[1] / "constraints.txt").read_text().splitlines()
-    return next(Version(line.removeprefix("transformers==")) for line in lines if line.startswith("transformers=="))
 
 
 def pytest_collection_finish() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -22,6 +23,12 @@ def wider_full_attention(*layers: int, **values: int) -> dict[str, Any]:
 def has_reached(version: str) -> bool:
     """Whether the installed transformers is of that version, or a later one."""
     return Version(transformers.__version__) >= Version(version)
+
+
+def tested_version() -> Version:
+    """The version of transformers that tests are written for."""
+    lines = (Path(__file__).parents[2] / "constraints.txt").read_text().splitlines()
+    return next(Version(line.removeprefix("transformers==")) for line in lines if line.startswith("transformers=="))
 
 
 def since(version: str) -> pytest.MarkDecorator:
