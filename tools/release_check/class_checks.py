@@ -133,7 +133,7 @@ class ClassUnderTest:
         return self.case.inputs(length=PROMPT, images=False)
 
     def media(self) -> dict[str, Any]:
-        """Text with an image and a clip in each sequence, whichever the class takes.
+        """Text with an image, a clip or both in each sequence.
 
         Raises:
             ImageInputsError, MediaInputsError: the form is unknown.

@@ -104,7 +104,7 @@ def _checks_of(architecture: str) -> Iterator[SweepOutcome]:
 
 
 def installed_versions() -> dict[str, str]:
-    """Versions of what decides the outcomes; of sources that may change without a version, a hash."""
+    """Versions of the packages that decide the outcomes; for a checkout, a hash of its sources."""
     import nrl_models
 
     here = Path(__file__).parent

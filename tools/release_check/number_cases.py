@@ -56,6 +56,10 @@ class NumberCase:
                 return None
         return found if isinstance(found, type) and issubclass(found, PreTrainedModel) else None
 
+    def config_values(self) -> dict[str, Any]:
+        """The configuration's values, new at each call. In JSON, transformers writes infinity as a dict."""
+        return json.loads(json.dumps(self.config), object_hook=_number_or_dict)
+
     def checkpoint(self) -> dict[str, torch.Tensor]:
         """The tensors of the checkpoint's file."""
         return {name: filled(name, stated) for name, stated in self.tensors.items()}
@@ -82,12 +86,18 @@ def case_names(folder: Path = FOLDER) -> list[str]:
     return sorted(path.stem for path in folder.glob("*.json"))
 
 
-def stated(tensor: torch.Tensor) -> dict[str, Any]:
+def stated(tensor: torch.Tensor, *, literally: bool = False) -> dict[str, Any]:
     """What a fixture states of a tensor; `filled` makes a tensor from it.
 
-    Integers and small constants are literal. Of floating-point numbers shape, mean and standard deviation are kept.
+    Integers are literal. Of floating-point numbers shape, mean and standard deviation are kept.
+
+    Args:
+        tensor: the tensor.
+        literally: whether floating-point numbers are literal also, rounded to three digits.
     """
     shape, dtype = list(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+    if tensor.is_floating_point() and literally:
+        return {"shape": shape, "dtype": dtype, "values": [_rounded(value) for value in tensor.flatten().tolist()]}
     if not tensor.is_floating_point():
         if tensor.numel() <= LITERAL_LIMIT:
             return {"shape": shape, "dtype": dtype, "values": tensor.flatten().tolist()}
@@ -114,6 +124,10 @@ def with_every_value(config: Any) -> dict[str, Any]:
     """A configuration's values as JSON, without those that name a version or a path."""
     values = json.loads(config.to_json_string(use_diff=False))
     return dict(_without_versions(values))
+
+
+def _number_or_dict(values: dict[str, Any]) -> Any:
+    return float(values["__float__"]) if values.keys() == {"__float__"} else values
 
 
 def _without_versions(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

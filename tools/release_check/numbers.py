@@ -65,7 +65,7 @@ class Recorded:
     def config(self) -> Any:
         """The tiny configuration, new at each call."""
         assert self.model_class.config_class is not None
-        return self.model_class.config_class.from_dict(deepcopy(self.case.config))
+        return self.model_class.config_class.from_dict(self.case.config_values())
 
     def write_checkpoint(self, name: str, dtype: torch.dtype) -> Path:
         """The fixture as a checkpoint in a dtype."""
@@ -81,19 +81,14 @@ class Recorded:
             save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
         return path
 
-    def load(self, dtype: torch.dtype, stored: torch.dtype, attention: str = "eager", **options: Any) -> Any:
+    def load(self, dtype: torch.dtype | str, stored: torch.dtype, **options: Any) -> Any:
         """The class with the checkpoint that is stored in one dtype, loaded in another (or `auto`)."""
         path = self.write_checkpoint(str(stored).removeprefix("torch."), stored)
-        try:
-            return self.model_class.from_pretrained(path, dtype=dtype, attn_implementation=attention, **options)
-        except ValueError as error:
-            if attention == "eager" and "attn_implementation" in str(error):
-                return self.model_class.from_pretrained(path, dtype=dtype, **options)
-            raise
+        return self.model_class.from_pretrained(path, dtype=dtype, **options)
 
     @cached_property
     def _model_and_info(self) -> tuple[PreTrainedModel, dict[str, Any]]:
-        model, info = self.load(torch.float32, torch.float32, output_loading_info=True)
+        model, info = self.load(torch.float32, torch.float32, attn_implementation="eager", output_loading_info=True)
         return model.eval(), info
 
     @property
@@ -151,8 +146,10 @@ def _files(recorded: Recorded) -> Facts:
 
 def _dtypes_section(recorded: Recorded) -> Facts:
     facts: dict[str, str] = {}
-    for label, dtype, stored in (("auto", "auto", torch.bfloat16), ("fp16", torch.float16, torch.float32)):
-        facts |= _dtypes(label, recorded.load(dtype, stored).state_dict())  # type: ignore[arg-type]
+    loads: tuple[tuple[str, torch.dtype | str, torch.dtype], ...]
+    loads = ("auto", "auto", torch.bfloat16), ("fp16", torch.float16, torch.float32)
+    for label, dtype, stored in loads:
+        facts |= _dtypes(label, recorded.load(dtype, stored).state_dict())
     return {Kind.DTYPES: facts}
 
 
@@ -193,12 +190,17 @@ def _eager(recorded: Recorded) -> Facts:
 
 def _sdpa(recorded: Recorded) -> Facts:
     model = recorded.model()
+    if not model._supports_sdpa:
+        return {Kind.FIELDS: {"supports sdpa": False}}
     model.set_attn_implementation("sdpa")
-    return {Kind.NUMBERS: {"logits": fingerprint(_forward(model, recorded.any_inputs()).logits)}}
+    return {
+        Kind.FIELDS: {"supports sdpa": True},
+        Kind.NUMBERS: {"logits": fingerprint(_forward(model, recorded.any_inputs()).logits)},
+    }
 
 
 def _bf16(recorded: Recorded) -> Facts:
-    model = recorded.load(torch.bfloat16, torch.float32, "sdpa" if recorded.model()._supports_sdpa else "eager").eval()
+    model = recorded.load(torch.bfloat16, torch.float32).eval()
     inputs = {
         name: value.to(torch.bfloat16) if value.is_floating_point() else value
         for name, value in recorded.any_inputs().items()
@@ -475,7 +477,7 @@ def record_all(path: Path, names: list[str], *, jobs: int, timeout: float = TIME
 
 
 def recorded_versions() -> dict[str, str]:
-    """Versions of what decides the records; of this module a hash."""
+    """Versions of the packages that decide the records, and a hash of this module."""
     here = Path(__file__).parent
     return versions_of("torch", "transformers") | {"numbers": source_digest(*(here / name for name in OWN_SOURCES))}
 

@@ -96,7 +96,7 @@ def test_errors_are_told_apart(
 def test_an_error_of_both_classes_is_the_references(
     llama: ClassUnderTest, forward: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    @wraps(llama.reference_class.forward)  # its signature says what the class takes
+    @wraps(llama.reference_class.forward)  # the checks read its signature
     def fail(*args: Any, **kwargs: Any) -> None:
         raise RuntimeError("both")
 
