@@ -27,10 +27,6 @@ FEATURES = {
 REFERENCE_FAULTS: dict[tuple[str, Check], str] = {
     ("Dots3NoteForConditionalGeneration", Check.CACHED_STEPS): "rounding decides which blocks of keys are chosen",
     ("GitForCausalLM", Check.MEDIA_CACHED_STEPS): "a step without the image has other positions",
-    **{
-        ("Llama4ForConditionalGeneration", check): "transformers 5.24 reads `image_outputs` of a text-only output"
-        for check in (Check.MEDIA_LOGITS, Check.MEDIA_CACHED_STEPS, Check.MEDIA_GREEDY, Check.GRADIENTS)
-    },
 }
 """Other checks in which transformers' own class fails and ours does the same, with the reason."""
 
