@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.conv import _ConvNd
 from transformers import PreTrainedModel
 
 from nrl_models.common.upstream import mark_initialised
+from nrl_models.common.upstream_torch import ConvNd
 
 
 def class_name(model: nn.Module) -> str:
@@ -139,7 +139,7 @@ def _beside_experts(decoder: nn.Module) -> Iterator[nn.Module]:
 
 def _numbers_of_experts(module: nn.Module) -> set[int]:
     """How many experts a module holds, one tensor for all; with those that compute nothing, too, if it counts them."""
-    if any(isinstance(owner, _ConvNd) for owner in module.modules()):
+    if any(isinstance(owner, ConvNd) for owner in module.modules()):
         return set()
     own = list(module.parameters(recurse=False))
     tensors = own or list(module.parameters())

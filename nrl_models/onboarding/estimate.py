@@ -20,11 +20,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
 
 from nrl_models.auto import auto_class_of
 from nrl_models.common.mesh_sizes import DIMENSIONS
+from nrl_models.common.upstream_torch import TorchDispatchMode
 from nrl_models.distributed import tensor as divided
 from nrl_models.distributed.mesh import has_stages, size_of
 from nrl_models.distributed.parallel_plan import plan_for

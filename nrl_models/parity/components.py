@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
+from nrl_models.common.upstream_torch import tree_leaves
 from nrl_models.inputs.images import Inputs, cast
 
 

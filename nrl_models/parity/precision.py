@@ -23,13 +23,13 @@ from typing import NamedTuple
 import torch
 from einops import reduce
 from torch import nn
-from torch.utils._pytree import tree_map
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from nrl_models.common.dtypes import dtype_name
 from nrl_models.common.forward.routing import RoutingRecord, can_replay, record_routing, replay_routing
 from nrl_models.common.projections import groups_of
 from nrl_models.common.recording import float_tensors
+from nrl_models.common.upstream_torch import tree_map
 from nrl_models.family import FamilyModel
 from nrl_models.inputs.images import Inputs
 from nrl_models.parity.compare import compare_tensors

@@ -15,7 +15,6 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
 from transformers import masking_utils
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
@@ -24,6 +23,7 @@ from nrl_models.common.forward.document_attention import attend
 from nrl_models.common.forward.documents import Documents, documents_running
 from nrl_models.common.switches import is_off
 from nrl_models.common.upstream import mask_parts
+from nrl_models.common.upstream_torch import DisableTorchFunctionSubclass, tree_map
 
 Function = Callable[..., Any]
 
@@ -82,7 +82,7 @@ class DocumentMask(torch.Tensor):
         """Attend by document, answer what needs no values, and build the mask for all else."""
         kwargs = kwargs or {}
         if func in METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
+            with DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if func is nn.functional.scaled_dot_product_attention:
             given = _SDPA.bind(*args, **kwargs)

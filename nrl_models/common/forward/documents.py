@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from nrl_models.common.upstream import CHECKPOINT_FUNCTIONS
+from nrl_models.common.upstream_torch import current_graph_task_id
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -135,7 +136,7 @@ def documents_running(layer: nn.Module | None = None) -> Documents | None:
         if found is not None and layer is not None:
             _packed.add(layer)
         return found
-    if layer in _packed and torch._C._current_graph_task_id() != -1:
+    if layer in _packed and current_graph_task_id() != -1:
         raise RuntimeError(
             f"{type(layer).__name__} runs again in the backward pass, and which documents it has to keep apart is not "
             "known: it ran on a packed batch, and what recomputes it is neither transformers' activation checkpointing "

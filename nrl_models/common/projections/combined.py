@@ -10,6 +10,7 @@ from torch import nn
 
 from nrl_models.common.modules import is_at
 from nrl_models.common.projections.group import LinearGroup
+from nrl_models.common.upstream_torch import current_graph_task_id
 
 FEW_SEQUENCES = 16
 """Up to so many are decoded on a CPU without groups: there is little to multiply."""
@@ -69,7 +70,7 @@ class CombinedProjections(nn.Module):
         if torch.compiler.is_compiling():  # the compiler fuses by itself, and sees each linear
             return super().forward(*args, **kwargs)
         # Not in a backward pass, where a checkpoint runs this again, and it has to compute as it did before.
-        if self._join_when_run and torch._C._current_graph_task_id() == -1:
+        if self._join_when_run and current_graph_task_id() == -1:
             self.join_projections()
         decodes = _is_step_of_decoding(args, kwargs)
         running = [

@@ -23,20 +23,25 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils._python_dispatch import _disable_current_modes
 
 from nrl_models.common.projections.group_memory import JoinedWeights, Layout
 from nrl_models.common.projections.matmul import joined_linear
 from nrl_models.common.projections.memory import Buffer, owns_storage
 from nrl_models.common.projections.obstacles import Obstacle, ObstacleKind
 from nrl_models.common.projections.run import Answer, OwnForward, Run
+from nrl_models.common.upstream_torch import (
+    DisableTorchFunction,
+    disable_current_modes,
+    functorch_transforms_are_active,
+    saved_tensors_hooks,
+)
 
 KINDS = ("weight", "bias")
 
 _LINEAR, _LINEAR_FORWARD = F.linear, nn.Linear.forward
 """What linears compute; where these are patched globally, linears compute themselves."""
 
-_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+_saved_tensors_hooks = saved_tensors_hooks
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -113,10 +118,10 @@ class LinearGroup(nn.Module):
         self._layout, self._uncalled = None, ()
         if self.obstacle():
             return False
-        if torch._C._are_functorch_transforms_active():
+        if functorch_transforms_are_active():
             return True
         # Modes that are active around this (inference mode, fake tensors, operation counters) must not affect it.
-        with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunction(), _disable_current_modes():
+        with torch.inference_mode(False), torch.no_grad(), DisableTorchFunction(), disable_current_modes():
             return self._put_side_by_side()
 
     def _put_side_by_side(self) -> bool:

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
+from nrl_models.common.upstream_torch import storage_use_count
+
 _DLPACK_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64})
 """Dtypes that pass through DLPack; others pass as bytes."""
 
@@ -74,7 +76,7 @@ def owns_storage(tensor: torch.Tensor) -> bool:
     storage = tensor.untyped_storage()
     if storage.nbytes() != tensor.nbytes or (tensor.device.type == "cpu" and storage.is_shared()):
         return False
-    return torch._C._storage_Use_Count(storage._cdata) <= 2  # the tensor's reference, and `storage` itself
+    return storage_use_count(storage._cdata) <= 2  # the tensor's reference, and `storage` itself
 
 
 def version_of(tensor: torch.Tensor) -> int | None:

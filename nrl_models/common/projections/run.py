@@ -15,11 +15,19 @@ from weakref import ref
 import torch
 from torch import nn
 from torch.autograd import forward_ad
-from torch.overrides import _get_current_function_mode_stack
-from torch.utils._device import DeviceContext
 
 from nrl_models.common.projections.group_memory import JoinedWeights
 from nrl_models.common.projections.memory import version_of
+from nrl_models.common.upstream_torch import (
+    DeviceContext,
+    count_dispatch_modes,
+    count_function_modes,
+    function_mode_stack,
+    functorch_transforms_are_active,
+    is_any_autocast_enabled,
+    saved_tensors_hooks,
+    tracing_state,
+)
 
 
 class Group(Protocol):
@@ -180,10 +188,10 @@ def _is_unchanged(linear: nn.Linear, seen: _Seen) -> bool:
 
 # Bound here, because they are called several times for each group at each call.
 _is_grad_enabled, _is_inference = torch.is_grad_enabled, torch.is_inference_mode_enabled
-_is_any_autocast = torch._C._is_any_autocast_enabled
-_function_modes, _dispatch_modes = torch._C._len_torch_function_stack, torch._C._len_torch_dispatch_stack
-_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
-_transforms, _tracing_state = torch._C._are_functorch_transforms_active, torch._C._get_tracing_state
+_is_any_autocast = is_any_autocast_enabled
+_function_modes, _dispatch_modes = count_function_modes, count_dispatch_modes
+_saved_tensors_hooks = saved_tensors_hooks
+_transforms, _tracing_state = functorch_transforms_are_active, tracing_state
 
 
 def _is_transformed() -> bool:
@@ -193,7 +201,7 @@ def _is_transformed() -> bool:
     """
     if _transforms() or _tracing_state() is not None or forward_ad._current_level >= 0:
         return True
-    return _function_modes() > 0 and any(type(mode) is not DeviceContext for mode in _get_current_function_mode_stack())
+    return _function_modes() > 0 and any(type(mode) is not DeviceContext for mode in function_mode_stack())
 
 
 class _Modes(NamedTuple):

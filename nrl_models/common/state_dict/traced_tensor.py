@@ -10,6 +10,7 @@ import torch
 
 from nrl_models.common.state_dict.boxes import NotAViewError, boxes_of, pieces_of, step_boxes
 from nrl_models.common.state_dict.views import META, Piece, View, place_of
+from nrl_models.common.upstream_torch import without_torch_function
 
 
 class TracedTensor(torch.Tensor):
@@ -21,7 +22,7 @@ class TracedTensor(torch.Tensor):
     """
 
     pieces: tuple[Piece, ...]
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = without_torch_function  # type: ignore[assignment]
 
     @staticmethod
     def of_pieces(shape: Sequence[int], dtype: torch.dtype, pieces: tuple[Piece, ...]) -> TracedTensor:

@@ -20,6 +20,7 @@ from nrl_models.common.projections import (
     memory,
 )
 from nrl_models.common.projections.run import Run
+from nrl_models.common.upstream_torch import current_graph_task_id
 from nrl_models.devtools.mutants.planting import Bug, Mutant, in_code, wrapped
 from nrl_models.testing.case import FamilyCase
 
@@ -118,7 +119,7 @@ def _versions_ignored(
 def _otherwise_in_backward(
     outputs_with: Callable[..., Outputs], self: LinearGroup, input: torch.Tensor, weights: Any
 ) -> Outputs:
-    return outputs_with(self, input.roll(1, -2) if torch._C._current_graph_task_id() != -1 else input, weights)
+    return outputs_with(self, input.roll(1, -2) if current_graph_task_id() != -1 else input, weights)
 
 
 def _is_checkpointed(case: FamilyCase) -> bool:

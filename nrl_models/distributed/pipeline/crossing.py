@@ -17,10 +17,9 @@ from unittest import mock
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel, masking_utils
 
+from nrl_models.common.upstream_torch import TorchDispatchMode, local_scalar_dense, tree_leaves
 from nrl_models.errors import Problem, ProblemKind, listed, one_line
 
 BATCH, LENGTH = 3, 11
@@ -136,7 +135,7 @@ class _Labels(TorchDispatchMode):
         self._of[tensor.untyped_storage()._cdata] = labels
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.overloadpacket is torch.ops.aten._local_scalar_dense:
+        if func.overloadpacket is local_scalar_dense:
             return 1
         result = func(*args, **(kwargs or {}))
         if func.overloadpacket.__name__ in _WITHOUT_VALUES:

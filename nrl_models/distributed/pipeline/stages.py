@@ -13,9 +13,9 @@ from typing import Any, NoReturn, cast
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 
+from nrl_models.common.upstream_torch import tree_map_only
 from nrl_models.distributed.pipeline.crossing import hidden_of, replaced
 from nrl_models.distributed.pipeline.cut import Cut
 from nrl_models.distributed.tensor.local_tensors import become

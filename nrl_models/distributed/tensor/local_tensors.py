@@ -35,7 +35,7 @@ class OnLocalTensors(nn.Module):
         return _run_on_local_tensors(self, super().forward, args, kwargs)
 
 
-@torch._dynamo.disable(recursive=False)
+@torch.compiler.disable(recursive=False)
 def _run_on_local_tensors(module: OnLocalTensors, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Not compiled itself, since it replaces parameters; what it calls is."""
     with _local_tensors(module):

@@ -13,8 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from nrl_models.common.upstream_torch import TorchDispatchMode
 from nrl_models.parity.compare import compare_state_dicts
 from nrl_models.parity.components import Call
 

@@ -1,0 +1,90 @@
+"""Names of torch that torch does not promise to keep. Everything that this library uses of them is in this module.
+
+Other modules import them from here, which a test checks. The release check (`tools/release_check`) looks every name up
+in the wheel of a new torch, without importing it. A name of this library stands for each private one, so a new version
+of torch changes this module only.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch._C import DisableTorchFunction, DisableTorchFunctionSubclass
+from torch._C import _are_functorch_transforms_active as functorch_transforms_are_active
+from torch._C import _current_graph_task_id as current_graph_task_id
+from torch._C import _disabled_torch_function_impl as without_torch_function
+from torch._C import _get_tracing_state as tracing_state
+from torch._C import _is_any_autocast_enabled as is_any_autocast_enabled
+from torch._C import _len_torch_dispatch_stack as count_dispatch_modes
+from torch._C import _len_torch_function_stack as count_function_modes
+from torch._C import _storage_Use_Count as storage_use_count
+from torch._C._autograd import _top_saved_tensors_default_hooks as saved_tensors_hooks
+from torch.nn.modules.conv import _ConvNd as ConvNd
+from torch.overrides import _get_current_function_mode_stack as function_mode_stack
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+
+__all__ = [
+    "PRIVATE_ATTRIBUTES",
+    "ConvNd",
+    "DeviceContext",
+    "DisableTorchFunction",
+    "DisableTorchFunctionSubclass",
+    "TorchDispatchMode",
+    "count_dispatch_modes",
+    "count_function_modes",
+    "current_graph_task_id",
+    "disable_current_modes",
+    "function_mode_stack",
+    "functorch_transforms_are_active",
+    "is_any_autocast_enabled",
+    "local_scalar_dense",
+    "saved_tensors_hooks",
+    "storage_use_count",
+    "tracing_state",
+    "tree_leaves",
+    "tree_map",
+    "tree_map_only",
+    "without_torch_function",
+]
+
+local_scalar_dense = torch.ops.aten._local_scalar_dense
+"""The operation behind `Tensor.item()`; operations are part of torch's export format."""
+
+
+class PrivateAttribute(NamedTuple):
+    """A private attribute of torch's objects that this library reads or sets.
+
+    Attributes:
+        module: the module that defines the class.
+        class_name: the class.
+        name: the attribute.
+    """
+
+    module: str
+    class_name: str
+    name: str
+
+
+PRIVATE_ATTRIBUTES = (
+    PrivateAttribute("torch._C", "TensorBase", "_make_wrapper_subclass"),
+    PrivateAttribute("torch._C", "TensorBase", "_version"),
+    PrivateAttribute("torch.storage", "_StorageBase", "_cdata"),
+    PrivateAttribute("torch._ops", "OpOverload", "_schema"),
+    PrivateAttribute("torch.autograd.forward_ad", "", "_current_level"),
+    PrivateAttribute("torch.distributed.tensor._api", "DTensor", "_local_tensor"),
+    PrivateAttribute("torch.nn.modules.module", "Module", "_backward_hooks"),
+    PrivateAttribute("torch.nn.modules.module", "Module", "_backward_pre_hooks"),
+    PrivateAttribute("torch.nn.modules.module", "Module", "_buffers"),
+    PrivateAttribute("torch.nn.modules.module", "Module", "_compiled_call_impl"),
+    PrivateAttribute("torch.nn.modules.module", "Module", "_forward_hooks"),
+    PrivateAttribute("torch.nn.modules.module", "Module", "_forward_pre_hooks"),
+    PrivateAttribute("torch.nn.modules.module", "Module", "_modules"),
+    PrivateAttribute("torch.nn.modules.module", "Module", "_non_persistent_buffers_set"),
+    PrivateAttribute("torch.nn.modules.module", "Module", "_parameters"),
+    PrivateAttribute("torch._dynamo.eval_frame", "OptimizedModule", "_orig_mod"),
+)
+"""Private attributes, by the class that defines them; an empty class name means an attribute of the module."""
