@@ -40,6 +40,7 @@ from tools.release_check.cached_steps import (
     cached_logits,
     full_logits,
 )
+from tools.release_check.failing_function import failing_function
 from tools.release_check.independent import independent_logits
 from tools.release_check.sweep_outcome import Check, Outcome, Reference, SweepOutcome
 
@@ -323,7 +324,10 @@ def _from_error(architecture: str, check: Check, error: Exception) -> SweepOutco
         return SweepOutcome(architecture, check, outcome, message=str(error))
     cause = error.__cause__ if isinstance(error, ReferenceFailedError) and error.__cause__ else error
     message = " ".join(str(cause).split())[:600]
-    return SweepOutcome(architecture, check, outcome, error_type=type(cause).__name__, message=message)
+    function = failing_function(cause)
+    return SweepOutcome(
+        architecture, check, outcome, error_type=type(cause).__name__, message=message, function=function
+    )
 
 
 # Ways to compare

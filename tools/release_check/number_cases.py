@@ -19,7 +19,7 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-FOLDER = Path(__file__).parents[2] / "tests" / "fixtures" / "upstream_numbers"
+FOLDER = Path(__file__).resolve().parents[2] / "tests" / "fixtures" / "upstream_numbers"
 """Where the fixtures are."""
 
 LITERAL_LIMIT = 4096

@@ -86,6 +86,7 @@ class SweepOutcome:
             where nothing was compared.
         error_type: class name of the error; empty if there was none.
         message: the error or the difference in a line, for people.
+        function: the function that raised the error, as `module:qualname`; empty if there was none.
         seconds: wall time.
         versions: of the packages that decide the outcome.
     """
@@ -97,6 +98,7 @@ class SweepOutcome:
     max_diff: float | None = None
     error_type: str = ""
     message: str = ""
+    function: str = ""
     seconds: float = 0.0
     versions: dict[str, str] = field(default_factory=dict)
 

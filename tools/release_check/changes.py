@@ -1,0 +1,136 @@
+"""Changes of transformers' results between two versions, with the functions of transformers that may be behind them."""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from tools.release_check.facts import Change
+from tools.release_check.facts import Kind as Fact
+from tools.release_check.number_cases import NumberCase
+from tools.release_check.sources import Sources, changed_functions, imported_modules
+
+SHARED: dict[Fact, tuple[str, ...]] = {
+    **dict.fromkeys(
+        (Fact.NAMES, Fact.LOADING, Fact.FILES, Fact.DTYPES, Fact.TIES, Fact.ERROR),
+        ("conversion_mapping", "core_model_loading", "modeling_utils"),
+    ),
+    **dict.fromkeys((Fact.INITIALIZATION, Fact.INITIALIZATION_SCALE), ("initialization", "modeling_utils")),
+    **dict.fromkeys((Fact.CONFIG_KEYS, Fact.CONFIG_DEFAULTS), ("configuration_utils", "modeling_rope_utils")),
+    **dict.fromkeys((Fact.TOKENS, Fact.NUMBERS), ("cache_utils", "masking_utils", "generation.utils")),
+    Fact.GRADIENTS: ("loss.loss_utils", "modeling_layers"),
+    Fact.FIELDS: ("modeling_outputs", "utils.generic"),
+}
+"""Modules that decide a kind of fact and that a model's module need not import from."""
+
+EVERY_MODEL = "transformers.models."
+
+
+@dataclass(frozen=True)
+class UpstreamDifference:
+    """The functions that differ between two versions of transformers.
+
+    Args:
+        before: sources of the earlier version.
+        after: sources of the later version.
+    """
+
+    before: Sources
+    after: Sources
+    _changed: dict[str, tuple[str, ...]] = field(default_factory=dict, compare=False)
+
+    def functions(self, architecture: str, fact: Fact) -> tuple[str, ...]:
+        """Functions that a class uses and that differ, as `module:qualname`, those of its own model first.
+
+        Args:
+            architecture: name of the class.
+            fact: kind of fact that changed.
+        """
+        own = self._modules_of(architecture)
+        found = [f"{module}:{name}" for module in own for name in self._changes(module)]
+        for module, names in self._imports(own).items():
+            tops = ((name, name.partition(".")[0]) for name in self._changes(module))
+            found += [f"{module}:{name}" for name, top in tops if top in names]
+        for name in SHARED.get(fact, ()):
+            found += [f"transformers.{name}:{changed}" for changed in self._changes(f"transformers.{name}")]
+        return tuple(dict.fromkeys(found))
+
+    def _changes(self, module: str) -> tuple[str, ...]:
+        if module not in self._changed:
+            self._changed[module] = changed_functions(self.before, self.after, module)
+        return self._changed[module]
+
+    def _modules_of(self, architecture: str) -> list[str]:
+        """The modules of a class's model, and those of other models that they import from."""
+        start = NumberCase.from_file(architecture).module
+        found, waiting = [], [start, start.replace(".modeling_", ".configuration_")]
+        while waiting:
+            module = waiting.pop(0)
+            if module not in found and self.after.file_of(module):
+                found.append(module)
+                imported = imported_modules(self.after, module, "transformers")
+                waiting += sorted(name for name in imported if name.startswith(EVERY_MODEL) and ".auto" not in name)
+        return found
+
+    def _imports(self, modules: Iterable[str]) -> dict[str, set[str]]:
+        """Names that modules import from the rest of transformers, by module."""
+        names: dict[str, set[str]] = defaultdict(set)
+        for module in modules:
+            tree = self.after.parsed(module)
+            for node in ast.walk(tree) if tree else ():
+                if isinstance(node, ast.ImportFrom):
+                    source = self.after.absolute(module, node)
+                    if source.startswith("transformers.") and not source.startswith(EVERY_MODEL):
+                        names[source].update(alias.name for alias in node.names)
+        return names
+
+
+@dataclass(frozen=True)
+class ChangeGroup:
+    """Changes of one kind that have the same function behind them.
+
+    Args:
+        version: the later version.
+        fact: kind of the facts that changed.
+        functions: functions that differ and that all of the changes' classes use.
+        changes: the changes.
+    """
+
+    version: str
+    fact: Fact
+    functions: tuple[str, ...]
+    changes: tuple[Change, ...]
+
+    @property
+    def key(self) -> str:
+        """A stable name, by which judgments refer to it."""
+        return f"{self.version} {self.fact} {self.functions[0] if self.functions else 'no function'}"
+
+    @cached_property
+    def architectures(self) -> tuple[str, ...]:
+        """Classes that changed."""
+        return tuple(sorted({change.architecture for change in self.changes}))
+
+    @property
+    def max_diff(self) -> float | None:
+        """The largest relative difference; None if the facts are not numbers."""
+        return max((change.max_diff for change in self.changes if change.max_diff is not None), default=None)
+
+
+def groups_of(changes: Iterable[Change], difference: UpstreamDifference, version: str) -> list[ChangeGroup]:
+    """Group changes by kind and by the first function behind them."""
+    found: dict[tuple[Fact, str], list[Change]] = defaultdict(list)
+    functions: dict[tuple[Fact, str], list[str]] = {}
+    for change in changes:
+        fact = Fact(change.kind)
+        behind = difference.functions(change.architecture, fact)
+        key = fact, behind[0] if behind else ""
+        found[key].append(change)
+        functions[key] = [name for name in functions.get(key, behind) if name in behind]
+    return [
+        ChangeGroup(version, fact, tuple(functions[fact, first]), tuple(group))
+        for (fact, first), group in sorted(found.items(), key=lambda item: (item[0][0], item[0][1]))
+    ]

@@ -1,0 +1,177 @@
+"""Environments with other versions of some packages, made cheaply on top of the one that runs the release check.
+
+An environment is a virtual environment without pip that also sees the packages of the base environment. pip installs
+only what differs. Its folder is named after the requested versions and the base environment's packages, so an equal
+environment is reused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from importlib.metadata import distributions
+from pathlib import Path
+
+from packaging.version import Version
+
+from tools.release_check.errors import InstallError
+
+ROOT = Path(__file__).parents[2]
+"""The repository that this release check belongs to."""
+
+READY = ".ready"
+BASE_PACKAGES = "base_packages.pth"
+SECONDS = 3600
+
+
+def cache_folder() -> Path:
+    """Where environments and wheels are stored: `$NRL_MODELS_RELEASE_CACHE`, or a folder in the user's cache."""
+    if folder := os.environ.get("NRL_MODELS_RELEASE_CACHE"):
+        return Path(folder)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nrl_models" / "release_check"
+
+
+@dataclass(frozen=True)
+class Environment:
+    """An environment in which a checkout of nrl_models runs.
+
+    Args:
+        folder: the virtual environment.
+        checkout: the repository whose nrl_models and tests are used.
+    """
+
+    folder: Path
+    checkout: Path
+
+    @property
+    def python(self) -> Path:
+        """Its interpreter."""
+        return self.folder / "bin" / "python"
+
+    @property
+    def packages(self) -> Path:
+        """Where pip installs packages that differ from the base environment's."""
+        return self.folder / sysconfig.get_path("purelib", vars={"base": "", "platbase": ""}).lstrip("/")
+
+    @cached_property
+    def versions(self) -> dict[str, Version]:
+        """Versions of all packages in it, by name in lower case."""
+        text = self.output(["-m", "tools.release_check.installed"])
+        return {name: Version(version) for name, version in json.loads(text).items()}
+
+    def variables(self) -> dict[str, str]:
+        """Environment variables with which the tools of this repository run on the checkout's nrl_models."""
+        stage = self.folder / "tools_of" / hashlib.sha256(str(ROOT).encode()).hexdigest()[:8]
+        if not (stage / "tools").exists():  # only `tools`: the repository has an nrl_models of its own
+            stage.mkdir(parents=True, exist_ok=True)
+            (stage / "tools").symlink_to(ROOT / "tools")
+        # The checkout may have `tools` of its own, and the base environment has an nrl_models.
+        path = os.pathsep.join(map(str, (stage, self.checkout)))
+        return os.environ | {
+            "PYTHONPATH": path,
+            "PYTHONSAFEPATH": "1",
+            "HF_HUB_OFFLINE": "1",
+            "OMP_WAIT_POLICY": "PASSIVE",
+            "TOKENIZERS_PARALLELISM": "false",
+        }
+
+    def run(self, arguments: Sequence[str], log: Path, *, timeout: float, cwd: Path | None = None) -> int:
+        """Run Python with arguments; what it prints is appended to `log`.
+
+        Returns:
+            The exit status; -1 if it took longer than `timeout` seconds.
+        """
+        with log.open("a") as file:
+            try:
+                return subprocess.run(
+                    [str(self.python), *arguments],
+                    stdout=file,
+                    stderr=subprocess.STDOUT,
+                    env=self.variables(),
+                    cwd=cwd or self.folder,
+                    timeout=timeout,
+                    check=False,
+                ).returncode
+            except subprocess.TimeoutExpired:
+                return -1
+
+    def output(self, arguments: Sequence[str]) -> str:
+        """What Python prints for arguments.
+
+        Raises:
+            InstallError: it fails: the environment is broken.
+        """
+        command = [str(self.python), *arguments]
+        done = subprocess.run(
+            command, capture_output=True, text=True, env=self.variables(), cwd=self.folder, check=False
+        )
+        if done.returncode:
+            raise InstallError(f"{self.folder}: {_last_line(done.stderr)}. Delete the folder and run this again")
+        return done.stdout
+
+
+def make_environment(
+    requirements: Mapping[str, Version], checkout: Path, *, pinned: Mapping[str, Version] | None = None
+) -> Environment:
+    """An environment with versions of packages; an equal one that exists is reused.
+
+    Args:
+        requirements: versions by package.
+        checkout: the repository whose nrl_models is used.
+        pinned: versions that pip must not change.
+
+    Raises:
+        InstallError: pip cannot install the packages.
+    """
+    wanted = [f"{name}=={version}" for name, version in sorted(requirements.items())]
+    key = json.dumps([wanted, sorted(_base_packages().items()), sys.prefix, sys.version])
+    names = "-".join(f"{name}{version}" for name, version in sorted(requirements.items())) or "base"
+    folder = cache_folder() / "environments" / f"{names[:80]}-{hashlib.sha256(key.encode()).hexdigest()[:8]}"
+    environment = Environment(folder, checkout.resolve())
+    if (folder / READY).is_file():
+        return environment
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    venv.create(folder, with_pip=False, symlinks=True)
+    (environment.packages / BASE_PACKAGES).write_text(f"{sysconfig.get_path('purelib')}\n")
+    try:
+        if wanted:
+            _install(environment, wanted, pinned or {})
+    except InstallError:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    (folder / READY).touch()
+    return environment
+
+
+def _install(environment: Environment, wanted: Sequence[str], pinned: Mapping[str, Version]) -> None:
+    constraints = environment.folder / "constraints.txt"
+    constraints.write_text("".join(f"{name}=={version}\n" for name, version in sorted(pinned.items())))
+    command = [sys.executable, "-m", "pip", "--python", str(environment.python), "install", "--quiet"]
+    command += ["--disable-pip-version-check", "--no-input", "--only-binary", ":all:"]
+    command += ["--constraint", str(constraints), *wanted]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise InstallError(f"{', '.join(wanted)}: pip took more than {SECONDS} s") from error
+    if done.returncode:
+        raise InstallError(f"{', '.join(wanted)}: pip cannot install it: {_last_line(done.stderr)}")
+
+
+def _base_packages() -> dict[str, str]:
+    return {found.name.lower(): found.version for found in distributions()}
+
+
+def _last_line(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")]
+    return (errors or lines or ["no message"])[-1]

