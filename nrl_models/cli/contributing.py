@@ -147,3 +147,27 @@ def mutate(
     show(f"{killed:,} of {applicable:,} mutants killed in {tried} architectures")
     if killed < applicable:
         raise typer.Exit(1)
+
+
+@dev.command(name="release-check", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def release_check(
+    context: typer.Context,
+    packages: Annotated[
+        list[str] | None, typer.Argument(help="`newest`, or versions such as transformers==5.24.0.")
+    ] = None,
+) -> None:
+    """Judge new releases of transformers, torch and other packages; other options as `tools.release_check` has them."""
+    import os
+    import subprocess
+    import sys
+
+    from nrl_models.devtools.checkout import ROOT, pages_folder
+
+    pages_folder()  # raises where this is no checkout
+    arguments = [*(packages or ["--help"]), *context.args]
+    command = [sys.executable, "-m", "tools.release_check", *arguments]
+    variables = {
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
+        "PYTHONSAFEPATH": "1",
+    }
+    raise typer.Exit(subprocess.run(command, env=os.environ | variables, check=False).returncode)

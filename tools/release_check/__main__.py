@@ -48,12 +48,12 @@ def main(
         )
         report = release_check(request, console.print)
     except NRLModelsError as error:
-        console.print(str(error), style="red", markup=False)
+        console.print(str(error), style="red", markup=False, soft_wrap=True)
         raise typer.Exit(2) from error
     path = write_report(report, out)
     Console(width=None if console.is_terminal else 200).print(table(report))
     for line in report.errors:
-        console.print(line, style="red", markup=False)
+        console.print(line, style="red", markup=False, soft_wrap=True)
     console.print(f"report: {path}")
     raise typer.Exit(report.status)
 

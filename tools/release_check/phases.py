@@ -11,10 +11,13 @@ from typing import Any
 
 from packaging.version import Version
 
-from tools.release_check.environments import Environment, cache_folder
+from tools.release_check.changes import UpstreamDifference, groups_of
+from tools.release_check.environments import Environment, cache_folder, make_environment
 from tools.release_check.errors import ReleaseCheckError
+from tools.release_check.facts import SectionRecord, compare
 from tools.release_check.findings import Finding, Kind, Phase
 from tools.release_check.names import missing_names, missing_torch_attributes
+from tools.release_check.number_cases import FOLDER, case_names
 from tools.release_check.outcome_files import OutcomeFile
 from tools.release_check.packages import PACKAGES
 from tools.release_check.sources import Sources, sources_of
@@ -156,6 +159,50 @@ def _of_sweep(subject: Subject, outcome: SweepOutcome) -> Finding:
     )
 
 
+def numbers(subject: Subject) -> Iterator[Finding]:
+    """Results of transformers' own classes, compared with those recorded with the tested version."""
+    tested, sources = subject.tested.get("transformers"), subject.sources("transformers")
+    if tested is None or sources is None:
+        return
+    before, after = sources
+    names = sorted(set(subject.names or case_names()) & set(case_names()))
+    arguments = ["--jobs", str(subject.jobs), "--names", *names]
+    file = subject.file(Phase.NUMBERS)
+    status = subject.run(Phase.NUMBERS, [*RECORD, "--out", str(file), *arguments], minutes=60)
+    _require(subject, Phase.NUMBERS, status)
+    recorded = FOLDER / f"{tested}.jsonl"
+    if not recorded.is_file():
+        recorded = cache_folder() / "numbers" / f"{tested}.jsonl"
+        baseline = make_environment({"transformers": tested}, subject.checkout)
+        log = subject.out / f"{Phase.NUMBERS}.log"
+        recorded.parent.mkdir(parents=True, exist_ok=True)
+        baseline.run([*RECORD, "--out", str(recorded), *arguments], log, timeout=60 * MINUTES)
+    changes = compare(read_records(recorded), read_records(file))
+    for group in groups_of(changes, UpstreamDifference(before, after), after.label):
+        module = group.functions[0] if group.functions else "transformers"
+        for change in group.changes:
+            yield Finding(
+                Phase.NUMBERS,
+                Kind.CHANGED_NUMBERS,
+                module,
+                str(group.fact),
+                functions=group.functions[:MOST_FUNCTIONS],
+                architectures=(change.architecture,),
+                item=f"{change.architecture} {change.section} {change.kind} {change.key}",
+                message=str(change),
+            )
+
+
+RECORD = ("-m", "tools.release_check.numbers")
+MOST_FUNCTIONS = 8
+"""Functions that a finding about numbers names."""
+
+
+def read_records(path: Path) -> list[SectionRecord]:
+    """The records of a file that `numbers` wrote."""
+    return [SectionRecord.from_json(line) for line in OutcomeFile(path, ("architecture", "section"))]
+
+
 def suite(subject: Subject) -> Iterator[Finding]:
     """The generated tests of one family per pattern, then the tests that use a package under test."""
     chosen = [f"--nrl-family={name}" for name in subject.quick_architectures]
@@ -239,6 +286,7 @@ def requirements(subject: Subject) -> Iterator[Finding]:
 PHASES: Mapping[Phase, Callable[[Subject], Iterator[Finding]]] = {
     Phase.SIGNATURES: signatures,
     Phase.SWEEP: sweep,
+    Phase.NUMBERS: numbers,
     Phase.SUITE: suite,
     Phase.NEW: new,
     Phase.TRIPWIRES: tripwires,
