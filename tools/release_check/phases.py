@@ -228,11 +228,10 @@ def _pytest(subject: Subject, phase: Phase, arguments: Sequence[str]) -> Iterato
     command += ["-n", str(subject.jobs), "--dist", "loadgroup"] if subject.jobs > 1 else []
     command += [f"--outcomes={file}", f"--finished={finished}", *arguments]
     status = subject.run(phase, command, minutes=60, cwd=subject.checkout)
-    if status not in (0, 1, 5):  # 5: every test is finished
-        _require(subject, phase, status)
-    for line in OutcomeFile(file, ("test",)):
-        if line["outcome"] == "failed":
-            yield _of_test(subject, phase, line)
+    failed = [line for line in OutcomeFile(file, ("test",)) if line["outcome"] == "failed"]
+    if status not in (0, 5) and not (status == 1 and failed):  # 5: every test is finished
+        raise _error(subject, phase, status)
+    yield from (_of_test(subject, phase, line) for line in failed)
 
 
 EXPIRED = "QuirkExpiredError"
@@ -308,9 +307,13 @@ def _names(subject: Subject) -> list[str]:
 
 
 def _require(subject: Subject, phase: Phase, status: int) -> None:
-    """Raise unless a module ended by itself: 0, or 1 if it found something."""
+    """Raise unless a module ended by itself: with 0, or with 1 if it found something."""
+    if status not in (0, 1) or (status == 1 and not subject.file(phase).is_file()):
+        raise _error(subject, phase, status)
+
+
+def _error(subject: Subject, phase: Phase, status: int) -> PhaseError:
     log = subject.out / f"{phase}.log"
     lines = log.read_text(errors="replace").splitlines() if log.is_file() else []
-    if status not in (0, 1) or (status == 1 and not subject.file(phase).is_file()):
-        reason = "took too long" if status == -1 else f"exit status {status}"
-        raise PhaseError(f"{phase}: {reason}: {next(filter(str.strip, reversed(lines)), 'no output')}. Log: {log}")
+    reason = "took too long" if status == -1 else f"exit status {status}"
+    return PhaseError(f"{phase}: {reason}: {next(filter(str.strip, reversed(lines)), 'no output')}. Log: {log}")

@@ -17,7 +17,7 @@ from tools.release_check.environments import make_environment
 from tools.release_check.errors import InstallError, NoReleaseError, ReleaseCheckError
 from tools.release_check.findings import Cause, Finding, Kind, Phase, causes_of
 from tools.release_check.outcome_files import source_digest
-from tools.release_check.packages import NEWEST, PACKAGES, Environment, requested_versions, tested_versions
+from tools.release_check.packages import NEWEST, PACKAGES, InstallGroup, requested_versions, tested_versions
 from tools.release_check.phases import PHASES, Subject, wheels_folder
 from tools.release_check.sources import LARGEST_DOWNLOAD, function_diff, sources_of
 
@@ -110,27 +110,30 @@ def release_check(request: Request, tell: Tell) -> Report:
     report = Report(versions, tested, large, errors=errors)
     request.out.mkdir(parents=True, exist_ok=True)
     findings: list[Finding] = []
-    for kind in Environment:
-        names = [name for name in versions if PACKAGES[name].environment is kind]
+    for group in InstallGroup:
+        names = [name for name in versions if PACKAGES[name].group is group]
         if not names:
             continue
         try:
-            subject, conflicts = _subject(request, kind, {name: versions[name] for name in names}, large, tested)
+            subject, conflicts = _subject(request, group, {name: versions[name] for name in names}, large, tested)
         except ReleaseCheckError as error:
             report.errors.append(str(error))
             continue
         findings += conflicts
         for phase in request.phases:
-            if kind is not Environment.TRAINING and phase not in FOR_ENGINES:
+            if group is not InstallGroup.TRAINING and phase not in FOR_ENGINES:
                 continue
-            tell(f"{kind}: {phase}")
+            tell(f"{group}: {phase}")
             try:
                 findings += PHASES[phase](subject)
-                report.phases.append(f"{kind}: {phase}")
+                report.phases.append(f"{group}: {phase}")
             except ReleaseCheckError as error:
                 report.errors.append(str(error))
     report.causes = causes_of(findings)
-    report.diffs = diffs_of(report.causes, versions, tested)
+    try:
+        report.diffs = diffs_of(report.causes, versions, tested)
+    except ReleaseCheckError as error:
+        report.errors.append(f"no upstream diffs: {error}")
     return report
 
 
@@ -186,7 +189,7 @@ def _installed(package: str) -> str | None:
 
 def _subject(
     request: Request,
-    kind: Environment,
+    group: InstallGroup,
     versions: Mapping[str, Version],
     large: tuple[str, ...],
     tested: Mapping[str, Version],
@@ -216,7 +219,7 @@ def _subject(
         if not fitting:
             raise error
         wanted = fitting
-    out = request.out / f"{kind}-{_fingerprint(environment.versions, request.checkout)}"
+    out = request.out / f"{group}-{_fingerprint(environment.versions, request.checkout)}"
     out.mkdir(parents=True, exist_ok=True)
     judged = {name: found for name, found in versions.items() if name in wanted or name in large}
     subject = Subject(environment, judged, tested, frozenset(large), out, request.jobs, request.names)
@@ -229,7 +232,8 @@ def _conflict(name: str, wanted: Version, message: str) -> Finding:
 
 def _fingerprint(versions: Mapping[str, Version], checkout: Path) -> str:
     """A hash of everything that decides outcomes, so that a run resumes only from outcomes of the same."""
-    sources = source_digest(checkout / "nrl_models", checkout / "tests")
+    folders = (checkout / name for name in ("nrl_models", "tests"))
+    sources = source_digest(*(folder for folder in folders if folder.is_dir()))
     content = json.dumps([sorted((name, str(found)) for name, found in versions.items()), sources])
     return hashlib.sha256(content.encode()).hexdigest()[:8]
 

@@ -1,0 +1,239 @@
+"""A release check as a whole: bad input, environments that pip refuses, resuming, and the tests' outcomes."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.version import Version
+from typer.testing import CliRunner
+
+from nrl_models.cli import app as nrl_models_app
+from tests.unit.release_check.wheels import sources
+from tools.release_check import index, run
+from tools.release_check.__main__ import app
+from tools.release_check.environments import Environment
+from tools.release_check.errors import InstallError, NoReleaseError, ReleaseCheckError
+from tools.release_check.findings import Cause, Finding, Kind, Phase
+from tools.release_check.index import Wheel
+from tools.release_check.issues import update_issues
+from tools.release_check.packages import PACKAGES, requested_versions
+from tools.release_check.packages import tested_versions as pinned
+from tools.release_check.phases import PhaseError, Subject, suite
+from tools.release_check.report import markdown, write_report
+from tools.release_check.run import Report, Request, release_check
+
+FINDING = Finding(
+    Phase.SWEEP, Kind.EXCEPTION, "transformers.a:A.f", "TypeError", ("transformers.a:A.f",), ("AForText",), "i", "m"
+)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("NRL_MODELS_RELEASE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")  # no test reaches an index
+    index.wheels.cache_clear()
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    folder = tmp_path / "checkout"
+    (folder / "nrl_models").mkdir(parents=True)
+    (folder / "nrl_models" / "__init__.py").touch()
+    (folder / "constraints.txt").write_text("transformers==5.23.0\npeft==0.21.2\n# torch\ntorch==2.13.0\n")
+    return folder
+
+
+@pytest.fixture
+def released(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An index with two releases of every package."""
+
+    def wheels(package: str) -> dict[Version, Wheel]:
+        found = map(Version, ("5.23.0", "6.0"))
+        return {version: Wheel(version, f"https://index/{package}-{version}", 1) for version in found}
+
+    monkeypatch.setattr(index, "wheels", wheels)
+
+
+def test_tested_versions(checkout: Path) -> None:
+    found = {name: str(version) for name, version in pinned(checkout).items()}
+    assert found == {"transformers": "5.23.0", "peft": "0.21.2", "torch": "2.13.0"}
+
+
+@pytest.mark.parametrize("argument", ["peft", "numpy==1.0", "peft==", "peft==x y"])
+def test_wrong_argument(argument: str) -> None:
+    with pytest.raises(ReleaseCheckError, match=r"peft|version"):
+        requested_versions([argument])
+
+
+def test_version_that_does_not_exist(checkout: Path, released: None) -> None:
+    with pytest.raises(ReleaseCheckError) as raised:
+        run.release_check(Request(("transformers==5.99",), checkout, checkout / "out", 1), print)
+    assert str(raised.value).count("\n") == 0
+    assert "transformers==5.99" in str(raised.value)
+
+
+def test_newest_is_what_is_newer(checkout: Path, released: None) -> None:
+    told: list[str] = []
+    versions, errors = run.resolve(("newest",), pinned(checkout), told.append)
+    assert {str(version) for version in versions.values()} == {"6.0"}
+    assert "transformers: newest 6.0, tested 5.23.0 (newer)" in told
+    assert not errors
+
+
+def test_no_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
+    result = CliRunner().invoke(app, ["newest", "--out", str(tmp_path / "out")])
+    assert result.exit_code == 2
+    (line,) = [line for line in result.output.splitlines() if "nrl_models of" not in line]
+    assert "http://127.0.0.1:9/simple/transformers/" in line
+
+
+def test_package_that_does_not_install(checkout: Path, released: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others are judged, and outcomes that exist stay."""
+    kept = checkout / "out" / "kept.jsonl"
+    kept.parent.mkdir()
+    kept.touch()
+
+    def make(versions: dict[str, Version], *_: Any, **__: Any) -> Environment:
+        if "peft" in versions:
+            raise InstallError("peft==6.0: pip cannot install it")
+        return Environment(checkout / "environment", checkout)
+
+    monkeypatch.setattr(run, "make_environment", make)
+    monkeypatch.setattr(Environment, "versions", {"transformers": Version("6.0")})
+    monkeypatch.setattr(run, "PHASES", {Phase.SWEEP: lambda subject: iter([FINDING])})
+    request = Request(("transformers==6.0", "peft==6.0"), checkout, checkout / "out", 1, (Phase.SWEEP,))
+    report = release_check(request, print)
+    assert {cause.kind for cause in report.causes} == {Kind.CONFLICT, Kind.EXCEPTION}
+    assert report.status == 1
+    assert kept.exists()
+
+
+def test_nothing_installs(checkout: Path, released: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def make(*_: Any, **__: Any) -> Environment:
+        raise InstallError("transformers==6.0: pip cannot install it")
+
+    monkeypatch.setattr(run, "make_environment", make)
+    report = release_check(Request(("transformers==6.0",), checkout, checkout / "out", 1), print)
+    assert report.errors == ["transformers==6.0: pip cannot install it"]
+    assert report.status == 2
+
+
+def test_phase_that_fails_leaves_the_others(checkout: Path, released: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(_: Subject) -> Iterator[Finding]:
+        raise ReleaseCheckError("sweep: took too long")
+
+    monkeypatch.setattr(run, "make_environment", lambda *_, **__: Environment(checkout / "environment", checkout))
+    monkeypatch.setattr(Environment, "versions", {})
+    monkeypatch.setattr(run, "PHASES", {Phase.SWEEP: fails, Phase.NEW: lambda subject: iter([FINDING])})
+    request = Request(("transformers==6.0",), checkout, checkout / "out", 1, (Phase.SWEEP, Phase.NEW))
+    report = release_check(request, print)
+    assert report.errors[0] == "sweep: took too long"
+    assert len(report.causes) == 1
+
+
+def test_diff_of_a_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = {"5.0": "class A:\n    def f(self, old): ...\n", "6.0": "class A:\n    def f(self, new): ...\n"}
+
+    def sources_of(_: str, version: Version, __: Path) -> Any:
+        return sources(tmp_path, str(version), {"transformers/a.py": texts[str(version)]})
+
+    monkeypatch.setattr(run, "sources_of", sources_of)
+    cause = Cause(FINDING.kind, FINDING.subject, FINDING.detail, [FINDING])
+    versions = {"transformers": Version("6.0")}, {"transformers": Version("5.0")}
+    diffs = run.diffs_of([cause], *versions)
+    report = Report(*versions, causes=[cause], diffs=diffs)
+    assert "-    def f(self, old): ..." in diffs["transformers.a:A.f"]
+    assert "+    def f(self, new): ..." in markdown(report)
+    write_report(report, tmp_path)
+    assert json.loads((tmp_path / "report.json").read_text())["causes"][0]["id"] == cause.id
+
+
+TESTS = """
+import pytest
+
+@pytest.mark.parametrize("number", range(3))
+def test_number(number):
+    with open("ran", "a") as file:
+        file.write(str(number))
+    if number == 1:
+        raise TypeError("planted")
+"""
+
+
+def test_suite_resumes(tmp_path: Path, checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A test whose outcome is recorded does not run again; the failure is still reported."""
+    (checkout / "test_planted.py").write_text(TESTS)
+    environment = Environment(checkout, checkout)
+    monkeypatch.setattr(Environment, "python", Path(sys.executable))
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # the checkout lacks the plugin of nrl_models
+    versions = {"accelerate": Version("1.0")}
+    monkeypatch.setitem(PACKAGES, "accelerate", replace(PACKAGES["accelerate"], tests=("test_planted.py",)))
+    subject = Subject(environment, versions, {}, frozenset(), tmp_path, 1)
+    monkeypatch.setattr(Subject, "_subjects", {"families": {}, "quick": []})
+    (first,) = suite(subject)
+    assert first.detail == "TypeError"
+    lines = (tmp_path / "suite.jsonl").read_text().splitlines()
+    (tmp_path / "suite.jsonl").write_text("\n".join(line for line in lines if "[2]" not in line) + '\n{"test": "cut')
+    (again,) = suite(subject)
+    assert again == first
+    assert (checkout / "ran").read_text() == "0122"
+
+
+def test_pytest_that_does_not_start_is_an_error(
+    tmp_path: Path, checkout: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends with 1, as with failed tests."""
+    (checkout / "test_planted.py").write_text(TESTS)
+    monkeypatch.setattr(Environment, "python", Path(sys.executable))
+    monkeypatch.setitem(PACKAGES, "accelerate", replace(PACKAGES["accelerate"], tests=("test_planted.py",)))
+    versions = {"accelerate": Version("1.0")}
+    subject = Subject(Environment(checkout, checkout), versions, {}, frozenset(), tmp_path, 1)
+    monkeypatch.setattr(Subject, "_subjects", {"families": {}, "quick": []})
+    with pytest.raises(PhaseError, match=r"nrl_models\.testing"):
+        list(suite(subject))
+
+
+def test_issues_are_updated_and_not_opened_twice() -> None:
+    cause = Cause(FINDING.kind, FINDING.subject, FINDING.detail, [FINDING])
+    report = {"versions": {"transformers": "6.0"}, "causes": [cause.to_json()], "diffs": {}}
+    report = json.loads(json.dumps(report))
+    open_issues: list[dict[str, Any]] = []
+    calls: list[tuple[str, ...]] = []
+
+    def gh(arguments: Any) -> str:
+        calls.append(tuple(arguments[:2]))
+        if arguments[1] == "create" and arguments[0] == "issue":
+            open_issues.append({"number": 7, "title": arguments[arguments.index("--title") + 1]})
+        return json.dumps(open_issues) if arguments[1] == "list" else ""
+
+    update_issues(report, gh)
+    update_issues(report, gh)
+    assert [call for call in calls if call[0] == "issue" and call[1] != "list"] == [
+        ("issue", "create"),
+        ("issue", "edit"),
+    ]
+
+
+def test_command_passes_its_arguments_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[list[str]] = []
+
+    class Done:
+        returncode = 1
+
+    monkeypatch.setattr("subprocess.run", lambda command, **_: calls.append(command) or Done())
+    result = CliRunner().invoke(nrl_models_app, ["dev", "release-check", "newest", "--jobs", "2"])
+    assert result.exit_code == 1
+    assert calls[0][1:] == ["-m", "tools.release_check", "newest", "--jobs", "2"]
+
+
+def test_unknown_release_names_the_newest(released: None) -> None:
+    with pytest.raises(NoReleaseError, match=r"newest: 5\.23\.0, 6\.0"):
+        index.wheel("peft", Version("7.0"))

@@ -1,0 +1,118 @@
+"""Overrides are compared with the baseline's and the installed signatures."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from torch import nn
+
+from tests.unit.release_check.wheels import sources
+from tools.release_check.findings import Kind
+from tools.release_check.signatures import changed_parameters, missing_fields, swallowed_keywords
+from tools.release_check.sources import Sources
+
+BASELINE = {
+    "transformers/models/planted.py": (
+        "class Layer:\n"
+        "    def forward(self, x, mask=None, past=None): ...\n"
+        "    def moved(self, x, y): ...\n"
+        "    def same(self, x): ...\n"
+    )
+}
+
+
+def module(name: str, text: str, monkeypatch: pytest.MonkeyPatch, **names: Any) -> ModuleType:
+    made = ModuleType(name)
+    vars(made).update(names)
+    exec(text, vars(made))
+    monkeypatch.setitem(sys.modules, name, made)
+    return made
+
+
+@pytest.fixture
+def upstream(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    text = (
+        "class Layer(nn.Module):\n"
+        "    def forward(self, x, mask=None, cache=None): ...\n"
+        "    def moved(self, y, x): ...\n"
+        "    def same(self, x): ...\n"
+    )
+    return module("transformers.models.planted", text, monkeypatch, nn=nn)
+
+
+@pytest.fixture
+def baseline(tmp_path: Path) -> Sources:
+    return sources(tmp_path, "1.0", BASELINE)
+
+
+def findings(text: str, upstream: ModuleType, baseline: Sources, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    ours = module("nrl_models.families.planted", text, monkeypatch, Upstream=upstream.Layer)
+    return list(changed_parameters({ours.Layer: ["PlantedForCausalLM"]}, baseline))
+
+
+def test_planted_rename(upstream: ModuleType, baseline: Sources, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "class Layer(Upstream):\n    def forward(self, x, *args, past=None, **kwargs): ...\n"
+    (found,) = findings(text, upstream, baseline, monkeypatch)
+    assert (found.kind, found.detail) == (Kind.RENAMED_PARAMETER, "past")
+    assert found.subject == "nrl_models.families.planted:Layer.forward"
+    assert found.functions == ("transformers.models.planted:Layer.forward",)
+    assert found.architectures == ("PlantedForCausalLM",)
+
+
+def test_planted_move(upstream: ModuleType, baseline: Sources, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "class Layer(Upstream):\n    def moved(self, x, y): ...\n"
+    found = findings(text, upstream, baseline, monkeypatch)
+    assert {(finding.kind, finding.detail) for finding in found} == {
+        (Kind.MOVED_PARAMETER, "x"),
+        (Kind.MOVED_PARAMETER, "y"),
+    }
+
+
+@pytest.mark.parametrize(
+    "signature",
+    ["forward(self, x, *args, **kwargs)", "forward(self, x, mask=None, *, ours=None)", "same(self, x)"],
+)
+def test_parameters_of_our_own_are_no_finding(
+    signature: str, upstream: ModuleType, baseline: Sources, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = f"class Layer(Upstream):\n    def {signature}: ...\n"
+    assert not findings(text, upstream, baseline, monkeypatch)
+
+
+def checkout_with(folder: Path, text: str) -> Path:
+    (folder / "nrl_models").mkdir()
+    (folder / "nrl_models" / "planted.py").write_text(text)
+    return folder
+
+
+def test_planted_field(tmp_path: Path) -> None:
+    text = (
+        "from transformers.modeling_outputs import BaseModelOutput\nBaseModelOutput(last_hidden_state=1, planted=2)\n"
+    )
+    (found,) = missing_fields(checkout_with(tmp_path, text), {})
+    assert (found.kind, found.detail) == (Kind.MISSING_FIELD, "planted")
+
+
+def test_planted_keyword(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One class still takes the old name, another drops it."""
+    import transformers
+
+    text = (
+        "class Kept:\n    def forward(self, cache=None, **kwargs): ...\n"
+        "class Dropped:\n    def forward(self, cache=None, **kwargs): ...\n"
+    )
+    upstream = module("transformers.models.planted", text, monkeypatch)
+    decorated = (
+        "    @deprecate_kwarg('past', '9.0', new_name='cache')\n    def forward(self, cache=None, **kwargs): ...\n"
+    )
+    installed = sources(tmp_path, "2.0", {"transformers/models/planted.py": f"class Kept:\n{decorated}"})
+    monkeypatch.setattr("tools.release_check.signatures._generating_classes", lambda: ["Kept", "Dropped"])
+    for name in ("Kept", "Dropped"):
+        monkeypatch.setattr(transformers, name, getattr(upstream, name), raising=False)
+    (found,) = swallowed_keywords(checkout_with(tmp_path, "model(past=1)\n"), installed)
+    assert (found.kind, found.subject, found.detail) == (Kind.SWALLOWED_KEYWORD, "past", "cache")
+    assert found.architectures == ("Dropped",)
