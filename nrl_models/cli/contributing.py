@@ -163,7 +163,7 @@ def release_check(
 
     from nrl_models.devtools.checkout import ROOT, pages_folder
 
-    pages_folder()  # raises where this is no checkout
+    pages_folder()  # raises outside a checkout
     arguments = [*(packages or ["--help"]), *context.args]
     command = [sys.executable, "-m", "tools.release_check", *arguments]
     variables = {

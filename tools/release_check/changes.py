@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 from tools.release_check.facts import Change
 from tools.release_check.facts import Kind as Fact
@@ -43,7 +44,7 @@ class UpstreamDifference:
     _changed: dict[str, tuple[str, ...]] = field(default_factory=dict, compare=False)
 
     def functions(self, architecture: str, fact: Fact) -> tuple[str, ...]:
-        """Functions that a class uses and that differ, as `module:qualname`, those of its own model first.
+        """Functions that a class uses and that differ, as `module:qualname`; its model's functions come first.
 
         Args:
             architecture: name of the class.
@@ -90,23 +91,27 @@ class UpstreamDifference:
 
 @dataclass(frozen=True)
 class ChangeGroup:
-    """Changes of one kind that have the same function behind them.
+    """Changes of one kind that have the same function behind them, or that are the same in several models.
 
     Args:
         version: the later version.
         fact: kind of the facts that changed.
-        functions: functions that differ and that all of the changes' classes use.
+        functions: functions that differ and that all of the changes' classes use, or else that some of them use.
         changes: the changes.
+        name: key of the fact, if the same change appears in several models; empty otherwise.
     """
 
     version: str
     fact: Fact
     functions: tuple[str, ...]
     changes: tuple[Change, ...]
+    name: str = ""
 
     @property
     def key(self) -> str:
         """A stable name, by which judgments refer to it."""
+        if self.name:
+            return f"{self.version} {self.fact} {self.name}"
         return f"{self.version} {self.fact} {self.functions[0] if self.functions else 'no function'}"
 
     @cached_property
@@ -121,16 +126,36 @@ class ChangeGroup:
 
 
 def groups_of(changes: Iterable[Change], difference: UpstreamDifference, version: str) -> list[ChangeGroup]:
-    """Group changes by kind and by the first function behind them."""
-    found: dict[tuple[Fact, str], list[Change]] = defaultdict(list)
-    functions: dict[tuple[Fact, str], list[str]] = {}
-    for change in changes:
-        fact = Fact(change.kind)
-        behind = difference.functions(change.architecture, fact)
-        key = fact, behind[0] if behind else ""
-        found[key].append(change)
-        functions[key] = [name for name in functions.get(key, behind) if name in behind]
-    return [
-        ChangeGroup(version, fact, tuple(functions[fact, first]), tuple(group))
-        for (fact, first), group in sorted(found.items(), key=lambda item: (item[0][0], item[0][1]))
-    ]
+    """Group changes by kind and by the first function behind them; equal changes of several models are one group."""
+    changes = list(changes)
+    behind = {change: difference.functions(change.architecture, change.kind) for change in map(_Key, changes)}
+    models: dict[tuple[Any, ...], set[str]] = defaultdict(set)
+    for key in behind:
+        models[_content(key.change)].add(behind[key][0] if behind[key] else "")
+    found: dict[tuple[Any, ...], list[_Key]] = defaultdict(list)
+    for key in behind:
+        content = _content(key.change)
+        is_shared = key.change.max_diff is None and len(models[content]) > 1
+        found[content if is_shared else (key.change.kind, *behind[key][:1])].append(key)
+    groups = []
+    for identity, keys in found.items():
+        common = [name for name in behind[keys[0]] if all(name in behind[key] for key in keys)]
+        functions = common or list(dict.fromkeys(name for key in keys for name in behind[key]))
+        name = f"{keys[0].change.section}: {keys[0].change.key}" if len(identity) > 2 else ""
+        groups.append(
+            ChangeGroup(version, keys[0].change.kind, tuple(functions), tuple(key.change for key in keys), name)
+        )
+    return sorted(groups, key=lambda group: (group.fact, group.key))
+
+
+class _Key:
+    """A change as a key; its values may be lists."""
+
+    def __init__(self, change: Change) -> None:
+        self.change = change
+        self.architecture, self.kind = change.architecture, change.kind
+
+
+def _content(change: Change) -> tuple[Any, ...]:
+    """What changed, without the class: equal for the same change of several models."""
+    return change.kind, change.section, change.key, repr(change.before), repr(change.after)

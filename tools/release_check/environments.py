@@ -71,10 +71,10 @@ class Environment:
     def variables(self) -> dict[str, str]:
         """Environment variables with which the tools of this repository run on the checkout's nrl_models."""
         stage = self.folder / "tools_of" / hashlib.sha256(str(ROOT).encode()).hexdigest()[:8]
-        if not (stage / "tools").exists():  # only `tools`: the repository has an nrl_models of its own
+        if not (stage / "tools").exists():  # only `tools`: the repository also has an nrl_models
             stage.mkdir(parents=True, exist_ok=True)
             (stage / "tools").symlink_to(ROOT / "tools")
-        # The checkout may have `tools` of its own, and the base environment has an nrl_models.
+        # The checkout may also have `tools`, and the base environment has an nrl_models.
         path = os.pathsep.join(map(str, (stage, self.checkout)))
         return os.environ | {
             "PYTHONPATH": path,

@@ -1,8 +1,8 @@
-"""Try model types that a new transformers adds: those with classes of their own, and those served by another's class.
+"""Try model types that a new transformers adds: with new classes, or served by another model's class.
 
     python -m tools.release_check.new_models --out FILE.jsonl --folders dory lara_mini ... [--jobs N]
 
-A class of its own goes through `nrl-models new --out-of-tree`. A model type that transformers serves with the class of
+A new class goes through `nrl-models new --out-of-tree`. A model type that transformers serves with the class of
 another model is saved by transformers and loaded by nrl_models.
 """
 
@@ -138,7 +138,7 @@ def _onboarded(one: Served) -> Finding | None:
 
 
 def _loaded(one: Served) -> Finding | None:
-    """Load a checkpoint of a class that another model type has, too, and compare logits."""
+    """Load a checkpoint of a class that another model type also has, and compare logits."""
     from nrl_models.auto import auto_class_for
     from nrl_models.inputs.model_inputs import inputs_for
     from nrl_models.testing.tiny import tiny_config

@@ -99,7 +99,7 @@ def wheels_folder() -> Path:
 
 
 def signatures(subject: Subject) -> Iterator[Finding]:
-    """Names that the new wheels lack, and signatures that differ from what our classes assume."""
+    """Names that the new wheels lack, and signatures that no longer fit our classes."""
     for package, version in subject.versions.items():
         sources = sources_of(package, version, wheels_folder())
         yield from missing_names(subject.checkout, IMPORT_NAMES.get(package, package), sources)

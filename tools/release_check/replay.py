@@ -149,7 +149,7 @@ def releases(first: Version, last: Version) -> list[Version]:
 
 
 def record(version: Version, out: Path, names: Sequence[str], jobs: int) -> Path:
-    """Record the numbers of a release in an environment of its own; returns the file.
+    """Record the numbers of a release in a separate environment; returns the file.
 
     Raises:
         InstallError: pip cannot install the release.

@@ -3,7 +3,7 @@
     python -m tools.release_check.signatures --checkout PATH --baseline 5.23.0 --wheels FOLDER --out FILE.jsonl
 
 Only a parameter that the baseline's function has and the installed one lacks is a finding: an override may add
-parameters of its own.
+parameters.
 """
 
 from __future__ import annotations

@@ -1,0 +1,115 @@
+"""Changes are grouped by the function behind them, judged, and compared with reported regressions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.version import Version
+
+from tests.unit.release_check.wheels import sources
+from tools.release_check import changes
+from tools.release_check.changes import ChangeGroup, UpstreamDifference, groups_of
+from tools.release_check.facts import Change, Kind, Section
+from tools.release_check.replay import Judgment, Reported, judgment_of, page, score
+
+MODULE = "transformers.models.one.modeling_one"
+RELEASES = [Version("5.0"), Version("5.1"), Version("5.2")]
+
+
+class Case:
+    """Stands for a fixture."""
+
+    def __init__(self, module: str) -> None:
+        self.module = module
+
+    @classmethod
+    def from_file(cls, architecture: str) -> Case:
+        name = architecture.lower()
+        return cls(f"transformers.models.{name}.modeling_{name}")
+
+
+@pytest.fixture
+def difference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> UpstreamDifference:
+    monkeypatch.setattr(changes, "NumberCase", Case)
+    use = "from ...shared import used\n"
+
+    def files(body: str, shared: str) -> dict[str, str]:
+        found = {f"transformers/models/{name}/modeling_{name}.py": use for name in ("one", "two")}
+        found["transformers/models/one/modeling_one.py"] += f"def own(): return {body}\n"
+        found["transformers/shared.py"] = f"def used(): return {shared}\ndef unused(): return {shared}\n"
+        return found
+
+    return UpstreamDifference(sources(tmp_path, "5.0", files("1", "1")), sources(tmp_path, "5.1", files("2", "2")))
+
+
+def change(architecture: str, kind: Kind = Kind.NUMBERS, max_diff: float | None = 0.1, **values: Any) -> Change:
+    options: dict[str, Any] = {"before": [1.0], "after": [2.0]} | values
+    return Change(architecture, Section.EAGER, kind, "logits", **options, max_diff=max_diff)
+
+
+def test_functions_behind_a_change(difference: UpstreamDifference) -> None:
+    """Functions of the model come first; functions that it does not import are left out."""
+    assert difference.functions("One", Kind.NUMBERS) == (f"{MODULE}:own", "transformers.shared:used")
+    assert difference.functions("Two", Kind.NUMBERS) == ("transformers.shared:used",)
+
+
+def test_numbers_are_grouped_by_function(difference: UpstreamDifference) -> None:
+    groups = groups_of([change("One"), change("Two"), change("One", Kind.GRADIENTS)], difference, "5.1")
+    assert {(group.fact, group.architectures) for group in groups} == {
+        (Kind.NUMBERS, ("One",)),
+        (Kind.NUMBERS, ("Two",)),
+        (Kind.GRADIENTS, ("One",)),
+    }
+
+
+def test_equal_changes_of_several_models_are_one_group(difference: UpstreamDifference) -> None:
+    both = [change(name, Kind.FIELDS, None, before="past_key_values", after="cache") for name in ("One", "Two")]
+    (group,) = groups_of(both, difference, "5.1")
+    assert group.architectures == ("One", "Two")
+    assert group.functions == ("transformers.shared:used",)
+    assert group.key == "5.1 fields eager: logits"
+
+
+def reported(**values: Any) -> Reported:
+    entry = {
+        "thread": "thread",
+        "introduced": "5.1",
+        "fixed": None,
+        "architectures": ["One"],
+        "function": "models/one/modeling_one.py::own",
+        "visible_on_cpu": True,
+    }
+    return Reported.from_json(entry | values)
+
+
+def test_score(difference: UpstreamDifference) -> None:
+    groups = groups_of([change("One")], difference, "5.1")
+    noise = ChangeGroup("5.2", Kind.NUMBERS, (), (change("Two"),))
+    regressions = [
+        reported(thread="found"),
+        reported(thread="fix found", introduced="4.0", fixed="5.1"),
+        reported(thread="other file", function="models/two/modeling_two.py::f"),
+        reported(thread="other class", architectures=["Two"]),
+        reported(thread="other release", introduced="5.2"),
+        reported(thread="before the first release", introduced="5.0"),
+        reported(thread="on GPUs", visible_on_cpu=False),
+    ]
+    result = score([*groups, noise], regressions, {}, RELEASES)
+    assert result.found == ("found", "fix found")
+    assert result.missed == ("other file", "other class", "other release")
+    assert result.unseen == ("before the first release", "on GPUs")
+    assert (result.recall, result.false_alarm_rate) == (0.4, 0.5)
+    judged = {noise.key: {"judgment": "intended", "reason": "rounding"}}
+    assert score([*groups, noise], regressions, judged, RELEASES).false_alarms == 0
+
+
+def test_page_has_judgments(difference: UpstreamDifference) -> None:
+    groups = groups_of([change("One"), change("Two")], difference, "5.1")
+    judgments = {groups[0].key: {"judgment": "regression", "reason": "see #1"}}
+    text = page(groups, judgments, score(groups, [], judgments, RELEASES), RELEASES)
+    assert "regression: see #1" in text
+    assert "| unjudged |" in text
+    assert "modeling_one:own" in text
+    assert [judgment_of(group, judgments) for group in groups] == [Judgment.REGRESSION, Judgment.UNJUDGED]
