@@ -42,6 +42,7 @@ class UpstreamDifference:
     before: Sources
     after: Sources
     _changed: dict[str, tuple[str, ...]] = field(default_factory=dict, compare=False)
+    _used: dict[str, tuple[str, ...]] = field(default_factory=dict, compare=False)
 
     def functions(self, architecture: str, fact: Fact) -> tuple[str, ...]:
         """Functions that a class uses and that differ, as `module:qualname`; its model's functions come first.
@@ -50,14 +51,21 @@ class UpstreamDifference:
             architecture: name of the class.
             fact: kind of fact that changed.
         """
+        if architecture not in self._used:
+            self._used[architecture] = tuple(self._used_functions(architecture))
+        found = list(self._used[architecture])
+        for name in SHARED.get(fact, ()):
+            found += [f"transformers.{name}:{changed}" for changed in self._changes(f"transformers.{name}")]
+        return tuple(dict.fromkeys(found))
+
+    def _used_functions(self, architecture: str) -> list[str]:
+        """Functions that differ, of a class's own modules and of those that they import names from."""
         own = self._modules_of(architecture)
         found = [f"{module}:{name}" for module in own for name in self._changes(module)]
         for module, names in self._imports(own).items():
             tops = ((name, name.partition(".")[0]) for name in self._changes(module))
             found += [f"{module}:{name}" for name, top in tops if top in names]
-        for name in SHARED.get(fact, ()):
-            found += [f"transformers.{name}:{changed}" for changed in self._changes(f"transformers.{name}")]
-        return tuple(dict.fromkeys(found))
+        return found
 
     def _changes(self, module: str) -> tuple[str, ...]:
         if module not in self._changed:

@@ -185,7 +185,7 @@ def numbers(subject: Subject) -> Iterator[Finding]:
                 Phase.NUMBERS,
                 Kind.CHANGED_NUMBERS,
                 module,
-                str(group.fact),
+                group.name or "results",
                 functions=group.functions[:MOST_FUNCTIONS],
                 architectures=(change.architecture,),
                 item=f"{change.architecture} {change.section} {change.kind} {change.key}",
