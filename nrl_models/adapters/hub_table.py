@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from nrl_models.common.state_dict.adapter import StateDictAdapter
-from nrl_models.common.state_dict.views import HFTensor
+from nrl_models.common.views.view import HFTensor
 
 StateDict = dict[str, torch.Tensor]
 

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from nrl_models.common.checkpoint.files import DTYPES
 from nrl_models.common.projections import own_storage
 from nrl_models.common.state_dict.blocks import Block
-from nrl_models.common.state_dict.views import HFTensor
+from nrl_models.common.views.view import HFTensor
 from nrl_models.distributed.shards import blocks_of, divided_over
 from nrl_models.errors import Problem, ProblemKind
 

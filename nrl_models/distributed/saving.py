@@ -22,7 +22,7 @@ from nrl_models.common.state_dict.adapter import StateDictAdapter
 from nrl_models.common.state_dict.kept_tensors import kept_by
 from nrl_models.common.state_dict.layouts import TensorSpec
 from nrl_models.common.state_dict.to_checkpoint import checkpoint_layout
-from nrl_models.common.state_dict.views import HFTensor
+from nrl_models.common.views.view import HFTensor
 from nrl_models.distributed.mesh import agree, agreed, gather_over, is_first, reporting_dead_ranks
 from nrl_models.distributed.sharding import sharding_of
 from nrl_models.distributed.shards import DEFAULT_BUCKET

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from nrl_models.common.state_dict.adapter import StateDictAdapter
 from nrl_models.common.state_dict.layouts import TensorSpec
 from nrl_models.common.state_dict.tables import Layout
-from nrl_models.common.state_dict.views import HFTensor
+from nrl_models.common.views.view import HFTensor
 from nrl_models.distributed.mesh import gather_over, rank_in, size_of
 from nrl_models.distributed.parallel_plan import ParallelPlan
 from nrl_models.distributed.pipeline.stages import Stages

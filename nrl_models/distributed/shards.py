@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from nrl_models.common.state_dict.blocks import Block, through
 from nrl_models.common.state_dict.buckets import buckets
-from nrl_models.common.state_dict.views import HFTensor
+from nrl_models.common.views.view import HFTensor
 from nrl_models.distributed.mesh import has_stages, reporting_dead_ranks
 
 DEFAULT_BUCKET = 512 * 2**20

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from nrl_models.common.random_states import random_states_kept
+from nrl_models.common.forward.random_states import random_states_kept
 from nrl_models.engines.engine_types import (
     AT_PLACEHOLDER,
     Capabilities,

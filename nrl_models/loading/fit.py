@@ -27,13 +27,13 @@ from nrl_models.common.state_dict.kept_tensors import keeps_unused
 from nrl_models.common.state_dict.layouts import base_prefix, renamed_keys
 from nrl_models.common.state_dict.matching import Match, is_wide_float, match
 from nrl_models.common.state_dict.mtp import MTP, MTPNames
-from nrl_models.common.state_dict.views import HFTensor
 from nrl_models.common.upstream import (
     Renaming,
     WeightConverter,
     dot_natural_key,
     get_model_conversion_mapping,
 )
+from nrl_models.common.views.view import HFTensor
 from nrl_models.errors import CheckpointError, Problem, ProblemKind
 
 logger = get_logger(__name__)

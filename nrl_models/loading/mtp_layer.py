@@ -31,7 +31,7 @@ from nrl_models.common.state_dict.adapter import adapter_of
 from nrl_models.common.state_dict.kept_tensors import KeptTensor, keep, kept_by
 from nrl_models.common.state_dict.layouts import TensorSpec
 from nrl_models.common.state_dict.mtp import MTPNames, MTPParts
-from nrl_models.common.state_dict.views import HFTensor
+from nrl_models.common.views.view import HFTensor
 from nrl_models.errors import Problem, ProblemKind, ShardingError, StateDictError, UnknownArgumentError
 from nrl_models.loading.skeleton import build_skeleton
 

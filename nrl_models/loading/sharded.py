@@ -18,14 +18,14 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from nrl_models.common.checkpoint.files import CheckpointFiles, StoredTensor
+from nrl_models.common.forward.random_states import random_states_kept
 from nrl_models.common.modules import install, move_buffers, share_copies
 from nrl_models.common.projections import Buffer, join, neighbouring_parameters
-from nrl_models.common.random_states import random_states_kept
 from nrl_models.common.state_dict.blocks import Block, through
 from nrl_models.common.state_dict.layouts import note_published_names
 from nrl_models.common.state_dict.mtp import MTP
-from nrl_models.common.state_dict.views import Piece, apply_steps
 from nrl_models.common.upstream import mark_initialised, set_loaded_conversions
+from nrl_models.common.views.view import Piece, apply_steps
 from nrl_models.distributed.mesh import agreed, gather_over
 from nrl_models.distributed.parallel_plan import ParallelPlan, Plan, plan_for
 from nrl_models.distributed.parallelize import cut_for, divide_data, divide_stages

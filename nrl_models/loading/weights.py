@@ -23,9 +23,9 @@ from nrl_models.common.projections import Buffer, join, neighbouring_parameters
 from nrl_models.common.state_dict.kept_tensors import keep, kept_from
 from nrl_models.common.state_dict.layouts import note_published_names
 from nrl_models.common.state_dict.mtp import MTP
-from nrl_models.common.state_dict.views import HFTensor
 from nrl_models.common.switches import is_off
 from nrl_models.common.upstream import mark_initialised, set_loaded_conversions
+from nrl_models.common.views.view import HFTensor
 from nrl_models.loading.fit import Fit, fit_checkpoint
 
 logger = logging.get_logger(__name__)

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import BatchFeature
 
-from nrl_models.common.random_states import random_states_kept, set_torch_random_state, torch_random_state
+from nrl_models.common.forward.random_states import random_states_kept, set_torch_random_state, torch_random_state
 from nrl_models.logprobs.microbatches import Layout, Microbatch, largest, ranks_of
 from nrl_models.logprobs.tokens import Loss, LossTerms, TokenLogprobs, token_logprobs
 

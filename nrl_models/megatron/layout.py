@@ -21,8 +21,8 @@ import torch
 
 from nrl_models.common.garbage import no_collections
 from nrl_models.common.state_dict.tables import LayoutTables
-from nrl_models.common.state_dict.traced_tensor import TracedTensor
-from nrl_models.common.state_dict.views import HFTensor, Piece
+from nrl_models.common.views.traced_tensor import TracedTensor
+from nrl_models.common.views.view import HFTensor, Piece
 from nrl_models.errors import Problem, ProblemKind, StateDictError
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from nrl_models.common.state_dict.views import View, apply_steps, place_of
+from nrl_models.common.views.view import View, apply_steps, place_of
 from nrl_models.errors import Problem, ProblemKind, StateDictError
 from nrl_models.megatron.layout import STATES, MegatronRank, Share
 

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from nrl_models.common.forward.random_states import random_states_kept
 from nrl_models.common.modules import is_at
 from nrl_models.common.projections.tracing import Trace, trace_linears
-from nrl_models.common.random_states import random_states_kept
 from nrl_models.common.state_dict.adapter import StateDictAdapter
 from nrl_models.common.upstream import cache_in, cache_input
 from nrl_models.errors import one_line

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from nrl_models.common.forward.random_states import random_states_kept
 from nrl_models.common.forward.routing import RoutingRecord, flip_rate, record_routing, replay_routing
 from nrl_models.common.modules import is_base_model
-from nrl_models.common.random_states import random_states_kept
 from nrl_models.inputs.images import Inputs, cast
 
 TOLERANCE: Mapping[torch.dtype, float] = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-3}

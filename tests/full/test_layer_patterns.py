@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from nrl_models.common.state_dict import layouts
 from nrl_models.common.state_dict.layouts import convert_layout, hub_conversions, own_tensors, transformers_views
-from nrl_models.common.state_dict.views import HFTensor, Piece
+from nrl_models.common.views.view import HFTensor, Piece
 from nrl_models.testing.case import FamilyCase
 
 

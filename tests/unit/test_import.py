@@ -179,10 +179,10 @@ LAYERS = (
 )
 """The rooms from top to bottom, as CONTRIBUTING.md has them: a room imports its own files and rooms further down."""
 
-INSIDE_COMMON = ("config", "forward", "state_dict", "projections", "trust", "gguf", "checkpoint")
+INSIDE_COMMON = ("config", "forward", "state_dict", "views", "projections", "trust", "gguf", "checkpoint")
 """The rooms inside `common` in the same order; the files beside them are below all of these."""
 
-LARGEST_ROOM = 15
+LARGEST_ROOM = 14
 """Files."""
 
 
@@ -351,9 +351,10 @@ def test_families_import_common_and_transformers_only() -> None:
 
 
 def test_nothing_is_imported_from_transformers_integrations() -> None:
-    """They move between the versions this package works with."""
+    """They move between the versions this package works with, so only `common/upstream.py` may."""
     for file, text in sources():
-        assert not re.search(r"^\s*(from|import) transformers\.integrations", text, re.MULTILINE), file
+        is_allowed = file == "common/upstream.py"
+        assert is_allowed or not re.search(r"^\s*(from|import) transformers\.integrations", text, re.MULTILINE), file
 
 
 # What knows models by name

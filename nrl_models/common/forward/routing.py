@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from nrl_models.common.random_states import random_states_kept
+from nrl_models.common.forward.random_states import random_states_kept
 from nrl_models.common.recording import forward_replaced, modules_running
 
 RoutingRecord = dict[str, list[torch.Tensor]]

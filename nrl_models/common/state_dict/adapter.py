@@ -27,8 +27,8 @@ from nrl_models.common.state_dict.layouts import TensorSpec
 from nrl_models.common.state_dict.matching import match
 from nrl_models.common.state_dict.tables import Layout, LayoutTables
 from nrl_models.common.state_dict.trainer_options import check_mesh, check_options
-from nrl_models.common.state_dict.views import HFTensor, place_of
 from nrl_models.common.upstream import loaded_conversions
+from nrl_models.common.views.view import HFTensor, place_of
 from nrl_models.errors import Problem, ProblemKind, StateDictError
 
 if TYPE_CHECKING:

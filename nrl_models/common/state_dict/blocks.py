@@ -19,8 +19,8 @@ from math import prod
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from nrl_models.common.state_dict.boxes import dimension_runs
-from nrl_models.common.state_dict.views import HFTensor, Step, View, is_viewable, place_of
+from nrl_models.common.views.boxes import dimension_runs
+from nrl_models.common.views.view import HFTensor, Step, View, is_viewable, place_of
 from nrl_models.errors import Problem, ProblemKind, ShardingError
 
 ADVICE = (

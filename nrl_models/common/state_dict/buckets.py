@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from nrl_models.common.state_dict.views import HFTensor
+from nrl_models.common.views.view import HFTensor
 
 _ALIGNMENT = 16
 """Where tensors of any dtype may begin in a buffer."""

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from nrl_models.common.state_dict.views import HFTensor, Piece, View
 from nrl_models.common.upstream import PrefixChange, WeightConverter, WeightRenaming, patterns_of
+from nrl_models.common.views.view import HFTensor, Piece, View
 
 _INDEX = re.compile(r"(?<![^.])([0-9]+)(?![^.])")
 """A component of a name that is a number: a layer's, an expert's."""

@@ -19,8 +19,6 @@ from transformers import PreTrainedModel
 
 from nrl_models.common.garbage import no_collections
 from nrl_models.common.state_dict.layer_patterns import convert_by_layer, ignore_indices
-from nrl_models.common.state_dict.traced_tensor import TracedTensor
-from nrl_models.common.state_dict.views import HFTensor, View
 from nrl_models.common.upstream import (
     PrefixChange,
     Renaming,
@@ -31,6 +29,8 @@ from nrl_models.common.upstream import (
     loaded_conversions,
     revert_weight_conversion,
 )
+from nrl_models.common.views.traced_tensor import TracedTensor
+from nrl_models.common.views.view import HFTensor, View
 
 
 @dataclass(frozen=True, slots=True)

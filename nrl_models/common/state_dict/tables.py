@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 from nrl_models.common.garbage import no_collections
 from nrl_models.common.state_dict import layouts
 from nrl_models.common.state_dict.layouts import TensorSpec
-from nrl_models.common.state_dict.views import HFTensor, Piece
 from nrl_models.common.upstream import Renaming
+from nrl_models.common.views.view import HFTensor, Piece
 from nrl_models.errors import Problem, ProblemKind, StateDictError
 
 

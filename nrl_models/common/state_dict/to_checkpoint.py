@@ -14,8 +14,8 @@ from nrl_models.common.projections import own_storage
 from nrl_models.common.state_dict.adapter import StateDictAdapter, adapter_of, read_all
 from nrl_models.common.state_dict.kept_tensors import kept_by
 from nrl_models.common.state_dict.layouts import are_alike, convert_layout, hub_conversions, under_published_names
-from nrl_models.common.state_dict.views import HFTensor
 from nrl_models.common.upstream import loaded_conversions
+from nrl_models.common.views.view import HFTensor
 from nrl_models.errors import CheckpointError, Problem, ProblemKind
 
 

@@ -15,8 +15,8 @@ from nrl_models.common.modules import install
 from nrl_models.common.state_dict import adapter, layouts, to_checkpoint
 from nrl_models.common.state_dict.adapter import StateDictAdapter
 from nrl_models.common.state_dict.buckets import buckets
-from nrl_models.common.state_dict.views import HFTensor, Piece
 from nrl_models.common.upstream import dtype_plan
+from nrl_models.common.views.view import HFTensor, Piece
 from nrl_models.devtools.mutants.planting import Mutant, Patch, around, in_code, wrapped
 from nrl_models.loading import fit, pretrained
 from nrl_models.testing.case import FamilyCase

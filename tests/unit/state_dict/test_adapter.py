@@ -34,9 +34,9 @@ from versions import since
 
 from nrl_models import AutoModelForCausalLM, StateDictAdapter, StateDictError
 from nrl_models.auto import auto_class_of
-from nrl_models.common.state_dict.boxes import NotAViewError
 from nrl_models.common.state_dict.layouts import convert_layout
 from nrl_models.common.upstream import describe_conversion
+from nrl_models.common.views.boxes import NotAViewError
 from nrl_models.families.llama.model import LlamaFamily
 from nrl_models.testing.tiny import tiny_config
 

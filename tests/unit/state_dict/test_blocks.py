@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nrl_models.common.state_dict.blocks import Block, through
-from nrl_models.common.state_dict.views import View, apply_steps
+from nrl_models.common.views.view import View, apply_steps
 
 VIEWS = {
     "itself": View("p"),

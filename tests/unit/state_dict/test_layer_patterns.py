@@ -22,8 +22,8 @@ from nrl_models import registry
 from nrl_models.common.state_dict import layer_patterns, layouts
 from nrl_models.common.state_dict.layer_patterns import convert_by_layer, ignore_indices
 from nrl_models.common.state_dict.layouts import convert_layout, hub_conversions, own_tensors, transformers_views
-from nrl_models.common.state_dict.views import HFTensor, Piece, View
 from nrl_models.common.upstream import PrefixChange
+from nrl_models.common.views.view import HFTensor, Piece, View
 
 SHAPE = (6, 4)
 

@@ -11,7 +11,7 @@ import torch
 from nrl_models.common.checkpoint.files import StoredTensor
 from nrl_models.common.state_dict.layouts import TensorSpec
 from nrl_models.common.state_dict.matching import Match, match
-from nrl_models.common.state_dict.views import HFTensor, Piece, View
+from nrl_models.common.views.view import HFTensor, Piece, View
 
 
 def rows(name: str, parameter: str, start: int, length: int) -> HFTensor:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import product
 from math import prod
 
-from nrl_models.common.state_dict.views import Piece, Step, View
+from nrl_models.common.views.view import Piece, Step, View
 from nrl_models.errors import NRLModelsError
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from nrl_models.common.state_dict.boxes import NotAViewError, boxes_of, pieces_of, step_boxes
-from nrl_models.common.state_dict.views import META, Piece, View, place_of
 from nrl_models.common.upstream_torch import without_torch_function
+from nrl_models.common.views.boxes import NotAViewError, boxes_of, pieces_of, step_boxes
+from nrl_models.common.views.view import META, Piece, View, place_of
 
 
 class TracedTensor(torch.Tensor):

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from nrl_models.common.state_dict.boxes import NotAViewError
-from nrl_models.common.state_dict.traced_tensor import TracedTensor
-from nrl_models.common.state_dict.views import HFTensor, Piece, Place, View
+from nrl_models.common.views.boxes import NotAViewError
+from nrl_models.common.views.traced_tensor import TracedTensor
+from nrl_models.common.views.view import HFTensor, Piece, Place, View
 
 SHAPE = (6, 4, 10)
 

@@ -8,7 +8,7 @@ import numpy
 import pytest
 import torch
 
-from nrl_models.common.random_states import random_states_kept
+from nrl_models.common.forward.random_states import random_states_kept
 
 
 def drawn() -> tuple[float, float, float]:

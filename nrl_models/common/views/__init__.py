@@ -1,0 +1,1 @@
+"""Hugging Face tensors as views of parameters, traced from transformers' conversions."""
