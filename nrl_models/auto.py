@@ -20,6 +20,7 @@ from nrl_models.errors import RemoteCodeError, UnknownArchitectureError
 from nrl_models.family import FamilyModel
 from nrl_models.loading import pretrained
 from nrl_models.loading.read_config import read_config
+from nrl_models.loading.shared_classes import shared_class_note, shared_classes, takes_config
 
 logger = get_logger(__name__)
 
@@ -125,14 +126,16 @@ class _AutoModel:
             if name in registered and cls.serves(name) and not _is_another_models(name, config):
                 return name
         if names := [served.__name__ for served in cls._served_for(config)]:
-            if named and not any(name in registered or hasattr(transformers, name) for name in named):
+            is_known = any(name in registered or hasattr(transformers, name) for name in named)
+            # A model type without classes of its own is published under names that no library has.
+            if named and not is_known and next(shared_classes(config), None) is None:
                 raise UnknownArchitectureError(_unknown_name(named, sorted(registered.union(names)), config))
             return next((name for name in named if name in names), names[0])
         if cls.upstream.__name__ in (getattr(config, "auto_map", None) or {}):
             return None
         raise UnknownArchitectureError(
             f"{config.name_or_path or type(config).__name__} (model_type {config.model_type!r}, architectures {named}) "
-            f"is not a {cls.kind}. {_kinds_of(config)}"
+            f"is not a {cls.kind}. {_kinds_of(config)}{_shared_classes_of(config)}"
         )
 
     @classmethod
@@ -240,9 +243,7 @@ def _is_another_models(architecture: str, config: PreTrainedConfig) -> bool:
     upstream = getattr(transformers, architecture, None)
     if upstream is None:
         return False
-    return not isinstance(config, upstream.config_class) and not isinstance(
-        config.get_text_config(), upstream.config_class
-    )
+    return not takes_config(upstream, config) and not isinstance(config.get_text_config(), upstream.config_class)
 
 
 def _unknown_name(named: list[str], known: list[str], config: PreTrainedConfig) -> str:
@@ -261,6 +262,11 @@ def _kinds_of(config: PreTrainedConfig) -> str:
         heads = [name for name in fitting if name != AutoModel.__name__]
         return f"Use {' or '.join(heads or fitting)}."
     return "No auto class serves it; a family can (CONTRIBUTING.md)."
+
+
+def _shared_classes_of(config: PreTrainedConfig) -> str:
+    note = shared_class_note(config)
+    return f" {note[0].upper()}{note[1:]}." if note else ""
 
 
 def _with_adapter(model: Any) -> FamilyModel:

@@ -31,6 +31,7 @@ from nrl_models.errors import (
 from nrl_models.loading.hub_kernels import refuse_hub_kernels
 from nrl_models.loading.keywords import unknown_keywords
 from nrl_models.loading.options import KEYWORDS
+from nrl_models.loading.shared_classes import shared_class_note, takes_config
 
 IMPLEMENTATIONS = ("attn_implementation", "experts_implementation")
 """Values transformers takes like configuration values, though `config.json` has no such keys."""
@@ -179,14 +180,15 @@ def config_for(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> 
         UnknownArchitectureError: `config` belongs to another model.
     """
     wanted = model_class.config_class
-    # By name too, because code that comes with a checkpoint may be imported twice.
-    if wanted is None or isinstance(config, wanted) or type(config).__name__ == wanted.__name__:
-        return config
-    if isinstance(text := config.get_text_config(), wanted):
+    text = config.get_text_config()
+    if wanted is not None and not isinstance(config, wanted) and isinstance(text, wanted):
         text.name_or_path = config.name_or_path
         return text
+    if takes_config(model_class, config):
+        return config
+    note = f" {note[0].upper()}{note[1:]}." if (note := shared_class_note(config)) else ""
     raise UnknownArchitectureError(
         f"{config.name_or_path or 'the configuration'} is a {type(config).__name__} (model_type "
-        f"{config.model_type!r}), and {model_class.__name__} takes a {wanted.__name__}. "
-        "Use that model's class, or an auto class (nrl_models.AutoModelForCausalLM, ...), which chooses it."
+        f"{config.model_type!r}), and {model_class.__name__} takes a {wanted.__name__ if wanted else 'configuration'}. "
+        f"Use that model's class, or an auto class (nrl_models.AutoModelForCausalLM, ...), which chooses it.{note}"
     )

@@ -31,6 +31,7 @@ ROWS: dict[str, Row] = {
     ),
     "beam": Row("Beam", CAUSAL, {"Attention": "q_proj k_proj v_proj gate_proj", "MLP": GATE_UP}, since="5.23"),
     "cohere2_moe": Row("Cohere2Moe", CAUSAL, {"Attention": QKV}, since="5.9"),
+    "dbrx": Row("Dbrx", CAUSAL),
     "deepseek_v2": Row(
         "DeepseekV2",
         CAUSAL_AND_SEQUENCE,
@@ -97,6 +98,7 @@ ROWS: dict[str, Row] = {
         since="5.6",
     ),
     "hy_v4": Row("HYV4", CAUSAL, {"Attention": "gate_proj q_a_proj kv_a_proj_with_mqa", "MLP": GATE_UP}, since="5.18"),
+    "jetmoe": Row("JetMoe", CAUSAL_AND_SEQUENCE),
     "kolibri1": Row("Kolibri1", CAUSAL, {"Attention": QKV, "MLP": GATE_UP}, since="5.23"),
     "laguna": Row("Laguna", CAUSAL, {"Attention": "q_proj k_proj v_proj g_proj", "MLP": GATE_UP}, since="5.7"),
     "longcat_flash": Row(
@@ -147,4 +149,5 @@ ROWS: dict[str, Row] = {
     ),
     "qwen2_moe": Row("Qwen2Moe", ALL_HEADS, {"Attention": QKV, "MLP": GATE_UP}),
     "solar_open": Row("SolarOpen", CAUSAL, {"Attention": QKV, "MLP": GATE_UP}),
+    "zaya": Row("Zaya", CAUSAL, {"CCAProjection": "q_proj k_proj v_proj_current"}),
 }

@@ -1,7 +1,7 @@
 """Models that take audio, alone or beside images and video, and the tower that others take from its package."""
 
 from nrl_models.families.limits import lacks
-from nrl_models.families.table.row import CONDITIONAL, GATE_UP, QKV, Row
+from nrl_models.families.table.row import CAUSAL, CONDITIONAL, GATE_UP, QKV, Row
 
 ROWS: dict[str, Row] = {
     "cosmos3_omni": Row("Cosmos3Omni", CONDITIONAL, mixins={"Model": "FreshPositions"}, since="5.11"),
@@ -16,7 +16,9 @@ ROWS: dict[str, Row] = {
         lacks("activation checkpointing"),
         since="5.8",
     ),
+    "moshi": Row("Moshi", CAUSAL),
     "moss_transcribe_diarize": Row("MossTranscribeDiarize", CONDITIONAL, since="5.23"),
+    "nemotron3_5_transcribe": Row("Nemotron3_5Transcribe", CONDITIONAL, since="5.24"),
     "nemotron_h_omni": Row(
         "",
         ("NemotronH_Omni_Reasoning_V3",),
@@ -34,6 +36,7 @@ ROWS: dict[str, Row] = {
         },
         since="5.18",
     ),
+    "omniasr": Row("OmniASR", CONDITIONAL, since="5.24"),
     "parakeet": Row("Parakeet", (), {"EncoderAttention": QKV}),
     "qwen2_5_omni": Row(
         "",
@@ -58,4 +61,5 @@ ROWS: dict[str, Row] = {
         since="5.6",
     ),
     "voxtral": Row("Voxtral", CONDITIONAL, tiny={"audio_token_id": 480, "audio_config": {"intermediate_size": 512}}),
+    "whisper": Row("Whisper", CAUSAL),
 }
