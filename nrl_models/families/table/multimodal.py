@@ -160,6 +160,7 @@ ROWS: dict[str, Row] = {
         "HYV4VL",
         CONDITIONAL,
         {"VisionAttention": QKV, "Attention": "gate_proj q_a_proj kv_a_proj_with_mqa", "MLP": GATE_UP},
+        mixins={"Model": "FreshPositions"},
         since="5.24",
     ),
     "hyperclovax_vision_v2": Row("HyperCLOVAXVisionV2", CONDITIONAL, since="5.18"),

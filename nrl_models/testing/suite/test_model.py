@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from nrl_models.common.forward.routing import can_replay, replay_routing
 from nrl_models.common.projections import groups_of, report
@@ -212,9 +213,10 @@ def test_lora(family_case: FamilyCase) -> None:
 
 
 def linears_for_lora(model: Any) -> list[str]:
-    """Names of the linears that PEFT adapts: plain ones, for it takes others (routers, grouped ones) for such.
+    """Names of the linears that PEFT adapts: `nn.Linear` and `Conv1D`, else subclasses of `nn.Linear` (Falcon's).
 
-    It refuses what it knows a kernel reads past the module (`out_proj` of a Mamba mixer).
+    PEFT also adapts routers and grouped linears, which compute something else than a linear. It refuses linears whose
+    weights a kernel reads directly (`out_proj` of a Mamba mixer).
     """
     from peft.tuners.tuners_utils import _check_lora_target_modules_mamba  # the only place where it says which
 
@@ -227,8 +229,6 @@ def linears_for_lora(model: Any) -> list[str]:
         return False
 
     head = model.get_output_embeddings()
-    return [
-        name
-        for name, module in model.named_modules()
-        if type(module) is nn.Linear and module is not head and not refused(name)
-    ]
+    modules = {name: module for name, module in model.named_modules() if module is not head and not refused(name)}
+    exact = [name for name, module in modules.items() if type(module) in (nn.Linear, Conv1D)]
+    return exact or [name for name, module in modules.items() if isinstance(module, nn.Linear)]
