@@ -97,8 +97,8 @@ LAYERS = (
 )
 """Numbers of layers."""
 
-LEADING = ("first_k_dense_replace", "num_dense_layers")
-"""How many of the first layers are of another kind than the rest."""
+LEADING = ("first_k_dense_replace", "num_dense_layers", "loop_layer_index_start", "loop_layer_index_end")
+"""How many of the first layers are of another kind than the rest, or where such a stretch of layers begins or ends."""
 
 TRAILING = ("num_kv_shared_layers",)
 """How many of the last layers are of another kind than the rest."""
