@@ -49,7 +49,7 @@ SIZES: dict[str, Any] = _by_key(
             ssm_state_size state_size mamba_d_state base_channels num_filters""",
         16: "hc_lowrank qk_rope_head_dim rotary_dim num_position_embeddings",
         # Images of sixteen patches.
-        56: "image_size",
+        56: "image_size crop_size",
         14: "patch_size",
         # About 1 / sqrt(hidden_size): activations keep their size, so errors do not drown.
         0.06: "initializer_range init_std",

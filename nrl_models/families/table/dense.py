@@ -39,7 +39,7 @@ ROWS: dict[str, Row] = {
     ),
     "cwm": Row("Cwm", CAUSAL, {"Attention": QKV, "MLP": GATE_UP}),
     "diffllama": Row("DiffLlama", ALL_HEADS, {"Attention": QKV, "MLP": GATE_UP}, since="5.13"),
-    "dory": Row("Dory", CAUSAL, since="5.24"),
+    "dory": Row("Dory", CAUSAL, {"Attention": "q_proj k_proj v_proj gate_proj", "MLP": GATE_UP}, since="5.24"),
     "ernie4_5": Row("Ernie4_5", CAUSAL, {"Attention": QKV, "MLP": GATE_UP}),
     "exaone4": Row("Exaone4", ALL_HEADS, {"Attention": QKV, "MLP": GATE_UP}),
     "falcon": Row("Falcon", ALL_HEADS),
@@ -50,7 +50,7 @@ ROWS: dict[str, Row] = {
     "gpt_bigcode": Row("GPTBigCode", ALL_HEADS),
     "gpt_neo": Row("GPTNeo", ALL_HEADS, {"SelfAttention": QKV}),
     "gpt_neox": Row("GPTNeoX", ALL_HEADS),
-    "gpt_neox_japanese": Row("GPTNeoXJapanese", CAUSAL),
+    "gpt_neox_japanese": Row("GPTNeoXJapanese", CAUSAL, limits=lacks("activation checkpointing")),
     "gptj": Row("GPTJ", CAUSAL, {"Attention": QKV}),
     "granite": Row("Granite", CAUSAL, {"Attention": QKV, "MLP": GATE_UP}),
     "granite_swa": Row("GraniteSWA", CAUSAL, {"Attention": QKV, "MLP": GATE_UP}, since="5.15"),
@@ -76,7 +76,12 @@ ROWS: dict[str, Row] = {
     "olmo3": Row(
         "Olmo3", CAUSAL_AND_SEQUENCE, {"Attention": QKV, "MLP": GATE_UP}, since={"ForSequenceClassification": "5.6"}
     ),
-    "openai": Row("OpenAIGPT", ("LMHeadModel", "ForSequenceClassification")),
+    "openai": Row(
+        "OpenAIGPT",
+        ("LMHeadModel", "ForSequenceClassification"),
+        limits=lacks("activation checkpointing", CACHED),
+        mixins={"Model": "DecoderByDocument"},
+    ),
     "opt": Row("OPT", CAUSAL_AND_SEQUENCE, {"Attention": QKV}),
     "persimmon": Row("Persimmon", ALL_HEADS),
     "phi": Row("Phi", ALL_HEADS, {"Attention": QKV}),

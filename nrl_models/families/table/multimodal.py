@@ -190,6 +190,14 @@ ROWS: dict[str, Row] = {
         mixins=dict.fromkeys(("ShortConvolution", "DynamicShortConvolution"), "ByDocument"),
         since="5.23",
     ),
+    "inkling2_loop": Row(
+        "Inkling2Loop",
+        CAUSAL_AND_CONDITIONAL,
+        {"VisionAttention": QKV},
+        lacks("tensor parallelism"),
+        mixins=dict.fromkeys(("ShortConvolution", "DynamicShortConvolution"), "ByDocument"),
+        since="5.24",
+    ),
     "instructblip": Row("InstructBlip", CONDITIONAL, {"QFormerMultiHeadAttention": QFORMER}, NEEDS_IMAGES),
     "instructblipvideo": Row("InstructBlipVideo", CONDITIONAL, {"QFormerMultiHeadAttention": QFORMER}, NEEDS_IMAGES),
     "internvl": Row("InternVL", CONDITIONAL, {"VisionAttention": QKV}),
@@ -333,6 +341,7 @@ ROWS: dict[str, Row] = {
         ignored=("num_image_tokens",),  # set on the text model's part, which has no images
         since="5.10",
     ),
+    "phi4_multimodal": Row("Phi4Multimodal", CAUSAL, {"VisionAttention": QKV}),
     "pix2struct": Row(
         "Pix2Struct",
         CONDITIONAL,

@@ -1,10 +1,11 @@
 """Models that take audio, alone or beside images and video, and the tower that others take from its package."""
 
-from nrl_models.families.limits import lacks
+from nrl_models.families.limits import NEEDS_AUDIO, lacks
 from nrl_models.families.table.row import CAUSAL, CONDITIONAL, GATE_UP, QKV, Row
 
 ROWS: dict[str, Row] = {
     "cosmos3_omni": Row("Cosmos3Omni", CONDITIONAL, mixins={"Model": "FreshPositions"}, since="5.11"),
+    "fun_asr_nano": Row("FunAsrNano", CONDITIONAL),
     "glmasr": Row("GlmAsr", CONDITIONAL),
     "granite_speech": Row(
         "GraniteSpeech", CONDITIONAL, {"ConformerAttention": "to_q to_kv"}, lacks("activation checkpointing")
@@ -60,6 +61,10 @@ ROWS: dict[str, Row] = {
         lacks("generate", "tensor parallelism"),
         since="5.6",
     ),
+    "vibevoice_asr": Row("VibeVoiceAsr", CONDITIONAL),
     "voxtral": Row("Voxtral", CONDITIONAL, tiny={"audio_token_id": 480, "audio_config": {"intermediate_size": 512}}),
+    "voxtral_realtime": Row(
+        "VoxtralRealtime", CONDITIONAL, {"MLP": GATE_UP, "TextAttention": QKV, "TextMLP": GATE_UP}, NEEDS_AUDIO
+    ),
     "whisper": Row("Whisper", CAUSAL),
 }
