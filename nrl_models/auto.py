@@ -175,6 +175,14 @@ class AutoModelForImageTextToText(_AutoModel):
     suffixes = ("ForConditionalGeneration",)
 
 
+class AutoModelForMultimodalLM(_AutoModel):
+    """Models of text with any of images, video and audio: vision-language models, speech models, and both in one."""
+
+    kind = "multimodal language model"
+    upstream = transformers.AutoModelForMultimodalLM
+    suffixes = ("ForConditionalGeneration",)
+
+
 class AutoModelForSequenceClassification(_AutoModel):
     """Sequence classifiers: reward models."""
 
@@ -210,6 +218,7 @@ class AutoModel(_AutoModel):
 AUTO_CLASSES = (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     AutoModel,
@@ -257,10 +266,12 @@ def _unknown_name(named: list[str], known: list[str], config: PreTrainedConfig) 
 
 
 def _kinds_of(config: PreTrainedConfig) -> str:
-    fitting = [auto_class.__name__ for auto_class in AUTO_CLASSES if type(config) in auto_class.upstream._model_mapping]
+    fitting = [auto_class for auto_class in AUTO_CLASSES if type(config) in auto_class.upstream._model_mapping]
+    if AutoModelForImageTextToText in fitting:
+        fitting.remove(AutoModelForMultimodalLM)  # which gives the same class
     if fitting:
-        heads = [name for name in fitting if name != AutoModel.__name__]
-        return f"Use {' or '.join(heads or fitting)}."
+        heads = [auto_class.__name__ for auto_class in fitting if auto_class is not AutoModel]
+        return f"Use {' or '.join(heads or [AutoModel.__name__])}."
     return "No auto class serves it; a family can (CONTRIBUTING.md)."
 
 

@@ -36,7 +36,10 @@ def shared_classes(config: PreTrainedConfig) -> Iterator[type[PreTrainedModel]]:
     text = config.get_text_config()
     for name in architectures_of(config.model_type):
         model_class: Any = getattr(transformers, name, None)
-        wanted = getattr(model_class, "config_class", None)
+        try:
+            wanted = getattr(model_class, "config_class", None)
+        except ImportError:  # the class needs a package that is not installed
+            continue
         if wanted is not None and not isinstance(config, wanted) and not isinstance(text, wanted):
             yield model_class
 

@@ -193,7 +193,7 @@ ROWS: dict[str, Row] = {
     "inkling2_loop": Row(
         "Inkling2Loop",
         CAUSAL_AND_CONDITIONAL,
-        {"VisionAttention": QKV},
+        {"MessageGate": "forget_gate_proj message_gate_proj"},
         lacks("tensor parallelism"),
         mixins=dict.fromkeys(("ShortConvolution", "DynamicShortConvolution"), "ByDocument"),
         since="5.24",

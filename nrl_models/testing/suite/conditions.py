@@ -31,7 +31,11 @@ def generates(case: FamilyCase) -> bool:
 
 
 def ties_embeddings(case: FamilyCase) -> bool:
-    """Whether the class names parameters that it can tie."""
+    """Return True if the class names parameters that it can tie, and its configuration allows it (DBRX's does not)."""
+    try:
+        case.config_class(tie_word_embeddings=True)
+    except ValueError:
+        return False
     return bool(case.model_class._tied_weights_keys)
 
 
