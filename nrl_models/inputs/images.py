@@ -336,8 +336,10 @@ def image_token(config: PreTrainedConfig) -> int | None:
 
 
 def own_token(config: PreTrainedConfig, keys: Collection[str]) -> int | None:
-    """The first of the ids under these keys that the configuration has, or else one of its parts."""
-    candidates = (first_token(part, keys) for part in (config, *parts(config).values()))
+    """The first of the ids under these keys that the configuration has, or else the part of a tower."""
+    text = config.get_text_config()
+    towers = [part for part in parts(config).values() if part is not text]
+    candidates = (first_token(part, keys) for part in (config, *towers))
     return next((token for token in candidates if token is not None), None)
 
 
