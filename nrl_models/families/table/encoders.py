@@ -24,7 +24,6 @@ ROWS: dict[str, Row] = {
     ),
     "bert": Row("Bert", ("LMHeadModel",), **(BERT | {"layers": BERT["layers"] | {"CrossAttention": "key value"}})),
     "bert_generation": Row("BertGeneration", ("Decoder",), **(BERT | {"mixins": {"Encoder": "DecoderByDocument"}})),
-    "big_bird": Row("BigBird", CAUSAL),
     "bigbird_pegasus": Row("BigBirdPegasus", CAUSAL, {"DecoderAttention": QKV}, **BART),
     "blenderbot": Row("Blenderbot", CAUSAL, {"Attention": QKV}, **BART),
     "blenderbot_small": Row("BlenderbotSmall", CAUSAL, {"Attention": QKV}, **BART),
@@ -60,6 +59,5 @@ ROWS: dict[str, Row] = {
     ),
     "xlm_roberta": Row("XLMRoberta", CAUSAL, **COUNTS_FROM_PADDING),
     "xlm_roberta_xl": Row("XLMRobertaXL", CAUSAL, **COUNTS_FROM_PADDING),
-    "xlnet": Row("XLNet", ("LMHeadModel",)),
     "xmod": Row("Xmod", CAUSAL, **COUNTS_FROM_PADDING),
 }

@@ -107,7 +107,6 @@ ROWS: dict[str, Row] = {
         {"RecurrentBlock": "ByDocument"},
         since="5.13",
     ),
-    "rwkv": Row("Rwkv", CAUSAL, mixins={"SelfAttention": "ByDocument", "FeedForward": "ByDocument"}),
     "xlstm": Row(
         "xLSTM",
         CAUSAL,

@@ -298,7 +298,7 @@ ROWS: dict[str, Row] = {
     ),
     "mllama": Row(
         "Mllama",
-        (*CONDITIONAL, *CAUSAL),
+        CONDITIONAL,
         {"TextSelfAttention": QKV, "TextMLP": GATE_UP, "VisionAttention": QKV, "TextCrossAttention": "k_proj v_proj"},
     ),
     "molmo2": Row(
@@ -404,9 +404,6 @@ ROWS: dict[str, Row] = {
         CONDITIONAL,
         {"VisionAttention": QKV, "Attention": "q_proj k_proj v_proj g_proj", "MLP": GATE_UP},
         since="5.16",
-    ),
-    "t5gemma2": Row(
-        "T5Gemma2", CONDITIONAL, {"SelfAttention": QKV, "MLP": GATE_UP, "MergedAttention": "k_proj v_proj"}, READS_APART
     ),
     "unlimited_ocr": Row(
         "UnlimitedOcr", CONDITIONAL, {"Attention": QKV, "TextAttention": QKV, "TextMLP": GATE_UP}, since="5.23"

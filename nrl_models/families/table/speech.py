@@ -19,7 +19,6 @@ ROWS: dict[str, Row] = {
     ),
     "moshi": Row("Moshi", CAUSAL),
     "moss_transcribe_diarize": Row("MossTranscribeDiarize", CONDITIONAL, since="5.23"),
-    "nemotron3_5_transcribe": Row("Nemotron3_5Transcribe", CONDITIONAL, since="5.24"),
     "nemotron_h_omni": Row(
         "",
         ("NemotronH_Omni_Reasoning_V3",),
@@ -64,7 +63,10 @@ ROWS: dict[str, Row] = {
     "vibevoice_asr": Row("VibeVoiceAsr", CONDITIONAL),
     "voxtral": Row("Voxtral", CONDITIONAL, tiny={"audio_token_id": 480, "audio_config": {"intermediate_size": 512}}),
     "voxtral_realtime": Row(
-        "VoxtralRealtime", CONDITIONAL, {"MLP": GATE_UP, "TextAttention": QKV, "TextMLP": GATE_UP}, NEEDS_AUDIO
+        "VoxtralRealtime",
+        CONDITIONAL,
+        {"MLP": GATE_UP, "TextAttention": QKV, "TextMLP": GATE_UP},
+        NEEDS_AUDIO | {"generate": "transformers' `generate` ends where the audio does"},
     ),
     "whisper": Row("Whisper", CAUSAL),
 }

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -162,13 +163,18 @@ def test_tied_weights_share_storage(family_case: FamilyCase, tmp_path: Path) -> 
 
 @proves("copies")
 def test_copies_keep_one_storage(family_case: FamilyCase) -> None:
-    """`deepcopy`, pickling and `torch.save` give models that are joined as the original is, and apart from it."""
+    """`deepcopy`, pickling and `torch.save` give models that are joined as the original is, and apart from it.
+
+    torch does not pickle parametrized modules (weight norm); models with some are only deep-copied.
+    """
     # Rebuilt, because transformers' hooks on inner outputs, which some forwards install, cannot be pickled.
     model = family_case.model_class.from_config(family_case.config, device=family_case.device)
-    saved = io.BytesIO()
-    torch.save(model, saved)
-    saved.seek(0)
-    copies = copy.deepcopy(model), pickle.loads(pickle.dumps(model)), torch.load(saved, weights_only=False)
+    copies = [copy.deepcopy(model)]
+    if not any(is_parametrized(module) for module in model.modules()):
+        saved = io.BytesIO()
+        torch.save(model, saved)
+        saved.seek(0)
+        copies += [pickle.loads(pickle.dumps(model)), torch.load(saved, weights_only=False)]
     for copied in copies:
         assert_same_tensors(copied.state_dict(), model.state_dict())
         assert report(copied) == report(model)
