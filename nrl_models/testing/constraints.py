@@ -196,9 +196,11 @@ def _constraint(kind: Kind, left: ast.expr, right: ast.expr) -> Constraint | Non
     match kind, left, right:
         case Kind.EQUAL, ast.BinOp(left=dividend, op=ast.Mod(), right=divisor), ast.Constant(value=0):
             kind, left, right = Kind.MULTIPLE, dividend, divisor
-    # A divisor is changed before the number that it divides, which may be a place among the layers.
-    whole = [path for side in ((right, left) if kind is Kind.MULTIPLE else (left, right)) if (path := _path(side))]
-    inside = [path for side in (left, right) for node in ast.walk(side) if (path := _path(node))]
+    # A divisor is changed before the number it divides, which may be a place among the layers. The larger side of a
+    # bound comes down, because a tiny configuration has no larger vocabulary.
+    sides = (right, left) if kind in (Kind.MULTIPLE, Kind.AT_LEAST) else (left, right)
+    whole = [path for side in sides if (path := _path(side)) and kind in (Kind.EQUAL, Kind.MULTIPLE)]
+    inside = [path for side in sides for node in ast.walk(side) if (path := _path(node))]
     # Of `self.a.b` the inner `self.a` is no key by itself.
     paths = [
         path
