@@ -19,8 +19,8 @@ from nrl_models.distributed.mesh import agreed
 from nrl_models.errors import RemoteCodeError, UnknownArchitectureError
 from nrl_models.family import FamilyModel
 from nrl_models.loading import pretrained
-from nrl_models.loading.read_config import read_config
-from nrl_models.loading.shared_classes import shared_class_note, shared_classes, takes_config
+from nrl_models.loading.read_config import part_for, read_config
+from nrl_models.loading.shared_classes import shared_class_note, shared_classes
 
 logger = get_logger(__name__)
 
@@ -248,11 +248,11 @@ def auto_class_for(folder: str | Path) -> type[_AutoModel]:
 
 
 def _is_another_models(architecture: str, config: PreTrainedConfig) -> bool:
-    """Whether transformers' class of this name takes a different configuration class."""
+    """Whether transformers' class of this name takes another configuration class than those in `config`."""
     upstream = getattr(transformers, architecture, None)
     if upstream is None:
         return False
-    return not takes_config(upstream, config) and not isinstance(config.get_text_config(), upstream.config_class)
+    return part_for(upstream, config) is None
 
 
 def _unknown_name(named: list[str], known: list[str], config: PreTrainedConfig) -> str:

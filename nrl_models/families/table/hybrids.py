@@ -114,6 +114,6 @@ ROWS: dict[str, Row] = {
         lacks(LEFT, CACHED),
         {"Layer": "ByDocument"},
     ),
-    "zamba": Row("Zamba", CAUSAL_AND_SEQUENCE, {"Attention": QKV, "MLP": GATE_UP}, mixins={"MambaMixer": "ByDocument"}),
-    "zamba2": Row("Zamba2", CAUSAL_AND_SEQUENCE, {"Attention": QKV}, mixins={"MambaMixer": "ByDocument"}),
+    "zamba": Row("Zamba", CAUSAL, {"Attention": QKV, "MLP": GATE_UP}, mixins={"MambaMixer": "ByDocument"}),
+    "zamba2": Row("Zamba2", CAUSAL, {"Attention": QKV}, lacks(CACHED), mixins={"MambaMixer": "ByDocument"}),
 }

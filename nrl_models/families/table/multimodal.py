@@ -194,7 +194,8 @@ ROWS: dict[str, Row] = {
         "Inkling2Loop",
         CAUSAL_AND_CONDITIONAL,
         {"MessageGate": "forget_gate_proj message_gate_proj"},
-        lacks("tensor parallelism"),
+        lacks("tensor parallelism")
+        | {"router replay": "a layer in the loop routes in each pass, and a replay holds one choice for each layer"},
         mixins=dict.fromkeys(("ShortConvolution", "DynamicShortConvolution"), "ByDocument"),
         since="5.24",
     ),

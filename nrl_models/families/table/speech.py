@@ -17,7 +17,6 @@ ROWS: dict[str, Row] = {
         lacks("activation checkpointing"),
         since="5.8",
     ),
-    "moshi": Row("Moshi", CAUSAL),
     "moss_transcribe_diarize": Row("MossTranscribeDiarize", CONDITIONAL, since="5.23"),
     "nemotron_h_omni": Row(
         "",
