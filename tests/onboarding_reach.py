@@ -44,7 +44,7 @@ NOT_REGISTERED: Mapping[str, str] = {
     "Nemotron3_5TranscribeForConditionalGeneration": "transformers does not read back what it saves (`ctc_timestamp`)",
     "PI0ForConditionalGeneration": "writes robot actions and has no vocabulary",
     "PPFormulaNetForConditionalGeneration": "takes an image without text; its generated tests were not run",
-    "PerceptionLMForConditionalGeneration": "its vision tower comes from timm, whose configuration says nothing of its size",
+    "PerceptionLMForConditionalGeneration": "its vision tower comes from timm, which has no tiny configuration",
     "Qwen2_5OmniForConditionalGeneration": "has `generate` but no `forward`; load its thinker, which is registered",
     "Qwen3OmniMoeForConditionalGeneration": "has `generate` but no `forward`; load its thinker, which is registered",
     "ReformerModelWithLMHead": "hashes tokens at random in each forward",

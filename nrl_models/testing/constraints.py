@@ -213,8 +213,13 @@ def _constraint(kind: Kind, left: ast.expr, right: ast.expr) -> Constraint | Non
     if not summed or total is None:
         summed, total = _sum(right), _path(left)
     is_sum = kind is Kind.EQUAL and len(summed) > 1 and total is not None and len(total) == 1
-    codes = (compile(ast.fix_missing_locations(ast.Expression(side)), "<validator>", "eval") for side in (left, right))
-    return Constraint(kind, *codes, tuple(paths), summed if is_sum else (), total[0] if is_sum and total else "")
+    return Constraint(
+        kind, _code(left), _code(right), tuple(paths), summed if is_sum else (), total[0] if is_sum and total else ""
+    )
+
+
+def _code(side: ast.expr) -> CodeType:
+    return compile(ast.fix_missing_locations(ast.Expression(side)), "<validator>", "eval")
 
 
 def _path(node: ast.AST) -> Path | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 from nrl_models.common.config.walk import all_values
 from nrl_models.inputs.model_inputs import has_encoder
@@ -32,8 +33,9 @@ def generates(case: FamilyCase) -> bool:
 
 def ties_embeddings(case: FamilyCase) -> bool:
     """Return True if the class names parameters that it can tie, and its configuration allows it (DBRX's does not)."""
+    config_class: Any = case.config_class
     try:
-        case.config_class(tie_word_embeddings=True)
+        config_class(tie_word_embeddings=True)
     except ValueError:
         return False
     return bool(case.model_class._tied_weights_keys)
