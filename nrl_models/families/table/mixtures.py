@@ -31,7 +31,6 @@ ROWS: dict[str, Row] = {
     ),
     "beam": Row("Beam", CAUSAL, {"Attention": "q_proj k_proj v_proj gate_proj", "MLP": GATE_UP}, since="5.23"),
     "cohere2_moe": Row("Cohere2Moe", CAUSAL, {"Attention": QKV}, since="5.9"),
-    "dbrx": Row("Dbrx", CAUSAL),
     "deepseek_v2": Row(
         "DeepseekV2",
         CAUSAL_AND_SEQUENCE,

@@ -190,15 +190,6 @@ ROWS: dict[str, Row] = {
         mixins=dict.fromkeys(("ShortConvolution", "DynamicShortConvolution"), "ByDocument"),
         since="5.23",
     ),
-    "inkling2_loop": Row(
-        "Inkling2Loop",
-        CAUSAL_AND_CONDITIONAL,
-        {"MessageGate": "forget_gate_proj message_gate_proj"},
-        lacks("tensor parallelism")
-        | {"router replay": "a layer in the loop routes in each pass, and a replay holds one choice for each layer"},
-        mixins=dict.fromkeys(("ShortConvolution", "DynamicShortConvolution"), "ByDocument"),
-        since="5.24",
-    ),
     "instructblip": Row("InstructBlip", CONDITIONAL, {"QFormerMultiHeadAttention": QFORMER}, NEEDS_IMAGES),
     "instructblipvideo": Row("InstructBlipVideo", CONDITIONAL, {"QFormerMultiHeadAttention": QFORMER}, NEEDS_IMAGES),
     "internvl": Row("InternVL", CONDITIONAL, {"VisionAttention": QKV}),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassClassValidationError
+
 from nrl_models.common.config.walk import all_values
 from nrl_models.inputs.model_inputs import has_encoder
 from nrl_models.testing.case import FamilyCase
@@ -36,7 +38,7 @@ def ties_embeddings(case: FamilyCase) -> bool:
     config_class: Any = case.config_class
     try:
         config_class(tie_word_embeddings=True)
-    except ValueError:
+    except StrictDataclassClassValidationError:
         return False
     return bool(case.model_class._tied_weights_keys)
 
