@@ -115,5 +115,12 @@ ROWS: dict[str, Row] = {
         {"Layer": "ByDocument"},
     ),
     "zamba": Row("Zamba", CAUSAL, {"Attention": QKV, "MLP": GATE_UP}, mixins={"MambaMixer": "ByDocument"}),
-    "zamba2": Row("Zamba2", CAUSAL, {"Attention": QKV}, lacks(CACHED), mixins={"MambaMixer": "ByDocument"}),
+    "zamba2": Row(
+        "Zamba2",
+        CAUSAL,
+        {"Attention": QKV},
+        lacks(CACHED),
+        {"MambaMixer": "ByDocument"},
+        limited_since={CACHED: "5.15"},
+    ),
 }
