@@ -127,7 +127,7 @@ class _AutoModel:
                 return name
         if names := [served.__name__ for served in cls._served_for(config)]:
             is_known = any(name in registered or hasattr(transformers, name) for name in named)
-            # A model type without classes of its own is published under names that no library has.
+            # A model type that shares a class is published under a name that no library has.
             if named and not is_known and next(shared_classes(config), None) is None:
                 raise UnknownArchitectureError(_unknown_name(named, sorted(registered.union(names)), config))
             return next((name for name in named if name in names), names[0])

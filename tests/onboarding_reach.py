@@ -32,7 +32,7 @@ MAPPINGS = (
 NOT_REGISTERED: Mapping[str, str] = {
     "BigBirdForCausalLM": "packed documents attend to each other, and it decodes different logits with a cache",
     "DiffusionGemmaForBlockDiffusion": "denoises blocks of tokens and has no next-token loss",
-    "FastVlmForConditionalGeneration": "its vision tower comes from timm, which takes images of its own form",
+    "FastVlmForConditionalGeneration": "its vision tower comes from timm; the form of its images is not known",
     "Gemma4AssistantForCausalLM": "drafts for another model and reads that model's hidden states",
     "Gemma4UnifiedAssistantForCausalLM": "drafts for another model and reads that model's hidden states",
     "DbrxForCausalLM": "its configuration refuses tied embeddings, which a planted bug needs to be tried",

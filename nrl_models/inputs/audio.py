@@ -45,7 +45,7 @@ def audio_token(config: PreTrainedConfig) -> int | None:
 
 
 def takes_audio(model: PreTrainedModel) -> bool:
-    """Whether the model's forward has an argument for audio, which has tokens of its own or goes with each token."""
+    """Return True if the forward takes audio, and the configuration has an audio token or frames for each token."""
     named = any(name in parameters_of(model.forward) for name in AUDIO)
     return named and (audio_token(model.config) is not None or hasattr(model.config, FRAMES_OF_TOKEN))
 

@@ -201,7 +201,7 @@ def _constraint(kind: Kind, left: ast.expr, right: ast.expr) -> Constraint | Non
     sides = (right, left) if kind in (Kind.MULTIPLE, Kind.AT_LEAST) else (left, right)
     whole = [path for side in sides if (path := _path(side)) and kind in (Kind.EQUAL, Kind.MULTIPLE)]
     inside = [path for side in sides for node in ast.walk(side) if (path := _path(node))]
-    # Of `self.a.b` the inner `self.a` is no key by itself.
+    # `self.a` inside `self.a.b` is a part, not a key.
     paths = [
         path
         for path in dict.fromkeys([*whole, *inside])
@@ -242,7 +242,7 @@ def _sum(node: ast.expr) -> tuple[str, ...]:
 
 
 def _inlined(node: ast.expr, named: Mapping[str, ast.expr]) -> ast.expr:
-    """An expression with local variables replaced by what was assigned to them."""
+    """Return an expression with local variables replaced by the expressions assigned to them."""
 
     class Inline(ast.NodeTransformer):
         def visit_Name(self, name: ast.Name) -> ast.expr:

@@ -1,4 +1,4 @@
-"""Model types without a class of their own: transformers builds another family's class from their configurations."""
+"""Model types without a model class: transformers builds another family's class from their configurations."""
 
 from __future__ import annotations
 
