@@ -92,6 +92,7 @@ __all__ = [
     "get_model_conversion_mapping",
     "gguf_reading",
     "has_key_mapping",
+    "has_reached",
     "is_initialised",
     "loaded_conversions",
     "mark_initialised",
@@ -308,7 +309,12 @@ def mask_parts(mask_function: Callable[..., Any]) -> dict[str, dict[str, Any]]:
     return {name: values for part in parts for name, values in mask_parts(part).items()}
 
 
-KEEPS_PADDING_OUT_OF_SINGLE_ROWS = Version(transformers.__version__) >= Version("5.15")
+def has_reached(version: str) -> bool:
+    """Return True if the installed transformers is this version or a later one."""
+    return Version(transformers.__version__) >= Version(version)
+
+
+KEEPS_PADDING_OUT_OF_SINGLE_ROWS = has_reached("5.15")
 """Whether layers that keep a state see no padding in a batch of one row; before, only in batches of several."""
 
 CHECKPOINT_FUNCTIONS = ("_gradient_checkpointing_func", "checkpoint_fn")
