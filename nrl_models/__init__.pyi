@@ -2,6 +2,7 @@ from .auto import (
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
 )
@@ -31,6 +32,7 @@ __all__ = [
     "AutoModel",
     "AutoModelForCausalLM",
     "AutoModelForImageTextToText",
+    "AutoModelForMultimodalLM",
     "AutoModelForSequenceClassification",
     "AutoModelForTokenClassification",
     "BackendConfig",

@@ -19,7 +19,8 @@ from nrl_models.distributed.mesh import agreed
 from nrl_models.errors import RemoteCodeError, UnknownArchitectureError
 from nrl_models.family import FamilyModel
 from nrl_models.loading import pretrained
-from nrl_models.loading.read_config import read_config
+from nrl_models.loading.read_config import part_for, read_config
+from nrl_models.loading.shared_classes import shared_class_note, shared_classes
 
 logger = get_logger(__name__)
 
@@ -125,14 +126,16 @@ class _AutoModel:
             if name in registered and cls.serves(name) and not _is_another_models(name, config):
                 return name
         if names := [served.__name__ for served in cls._served_for(config)]:
-            if named and not any(name in registered or hasattr(transformers, name) for name in named):
+            is_known = any(name in registered or hasattr(transformers, name) for name in named)
+            # A model type that shares a class is published under a name that no library has.
+            if named and not is_known and next(shared_classes(config), None) is None:
                 raise UnknownArchitectureError(_unknown_name(named, sorted(registered.union(names)), config))
             return next((name for name in named if name in names), names[0])
         if cls.upstream.__name__ in (getattr(config, "auto_map", None) or {}):
             return None
         raise UnknownArchitectureError(
             f"{config.name_or_path or type(config).__name__} (model_type {config.model_type!r}, architectures {named}) "
-            f"is not a {cls.kind}. {_kinds_of(config)}"
+            f"is not a {cls.kind}. {_kinds_of(config)}{_shared_classes_of(config)}"
         )
 
     @classmethod
@@ -172,6 +175,14 @@ class AutoModelForImageTextToText(_AutoModel):
     suffixes = ("ForConditionalGeneration",)
 
 
+class AutoModelForMultimodalLM(_AutoModel):
+    """Models of text with any of images, video and audio: vision-language models, speech models, and both in one."""
+
+    kind = "multimodal language model"
+    upstream = transformers.AutoModelForMultimodalLM
+    suffixes = ("ForConditionalGeneration",)
+
+
 class AutoModelForSequenceClassification(_AutoModel):
     """Sequence classifiers: reward models."""
 
@@ -207,6 +218,7 @@ class AutoModel(_AutoModel):
 AUTO_CLASSES = (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     AutoModel,
@@ -236,13 +248,11 @@ def auto_class_for(folder: str | Path) -> type[_AutoModel]:
 
 
 def _is_another_models(architecture: str, config: PreTrainedConfig) -> bool:
-    """Whether transformers' class of this name takes a different configuration class."""
+    """Whether transformers' class of this name takes another configuration class than those in `config`."""
     upstream = getattr(transformers, architecture, None)
     if upstream is None:
         return False
-    return not isinstance(config, upstream.config_class) and not isinstance(
-        config.get_text_config(), upstream.config_class
-    )
+    return part_for(upstream, config) is None
 
 
 def _unknown_name(named: list[str], known: list[str], config: PreTrainedConfig) -> str:
@@ -256,11 +266,18 @@ def _unknown_name(named: list[str], known: list[str], config: PreTrainedConfig) 
 
 
 def _kinds_of(config: PreTrainedConfig) -> str:
-    fitting = [auto_class.__name__ for auto_class in AUTO_CLASSES if type(config) in auto_class.upstream._model_mapping]
+    fitting = [auto_class for auto_class in AUTO_CLASSES if type(config) in auto_class.upstream._model_mapping]
+    if AutoModelForImageTextToText in fitting:
+        fitting.remove(AutoModelForMultimodalLM)  # which gives the same class
     if fitting:
-        heads = [name for name in fitting if name != AutoModel.__name__]
-        return f"Use {' or '.join(heads or fitting)}."
+        heads = [auto_class.__name__ for auto_class in fitting if auto_class is not AutoModel]
+        return f"Use {' or '.join(heads or [AutoModel.__name__])}."
     return "No auto class serves it; a family can (CONTRIBUTING.md)."
+
+
+def _shared_classes_of(config: PreTrainedConfig) -> str:
+    note = shared_class_note(config)
+    return f" {note[0].upper()}{note[1:]}." if note else ""
 
 
 def _with_adapter(model: Any) -> FamilyModel:

@@ -20,12 +20,14 @@ If a new version changes one of them, `make test TRANSFORMERS=X` fails in the te
 | `_extra_content` of auto classes | classes of ours for transformers' configurations | `tests/unit/adapters` |
 | `MIN_PEFT_VERSION` | an error that says what to call instead | `tests/unit/integrations/test_peft.py` |
 | `_CAN_RECORD_REGISTRY` | `output_hidden_states` of a rewritten class | `test_model` of the generated suite |
+| `SERVED_MAPPINGS` | model types that another family's class serves | `tests/unit/loading/test_shared_classes.py` |
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from importlib.metadata import version
 from types import ModuleType
 from typing import Any, cast
@@ -35,7 +37,11 @@ import transformers
 from packaging.version import Version
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel, core_model_loading
-from transformers.conversion_mapping import get_model_conversion_mapping, register_checkpoint_conversion_mapping
+from transformers.conversion_mapping import (
+    get_checkpoint_conversion_mapping,
+    get_model_conversion_mapping,
+    register_checkpoint_conversion_mapping,
+)
 from transformers.core_model_loading import (
     Chunk,
     WeightConverter,
@@ -54,6 +60,7 @@ from transformers.modeling_utils import (
     get_torch_context_manager_or_global_device,
     str_to_torch_dtype,
 )
+from transformers.models.auto import modeling_auto
 from transformers.utils import is_peft_available
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
@@ -63,12 +70,14 @@ __all__ = [
     "CACHE_NAMES",
     "CHECKPOINT_FUNCTIONS",
     "KEEPS_PADDING_OUT_OF_SINGLE_ROWS",
+    "SERVED_MAPPINGS",
     "Chunk",
     "PrefixChange",
     "Renaming",
     "WeightConverter",
     "WeightRenaming",
     "accelerate_dispatch",
+    "architectures_of",
     "as_meant",
     "build_glob_alternation",
     "cache_in",
@@ -82,6 +91,8 @@ __all__ = [
     "dtype_plan",
     "get_model_conversion_mapping",
     "gguf_reading",
+    "has_key_mapping",
+    "has_reached",
     "is_initialised",
     "loaded_conversions",
     "mark_initialised",
@@ -298,7 +309,12 @@ def mask_parts(mask_function: Callable[..., Any]) -> dict[str, dict[str, Any]]:
     return {name: values for part in parts for name, values in mask_parts(part).items()}
 
 
-KEEPS_PADDING_OUT_OF_SINGLE_ROWS = Version(transformers.__version__) >= Version("5.15")
+def has_reached(version: str) -> bool:
+    """Return True if the installed transformers is this version or a later one."""
+    return Version(transformers.__version__) >= Version(version)
+
+
+KEEPS_PADDING_OUT_OF_SINGLE_ROWS = has_reached("5.15")
 """Whether layers that keep a state see no padding in a batch of one row; before, only in batches of several."""
 
 CHECKPOINT_FUNCTIONS = ("_gradient_checkpointing_func", "checkpoint_fn")
@@ -326,3 +342,32 @@ def register_class(mapping: Any, config_class: type[PreTrainedConfig], given: An
         given: a class, or a tuple of those that serve the configuration.
     """
     mapping._extra_content[config_class] = given
+
+
+# Auto classes
+
+
+SERVED_MAPPINGS = (
+    "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
+    "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
+    "MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES",
+    "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
+    "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES",
+    "MODEL_MAPPING_NAMES",
+)
+"""transformers' mappings from model types to class names, of the auto classes that this package has; heads first."""
+
+
+@cache
+def architectures_of(model_type: str) -> tuple[str, ...]:
+    """Return the names of the classes that transformers' auto classes give for a model type; heads come first."""
+    names: dict[str, None] = {}
+    for mapping in SERVED_MAPPINGS:
+        classes = getattr(modeling_auto, mapping, {}).get(model_type, ())
+        names.update(dict.fromkeys((classes,) if isinstance(classes, str) else classes))
+    return tuple(names)
+
+
+def has_key_mapping(model_type: str) -> bool:
+    """Return True if transformers converts the names of a model type's checkpoints."""
+    return bool(get_checkpoint_conversion_mapping(model_type))

@@ -329,7 +329,8 @@ def _tensors(value: Any, place: str) -> Iterator[tuple[str, torch.Tensor]]:
         for index, item in enumerate(value):
             yield from _tensors(item, f"{place}.{index}")
     elif hasattr(value, "layers"):
-        yield from _tensors([vars(layer) for layer in value.layers], place)
+        layers = value.layers.values() if isinstance(value.layers, Mapping) else value.layers
+        yield from _tensors([vars(layer) for layer in layers], place)
     elif hasattr(value, "__dict__") and type(value).__name__.endswith("Cache"):
         yield from _tensors(vars(value), place)
 

@@ -32,5 +32,7 @@ LAYOUTS = LEFT, RIGHT, PACKED, CACHED = ("left padding", "right padding", "packe
 """All sequence layouts beside a single unpadded sequence."""
 NEEDS_IMAGES = dict.fromkeys(LAYOUTS, "transformers' class takes no text without an image")
 """For models that describe images: the text-only tests do not apply."""
+NEEDS_AUDIO = dict.fromkeys(LAYOUTS, "transformers' class takes no text without audio")
+"""For models that hear a stretch of audio with each token: the text-only tests do not apply."""
 READS_APART = dict.fromkeys(LAYOUTS, "the encoder reads the prompt and the decoder writes a separate sequence")
 """For encoder-decoder models: tests with a single sequence, read and continued, do not apply."""

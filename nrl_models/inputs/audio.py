@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from nrl_models.common.config.walk import parts
-from nrl_models.inputs.images import Inputs, feature_method, first_token, parameters_of, run_on, token_count
+from nrl_models.inputs.images import Inputs, feature_method, first_token, own_token, parameters_of, run_on, token_count
 
 AUDIO = ("input_features", "input_values")
 """Names of the argument that holds audio."""
@@ -32,19 +32,22 @@ SAMPLES = "chunk_sample_lengths"
 WIDTHS = ("num_mel_bins", "input_dim", "feature_size", "input_feat_size", "audio_embed_dim")
 """Names that configurations have for the number of features of a frame."""
 
+FRAMES_OF_TOKEN = "audio_length_per_tok"
+"""The key for the number of frames of each token, where audio is added to the tokens and takes no place between."""
+
 AUDIO_TOKENS = ("audio_token_id", "audio_token_index")
 TOKENS_AFTER = 4
 
 
 def audio_token(config: PreTrainedConfig) -> int | None:
     """The id of audio tokens; None if the model has none."""
-    return first_token(config, AUDIO_TOKENS)
+    return own_token(config, AUDIO_TOKENS)
 
 
 def takes_audio(model: PreTrainedModel) -> bool:
-    """Whether the model's forward has an argument for audio, and its configuration an audio token."""
+    """Return True if the forward takes audio, and the configuration has an audio token or frames for each token."""
     named = any(name in parameters_of(model.forward) for name in AUDIO)
-    return named and audio_token(model.config) is not None
+    return named and (audio_token(model.config) is not None or hasattr(model.config, FRAMES_OF_TOKEN))
 
 
 def audio_inputs(model: PreTrainedModel, inputs: Inputs, generator: torch.Generator) -> Inputs | None:
@@ -64,6 +67,10 @@ def audio_inputs(model: PreTrainedModel, inputs: Inputs, generator: torch.Genera
     known = forward if method is None else parameters_of(method)
     if (name := next((name for name in AUDIO if name in known and name in forward), None)) is None:
         return None
+    if frames := getattr(model.config, FRAMES_OF_TOKEN, None):
+        batch, length = inputs["input_ids"].shape
+        widths = filter(None, (_width(vars(part)) for part in parts(model.config).values()))
+        return inputs | {name: torch.randn(batch, next(widths), frames * length, generator=generator)}
     for clips in _forms(model.config, name, known, len(inputs["input_ids"]), generator):
         try:
             counts = [] if method is None else _counts(model.config, run_on(model, method, clips), len(clips[name]))

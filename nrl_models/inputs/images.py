@@ -137,7 +137,10 @@ COMPANIONS: dict[str, tuple[Callable[[Geometry, Shape], torch.Tensor], ...]] = {
         lambda g, shape: _ones(*shape[:2], dtype=torch.bool),
     ),
     "pixel_mask": (lambda g, shape: _ones(g.batch, g.side, g.side, dtype=torch.bool),),
-    "image_attention_mask": (lambda g, shape: _ones(g.batch, g.length, 1),),
+    "image_attention_mask": (
+        lambda g, shape: _ones(g.batch, g.length, 1),
+        lambda g, shape: _ones(*shape[:2], *(size // g.patch for size in shape[3:]), dtype=torch.bool),
+    ),
     "image_position_ids": (_positions,),
     "image_merge_sizes": (lambda g, shape: torch.tensor([g.merge] * g.batch),),
     "image_token_pooling": (_pooling,),
@@ -266,16 +269,38 @@ def cast(inputs: Inputs, model: nn.Module) -> Inputs:
     return BatchFeature(inputs).to(own.device, own.dtype).data
 
 
+MOST_TOKENS = 64
+"""Image tokens that are tried at most, for a model that does not say how many an image has."""
+
+
 def _without_method(model: PreTrainedModel, inputs: Inputs) -> Inputs:
-    """Inputs for a model without a method for image features: the configuration may have the number of image tokens."""
-    config, result = model.config, dict(inputs)
+    """Inputs for a model without a method for image features.
+
+    The number of image tokens is the configuration's. If it has none, the first number with which the model runs.
+
+    Raises:
+        Exception: the model does not run; its own error for the last number.
+    """
+    config = model.config
     keys = ("mm_tokens_per_image", "image_seq_length", "num_image_tokens", "num_query_tokens")
-    if "input_ids" in inputs and image_token(config) is not None and (count := first_token(config, keys)):
-        result["input_ids"] = _with_tokens(config, inputs["input_ids"], count)
-    if "image_embeds_position_mask" in parameters_of(model.forward):
-        result["image_embeds_position_mask"] = torch.zeros_like(result["input_ids"])
-        result["image_embeds_position_mask"][:, 3 : 3 + config.latent_query_num] = 1
-    run_on(model, model, result)
+    counts: list[int] = []
+    if "input_ids" in inputs and image_token(config) is not None:
+        known = first_token(config, keys)
+        in_part = first_token(config, IMAGE_TOKENS) is None  # the tower replaces its tokens, as many as it makes
+        counts = [known] if known else list(range(1, MOST_TOKENS + 1)) if in_part else []
+    for left, count in zip(range(len(counts) or 1, 0, -1), counts or [0], strict=True):
+        result = dict(inputs)
+        if count:
+            result["input_ids"] = _with_tokens(config, inputs["input_ids"], count)
+        if "image_embeds_position_mask" in parameters_of(model.forward):
+            result["image_embeds_position_mask"] = torch.zeros_like(result["input_ids"])
+            result["image_embeds_position_mask"][:, 3 : 3 + config.latent_query_num] = 1
+        try:
+            run_on(model, model, result)
+            break
+        except Exception:
+            if left == 1:
+                raise
     return result
 
 
@@ -306,8 +331,16 @@ TOKENS_BEFORE, TOKENS_AFTER = 3, 5
 
 
 def image_token(config: PreTrainedConfig) -> int | None:
-    """The id of image tokens; None if the model has none."""
-    return first_token(config, IMAGE_TOKENS)
+    """The id of image tokens, of the model or of its vision tower (Phi-4-multimodal); None if it has none."""
+    return own_token(config, IMAGE_TOKENS)
+
+
+def own_token(config: PreTrainedConfig, keys: Collection[str]) -> int | None:
+    """The first of the ids under these keys that the configuration has, or else the part of a tower."""
+    text = config.get_text_config()
+    towers = [part for part in parts(config).values() if part is not text]
+    candidates = (first_token(part, keys) for part in (config, *towers))
+    return next((token for token in candidates if token is not None), None)
 
 
 def first_token(config: PreTrainedConfig, keys: Collection[str]) -> int | None:

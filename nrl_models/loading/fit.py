@@ -35,6 +35,7 @@ from nrl_models.common.upstream import (
 )
 from nrl_models.common.views.view import HFTensor
 from nrl_models.errors import CheckpointError, Problem, ProblemKind
+from nrl_models.loading.shared_classes import shared_class_note, shared_classes, takes_config
 
 logger = get_logger(__name__)
 
@@ -269,10 +270,11 @@ def _names_of_head(model: PreTrainedModel, keys: Iterable[str], key_mapping: Map
     architecture = next(iter(model.config.architectures or ()), "")
     # The code of models that are not in transformers has both classes in one module.
     modules = (transformers, sys.modules[type(model).__module__])
-    head_class: Any = next((getattr(module, architecture) for module in modules if hasattr(module, architecture)), None)
-    if not is_base_model(model) or architecture == type(model).__name__:
+    named: list[Any] = [getattr(module, architecture) for module in modules if hasattr(module, architecture)]
+    head_class: Any = next(iter(named or shared_classes(model.config)), None)
+    if not is_base_model(model) or head_class is None or head_class.__name__ == type(model).__name__:
         return set()
-    if getattr(head_class, "config_class", None) is not type(model.config):
+    if getattr(head_class, "config_class", None) is None or not takes_config(head_class, model.config):
         return set()
     with torch.device("meta"):
         head: PreTrainedModel = head_class._from_config(copy.deepcopy(model.config))
@@ -350,4 +352,6 @@ def _advice(model: PreTrainedModel, found: Match) -> list[str]:
         )
     if ProblemKind.MISSING in kinds and any("lm_head" in problem.subject for problem in found.problems):
         advice.append("if the checkpoint ties its head to the embeddings, pass tie_word_embeddings=True")
+    if {ProblemKind.MISSING, ProblemKind.UNEXPECTED} & kinds and (note := shared_class_note(model.config)):
+        advice.append(note)
     return advice + [text for kind, text in _ADVICE.items() if kind in kinds]

@@ -17,6 +17,7 @@ from nrl_models.common.checkpoint.local_path import CONFIG_NAME, GENERATION_NAME
 from nrl_models.common.config.at_fault import keys_at_fault
 from nrl_models.common.config.keys import is_value
 from nrl_models.common.config.types import with_declared_types
+from nrl_models.common.config.walk import parts
 from nrl_models.common.gguf import gguf_tables
 from nrl_models.errors import (
     CheckpointError,
@@ -31,6 +32,7 @@ from nrl_models.errors import (
 from nrl_models.loading.hub_kernels import refuse_hub_kernels
 from nrl_models.loading.keywords import unknown_keywords
 from nrl_models.loading.options import KEYWORDS
+from nrl_models.loading.shared_classes import shared_class_note, takes_config
 
 IMPLEMENTATIONS = ("attn_implementation", "experts_implementation")
 """Values transformers takes like configuration values, though `config.json` has no such keys."""
@@ -173,20 +175,32 @@ def override(config: PreTrainedConfig, overrides: Mapping[str, Any]) -> None:
 
 
 def config_for(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedConfig:
-    """The configuration that `model_class` takes: `config` or its text configuration.
+    """The configuration that `model_class` takes: `config`, its text configuration, or another part.
 
     Raises:
         UnknownArchitectureError: `config` belongs to another model.
     """
+    if (part := part_for(model_class, config)) is not None:
+        if part is not config:
+            part.name_or_path = config.name_or_path
+        return part
     wanted = model_class.config_class
-    # By name too, because code that comes with a checkpoint may be imported twice.
-    if wanted is None or isinstance(config, wanted) or type(config).__name__ == wanted.__name__:
-        return config
-    if isinstance(text := config.get_text_config(), wanted):
-        text.name_or_path = config.name_or_path
-        return text
+    note = f" {note[0].upper()}{note[1:]}." if (note := shared_class_note(config)) else ""
     raise UnknownArchitectureError(
         f"{config.name_or_path or 'the configuration'} is a {type(config).__name__} (model_type "
-        f"{config.model_type!r}), and {model_class.__name__} takes a {wanted.__name__}. "
-        "Use that model's class, or an auto class (nrl_models.AutoModelForCausalLM, ...), which chooses it."
+        f"{config.model_type!r}), and {model_class.__name__} takes a {wanted.__name__ if wanted else 'configuration'}. "
+        f"Use that model's class, or an auto class (nrl_models.AutoModelForCausalLM, ...), which chooses it.{note}"
     )
+
+
+def part_for(model_class: Any, config: PreTrainedConfig) -> PreTrainedConfig | None:
+    """The configuration that `model_class` is built from: `config`, its text configuration, or another part.
+
+    Another part is, for example, the thinker of Qwen's Omni models. None if `config` belongs to another model.
+    """
+    wanted = model_class.config_class
+    if wanted is not None and not isinstance(config, wanted):
+        for part in (config.get_text_config(), *parts(config).values()):
+            if isinstance(part, wanted):
+                return part
+    return config if takes_config(model_class, config) else None

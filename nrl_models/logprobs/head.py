@@ -188,7 +188,7 @@ def output_embedding(model: nn.Module) -> nn.Module:
     if module is None:
         raise HeadError(
             f"{_name(model)} has no output embedding: log-probabilities of tokens need a language model "
-            "(AutoModelForCausalLM, AutoModelForImageTextToText)"
+            "(AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMultimodalLM)"
         )
     return module
 

@@ -29,7 +29,11 @@ class Slot:
     given: tuple[str, ...] = ()
 
 
-_TEXT = ("nrl_models.AutoModelForCausalLM.from_pretrained", "nrl_models.AutoModelForImageTextToText.from_pretrained")
+_TEXT = (
+    "nrl_models.AutoModelForCausalLM.from_pretrained",
+    "nrl_models.AutoModelForImageTextToText.from_pretrained",
+    "nrl_models.AutoModelForMultimodalLM.from_pretrained",
+)
 
 CLASSIFIER = "nrl_models.AutoModelForSequenceClassification.from_pretrained"
 """What loads reward models."""

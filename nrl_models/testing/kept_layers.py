@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from nrl_models.testing import sizes
@@ -21,13 +21,14 @@ class KeptLayers:
     Args:
         config: a configuration's keys and values.
         count: how many layers to keep; as many as there are kinds if None.
+        sections: keys that count consecutive layers and add up to all of them (`n_input_layers`, ...).
 
     Attributes:
         kept: numbers of the layers that are kept; none where the configuration counts no layers.
         own_values: for those of them that have some, by their new number, values of their own.
     """
 
-    def __init__(self, config: Mapping[str, Any], count: int | None = None) -> None:
+    def __init__(self, config: Mapping[str, Any], count: int | None = None, sections: Sequence[str] = ()) -> None:
         types = config.get("layers_block_type") or config.get("layer_types") or ()
         self._count = next((value for key in sizes.LAYERS if type(value := config.get(key)) is int), len(types))
         self._lists: dict[str, Any] = {}  # keys with an entry for each layer
@@ -44,6 +45,10 @@ class KeptLayers:
                 self._marks[key] = [layer < value for layer in range(self._count)]
             elif key in sizes.TRAILING and type(value) is int:
                 self._marks[key] = [layer >= self._count - value for layer in range(self._count)]
+        begin = 0
+        for key in sections:
+            self._marks[key] = [begin <= layer < begin + config[key] for layer in range(self._count)]
+            begin += config[key]
         own_values = {int(layer): values for layer, values in (config.get("per_layer_config") or {}).items()}
         self._own_values = own_values
         self.kept = self._choose(count)

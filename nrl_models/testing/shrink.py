@@ -16,6 +16,7 @@ from nrl_models.common.cached import cached
 from nrl_models.common.config.types import is_same_value
 from nrl_models.common.config.walk import all_values, own_values
 from nrl_models.testing import sizes
+from nrl_models.testing.constraints import satisfy, sections_of
 from nrl_models.testing.kept_layers import KeptLayers
 
 Values = Mapping[str, Any]
@@ -78,14 +79,17 @@ class _Shrinking:
         given = default_values(config_class)
         own = {key: value for key, value in old.items() if key not in parts}
         values = {key: value for key, value in own.items() if key in given and not is_same_value(value, given[key])}
-        layers = KeptLayers(old, next((overrides[key] for key in sizes.LAYERS if key in overrides), None))
+        sections = next((found for key in sizes.LAYERS if (found := sections_of(config_class, key))), ())
+        layers = KeptLayers(old, next((overrides[key] for key in sizes.LAYERS if key in overrides), None), sections)
         values |= self._values(default, old, layers, parts, new_parts)
         values |= new_parts
         for owner, key in self.needs.undeclared:
             if owner is config_class:
                 values[key] = sizes.MISSING[key]
         values = {key: value for key, value in values.items() if key not in _read_only(config_class)}
-        config = config_class(**values | {key: value for key, value in overrides.items() if key not in new_parts})
+        values |= {key: value for key, value in overrides.items() if key not in new_parts}
+        values |= satisfy(config_class, {**old, **values}, overrides)
+        config = config_class(**values)
         config.classifier_dropout = 0.0  # token classifiers take 0.1 where a configuration says nothing
         return config
 

@@ -49,7 +49,7 @@ SIZES: dict[str, Any] = _by_key(
             ssm_state_size state_size mamba_d_state base_channels num_filters""",
         16: "hc_lowrank qk_rope_head_dim rotary_dim num_position_embeddings",
         # Images of sixteen patches.
-        56: "image_size",
+        56: "image_size crop_size",
         14: "patch_size",
         # About 1 / sqrt(hidden_size): activations keep their size, so errors do not drown.
         0.06: "initializer_range init_std",
@@ -97,8 +97,8 @@ LAYERS = (
 )
 """Numbers of layers."""
 
-LEADING = ("first_k_dense_replace", "num_dense_layers")
-"""How many of the first layers are of another kind than the rest."""
+LEADING = ("first_k_dense_replace", "num_dense_layers", "loop_layer_index_start", "loop_layer_index_end")
+"""How many of the first layers are of another kind than the rest, or where such a stretch of layers begins or ends."""
 
 TRAILING = ("num_kv_shared_layers",)
 """How many of the last layers are of another kind than the rest."""

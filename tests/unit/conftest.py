@@ -123,3 +123,9 @@ def sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     for name in set(sys.modules) - before:
         if name.partition(".")[0] in ("outside", "transformers_modules"):
             del sys.modules[name]
+
+
+@pytest.fixture
+def no_persimmon(sandbox: Path) -> None:
+    """Persimmon is an architecture that no family serves."""
+    del registry.MODEL_ARCH_MAPPING["PersimmonForCausalLM"]

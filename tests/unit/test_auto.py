@@ -19,6 +19,7 @@ from transformers import (
     MistralConfig,
     PersimmonConfig,
     PreTrainedModel,
+    Qwen2AudioConfig,
     RagConfig,
     T5Config,
     VisionEncoderDecoderConfig,
@@ -30,6 +31,7 @@ from nrl_models import (
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     CheckpointError,
@@ -79,6 +81,24 @@ def test_vision_language_models(tmp_path: Path) -> None:
     # transformers counts it among the language models, too.
     assert type(AutoModelForCausalLM.from_pretrained(tmp_path)) is type(model)
     assert auto_class_for(tmp_path) is AutoModelForImageTextToText
+
+
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        pytest.param("Gemma3ForConditionalGeneration", id="images"),
+        pytest.param("Qwen2AudioForConditionalGeneration", id="audio"),
+        pytest.param("Phi4MultimodalForCausalLM", id="both"),
+    ],
+)
+def test_multimodal_models_load_as_their_family(architecture: str, tmp_path: Path) -> None:
+    upstream = getattr(transformers, architecture)
+    reference = upstream._from_config(tiny_config(upstream.config_class, None, upstream)).eval()
+    reference.save_pretrained(tmp_path)
+    model = AutoModelForMultimodalLM.from_pretrained(tmp_path)
+    assert isinstance(model, FamilyModel)
+    assert type(model).__name__ == architecture
+    assert_same_model(model, reference)
 
 
 def test_a_text_model_in_a_larger_configuration() -> None:
@@ -203,6 +223,8 @@ def test_an_auto_class_has_no_instances() -> None:
         ),
         (AutoModelForCausalLM, T5Config, "Use AutoModelForSequenceClassification or AutoModelForTokenClassification."),
         (AutoModelForCausalLM, CLIPConfig, "Use AutoModel."),
+        (AutoModelForMultimodalLM, LlamaConfig, "is not a multimodal language model. Use AutoModelForCausalLM or"),
+        (AutoModelForSequenceClassification, Qwen2AudioConfig, "Use AutoModelForMultimodalLM."),
         pytest.param(
             AutoModel,
             VisionEncoderDecoderConfig,
@@ -275,6 +297,7 @@ def test_another_head_or_none_is_no_unknown_architecture(named: list[str] | None
         ),
         (["Foreign"], CLIPConfig, AutoModel),
         (None, Gemma3Config, AutoModelForCausalLM),
+        (None, Qwen2AudioConfig, AutoModelForMultimodalLM),
     ],
 )
 def test_the_auto_class_of_a_configuration(architectures: list[str] | None, config: Any, expected: Any) -> None:
@@ -284,7 +307,7 @@ def test_the_auto_class_of_a_configuration(architectures: list[str] | None, conf
 # Not registered
 
 
-@pytest.mark.usefixtures("sandbox")
+@pytest.mark.usefixtures("no_persimmon")
 def test_an_unregistered_architecture_loads_as_transformers_own_class(tmp_path: Path, input_ids: torch.Tensor) -> None:
     folder = tmp_path / "checkpoint"
     reference = new_model(tiny_config(PersimmonConfig)).eval()

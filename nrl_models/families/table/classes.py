@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from nrl_models.common.cached import cached
 from nrl_models.common.forward.image_outputs import with_image_outputs
 from nrl_models.common.projections import combine_groups
+from nrl_models.common.upstream import has_reached
 from nrl_models.families import folders, module_of
 from nrl_models.families.table import TABLE
 from nrl_models.family import MIXINS, FamilyModel, rewritten
@@ -89,7 +90,11 @@ def __getattr__(name: str) -> Any:
         made = TableModel.head(
             REPAIRS[repair](upstream) if repair else upstream,
             tiny=row.tiny,
-            limits=row.limits_of(name),
+            limits={
+                feature: reason
+                for feature, reason in row.limits_of(name).items()
+                if has_reached(row.limited_since.get(feature, "0"))
+            },
             config_values=row.config_values,
             ignored_config_keys=row.ignored,
             tensor_parallel=row.tensor_parallel,

@@ -15,6 +15,7 @@ ROWS: dict[str, Row] = {
     "arcee": Row("Arcee", ALL_HEADS, {"Attention": QKV}),
     "biogpt": Row("BioGpt", ALL_HEADS, {"Attention": QKV}),
     "bitnet": Row("BitNet", CAUSAL, {"Attention": QKV, "MLP": GATE_UP}),
+    "bloom": Row("Bloom", CAUSAL),
     "blt": Row(
         "Blt",
         CAUSAL,
@@ -23,6 +24,7 @@ ROWS: dict[str, Row] = {
         mixins={"Model": "DecoderByDocument"},
         since="5.13",
     ),
+    "codegen": Row("CodeGen", CAUSAL),
     "cohere": Row("Cohere", CAUSAL, {"Attention": QKV, "MLP": GATE_UP}),
     "cohere2": Row("Cohere2", CAUSAL, {"Attention": QKV, "MLP": GATE_UP}),
     "cpmant": Row(
@@ -37,12 +39,18 @@ ROWS: dict[str, Row] = {
     ),
     "cwm": Row("Cwm", CAUSAL, {"Attention": QKV, "MLP": GATE_UP}),
     "diffllama": Row("DiffLlama", ALL_HEADS, {"Attention": QKV, "MLP": GATE_UP}, since="5.13"),
+    "dory": Row("Dory", CAUSAL, {"Attention": "q_proj k_proj v_proj gate_proj", "MLP": GATE_UP}, since="5.24"),
     "ernie4_5": Row("Ernie4_5", CAUSAL, {"Attention": QKV, "MLP": GATE_UP}),
     "exaone4": Row("Exaone4", ALL_HEADS, {"Attention": QKV, "MLP": GATE_UP}),
+    "falcon": Row("Falcon", CAUSAL),
     "gemma": Row("Gemma", ALL_HEADS, {"Attention": QKV, "MLP": GATE_UP}),
     "glm": Row("Glm", ALL_HEADS, {"Attention": QKV}),
     "glm4": Row("Glm4", ALL_HEADS, {"Attention": QKV}),
+    "gpt2": Row("GPT2", ("LMHeadModel",)),
+    "gpt_bigcode": Row("GPTBigCode", CAUSAL),
     "gpt_neo": Row("GPTNeo", ALL_HEADS, {"SelfAttention": QKV}),
+    "gpt_neox": Row("GPTNeoX", CAUSAL),
+    "gpt_neox_japanese": Row("GPTNeoXJapanese", CAUSAL, limits=lacks("activation checkpointing")),
     "gptj": Row("GPTJ", CAUSAL, {"Attention": QKV}),
     "granite": Row("Granite", CAUSAL, {"Attention": QKV, "MLP": GATE_UP}),
     "granite_swa": Row("GraniteSWA", CAUSAL, {"Attention": QKV, "MLP": GATE_UP}, since="5.15"),
@@ -56,6 +64,7 @@ ROWS: dict[str, Row] = {
     "ministral": Row("Ministral", ALL_HEADS, {"Attention": QKV, "MLP": GATE_UP}),
     "ministral3": Row("Ministral3", ALL_HEADS, {"Attention": QKV, "MLP": GATE_UP}),
     "modernbert_decoder": Row("ModernBertDecoder", CAUSAL, {"Attention": QKV}),
+    "mpt": Row("Mpt", CAUSAL),
     "nanochat": Row("NanoChat", CAUSAL, {"Attention": QKV}),
     "nemotron": Row("Nemotron", ALL_HEADS, {"Attention": QKV}, since="5.13"),
     "olmo": Row(
@@ -67,7 +76,14 @@ ROWS: dict[str, Row] = {
     "olmo3": Row(
         "Olmo3", CAUSAL_AND_SEQUENCE, {"Attention": QKV, "MLP": GATE_UP}, since={"ForSequenceClassification": "5.6"}
     ),
+    "openai": Row(
+        "OpenAIGPT",
+        ("LMHeadModel",),
+        limits=lacks("activation checkpointing", CACHED),
+        mixins={"Model": "DecoderByDocument"},
+    ),
     "opt": Row("OPT", CAUSAL_AND_SEQUENCE, {"Attention": QKV}),
+    "persimmon": Row("Persimmon", CAUSAL),
     "phi": Row("Phi", ALL_HEADS, {"Attention": QKV}),
     "phi3": Row("Phi3", ALL_HEADS, published={"Phi-4": decoder_sizes(100352, 5120, 17920, 40, 40, 10)}),
     "seed_oss": Row("SeedOss", ALL_HEADS, {"Attention": QKV, "MLP": GATE_UP}),

@@ -2,7 +2,15 @@
 
 from nrl_models.common.flags import MTPForm
 from nrl_models.families.limits import CACHED, LEFT, lacks
-from nrl_models.families.table.row import ALL_HEADS, CAUSAL, CAUSAL_AND_SEQUENCE, GATE_UP, QKV, Row
+from nrl_models.families.table.row import (
+    ALL_HEADS,
+    CAUSAL,
+    CAUSAL_AND_SEQUENCE,
+    DELTA_NET,
+    GATE_UP,
+    QKV,
+    Row,
+)
 
 ROWS: dict[str, Row] = {
     "bailing_hybrid": Row(
@@ -24,6 +32,7 @@ ROWS: dict[str, Row] = {
         mixins={"Mixer": "ByDocument"},
         ignored=("time_step_floor", "time_step_max", "time_step_min"),  # how its mixers were once drawn
     ),
+    "falcon_mamba": Row("FalconMamba", CAUSAL, mixins={"Mixer": "ByDocument"}),
     "granitemoehybrid": Row(
         "GraniteMoeHybrid", CAUSAL, {"Attention": QKV}, mixins={"MambaLayer": "ByDocument"}, since="5.13"
     ),
@@ -47,6 +56,13 @@ ROWS: dict[str, Row] = {
         mixins={"DeltaAttention": "ByDocument"},
         since="5.18",
     ),
+    "lara_mini": Row(
+        "LaraMini",
+        CAUSAL,
+        {"GatedDeltaNet": DELTA_NET, "MLP": GATE_UP, "Attention": QKV},
+        mixins={"GatedDeltaNet": "ByDocument"},
+        since="5.24",
+    ),
     "lfm2": Row(
         "Lfm2",
         CAUSAL,
@@ -62,6 +78,8 @@ ROWS: dict[str, Row] = {
         mixins={"ShortConv": "ByDocument"},
         since="5.23",
     ),
+    "mamba": Row("Mamba", CAUSAL, mixins={"Mixer": "ByDocument"}),
+    "mamba2": Row("Mamba2", CAUSAL, mixins={"Mixer": "ByDocument"}),
     "minimax": Row(
         "MiniMax",
         ALL_HEADS,
@@ -95,5 +113,14 @@ ROWS: dict[str, Row] = {
         {"FeedForward": "proj_up_gate proj_up"},
         lacks(LEFT, CACHED),
         {"Layer": "ByDocument"},
+    ),
+    "zamba": Row("Zamba", CAUSAL, {"Attention": QKV, "MLP": GATE_UP}, mixins={"MambaMixer": "ByDocument"}),
+    "zamba2": Row(
+        "Zamba2",
+        CAUSAL,
+        {"Attention": QKV},
+        lacks(CACHED),
+        {"MambaMixer": "ByDocument"},
+        limited_since={CACHED: "5.15"},
     ),
 }

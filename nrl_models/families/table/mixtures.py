@@ -97,6 +97,7 @@ ROWS: dict[str, Row] = {
         since="5.6",
     ),
     "hy_v4": Row("HYV4", CAUSAL, {"Attention": "gate_proj q_a_proj kv_a_proj_with_mqa", "MLP": GATE_UP}, since="5.18"),
+    "jetmoe": Row("JetMoe", CAUSAL, limits=lacks("activation checkpointing")),
     "kolibri1": Row("Kolibri1", CAUSAL, {"Attention": QKV, "MLP": GATE_UP}, since="5.23"),
     "laguna": Row("Laguna", CAUSAL, {"Attention": "q_proj k_proj v_proj g_proj", "MLP": GATE_UP}, since="5.7"),
     "longcat_flash": Row(

@@ -24,6 +24,13 @@ from nrl_models.families.table.row import (
 )
 
 ROWS: dict[str, Row] = {
+    "apertus1p5": Row(
+        "Apertus1p5",
+        ("TextForCausalLM", "ForConditionalGeneration"),
+        {"TextAttention": QKV},
+        tensor_parallel={"model.layers.*.mlp.act_fn": "replicated_with_grad_allreduce"},
+        since="5.24",
+    ),
     "aria": Row(
         "Aria",
         ("ForConditionalGeneration", "TextForCausalLM"),
@@ -87,6 +94,7 @@ ROWS: dict[str, Row] = {
     "evolla": Row("Evolla", ("ForProteinText2Text",), {"Attention": QKV, "MLP": GATE_UP}, since="5.6"),
     "exaone4_5": Row("Exaone4_5_", CONDITIONAL, {"MLP": GATE_UP}, since="5.8"),
     "florence2": Row("Florence2", CONDITIONAL, {}, READS_APART),
+    "fuyu": Row("Fuyu", CAUSAL),
     "gemma4_unified": Row(
         "Gemma4Unified",
         CAUSAL_AND_CONDITIONAL,
@@ -147,6 +155,13 @@ ROWS: dict[str, Row] = {
         {"VisionAttention": QKV, "DenseV1Attention": QKV, "MLP": GATE_UP},
         lacks("batch order"),
         since="5.13",
+    ),
+    "hy_v4_vl": Row(
+        "HYV4VL",
+        CONDITIONAL,
+        {"VisionAttention": QKV, "Attention": "gate_proj q_a_proj kv_a_proj_with_mqa", "MLP": GATE_UP},
+        mixins={"Model": "FreshPositions"},
+        since="5.24",
     ),
     "hyperclovax_vision_v2": Row("HyperCLOVAXVisionV2", CONDITIONAL, since="5.18"),
     "idefics": Row(
@@ -255,13 +270,6 @@ ROWS: dict[str, Row] = {
         {"MiniMaxM3VLVisionAttention": QKV, "MiniMaxM3VLAttention": QKV},
         since="5.12",
     ),
-    "mistral_large4": Row(
-        "MistralLarge4",
-        CONDITIONAL,
-        {"TextAttention": "q_proj kv_a_proj_with_mqa", "TextIndexer": "wk weights_proj", "TextMLP": GATE_UP},
-        lacks(CACHED),
-        since="5.23",
-    ),
     "mistral3": Row(
         "Mistral3",
         CONDITIONAL,
@@ -272,6 +280,13 @@ ROWS: dict[str, Row] = {
                 | {"num_hidden_layers": 24, "num_attention_heads": 16},
             }
         },
+    ),
+    "mistral_large4": Row(
+        "MistralLarge4",
+        CONDITIONAL,
+        {"TextAttention": "q_proj kv_a_proj_with_mqa", "TextIndexer": "wk weights_proj", "TextMLP": GATE_UP},
+        lacks(CACHED),
+        since="5.23",
     ),
     "mllama": Row(
         "Mllama",
@@ -318,6 +333,7 @@ ROWS: dict[str, Row] = {
         ignored=("num_image_tokens",),  # set on the text model's part, which has no images
         since="5.10",
     ),
+    "phi4_multimodal": Row("Phi4Multimodal", CAUSAL, {"VisionAttention": QKV}),
     "pix2struct": Row(
         "Pix2Struct",
         CONDITIONAL,

@@ -29,6 +29,7 @@ class Row:
             combined, if the class reads one input in some places and two in others. A class of another module of the
             package has that module's name before its own (`vision.VisionAttention`).
         limits: as `FamilyModel.limits`; a limit of one architecture has the key `"Architecture: feature"`.
+        limited_since: For features of `limits` that older versions of transformers have, the first version without.
         mixins: for classes of the package, also of `layers`, another mixin of `nrl_models.family.MIXINS` that goes
             before them.
         tiny: as `FamilyModel.tiny`.
@@ -59,6 +60,7 @@ class Row:
     tensor_parallel: Mapping[str, str] = field(default_factory=dict)
     published: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     mtp_form: MTPForm | None = None
+    limited_since: Mapping[str, str] = field(default_factory=dict)
     repairs: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -70,7 +72,7 @@ class Row:
     def family(self) -> Family:
         """The registry's facts about the row."""
         since = dict.fromkeys(self.heads, self.since) if isinstance(self.since, str) else self.since
-        requires = {self.prefix + head: (f"transformers>={version}",) for head, version in since.items() if version}
+        requires = {self.prefix + head: (f"transformers>={first}",) for head, first in since.items() if first}
         return Family(self.architectures, aliases=self.aliases, requires=requires)
 
     def module(self, package: str) -> str:

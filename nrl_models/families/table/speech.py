@@ -1,10 +1,11 @@
 """Models that take audio, alone or beside images and video, and the tower that others take from its package."""
 
-from nrl_models.families.limits import lacks
-from nrl_models.families.table.row import CONDITIONAL, GATE_UP, QKV, Row
+from nrl_models.families.limits import NEEDS_AUDIO, lacks
+from nrl_models.families.table.row import CAUSAL, CONDITIONAL, GATE_UP, QKV, Row
 
 ROWS: dict[str, Row] = {
     "cosmos3_omni": Row("Cosmos3Omni", CONDITIONAL, mixins={"Model": "FreshPositions"}, since="5.11"),
+    "fun_asr_nano": Row("FunAsrNano", CONDITIONAL, since="5.17"),
     "glmasr": Row("GlmAsr", CONDITIONAL),
     "granite_speech": Row(
         "GraniteSpeech", CONDITIONAL, {"ConformerAttention": "to_q to_kv"}, lacks("activation checkpointing")
@@ -34,6 +35,7 @@ ROWS: dict[str, Row] = {
         },
         since="5.18",
     ),
+    "omniasr": Row("OmniASR", CONDITIONAL, since="5.24"),
     "parakeet": Row("Parakeet", (), {"EncoderAttention": QKV}),
     "qwen2_5_omni": Row(
         "",
@@ -57,5 +59,13 @@ ROWS: dict[str, Row] = {
         lacks("generate", "tensor parallelism"),
         since="5.6",
     ),
+    "vibevoice_asr": Row("VibeVoiceAsr", CONDITIONAL),
     "voxtral": Row("Voxtral", CONDITIONAL, tiny={"audio_token_id": 480, "audio_config": {"intermediate_size": 512}}),
+    "voxtral_realtime": Row(
+        "VoxtralRealtime",
+        CONDITIONAL,
+        {"MLP": GATE_UP, "TextAttention": QKV, "TextMLP": GATE_UP},
+        NEEDS_AUDIO | {"generate": "transformers' `generate` ends where the audio does"},
+    ),
+    "whisper": Row("Whisper", CAUSAL),
 }

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import inspect
+from typing import Any
+
+from huggingface_hub.errors import StrictDataclassClassValidationError
 
 from nrl_models.common.config.walk import all_values
 from nrl_models.inputs.model_inputs import has_encoder
@@ -31,7 +34,12 @@ def generates(case: FamilyCase) -> bool:
 
 
 def ties_embeddings(case: FamilyCase) -> bool:
-    """Whether the class names parameters that it can tie."""
+    """Return True if the class names parameters that it can tie, and its configuration allows it (DBRX's does not)."""
+    config_class: Any = case.config_class
+    try:
+        config_class(tie_word_embeddings=True)
+    except StrictDataclassClassValidationError:
+        return False
     return bool(case.model_class._tied_weights_keys)
 
 

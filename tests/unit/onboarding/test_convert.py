@@ -96,7 +96,7 @@ def test_a_model_of_another_kind(tmp_path: Path, llama_config: LlamaConfig) -> N
     assert torch.equal(model.score.weight, stored(tmp_path / "in")["score.weight"].bfloat16())
 
 
-@pytest.mark.usefixtures("sandbox")  # which undoes that it has been warned of
+@pytest.mark.usefixtures("no_persimmon")
 def test_an_architecture_of_no_family(tmp_path: Path) -> None:
     reference = new_model(tiny_config(PersimmonConfig))
     reference.save_pretrained(tmp_path / "in")

@@ -34,6 +34,7 @@ def test_reads_no_weight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert found.groups == {"MixtralAttention: q_proj + k_proj + v_proj": 2}
 
 
+@pytest.mark.usefixtures("no_persimmon")
 def test_unregistered_falls_back(tmp_path: Path) -> None:
     config = AutoConfig.for_model(
         "persimmon", num_hidden_layers=2, hidden_size=64, architectures=["PersimmonForCausalLM"]

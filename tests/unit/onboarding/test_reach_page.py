@@ -7,6 +7,7 @@ import pytest
 import transformers
 from versions import since
 
+from nrl_models import registry
 from nrl_models.devtools.generated_tests import GeneratedTests
 
 
@@ -16,19 +17,27 @@ def outcomes(**failed: str) -> GeneratedTests:
 
 @since("5.15")
 def test_says_what_became_of_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    names = ["LlamaForCausalLM", "Qwen2ForCausalLM", "Gemma2ForCausalLM", "MambaForCausalLM", "ZambaForCausalLM"]
+    names = ["LlamaForCausalLM", "Qwen2ForCausalLM", "MusicgenForCausalLM", "MambaForCausalLM", "MllamaForCausalLM"]
     monkeypatch.setattr(reach, "decoders", lambda: [getattr(transformers, name) for name in names])
-    monkeypatch.setattr(transformers.Gemma2ForCausalLM, "forward", lambda self, **_: 1 / 0)
-    found = {"LlamaForCausalLM": outcomes(), "Qwen2ForCausalLM": outcomes(test_logits="differs")}
-    counts = reach.write_reach(found, tmp_path / "reach.md")
-    assert counts == {"green": 1, "red": 1, "not run": 1, "nothing to combine": 1, "not registered": 1}
+    monkeypatch.setattr(transformers.MusicgenForCausalLM, "forward", lambda self, **_: 1 / 0)
+    passed = {"LlamaForCausalLM": outcomes(), "MambaForCausalLM": outcomes()}
+    counts = reach.write_reach(passed | {"Qwen2ForCausalLM": outcomes(test_logits="differs")}, tmp_path / "reach.md")
+    assert counts == {"green": 2, "red": 1, "not run": 1, "not registered": 1}
     page = (tmp_path / "reach.md").read_text()
     assert "| LlamaForCausalLM | llama | green | q_proj + k_proj + v_proj; gate_proj + up_proj |" in page
-    assert "| Gemma2ForCausalLM | gemma2 | not run |  | text: ZeroDivisionError" in page
-    assert "3 have linears that read one input and can be combined; 1 of those (33%)" in page
+    assert "| MusicgenForCausalLM | musicgen_decoder | not run |  | writes audio codes" in page
+    assert "text: ZeroDivisionError" in page
+    assert "| MllamaForCausalLM | mllama_text_model | not registered | q_proj + k_proj + v_proj; " in page
+    assert "2 (40%) are registered and pass all their generated tests" in page
 
 
 def test_every_decoder_of_transformers_is_looked_at() -> None:
     found = [model_class.__name__ for model_class in reach.decoders()]
     assert len(found) == len(set(found)) > 200
     assert {"LlamaForCausalLM", "LlavaForConditionalGeneration", "GPT2LMHeadModel"} <= set(found)
+
+
+@since("5.24")
+def test_every_decoder_is_registered_or_has_a_reason() -> None:
+    names = {model_class.__name__ for model_class in reach.decoders()}
+    assert names - registry.MODEL_ARCH_MAPPING.keys() == reach.NOT_REGISTERED.keys()

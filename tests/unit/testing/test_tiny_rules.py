@@ -257,7 +257,7 @@ def test_a_model_without_attention_among_its_layers_is_given_some() -> None:
 
 def test_a_class_that_cannot_be_built_says_why_and_what_to_do() -> None:
     with pytest.raises(TinyModelError, match=r"LlamaForCausalLM: .*hidden size \(250\) .* family's `tiny`"):
-        tiny_config(LlamaConfig, {"hidden_size": 250}, model_class("LlamaForCausalLM"))
+        tiny_config(LlamaConfig, {"hidden_size": 250, "num_attention_heads": 8}, model_class("LlamaForCausalLM"))
 
 
 def test_overrides_reach_nested_parts_and_win() -> None:

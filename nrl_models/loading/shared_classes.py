@@ -1,0 +1,60 @@
+"""Model types that transformers serves through another family's class.
+
+`exaone` has a configuration class but no model class: transformers builds `LlamaForCausalLM` from an `ExaoneConfig`.
+The names in its checkpoints follow from `model_type`, so one class has several key mappings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import transformers
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from nrl_models.common.upstream import architectures_of, has_key_mapping
+
+
+def takes_config(model_class: Any, config: PreTrainedConfig) -> bool:
+    """Return True if a class is built from `config` as it is.
+
+    Either the class declares this configuration class, or transformers' auto classes give the model type a class that
+    declares the same configuration class as `model_class`.
+    """
+    wanted = model_class.config_class
+    # By name too, because code that comes with a checkpoint may be imported twice.
+    if wanted is None or isinstance(config, wanted) or type(config).__name__ == wanted.__name__:
+        return True
+    return any(shared.config_class is wanted for shared in shared_classes(config))
+
+
+def shared_classes(config: PreTrainedConfig) -> Iterator[type[PreTrainedModel]]:
+    """Yield the classes of other families that transformers builds from `config`, heads before base models.
+
+    A configuration whose text part is the other class's (`Qwen3_5Config` and `Qwen3_5TextConfig`) shares no class.
+    """
+    text = config.get_text_config()
+    for name in architectures_of(config.model_type):
+        model_class: Any = getattr(transformers, name, None)
+        try:
+            wanted = getattr(model_class, "config_class", None)
+        except ImportError:  # the class needs a package that is not installed
+            continue
+        if wanted is not None and not isinstance(config, wanted) and not isinstance(text, wanted):
+            yield model_class
+
+
+def shared_class_note(config: PreTrainedConfig) -> str:
+    """Return a sentence for errors: the family and key mapping that serve `config`; empty if nothing is shared."""
+    shared = next(shared_classes(config), None)
+    if shared is None:
+        return ""
+    version, family = transformers.__version__, shared.__module__.split(".")[-2]
+    if has_key_mapping(config.model_type):
+        mapping = f"with the key mapping of model_type {config.model_type!r}"
+    else:
+        mapping = (
+            f"and has no key mapping for model_type {config.model_type!r}: names must be {family}'s, or pass "
+            "key_mapping={pattern: replacement}"
+        )
+    return f"transformers {version} serves it through {shared.__name__} (family {family}), {mapping}"
