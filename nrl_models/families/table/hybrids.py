@@ -114,7 +114,13 @@ ROWS: dict[str, Row] = {
         lacks(LEFT, CACHED),
         {"Layer": "ByDocument"},
     ),
-    "zamba": Row("Zamba", CAUSAL, {"Attention": QKV, "MLP": GATE_UP}, mixins={"MambaMixer": "ByDocument"}),
+    "zamba": Row(
+        "Zamba",
+        CAUSAL,
+        {"Attention": QKV, "MLP": GATE_UP},
+        mixins={"MambaMixer": "ByDocument"},
+        since="5.15",  # before, it runs with CUDA kernels only, unless its configuration switches them off
+    ),
     "zamba2": Row(
         "Zamba2",
         CAUSAL,
