@@ -540,8 +540,10 @@ def _fp8_checkpoint(case: ClassUnderTest) -> Path:
 @contextmanager
 def quiet() -> Iterator[None]:
     """While open, transformers and nrl_models log no warnings, and no progress bars are shown."""
-    logging.getLogger("nrl_models").setLevel(logging.ERROR)
-    verbosity = transformers_logging.get_verbosity()
+    logger = logging.getLogger("nrl_models")
+    level, verbosity = logger.level, transformers_logging.get_verbosity()
+    shows_bars = transformers_logging.is_progress_bar_enabled()
+    logger.setLevel(logging.ERROR)
     transformers_logging.set_verbosity(transformers_logging.CRITICAL)
     transformers_logging.disable_progress_bar()
     try:
@@ -549,4 +551,7 @@ def quiet() -> Iterator[None]:
             warnings.simplefilter("ignore")
             yield
     finally:
+        logger.setLevel(level)
         transformers_logging.set_verbosity(verbosity)
+        if shows_bars:
+            transformers_logging.enable_progress_bar()

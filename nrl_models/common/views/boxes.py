@@ -139,6 +139,8 @@ def _run_reshaped(box: Box, dims: range, before: Sequence[int], after: Sequence[
 
 def dimension_runs(old: Sequence[int], new: Sequence[int]) -> list[tuple[list[int], list[int]]]:
     """Runs of dimensions of `old` and of `new` that hold the same elements, as short as possible."""
+    if prod(old) == 0:  # nothing to keep apart, and no products to compare
+        return [(list(old), list(new))]
     result: list[tuple[list[int], list[int]]] = []
     left, right = list(old), list(new)
     while left or right:

@@ -177,6 +177,7 @@ OPERATIONS: dict[str, Callable[[torch.Tensor], Any]] = {
     "joined, flattened whole": lambda t: torch.cat([t[:, 3:], t[:, :1]], dim=1).flatten(),
     "joined, split where it is filled": lambda t: torch.cat([t[4:], t[:3]]).unflatten(2, (2, 5)),
     "joined, integer indexing": lambda t: t[:, [0, 3]].flatten(0, 1),
+    "empty, reshaped": lambda t: t[:0].reshape(0, 40),
     "padded, flattened": lambda t: torch.cat([t, t.new_zeros(6, 1, 10)], dim=1).flatten(0, 1),
 }
 
