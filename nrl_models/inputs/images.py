@@ -27,6 +27,9 @@ Shape = tuple[int, ...]
 PIXELS = ("pixel_values", "image_pixel_values", "flattened_patches", "image_patches")
 """Names of the argument that holds an image."""
 
+POSITION_MASK = "image_embeds_position_mask"
+"""Name of the argument that marks the positions of image features, in models without image tokens."""
+
 
 class ImageInputsError(NRLModelsError, ValueError):
     """A model takes images in an unknown form."""
@@ -182,9 +185,9 @@ def image_inputs(model: PreTrainedModel, inputs: Inputs, generator: torch.Genera
     text = inputs["input_ids"] if "input_ids" in inputs else inputs["decoder_input_ids"]
     geometry = Geometry(model.config, *text.shape)
     forward = parameters_of(model.forward)
-    # Without image tokens there is nothing to count: the forward puts features where a mask says.
-    has_tokens = image_token(model.config) is not None
-    method = feature_method(model, "get_image_features") if has_tokens else None
+    # A forward that puts features where a mask says has no image tokens to count.
+    places_by_mask = POSITION_MASK in forward and image_token(model.config) is None
+    method = None if places_by_mask else feature_method(model, "get_image_features")
     known = parameters_of(method or model.forward)
     pixels = next((name for name in PIXELS if name in known), None) or next(name for name in PIXELS if name in forward)
     failures: dict[str, str] = {}
@@ -292,9 +295,9 @@ def _without_method(model: PreTrainedModel, inputs: Inputs) -> Inputs:
         result = dict(inputs)
         if count:
             result["input_ids"] = _with_tokens(config, inputs["input_ids"], count)
-        if "image_embeds_position_mask" in parameters_of(model.forward):
-            result["image_embeds_position_mask"] = torch.zeros_like(result["input_ids"])
-            result["image_embeds_position_mask"][:, 3 : 3 + config.latent_query_num] = 1
+        if POSITION_MASK in parameters_of(model.forward):
+            result[POSITION_MASK] = torch.zeros_like(result["input_ids"])
+            result[POSITION_MASK][:, 3 : 3 + config.latent_query_num] = 1
         try:
             run_on(model, model, result)
             break

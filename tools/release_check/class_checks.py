@@ -47,6 +47,9 @@ from tools.release_check.sweep_outcome import Check, Outcome, Reference, SweepOu
 TOLERANCE = 1e-4
 """Largest difference in fp32, relative where the reference is larger than one."""
 
+UNUSED_BELOW = 1e-6
+"""Images or audio whose change moves logits by less were not used."""
+
 PROMPT, COMPLETION = 12, 4
 FP8_LIMIT = 448.0
 
@@ -115,6 +118,11 @@ class ClassUnderTest:
         self.case.reference(torch.bfloat16).save_pretrained(path)
         return path
 
+    @cached_property
+    def bf16_checkpoint_without_dtype(self) -> Path:
+        """`bf16_checkpoint` with a configuration that names no dtype."""
+        return _without_dtype(self.bf16_checkpoint, self.folder / "bf16-no-dtype")
+
     def load(self, path: Path, **options: Any) -> Any:
         """Our class, loaded strictly."""
         return self.case.model_class.from_pretrained(path, **options).eval()
@@ -181,13 +189,13 @@ def _check_load(case: ClassUnderTest) -> Comparisons:
 
 
 def _check_dtypes(case: ClassUnderTest) -> Comparisons:
-    yield from _equal_dtypes(case, _without_dtype(case.bf16_checkpoint, case.folder / "bf16-no-dtype"), "auto")
+    yield from _equal_dtypes(case, case.bf16_checkpoint_without_dtype, "auto")
     yield from _equal_dtypes(case, case.checkpoint, torch.float16)
 
 
 def _check_dequantized(case: ClassUnderTest) -> Comparisons:
     path = _fp8_checkpoint(case)
-    expected = case.reference_class.from_pretrained(case.bf16_checkpoint, dtype=torch.bfloat16)
+    expected = case.reference_class.from_pretrained(case.bf16_checkpoint_without_dtype, dtype="auto")
     yield from _same_dtypes(case.load(path, dtype="auto").state_dict(), expected.state_dict())
 
 
@@ -196,7 +204,16 @@ def _check_logits(case: ClassUnderTest) -> Comparisons:
 
 
 def _check_media_logits(case: ClassUnderTest) -> Comparisons:
-    yield from _logits(case, _media(case))
+    inputs = _media(case)
+    yield from _logits(case, inputs)
+    with torch.no_grad():
+        expected = case.reference()(**inputs).logits
+        for name in (*PIXELS, *AUDIO):
+            if name in inputs:
+                # Halved rather than random: some inputs hold positions next to pixels.
+                halved = case.reference()(**inputs | {name: inputs[name] * 0.5}).logits
+                if difference(halved, expected) < UNUSED_BELOW:
+                    raise MediaInputsError(f"the logits do not depend on {name}: the inputs lack tokens for it")
 
 
 def _check_cached_steps(case: ClassUnderTest) -> Comparisons:
@@ -505,7 +522,7 @@ def _drop(values: Any, keys: tuple[str, ...]) -> Any:
 
 
 def _fp8_checkpoint(case: ClassUnderTest) -> Path:
-    """The bf16 checkpoint with FP8 linears in blocks of 128, no dtype in its configuration, and an fp32 tensor first.
+    """The bf16 checkpoint with FP8 linears in blocks of 128 and no dtype in its configuration.
 
     Raises:
         NotApplicableError: the class is not one that publishes FP8 in this form: it has no routed experts.

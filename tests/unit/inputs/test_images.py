@@ -9,6 +9,7 @@ import torch
 import transformers
 from torch import nn
 from transformers import PreTrainedModel
+from versions import case_of
 
 from nrl_models.inputs.images import ImageInputsError, image_token, takes_images
 from nrl_models.inputs.model_inputs import inputs_for
@@ -172,6 +173,15 @@ def test_a_model_that_was_made_without_a_tower_gets_text_unless_an_image_is_aske
     assert inputs_for(model).keys() == {"input_ids"}
     with pytest.raises(ImageInputsError, match="takes images in an unknown form"):
         inputs_for(model, images=True)
+
+
+def test_a_tiny_model_without_an_image_token_by_default_gets_one() -> None:
+    """Otherwise the forward runs on text, and nothing that is tested with images sees them."""
+    case = case_of("MiniCPMV4_7ForConditionalGeneration")
+    inputs = case.inputs(length=12, images=True)
+    assert image_token(case.config) is not None
+    assert (inputs["input_ids"] == image_token(case.config)).any()
+    assert "target_sizes" in inputs
 
 
 def test_an_image_in_a_form_that_is_not_known_is_an_error_that_names_the_forms_tried() -> None:

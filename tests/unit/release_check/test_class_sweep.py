@@ -125,6 +125,28 @@ def test_the_independent_baichuan_equals_the_plain_one(name: str) -> None:
     assert difference(independent_logits(case.reference(), inputs), expected) < 1e-5
 
 
+def test_images_that_a_forward_does_not_use_are_no_media_inputs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a tiny configuration without an image token: the forward then runs on text."""
+    name = "LlavaForConditionalGeneration"
+    case = ClassUnderTest(name, tmp_path)
+    assert run_one(name, Check.MEDIA_LOGITS, case).outcome is Outcome.EQUAL
+    inputs = case.media()
+    text = {key: torch.full_like(value, 20) if key == "input_ids" else value for key, value in inputs.items()}
+    forward = case.reference_class.forward
+
+    @wraps(forward)
+    def without_image(*args: Any, pixel_values: Any = None, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(case.reference_class, "forward", without_image)
+    monkeypatch.setattr(case.model, "forward", lambda **kwargs: without_image(case.model, **kwargs))
+    monkeypatch.setattr(case, "media", lambda: text)
+    outcome = run_one(name, Check.MEDIA_LOGITS, case)
+    assert (outcome.outcome, outcome.error_type) == (Outcome.NO_INPUTS, "MediaInputsError")
+
+
 def test_a_class_that_cannot_be_built_has_an_outcome_for_every_check(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*args: Any) -> None:
         raise AttributeError("no such class")
