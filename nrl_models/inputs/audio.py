@@ -7,6 +7,7 @@ layout, the known layouts are tried.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping
 from itertools import product
 from typing import Any
@@ -34,6 +35,12 @@ WIDTHS = ("num_mel_bins", "input_dim", "feature_size", "input_feat_size", "audio
 
 FRAMES_OF_TOKEN = "audio_length_per_tok"
 """The key for the number of frames of each token, where audio is added to the tokens and takes no place between."""
+
+STRIDES = ("conv_stride", "upsampling_ratios")
+"""Names of lists whose product is the number of samples in a frame."""
+
+FRAMES = 6
+"""Frames of a waveform."""
 
 AUDIO_TOKENS = ("audio_token_id", "audio_token_index")
 TOKENS_AFTER = 4
@@ -109,6 +116,10 @@ def _layouts(part: PreTrainedConfig, batch: int) -> Iterator[tuple[tuple[int, ..
     values = vars(part)
     if samples := getattr(part, "samples_per_token", None):  # the waveform
         yield (batch, 4 * samples), 4 * samples
+    for stride in (math.prod(values[key]) for key in STRIDES if isinstance(values.get(key), (list, tuple))):
+        samples = FRAMES * stride  # the waveform, which convolutions shorten
+        yield (batch, 1, samples), samples
+        yield (batch, samples), samples
     if (width := _width(values)) is None:
         return
     places, window = values.get("max_source_positions"), values.get("n_window")
@@ -120,7 +131,7 @@ def _layouts(part: PreTrainedConfig, batch: int) -> Iterator[tuple[tuple[int, ..
 def _width(values: Mapping[str, Any]) -> int | None:
     """The number of features of a frame, by a configuration's values; None if they do not say."""
     if (width := next((values[key] for key in WIDTHS if key in values), None)) is not None:
-        return width
+        return width * values.get("num_stacked_frames", 1)
     channels = values.get("subsampling_conv_channels")
     return channels[0] if channels else None  # transformers' classes take it for the width
 

@@ -30,6 +30,9 @@ REFERENCE_FAULTS: dict[tuple[str, Check], str] = {
 }
 """Other checks in which transformers' own class fails and ours does the same, with the reason."""
 
+UNKNOWN_FORMS = {"VibeVoiceAsrForConditionalGeneration": "its forward adds random numbers to audio by default"}
+"""Classes whose images or audio `nrl_models.inputs` does not make, with the reason."""
+
 
 @pytest.mark.parametrize(
     "architecture",
@@ -50,6 +53,8 @@ def is_expected(outcome: SweepOutcome) -> bool:
     if outcome.outcome in PASSED:
         # A fault that transformers has fixed has to be removed here, or it would hide the next one.
         return not (stated and is_tested_version) or outcome.outcome is Outcome.NOT_APPLICABLE
+    if outcome.outcome is Outcome.NO_INPUTS:
+        return outcome.architecture in UNKNOWN_FORMS
     if outcome.outcome not in REFERENCES_OWN:
         return False
     limits = getattr(registry.model_class(outcome.architecture), "limits", {})
@@ -62,7 +67,7 @@ def described(outcome: SweepOutcome) -> str:
 
 
 def test_stated_faults_name_registered_classes() -> None:
-    assert {name for name, _ in REFERENCE_FAULTS} <= set(registry.architectures(aliases=False))
+    assert {name for name, _ in REFERENCE_FAULTS} | UNKNOWN_FORMS.keys() <= set(registry.architectures(aliases=False))
 
 
 @pytest.mark.parametrize(

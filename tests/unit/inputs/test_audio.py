@@ -37,6 +37,9 @@ FORMS = {
         32,
     ),
     "Dots3NoteForConditionalGeneration": ({"input_features": (2, 128, 48), "chunk_sample_lengths": (2,)}, 6),
+    "FunAsrNanoForConditionalGeneration": ({"input_features": (2, 48, 560), "input_features_mask": (2, 48)}, 48),
+    "OmniASRForConditionalGeneration": ({"input_values": (2, 1, 1920), "padding_mask": (2, 1920)}, 5),
+    "Apertus1p5ForConditionalGeneration": ({"input_values": (2, 1, 3600), "padding_mask": (2, 3600)}, 6),
     "NemotronH_Omni_Reasoning_V3": ({"input_features": (2, 48, 80), "input_features_mask": (2, 48)}, 6),
 }
 
@@ -63,7 +66,11 @@ def test_audio_comes_in_the_models_form(name: str) -> None:
     assert (inputs["input_ids"] == audio_token(model.config)).sum(dim=1).tolist() == [tokens, tokens]
 
 
-@pytest.mark.parametrize("name", FORMS)
+CODED = ("Apertus1p5ForConditionalGeneration",)
+"""Models that read codes of audio. With random weights, every clip has the same."""
+
+
+@pytest.mark.parametrize("name", [name for name in FORMS if name not in CODED])
 @torch.no_grad()
 def test_the_last_word_hears_it(name: str) -> None:
     model = shared(name)
