@@ -89,7 +89,7 @@ def case_names(folder: Path = FOLDER) -> list[str]:
 def stated(tensor: torch.Tensor, *, literally: bool = False) -> dict[str, Any]:
     """What a fixture states of a tensor; `filled` makes a tensor from it.
 
-    Integers are literal. Of floating-point numbers shape, mean and standard deviation are kept.
+    Integers are literal or, in large tensors, counted; a constant is stated once. Of floating-point numbers shape, mean and standard deviation are kept.
 
     Args:
         tensor: the tensor.
@@ -99,6 +99,8 @@ def stated(tensor: torch.Tensor, *, literally: bool = False) -> dict[str, Any]:
     if tensor.is_floating_point() and literally:
         return {"shape": shape, "dtype": dtype, "values": [_rounded(value) for value in tensor.flatten().tolist()]}
     if not tensor.is_floating_point():
+        if tensor.numel() and bool((tensor == tensor.flatten()[0]).all()):
+            return {"shape": shape, "dtype": dtype, "everywhere": tensor.flatten()[0].item()}
         if tensor.numel() <= LITERAL_LIMIT:
             return {"shape": shape, "dtype": dtype, "values": tensor.flatten().tolist()}
         return {"shape": shape, "dtype": dtype, "below": int(tensor.max()) + 1}
@@ -113,6 +115,8 @@ def filled(name: str, stated: Mapping[str, Any]) -> torch.Tensor:
     dtype: torch.dtype = getattr(torch, stated.get("dtype", "float32"))
     if "values" in stated:
         return torch.tensor(stated["values"], dtype=dtype).view(shape)
+    if "everywhere" in stated:
+        return torch.full(shape, stated["everywhere"], dtype=dtype)
     if "below" in stated:
         return (torch.arange(math.prod(shape)) % stated["below"]).to(dtype).view(shape)
     seed = int.from_bytes(hashlib.sha256(f"{name} {shape}".encode()).digest()[:6], "big")

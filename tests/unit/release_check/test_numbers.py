@@ -86,6 +86,8 @@ def test_a_fixture_fills_by_name_and_shape() -> None:
     assert filled("a", value).std().item() == pytest.approx(0.02, rel=0.1)
     ids = torch.randint(0, 100, (2, 7))
     assert torch.equal(filled("input_ids", stated(ids)), ids)
+    mask = torch.ones(2, 5000, dtype=torch.bool)  # larger than what is stored literally
+    assert torch.equal(filled("mask", stated(mask)), mask)
 
 
 def test_a_fixture_survives_its_file(tmp_path: Path) -> None:
