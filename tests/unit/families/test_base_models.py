@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import assert_same, edit_weights, stored
-from transformers import AutoConfig, PersimmonConfig
+from transformers import AutoConfig, RwkvConfig
 from transformers import AutoModel as HFAutoModel
 
 from nrl_models import AutoModel, AutoModelForCausalLM, CheckpointError, registry
@@ -89,12 +89,12 @@ def test_base_models_are_found_through_the_registry_and_not_listed() -> None:
     assert registry.MODEL_ARCH_MAPPING["LlamaModel"] == ("nrl_models.families.base_models", "LlamaModel")
     assert model_class.rewrites == registry.model_class("LlamaForCausalLM").rewrites
     assert "LlamaModel" not in registry.architectures()
-    for other in ("LlamaPreTrainedModel", "PersimmonModel", "NoModel"):
+    for other in ("LlamaPreTrainedModel", "RwkvModel", "NoModel"):
         assert registry.model_class(other) is None
 
 
 @pytest.mark.usefixtures("sandbox")
 def test_a_base_model_that_no_family_serves_is_transformers_own() -> None:
-    config = PersimmonConfig(hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)
-    with pytest.warns(UserWarning, match="PersimmonModel is not registered"):
-        assert type(AutoModel.from_config(config, device="meta")).__name__ == "PersimmonModel"
+    config = RwkvConfig(hidden_size=64, intermediate_size=64, num_hidden_layers=1, vocab_size=128)
+    with pytest.warns(UserWarning, match="RwkvModel is not registered"):
+        assert type(AutoModel.from_config(config, device="meta")).__name__ == "RwkvModel"

@@ -19,13 +19,13 @@ from transformers import (
     DeepseekV3Config,
     Gemma3Config,
     Gemma3TextConfig,
-    GPT2Config,
-    GPT2LMHeadModel,
     LlamaConfig,
     MixtralConfig,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen3MoeConfig,
+    RwkvConfig,
+    RwkvForCausalLM,
 )
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.core_model_loading import Chunk, ConversionOps, WeightConverter, revert_weight_conversion
@@ -723,9 +723,9 @@ def test_a_tied_duplicate_is_exported_once() -> None:
 
 @pytest.mark.usefixtures("sandbox")
 def test_a_configuration_of_no_family() -> None:
-    config = GPT2Config(n_embd=64, n_layer=1, n_head=2, vocab_size=128)
-    with pytest.warns(UserWarning, match="GPT2LMHeadModel is not registered"):
+    config = RwkvConfig(hidden_size=64, intermediate_size=64, num_hidden_layers=1, vocab_size=128)
+    with pytest.warns(UserWarning, match="RwkvForCausalLM is not registered"):
         adapter = adapter_for(config)
-    reference = GPT2LMHeadModel(config)
+    reference = RwkvForCausalLM(config)
     assert list(adapter.own) == list(adapter.transformers) == list(reference.state_dict())
     assert_same(adapter.to_hf(reference.state_dict()), reference.state_dict())
