@@ -89,7 +89,8 @@ def case_names(folder: Path = FOLDER) -> list[str]:
 def stated(tensor: torch.Tensor, *, literally: bool = False) -> dict[str, Any]:
     """What a fixture states of a tensor; `filled` makes a tensor from it.
 
-    Integers are literal or, in large tensors, counted; a constant is stated once. Of floating-point numbers shape, mean and standard deviation are kept.
+    Integers are literal or, in large tensors, counted; a constant is stated once. Of floating-point numbers shape, mean
+    and standard deviation are kept.
 
     Args:
         tensor: the tensor.

@@ -95,6 +95,6 @@ def test_base_models_are_found_through_the_registry_and_not_listed() -> None:
 
 @pytest.mark.usefixtures("sandbox")
 def test_a_base_model_that_no_family_serves_is_transformers_own() -> None:
-    config = RwkvConfig(hidden_size=64, intermediate_size=64, num_hidden_layers=1, vocab_size=128)
+    config = RwkvConfig(hidden_size=64, intermediate_size=64, num_hidden_layers=2, vocab_size=128)
     with pytest.warns(UserWarning, match="RwkvModel is not registered"):
         assert type(AutoModel.from_config(config, device="meta")).__name__ == "RwkvModel"

@@ -225,7 +225,7 @@ def test_says_what_is_wrong_with_a_configuration(configured: Callable[..., Path]
     with pytest.raises(RemoteCodeError, match="trust_remote_code"):
         plan_family(folder)
     with pytest.raises(OnboardingError, match="has no linears that read one input"):
-        new_family(configured("MambaForCausalLM"), out_of_tree=tmp_path / "out")
+        new_family(configured("MambaForCausalLM"), out_of_tree=tmp_path / "out", again=True)
 
 
 def test_heads_of_another_model_are_left_out() -> None:

@@ -723,7 +723,7 @@ def test_a_tied_duplicate_is_exported_once() -> None:
 
 @pytest.mark.usefixtures("sandbox")
 def test_a_configuration_of_no_family() -> None:
-    config = RwkvConfig(hidden_size=64, intermediate_size=64, num_hidden_layers=1, vocab_size=128)
+    config = RwkvConfig(hidden_size=64, intermediate_size=64, num_hidden_layers=2, vocab_size=128)
     with pytest.warns(UserWarning, match="RwkvForCausalLM is not registered"):
         adapter = adapter_for(config)
     reference = RwkvForCausalLM(config)
