@@ -199,6 +199,8 @@ def relative_difference(before: list[float | None], after: list[float | None]) -
 
 
 ROWS = 64
+MASKED_ABOVE = 1e30
+"""Numbers of masks, such as the lowest of a dtype, next to which no other would count."""
 
 
 def fingerprint(tensor: torch.Tensor) -> list[float | None]:
@@ -207,6 +209,7 @@ def fingerprint(tensor: torch.Tensor) -> list[float | None]:
     A projection of a row has the scale of its elements.
     """
     values = tensor.detach().double()
+    values = torch.where(values.abs() > MASKED_ABOVE, 0.0, values)  # NaNs stay
     rows = values.reshape(-1, values.shape[-1]) if values.ndim else values.reshape(1, 1)
     if len(rows) > ROWS:
         count = -(-len(rows) // ROWS)

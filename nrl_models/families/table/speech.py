@@ -59,7 +59,14 @@ ROWS: dict[str, Row] = {
         lacks("generate", "tensor parallelism"),
         since="5.6",
     ),
-    "vibevoice_asr": Row("VibeVoiceAsr", CONDITIONAL),
+    "vibevoice_asr": Row(
+        "VibeVoiceAsr",
+        CONDITIONAL,
+        tiny={  # filters double at each of six strides
+            "acoustic_tokenizer_encoder_config": {"num_filters": 2},
+            "semantic_tokenizer_encoder_config": {"num_filters": 2},
+        },
+    ),
     "voxtral": Row("Voxtral", CONDITIONAL, tiny={"audio_token_id": 480, "audio_config": {"intermediate_size": 512}}),
     "voxtral_realtime": Row(
         "VoxtralRealtime",

@@ -125,6 +125,17 @@ def test_the_independent_baichuan_equals_the_plain_one(name: str) -> None:
     assert difference(independent_logits(case.reference(), inputs), expected) < 1e-5
 
 
+def test_masked_logits_hide_no_difference() -> None:
+    expected = torch.randn(2, 8)
+    expected[:, 3] = torch.finfo(torch.float32).min
+    moved, unmasked = expected.clone(), expected.clone()
+    moved[0, 0] += 0.1
+    unmasked[0, 3] = 0.0
+    assert difference(expected.clone(), expected) == 0
+    assert difference(moved, expected) > 0.01
+    assert difference(unmasked, expected) > 1
+
+
 def test_images_that_a_forward_does_not_use_are_no_media_inputs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -84,6 +84,17 @@ def test_a_fingerprint_moves_with_every_element(shape: tuple[int, ...]) -> None:
         assert change.max_diff is not None
 
 
+def test_masked_logits_hide_no_change() -> None:
+    values = torch.randn(2, 8, generator=torch.Generator().manual_seed(2))
+    values[:, 3] = torch.finfo(torch.float32).min
+    moved, unmasked = values.clone(), values.clone()
+    moved[0, 0] += 0.01
+    unmasked[0, 3] = 0.5
+    before = {Kind.NUMBERS: {"x": fingerprint(values)}}
+    for after in (moved, unmasked):
+        assert changes(before, {Kind.NUMBERS: {"x": fingerprint(after)}})
+
+
 def test_a_record_survives_json() -> None:
     found = record({Kind.NUMBERS: {"logits": LOGITS}, Kind.TIES: {"a": ["b"]}}, seconds=0.5)
     assert SectionRecord.from_json(found.to_json()) == found
