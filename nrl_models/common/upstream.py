@@ -18,7 +18,7 @@ If a new version changes one of them, `make test TRANSFORMERS=X` fails in the te
 | closures of `masking_utils` | what a mask shows, to attend without it | `tests/unit/forward/test_document_masks.py` |
 | `KEEPS_PADDING_OUT_OF_SINGLE_ROWS` | states without padding | `tests/unit/forward` |
 | `_extra_content` of auto classes | classes of ours for transformers' configurations | `tests/unit/adapters` |
-| `MIN_PEFT_VERSION` | an error that says what to call instead | `tests/unit/integrations/test_peft.py` |
+| `MIN_PEFT_VERSION` | the error for a PEFT that is too old | `tests/unit/integrations/test_peft.py` |
 | `_CAN_RECORD_REGISTRY` | `output_hidden_states` of a rewritten class | `test_model` of the generated suite |
 | `SERVED_MAPPINGS` | model types that another family's class serves | `tests/unit/loading/test_shared_classes.py` |
 """
@@ -156,7 +156,7 @@ def cache_input(function: Callable[..., Any], cache: Any) -> dict[str, Any]:
 
 def cache_in(values: Mapping[str, Any]) -> Any:
     """Return the key-value cache in a call's keyword arguments or in a model's output; None without one."""
-    present = set(values.keys())  # outputs of 5.24 find old names, too, and warn
+    present = set(values.keys())  # 5.24 outputs also accept old names, with a warning
     return next((values[name] for name in CACHE_NAMES if name in present and values[name] is not None), None)
 
 

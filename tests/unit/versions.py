@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-import transformers
 from packaging.version import Version
 
 from nrl_models import registry
+from nrl_models.common.upstream import has_reached
 from nrl_models.testing.case import FamilyCase
 
 
@@ -18,11 +18,6 @@ def wider_full_attention(*layers: int, **values: int) -> dict[str, Any]:
     if has_reached("5.15"):
         return {"per_layer_config": {str(layer): {"head_dim": 64, **values} for layer in layers}}
     return {"global_head_dim": 64, **{f"num_global_{key.removeprefix('num_')}": value for key, value in values.items()}}
-
-
-def has_reached(version: str) -> bool:
-    """Whether the installed transformers is of that version, or a later one."""
-    return Version(transformers.__version__) >= Version(version)
 
 
 def tested_version() -> Version:

@@ -25,7 +25,7 @@ class CombinedProjections(nn.Module):
             combined = {"qkv_a_proj": ("q_a_proj", "q_proj", "kv_a_proj_with_mqa")}
 
     A group's linears that a module lacks are left out: absent or None (a configuration without `q_a_proj`, a layer that
-    reuses another's keys), or inside a module of their own. With fewer than two left the group is not formed. Where a
+    reuses another's keys), or wrapped in another module. With fewer than two left the group is not formed. Where a
     configuration gives a bias to only some of them, the majority is combined, and the others stay as they are.
 
     Where a class is used for self-attention and for cross-attention, its linears read one input in the former and two

@@ -138,7 +138,7 @@ def _cat(tensors: Sequence[TracedTensor], dim: int = 0) -> TracedTensor:
 
 
 def _merge_neighbours(pieces: list[Piece], dim: int, total: int) -> tuple[Piece, ...]:
-    """Join pieces that are neighbours both in the tensor and in the parameter.
+    """Join pieces that are contiguous both in the tensor and in the parameter.
 
     So a tensor that the hub packs is one view where the model's parameter has its pieces in the same order.
     """
