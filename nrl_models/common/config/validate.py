@@ -145,7 +145,7 @@ class _Check:
         if isinstance(value, bool) or not isinstance(value, (int, float)) or value in NEUTRAL or is_token_id(key):
             return None
         others = changes_outputs_of(key)
-        # The same number is mostly the same setting, by another model's name for it (`n_head`, `layer_norm_eps`).
+        # The same number usually means the same setting under another name (`layer_norm_eps` for `rms_norm_eps`).
         if not others or any(
             is_same_value(value, own) and self._is_known(part, name) for name, own in own_values(part).items()
         ):

@@ -89,11 +89,11 @@ def test_a_misspelt_key_is_refused(misspelt: str, value: Any, meant: str, llama_
 
 
 def test_the_same_number_under_another_models_name_is_mentioned(llama_config: LlamaConfig) -> None:
-    same = {"n_head": llama_config.num_attention_heads, "layer_norm_eps": llama_config.rms_norm_eps}
+    same = {"decoder_attention_heads": llama_config.num_attention_heads, "layer_norm_eps": llama_config.rms_norm_eps}
     found = examine(LlamaForCausalLM, llama_with(llama_config, **same))
     assert not found.problems
     assert set(found.unread) == set(same)
-    different = examine(LlamaForCausalLM, llama_with(llama_config, n_head=3, layer_norm_eps=0.5))
+    different = examine(LlamaForCausalLM, llama_with(llama_config, decoder_attention_heads=3, layer_norm_eps=0.5))
     assert {problem.subject for problem in different.problems} == set(same)
 
 
