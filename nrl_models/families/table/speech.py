@@ -5,7 +5,7 @@ from nrl_models.families.table.row import CAUSAL, CONDITIONAL, GATE_UP, QKV, Row
 
 ROWS: dict[str, Row] = {
     "cosmos3_omni": Row("Cosmos3Omni", CONDITIONAL, mixins={"Model": "FreshPositions"}, since="5.11"),
-    "fun_asr_nano": Row("FunAsrNano", CONDITIONAL, since="5.17"),
+    "fun_asr_nano": Row("FunAsrNano", CONDITIONAL, {"Attention": QKV}, since="5.17"),
     "glmasr": Row("GlmAsr", CONDITIONAL),
     "granite_speech": Row(
         "GraniteSpeech", CONDITIONAL, {"ConformerAttention": "to_q to_kv"}, lacks("activation checkpointing")
