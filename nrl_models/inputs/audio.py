@@ -36,7 +36,7 @@ WIDTHS = ("num_mel_bins", "input_dim", "feature_size", "input_feat_size", "audio
 FRAMES_OF_TOKEN = "audio_length_per_tok"
 """The key for the number of frames of each token, where audio is added to the tokens and takes no place between."""
 
-STRIDES = ("conv_stride", "upsampling_ratios")
+STRIDES = ("conv_stride", "upsampling_ratios", "downsampling_ratios")
 """Names of lists whose product is the number of samples in a frame."""
 
 FRAMES = 6

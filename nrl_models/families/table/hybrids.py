@@ -111,7 +111,7 @@ ROWS: dict[str, Row] = {
         "xLSTM",
         CAUSAL,
         {"FeedForward": "proj_up_gate proj_up"},
-        lacks(LEFT, CACHED),
+        lacks(LEFT),
         {"Layer": "ByDocument"},
     ),
     "zamba": Row(

@@ -35,7 +35,7 @@ ROWS: dict[str, Row] = {
         },
         since="5.18",
     ),
-    "omniasr": Row("OmniASR", CONDITIONAL, since="5.24"),
+    "omniasr": Row("OmniASR", CONDITIONAL, {"Attention": QKV}, since="5.24"),
     "parakeet": Row("Parakeet", (), {"EncoderAttention": QKV}),
     "qwen2_5_omni": Row(
         "",
@@ -63,7 +63,7 @@ ROWS: dict[str, Row] = {
         "VibeVoiceAsr",
         CONDITIONAL,
         tiny={  # filters double at each of six strides
-            "acoustic_tokenizer_encoder_config": {"num_filters": 2},
+            "acoustic_tokenizer_encoder_config": {"num_filters": 2, "vae_std": 0.0},  # no noise on the latents
             "semantic_tokenizer_encoder_config": {"num_filters": 2},
         },
     ),
