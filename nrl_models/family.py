@@ -20,6 +20,7 @@ from nrl_models.common.forward.packing import keep_documents_apart
 from nrl_models.common.forward.soft_cap import drops_soft_cap
 from nrl_models.common.projections import CombinedProjections
 from nrl_models.common.state_dict.adapter import StateDictAdapter, adapter_of
+from nrl_models.common.state_dict.ties import ties_as_read
 from nrl_models.common.state_dict.to_checkpoint import to_checkpoint
 from nrl_models.common.upstream import record_as, require_peft
 from nrl_models.distributed import saving
@@ -207,10 +208,10 @@ class FamilyModel(Upstream):
     def state_dict_adapter(self) -> StateDictAdapter:
         """Maps this model's parameters to the hub's tensors; made once and kept until the structure changes.
 
-        A sharded model keeps the adapter that was made when it was sharded.
+        A sharded model keeps the adapter that was made when it was sharded, with what is tied now.
         """
         sharding = getattr(self, "sharding", None)
-        return sharding.adapter if sharding is not None else adapter_of(self)
+        return sharding.adapter.retied(self) if sharding is not None else adapter_of(self)
 
     def save_pretrained(  # type: ignore[override]
         self,
@@ -255,7 +256,7 @@ class FamilyModel(Upstream):
             return  # before 5.15, transformers writes the weights all the same
         if options.get("push_to_hub"):
             options.setdefault("repo_id", Path(save_directory).name)
-        with staged(save_directory) as stage:
+        with staged(save_directory) as stage, ties_as_read(self):
             super().save_pretrained(
                 stage, state_dict=tensors, max_shard_size=max_shard_size, save_original_format=adapter, **options
             )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any
 
@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from nrl_models.common.state_dict.adapter import StateDictAdapter
 from nrl_models.common.state_dict.layouts import note_published_names, published_names
+from nrl_models.common.state_dict.ties import tied_names
 from nrl_models.common.upstream import loaded_conversions, set_loaded_conversions
 from nrl_models.errors import TrainerError, UnknownArgumentError
 from nrl_models.loading.skeleton import build_skeleton
@@ -77,14 +78,18 @@ class HubStream:
         """
         named = ((WRAPPERS.sub("", name), buffer) for name, buffer in unwrapped(model).named_buffers())
         persistent = ((name, buffer) for name, buffer in named if name in self.adapter.own)
-        for name, tensor in self.adapter.iter_to_hf(self._once(chain(tensors, persistent))):
+        tied = tied_names(model)
+        for name, tensor in self.adapter.iter_to_hf(self._once(chain(tensors, persistent), tied)):
             yield name, tensor.contiguous()
 
-    def _once(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """The same, with each tied tensor once, under the name that is saved."""
+    @staticmethod
+    def _once(
+        tensors: Iterable[tuple[str, torch.Tensor]], tied: Mapping[str, str]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """The same, with each tensor that is tied now once, under the name that is saved."""
         seen = set()
         for name, tensor in tensors:
-            kept = self.adapter.tied.get(name, name)
+            kept = tied.get(name, name)
             if kept not in seen:
                 seen.add(kept)
                 yield kept, tensor

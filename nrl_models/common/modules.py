@@ -5,14 +5,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from inspect import signature
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from nrl_models.common.upstream import mark_initialised
-from nrl_models.common.upstream_torch import ConvNd
+from nrl_models.common.upstream_torch import ConvNd, module_wrappers
 
 
 def class_name(model: nn.Module) -> str:
@@ -34,9 +34,7 @@ def predicts_words(model: nn.Module) -> bool:
     return any(part.get_output_embeddings() is not None for part in parts)
 
 
-def inside_peft(model: Any) -> Any:
-    """The model inside PEFT's, or the model itself."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
+# Wrappers
 
 
 def peft_types() -> tuple[type, ...]:
@@ -49,15 +47,109 @@ def peft_types() -> tuple[type, ...]:
     return BaseTunerLayer, AuxiliaryTrainingWrapper
 
 
-def peft_modules(model: nn.Module, name: str = "") -> Iterator[tuple[str, Any]]:
-    """The outermost of PEFT's modules in a model, by name."""
-    types = peft_types()
-    for own, child in model.named_children() if types else ():
-        place = f"{name}.{own}" if name else own
-        if isinstance(child, types):
-            yield place, child
+def is_off(wrapper: Any) -> bool:
+    """Whether a PEFT module computes what the module inside does: its adapters are disabled, or none is active."""
+    return bool(wrapper.disable_adapters or not wrapper.active_adapters)
+
+
+def inner_of(module: Any) -> nn.Module | None:
+    """The module that a wrapper stands in place of; None if `module` is not a wrapper.
+
+    Wrappers are those of `torch.compile`, activation checkpointing and offloading, DDP, FSDP1 and PEFT. For a module
+    that PEFT trains as a copy (`modules_to_save`), the result is the copy that the forward uses.
+    """
+    inner: Any = None
+    if isinstance(module, peft_types()):
+        if hasattr(module, "modules_to_save") and not is_off(module):
+            inner = module.modules_to_save[module.active_adapters[0]]
         else:
-            yield from peft_modules(child, place)
+            inner = module.get_base_layer() if hasattr(module, "get_base_layer") else module.original_module
+    elif hasattr(type(module), "get_base_model"):
+        inner = module.get_base_model()
+    else:
+        inner = next((module._modules[name] for kind, name in module_wrappers() if isinstance(module, kind)), None)
+    return cast("nn.Module | None", inner)
+
+
+def innermost(module: Any) -> Any:
+    """The module inside all wrappers, or the module itself."""
+    while (inner := inner_of(module)) is not None:
+        module = inner
+    return module
+
+
+def own_modules(model: nn.Module, name: str = "", *, duplicates: bool = False) -> Iterator[tuple[str, nn.Module]]:
+    """Yield a model's modules, without wrappers, under the names that they have without wrappers.
+
+    Args:
+        model: A module, which may be wrapped.
+        name: Its name, for the names inside.
+        duplicates: Also yield a module again at every other place that it has.
+    """
+    return _own_modules(model, name, None if duplicates else set())
+
+
+def _own_modules(module: nn.Module, name: str, seen: set[int] | None) -> Iterator[tuple[str, nn.Module]]:
+    module = innermost(module)
+    if seen is not None:
+        if id(module) in seen:
+            return
+        seen.add(id(module))
+    yield name, module
+    for own, child in module._modules.items():
+        if child is not None:
+            yield from _own_modules(child, f"{name}.{own}" if name else own, seen)
+
+
+def named_tensors(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, torch.Tensor]]:
+    """Yield every parameter and persistent buffer of a model, in the order of its `state_dict()`.
+
+    This is the one table of names: every layout, file and export names a tensor as it is named here.
+
+    Yields:
+        The name without wrappers, the module that has the tensor, its name there, and the tensor.
+    """
+    for prefix, module in own_modules(model, duplicates=True):
+        dot = f"{prefix}." if prefix else ""
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None and name not in module._non_persistent_buffers_set:
+                yield f"{dot}{name}", module, name, tensor
+
+
+def without_wrappers(model: nn.Module) -> Any:
+    """A shallow copy of a model without wrappers: the same parameters, under the model's own names.
+
+    Returns:
+        `model` itself if it has no wrappers.
+    """
+    has_wrappers = any(inner_of(module) is not None for module in model.modules())
+    return _without_wrappers(model, {}) if has_wrappers else model
+
+
+def _without_wrappers(module: Any, seen: dict[int, nn.Module]) -> Any:
+    module = innermost(module)
+    if id(module) not in seen:
+        twin = seen[id(module)] = object.__new__(type(module))
+        twin.__dict__.update(module.__dict__)
+        children = {name: child and _without_wrappers(child, seen) for name, child in module._modules.items()}
+        twin.__dict__["_modules"] = children
+    return seen[id(module)]
+
+
+def peft_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The outermost of PEFT's modules in a model, by the names of the modules that they stand in place of."""
+    yield from _peft_modules(model, "")
+
+
+def _peft_modules(module: nn.Module, name: str) -> Iterator[tuple[str, Any]]:
+    types = peft_types()
+    while types and not isinstance(module, types) and (inner := inner_of(module)) is not None:
+        module = inner
+    if isinstance(module, types):
+        yield name, module
+        return
+    for own, child in module.named_children() if types else ():
+        yield from _peft_modules(child, f"{name}.{own}" if name else own)
 
 
 def owner_of(model: nn.Module, name: str) -> tuple[nn.Module, str]:

@@ -7,9 +7,11 @@ of torch changes this module only.
 
 from __future__ import annotations
 
+import sys
 from typing import NamedTuple
 
 import torch
+from torch import nn
 from torch._C import DisableTorchFunction, DisableTorchFunctionSubclass
 from torch._C import _are_functorch_transforms_active as functorch_transforms_are_active
 from torch._C import _current_graph_task_id as current_graph_task_id
@@ -42,6 +44,7 @@ __all__ = [
     "functorch_transforms_are_active",
     "is_any_autocast_enabled",
     "local_scalar_dense",
+    "module_wrappers",
     "saved_tensors_hooks",
     "storage_use_count",
     "tracing_state",
@@ -86,5 +89,28 @@ PRIVATE_ATTRIBUTES = (
     PrivateAttribute("torch.nn.modules.module", "Module", "_non_persistent_buffers_set"),
     PrivateAttribute("torch.nn.modules.module", "Module", "_parameters"),
     PrivateAttribute("torch._dynamo.eval_frame", "OptimizedModule", "_orig_mod"),
+    PrivateAttribute(
+        "torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "ActivationWrapper", "_checkpoint_wrapped_module"
+    ),
+    PrivateAttribute(
+        "torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel", "_fsdp_wrapped_module"
+    ),
 )
 """Private attributes, by the class that defines them; an empty class name means an attribute of the module."""
+
+_WRAPPERS = (
+    *PRIVATE_ATTRIBUTES[-3:],
+    PrivateAttribute("torch.nn.parallel.distributed", "DistributedDataParallel", "module"),
+    PrivateAttribute("torch.nn.parallel.data_parallel", "DataParallel", "module"),
+)
+
+
+def module_wrappers() -> tuple[tuple[type[nn.Module], str], ...]:
+    """Torch's classes that wrap one module, with the attribute that has it.
+
+    Only of the modules of torch that are imported: without them no object is of such a class.
+    """
+    found = (
+        (getattr(sys.modules.get(wrapper.module), wrapper.class_name, None), wrapper.name) for wrapper in _WRAPPERS
+    )
+    return tuple((kind, name) for kind, name in found if kind is not None)

@@ -63,8 +63,8 @@ def save_checkpoint(
     mesh, what = sharding.mesh, f"save into {folder}"
     facts: OptimizerFacts | None = None
     with agreed(mesh, what):
-        own = sharding.written(model)
-        parts = {Part.WEIGHTS: [Held(name, tensor, own) for name, tensor in sharding.adapter.exported("hub").items()]}
+        own, exported = sharding.written(model), sharding.adapter.retied(model).exported("hub")
+        parts = {Part.WEIGHTS: [Held(name, tensor, own) for name, tensor in exported.items()]}
         if optimizer is not None:
             own_facts = facts_of(model, optimizer)
             parts[Part.OPTIMIZER] = [held for held in held_states(model, optimizer) if held.own.keys() <= own.keys()]
@@ -127,7 +127,7 @@ def load_checkpoint(folder: str | Path, model: PreTrainedModel, optimizer: Optim
     """
     folder = Path(folder)
     sharding = sharding_of(model)
-    adapter, mesh, what = sharding.adapter, sharding.mesh, f"load {folder}"
+    adapter, mesh, what = sharding.adapter.retied(model), sharding.mesh, f"load {folder}"
     parts = [Part.WEIGHTS] if optimizer is None else [Part.WEIGHTS, Part.OPTIMIZER]
     version, manifest = whole_version(folder, parts, mesh, what)
     here: OptimizerFacts | None = None
@@ -156,7 +156,7 @@ def load_checkpoint(folder: str | Path, model: PreTrainedModel, optimizer: Optim
         if optimizer is not None and manifest.optimizer is not None:
             restore(model, optimizer, manifest.optimizer, states)
         keep(model, kept)
-        sharding.adapter = adapter.keeping(model)
+        sharding.adapter = sharding.adapter.keeping(model)
     return manifest.progress
 
 
@@ -202,5 +202,12 @@ def _misfits(stored: Mapping[str, StoredTensor], adapter: StateDictAdapter) -> l
         adapter.tied,
         why_unexpected=lambda name: "is no tensor of this model",
     ).problems
-    saved_otherwise = [name for name in adapter.exported("hub") if name not in stored]  # by a model with other ties
-    return problems or [Problem(ProblemKind.MISSING, name, "is not there") for name in saved_otherwise]
+    # What a model with other ties saved.
+    saved_otherwise = [name for name in adapter.exported("hub") if name not in stored]
+    problems = problems or [Problem(ProblemKind.MISSING, name, "is not there") for name in saved_otherwise]
+    problems += [
+        Problem(ProblemKind.TIED, name, f"was saved apart from {kept}, but the model ties them")
+        for name, tensor in adapter.hub.items()
+        if name in stored and (kept := adapter.tied.get(tensor.parameters[0])) is not None
+    ]
+    return problems

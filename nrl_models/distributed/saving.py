@@ -21,7 +21,8 @@ from nrl_models.common.projections import own_storage
 from nrl_models.common.state_dict.adapter import StateDictAdapter
 from nrl_models.common.state_dict.kept_tensors import kept_by
 from nrl_models.common.state_dict.layouts import TensorSpec
-from nrl_models.common.state_dict.to_checkpoint import checkpoint_layout
+from nrl_models.common.state_dict.ties import ties_as_read
+from nrl_models.common.state_dict.to_checkpoint import check_ties, checkpoint_layout
 from nrl_models.common.views.view import HFTensor
 from nrl_models.distributed.mesh import agree, agreed, gather_over, is_first, reporting_dead_ranks
 from nrl_models.distributed.sharding import sharding_of
@@ -51,6 +52,7 @@ def save_pretrained(
 
     Raises:
         UnknownArgumentError: `options`.
+        CheckpointError: the configuration and the model disagree about tied embeddings.
         ShardingError: another rank failed. The rank that failed raises its own error.
     """
     if options := {name: value for name, value in options.items() if name not in _IMPLIED}:
@@ -58,7 +60,8 @@ def save_pretrained(
             f"save_pretrained of a sharded model takes no {', '.join(options)}: do that with the directory it saves"
         )
     sharding = sharding_of(model)
-    adapter, mesh, gather = sharding.adapter, sharding.mesh, sharding.gatherer(model)
+    adapter, mesh, gather = sharding.adapter.retied(model), sharding.mesh, sharding.gatherer(model)
+    check_ties(model, adapter)
     table = checkpoint_layout(model, adapter, original_format=save_original_format)
     kept = kept_by(model)  # the first rank's, which writes them
     with reporting_dead_ranks(f"save into {folder}"):
@@ -154,6 +157,7 @@ def _write_configuration(model: PreTrainedModel, adapter: StateDictAdapter, stag
     dtype = next(spec.dtype for spec in adapter.own.values() if spec.dtype.is_floating_point)
     model.config.dtype = str(dtype).removeprefix("torch.")
     model.config.architectures = [class_name(model)]
-    model.config.save_pretrained(stage)
+    with ties_as_read(model):
+        model.config.save_pretrained(stage)
     if model.can_generate():
         model.generation_config.save_pretrained(stage)

@@ -12,9 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from nrl_models.common.modules import without_wrappers
 from nrl_models.common.state_dict.adapter import StateDictAdapter
 from nrl_models.common.state_dict.layouts import TensorSpec
-from nrl_models.common.state_dict.tables import Layout
 from nrl_models.common.views.view import HFTensor
 from nrl_models.distributed.mesh import gather_over, rank_in, size_of
 from nrl_models.distributed.parallel_plan import ParallelPlan
@@ -100,15 +100,14 @@ class Sharding:
         """The model's own tensors, without those that an earlier rank of `pp` holds, too."""
         return {name: tensor for name, tensor in model.state_dict().items() if self.is_first_holder(name)}
 
-    def hf_views(self, model: nn.Module, layout: Layout) -> dict[str, torch.Tensor]:
+    def hf_views(self, model: nn.Module, exported: Mapping[str, HFTensor]) -> dict[str, torch.Tensor]:
         """Live Hugging Face tensors as DTensors, see `StateDictAdapter.hf_views`."""
-        own = model.state_dict()
+        own = without_wrappers(model).state_dict()
         # No placement describes a region of a parameter, or a parameter that is packed over ranks.
         return {
             name: own[tensor.view.parameter]
-            for name, tensor in self.adapter.layout(layout).items()
-            if tensor.view is not None and not tensor.view.steps and tensor.view.parameter not in self.adapter.tied
-            if tensor.view.parameter in own
+            for name, tensor in exported.items()
+            if tensor.view is not None and not tensor.view.steps and tensor.view.parameter in own
         }
 
     def iter_export(

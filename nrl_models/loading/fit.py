@@ -27,6 +27,7 @@ from nrl_models.common.state_dict.kept_tensors import keeps_unused
 from nrl_models.common.state_dict.layouts import base_prefix, renamed_keys
 from nrl_models.common.state_dict.matching import Match, is_wide_float, match
 from nrl_models.common.state_dict.mtp import MTP, MTPNames
+from nrl_models.common.state_dict.ties import as_keywords, have_same_values, tying_keys
 from nrl_models.common.upstream import (
     Renaming,
     WeightConverter,
@@ -152,7 +153,7 @@ def fit_checkpoint(
         found.problems += _tie_problems(adapter, found, files, share)
     if found.problems:
         summary = f"{files.folder} does not fit {class_name(model)}"
-        raise CheckpointError(summary, found.problems, _advice(model, found))
+        raise CheckpointError(summary, found.problems, _advice(model, adapter, found))
     note_mtp(model, files, of_mtp, mtp)
     return Fit(adapter, names, found, _target_dtypes(model, adapter, dtype), skipped, unused, of_mtp)
 
@@ -323,7 +324,7 @@ def _tie_problems(
         if name in found.sources and kept in found.sources:
             first, second = (found.sources[tied_name][0][0] for tied_name in (name, kept))
             shares = [torch.tensor_split(files.read(files.tensors[key]), count)[index] for key in (first, second)]
-            if not torch.equal(*shares):
+            if not have_same_values(*shares):
                 detail = f"differs from {second}, but the configuration ties them (tie_word_embeddings)"
                 problems.append(Problem(ProblemKind.TIED, first, detail, files.tensors[first].file))
     return problems
@@ -332,7 +333,6 @@ def _tie_problems(
 _ADVICE = {
     ProblemKind.PARTIAL: "the checkpoint is incomplete: download or save it again",
     ProblemKind.DUPLICATED: "keep only one of the duplicated tensors",
-    ProblemKind.TIED: "pass tie_word_embeddings=False to keep both",
     ProblemKind.SHAPE: "config.json and the weights belong to different models",
     ProblemKind.DTYPE: (
         "quantised weights need a quantization_config in config.json: block-wise FP8 and MXFP4 are dequantised "
@@ -342,7 +342,7 @@ _ADVICE = {
 """What to do about each kind of problem."""
 
 
-def _advice(model: PreTrainedModel, found: Match) -> list[str]:
+def _advice(model: PreTrainedModel, adapter: StateDictAdapter, found: Match) -> list[str]:
     kinds = {problem.kind for problem in found.problems}
     advice = []
     if ProblemKind.MISSING in kinds or ProblemKind.UNEXPECTED in kinds:
@@ -350,8 +350,10 @@ def _advice(model: PreTrainedModel, found: Match) -> list[str]:
             f"check that this is a complete checkpoint of {class_name(model)}; to load only part of it "
             "(a new head on a base model) pass strict=False"
         )
-    if ProblemKind.MISSING in kinds and any("lm_head" in problem.subject for problem in found.problems):
-        advice.append("if the checkpoint ties its head to the embeddings, pass tie_word_embeddings=True")
+    if ProblemKind.MISSING in kinds and (keys := tying_keys(model, found.missing, tie=False)):
+        advice.append(f"if the checkpoint ties its head to the embeddings, pass {as_keywords(keys, True)}")
+    if ProblemKind.TIED in kinds:
+        advice.append(f"pass {as_keywords(tying_keys(model, adapter.tied), False)} to keep both")
     if {ProblemKind.MISSING, ProblemKind.UNEXPECTED} & kinds and (note := shared_class_note(model.config)):
         advice.append(note)
     return advice + [text for kind, text in _ADVICE.items() if kind in kinds]

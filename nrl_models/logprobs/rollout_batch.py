@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from nrl_models.common.config.positions import model_limit
-from nrl_models.common.modules import inside_peft
+from nrl_models.common.modules import innermost
 from nrl_models.logprobs import microbatches
 from nrl_models.logprobs.accumulation import Accumulation, Batch, Part
 from nrl_models.logprobs.microbatches import Layout, Microbatch, largest, layout_of, ranks_of
@@ -83,7 +83,7 @@ def rollout_logprobs(
         HeadError, UnknownArgumentError: as for `token_logprobs`.
     """
     Sampling(temperature, top_k, top_p)
-    models = [inside_peft(part) for part in (model, reference) if part is not None]
+    models = [innermost(part) for part in (model, reference) if part is not None]
     device = next(model.parameters()).device
     own = [] if model_inputs is None or not any(model_inputs) else list(model_inputs)
     ids, problems = _ids(sequences, models, row_tokens)

@@ -13,7 +13,7 @@ from torch import nn
 
 from nrl_models.common.forward.documents import starts_of
 from nrl_models.common.forward.packing import token_positions
-from nrl_models.common.modules import inside_peft
+from nrl_models.common.modules import innermost
 from nrl_models.logprobs.chunked import chunked_statistics, statistics_of
 from nrl_models.logprobs.head import forward_inputs, hidden_states_and_head
 from nrl_models.logprobs.logit_buffers import Reference, TokenStatistics
@@ -178,7 +178,7 @@ def _masks(
     inputs: dict[str, torch.Tensor] = {}
     if attention_mask is not None:
         inputs["attention_mask"] = attention_mask
-        if position_ids is None and "position_ids" in inspect.signature(inside_peft(model).forward).parameters:
+        if position_ids is None and "position_ids" in inspect.signature(innermost(model).forward).parameters:
             position_ids = token_positions(attention_mask)
     if position_ids is not None:
         inputs["position_ids"] = position_ids
@@ -207,7 +207,7 @@ def _logits_at(
 ) -> torch.Tensor:
     """The model's own logits at some places; other columns are left out if the model can do so."""
     rows, columns = places
-    if "logits_to_keep" not in inspect.signature(inside_peft(model).forward).parameters or not len(columns):
+    if "logits_to_keep" not in inspect.signature(innermost(model).forward).parameters or not len(columns):
         return model(input_ids=input_ids, use_cache=False, **inputs).logits[rows, columns]
     kept, among_kept = columns.unique(return_inverse=True)
     return model(input_ids=input_ids, use_cache=False, logits_to_keep=kept, **inputs).logits[rows, among_kept]

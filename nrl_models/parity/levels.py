@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from nrl_models.common.dtypes import dtype_name
 from nrl_models.common.forward.routing import RoutingRecord, can_replay, flip_rate
+from nrl_models.common.state_dict.ties import declared_ties
 from nrl_models.family import FamilyModel
 from nrl_models.inputs.model_inputs import Inputs
 from nrl_models.parity.compare import StateDictComparison, compare_state_dicts, compare_tensors
@@ -54,9 +55,9 @@ def compare_weights(model: FamilyModel, reference: PreTrainedModel) -> list[Pari
     round_trip = compare_state_dicts(own, adapter.from_hf(adapter.to_hf(own)), verbose=False)
     buffers = dict(model.named_buffers())
     of_buffers = compare_state_dicts(dict(reference.named_buffers()), buffers, verbose=False)
-    kept = model.state_dict(keep_vars=True)
-    apart = [name for name, other in adapter.tied.items() if kept[name].data_ptr() != kept[other].data_ptr()]
-    tied = ", ".join(f"{name} = {other}" for name, other in adapter.tied.items()) or "nothing is tied"
+    ties = declared_ties(model)
+    apart = [name for name in ties if name not in adapter.tied]
+    tied = ", ".join(f"{name} = {other}" for name, other in ties.items()) or "nothing is tied"
 
     def row(what: str, found: StateDictComparison, if_equal: str, required: str) -> ParityRow:
         measured = if_equal if found.equal else textwrap.shorten(str(found), 200, placeholder=" ...")

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from nrl_models.common.modules import peft_modules
+from nrl_models.common.modules import innermost, peft_modules, without_wrappers
 from nrl_models.common.state_dict import layouts
 from nrl_models.common.state_dict.blocks import check_reads, check_writes
 from nrl_models.common.state_dict.buckets import buckets
@@ -26,6 +26,7 @@ from nrl_models.common.state_dict.kept_tensors import KeptTensor, kept_by
 from nrl_models.common.state_dict.layouts import TensorSpec
 from nrl_models.common.state_dict.matching import match
 from nrl_models.common.state_dict.tables import Layout, LayoutTables
+from nrl_models.common.state_dict.ties import tied_names
 from nrl_models.common.state_dict.trainer_options import check_mesh, check_options
 from nrl_models.common.upstream import loaded_conversions
 from nrl_models.common.views.view import HFTensor, place_of
@@ -218,10 +219,12 @@ class StateDictAdapter(LayoutTables):
         Tensors that are not a view of a single parameter (see `HFTensor`) are left out; `to_hf` computes them. Of a
         sharded model they are DTensors over this rank's shards, without those whose shards no placement describes.
         """
+        model = innermost(model)
+        exported = self.retied(model).exported(layout)
         if (sharding := getattr(model, "sharding", None)) is not None:
-            return sharding.hf_views(model, layout)
+            return sharding.hf_views(model, exported)
         own = self._own_tensors(model)
-        return {name: tensor.read(own) for name, tensor in self.exported(layout).items() if self.is_zero_copy(tensor)}
+        return {name: tensor.read(own) for name, tensor in exported.items() if self.is_zero_copy(tensor)}
 
     def export_plan(self, *, layout: Layout = "hub") -> list[tuple[str, tuple[int, ...], torch.dtype]]:
         """Name, shape and dtype of every tensor `iter_export` yields, in its order; it raises what that does."""
@@ -235,11 +238,15 @@ class StateDictAdapter(LayoutTables):
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every Hugging Face tensor of `model`, persistent buffers included, in `export_plan`'s order.
 
+        Of tensors that are tied at the time of the call one is yielded. A model that was untied since its adapter was
+        made has more tensors than the plan of that adapter: `model.state_dict_adapter` is remade, and has them all.
+
         In the hub's layout, weights of multi-token prediction that the model keeps come last, each read when its turn
         comes, on the model's device; transformers' modules have none.
 
         Args:
-            model: a model of this adapter's architecture and configuration.
+            model: a model of this adapter's architecture and configuration; it may be wrapped (`torch.compile`, DDP,
+                activation checkpointing).
             max_bytes: None yields live views, without copying. A number yields contiguous copies,
                 packed into buffers of at most that many bytes (one tensor that is larger gets a
                 buffer of its own), for consumers that send buckets. A buffer lives as long as its tensors.
@@ -257,8 +264,9 @@ class StateDictAdapter(LayoutTables):
 
     def _export(self, model: nn.Module, max_bytes: int | None, layout: Layout) -> Iterator[tuple[str, torch.Tensor]]:
         """Implements `iter_export`."""
+        model = innermost(model)
         kept = self._kept_tensors(model, layout)
-        exported = self.exported(layout)
+        exported = self.retied(model).exported(layout)
         if (sharding := getattr(model, "sharding", None)) is not None:
             yield from sharding.iter_export(model, exported, max_bytes)
         else:
@@ -306,7 +314,7 @@ class StateDictAdapter(LayoutTables):
         Raises:
             StateDictError: they are not those this adapter was made for.
         """
-        own = model.state_dict()
+        own = without_wrappers(model).state_dict()
         gone = [name for name in self.own if name not in own]
         problems = [Problem(ProblemKind.MISSING, name, "is no longer in the model") for name in gone]
         if problems := problems + self.other_shapes(own):
@@ -338,12 +346,12 @@ _kept: WeakKeyDictionary[nn.Module, tuple[StateDictAdapter, Any]] = WeakKeyDicti
 
 
 def adapter_of(model: PreTrainedModel) -> StateDictAdapter:
-    """The adapter of a model that is not sharded: the same object until the model's structure changes."""
+    """The adapter of a model that is not sharded: the same object until the model's structure or its ties change."""
     conversions = loaded_conversions(model)
     if model in _kept:
         adapter, made_with = _kept[model]
-        is_same = adapter.own == layouts.own_tensors(model) and adapter.tied == layouts.tied_names(model)
-        is_same = is_same and adapter.kept == _kept_specs(model)
+        is_same = adapter.own == layouts.own_tensors(model) and adapter.tied == tied_names(model)
+        is_same = is_same and adapter.kept == _kept_specs(model) and adapter._has_peft == any(peft_modules(model))
         if is_same and made_with is conversions:
             return adapter
     _kept[model] = StateDictAdapter(model), conversions

@@ -18,6 +18,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from nrl_models.common.garbage import no_collections
+from nrl_models.common.modules import named_tensors, without_wrappers
 from nrl_models.common.state_dict.layer_patterns import convert_by_layer, ignore_indices
 from nrl_models.common.upstream import (
     PrefixChange,
@@ -42,24 +43,18 @@ class TensorSpec:
 
 
 def own_tensors(model: nn.Module) -> dict[str, TensorSpec]:
-    """Every entry of `model.state_dict()`: parameters and persistent buffers under the model's own names."""
+    """Every entry of `model.state_dict()` without wrappers: parameters and persistent buffers by the model's names."""
     return {
         name: TensorSpec(tuple(tensor.shape), tensor.dtype)
-        for name, tensor in model.state_dict(keep_vars=True).items()
+        for name, tensor in without_wrappers(model).state_dict(keep_vars=True).items()
         if isinstance(tensor, torch.Tensor)
     }
 
 
 def transformers_views(model: nn.Module) -> Iterator[tuple[str, View]]:
     """transformers' name and the view of every tensor, in the order of transformers' own `state_dict()`."""
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        dot = f"{prefix}." if prefix else ""
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                yield f"{dot}{name}", _packed_view(f"{dot}{name}", parameter.shape, module, name)
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
-                yield f"{dot}{name}", View(f"{dot}{name}")
+    for own_name, module, name, tensor in named_tensors(model):
+        yield own_name, _packed_view(own_name, tensor.shape, module, name)
 
 
 def _packed_view(own_name: str, shape: Sequence[int], module: nn.Module, name: str) -> View:
@@ -74,11 +69,6 @@ def _packed_view(own_name: str, shape: Sequence[int], module: nn.Module, name: s
     before, size, after = shape[:dim], shape[dim], shape[dim + 1 :]
     by_rank = View(own_name).then("reshape", *before, ranks, blocks, size // ranks // blocks, *after)
     return by_rank.then("transpose", dim, dim + 1).then("reshape", *shape)
-
-
-def tied_names(model: PreTrainedModel) -> dict[str, str]:
-    """For each of transformers' names that is tied to another, the name of the tensor that is kept."""
-    return dict(getattr(model, "all_tied_weights_keys", None) or {})
 
 
 def hub_conversions(model: PreTrainedModel) -> list[Any] | None:

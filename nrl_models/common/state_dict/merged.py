@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from nrl_models.common.modules import inside_peft, peft_modules, peft_types
+from nrl_models.common.modules import innermost, is_off, peft_modules, without_wrappers
 from nrl_models.common.state_dict.adapter import StateDictAdapter, adapter_of
 from nrl_models.common.state_dict.tables import Layout
+from nrl_models.common.state_dict.ties import tied_names
 from nrl_models.errors import Problem, ProblemKind, StateDictError
 
 
@@ -34,9 +35,10 @@ def export_adapter(model: nn.Module) -> StateDictAdapter:
         StateDictError: adapter tensors that reach no weight of the model (prompts, prefixes), an adapter on one of two
             tied weights, quantised or sharded weights under adapters; all of them.
     """
-    if inside_peft(model) is model and not any(peft_modules(model)):
-        own: Any = getattr(model, "state_dict_adapter", None)
-        return own or adapter_of(cast(PreTrainedModel, model))
+    inner = innermost(model)
+    if not any(peft_modules(inner)) and not _outside(model, inner):
+        own: Any = getattr(inner, "state_dict_adapter", None)
+        return own or adapter_of(cast(PreTrainedModel, inner))
     return MergedAdapter(model)
 
 
@@ -48,34 +50,40 @@ class MergedAdapter(StateDictAdapter):
     """
 
     def __init__(self, model: nn.Module) -> None:
-        inner = inside_peft(model)
-        super().__init__(_without_adapters(inner, {}))
-        inside = {id(part) for part in inner.parameters()}
-        outside = [name for name, part in model.named_parameters() if id(part) not in inside]
+        inner = innermost(model)
+        super().__init__(without_wrappers(inner))
+        outside = _outside(model, inner)
         problems = [Problem(ProblemKind.UNEXPECTED, name, "reaches no weight of the model") for name in outside]
-        adapted: set[str] = set()
         for name, wrapper in peft_modules(inner):
             problems += list(_unreached(name, wrapper))
-            adapted |= {own for own in self.own if own.startswith(f"{name}.")}
-        for name, kept in self.tied.items():
-            if (name in adapted) != (kept in adapted):
-                detail = f"is tied to {kept}, and only one of them has an adapter: they differ when it is merged"
-                problems.append(Problem(ProblemKind.TIED, name, detail))
+        self.tied, apart = _merged_ties(inner, self.tied)
+        problems += apart
         if problems:
             advice = ["merge it by PEFT, and export what remains; or train adapters of the linears or experts"]
+            if apart:
+                advice = [
+                    "put the same adapter on both, or load the model with tie_word_embeddings=False before adding it"
+                ]
             raise StateDictError("the adapters cannot be merged into what is exported", problems, advice)
+
+    def retied(self, model: nn.Module) -> Self:
+        """Return the same tables with what is tied in the merged model now."""
+        return self._with_ties(_merged_ties(model, tied_names(model))[0])
 
     def iter_export(
         self, model: nn.Module, max_bytes: int | None = None, *, layout: Layout = "hub"
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """As `StateDictAdapter.iter_export`; what has an adapter is a copy, merged when its turn comes."""
-        yield from self._export(inside_peft(model), max_bytes, layout)
-
-    def _own_tensors(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        return super()._own_tensors(_without_adapters(model, {}))
+        yield from self._export(innermost(model), max_bytes, layout)
 
     def _values(self, model: nn.Module, own: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         return _Merged(model, own)
+
+
+def _outside(model: nn.Module, inner: nn.Module) -> list[str]:
+    """The parameters of a model that are not in the model inside: PEFT's prompts and prefixes."""
+    inside = {id(part) for part in inner.parameters()}
+    return [name for name, part in model.named_parameters() if id(part) not in inside]
 
 
 class _Merged(Mapping[str, torch.Tensor]):
@@ -114,7 +122,7 @@ def merged_weights(name: str, wrapper: Any) -> dict[str, torch.Tensor]:
     Raises:
         StateDictError: PEFT cannot merge it.
     """
-    merges = not _is_off(wrapper) and not getattr(wrapper, "merged", False)
+    merges = not is_off(wrapper) and not getattr(wrapper, "merged", False)
     twin: Any = copy.deepcopy(wrapper)
     try:
         if hasattr(twin, "unload_and_optionally_merge_module"):
@@ -126,35 +134,38 @@ def merged_weights(name: str, wrapper: Any) -> dict[str, torch.Tensor]:
     except (NotImplementedError, ValueError, TypeError) as error:
         problem = Problem(ProblemKind.UNEXPECTED, name, f"has an adapter that PEFT does not merge: {error}")
         raise StateDictError("the adapters cannot be merged into what is exported", [problem]) from error
-    return {f"{name}.{own}": tensor for own, tensor in base.state_dict().items()}
+    return {f"{name}.{own}": tensor for own, tensor in without_wrappers(base).state_dict().items()}
 
 
-def _base(wrapper: Any) -> nn.Module:
-    """The module that PEFT's stands in place of; of a whole copy that is trained, that copy."""
-    if hasattr(wrapper, "modules_to_save") and not _is_off(wrapper):
-        return wrapper.modules_to_save[wrapper.active_adapters[0]]
-    return wrapper.get_base_layer() if hasattr(wrapper, "get_base_layer") else wrapper.original_module
+def _merged_ties(model: nn.Module, tied: Mapping[str, str]) -> tuple[dict[str, str], list[Problem]]:
+    """Return the ties that are left of `tied` once adapters are merged, and the ties of which one side has an adapter.
+
+    Tied weights that both have an adapter stay tied if the adapters are tied, too: then merged weights are equal.
+    """
+    wrappers = {name: wrapper for name, wrapper in peft_modules(model) if not is_off(wrapper)}
+
+    def adapter_on(name: str) -> Any:
+        return next((wrapper for module, wrapper in wrappers.items() if name.startswith(f"{module}.")), None)
+
+    ties, problems = {}, []
+    for name, kept in tied.items():
+        first, second = adapter_on(name), adapter_on(kept)
+        if (first is None) != (second is None):
+            detail = f"is tied to {kept}, and only one of them has an adapter: they differ when it is merged"
+            problems.append(Problem(ProblemKind.TIED, name, detail))
+        elif first is None or _memory_in(first) == _memory_in(second):
+            ties[name] = kept
+    return ties, problems
 
 
-def _is_off(wrapper: Any) -> bool:
-    return bool(wrapper.disable_adapters or not wrapper.active_adapters)
-
-
-def _without_adapters(module: Any, seen: dict[int, nn.Module]) -> Any:
-    """A shallow copy of a model with its own modules in place of PEFT's: the same parameters, under plain names."""
-    if isinstance(module, peft_types()):
-        return _without_adapters(_base(module), seen)
-    if id(module) not in seen:
-        twin = seen[id(module)] = object.__new__(type(module))
-        twin.__dict__.update(module.__dict__)
-        children = {name: child and _without_adapters(child, seen) for name, child in module._modules.items()}
-        twin.__dict__["_modules"] = children
-    return seen[id(module)]
+def _memory_in(wrapper: nn.Module) -> set[int]:
+    """The addresses of all parameters in a module."""
+    return {part.untyped_storage().data_ptr() for part in wrapper.parameters()}
 
 
 def _unreached(name: str, wrapper: Any) -> Iterator[Problem]:
     """What of a wrapper's tensors no merged weight is made of, or none can be made of."""
-    base = {id(part) for part in _base(wrapper).parameters()}
+    base = {id(part) for part in innermost(wrapper).parameters()}
     known = {*wrapper.active_adapters, *_adapters_of(wrapper)}
     for own, part in wrapper.named_parameters():
         if isinstance(part, DTensor):

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter, defaultdict
 from collections.abc import Collection, Hashable, Mapping
 from functools import cached_property
-from typing import Literal, Protocol
+from typing import Literal, Protocol, Self
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from nrl_models.common.garbage import no_collections
+from nrl_models.common.modules import without_wrappers
 from nrl_models.common.state_dict import layouts
 from nrl_models.common.state_dict.layouts import TensorSpec
+from nrl_models.common.state_dict.ties import tied_names
 from nrl_models.common.upstream import Renaming
 from nrl_models.common.views.view import HFTensor, Piece
 from nrl_models.errors import Problem, ProblemKind, StateDictError
@@ -47,13 +51,15 @@ class LayoutTables:
         own: the model's own tensors, by name.
         hub: the hub's tensors, by name, in the order transformers saves them.
         transformers: transformers' in-memory tensors, by name, in the order of its `state_dict()`.
-        tied: for each own tensor that is tied to another, the name of the one that is saved.
+        tied: for each own tensor that was tied to another when the tables were made, the name of the one that is
+            saved. `retied` gives the tables with a model's present ties.
     """
 
     @no_collections()
     def __init__(self, model: PreTrainedModel) -> None:
+        model = without_wrappers(model)
         self.own: dict[str, TensorSpec] = layouts.own_tensors(model)
-        self.tied: dict[str, str] = layouts.tied_names(model)
+        self.tied: dict[str, str] = tied_names(model)
         self.transformers: dict[str, HFTensor] = {
             name: HFTensor(name, view.place_in(self.own[view.parameter].shape).shape, (Piece(view),))
             for name, view in layouts.transformers_views(model)
@@ -66,6 +72,21 @@ class LayoutTables:
         self._others: dict[OtherLayout, dict[str, HFTensor]] = {}
         self._in_hub = _by_parameter(self.hub)
         self._in_transformers = _by_parameter(self.transformers)
+
+    def retied(self, model: nn.Module) -> Self:
+        """Return the same tables with what is tied in `model` now.
+
+        A pipeline's stages have only some of the names, and keep what they have in common equal: of them all ties stay.
+        """
+        has_stages = getattr(model, "stages", None) is not None
+        return self if has_stages else self._with_ties(tied_names(model))
+
+    def _with_ties(self, tied: dict[str, str]) -> Self:
+        if tied == self.tied:
+            return self
+        changed = copy.copy(self)
+        changed.tied, changed._others = tied, {}  # another library's layout may depend on ties
+        return changed
 
     def tensors_in(self, name: str, layout: Layout) -> list[HFTensor]:
         """The Hugging Face tensors that hold parts of own tensor `name`, in one layout.

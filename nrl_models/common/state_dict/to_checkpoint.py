@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
+from typing import NoReturn
 
 import torch
 from accelerate.utils import has_offloaded_params
@@ -10,10 +12,12 @@ from accelerate.utils.modeling import get_state_dict_offloaded_model
 from transformers import PreTrainedModel
 
 from nrl_models.common.garbage import no_collections
+from nrl_models.common.modules import class_name, without_wrappers
 from nrl_models.common.projections import own_storage
 from nrl_models.common.state_dict.adapter import StateDictAdapter, adapter_of, read_all
 from nrl_models.common.state_dict.kept_tensors import kept_by
 from nrl_models.common.state_dict.layouts import are_alike, convert_layout, hub_conversions, under_published_names
+from nrl_models.common.state_dict.ties import are_one_memory, declared_ties, have_same_values, tying_keys
 from nrl_models.common.upstream import loaded_conversions
 from nrl_models.common.views.view import HFTensor
 from nrl_models.errors import CheckpointError, Problem, ProblemKind
@@ -40,8 +44,13 @@ def to_checkpoint(
     adapter = adapter_of(model)
     if state_dict is None:
         state_dict = _values(model)
-        _check_ties(model, adapter, state_dict)
-    adapter.check_own(state_dict)
+        check_ties(model, adapter, state_dict)
+    else:
+        adapter.check_own(state_dict)
+        _check_given_ties(model, state_dict)
+        # One name of a tie stands for both, whichever is given.
+        tied = {kept: state_dict[name] for name, kept in adapter.tied.items() if name in state_dict}
+        state_dict = {**tied, **state_dict}
     table = checkpoint_layout(model, adapter, original_format=original_format)
     tensors = read_all(table, state_dict) | {name: kept.read() for name, kept in kept_by(model).items()}
     # transformers and safetensors treat tensors that share a storage as tied; experts of one stack are not tied.
@@ -74,7 +83,7 @@ def checkpoint_layout(
 
 def _values(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """The model's own tensors; those that accelerate offloads (to memory, to disk) are fetched."""
-    own = dict(model.state_dict())
+    own = dict(without_wrappers(model).state_dict())
     if any("_hf_hook" in vars(module) and has_offloaded_params(module) for module in model.modules()):
         fetched = get_state_dict_offloaded_model(model)
         own = {name: fetched.get(name, tensor) if tensor.is_meta else tensor for name, tensor in own.items()}
@@ -87,32 +96,54 @@ def _values(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     return own
 
 
-def _check_ties(model: PreTrainedModel, adapter: StateDictAdapter, values: Mapping[str, torch.Tensor]) -> None:
-    """Refuse a model whose storages and configuration disagree on what is tied: reloading would not give it back.
+def check_ties(
+    model: PreTrainedModel, adapter: StateDictAdapter, values: Mapping[str, torch.Tensor] = MappingProxyType({})
+) -> None:
+    """Check that a model's memory and its configuration agree on what is tied, so that reloading gives the same model.
 
-    Of tensors that accelerate offloads only the `values` can be compared.
+    Args:
+        model: the model.
+        adapter: its adapter, with its present ties.
+        values: of tensors on meta, which accelerate offloads: these are compared by value.
+
+    Raises:
+        CheckpointError: they disagree.
     """
-    own = model.state_dict(keep_vars=True)
-    problems = [
-        Problem(ProblemKind.TIED, name, f"is not the same tensor as {kept}, but the configuration ties them")
+    if getattr(model, "stages", None) is not None:
+        return  # what stages have in common is kept equal, and is in the memory of several ranks
+    declared = declared_ties(model)
+    apart = {name: kept for name, kept in declared.items() if name not in adapter.tied}
+    apart |= {
+        name: kept
         for name, kept in adapter.tied.items()
-        if name in own and kept in own and not _same_storage(own[name], own[kept])
-        if not (own[name].is_meta and torch.equal(values[name], values[kept]))
-    ]
-    head = getattr(model.get_output_embeddings(), "weight", None)
-    embeddings = getattr(model.get_input_embeddings(), "weight", None)
-    if not adapter.tied and head is not None and embeddings is not None and _same_storage(head, embeddings):
+        if name in values and not have_same_values(values[name], values[kept])
+    }
+    problems = _apart(apart)
+    plain = without_wrappers(model)
+    head = getattr(plain.get_output_embeddings(), "weight", None)
+    embeddings = getattr(plain.get_input_embeddings(), "weight", None)
+    if not declared and head is not None and embeddings is not None and are_one_memory(head, embeddings):
         detail = "share the input embeddings' storage, untied"
         problems.append(Problem(ProblemKind.TIED, "the output embeddings", detail))
     if problems:
-        raise CheckpointError(
-            f"{type(model).__name__} and its configuration disagree on tied weights",
-            problems,
-            ["call model.tie_weights(), or set model.config.tie_word_embeddings to what the model is"],
-        )
+        _refuse(model, problems, apart)
 
 
-def _same_storage(first: torch.Tensor, second: torch.Tensor) -> bool:
-    if first.device.type == "meta":
-        return first is second
-    return first.data_ptr() == second.data_ptr() and first.shape == second.shape
+def _check_given_ties(model: PreTrainedModel, given: Mapping[str, torch.Tensor]) -> None:
+    """Check tensors that are given in place of the model's: what the configuration ties must have the same values."""
+    ties = {name: kept for name, kept in declared_ties(model).items() if {name, kept} <= given.keys()}
+    if apart := {name: kept for name, kept in ties.items() if not have_same_values(given[name], given[kept])}:
+        _refuse(model, _apart(apart), apart)
+
+
+def _apart(ties: Mapping[str, str]) -> list[Problem]:
+    return [
+        Problem(ProblemKind.TIED, name, f"is not the same tensor as {kept}, but the configuration ties them")
+        for name, kept in ties.items()
+    ]
+
+
+def _refuse(model: PreTrainedModel, problems: list[Problem], apart: Mapping[str, str]) -> NoReturn:
+    keys = [f"model.config.{key}" for key in tying_keys(model, apart)] or ["model.config.tie_word_embeddings"]
+    advice = f"call model.tie_weights(), or set {' and '.join(keys)} to what the model is"
+    raise CheckpointError(f"{class_name(model)} and its configuration disagree on tied weights", problems, [advice])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -153,6 +154,65 @@ def test_without_it_an_engine_gets_nothing_and_says_what_to_do() -> None:
     assert_same(dict(engine.model.state_dict_adapter.iter_export(engine.model)), merged_by_peft(model))
 
 
+# Tied embeddings
+
+HEAD, EMBEDDINGS = "lm_head.weight", "model.embed_tokens.weight"
+BOTH = ["embed_tokens", "lm_head"]
+ON_TIED: dict[str, tuple[dict[str, Any], bool]] = {
+    "copies of both": ({"modules_to_save": BOTH}, True),
+    "a copy of the head": ({"modules_to_save": ["lm_head"]}, True),
+    "one copy of both": ({"modules_to_save": BOTH, "ensure_weight_tying": True}, False),
+    "LoRA on both": ({"target_modules": BOTH}, True),
+    "one LoRA on both": ({"target_modules": BOTH, "ensure_weight_tying": True}, False),
+    "tokens": ({"trainable_token_indices": {"embed_tokens": [3, 5]}}, False),
+    "other tokens": ({"trainable_token_indices": {"embed_tokens": [3, 5], "lm_head": [4]}}, True),
+    "neither": ({}, False),
+}
+"""Options of an adapter for a tied model, and whether merging it unties the model."""
+
+
+@pytest.mark.parametrize("name", ON_TIED)
+def test_tied_model_with_adapters_exports_what_its_forward_computes(name: str) -> None:
+    options, unties = ON_TIED[name]
+    case = FamilyCase(registry.model_class(DENSE), tiny={"tie_word_embeddings": True})
+    torch.manual_seed(0)
+    model = get_peft_model(copy.deepcopy(case.model()), lora(**copy.deepcopy(options))).eval()  # PEFT edits lists
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter), alpha=0.01)
+    adapter = export_adapter(model)
+    sent = dict(adapter.iter_export(model))
+    assert list(sent) == [key for key, *_ in adapter.export_plan()]
+    assert (HEAD in sent) is unties
+    config = case.config
+    config.tie_word_embeddings = not unties
+    plain = case.model_class.from_config(config).eval()
+    plain.load_state_dict(plain.state_dict_adapter.from_hf(sent))
+    ids = torch.arange(8)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(plain(ids).logits, model(ids).logits, atol=1e-3, rtol=1e-4)
+
+
+def test_model_that_peft_merged_and_untied_keeps_its_head(tmp_path: Path) -> None:
+    case = FamilyCase(registry.model_class(DENSE), tiny={"tie_word_embeddings": True})
+    model = get_peft_model(copy.deepcopy(case.model()), lora(modules_to_save=BOTH))
+    before = model.get_base_model().state_dict_adapter
+    with torch.no_grad():
+        model.base_model.model.lm_head.weight.add_(1)
+    merged_model = model.merge_and_unload()
+    assert not merged_model.config.tie_word_embeddings
+    head = merged_model.lm_head.weight
+    assert not torch.equal(head, merged_model.model.embed_tokens.weight)
+    for adapter in (merged_model.state_dict_adapter, export_adapter(merged_model)):
+        assert torch.equal(dict(adapter.iter_export(merged_model))[HEAD], head)
+    with pytest.raises(StateDictError, match="would lack the adapters"):
+        before.export_plan()
+    for state_dict in (None, merged_model.state_dict()):
+        merged_model.save_pretrained(tmp_path, state_dict=state_dict)
+        assert torch.equal(case.model_class.from_pretrained(tmp_path).lm_head.weight, head)
+
+
 # What cannot be
 
 
@@ -177,6 +237,8 @@ def test_one_of_two_tied_weights() -> None:
     model = get_peft_model(copy.deepcopy(case.model()), lora(target_modules=["embed_tokens"]))
     with pytest.raises(StateDictError, match=r"lm_head\.weight: is tied to model\.embed_tokens\.weight, and only one"):
         export_adapter(model)
+    with model.disable_adapter():
+        assert HEAD not in dict(export_adapter(model).iter_export(model))
 
 
 def test_a_failure_of_peft_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,7 +258,7 @@ def test_a_failure_of_peft_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("bug", ["the base is sent", "the model is merged"])
 def test_they_find(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if bug == "the base is sent":
-        monkeypatch.setattr(merged, "_is_off", lambda wrapper: True)
+        monkeypatch.setattr(merged, "is_off", lambda wrapper: True)
     else:
         monkeypatch.setattr(merged, "copy", SimpleNamespace(deepcopy=lambda module: module))
     with pytest.raises(AssertionError):

@@ -23,9 +23,9 @@ from nrl_models.common.state_dict.layouts import (
     convert_layout,
     hub_conversions,
     own_tensors,
-    tied_names,
     transformers_views,
 )
+from nrl_models.common.state_dict.ties import tied_names
 from nrl_models.common.upstream import PrefixChange, revert_weight_conversion
 from nrl_models.families.llama.model import LlamaFamily
 from nrl_models.testing.tiny import tiny_config

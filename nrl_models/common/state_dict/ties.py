@@ -1,0 +1,152 @@
+"""Which tensors of a model are tied, read from its memory and its configuration at the time of the call.
+
+Nothing is remembered from loading: weights are untied by hand, by PEFT's merge, by resizing, by quantization.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from nrl_models.common.modules import named_tensors, own_modules, without_wrappers
+
+
+def declared_ties(model: nn.Module) -> dict[str, str]:
+    """Return what the present configuration ties: for each tensor the name of the one that is saved in its place.
+
+    Args:
+        model: A model, which may be wrapped. The result has no tensors that it lacks.
+    """
+    plain = without_wrappers(model)
+    if not isinstance(plain, PreTrainedModel):
+        return {}
+    names = {name for name, *_ in named_tensors(plain)}
+    try:
+        ties = plain.get_expanded_tied_weights_keys(all_submodels=True)
+    except ValueError:  # a pattern whose tensors were removed from the model: what remains was tied when it was built
+        ties = plain.all_tied_weights_keys
+    return {name: kept for name, kept in ties.items() if {name, kept} <= names}
+
+
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """Return the tensors that are tied now: those that `declared_ties` has, if both names are one memory.
+
+    Nothing is remembered from loading: a model may have been untied since, by hand or by a library (PEFT's merge).
+    Of tensors without memory, on meta, the configuration decides.
+    """
+    tensors = {name: tensor for name, _, _, tensor in named_tensors(model)}
+    return {
+        name: kept
+        for name, kept in declared_ties(model).items()
+        if tensors[name].is_meta or tensors[kept].is_meta or are_one_memory(tensors[name], tensors[kept])
+    }
+
+
+def are_one_memory(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Return True if two tensors are the same object, or plain tensors over the same memory.
+
+    Addresses of other tensors, such as DTensors, say nothing.
+    """
+    if first is second:
+        return True
+    if any(type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.is_meta for tensor in (first, second)):
+        return False
+    return first.numel() > 0 and _memory_of(first) == _memory_of(second)
+
+
+def _memory_of(tensor: torch.Tensor) -> tuple[object, ...]:
+    return tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+def have_same_values(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Return True if two tensors have the same shape and values, as far as this rank has them; NaNs are equal."""
+    if are_one_memory(first, second):
+        return True
+    if first.shape != second.shape:
+        return False
+    first, second = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in (first, second))
+    if first.shape != second.shape or first.is_meta or second.is_meta:
+        return False
+    dtype = torch.promote_types(first.dtype, second.dtype)
+    first, second = first.to(dtype), second.to(dtype)
+    return torch.equal(first, second) or (
+        dtype.is_floating_point and torch.allclose(first, second, rtol=0, atol=0, equal_nan=True)
+    )
+
+
+def tying_keys(model: nn.Module, names: Iterable[str], *, tie: bool = True) -> list[str]:
+    """Return the configuration's keys that decide on ties: `tie_word_embeddings`, `text_config.tie_word_embeddings`.
+
+    Args:
+        model: A model, which may be wrapped.
+        names: Tensors that its classes may tie to others.
+        tie: What these keys say at present.
+    """
+    plain = without_wrappers(model)
+    configs = list(_configs(getattr(plain, "config", None), ""))
+    keys: dict[str, None] = {}
+    for prefix, module in own_modules(plain):
+        if not isinstance(module, PreTrainedModel) or _ties(module.config) != tie:
+            continue
+        dot = f"{prefix}." if prefix else ""
+        inside = [name.removeprefix(dot) for name in names if name.startswith(dot)]
+        if any(re.match(pattern, name) for pattern in module._tied_weights_keys or () for name in inside):
+            keys |= {f"{path}tie_word_embeddings": None for path, config in configs if config is module.config}
+    return list(keys)
+
+
+def as_keywords(keys: Iterable[str], value: bool) -> str:
+    """Return configuration keys with a value as keywords of `from_pretrained`: `text_config={"tie_...": False}`."""
+    keywords = []
+    for key in keys:
+        *parts, last = key.split(".")
+        given = str(value)
+        for part in reversed([*parts[1:], last] if parts else []):
+            given = f'{{"{part}": {given}}}'
+        keywords.append(f"{parts[0] if parts else last}={given}")
+    return ", ".join(keywords)
+
+
+@contextmanager
+def ties_as_read(model: PreTrainedModel) -> Iterator[None]:
+    """While a model's configuration is written, have it say of ties what it will say when it is read.
+
+    Some classes derive one part's `tie_word_embeddings` from another's when they are read: Qwen2.5-VL's takes a `True`
+    in `text_config` for the whole model. Where that would change a key, the keys without effect on this model are set
+    to the value of those that have one.
+    """
+    parts = {path: part for path, part in _configs(model.config, "") if hasattr(part, "tie_word_embeddings")}
+    changed: list[Any] = []
+    if len({_ties(part) for part in parts.values()}) > 1:
+        read = dict(_configs(type(model.config).from_dict(model.config.to_dict()), ""))
+        if any(_ties(read.get(path)) != _ties(part) for path, part in parts.items()):
+            classes = [part for _, part in own_modules(model) if isinstance(part, PreTrainedModel)]
+            decisive = {id(part.config): part.config for part in classes if part._tied_weights_keys}
+            ties = any(map(_ties, decisive.values()))
+            changed = [part for part in parts.values() if id(part) not in decisive and _ties(part) != ties]
+    for part in changed:
+        part.tie_word_embeddings = not part.tie_word_embeddings
+    try:
+        yield
+    finally:
+        for part in changed:
+            part.tie_word_embeddings = not part.tie_word_embeddings
+
+
+def _ties(config: Any) -> bool:
+    return bool(getattr(config, "tie_word_embeddings", False))
+
+
+def _configs(config: Any, path: str) -> Iterator[tuple[str, PreTrainedConfig]]:
+    """A configuration and those in it, each with what comes before its keys."""
+    if isinstance(config, PreTrainedConfig):
+        yield path, config
+        for name in config.sub_configs:
+            yield from _configs(getattr(config, name, None), f"{path}{name}.")

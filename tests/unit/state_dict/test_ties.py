@@ -1,0 +1,224 @@
+"""What is tied is read from memory and configuration when it is asked for: export, files and advice follow it."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import assert_same, edit_weights, stored
+from torch import nn
+from torch.nn.utils import parametrize
+
+from nrl_models import CheckpointError, registry
+from nrl_models.common.modules import install
+from nrl_models.common.state_dict.ties import (
+    as_keywords,
+    declared_ties,
+    have_same_values,
+    tied_names,
+    tying_keys,
+)
+from nrl_models.family import FamilyModel
+from nrl_models.testing.case import FamilyCase
+
+HEAD, EMBEDDINGS = "lm_head.weight", "model.embed_tokens.weight"
+
+ARCHITECTURES = {
+    "LlamaForCausalLM": ["tie_word_embeddings"],
+    "KimiVLForConditionalGeneration": ["text_config.tie_word_embeddings"],
+    "Florence2ForConditionalGeneration": ["tie_word_embeddings", "text_config.tie_word_embeddings"],
+}
+"""Architectures with the keys that tie their embeddings: of the whole model, of a part, or of both."""
+
+
+def tied_model(architecture: str) -> FamilyModel:
+    case = FamilyCase(registry.model_class(architecture))
+    config = case.config
+    for part in (config, *(getattr(config, name) for name in getattr(config, "sub_configs", ()))):
+        part.tie_word_embeddings = True
+    torch.manual_seed(0)
+    return case.model_class.from_config(config)
+
+
+def untie(model: FamilyModel) -> None:
+    """Give each tied tensor memory and values of its own."""
+    for name in declared_ties(model):
+        install(model, name, model.get_parameter(name).detach() + 1)
+
+
+def set_key(model: FamilyModel, key: str, value: bool) -> None:
+    *path, last = key.split(".")
+    config: Any = model.config
+    for part in path:
+        config = getattr(config, part)
+    setattr(config, last, value)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_model_that_is_untied_by_hand_keeps_both_tensors(architecture: str, tmp_path: Path) -> None:
+    model = tied_model(architecture)
+    before, ties = model.state_dict_adapter, declared_ties(model)
+    assert ties
+    assert tied_names(model) == ties
+    assert not {name for name, *_ in before.export_plan(layout="transformers")} & ties.keys()
+    untie(model)
+    own = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    for adapter in (before, model.state_dict_adapter):
+        sent = dict(adapter.iter_export(model, layout="transformers"))
+        assert_same({name: sent[name] for name in own}, own)
+    assert [name for name, *_ in model.state_dict_adapter.export_plan(layout="transformers")] == list(sent)
+    assert tied_names(model) == {}
+
+    keys = ARCHITECTURES[architecture]
+    assert sorted(tying_keys(model, ties)) == sorted(keys)
+    for options in ({}, {"state_dict": model.state_dict()}):
+        with pytest.raises(CheckpointError, match="disagree on tied weights") as caught:
+            model.save_pretrained(tmp_path / "out", **options)
+        assert all(f"model.config.{key}" in str(caught.value) for key in keys)
+        assert not (tmp_path / "out").exists()
+    for key in keys:  # the advice
+        set_key(model, key, False)
+    for options in ({}, {"state_dict": model.state_dict()}):
+        model.save_pretrained(tmp_path / "out", **options)
+        assert_same(type(model).from_pretrained(tmp_path / "out").state_dict(), own)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_advice_about_ties_loads_the_checkpoint(architecture: str, tmp_path: Path) -> None:
+    model = tied_model(architecture)
+    ties, keys = declared_ties(model), tying_keys(model, declared_ties(model))
+    untie(model)
+    for key in keys:
+        set_key(model, key, False)
+    model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    for part in (config, *(config[name] for name in getattr(model.config, "sub_configs", ()))):
+        part["tie_word_embeddings"] = True
+    (tmp_path / "config.json").write_text(json.dumps(config))
+
+    with pytest.raises(CheckpointError) as caught:
+        type(model).from_pretrained(tmp_path)
+    assert f"pass {as_keywords(keys, False)} to keep both" in str(caught.value)
+    advised: dict[str, Any] = eval(f"dict({as_keywords(keys, False)})")
+    loaded = type(model).from_pretrained(tmp_path, **advised)
+    assert tied_names(loaded) == {}
+    assert_same({name: loaded.state_dict()[name] for name in ties}, {name: model.state_dict()[name] for name in ties})
+
+
+RETIED: dict[str, Callable[[Any], object]] = {
+    "tie_weights": lambda model: model.tie_weights(),
+    "resizing": lambda model: model.resize_token_embeddings(model.config.vocab_size + 8),
+    "deepcopy": copy.deepcopy,
+    "double": lambda model: model.double(),
+    "an alias": lambda model: install(model, HEAD, model.model.embed_tokens.weight.detach()),
+}
+
+
+@pytest.mark.parametrize("edit", RETIED.values(), ids=RETIED)
+def test_model_stays_tied(edit: Callable[[Any], Any]) -> None:
+    model = tied_model("LlamaForCausalLM")
+    changed = edit(model)
+    model = changed if isinstance(changed, FamilyModel) else model
+    assert tied_names(model) == {HEAD: EMBEDDINGS}
+    assert HEAD not in dict(model.state_dict_adapter.iter_export(model))
+
+
+def test_model_that_is_tied_again_exports_one() -> None:
+    model = tied_model("LlamaForCausalLM")
+    untie(model)
+    assert HEAD in dict(model.state_dict_adapter.iter_export(model))
+    model.tie_weights()
+    assert HEAD not in dict(model.state_dict_adapter.iter_export(model))
+
+
+UNTIED: dict[str, Callable[[Any], object]] = {
+    "an equal copy": lambda model: install(model, HEAD, model.lm_head.weight.detach().clone()),
+    "one is cast": lambda model: install(model, HEAD, model.lm_head.weight.detach().double()),
+    "assigned apart": lambda model: model.load_state_dict(
+        {name: tensor.clone() for name, tensor in model.state_dict().items()}, assign=True
+    ),
+    "a new head": lambda model: model.set_output_embeddings(nn.Linear(*model.lm_head.weight.shape[::-1], bias=False)),
+}
+
+
+@pytest.mark.parametrize("edit", UNTIED.values(), ids=UNTIED)
+def test_model_that_was_untied_exports_both(edit: Callable[[Any], object]) -> None:
+    model = tied_model("LlamaForCausalLM")
+    edit(model)
+    sent = dict(model.state_dict_adapter.iter_export(model))
+    assert torch.equal(sent[HEAD], model.lm_head.weight)
+    assert torch.equal(sent[EMBEDDINGS], model.model.embed_tokens.weight)
+
+
+def test_tied_tensor_given_under_its_other_name_is_written(tmp_path: Path) -> None:
+    model = tied_model("LlamaForCausalLM")
+    given = model.state_dict()
+    embeddings = given.pop(EMBEDDINGS)
+    model.save_pretrained(tmp_path, state_dict=given)
+    assert torch.equal(stored(tmp_path)[EMBEDDINGS], embeddings)
+
+
+def test_equal_ties_that_contain_nan_load(tmp_path: Path) -> None:
+    model = tied_model("LlamaForCausalLM")
+    with torch.no_grad():
+        model.lm_head.weight[3] = float("nan")
+    model.save_pretrained(tmp_path)
+    edit_weights(tmp_path, lambda tensors: tensors.update({HEAD: tensors[EMBEDDINGS].clone()}))
+    loaded = type(model).from_pretrained(tmp_path)
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+    assert have_same_values(loaded.lm_head.weight, model.lm_head.weight)
+    edit_weights(tmp_path, lambda tensors: tensors[HEAD][3].zero_())
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight.*differs from model\.embed_tokens\.weight"):
+        type(model).from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "expected"),
+    [
+        ([1.0, float("nan")], [1.0, float("nan")], True),
+        ([1.0, float("nan")], [1.0, 2.0], False),
+        ([1.0, float("inf")], [1.0, float("inf")], True),
+        ([1.0, float("inf")], [1.0, -float("inf")], False),
+        ([1, 2], [1, 2], True),
+        ([1.0, 2.0], [1.0], False),
+    ],
+)
+def test_values_are_compared_with_nan_equal(first: list[float], second: list[float], expected: bool) -> None:
+    assert have_same_values(torch.tensor(first), torch.tensor(second)) is expected
+
+
+@pytest.mark.parametrize(
+    ("architecture", "key", "other"),
+    [
+        ("Qwen2_5_VLForConditionalGeneration", "tie_word_embeddings", "text_config.tie_word_embeddings"),
+        ("Pix2StructForConditionalGeneration", "text_config.tie_word_embeddings", "tie_word_embeddings"),
+    ],
+)
+def test_configuration_whose_parts_disagree_is_read_as_the_model_is(
+    architecture: str, key: str, other: str, tmp_path: Path
+) -> None:
+    """Their classes derive one key from the other when they are read."""
+    model = tied_model(architecture)
+    untie(model)
+    set_key(model, key, False)
+    before = model.config.to_dict()
+    model.save_pretrained(tmp_path)
+    assert {**model.config.to_dict(), "dtype": None, "architectures": None} == {
+        **before, "dtype": None, "architectures": None
+    }  # fmt: skip
+    loaded = type(model).from_pretrained(tmp_path)
+    assert declared_ties(loaded) == {}
+    assert_same(loaded.state_dict(), model.state_dict())
+    set_key(loaded, other, True)
+    assert declared_ties(loaded) == {}
+
+
+def test_parametrized_head_is_not_taken_for_the_embeddings() -> None:
+    model = tied_model("LlamaForCausalLM")
+    parametrize.register_parametrization(model.lm_head, "weight", nn.Identity())
+    assert tied_names(model) == {}
