@@ -52,45 +52,48 @@ def is_off(wrapper: Any) -> bool:
     return bool(wrapper.disable_adapters or not wrapper.active_adapters)
 
 
-def inner_of(module: Any) -> nn.Module | None:
+def inner_of(module: Any, *, peft: bool = True) -> nn.Module | None:
     """The module that a wrapper stands in place of; None if `module` is not a wrapper.
 
     Wrappers are those of `torch.compile`, activation checkpointing and offloading, DDP, FSDP1 and PEFT. For a module
     that PEFT trains as a copy (`modules_to_save`), the result is the copy that the forward uses.
+
+    Args:
+        module: Any module.
+        peft: Whether PEFT's modules count as wrappers.
     """
     inner: Any = None
-    if isinstance(module, peft_types()):
+    if peft and isinstance(module, peft_types()):
         if hasattr(module, "modules_to_save") and not is_off(module):
             inner = module.modules_to_save[module.active_adapters[0]]
         else:
             inner = module.get_base_layer() if hasattr(module, "get_base_layer") else module.original_module
-    elif hasattr(type(module), "get_base_model"):
+    elif peft and hasattr(type(module), "get_base_model"):
         inner = module.get_base_model()
     else:
         inner = next((module._modules[name] for kind, name in module_wrappers() if isinstance(module, kind)), None)
     return cast("nn.Module | None", inner)
 
 
-def innermost(module: Any) -> Any:
+def innermost(module: Any, *, peft: bool = True) -> Any:
     """The module inside all wrappers, or the module itself."""
-    while (inner := inner_of(module)) is not None:
+    while (inner := inner_of(module, peft=peft)) is not None:
         module = inner
     return module
 
 
-def own_modules(model: nn.Module, name: str = "", *, duplicates: bool = False) -> Iterator[tuple[str, nn.Module]]:
-    """Yield a model's modules, without wrappers, under the names that they have without wrappers.
+def own_modules(model: nn.Module, *, duplicates: bool = False) -> Iterator[tuple[str, nn.Module]]:
+    """Yield a model's modules, without torch's wrappers, under the names that they have without wrappers.
 
     Args:
         model: A module, which may be wrapped.
-        name: Its name, for the names inside.
         duplicates: Also yield a module again at every other place that it has.
     """
-    return _own_modules(model, name, None if duplicates else set())
+    return _own_modules(model, "", None if duplicates else set())
 
 
 def _own_modules(module: nn.Module, name: str, seen: set[int] | None) -> Iterator[tuple[str, nn.Module]]:
-    module = innermost(module)
+    module = innermost(module, peft=False)
     if seen is not None:
         if id(module) in seen:
             return
@@ -107,7 +110,7 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, torch
     This is the one table of names: every layout, file and export names a tensor as it is named here.
 
     Yields:
-        The name without wrappers, the module that has the tensor, its name there, and the tensor.
+        The name without torch's wrappers, the module that has the tensor, its name there, and the tensor.
     """
     for prefix, module in own_modules(model, duplicates=True):
         dot = f"{prefix}." if prefix else ""
@@ -116,22 +119,26 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, torch
                 yield f"{dot}{name}", module, name, tensor
 
 
-def without_wrappers(model: nn.Module) -> Any:
+def without_wrappers(model: nn.Module, *, peft: bool = False) -> Any:
     """A shallow copy of a model without wrappers: the same parameters, under the model's own names.
+
+    Args:
+        model: A model, which may be wrapped.
+        peft: Whether PEFT's modules go, too, and with them the adapters.
 
     Returns:
         `model` itself if it has no wrappers.
     """
-    has_wrappers = any(inner_of(module) is not None for module in model.modules())
-    return _without_wrappers(model, {}) if has_wrappers else model
+    has_wrappers = any(inner_of(module, peft=peft) is not None for module in model.modules())
+    return _without_wrappers(model, {}, peft) if has_wrappers else model
 
 
-def _without_wrappers(module: Any, seen: dict[int, nn.Module]) -> Any:
-    module = innermost(module)
+def _without_wrappers(module: Any, seen: dict[int, nn.Module], peft: bool) -> Any:
+    module = innermost(module, peft=peft)
     if id(module) not in seen:
         twin = seen[id(module)] = object.__new__(type(module))
         twin.__dict__.update(module.__dict__)
-        children = {name: child and _without_wrappers(child, seen) for name, child in module._modules.items()}
+        children = {name: child and _without_wrappers(child, seen, peft) for name, child in module._modules.items()}
         twin.__dict__["_modules"] = children
     return seen[id(module)]
 
@@ -143,7 +150,7 @@ def peft_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 def _peft_modules(module: nn.Module, name: str) -> Iterator[tuple[str, Any]]:
     types = peft_types()
-    while types and not isinstance(module, types) and (inner := inner_of(module)) is not None:
+    while (inner := inner_of(module, peft=False)) is not None:
         module = inner
     if isinstance(module, types):
         yield name, module

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, TypeGuard
 import torch
 from torch import nn
 
-from nrl_models.common.modules import is_at
+from nrl_models.common.modules import is_at, own_modules
 from nrl_models.common.projections.group import LinearGroup
 from nrl_models.common.upstream_torch import current_graph_task_id
 
@@ -26,7 +26,8 @@ class CombinedProjections(nn.Module):
 
     A group's linears that a module lacks are left out: absent or None (a configuration without `q_a_proj`, a layer that
     reuses another's keys), or wrapped in another module. With fewer than two left the group is not formed. Where a
-    configuration gives a bias to only some of them, the majority is combined, and the others stay as they are.
+    configuration gives a bias to only some of them, the majority is combined, and the others stay as they are. A linear
+    that is wrapped later (by PEFT, by a checkpoint wrapper) makes all linears of its group compute separately.
 
     Where a class is used for self-attention and for cross-attention, its linears read one input in the former and two
     in the latter. A group then has a place: a part of the dotted names of the modules it applies to (`crossattention`).
@@ -76,7 +77,7 @@ class CombinedProjections(nn.Module):
         running = [
             (group, run)
             for group in self._groups
-            if (group.always_answers or not decodes) and (run := group.begin()) is not None
+            if (group.always_answers or not decodes) and not group.wrapped(self) and (run := group.begin()) is not None
         ]
         if not running:
             return super().forward(*args, **kwargs)
@@ -127,7 +128,7 @@ def _is_step_of_decoding(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bo
 
 def groups_of(model: nn.Module) -> Iterator[tuple[str, str, LinearGroup]]:
     """Every group in a model: the name of its owner in the model, its own name there, and the group."""
-    for owner_name, owner in model.named_modules():
+    for owner_name, owner in own_modules(model):
         if isinstance(owner, CombinedProjections):
             for name, value in owner.__dict__.items():
                 if isinstance(value, LinearGroup):

@@ -4,10 +4,11 @@ The linears stay what they are: `nn.Linear`s with parameters of their own, under
 forward runs, the group answers their calls: the first call computes all of them, the others take their slice. It does
 so only where separate calls would give the same; else each linear computes itself, as it does at any other time.
 
-Obstacles are checked in three places:
+Obstacles are checked in four places:
 
 - `obstacle`: what keeps weights from being neighbours in memory. Checked when weights are put side by side, and by
   `report`.
+- `wrapped`: wrappers around linears, whose code would run between their calls.
 - `begin`: what cannot change during the owner's forward: types and hooks.
 - `Run.take`: what can: the place of the weights, the input and its version, each weight and its version, and modes that
   code around a single call may set.
@@ -195,10 +196,26 @@ class LinearGroup(nn.Module):
             return Obstacle(ObstacleKind.UNLIKE, "weights and biases differ in dtype")
         return None
 
-    def why_separate(self) -> Obstacle | None:
-        """Why the linears compute themselves at present; None if they run as one matmul."""
+    def wrapped(self, owner: nn.Module) -> list[str]:
+        """Return the names under which `owner` has something else than the group's linears, such as a wrapper of one.
+
+        A wrapper may change weights between the calls of the linears without a trace: PEFT unmerges adapters by
+        `weight.data -= delta` when the wrapped linear is called.
+        """
+        pairs = zip(self.names, self._references, strict=True)
+        return [name for name, linear in pairs if owner._modules.get(name) is not linear()]
+
+    def why_separate(self, owner: nn.Module | None = None) -> Obstacle | None:
+        """Why the linears compute themselves at present; None if they run as one matmul.
+
+        Args:
+            owner: The module whose forward calls the linears; None leaves out what stands between them.
+        """
         if obstacle := self.obstacle():
             return obstacle
+        if owner is not None and (wrapped := self.wrapped(owner)):
+            kinds = ", ".join(f"{name} (in a {type(owner._modules.get(name)).__name__})" for name in wrapped)
+            return Obstacle(ObstacleKind.WRAPPED, f"wrapped, so that other code runs between their calls: {kinds}")
         if not self._are_neighbours():
             message = "weights are not side by side in memory: they were moved or replaced (`join` puts them back)"
             return Obstacle(ObstacleKind.MOVED, message)

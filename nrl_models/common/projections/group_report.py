@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from nrl_models.common.modules import own_modules
 from nrl_models.common.projections.combined import CombinedProjections, groups_of
 from nrl_models.common.projections.obstacles import Obstacle
 
@@ -36,8 +37,9 @@ def report(model: nn.Module) -> list[GroupReport]:
     for module in model.modules():
         if isinstance(module, CombinedProjections) and module._join_when_run:
             module.join_projections()
+    modules = dict(own_modules(model))
     return [
-        GroupReport(f"{owner}.{name}" if owner else name, group.names, group.why_separate())
+        GroupReport(f"{owner}.{name}" if owner else name, group.names, group.why_separate(modules[owner]))
         for owner, name, group in groups_of(model)
     ]
 
@@ -58,7 +60,7 @@ def neighbouring_parameters(model: nn.Module) -> list[tuple[str, ...]]:
 
     For code that fills a model's parameters, and can lay them out so from the start.
     """
-    names = {id(module): name for name, module in model.named_modules()}
+    names = {id(module): name for name, module in own_modules(model)}
     result = []
     for _, _, group in groups_of(model):
         linears = group.linears.values()

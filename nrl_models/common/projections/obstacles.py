@@ -17,6 +17,7 @@ class ObstacleKind(Enum):
     MOVED = "weights are not side by side in memory"
     HOOK = "a linear has hooks"
     FORWARD = "a linear's forward was replaced"
+    WRAPPED = "a linear is inside another module"
     TRAINING = "only some of the linears are trained"
     UNCALLED = "some of the linears are not called"
 

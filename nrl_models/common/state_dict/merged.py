@@ -51,7 +51,7 @@ class MergedAdapter(StateDictAdapter):
 
     def __init__(self, model: nn.Module) -> None:
         inner = innermost(model)
-        super().__init__(without_wrappers(inner))
+        super().__init__(without_wrappers(inner, peft=True))
         outside = _outside(model, inner)
         problems = [Problem(ProblemKind.UNEXPECTED, name, "reaches no weight of the model") for name in outside]
         for name, wrapper in peft_modules(inner):
@@ -68,7 +68,10 @@ class MergedAdapter(StateDictAdapter):
 
     def retied(self, model: nn.Module) -> Self:
         """Return the same tables with what is tied in the merged model now."""
-        return self._with_ties(_merged_ties(model, tied_names(model))[0])
+        return self._with_ties(_merged_ties(model, tied_names(without_wrappers(model, peft=True)))[0])
+
+    def _own_tensors(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        return super()._own_tensors(without_wrappers(model, peft=True))
 
     def iter_export(
         self, model: nn.Module, max_bytes: int | None = None, *, layout: Layout = "hub"

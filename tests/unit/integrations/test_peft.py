@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 import transformers
@@ -190,12 +191,45 @@ def test_a_groups_name_is_no_target(llama_checkpoint: Path) -> None:
         get_peft_model(ours(llama_checkpoint), LoraConfig(target_modules=["qkv_proj"]))
 
 
+UNMERGED_LAZILY: dict[str, Callable[[], Any]] = {
+    "LoRA": random_lora,
+    "DoRA": lambda: random_lora(use_dora=True),
+    "LoHa": lambda: LoHaConfig(r=4, target_modules=TARGETS, init_weights=False),
+    "LoKr": lambda: peft.LoKrConfig(r=4, target_modules=TARGETS, init_weights=False),
+    "FourierFT": lambda: peft.FourierFTConfig(n_frequency=50, target_modules=TARGETS),
+    "SHiRA": lambda: peft.ShiraConfig(r=4, target_modules=TARGETS, init_weights=False),
+    "VeRA": lambda: peft.VeraConfig(r=4, target_modules=["q_proj"], init_weights=False),
+    "AdaLoRA": lambda: peft.AdaLoraConfig(target_modules=TARGETS, total_step=10),
+    "IA3": lambda: IA3Config(target_modules=["k_proj", "up_proj"], feedforward_modules=["up_proj"]),
+}
+
+
+@pytest.mark.parametrize("name", UNMERGED_LAZILY)
+def test_adapters_that_were_merged_can_be_disabled(name: str, llama_checkpoint: Path, input_ids: torch.Tensor) -> None:
+    """PEFT then unmerges each linear when it is called, which leaves the weights' versions alone."""
+    torch.manual_seed(0)
+    base = ours(llama_checkpoint)
+    expected = logits(base, input_ids)
+    model = get_peft_model(base, UNMERGED_LAZILY[name]())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter), alpha=0.3)
+    model.merge_adapter()
+    with model.disable_adapter():
+        first, second = logits(model, input_ids), logits(model, input_ids)
+    assert_close(first, expected)
+    assert_close(second, expected)
+    assert not torch.allclose(logits(model, input_ids), expected, atol=1e-2)
+
+
 def test_groups_that_peft_wraps_run_apart_and_merged_ones_together_again(
     adapter: Path, llama_checkpoint: Path, input_ids: torch.Tensor
 ) -> None:
     """A linear inside an adapter is called with other neighbours' calls between: each adapter computes itself."""
     model = PeftModel.from_pretrained(ours(llama_checkpoint), adapter)
     expected = logits(model, input_ids)
+    assert not any(group.joined for group in report(model))
     merged = model.merge_and_unload()
     assert all(group.joined for group in report(merged))
     assert_close(logits(merged, input_ids), expected)

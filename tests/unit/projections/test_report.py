@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.utils import parametrize, prune
 from toy_attention import HIDDEN, KV, PARTS, Attention, CombinedAttention, assert_same, combined_from, matmuls
 
@@ -51,6 +52,27 @@ def _replace(**linears: Callable[[], nn.Module]) -> Callable[[Attention], None]:
             setattr(module, name, make())
 
     return change
+
+
+class Doubling(nn.Module):
+    """Doubles the weights of other linears, without a trace, when its own is called."""
+
+    def __init__(self, linear: nn.Linear, others: list[nn.Linear]) -> None:
+        super().__init__()
+        self.linear, self.others = linear, tuple(others)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for other in self.others:
+            other.weight.data *= 2
+        return self.linear(x)
+
+
+def _wrapped(module: Attention) -> None:
+    module.q_proj = Doubling(module.q_proj, [module.k_proj, module.v_proj])
+
+
+def _checkpointed(module: Attention) -> None:
+    module.v_proj = checkpoint_wrapper(module.v_proj)
 
 
 def _share(module: Attention) -> None:
@@ -117,6 +139,8 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "shared": (_share, "linears share a parameter"),
     "bias removed": (_one_bias, "disagree in having a bias: q_proj True, k_proj True, v_proj False"),
     "transposed": (_transposed, "the weight of k_proj is not contiguous"),
+    "wrapped": (_wrapped, "wrapped, so that other code runs between their calls: q_proj (in a Doubling)"),
+    "checkpointed": (_checkpointed, "v_proj (in a CheckpointWrapper)"),
     "forward": (_replaced_forward, "the forward of v_proj was replaced"),
     "compiled": (_compiled, "the forward of q_proj was replaced"),
     "hook": (lambda module: module.q_proj.register_forward_hook(lambda *_: None), "q_proj has forward hooks"),
@@ -156,6 +180,7 @@ KINDS = {
     "pruned": ObstacleKind.PARAMETER,
     "shared": ObstacleKind.SHARED,
     "bias removed": ObstacleKind.UNLIKE,
+    "wrapped": ObstacleKind.WRAPPED,
     "forward": ObstacleKind.FORWARD,
     "hook": ObstacleKind.HOOK,
     "one frozen": ObstacleKind.TRAINING,
