@@ -25,6 +25,7 @@ from nrl_models.common.state_dict.to_checkpoint import to_checkpoint
 from nrl_models.common.upstream import record_as, require_peft
 from nrl_models.distributed import saving
 from nrl_models.loading import pretrained
+from nrl_models.loading.weights import accept_hub_names
 
 if TYPE_CHECKING:
     Upstream = PreTrainedModel  # every class made here is one
@@ -212,6 +213,15 @@ class FamilyModel(Upstream):
         """
         sharding = getattr(self, "sharding", None)
         return sharding.adapter.retied(self) if sharding is not None else adapter_of(self)
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], strict: bool, *rest: Any
+    ) -> None:
+        missing: list[str] = []
+        accept_hub_names(self, state_dict, prefix, missing)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *rest)
+        missing_keys: list[str] = rest[0]
+        missing_keys += [f"{prefix}{name}" for name in missing]
 
     def save_pretrained(  # type: ignore[override]
         self,

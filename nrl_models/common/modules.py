@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from nrl_models.common.upstream import mark_initialised
-from nrl_models.common.upstream_torch import ConvNd, module_wrappers
+from nrl_models.common.upstream_torch import ConvNd, module_wrappers, prefix_in_state_dict
 
 
 def class_name(model: nn.Module) -> str:
@@ -89,19 +89,22 @@ def own_modules(model: nn.Module, *, duplicates: bool = False) -> Iterator[tuple
         model: A module, which may be wrapped.
         duplicates: Also yield a module again at every other place that it has.
     """
-    return _own_modules(model, "", None if duplicates else set())
+    return ((name, module) for name, _, module in _own_modules(model, "", "", None if duplicates else set()))
 
 
-def _own_modules(module: nn.Module, name: str, seen: set[int] | None) -> Iterator[tuple[str, nn.Module]]:
-    module = innermost(module, peft=False)
+def _own_modules(module: Any, name: str, stored: str, seen: set[int] | None) -> Iterator[tuple[str, str, nn.Module]]:
+    """Yield each module's name, what its tensors' names begin with in `state_dict()`, and the module."""
+    while (inner := inner_of(module, peft=False)) is not None:
+        stored += prefix_in_state_dict(module)
+        module = inner
     if seen is not None:
         if id(module) in seen:
             return
         seen.add(id(module))
-    yield name, module
+    yield name, stored, module
     for own, child in module._modules.items():
         if child is not None:
-            yield from _own_modules(child, f"{name}.{own}" if name else own, seen)
+            yield from _own_modules(child, f"{name}.{own}" if name else own, f"{stored}{own}.", seen)
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, torch.Tensor]]:
@@ -114,9 +117,23 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, torch
     """
     for prefix, module in own_modules(model, duplicates=True):
         dot = f"{prefix}." if prefix else ""
-        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-            if tensor is not None and name not in module._non_persistent_buffers_set:
-                yield f"{dot}{name}", module, name, tensor
+        for name, tensor in _tensors_of(module):
+            yield f"{dot}{name}", module, name, tensor
+
+
+def _tensors_of(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+        if tensor is not None and name not in module._non_persistent_buffers_set:
+            yield name, tensor
+
+
+def names_in_state_dict(model: nn.Module) -> dict[str, str]:
+    """Return for each own name of a tensor its name in `model.state_dict()`, which differs in compiled modules."""
+    return {
+        f"{prefix}.{name}" if prefix else name: f"{stored}{name}"
+        for prefix, stored, module in _own_modules(model, "", "", None)
+        for name, _ in _tensors_of(module)
+    }
 
 
 def without_wrappers(model: nn.Module, *, peft: bool = False) -> Any:

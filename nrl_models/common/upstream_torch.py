@@ -45,6 +45,7 @@ __all__ = [
     "is_any_autocast_enabled",
     "local_scalar_dense",
     "module_wrappers",
+    "prefix_in_state_dict",
     "saved_tensors_hooks",
     "storage_use_count",
     "tracing_state",
@@ -103,6 +104,7 @@ _WRAPPERS = (
     PrivateAttribute("torch.nn.parallel.distributed", "DistributedDataParallel", "module"),
     PrivateAttribute("torch.nn.parallel.data_parallel", "DataParallel", "module"),
 )
+_HIDDEN = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
 
 def module_wrappers() -> tuple[tuple[type[nn.Module], str], ...]:
@@ -114,3 +116,9 @@ def module_wrappers() -> tuple[tuple[type[nn.Module], str], ...]:
         (getattr(sys.modules.get(wrapper.module), wrapper.class_name, None), wrapper.name) for wrapper in _WRAPPERS
     )
     return tuple((kind, name) for kind, name in found if kind is not None)
+
+
+def prefix_in_state_dict(wrapper: nn.Module) -> str:
+    """Return what a wrapper adds to names in `state_dict()`: nothing, where it takes its own name out again."""
+    name = next(name for kind, name in module_wrappers() if isinstance(wrapper, kind))
+    return "" if name in _HIDDEN else f"{name}."

@@ -14,19 +14,30 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from nrl_models.common.checkpoint.files import CheckpointFiles, StoredTensor
-from nrl_models.common.modules import install, move_buffers, owner_of, share_copies
+from nrl_models.common.modules import (
+    install,
+    move_buffers,
+    names_in_state_dict,
+    owner_of,
+    share_copies,
+    without_wrappers,
+)
 from nrl_models.common.projections import Buffer, join, neighbouring_parameters
-from nrl_models.common.state_dict.kept_tensors import keep, kept_from
-from nrl_models.common.state_dict.layouts import note_published_names
+from nrl_models.common.state_dict.kept_tensors import KeptTensor, keep, kept_by, kept_from
+from nrl_models.common.state_dict.layouts import TensorSpec, note_published_names
+from nrl_models.common.state_dict.matching import match
 from nrl_models.common.state_dict.mtp import MTP
+from nrl_models.common.state_dict.ties import have_same_values
 from nrl_models.common.switches import is_off
 from nrl_models.common.upstream import mark_initialised, set_loaded_conversions
 from nrl_models.common.views.view import HFTensor
-from nrl_models.loading.fit import Fit, fit_checkpoint
+from nrl_models.errors import Problem, ProblemKind, StateDictError, listed
+from nrl_models.loading.fit import CheckpointNames, Fit, fit_checkpoint
 
 logger = logging.get_logger(__name__)
 
@@ -208,3 +219,85 @@ def require_written(model: PreTrainedModel) -> None:
     unwritten = [name for name, tensor in model.state_dict(keep_vars=True).items() if tensor.device.type == "meta"]
     if unwritten:  # cannot happen: `match` has accounted for every tensor
         raise AssertionError(f"not written: {', '.join(unwritten)}")
+
+
+# A state dict, given to `load_state_dict`
+
+
+def accept_hub_names(model: Any, state_dict: dict[str, Any], prefix: str, missing: list[str]) -> None:
+    """Replace tensors under the hub's names, in a state dict that is about to be loaded, by the model's own.
+
+    Names are read as in the files of a checkpoint. A dict of own names alone stays as it is, and so do names of nothing
+    in the model, which torch then reports.
+
+    Args:
+        model: A model of this library.
+        state_dict: What torch loads; changed in place.
+        prefix: What the names of the model's tensors begin with.
+        missing: Gets the names of what is not there of tensors of which other parts are given. A shard of a checkpoint
+            may have some experts of a stack; the others then keep their values.
+
+    Raises:
+        StateDictError: Tensors that are given twice, or in another shape or dtype, or that are tied and differ.
+        ShardingError: Tensors would have to be joined from shards.
+    """
+    stored_names = names_in_state_dict(model)
+    own_names = {stored: name for name, stored in stored_names.items()}
+    inside = {key: key.removeprefix(prefix) for key in state_dict if key.startswith(prefix)}
+    if own_names.keys() >= set(inside.values()):
+        return
+    given = {own_names.get(inner, inner): state_dict[key] for key, inner in inside.items()}
+    given = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
+    kept = kept_by(model)
+    for name in given.keys() & kept.keys():
+        value = given[name].to(kept[name].spec.dtype)
+        keep(model, {name: KeptTensor(kept[name].spec, (value,), is_mtp=kept[name].is_mtp)})
+    loaded = {name: value for name, value in given.items() if name not in kept}
+    if not stored_names.keys() >= loaded.keys():
+        loaded = _as_own_tensors(model, loaded, missing)
+    for key, inner in inside.items():
+        if own_names.get(inner, inner) in given:
+            del state_dict[key]
+    state_dict.update({f"{prefix}{stored_names.get(name, name)}": value for name, value in loaded.items()})
+
+
+def _as_own_tensors(model: Any, given: Mapping[str, torch.Tensor], missing: list[str]) -> dict[str, torch.Tensor]:
+    """Return a model's own tensors from tensors under names of checkpoints, and those that it lacks as they are."""
+    adapter, plain = model.state_dict_adapter, without_wrappers(model)
+    find = CheckpointNames(plain, adapter, given).found
+    if all(find[key] is None for key in given if key not in adapter.own):
+        return dict(given)
+    found = match(
+        {key: TensorSpec(tuple(tensor.shape), tensor.dtype) for key, tensor in given.items()},
+        find.get,
+        adapter.own,
+        adapter.absent,
+        adapter.tied,
+        may_miss=lambda name: True,
+        why_unexpected=lambda key: None,
+    )
+    problems = [problem for problem in found.problems if problem.kind is not ProblemKind.PARTIAL]
+    if problems:
+        raise StateDictError("state dict does not fit the model", problems)
+    result = {key: tensor for key, tensor in given.items() if find[key] is None}
+    own, is_sharded = plain.state_dict(), getattr(model, "sharding", None) is not None
+    for name, sources in found.sources.items():
+        if name not in own:
+            continue  # another stage's
+        if lacking := adapter.absent(name, [target for _, target in sources]):
+            if isinstance(own[name], DTensor):
+                detail = f"is sharded, and {listed(lacking, limit=8)} is not given"
+                raise StateDictError("state dict does not fit the model", [Problem(ProblemKind.PARTIAL, name, detail)])
+            missing += lacking
+            result[name] = own[name].clone()
+            for key, target in sources:
+                target.write_into(name, result[name], given[key])
+        else:
+            result[name] = adapter.assemble(name, sources, given)
+            if is_sharded:  # whose tensors may be ordered by rank; given are whole ones in transformers' order
+                result |= adapter.to_hf({name: result[name]}, layout="transformers")
+    for name, kept in adapter.tied.items():
+        if name in found.sources and kept in found.sources and not have_same_values(result[name], result[kept]):
+            detail = f"differs from {kept}, but the configuration ties them"
+            raise StateDictError("state dict does not fit the model", [Problem(ProblemKind.TIED, name, detail)])
+    return result | {name: result[kept] for name, kept in found.copies.items() if kept in result}

@@ -101,7 +101,7 @@ class StateDictAdapter(LayoutTables):
         if found.problems:
             raise StateDictError("state dict does not fit the model", found.problems)
         result = {
-            name: self._assemble(name, found.sources[name], state_dict) for name in self.own if name in found.sources
+            name: self.assemble(name, found.sources[name], state_dict) for name in self.own if name in found.sources
         }
         return result | {name: result[kept] for name, kept in found.copies.items()}
 
@@ -326,7 +326,7 @@ class StateDictAdapter(LayoutTables):
         """What is exported of the model's own tensors: they themselves."""
         return own
 
-    def _assemble(
+    def assemble(
         self, name: str, sources: list[tuple[str, HFTensor]], state_dict: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
         """An own tensor from the given tensors in it: the same object if it is given whole, else a new tensor."""

@@ -216,6 +216,24 @@ def test_the_best_model_is_loaded_at_the_end(llama_checkpoint: Path, tmp_path: P
     assert not torch.equal(expected["lm_head.weight"], stored(runs[1].checkpoint(STEPS))["lm_head.weight"])
 
 
+@pytest.mark.parametrize("max_shard_size", ["5GB", "2MB"])
+def test_a_resumed_mixture_goes_on_from_the_experts_it_saved(
+    max_shard_size: str, mixtral_checkpoint: Path, tmp_path: Path
+) -> None:
+    """Its files name experts one by one, as the hub does; in memory they are stacks."""
+    base = transformers.AutoConfig.from_pretrained(mixtral_checkpoint)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(base).save_pretrained(tmp_path / "checkpoint-0", max_shard_size=max_shard_size)
+    transformers.TrainerState(max_steps=1, train_batch_size=2).save_to_json(
+        tmp_path / "checkpoint-0" / "trainer_state.json"
+    )
+    resumed = run(
+        ours(mixtral_checkpoint), tmp_path / "out", tmp_path / "checkpoint-0", max_steps=1, learning_rate=0.0,
+        save_strategy="no",
+    )  # fmt: skip
+    assert_same(hf_tensors(resumed.trainer.model), hf_tensors(ours(tmp_path / "checkpoint-0")))
+
+
 # Between the libraries
 
 

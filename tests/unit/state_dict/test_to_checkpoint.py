@@ -80,13 +80,64 @@ def test_what_is_said_of_other_state_dicts(
     assert_same(models[1].state_dict(), models[0].state_dict())
 
 
-def test_hub_names_are_the_adapters_to_translate(mixtral: PreTrainedModel, mixtral_checkpoint: Path) -> None:
-    model = AutoModelForCausalLM.from_config(mixtral.config)
+def test_hub_names_load(mixtral: PreTrainedModel, mixtral_checkpoint: Path) -> None:
+    """As Trainer and accelerate load a checkpoint's file, also into a model that is wrapped."""
     tensors = stored(mixtral_checkpoint)
-    experts = {name for name in tensors if ".experts." in name}
-    assert experts <= set(model.load_state_dict(tensors, strict=False).unexpected_keys)
-    assert not any(model.load_state_dict(model.state_dict_adapter.from_hf(tensors)))
+    assert not tensors.keys() <= mixtral.state_dict().keys()
+    for strict in (True, False):
+        model = AutoModelForCausalLM.from_config(mixtral.config)
+        parameters = {name: id(parameter) for name, parameter in model.named_parameters()}
+        assert not any(model.load_state_dict(tensors, strict=strict))
+        assert_same(model.state_dict(), mixtral.state_dict())
+        assert {name: id(parameter) for name, parameter in model.named_parameters()} == parameters
+    model = AutoModelForCausalLM.from_config(mixtral.config)
+    nn.ModuleDict({"a": model}).load_state_dict({f"a.{name}": tensor for name, tensor in tensors.items()}, assign=True)
     assert_same(model.state_dict(), mixtral.state_dict())
+
+
+EXPERT = "model.layers.0.block_sparse_moe.experts.1.w1.weight"
+
+
+def test_parts_under_hub_names_leave_the_others_as_they_are(mixtral: PreTrainedModel, mixtral_checkpoint: Path) -> None:
+    """Each shard of a checkpoint is loaded by itself, and an expert may be in another than its stack's others."""
+    tensors = stored(mixtral_checkpoint)
+    model = AutoModelForCausalLM.from_config(mixtral.config)
+    before = {name: tensor.clone() for name, tensor in model.state_dict_adapter.to_hf(model.state_dict()).items()}
+    given = {EXPERT: tensors[EXPERT], "model.norm.weight": tensors["model.norm.weight"]}
+    result = model.load_state_dict(given, strict=False)
+    assert not result.unexpected_keys
+    assert {EXPERT.replace("experts.1", "experts.0"), "lm_head.weight"} <= set(result.missing_keys)
+    assert EXPERT not in result.missing_keys
+    assert_same(model.state_dict_adapter.to_hf(model.state_dict()), before | given)
+    with pytest.raises(RuntimeError, match=r"Missing key\(s\).*experts\.0\.w1"):
+        model.load_state_dict(given)
+
+
+@pytest.mark.parametrize(
+    ("edit", "problem"),
+    [
+        (lambda tensors: tensors.update({EXPERT: tensors[EXPERT].t()}), ("shape", EXPERT)),
+        (lambda tensors: tensors.update({EXPERT: tensors[EXPERT].to(torch.int8)}), ("dtype", None)),
+        (lambda tensors: tensors.update({"model.layers.0.mlp.experts.gate_up_proj": torch.zeros(4, 768, 256)}), None),
+    ],
+    ids=["shape", "dtype", "given twice"],
+)
+def test_hub_tensors_that_do_not_fit_are_refused_before_anything_changes(
+    edit: Callable[[Tensors], object],
+    problem: tuple[str, str | None] | None,
+    mixtral: PreTrainedModel,
+    mixtral_checkpoint: Path,
+) -> None:
+    tensors = stored(mixtral_checkpoint)
+    edit(tensors)
+    model = AutoModelForCausalLM.from_config(mixtral.config)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(StateDictError, match="does not fit the model") as caught:
+        model.load_state_dict(tensors, strict=False)
+    ((kind, subject),) = problems(caught.value)
+    assert kind == ("duplicated" if problem is None else problem[0])
+    assert problem is None or problem[1] in (None, subject)
+    assert_same(model.state_dict(), before)
 
 
 def test_two_models_side_by_side(llama: PreTrainedModel, mixtral: PreTrainedModel) -> None:
