@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
-from typing import Any
+from typing import Any, cast
 
 import torch
 from packaging.requirements import Requirement
@@ -13,6 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
+from nrl_models.common.modules import innermost, named_tensors, own_name, without_wrappers
 from nrl_models.common.state_dict.adapter import StateDictAdapter
 from nrl_models.common.state_dict.layouts import note_published_names, published_names
 from nrl_models.common.state_dict.ties import tied_names
@@ -20,9 +20,6 @@ from nrl_models.common.upstream import loaded_conversions, set_loaded_conversion
 from nrl_models.errors import TrainerError, UnknownArgumentError
 from nrl_models.loading.skeleton import build_skeleton
 from nrl_models.registry import unmet
-
-WRAPPERS = re.compile(r"_fsdp_wrapped_module\.|_checkpoint_wrapped_module\.|_orig_mod\.|\bbase_layer\.")
-"""What wrappers put into names."""
 
 
 def check_trainer(requirement: str) -> None:
@@ -76,10 +73,10 @@ class HubStream:
         Raises:
             StateDictError: a name or shape that is not the model's.
         """
-        named = ((WRAPPERS.sub("", name), buffer) for name, buffer in unwrapped(model).named_buffers())
-        persistent = ((name, buffer) for name, buffer in named if name in self.adapter.own)
-        tied = tied_names(model)
-        for name, tensor in self.adapter.iter_to_hf(self._once(chain(tensors, persistent), tied)):
+        named = ((name, tensor) for name, _, _, tensor in named_tensors(without_wrappers(unwrapped(model), peft=True)))
+        buffers = ((name, tensor) for name, tensor in named if not isinstance(tensor, nn.Parameter))
+        tied = tied_names(without_wrappers(unwrapped(model), peft=True))
+        for name, tensor in self.adapter.iter_to_hf(self._once(chain(tensors, buffers), tied)):
             yield name, tensor.contiguous()
 
     @staticmethod
@@ -89,7 +86,7 @@ class HubStream:
         """The same, with each tensor that is tied now once, under the name that is saved."""
         seen = set()
         for name, tensor in tensors:
-            kept = tied.get(name, name)
+            kept = tied.get(own_name(name), own_name(name))
             if kept not in seen:
                 seen.add(kept)
                 yield kept, tensor
@@ -101,14 +98,9 @@ def unwrapped(model: nn.Module) -> PreTrainedModel:
     Raises:
         UnknownArgumentError: there is none.
     """
-    inner: Any = model
-    while not isinstance(inner, PreTrainedModel):
-        around = inner
-        if hasattr(inner, "get_base_model"):
-            inner = inner.get_base_model()
-        for attribute in ("module", "_fsdp_wrapped_module", "_orig_mod"):
-            if inner is around:
-                inner = getattr(inner, attribute, inner)
-        if inner is around:
+    inner: Any = innermost(model)
+    while not isinstance(inner, PreTrainedModel):  # DeepSpeed's engine, torch's averaged model
+        if not isinstance(inner := getattr(inner, "module", None), nn.Module):
             raise UnknownArgumentError(f"{type(model).__name__} has no transformers model inside")
-    return inner
+        inner = innermost(inner)
+    return cast(PreTrainedModel, inner)

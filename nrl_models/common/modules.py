@@ -12,7 +12,14 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from nrl_models.common.upstream import mark_initialised
-from nrl_models.common.upstream_torch import ConvNd, module_wrappers, prefix_in_state_dict
+from nrl_models.common.upstream_torch import (
+    FLATTENED,
+    FSDP1_NAME,
+    WRAPPED_NAMES,
+    ConvNd,
+    module_wrappers,
+    prefix_in_state_dict,
+)
 
 
 def class_name(model: nn.Module) -> str:
@@ -127,6 +134,20 @@ def _tensors_of(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             yield name, tensor
 
 
+def own_parameters(model: nn.Module, *, duplicates: bool = False) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield a model's parameters by their own names, tied ones once.
+
+    Args:
+        model: A module, which may be wrapped.
+        duplicates: Also yield tied parameters under their other names.
+    """
+    seen: set[int] = set()
+    for name, _, _, tensor in named_tensors(model):
+        if isinstance(tensor, nn.Parameter) and (duplicates or id(tensor) not in seen):
+            seen.add(id(tensor))
+            yield name, tensor
+
+
 def names_in_state_dict(model: nn.Module) -> dict[str, str]:
     """Return for each own name of a tensor its name in `model.state_dict()`, which differs in compiled modules."""
     return {
@@ -134,6 +155,23 @@ def names_in_state_dict(model: nn.Module) -> dict[str, str]:
         for prefix, stored, module in _own_modules(model, "", "", None)
         for name, _ in _tensors_of(module)
     }
+
+
+def own_name(name: str) -> str:
+    """Return a tensor's own name from one that has what torch's wrappers add to names (`_orig_mod`)."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPED_NAMES)
+
+
+def is_flattened(model: nn.Module) -> bool:
+    """Return True if FSDP1 has flattened parameters of a model, which then have other names or shapes."""
+    return any(getattr(parameter, FLATTENED, False) for parameter in model.parameters())
+
+
+def is_inside_fsdp1(model: nn.Module) -> bool:
+    """Return True if FSDP1 has flattened parameters of a model, and gathers them in a module around it."""
+    kinds = tuple(kind for kind, name in module_wrappers() if name == FSDP1_NAME)
+    gathered = {id(part) for module in model.modules() if isinstance(module, kinds) for part in module.parameters()}
+    return any(getattr(part, FLATTENED, False) and id(part) not in gathered for part in model.parameters())
 
 
 def without_wrappers(model: nn.Module, *, peft: bool = False) -> Any:
@@ -155,8 +193,10 @@ def _without_wrappers(module: Any, seen: dict[int, nn.Module], peft: bool) -> An
     if id(module) not in seen:
         twin = seen[id(module)] = object.__new__(type(module))
         twin.__dict__.update(module.__dict__)
-        children = {name: child and _without_wrappers(child, seen, peft) for name, child in module._modules.items()}
-        twin.__dict__["_modules"] = children
+        twin.__dict__["_modules"] = {
+            name: None if child is None else _without_wrappers(child, seen, peft)
+            for name, child in module._modules.items()
+        }
     return seen[id(module)]
 
 

@@ -30,7 +30,10 @@ from torch.utils._python_dispatch import _disable_current_modes as disable_curre
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 __all__ = [
+    "FLATTENED",
+    "FSDP1_NAME",
     "PRIVATE_ATTRIBUTES",
+    "WRAPPED_NAMES",
     "ConvNd",
     "DeviceContext",
     "DisableTorchFunction",
@@ -104,7 +107,14 @@ _WRAPPERS = (
     PrivateAttribute("torch.nn.parallel.distributed", "DistributedDataParallel", "module"),
     PrivateAttribute("torch.nn.parallel.data_parallel", "DataParallel", "module"),
 )
-_HIDDEN = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+WRAPPED_NAMES = frozenset(wrapper.name for wrapper in _WRAPPERS if wrapper.name.startswith("_"))
+"""Under these names wrappers have the module inside. Modules of models have no such names."""
+
+FLATTENED = "_fsdp_flattened"
+"""FSDP1 marks the parameters that it flattens, and the flat ones, by this attribute."""
+
+FSDP1_NAME = "_fsdp_wrapped_module"
+_HIDDEN = ("_checkpoint_wrapped_module", FSDP1_NAME)
 
 
 def module_wrappers() -> tuple[tuple[type[nn.Module], str], ...]:

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
+from nrl_models.common.modules import own_parameters
 from nrl_models.distributed.block_files import Held, StoredTensor
 from nrl_models.distributed.manifest import Group, OptimizerFacts, States
 from nrl_models.distributed.mesh import gather_over, has_stages
@@ -183,7 +184,7 @@ def _parameters(model: nn.Module, optimizer: Optimizer) -> dict[str, nn.Paramete
     Raises:
         CheckpointError: a parameter that is not the model's.
     """
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    names = {id(parameter): name for name, parameter in own_parameters(model)}
     given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if foreign := sum(id(parameter) not in names for parameter in given):
         detail = f"{foreign} of its {len(given)} parameters are not the model's: make it after the model is sharded"

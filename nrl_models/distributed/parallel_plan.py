@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
-from nrl_models.common.modules import class_name
+from nrl_models.common.modules import class_name, own_modules, own_parameters
 from nrl_models.distributed.mesh import check_mesh, describe, has_stages, size_of
 from nrl_models.distributed.pipeline.schedules import Schedule, schedule_problems
 from nrl_models.distributed.tensor.styles import (
@@ -117,7 +117,7 @@ def plan_for(model: PreTrainedModel, mesh: DeviceMesh, plan: Plan | ParallelPlan
 
 def _adapter_problems(model: PreTrainedModel, dimension: str) -> Iterator[Problem]:
     """LoRA adapters, which a dimension of the mesh does not divide."""
-    if lora := [name for name, module in model.named_modules() if hasattr(module, "lora_A")]:
+    if lora := [name for name, module in own_modules(model) if hasattr(module, "lora_A")]:
         detail = f"and {len(lora) - 1} more have LoRA adapters, which {dimension} does not divide"
         yield Problem(ProblemKind.PLAN, lora[0], detail, advice="use fsdp alone for LoRA")
 
@@ -145,7 +145,7 @@ def declared_tensor_plan(model: PreTrainedModel) -> dict[str, str]:
     that do not divide the vocabulary, both stay whole.
     """
     plan = dict(getattr(model, "_tp_plan", None) or {}) | dict(getattr(model, "tensor_parallel", {}))
-    names = {module: name for name, module in model.named_modules()}
+    names = {module: name for name, module in own_modules(model)}
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if isinstance(embedding, nn.Embedding):
         plan[names[embedding]] = DIVIDED_EMBEDDING.name
@@ -205,7 +205,7 @@ def experts_over(model: nn.Module, mesh: DeviceMesh, plan: ParallelPlan) -> str 
     if size_of(mesh, "ep") > 1:
         return "ep"
     ranks, tensor = size_of(mesh, "tp"), _matches(model, plan.tensor)
-    parameters = dict(model.named_parameters(remove_duplicate=False))
+    parameters = dict(own_parameters(model, duplicates=True))
     fits = all(name not in tensor and parameters[name].shape[0] % ranks == 0 for name in divided)
     fits &= not any(_without_rule(model, name, styles) for name in _stacks(styles))
     return "tp" if ranks > 1 and fits else None
@@ -226,7 +226,7 @@ def _pattern(name: str) -> re.Pattern[str]:
 
 def _names(model: nn.Module) -> list[str]:
     """The names of a model's modules, then of its parameters."""
-    return [name for name, _ in (*model.named_modules(), *model.named_parameters(remove_duplicate=False))]
+    return [name for name, _ in (*own_modules(model), *own_parameters(model, duplicates=True))]
 
 
 def _merged_over_layers(problems: list[Problem]) -> list[Problem]:
@@ -272,7 +272,7 @@ def _tensor_problems(model: PreTrainedModel, mesh: DeviceMesh, plan: ParallelPla
     if ranks == 1:
         return []
     styles = tensor_styles(model, plan)
-    modules = dict(model.named_modules())
+    modules = dict(own_modules(model))
     inside = {name for name in styles if not (name in modules and is_vocabulary(model, modules[name]))}
     if not any(styles[name].divides_linears for name in inside):
         why = "has no tensor-parallel plan, neither transformers' nor its family's"
@@ -358,7 +358,7 @@ def _expert_problems(model: PreTrainedModel, mesh: DeviceMesh, plan: ParallelPla
     if ranks == 1:
         return []
     styles = expert_styles(model, plan)
-    modules = dict(model.named_modules())
+    modules = dict(own_modules(model))
     stacks = _stacks(styles)
     if not stacks:
         why = "has no experts that an expert-parallel plan divides"

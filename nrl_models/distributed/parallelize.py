@@ -13,6 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers import PreTrainedModel
 
+from nrl_models.common.modules import own_modules
 from nrl_models.common.projections import groups_of
 from nrl_models.common.upstream import is_initialised, mark_initialised
 from nrl_models.distributed.mesh import agreed, check_mesh, describe, has_stages, rank_in, size_of
@@ -158,7 +159,7 @@ class _ModelDivision:
         self.model, self.mesh, self.inner = model, mesh, inner
         self.tensor = tensor_styles(whole, plan) if size_of(mesh, "tp") > 1 else {}
         if self.tensor and not vocabulary_is_divided(whole, mesh):
-            for name in [name for name, module in whole.named_modules() if is_vocabulary(whole, module)]:
+            for name in [name for name, module in own_modules(whole) if is_vocabulary(whole, module)]:
                 self.tensor.pop(name, None)
         self.experts_over = experts_over(whole, mesh, plan)
         self.expert = expert_styles(whole, plan) if self.experts_over else {}
@@ -167,7 +168,7 @@ class _ModelDivision:
         self.done: dict[int, nn.Parameter] = {}  # by the identity of what they replace: tied parameters stay one
 
     def apply(self) -> None:
-        modules = {name: module for name, module in self.model.named_modules() if not isinstance(module, StandIn)}
+        modules = {name: module for name, module in own_modules(self.model) if not isinstance(module, StandIn)}
         for name, module in modules.items():
             self._divide_module(name, module)
         for module in modules.values():

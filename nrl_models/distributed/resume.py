@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from nrl_models.common.checkpoint.durable import sync
 from nrl_models.common.checkpoint.local_path import CONFIG_NAME
 from nrl_models.common.checkpoint.locks import locked
-from nrl_models.common.state_dict.adapter import StateDictAdapter
+from nrl_models.common.state_dict.adapter import StateDictAdapter, own_state_dict
 from nrl_models.common.state_dict.blocks import Block
 from nrl_models.common.state_dict.kept_tensors import KeptTensor, keep, keeps_unused, kept_by
 from nrl_models.common.state_dict.layouts import TensorSpec
@@ -150,7 +150,7 @@ def load_checkpoint(folder: str | Path, model: PreTrainedModel, optimizer: Optim
             summary = f"{version} is a checkpoint of another model or optimiser"
             raise CheckpointError(summary, problems, replaced(version))
     with agreed(mesh, what):
-        own = model.state_dict()
+        own = own_state_dict(model)
         for name, tensor in adapter.exported("hub").items():
             weights[name].fill(Held(name, tensor, own).blocks)
         if optimizer is not None and manifest.optimizer is not None:

@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from nrl_models.common.modules import without_wrappers
-from nrl_models.common.state_dict.adapter import StateDictAdapter
+from nrl_models.common.modules import names_in_state_dict
+from nrl_models.common.state_dict.adapter import StateDictAdapter, own_state_dict
 from nrl_models.common.state_dict.layouts import TensorSpec
 from nrl_models.common.views.view import HFTensor
 from nrl_models.distributed.mesh import gather_over, rank_in, size_of
@@ -79,7 +79,7 @@ class Sharding:
         if self.stages is None:
             return
         holders: dict[str, int] = {}
-        for rank, names in enumerate(gather_over(self.mesh["pp"], list(model.state_dict()))):
+        for rank, names in enumerate(gather_over(self.mesh["pp"], list(own_state_dict(model)))):
             for name in names:
                 holders.setdefault(name, rank)
         if lost := [name for name in self.adapter.own if name not in holders]:
@@ -98,11 +98,11 @@ class Sharding:
 
     def written(self, model: nn.Module) -> dict[str, torch.Tensor]:
         """The model's own tensors, without those that an earlier rank of `pp` holds, too."""
-        return {name: tensor for name, tensor in model.state_dict().items() if self.is_first_holder(name)}
+        return {name: tensor for name, tensor in own_state_dict(model).items() if self.is_first_holder(name)}
 
     def hf_views(self, model: nn.Module, exported: Mapping[str, HFTensor]) -> dict[str, torch.Tensor]:
         """Live Hugging Face tensors as DTensors, see `StateDictAdapter.hf_views`."""
-        own = without_wrappers(model).state_dict()
+        own = own_state_dict(model)
         # No placement describes a region of a parameter, or a parameter that is packed over ranks.
         return {
             name: own[tensor.view.parameter]
@@ -137,16 +137,17 @@ def _fill_shards(model: nn.Module, state_dict: dict[str, Any], prefix: str, *_: 
     Nothing is communicated. What does not fit stays as it is, and torch reports it.
     """
     sharding = sharding_of(model)
-    own = model.state_dict()
+    own, stored_names = own_state_dict(model), names_in_state_dict(model)
     for name, target in sharding.adapter.transformers.items():
         if name not in own:  # another stage's
             state_dict.pop(prefix + name, None)
             continue
-        value, whole = state_dict.get(prefix + name), own[name]
+        key = prefix + stored_names[name]
+        value, whole = state_dict.get(key), own[name]
         if not isinstance(whole, DTensor) or not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
             continue
         if value.shape == whole.shape:
             shard = torch.empty_like(whole, dtype=value.dtype)
             for block in blocks_of(target, {name: shard}):
                 block.take_from(value)
-            state_dict[prefix + name] = shard
+            state_dict[key] = shard

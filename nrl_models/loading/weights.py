@@ -21,6 +21,7 @@ from transformers.utils import logging
 from nrl_models.common.checkpoint.files import CheckpointFiles, StoredTensor
 from nrl_models.common.modules import (
     install,
+    is_flattened,
     move_buffers,
     names_in_state_dict,
     owner_of,
@@ -241,6 +242,8 @@ def accept_hub_names(model: Any, state_dict: dict[str, Any], prefix: str, missin
         StateDictError: Tensors that are given twice, or in another shape or dtype, or that are tied and differ.
         ShardingError: Tensors would have to be joined from shards.
     """
+    if is_flattened(model):
+        return  # FSDP1 takes own names alone
     stored_names = names_in_state_dict(model)
     own_names = {stored: name for name, stored in stored_names.items()}
     inside = {key: key.removeprefix(prefix) for key in state_dict if key.startswith(prefix)}

@@ -16,19 +16,27 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from nrl_models.common.modules import innermost, peft_modules, without_wrappers
+from nrl_models.common.modules import (
+    innermost,
+    is_flattened,
+    is_inside_fsdp1,
+    own_name,
+    peft_modules,
+    without_wrappers,
+)
 from nrl_models.common.state_dict import layouts
 from nrl_models.common.state_dict.blocks import check_reads, check_writes
 from nrl_models.common.state_dict.buckets import buckets
-from nrl_models.common.state_dict.kept_tensors import KeptTensor, kept_by
+from nrl_models.common.state_dict.kept_tensors import KeptTensor, keep, kept_by
 from nrl_models.common.state_dict.layouts import TensorSpec
 from nrl_models.common.state_dict.matching import match
 from nrl_models.common.state_dict.tables import Layout, LayoutTables
 from nrl_models.common.state_dict.ties import tied_names
 from nrl_models.common.state_dict.trainer_options import check_mesh, check_options
-from nrl_models.common.upstream import loaded_conversions
+from nrl_models.common.upstream import loaded_conversions, set_loaded_conversions
 from nrl_models.common.views.view import HFTensor, place_of
 from nrl_models.errors import Problem, ProblemKind, StateDictError
 
@@ -133,7 +141,8 @@ class StateDictAdapter(LayoutTables):
         """
         check_options(quantization, options)
         excluded = re.compile(exclude_key_regex or r"(?!)")
-        own = {name: tensor for name, tensor in state_dict.items() if name in self.own or not excluded.match(name)}
+        named = {own_name(name): tensor for name, tensor in state_dict.items()}
+        own = {name: tensor for name, tensor in named.items() if name in self.own or not excluded.match(name)}
         self.check_own(own)
         return read_all({name: tensor for name, tensor in self.layout(layout).items() if not excluded.match(name)}, own)
 
@@ -165,7 +174,7 @@ class StateDictAdapter(LayoutTables):
                 separate parameters of this model); convert them together with `to_hf` or `iter_to_hf`.
         """
         check_options(quantization, options)
-        excluded = re.compile(exclude_key_regex or r"(?!)")
+        excluded, fqn = re.compile(exclude_key_regex or r"(?!)"), own_name(fqn)
         if fqn not in self.own and excluded.match(fqn):
             return []
         self.check_own({fqn: tensor})
@@ -192,7 +201,8 @@ class StateDictAdapter(LayoutTables):
             StateDictError: an unknown name, another shape, or, at the end, parts that have not come.
         """
         waiting: dict[str, dict[str, torch.Tensor]] = {}
-        for name, tensor in tensors:
+        for given, tensor in tensors:
+            name = own_name(given)
             self.check_own({name: tensor})
             for hf_tensor in self.tensors_in(name, layout):
                 parts = waiting.setdefault(hf_tensor.name, {})
@@ -219,11 +229,11 @@ class StateDictAdapter(LayoutTables):
         Tensors that are not a view of a single parameter (see `HFTensor`) are left out; `to_hf` computes them. Of a
         sharded model they are DTensors over this rank's shards, without those whose shards no placement describes.
         """
-        model = innermost(model)
-        exported = self.retied(model).exported(layout)
-        if (sharding := getattr(model, "sharding", None)) is not None:
-            return sharding.hf_views(model, exported)
-        own = self._own_tensors(model)
+        inner = innermost(model)
+        exported = self.retied(inner).exported(layout)
+        if (sharding := getattr(inner, "sharding", None)) is not None:
+            return sharding.hf_views(inner, exported)
+        own = self.own_tensors(model)
         return {name: tensor.read(own) for name, tensor in exported.items() if self.is_zero_copy(tensor)}
 
     def export_plan(self, *, layout: Layout = "hub") -> list[tuple[str, tuple[int, ...], torch.dtype]]:
@@ -264,14 +274,14 @@ class StateDictAdapter(LayoutTables):
 
     def _export(self, model: nn.Module, max_bytes: int | None, layout: Layout) -> Iterator[tuple[str, torch.Tensor]]:
         """Implements `iter_export`."""
-        model = innermost(model)
-        kept = self._kept_tensors(model, layout)
-        exported = self.retied(model).exported(layout)
-        if (sharding := getattr(model, "sharding", None)) is not None:
-            yield from sharding.iter_export(model, exported, max_bytes)
+        inner = innermost(model)
+        kept = self._kept_tensors(inner, layout)
+        exported = self.retied(inner).exported(layout)
+        if (sharding := getattr(inner, "sharding", None)) is not None:
+            yield from sharding.iter_export(inner, exported, max_bytes)
         else:
-            own = self._own_tensors(model)
-            values = self._values(model, own)
+            own = self.own_tensors(model)
+            values = Gathered(self._values(inner, own))
             if max_bytes is None:
                 yield from ((name, tensor.read(values)) for name, tensor in exported.items())
             else:
@@ -308,17 +318,21 @@ class StateDictAdapter(LayoutTables):
             raise StateDictError("the model is not the one this adapter was made for", problems)
         return {name: kept[name] for name in self._kept_in(layout)}
 
-    def _own_tensors(self, model: nn.Module) -> dict[str, torch.Tensor]:
+    def own_tensors(self, model: nn.Module) -> dict[str, torch.Tensor]:
         """The model's own tensors, detached.
 
         Raises:
             StateDictError: they are not those this adapter was made for.
         """
-        own = without_wrappers(model).state_dict()
+        own = own_state_dict(model)
         gone = [name for name in self.own if name not in own]
         problems = [Problem(ProblemKind.MISSING, name, "is no longer in the model") for name in gone]
         if problems := problems + self.other_shapes(own):
             advice = ["use model.state_dict_adapter again: it is remade when the structure has changed"]
+            if is_flattened(model):
+                advice = [
+                    "FSDP1 has flattened these parameters: pass the FullyShardedDataParallel module that has them"
+                ]
             raise StateDictError("the model is not the one this adapter was made for", problems, advice)
         return own
 
@@ -347,6 +361,8 @@ _kept: WeakKeyDictionary[nn.Module, tuple[StateDictAdapter, Any]] = WeakKeyDicti
 
 def adapter_of(model: PreTrainedModel) -> StateDictAdapter:
     """The adapter of a model that is not sharded: the same object until the model's structure or its ties change."""
+    if is_flattened(model):
+        return StateDictAdapter(_as_built(model))
     conversions = loaded_conversions(model)
     if model in _kept:
         adapter, made_with = _kept[model]
@@ -356,6 +372,59 @@ def adapter_of(model: PreTrainedModel) -> StateDictAdapter:
             return adapter
     _kept[model] = StateDictAdapter(model), conversions
     return _kept[model][0]
+
+
+def _as_built(model: PreTrainedModel) -> PreTrainedModel:
+    """A model like one that FSDP1 has flattened, on meta: with the names and shapes that it was built with."""
+    with torch.device("meta"):
+        built = type(model)._from_config(copy.deepcopy(model.config), dtype=model.dtype)
+    set_loaded_conversions(built, loaded_conversions(model))
+    layouts.note_published_names(built, layouts.published_names(model))
+    keep(built, kept_by(model))
+    return built
+
+
+def own_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
+    """A model's own tensors, detached, by their own names.
+
+    Args:
+        model: It may be wrapped. FSDP1 gathers the tensors of what it wraps: then every rank makes the call.
+    """
+    if is_flattened(model) and not is_inside_fsdp1(model):
+        names = {own_name(name): tensor for name, tensor in model.state_dict().items()}
+        root = innermost(model, peft=False)
+        depth = next(name for name, module in model.named_modules() if module is root)
+        prefix = f"{own_name(depth)}." if own_name(depth) else ""
+        return {name.removeprefix(prefix): tensor for name, tensor in names.items()}
+    return dict(without_wrappers(model).state_dict())
+
+
+class Gathered(Mapping[str, torch.Tensor]):
+    """Tensors, whole: those that `fully_shard` has divided are gathered when they are read, by every rank.
+
+    Args:
+        tensors: By name. The last one that was gathered is kept: the tensors of a stack are read one after the other.
+    """
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._tensors = tensors
+        self._last: tuple[str, torch.Tensor | None] = "", None
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        tensor = self._tensors[name]
+        if not isinstance(tensor, DTensor):
+            return tensor
+        if self._last[0] != name:
+            self._last = "", None  # freed before the next is made
+            self._last = name, tensor.full_tensor()
+        assert self._last[1] is not None
+        return self._last[1]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
 
 
 def _kept_specs(model: nn.Module) -> dict[str, TensorSpec]:

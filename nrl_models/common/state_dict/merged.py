@@ -70,8 +70,9 @@ class MergedAdapter(StateDictAdapter):
         """Return the same tables with what is tied in the merged model now."""
         return self._with_ties(_merged_ties(model, tied_names(without_wrappers(model, peft=True)))[0])
 
-    def _own_tensors(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        return super()._own_tensors(without_wrappers(model, peft=True))
+    def own_tensors(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        """As `StateDictAdapter.own_tensors`, without adapters."""
+        return super().own_tensors(without_wrappers(model, peft=True))
 
     def iter_export(
         self, model: nn.Module, max_bytes: int | None = None, *, layout: Layout = "hub"

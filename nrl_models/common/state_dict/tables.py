@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from nrl_models.common.garbage import no_collections
-from nrl_models.common.modules import without_wrappers
+from nrl_models.common.modules import is_flattened, without_wrappers
 from nrl_models.common.state_dict import layouts
 from nrl_models.common.state_dict.layouts import TensorSpec
 from nrl_models.common.state_dict.ties import tied_names
@@ -76,10 +76,11 @@ class LayoutTables:
     def retied(self, model: nn.Module) -> Self:
         """Return the same tables with what is tied in `model` now.
 
-        A pipeline's stages have only some of the names, and keep what they have in common equal: of them all ties stay.
+        All ties stay if the model does not have all names: a pipeline's stages, which keep equal what they have in
+        common, and parameters that FSDP1 has flattened.
         """
-        has_stages = getattr(model, "stages", None) is not None
-        return self if has_stages else self._with_ties(tied_names(model))
+        lacks_names = getattr(model, "stages", None) is not None or is_flattened(model)
+        return self if lacks_names else self._with_ties(tied_names(model))
 
     def _with_ties(self, tied: dict[str, str]) -> Self:
         if tied == self.tied:

@@ -12,9 +12,9 @@ from accelerate.utils.modeling import get_state_dict_offloaded_model
 from transformers import PreTrainedModel
 
 from nrl_models.common.garbage import no_collections
-from nrl_models.common.modules import class_name, without_wrappers
+from nrl_models.common.modules import class_name, is_flattened, own_name, without_wrappers
 from nrl_models.common.projections import own_storage
-from nrl_models.common.state_dict.adapter import StateDictAdapter, adapter_of, read_all
+from nrl_models.common.state_dict.adapter import Gathered, StateDictAdapter, adapter_of, read_all
 from nrl_models.common.state_dict.kept_tensors import kept_by
 from nrl_models.common.state_dict.layouts import are_alike, convert_layout, hub_conversions, under_published_names
 from nrl_models.common.state_dict.ties import are_one_memory, declared_ties, have_same_values, tying_keys
@@ -43,9 +43,10 @@ def to_checkpoint(
     """
     adapter = adapter_of(model)
     if state_dict is None:
-        state_dict = _values(model)
+        state_dict = _values(model, adapter)
         check_ties(model, adapter, state_dict)
     else:
+        state_dict = dict(Gathered({own_name(name): tensor for name, tensor in state_dict.items()}))
         adapter.check_own(state_dict)
         _check_given_ties(model, state_dict)
         # One name of a tie stands for both, whichever is given.
@@ -81,9 +82,9 @@ def checkpoint_layout(
     return {name: tensor for name, tensor in table.items() if not left_out.intersection(tensor.parameters)}
 
 
-def _values(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """The model's own tensors; those that accelerate offloads (to memory, to disk) are fetched."""
-    own = dict(without_wrappers(model).state_dict())
+def _values(model: PreTrainedModel, adapter: StateDictAdapter) -> dict[str, torch.Tensor]:
+    """The model's own tensors; those that accelerate offloads or `fully_shard` divides are fetched."""
+    own = dict(Gathered(adapter.own_tensors(model)))
     if any("_hf_hook" in vars(module) and has_offloaded_params(module) for module in model.modules()):
         fetched = get_state_dict_offloaded_model(model)
         own = {name: fetched.get(name, tensor) if tensor.is_meta else tensor for name, tensor in own.items()}
@@ -109,7 +110,7 @@ def check_ties(
     Raises:
         CheckpointError: they disagree.
     """
-    if getattr(model, "stages", None) is not None:
+    if getattr(model, "stages", None) is not None or is_flattened(model):
         return  # what stages have in common is kept equal, and is in the memory of several ranks
     declared = declared_ties(model)
     apart = {name: kept for name, kept in declared.items() if name not in adapter.tied}

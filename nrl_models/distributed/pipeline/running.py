@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from nrl_models.common.forward.layer_by_document import DecoderByDocument
 from nrl_models.common.forward.packing import start_again
+from nrl_models.common.modules import own_parameters
 from nrl_models.distributed.mesh import agree, agreed, rank_in
 from nrl_models.distributed.pipeline.fsdp_gradients import free_gathered, gradients_divided_once
 from nrl_models.distributed.pipeline.schedules import Schedule
@@ -52,7 +53,7 @@ class Pipeline:
         if sharding is None or sharding.stages is None:
             problem = Problem(ProblemKind.MESH, type(model).__name__, "was not sharded over a mesh that has pp")
             raise ShardingError("the model has no stages", [problem])
-        if added := [name for name, _ in model.named_parameters() if name not in sharding.holders]:
+        if added := [name for name, _ in own_parameters(model) if name not in sharding.holders]:
             detail = "is no parameter that the model was sharded with: adapters do not go with pp so far"
             raise ShardingError("the model has changed", [Problem(ProblemKind.UNEXPECTED, listed(added), detail)])
         self.model, self.microbatches = model, microbatches
@@ -294,7 +295,7 @@ class _OneStage(nn.Module):
         cut = self.pipeline.stages.cut
         outside = cut.outside(self.stage)
         layers = tuple(f"{cut.crossing.stack}.{index}." for index in cut.layers(self.stage))
-        for name, parameter in self.pipeline.model.named_parameters():
+        for name, parameter in own_parameters(self.pipeline.model):
             if name.startswith(layers) or name in outside:
                 yield parameter
 

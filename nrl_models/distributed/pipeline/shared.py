@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from nrl_models.common.modules import own_parameters
 from nrl_models.distributed.mesh import rank_in
 from nrl_models.distributed.sharding import sharding_of
 from nrl_models.distributed.shards import local_of
@@ -54,7 +55,7 @@ def clip_grad_norm_(model: PreTrainedModel, max_norm: float) -> torch.Tensor:
     Returns:
         The norm before, the same on every rank.
     """
-    sharding, held = sharding_of(model), dict(model.named_parameters())
+    sharding, held = sharding_of(model), dict(own_parameters(model))
     own = {name: parameter.grad for name, parameter in held.items() if parameter.grad is not None}
     counted = [grad for name, grad in own.items() if sharding.is_first_holder(name)]
     norm = torch.nn.utils.get_total_norm(counted)
@@ -71,7 +72,7 @@ def held_by_several(model: PreTrainedModel) -> list[tuple[nn.Parameter, tuple[in
     """This rank's parameters that other ranks hold too, with the ranks, in the same order on all of them."""
     sharding = sharding_of(model)
     assert sharding.stages is not None
-    own = dict(model.named_parameters())
+    own = dict(own_parameters(model))
     found = []
     for names, stages in sharding.stages.cut.shared.items():
         ranks = tuple(sorted({sharding.rank_of_stage(stage) for stage in stages}))

@@ -1,0 +1,225 @@
+"""Wrappers change no name: plans, exports, files, adapters and sharding are those of the model without them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from checkpoints import assert_same, stored
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+    offload_wrapper,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.nn.parallel import DistributedDataParallel
+from transformers.models.mixtral.modeling_mixtral import MixtralDecoderLayer
+
+from nrl_models import StateDictError, export_adapter, registry
+from nrl_models.adapters.hub_stream import HubStream, unwrapped
+from nrl_models.common.modules import own_modules
+from nrl_models.distributed import load_checkpoint, parallelize, save_checkpoint
+from nrl_models.testing.case import FamilyCase
+
+Tensors = dict[str, torch.Tensor]
+
+CASE = FamilyCase(registry.model_class("MixtralForCausalLM"), tiny={"tie_word_embeddings": True})
+"""Experts are stacked in memory and not on the hub, and embeddings are tied."""
+
+
+@pytest.fixture(scope="module")
+def exported() -> Tensors:
+    """What the model without wrappers exports."""
+    model = CASE.model()
+    return {name: tensor.clone() for name, tensor in model.state_dict_adapter.iter_export(model)}
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[None]:
+    """gloo with one process."""
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def compiled(module: nn.Module) -> Any:
+    return torch.compile(module, backend="eager")
+
+
+def checkpointed(model: Any, wrapper: Callable[[nn.Module], nn.Module] = checkpoint_wrapper) -> Any:
+    apply_activation_checkpointing(model, wrapper, lambda module: isinstance(module, MixtralDecoderLayer))
+    return model
+
+
+def with_compiled_layers(model: Any) -> Any:
+    for index, layer in enumerate(model.model.layers):
+        model.model.layers[index] = compiled(layer)
+    return model
+
+
+def with_compiled_parts(model: Any) -> Any:
+    for layer in model.model.layers:
+        layer.self_attn, layer.mlp.experts = compiled(layer.self_attn), checkpoint_wrapper(compiled(layer.mlp.experts))
+    return model
+
+
+def with_compiled_base(model: Any) -> Any:
+    model.model = compiled(model.model)
+    return model
+
+
+def compiled_in_place(model: Any) -> Any:
+    model.compile(backend="eager")
+    return model
+
+
+def sharded_by_hand(model: Any) -> Any:
+    mesh = init_device_mesh("cpu", (1,))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def flattened(model: Any, use_orig_params: bool = False) -> Any:
+    return FullyShardedDataParallel(
+        model,
+        auto_wrap_policy=ModuleWrapPolicy({MixtralDecoderLayer}),
+        use_orig_params=use_orig_params,
+        device_id=torch.device("cpu"),
+    )
+
+
+INSIDE: dict[str, Callable[[Any], Any]] = {
+    "activation checkpointing": checkpointed,
+    "offloading": lambda model: checkpointed(model, offload_wrapper),
+    "compiled layers": with_compiled_layers,
+    "compiled parts": with_compiled_parts,
+    "compiled base model": with_compiled_base,
+    "compiled checkpoints": lambda model: with_compiled_layers(checkpointed(model)),
+}
+"""Wrappers in a model."""
+
+AROUND: dict[str, Callable[[Any], Any]] = {
+    "compiled": compiled,
+    "compiled in place": compiled_in_place,
+    "checkpointed": checkpoint_wrapper,
+    "DDP": DistributedDataParallel,
+    "DDP of compiled": lambda model: DistributedDataParallel(compiled(model)),
+    "fully_shard": sharded_by_hand,
+    "fully_shard of checkpoints": lambda model: sharded_by_hand(checkpointed(model)),
+    "FSDP1": flattened,
+    "FSDP1 of original parameters": lambda model: flattened(model, use_orig_params=True),
+}
+"""Wrappers around a model, or of all of its parameters."""
+
+
+@pytest.mark.parametrize("name", [*INSIDE, *AROUND])
+@pytest.mark.parametrize("is_early", [True, False], ids=["adapter before", "adapter after"])
+@pytest.mark.usefixtures("world")
+def test_wrapped_model_exports_under_its_own_names(name: str, is_early: bool, exported: Tensors) -> None:
+    model = copy.deepcopy(CASE.model())
+    adapter = model.state_dict_adapter if is_early else None
+    wrapped = (INSIDE | AROUND)[name](model)
+    adapter = adapter or model.state_dict_adapter
+    assert [plan for plan, *_ in adapter.export_plan()] == list(exported)
+    for options in ({}, {"max_bytes": 2**14}):
+        sent = {key: tensor.clone() for key, tensor in adapter.iter_export(wrapped, **options)}
+        assert list(sent) == list(exported)
+        assert_same(sent, exported)
+    assert_same(dict(export_adapter(wrapped).iter_export(wrapped)), exported)
+    assert unwrapped(wrapped) is model
+
+
+@pytest.mark.parametrize("name", INSIDE)
+def test_wrapped_model_is_saved_and_loaded_under_its_own_names(name: str, exported: Tensors, tmp_path: Path) -> None:
+    model = INSIDE[name](copy.deepcopy(CASE.model()))
+    for number, state_dict in enumerate((None, model.state_dict(), CASE.model().state_dict())):
+        model.save_pretrained(tmp_path / str(number), state_dict=state_dict)
+        assert_same(stored(tmp_path / str(number)), exported)
+    assert_same({key: model.state_dict_adapter.to_hf(model.state_dict())[key] for key in exported}, exported)
+    assert_same(dict(model.state_dict_adapter.hf_views(model)), exported)
+    for given in (exported, CASE.model().state_dict()):
+        for parameter in model.parameters():
+            parameter.data.zero_()
+        assert not model.load_state_dict(given, strict=False).unexpected_keys
+        assert_same(dict(model.state_dict_adapter.iter_export(model)), exported)
+    plain = [key for key, _ in CASE.model().named_modules()]
+    assert [key for key, _ in own_modules(model)] == plain
+
+
+@pytest.mark.parametrize("name", INSIDE)
+@pytest.mark.usefixtures("world")
+def test_wrapped_model_is_sharded(name: str, exported: Tensors, tmp_path: Path) -> None:
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("fsdp",))
+    model = INSIDE[name](copy.deepcopy(CASE.model()))
+    parallelize(model, mesh)
+    optimizer = torch.optim.AdamW(model.parameters())
+    assert_same(dict(model.state_dict_adapter.iter_export(model)), exported)
+    model.save_pretrained(tmp_path / "saved")
+    assert_same(stored(tmp_path / "saved"), exported)
+    save_checkpoint(tmp_path / "resume", model, optimizer)
+    for parameter in model.parameters():
+        parameter.data.zero_()
+    load_checkpoint(tmp_path / "resume", model, optimizer)
+    assert_same(dict(model.state_dict_adapter.iter_export(model)), exported)
+
+
+@pytest.mark.parametrize("name", ["activation checkpointing", "compiled layers", "compiled base model", "compiled"])
+@pytest.mark.parametrize("is_first", [True, False], ids=["PEFT first", "PEFT last"])
+def test_wrapped_model_with_adapters_exports_merged_weights(name: str, is_first: bool, exported: Tensors) -> None:
+    config = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    model = copy.deepcopy(CASE.model())
+    torch.manual_seed(0)
+    if is_first:
+        outer = get_peft_model(model, config)
+        wrapped = (INSIDE | AROUND)[name](model)
+        outer = outer if wrapped is model else compiled(outer)
+    else:
+        outer = get_peft_model((INSIDE | AROUND)[name](model), config)
+    sent = {key: tensor.clone() for key, tensor in export_adapter(outer).iter_export(outer)}
+    assert list(sent) == list(exported)
+    changed = {key for key in sent if not torch.equal(sent[key], exported[key])}
+    assert changed == {key for key in exported if "q_proj" in key}
+
+
+@pytest.mark.parametrize("name", ["activation checkpointing", "compiled layers", "DDP of compiled"])
+@pytest.mark.usefixtures("world")
+def test_stream_of_a_trainer_takes_the_names_of_wrapped_parameters(name: str, exported: Tensors) -> None:
+    model = copy.deepcopy(CASE.model())
+    stream = HubStream(model)
+    wrapped = (INSIDE | AROUND)[name](model)
+    state_dict = {key.removeprefix("module."): tensor for key, tensor in wrapped.state_dict().items()}
+    assert_same(dict(stream(state_dict.items(), wrapped)), exported)
+
+
+@pytest.mark.usefixtures("world")
+def test_flattened_model_says_who_gathers_it(tmp_path: Path) -> None:
+    model = copy.deepcopy(CASE.model())
+    wrapped = flattened(model)
+    for call in (lambda: dict(model.state_dict_adapter.iter_export(model)), lambda: model.save_pretrained(tmp_path)):
+        with pytest.raises(StateDictError, match="pass the FullyShardedDataParallel module"):
+            call()
+    model.save_pretrained(tmp_path / "saved", state_dict=wrapped.state_dict())
+    assert stored(tmp_path / "saved").keys() == {name for name, *_ in model.state_dict_adapter.export_plan()}
+
+
+@pytest.mark.usefixtures("world")
+def test_ties_that_fully_shard_parts_are_reported(tmp_path: Path) -> None:
+    """It replaces the parameter in the module that it shards, and not in the one that is tied to it."""
+    model = copy.deepcopy(CASE.model())
+    fully_shard(model.model.embed_tokens, mesh=init_device_mesh("cpu", (1,)))
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    assert model.lm_head.weight is not model.model.embed_tokens.weight
+    assert "lm_head.weight" in dict(model.state_dict_adapter.iter_export(model))
+    model.config.tie_word_embeddings = False
+    model.save_pretrained(tmp_path / "saved")
+    assert "lm_head.weight" in stored(tmp_path / "saved")
