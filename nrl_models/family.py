@@ -22,7 +22,7 @@ from nrl_models.common.projections import CombinedProjections
 from nrl_models.common.state_dict.adapter import StateDictAdapter, adapter_of
 from nrl_models.common.state_dict.ties import ties_as_read
 from nrl_models.common.state_dict.to_checkpoint import to_checkpoint
-from nrl_models.common.upstream import record_as, require_peft
+from nrl_models.common.upstream import have_peft_name_references, record_as, require_peft
 from nrl_models.distributed import saving
 from nrl_models.loading import pretrained
 from nrl_models.loading.weights import accept_hub_names
@@ -213,6 +213,10 @@ class FamilyModel(Upstream):
         """
         sharding = getattr(self, "sharding", None)
         return sharding.adapter.retied(self) if sharding is not None else adapter_of(self)
+
+    def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        have_peft_name_references()  # PEFT takes a model's state dict before it records the model's class
+        super()._save_to_state_dict(*args, **kwargs)
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], strict: bool, *rest: Any

@@ -25,7 +25,9 @@ If a new version changes one of them, `make test TRANSFORMERS=X` fails in the te
 
 from __future__ import annotations
 
+import functools
 import inspect
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from importlib.metadata import version
@@ -93,6 +95,7 @@ __all__ = [
     "gguf_reading",
     "has_key_mapping",
     "has_reached",
+    "have_peft_name_references",
     "is_initialised",
     "loaded_conversions",
     "mark_initialised",
@@ -272,6 +275,26 @@ def require_peft(method: str, instead: str) -> None:
             f"{method} of transformers {transformers.__version__} needs peft>={MIN_PEFT_VERSION}; peft {installed} is "
             f"installed. Use {instead}, which works with it, or install a newer peft or an older transformers."
         )
+
+
+def have_peft_name_references() -> None:
+    """Have PEFT record transformers' class of our models in adapters without a task type, not ours.
+
+    `AutoPeftModel` imports the class that an adapter names, from packages that it trusts. PEFT asks one method of its
+    own which class that is; for models of other classes it answers as before. Without PEFT imported, does nothing.
+    """
+    peft_model = getattr(sys.modules.get("peft"), "PeftModel", None)
+    if peft_model is None or hasattr(peft_model._get_base_model_class, "names_references"):
+        return
+    original = peft_model._get_base_model_class
+
+    @functools.wraps(original)
+    def base_model_class(self: Any, *args: Any, **kwargs: Any) -> Any:
+        found = original(self, *args, **kwargs)
+        return found.reference_class() if hasattr(found, "reference_class") else found
+
+    base_model_class.names_references = True  # type: ignore[attr-defined]
+    peft_model._get_base_model_class = base_model_class
 
 
 # Dtypes and initialisation

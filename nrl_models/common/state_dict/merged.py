@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from nrl_models.common.modules import innermost, is_off, peft_modules, without_wrappers
+from nrl_models.common.modules import innermost, is_off, own_modules, peft_modules, without_wrappers
 from nrl_models.common.state_dict.adapter import StateDictAdapter, adapter_of
 from nrl_models.common.state_dict.tables import Layout
 from nrl_models.common.state_dict.ties import tied_names
@@ -36,7 +36,7 @@ def export_adapter(model: nn.Module) -> StateDictAdapter:
             tied weights, quantised or sharded weights under adapters; all of them.
     """
     inner = innermost(model)
-    if not any(peft_modules(inner)) and not _outside(model, inner):
+    if not any(peft_modules(inner)) and not _outside(model, inner) and not _foreign(inner):
         own: Any = getattr(inner, "state_dict_adapter", None)
         return own or adapter_of(cast(PreTrainedModel, inner))
     return MergedAdapter(model)
@@ -54,12 +54,16 @@ class MergedAdapter(StateDictAdapter):
         super().__init__(without_wrappers(inner, peft=True))
         outside = _outside(model, inner)
         problems = [Problem(ProblemKind.UNEXPECTED, name, "reaches no weight of the model") for name in outside]
+        problems += [
+            Problem(ProblemKind.UNEXPECTED, name, f"is PEFT's {kind}, which is merged into no weight")
+            for name, kind in _foreign(inner).items()
+        ]
         for name, wrapper in peft_modules(inner):
-            problems += list(_unreached(name, wrapper))
+            problems += list(_unreached(name, wrapper)) or list(_unmergeable(name, wrapper))
         self.tied, apart = _merged_ties(inner, self.tied)
         problems += apart
         if problems:
-            advice = ["merge it by PEFT, and export what remains; or train adapters of the linears or experts"]
+            advice = ["train adapters that PEFT merges into weights, such as LoRA of linears or experts"]
             if apart:
                 advice = [
                     "put the same adapter on both, or load the model with tie_word_embeddings=False before adding it"
@@ -77,7 +81,14 @@ class MergedAdapter(StateDictAdapter):
     def iter_export(
         self, model: nn.Module, max_bytes: int | None = None, *, layout: Layout = "hub"
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """As `StateDictAdapter.iter_export`; what has an adapter is a copy, merged when its turn comes."""
+        """As `StateDictAdapter.iter_export`; what has an adapter is a copy, merged when its turn comes.
+
+        Raises:
+            StateDictError: PEFT cannot merge some adapter; before the first tensor.
+        """
+        problems = [problem for name, wrapper in peft_modules(model) for problem in _unmergeable(name, wrapper)]
+        if problems:
+            raise StateDictError("the adapters cannot be merged into what is exported", problems)
         yield from self._export(innermost(model), max_bytes, layout)
 
     def _values(self, model: nn.Module, own: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
@@ -126,19 +137,54 @@ def merged_weights(name: str, wrapper: Any) -> dict[str, torch.Tensor]:
     Raises:
         StateDictError: PEFT cannot merge it.
     """
-    merges = not is_off(wrapper) and not getattr(wrapper, "merged", False)
-    twin: Any = copy.deepcopy(wrapper)
     try:
-        if hasattr(twin, "unload_and_optionally_merge_module"):
-            base = twin.unload_and_optionally_merge_module(merge=merges, safe_merge=False, adapter_names=None)
-        else:
-            if merges:
-                twin.merge(safe_merge=False)
-            base = twin.get_base_layer()
-    except (NotImplementedError, ValueError, TypeError) as error:
+        base = _merged(wrapper, copy.deepcopy(wrapper))
+    except _FAILURES as error:
         problem = Problem(ProblemKind.UNEXPECTED, name, f"has an adapter that PEFT does not merge: {error}")
         raise StateDictError("the adapters cannot be merged into what is exported", [problem]) from error
     return {f"{name}.{own}": tensor for own, tensor in without_wrappers(base).state_dict().items()}
+
+
+_FAILURES = (AttributeError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
+"""What PEFT raises where an adapter cannot be merged, and torch where one cannot be copied."""
+
+
+def _merged(wrapper: Any, twin: Any) -> nn.Module:
+    """Merge a copy of a wrapper, and return the module in it."""
+    merges = not is_off(wrapper) and not getattr(wrapper, "merged", False)
+    if hasattr(twin, "unload_and_optionally_merge_module"):
+        return cast(nn.Module, twin.unload_and_optionally_merge_module(merges, safe_merge=False, adapter_names=None))
+    if merges:
+        twin.merge(safe_merge=False)
+    return cast(nn.Module, twin.get_base_layer())
+
+
+def _unmergeable(name: str, wrapper: Any) -> Iterator[Problem]:
+    """Try to merge a wrapper: a copy without values, or a real one if that fails, as some merges need values."""
+    tensors = (*wrapper.parameters(), *wrapper.buffers())
+    try:
+        with torch.no_grad():
+            _merged(wrapper, copy.deepcopy(wrapper, {id(tensor): _on_meta(tensor) for tensor in tensors}))
+    except _FAILURES:
+        try:
+            merged_weights(name, wrapper)
+        except StateDictError as error:
+            yield from error.problems
+
+
+def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
+    empty = torch.empty_like(tensor, device="meta")
+    return nn.Parameter(empty, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+
+
+def _foreign(model: nn.Module) -> dict[str, str]:
+    """PEFT's modules in a model that wrap no module with weights (adaption prompts), with their classes."""
+    wrappers = tuple(f"{name}." for name, _ in peft_modules(model))
+    return {
+        name: type(module).__name__
+        for name, module in own_modules(model)
+        if type(module).__module__.partition(".")[0] == "peft" and not f"{name}.".startswith(wrappers)
+    }
 
 
 def _merged_ties(model: nn.Module, tied: Mapping[str, str]) -> tuple[dict[str, str], list[Problem]]:

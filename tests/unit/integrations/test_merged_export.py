@@ -241,6 +241,46 @@ def test_one_of_two_tied_weights() -> None:
         assert HEAD not in dict(export_adapter(model).iter_export(model))
 
 
+UNMERGEABLE: dict[str, tuple[Callable[[], Any], str]] = {
+    "lora_bias": (
+        lambda: lora(lora_bias=True),
+        r"q_proj: has an adapter that PEFT does not merge: Impossible to merge",
+    ),
+    "aLoRA": (
+        lambda: lora(alora_invocation_tokens=[1, 2], task_type="CAUSAL_LM"),
+        r"v_proj: has an adapter that PEFT does not merge: aLoRA does not support merging",
+    ),
+    "Poly": (lambda: peft.PolyConfig(r=4, target_modules=TARGETS, n_tasks=2, n_skills=2), r"up_proj: has an adapter"),
+    "adaption prompts": (
+        lambda: peft.AdaptionPromptConfig(adapter_len=4, adapter_layers=1, task_type="CAUSAL_LM"),
+        r"model\.layers\.1\.self_attn: is PEFT's AdaptedAttention, which is merged into no weight",
+    ),
+    "prefix": (
+        lambda: peft.PrefixTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"),
+        r"prompt_encoder\.default\.embedding\.weight: reaches no weight",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNMERGEABLE)
+def test_adapter_that_peft_does_not_merge_is_refused_before_anything_is_sent(name: str) -> None:
+    config, message = UNMERGEABLE[name]
+    model = get_peft_model(copy.deepcopy(FamilyCase(registry.model_class(DENSE)).model()), config())
+    with pytest.raises(StateDictError, match=message):
+        export_adapter(model)
+
+
+def test_adapter_that_becomes_unmergeable_is_refused_before_anything_is_sent() -> None:
+    model = adapted(DENSE, lora())
+    exporter = export_adapter(model)
+    model.add_adapter("second", lora(lora_bias=True, target_modules=["v_proj"]))
+    model.set_adapter("second")
+    with pytest.raises(StateDictError, match=r"v_proj: has an adapter that PEFT does not merge"):
+        next(exporter.iter_export(model))
+    with model.disable_adapter():
+        assert next(exporter.iter_export(model))
+
+
 def test_a_failure_of_peft_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     model = adapted(DENSE, lora())
 
@@ -249,7 +289,7 @@ def test_a_failure_of_peft_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("peft.tuners.lora.layer.Linear.merge", fails)
     with pytest.raises(StateDictError, match=r"q_proj: has an adapter that PEFT does not merge: no"):
-        export(model)
+        export_adapter(model)
 
 
 # The bugs these tests are for

@@ -121,10 +121,20 @@ def test_peft_saves_what_it_saves_of_the_hugging_face_model(
     assert sorted(path.name for path in actual.iterdir()) == sorted(path.name for path in expected.iterdir())
     assert_close(stored(actual), stored(expected))
     configs = [json.loads((folder / "adapter_config.json").read_text()) for folder in folders]
-    if configs[0]["task_type"] is None:  # PEFT then notes the module of the class, which is ours
-        for config in configs:
-            config["auto_mapping"].pop("parent_library")
     assert configs[1] == configs[0]
+
+
+def test_an_adapter_without_a_task_type_names_the_transformers_class(
+    llama_checkpoint: Path, input_ids: torch.Tensor, tmp_path: Path
+) -> None:
+    model = get_peft_model(ours(llama_checkpoint), random_lora(task_type=None))
+    model.save_pretrained(tmp_path)
+    mapping = json.loads((tmp_path / "adapter_config.json").read_text())["auto_mapping"]
+    assert mapping["base_model_class"] == "LlamaForCausalLM"
+    assert mapping["parent_library"] == transformers.LlamaForCausalLM.__module__
+    found = peft.AutoPeftModel.from_pretrained(tmp_path)
+    assert type(found.get_base_model()) is transformers.LlamaForCausalLM
+    assert_close(logits(found, input_ids), logits(model, input_ids))
 
 
 def test_an_adapter_with_a_task_type_is_found_by_peft_alone(
