@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
-from typing import Any, cast
+from typing import Any
 
 import torch
 from packaging.requirements import Requirement
@@ -103,4 +103,4 @@ def unwrapped(model: nn.Module) -> PreTrainedModel:
         if not isinstance(inner := getattr(inner, "module", None), nn.Module):
             raise UnknownArgumentError(f"{type(model).__name__} has no transformers model inside")
         inner = innermost(inner)
-    return cast(PreTrainedModel, inner)
+    return inner

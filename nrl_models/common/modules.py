@@ -70,11 +70,12 @@ def inner_of(module: Any, *, peft: bool = True) -> nn.Module | None:
         peft: Whether PEFT's modules count as wrappers.
     """
     inner: Any = None
+    wrapper: Any = module
     if peft and isinstance(module, peft_types()):
         if hasattr(module, "modules_to_save") and not is_off(module):
-            inner = module.modules_to_save[module.active_adapters[0]]
+            inner = wrapper.modules_to_save[wrapper.active_adapters[0]]
         else:
-            inner = module.get_base_layer() if hasattr(module, "get_base_layer") else module.original_module
+            inner = wrapper.get_base_layer() if hasattr(module, "get_base_layer") else wrapper.original_module
     elif peft and hasattr(type(module), "get_base_model"):
         inner = module.get_base_model()
     else:

@@ -34,6 +34,7 @@ __all__ = [
     "FSDP1_NAME",
     "PRIVATE_ATTRIBUTES",
     "WRAPPED_NAMES",
+    "WRAPPERS",
     "ConvNd",
     "DeviceContext",
     "DisableTorchFunction",
@@ -102,12 +103,13 @@ PRIVATE_ATTRIBUTES = (
 )
 """Private attributes, by the class that defines them; an empty class name means an attribute of the module."""
 
-_WRAPPERS = (
+WRAPPERS = (
     *PRIVATE_ATTRIBUTES[-3:],
     PrivateAttribute("torch.nn.parallel.distributed", "DistributedDataParallel", "module"),
     PrivateAttribute("torch.nn.parallel.data_parallel", "DataParallel", "module"),
 )
-WRAPPED_NAMES = frozenset(wrapper.name for wrapper in _WRAPPERS if wrapper.name.startswith("_"))
+"""Torch's classes that wrap one module, with the attribute that has it."""
+WRAPPED_NAMES = frozenset(wrapper.name for wrapper in WRAPPERS if wrapper.name.startswith("_"))
 """Under these names wrappers have the module inside. Modules of models have no such names."""
 
 FLATTENED = "_fsdp_flattened"
@@ -122,9 +124,7 @@ def module_wrappers() -> tuple[tuple[type[nn.Module], str], ...]:
 
     Only of the modules of torch that are imported: without them no object is of such a class.
     """
-    found = (
-        (getattr(sys.modules.get(wrapper.module), wrapper.class_name, None), wrapper.name) for wrapper in _WRAPPERS
-    )
+    found = ((getattr(sys.modules.get(wrapper.module), wrapper.class_name, None), wrapper.name) for wrapper in WRAPPERS)
     return tuple((kind, name) for kind, name in found if kind is not None)
 
 

@@ -168,7 +168,9 @@ class _ModelDivision:
         self.done: dict[int, nn.Parameter] = {}  # by the identity of what they replace: tied parameters stay one
 
     def apply(self) -> None:
-        modules = {name: module for name, module in own_modules(self.model) if not isinstance(module, StandIn)}
+        modules: dict[str, Any] = {
+            name: module for name, module in own_modules(self.model) if not isinstance(module, StandIn)
+        }
         for name, module in modules.items():
             self._divide_module(name, module)
         for module in modules.values():
