@@ -16,7 +16,11 @@ from nrl_models.common.checkpoint.writing import staged
 from nrl_models.common.flags import Flags, ModelFlag, MTPForm
 from nrl_models.common.forward.layer_by_document import ByDocument, DecoderByDocument
 from nrl_models.common.forward.mrope import FreshPositions, PackedTextPositions
-from nrl_models.common.forward.packing import keep_documents_apart
+from nrl_models.common.forward.packing import (
+    WrapsReplacedForward,
+    inner_models_keep_documents_apart,
+    keep_documents_apart,
+)
 from nrl_models.common.forward.soft_cap import drops_soft_cap
 from nrl_models.common.projections import CombinedProjections
 from nrl_models.common.state_dict.adapter import StateDictAdapter, adapter_of
@@ -26,9 +30,11 @@ from nrl_models.distributed import saving
 from nrl_models.loading import pretrained
 
 if TYPE_CHECKING:
-    Upstream = PreTrainedModel  # every class made here is one
+
+    class Upstream(WrapsReplacedForward, PreTrainedModel):
+        """Every class made here is one."""
 else:
-    Upstream = object
+    Upstream = WrapsReplacedForward
 
 
 class FamilyModel(Upstream):
@@ -89,7 +95,8 @@ class FamilyModel(Upstream):
         if "rewrites" in cls.__dict__:
             cls.rewrites = {original: rewritten(original, by, cls.__module__) for original, by in cls.rewrites.items()}
         if issubclass(cls, PreTrainedModel) and not hasattr(cls.forward, "keeps_documents_apart"):
-            cls.forward = keep_documents_apart(cls.forward)
+            home = next(base for base in cls.__mro__ if "forward" in vars(base))
+            cls.forward = keep_documents_apart(home.forward, defined_by=None if home is cls else home)
         if issubclass(cls, PreTrainedModel) and drops_soft_cap(cls.reference_class()):
             cls._supports_sdpa = False
         if issubclass(cls, PreTrainedModel):
@@ -99,6 +106,7 @@ class FamilyModel(Upstream):
         super().__init__(config, *args, **kwargs)
         self.combine = combine
         adopt_rewrites(self, self.rewrite_of, combine)
+        inner_models_keep_documents_apart(self)
 
     @classmethod
     def rewrite_of(cls, layer: type[nn.Module]) -> type[nn.Module] | None:
