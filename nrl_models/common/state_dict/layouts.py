@@ -56,24 +56,10 @@ def transformers_views(model: nn.Module) -> Iterator[tuple[str, View]]:
         dot = f"{prefix}." if prefix else ""
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                yield f"{dot}{name}", _packed_view(f"{dot}{name}", parameter.shape, module, name)
+                yield f"{dot}{name}", View(f"{dot}{name}")
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
                 yield f"{dot}{name}", View(f"{dot}{name}")
-
-
-def _packed_view(own_name: str, shape: Sequence[int], module: nn.Module, name: str) -> View:
-    """The whole of a parameter, with its rows in order where each rank holds a share of several equal blocks of them.
-
-    Tensor parallelism notes that on the module that has the parameter: `packed_over[name]` is the dimension, the
-    number of blocks and the number of ranks.
-    """
-    dim, blocks, ranks = getattr(module, "packed_over", {}).get(name, (0, 1, 1))
-    if ranks == 1:
-        return View(own_name)
-    before, size, after = shape[:dim], shape[dim], shape[dim + 1 :]
-    by_rank = View(own_name).then("reshape", *before, ranks, blocks, size // ranks // blocks, *after)
-    return by_rank.then("transpose", dim, dim + 1).then("reshape", *shape)
 
 
 def tied_names(model: PreTrainedModel) -> dict[str, str]:
