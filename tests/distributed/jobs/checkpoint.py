@@ -48,6 +48,23 @@ def resume(folder: str, architecture: str, combine: bool = True, **sizes: int) -
     return train(model, optimizer, case, range(progress["step"], 4))
 
 
+def saves_quantized_state(folder: str, **sizes: int) -> list[str]:
+    """Save an optimizer of torchao with 8-bit state; the problems of the error."""
+    from torchao.optim import AdamW8bit
+
+    model = parallelize(copy.deepcopy(case_of("LlamaForCausalLM").model()).train(), mesh_of(**sizes))
+    optimizer = AdamW8bit(model.parameters())
+    for parameter in model.parameters():  # the state of its first step, which would compile a kernel
+        moments = {name: optimizer._new_buffer(parameter, name == "exp_avg") for name in ("exp_avg", "exp_avg_sq")}
+        optimizer.state[parameter] = {"step": torch.tensor(0.0), **moments}
+    try:
+        save_checkpoint(folder, model, optimizer)
+    except CheckpointError as error:
+        assert "plain tensors as state" in str(error)
+        return [f"{problem.subject}: {problem.detail}" for problem in error.problems]
+    return []
+
+
 def keeps_mtp(published: str, folder: str, **sizes: int) -> None:
     """Weights of multi-token prediction are exported by a model that is loaded in shards, and by one that resumes."""
     whole = AutoModelForCausalLM.from_pretrained(published)
