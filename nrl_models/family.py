@@ -95,7 +95,7 @@ class FamilyModel(Upstream):
         if "rewrites" in cls.__dict__:
             cls.rewrites = {original: rewritten(original, by, cls.__module__) for original, by in cls.rewrites.items()}
         if issubclass(cls, PreTrainedModel) and not hasattr(cls.forward, "keeps_documents_apart"):
-            home = next(base for base in cls.__mro__ if "forward" in vars(base))
+            home: Any = next(base for base in cls.__mro__ if "forward" in vars(base))
             cls.forward = keep_documents_apart(home.forward, defined_by=None if home is cls else home)
         if issubclass(cls, PreTrainedModel) and drops_soft_cap(cls.reference_class()):
             cls._supports_sdpa = False

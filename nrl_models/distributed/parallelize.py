@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cached_property
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -324,6 +324,8 @@ def _placement(parameter: nn.Parameter, ranks: int) -> Shard | None:
     even = [dim for dim in reversed(range(1, parameter.ndim)) if dim not in taken and local.shape[dim] % ranks == 0]
     if is_packed and not even:
         detail = f"has shape {tuple(parameter.shape)}, and tp divides the blocks packed in its first dimension"
-        problem = Problem(ProblemKind.DIVIDE, "a packed parameter", f"{detail}: fsdp={ranks} divides no other dimension")
+        problem = Problem(
+            ProblemKind.DIVIDE, "a packed parameter", f"{detail}: fsdp={ranks} divides no other dimension"
+        )
         raise ShardingError("fsdp cannot divide a packed parameter", [problem], ["give it another style in the plan"])
     return Shard(even[0]) if even else None

@@ -114,7 +114,9 @@ def test_a_checkpoint_of_another_model_is_refused(two: World, tmp_path: Path) ->
 def test_quantized_optimizer_state_is_refused(two: World, tmp_path: Path, sizes: dict[str, int]) -> None:
     pytest.importorskip("torchao")
     for problems in two.run(partial(checkpoint.saves_quantized_state, **sizes), str(tmp_path)):
-        assert any(problem.startswith("model.embed_tokens.weight: exp_avg: is a OptimState8bit") for problem in problems)
+        assert any(
+            problem.startswith("model.embed_tokens.weight: exp_avg: is a OptimState8bit") for problem in problems
+        )
     assert not list(tmp_path.iterdir())
 
 

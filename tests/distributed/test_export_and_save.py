@@ -33,7 +33,7 @@ def test_exports_and_files_are_those_of_one_process(
 
 
 def test_every_packed_placement_is_true(two: World) -> None:
-    """`full_tensor`, `get_model_state_dict` and `set_model_state_dict` of every mixture whose gate and up are packed."""
+    """`full_tensor`, `get_model_state_dict` and `set_model_state_dict` of each mixture whose gate and up are packed."""
     for count, wrong in two.run(partial(export_and_save.every_packed_placement_is_true, tp=2), patience=1200):
         assert count > 60
         assert wrong == {}

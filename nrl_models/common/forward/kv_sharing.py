@@ -28,7 +28,7 @@ class SharedKeyValues:
     keeps_unused: ClassVar[tuple[str, ...]] = (r"\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\.",)
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
-        super().__init__(config, *args, **kwargs)
+        super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
         decoder: nn.Module = self.get_decoder()  # type: ignore[attr-defined]
         if _sharing_layers(config):
             decoder.register_forward_pre_hook(_refuse_reentrant_wrappers)

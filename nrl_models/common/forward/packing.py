@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from nrl_models.common.cached import cached
 from nrl_models.common.forward.document_masks import attend_by_document
 from nrl_models.common.forward.documents import (
     Documents,
@@ -176,8 +177,9 @@ class WrapsReplacedForward(nn.Module):
 class KeepsDocumentsApart(WrapsReplacedForward):
     """Mixin for a model inside a model (`model.model`, `model.base_model`, the decoder): its forward is wrapped, too.
 
-    Trainers with fused heads (TRL, Liger, verl) call it without the model around it. `inner_models_keep_documents_apart`
-    makes the classes, which have upstream's names. Copies and pickles find upstream's class and make it again.
+    Trainers with fused heads (TRL, Liger, verl) call it without the model around it.
+    `inner_models_keep_documents_apart` makes the classes, which have upstream's names. Copies and pickles find
+    upstream's class and make it again.
 
     Attributes:
         wraps: Upstream's class.
@@ -189,7 +191,8 @@ class KeepsDocumentsApart(WrapsReplacedForward):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle as an instance of upstream's class, which can be imported."""
-        function, arguments, *state = super().__reduce_ex__(protocol)
+        reduced: Any = super().__reduce_ex__(protocol)
+        function, arguments, *state = reduced
         if arguments != (type(self),) or "wraps" not in vars(type(self)):
             return function, arguments, *state
         return _new_inner_model, (self.wraps, self.limits.get("packed sequences")), *state
@@ -217,10 +220,10 @@ def _around(model: PreTrainedModel, decoder: Any) -> Iterator[PreTrainedModel]:
             yield module
 
 
-@functools.cache
-def _inner_model_class(upstream: type[nn.Module], limit: str | None) -> type[nn.Module]:
+@cached
+def _inner_model_class(upstream: Any, limit: str | None) -> type[nn.Module]:
     names = {"__module__": upstream.__module__, "__qualname__": upstream.__qualname__, "__doc__": upstream.__doc__}
-    home = next(base for base in upstream.__mro__ if "forward" in vars(base))
+    home: Any = next(base for base in upstream.__mro__ if "forward" in vars(base))
     attributes = {
         "wraps": upstream,
         "limits": {} if limit is None else {"packed sequences": limit},

@@ -43,7 +43,7 @@ def packing_of(tensor: DTensor) -> Packing | None:
         # `fsdp` and `tp` that divide one dimension use `_StridedShard` for a contiguous region.
         if isinstance(placement, StridedShard) and _dims(placements).count(placement.dim) == 1:
             ranks, rank = mesh.size(mesh_dim), mesh.get_local_rank(mesh_dim)
-            return Packing(placement.dim, placement.split_factor, ranks, rank)
+            return Packing(placement.dim, int(placement.split_factor), ranks, rank)
     return None
 
 
@@ -101,7 +101,8 @@ def describe_packed_shards() -> None:
     @functools.wraps(write_items)
     def create_write_items(self: DTensor, fqn: str, object: Any) -> list[WriteItem]:
         if packing_of(self) is None:
-            return write_items(self, fqn, object)  # type: ignore[no-any-return]
+            items: list[WriteItem] = write_items(self, fqn, object)
+            return items
         properties = TensorProperties.create_from_tensor(self.to_local())
         return [
             WriteItem(
@@ -115,8 +116,9 @@ def describe_packed_shards() -> None:
     @functools.wraps(shard)
     def get_tensor_shard(self: DTensor, index: MetadataIndex) -> torch.Tensor:
         if packing_of(self) is None:
-            return shard(self, index)  # type: ignore[no-any-return]
-        regions = {torch.Size(offset): local for offset, local in regions_of(self)}
+            local: torch.Tensor = shard(self, index)
+            return local
+        regions = {torch.Size(region.offset): region.local for region in regions_of(self)}
         return regions[index.offset] if index.offset is not None else self.to_local()
 
     @functools.wraps(distribute)
@@ -126,7 +128,7 @@ def describe_packed_shards() -> None:
         others = []
         for key in keys:
             value = local_state_dict.get(key)
-            pair = value if isinstance(value, (list, tuple)) and len(value) == 2 else (None, None)
+            pair: Any = value if isinstance(value, (list, tuple)) and len(value) == 2 else (None, None)
             if not isinstance(pair[0], DTensor) or packing_of(pair[0]) is None:
                 others.append(key)
                 continue

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.utils.parametrize import type_before_parametrizations
 from transformers import PreTrainedModel
 
+from nrl_models.common.forward.packing import KeepsDocumentsApart
 from nrl_models.common.projections import groups_of
 from nrl_models.common.projections.tracing import trace_linears
 from nrl_models.common.recording import record_calls
 from nrl_models.parity.components import Call, calls_of, run_layer
 from nrl_models.parity.noise import limit, rounded_otherwise
-from nrl_models.common.forward.packing import KeepsDocumentsApart
 from nrl_models.testing.case import SEED, FamilyCase
 from nrl_models.testing.features import proves
 from nrl_models.testing.suite.asserts import TOLERANCE, assert_close, count_matmuls, dtypes
@@ -70,7 +71,7 @@ def test_layer_equivalence(family_case: FamilyCase, dtype: torch.dtype) -> None:
         assert_close(run_layer(layer, call), expected, dtype, scale, message=f"{name} ({type(original).__name__})")
 
 
-def _class_of(module: nn.Module) -> type[nn.Module]:
+def _class_of(module: nn.Module) -> Any:
     """A module's class without parametrizations and without the wrapped forward of inner models."""
     found = type_before_parametrizations(module)
     return found.wraps if issubclass(found, KeepsDocumentsApart) else found

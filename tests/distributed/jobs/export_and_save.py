@@ -134,7 +134,9 @@ def reshards_by_torch(architecture: str, folder: str, before: dict[str, int], af
     for name, state in moments.items():
         torch.testing.assert_close(state["exp_avg"], 0.1 * whole[name], rtol=1e-5, atol=1e-7)
         assert torch.equal(loaded[name]["exp_avg"], state["exp_avg"]), name
-    set_optimizer_state_dict(other, states, {"state": moments, "param_groups": target["optimizer"]["param_groups"]}, options=options)
+    set_optimizer_state_dict(
+        other, states, {"state": moments, "param_groups": target["optimizer"]["param_groups"]}, options=options
+    )
     again = get_optimizer_state_dict(other, states, options=options)["state"]
     assert all(torch.equal(again[name]["exp_avg"], state["exp_avg"]) for name, state in moments.items())
     plain = copy.deepcopy(case.model())

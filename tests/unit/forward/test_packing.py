@@ -103,7 +103,9 @@ def test_base_model_keeps_documents_apart(architecture: str, changed: str, mask:
     elif changed == "forward replaced":
         model.forward = types.MethodType(type(model).reference_class().forward, model)
     elif changed == "base forward replaced":
-        base_class = next(base for base in type(model.base_model).__mro__ if base.__module__.startswith("transformers."))
+        base_class = next(
+            base for base in type(model.base_model).__mro__ if base.__module__.startswith("transformers.")
+        )
         model.base_model.forward = types.MethodType(base_class.wraps.forward, model.base_model)
     packed = {"input_ids": input_ids, "position_ids": PACKED, "attention_mask": mask}
     for run in (model, model.base_model, model.model):

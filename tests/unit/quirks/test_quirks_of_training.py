@@ -18,7 +18,7 @@ from nrl_models.common.forward.routing import flip_rate, record_routing, replay_
 from nrl_models.diagnostics.embeddings import diagnose_embeddings
 from nrl_models.distributed.parallel_plan import plan_for
 from nrl_models.distributed.parallelize import divide_model
-from nrl_models.errors import ShardingError, UnknownArgumentError
+from nrl_models.errors import UnknownArgumentError
 from nrl_models.logprobs import token_logprobs
 from nrl_models.parity.noise import rounded_otherwise
 from nrl_models.testing.case import FamilyCase
