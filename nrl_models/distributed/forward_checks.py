@@ -8,7 +8,7 @@ from __future__ import annotations
 import weakref
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -19,9 +19,6 @@ from torch.distributed.tensor import DTensor
 from nrl_models.common.modules import class_name
 from nrl_models.distributed.mesh import gather_over, reporting_dead_ranks, size_of
 from nrl_models.errors import Problem, ProblemKind, ShardingError
-
-if TYPE_CHECKING:
-    from nrl_models.distributed.sharding import Sharding
 
 SAME_BATCH = ("ep", "tp")
 """Dimensions of a mesh whose ranks take the same batch."""
@@ -88,16 +85,21 @@ class Slots:
         return known is not None and known() is module and attribute in self._attributes[id(module)]
 
 
-def later_parameters(model: nn.Module, sharding: Sharding) -> Iterator[str]:
+def later_parameters(model: nn.Module, mesh: DeviceMesh, slots: Slots) -> Iterator[str]:
     """Names of the trainable parameters that no rank divides, reduces or keeps equal.
 
     `fsdp` reduces the gradients of the parameters that it divided. Over other dimensions a DTensor does so itself, for
     example in a copy of a head.
+
+    Args:
+        model: A sharded model.
+        mesh: The mesh that it is sharded over.
+        slots: Its parameters when it was sharded.
     """
-    over_fsdp = "fsdp" in (sharding.mesh.mesh_dim_names or ())
+    over_fsdp = "fsdp" in (mesh.mesh_dim_names or ())
     for prefix, module in model.named_modules():
         for attribute, parameter in module._parameters.items():
-            if parameter is None or not parameter.requires_grad or sharding.slots.has(module, attribute):
+            if parameter is None or not parameter.requires_grad or slots.has(module, attribute):
                 continue
             if over_fsdp or not isinstance(parameter, DTensor):
                 yield f"{prefix}.{attribute}" if prefix else attribute
@@ -110,7 +112,7 @@ def require_no_later_parameters(model: nn.Module) -> None:
         ShardingError: Some were added later, with all their names.
     """
     sharding = cast(Any, model).sharding
-    if names := list(later_parameters(model, sharding)):
+    if names := list(later_parameters(model, sharding.mesh, sharding.slots)):
         detail = "was added after sharding: each rank would train its own values"
         raise ShardingError(
             f"{class_name(model)} has trainable parameters that are not sharded",
