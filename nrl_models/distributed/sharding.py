@@ -77,6 +77,7 @@ class Sharding:
         self.slots = Slots(model)
         become(model, ChecksForward)
         model.register_load_state_dict_pre_hook(_fill_shards)
+        model.register_state_dict_pre_hook(_require_no_later_parameters)
 
     def agree_on_holders(self, model: nn.Module) -> None:
         """Find out which rank of `pp` holds what. Every rank calls it.
@@ -143,6 +144,10 @@ class Sharding:
 def sharding_of(model: nn.Module) -> Sharding:
     """How a sharded model is sharded."""
     return cast(Sharding, model.sharding)
+
+
+def _require_no_later_parameters(model: nn.Module, prefix: str, keep_vars: bool) -> None:
+    require_no_later_parameters(model)
 
 
 def _fill_shards(model: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:

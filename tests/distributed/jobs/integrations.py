@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from jobs.equality import expected, step, whole_gradients
 from jobs.setting import batches, case_of, full, mesh_of, train
@@ -65,6 +66,7 @@ def later_parameters_are_refused(folder: str, kind: str, **sizes: int) -> list[t
         lambda: model.forward(**batch, use_cache=False),
         lambda: save_checkpoint(folder, model),
         lambda: model.save_pretrained(folder),
+        lambda: get_model_state_dict(run),
     ]
     if "lora" not in kind:  # for which `iter_export` has an error of its own
         uses.append(lambda: list(model.state_dict_adapter.iter_export(model)))
