@@ -96,8 +96,6 @@ class ProblemKind(StrEnum):
     PLAN = auto()
     DIVIDE = auto()
     """A size that is not divisible by the number of ranks."""
-    CONTEXT = auto()
-    """Something context parallelism does not support."""
     RANK = auto()
     """What a rank has, or the error it met, is not what the others have."""
 

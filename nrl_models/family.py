@@ -16,7 +16,11 @@ from nrl_models.common.checkpoint.writing import staged
 from nrl_models.common.flags import Flags, ModelFlag, MTPForm
 from nrl_models.common.forward.layer_by_document import ByDocument, DecoderByDocument
 from nrl_models.common.forward.mrope import FreshPositions, PackedTextPositions
-from nrl_models.common.forward.packing import keep_documents_apart
+from nrl_models.common.forward.packing import (
+    WrapsReplacedForward,
+    inner_models_keep_documents_apart,
+    keep_documents_apart,
+)
 from nrl_models.common.forward.soft_cap import drops_soft_cap
 from nrl_models.common.projections import CombinedProjections
 from nrl_models.common.state_dict.adapter import StateDictAdapter, adapter_of
@@ -28,9 +32,11 @@ from nrl_models.loading import pretrained
 from nrl_models.loading.weights import accept_hub_names
 
 if TYPE_CHECKING:
-    Upstream = PreTrainedModel  # every class made here is one
+
+    class Upstream(WrapsReplacedForward, PreTrainedModel):
+        """Every class made here is one."""
 else:
-    Upstream = object
+    Upstream = WrapsReplacedForward
 
 
 class FamilyModel(Upstream):
@@ -91,7 +97,8 @@ class FamilyModel(Upstream):
         if "rewrites" in cls.__dict__:
             cls.rewrites = {original: rewritten(original, by, cls.__module__) for original, by in cls.rewrites.items()}
         if issubclass(cls, PreTrainedModel) and not hasattr(cls.forward, "keeps_documents_apart"):
-            cls.forward = keep_documents_apart(cls.forward)
+            home: Any = next(base for base in cls.__mro__ if "forward" in vars(base))
+            cls.forward = keep_documents_apart(home.forward, defined_by=None if home is cls else home)
         if issubclass(cls, PreTrainedModel) and drops_soft_cap(cls.reference_class()):
             cls._supports_sdpa = False
         if issubclass(cls, PreTrainedModel):
@@ -101,6 +108,7 @@ class FamilyModel(Upstream):
         super().__init__(config, *args, **kwargs)
         self.combine = combine
         adopt_rewrites(self, self.rewrite_of, combine)
+        inner_models_keep_documents_apart(self)
 
     @classmethod
     def rewrite_of(cls, layer: type[nn.Module]) -> type[nn.Module] | None:

@@ -355,26 +355,6 @@ def untied_by_dividing() -> bool:
         return model.words.weight is not model.head.weight
 
 
-def ring_attention_rejects_masks() -> bool:
-    """Whether torch's ring attention refuses a mask."""
-    try:
-        from torch.distributed.tensor.experimental._attention import (
-            _scaled_dot_product_ring_efficient_attention as ring,
-        )
-    except ImportError:
-        from torch.distributed.tensor.experimental._context_parallel._attention import (
-            _scaled_dot_product_ring_efficient_attention as ring,
-        )
-    one: Any = torch.zeros(1, 1, 2, 2)
-    try:
-        ring(None, one, one, one, attn_bias=one)
-    except NotImplementedError:
-        return True
-    except Exception:  # it went on, and has no mesh
-        return False
-    return False
-
-
 def a_kernel_projects_out(case: FamilyCase) -> bool:
     """Whether a mixer hands the weight of its projection to a fused kernel, past the module's hooks."""
     mixers = {
@@ -469,7 +449,6 @@ OF_INSTALLED: dict[str, Callable[[], bool]] = {
     "unreachable-parameters": optimisers_keep_no_state_without_gradients,
     "misspelt-freezing": unknown_attributes_are_accepted,
     "tied-weights-under-tp": untied_by_dividing,
-    "context-parallel-masks": ring_attention_rejects_masks,
 }
 """Of what is installed."""
 

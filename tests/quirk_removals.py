@@ -26,7 +26,6 @@ REMOVE = {
     "unreachable-parameters": "freeze_unreachable",
     "misspelt-freezing": "the check of keys in freeze",
     "tied-weights-under-tp": "the flag, and the vocabulary's rules in declared_tensor_plan",
-    "context-parallel-masks": "context_parallel_problems' part on masks, and the families' limits",
     "routing-flips": "nothing: routing is discrete",
     "full-vocabulary-logits": "nothing: let token_logprobs call what upstream offers then",
     "untrained-rows": "nothing: a diagnostic",

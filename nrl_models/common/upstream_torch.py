@@ -22,6 +22,7 @@ from torch._C import _len_torch_dispatch_stack as count_dispatch_modes
 from torch._C import _len_torch_function_stack as count_function_modes
 from torch._C import _storage_Use_Count as storage_use_count
 from torch._C._autograd import _top_saved_tensors_default_hooks as saved_tensors_hooks
+from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.nn.modules.conv import _ConvNd as ConvNd
 from torch.overrides import _get_current_function_mode_stack as function_mode_stack
 from torch.utils._device import DeviceContext
@@ -39,6 +40,7 @@ __all__ = [
     "DeviceContext",
     "DisableTorchFunction",
     "DisableTorchFunctionSubclass",
+    "StridedShard",
     "TorchDispatchMode",
     "count_dispatch_modes",
     "count_function_modes",
@@ -83,6 +85,10 @@ PRIVATE_ATTRIBUTES = (
     PrivateAttribute("torch.storage", "_StorageBase", "_cdata"),
     PrivateAttribute("torch._ops", "OpOverload", "_schema"),
     PrivateAttribute("torch.autograd.forward_ad", "", "_current_level"),
+    PrivateAttribute("torch.distributed._state_dict_utils", "", "_distribute_tensors"),
+    PrivateAttribute("torch.distributed.tensor._api", "DTensor", "__create_chunk_list__"),
+    PrivateAttribute("torch.distributed.tensor._api", "DTensor", "__create_write_items__"),
+    PrivateAttribute("torch.distributed.tensor._api", "DTensor", "__get_tensor_shard__"),
     PrivateAttribute("torch.distributed.tensor._api", "DTensor", "_local_tensor"),
     PrivateAttribute("torch.nn.modules.module", "Module", "_backward_hooks"),
     PrivateAttribute("torch.nn.modules.module", "Module", "_backward_pre_hooks"),

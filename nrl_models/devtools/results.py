@@ -36,7 +36,6 @@ class Kind(StrEnum):
     TP = "tp"
     EP = "ep"
     PP = "pp"
-    CP = "cp"
     QLORA = "qlora"
     ENGINE = "engine"
     IMAGES = "engine with images"

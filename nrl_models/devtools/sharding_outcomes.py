@@ -15,7 +15,6 @@ FEATURES = {
     Kind.TP: "TP",
     Kind.EP: "EP",
     Kind.PP: "PP",
-    Kind.CP: "CP",
     Kind.QLORA: "QLoRA",
 }
 """What is tried of an architecture, and what the pages call it."""
@@ -24,9 +23,8 @@ _MEANING = (
     'FSDP2, TP and EP stand for loading over two processes with `plan="auto"`: exported weights bit for bit those of '
     "the checkpoint, loss and gradients of a step those of one process. `refused` is refused before anything is read, "
     "for the reason on the family's page; EP is for models with experts. PP stands for a step over two stages under "
-    "1F1B, its loss and gradients those of one process, of models that generate. torch has context parallelism (CP) on "
-    "accelerators only: what it refuses is known, the rest is not tested. QLoRA stands for training adapters on a "
-    "checkpoint in 4 bits, against transformers' own class."
+    "1F1B, its loss and gradients those of one process, of models that generate. QLoRA stands for training adapters on "
+    "a checkpoint in 4 bits, against transformers' own class."
 )
 
 MOST = 400

@@ -1,7 +1,6 @@
 """Models larger than one device: sharding, checkpoints and refit, on torch.distributed."""
 
 from nrl_models.common.mesh_sizes import parse_mesh
-from nrl_models.distributed.context_parallel import check_context_parallel, context_parallel
 from nrl_models.distributed.parallel_plan import ParallelPlan, plan_for
 from nrl_models.distributed.parallelize import parallelize
 from nrl_models.distributed.pipeline.running import Pipeline
@@ -12,9 +11,7 @@ from nrl_models.distributed.shards import share_of
 __all__ = [
     "ParallelPlan",
     "Pipeline",
-    "check_context_parallel",
     "clip_grad_norm_",
-    "context_parallel",
     "load_checkpoint",
     "parallelize",
     "parse_mesh",

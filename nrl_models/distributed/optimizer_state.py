@@ -24,8 +24,8 @@ def facts_of(model: nn.Module, optimizer: Optimizer) -> OptimizerFacts:
     """All but the tensors. Every rank calls it.
 
     Raises:
-        CheckpointError: a parameter that is not the model's, or a state that is neither a number nor of the parameter's
-            shape; all of them.
+        CheckpointError: a parameter that is not the model's, or a state that is neither a number nor a plain tensor of
+            the parameter's shape; all of them.
     """
     parameters = _parameters(model, optimizer)
     problems = []
@@ -37,6 +37,10 @@ def facts_of(model: nn.Module, optimizer: Optimizer) -> OptimizerFacts:
         for key, value in state.items():
             if _is_scalar(value):
                 states[name].scalars[key] = float(_plain(value))
+            elif subclass := _subclass_of(value):
+                detail = f"is a {subclass}, a tensor subclass whose content no other layout can read"
+                advice = "use an optimizer with plain tensors as state, or save it with torch.distributed.checkpoint"
+                problems.append(Problem(ProblemKind.FORMAT, f"{name}: {key}", detail, advice=advice))
             elif isinstance(value, torch.Tensor) and value.shape == parameter.shape:
                 states[name].tensors.append(key)
             else:
@@ -142,18 +146,27 @@ def restore(
     model: PreTrainedModel, optimizer: Optimizer, saved: OptimizerFacts, stored: Mapping[str, StoredTensor]
 ) -> None:
     """Replace an optimiser's states and options by what was saved, in which there are no `misfits`."""
+    for group, saved_group in zip(optimizer.param_groups, saved.groups, strict=True):
+        group.update({key: _retyped(group.get(key), value) for key, value in saved_group.options.items()})
+    groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
     optimizer.state.clear()
     for name, parameter in _parameters(model, optimizer).items():
         if (kept := saved.states.get(name)) is None:
             continue
-        state: dict[str, Any] = {key: torch.tensor(value, dtype=torch.float32) for key, value in kept.scalars.items()}
+        device = _device_of_scalars(groups[id(parameter)], parameter)
+        state: dict[str, Any] = {
+            key: torch.tensor(value, dtype=torch.float32, device=device) for key, value in kept.scalars.items()
+        }
         for key in kept.tensors:
             state[key] = torch.zeros_like(parameter.detach(), dtype=stored[f"{name}.{key}"].dtype)
         optimizer.state[parameter] = state
     for held in held_states(model, optimizer):
         stored[held.name].fill(held.blocks)
-    for group, saved_group in zip(optimizer.param_groups, saved.groups, strict=True):
-        group.update({key: _retyped(group.get(key), value) for key, value in saved_group.options.items()})
+
+
+def _device_of_scalars(group: Mapping[str, Any], parameter: torch.Tensor) -> torch.device:
+    """Where torch's `Optimizer.load_state_dict` puts `step`: fused and capturable kernels read it on the device."""
+    return parameter.device if group.get("fused") or group.get("capturable") else torch.device("cpu")
 
 
 def _misfitting_options(number: int, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[Problem]:
@@ -191,6 +204,13 @@ def _parameters(model: nn.Module, optimizer: Optimizer) -> dict[str, nn.Paramete
         problem = Problem(ProblemKind.UNEXPECTED, "optimizer", detail)
         raise CheckpointError("the optimiser is not this model's", [problem])
     return {names[id(parameter)]: parameter for parameter in given}
+
+
+def _subclass_of(value: Any) -> str:
+    """The name of the tensor subclass that a state is, or that a DTensor holds; empty for plain tensors."""
+    local = value.to_local() if isinstance(value, DTensor) else value
+    is_plain = not isinstance(local, torch.Tensor) or type(local) in (torch.Tensor, nn.Parameter)
+    return "" if is_plain else type(local).__name__
 
 
 def _is_scalar(value: Any) -> bool:

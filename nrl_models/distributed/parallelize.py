@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cached_property
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from transformers import PreTrainedModel
 
 from nrl_models.common.modules import own_modules
 from nrl_models.common.projections import groups_of
 from nrl_models.common.upstream import is_initialised, mark_initialised
+from nrl_models.common.upstream_torch import StridedShard
 from nrl_models.distributed.mesh import agreed, check_mesh, describe, has_stages, rank_in, size_of
 from nrl_models.distributed.parallel_plan import (
     ParallelPlan,
@@ -33,6 +34,7 @@ from nrl_models.distributed.pipeline.stages import StandIn, keep_stages
 from nrl_models.distributed.sharding import Sharding, sharding_of
 from nrl_models.distributed.tensor.divided_group import DividedGroup
 from nrl_models.distributed.tensor.local_tensors import OnLocalTensors, become
+from nrl_models.distributed.tensor.packed_shards import describe_packed_shards, packing_of
 from nrl_models.distributed.tensor.styles import REPLICATE, ExpertsOfThisRank, LatentKeys, Style, VocabularyParallel
 from nrl_models.errors import Problem, ProblemKind, ShardingError
 
@@ -201,19 +203,20 @@ class _ModelDivision:
         if id(parameter) in self.done:
             module._parameters[attribute] = self.done[id(parameter)]
             return
-        placements, local = [], parameter.detach()
+        placements: list[Placement] = []
+        local = parameter.detach()
         for dimension in self.inner.mesh_dim_names or ():
             style = REPLICATE if dimension == "ep" else tensor
             if dimension == self.experts_over and expert.dim(parameter.ndim) is not None:
                 style = expert
             ranks, rank = size_of(self.mesh, dimension), rank_in(self.mesh, dimension)
             dim = style.dim(parameter.ndim) if ranks > 1 else None
-            placements.append(Replicate() if dim is None else Shard(dim))
             if dim is None:
+                placements.append(Replicate())
                 continue
             if style.blocks > 1:
-                packed = dict(getattr(module, "packed_over", {}))
-                cast(Any, module).packed_over = packed | {attribute: (dim, style.blocks, ranks)}
+                describe_packed_shards()
+            placements.append(Shard(dim) if style.blocks == 1 else StridedShard(dim, split_factor=style.blocks))
             # The dimension holds several blocks one after the other; every rank has a share of each.
             local = torch.cat([block.chunk(ranks, dim)[rank] for block in local.chunk(style.blocks, dim)], dim)
         divided = nn.Parameter(
@@ -308,14 +311,24 @@ def _placement(parameter: nn.Parameter, ranks: int) -> Shard | None:
     """The dimension of a parameter that `fsdp` divides; None leaves it to torch: the first, unevenly if need be.
 
     But a stack of experts is divided along their features where ranks do not divide the number of experts: of fewer
-    experts than ranks some ranks would have nothing, and the others more than their share.
+    experts than ranks some ranks would have nothing, and the others more than their share. And a dimension of packed
+    blocks that `tp` divides is not divided again: no placement describes the result.
     """
     taken: set[int] = set()
     local: torch.Tensor = parameter
+    is_packed = False
     if isinstance(parameter, DTensor):
-        taken = {placement.dim for placement in parameter.placements if isinstance(placement, Shard)}
+        taken = {placement.dim for placement in parameter.placements if isinstance(placement, (Shard, StridedShard))}
+        packing = packing_of(parameter)
+        is_packed = packing is not None and packing.dim == 0
         local = parameter.to_local()
-    if parameter.ndim < 3 or len(local) % ranks == 0:
+    if not is_packed and (parameter.ndim < 3 or len(local) % ranks == 0):
         return None
     even = [dim for dim in reversed(range(1, parameter.ndim)) if dim not in taken and local.shape[dim] % ranks == 0]
+    if is_packed and not even:
+        detail = f"has shape {tuple(parameter.shape)}, and tp divides the blocks packed in its first dimension"
+        problem = Problem(
+            ProblemKind.DIVIDE, "a packed parameter", f"{detail}: fsdp={ranks} divides no other dimension"
+        )
+        raise ShardingError("fsdp cannot divide a packed parameter", [problem], ["give it another style in the plan"])
     return Shard(even[0]) if even else None

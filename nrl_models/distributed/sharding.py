@@ -16,10 +16,12 @@ from nrl_models.common.modules import names_in_state_dict
 from nrl_models.common.state_dict.adapter import StateDictAdapter, own_state_dict
 from nrl_models.common.state_dict.layouts import TensorSpec
 from nrl_models.common.views.view import HFTensor
+from nrl_models.distributed.forward_checks import ChecksForward, Slots, require_no_later_parameters
 from nrl_models.distributed.mesh import gather_over, rank_in, size_of
 from nrl_models.distributed.parallel_plan import ParallelPlan
 from nrl_models.distributed.pipeline.stages import Stages
 from nrl_models.distributed.shards import DEFAULT_BUCKET, blocks_of, gathered
+from nrl_models.distributed.tensor.local_tensors import become
 from nrl_models.errors import Problem, ProblemKind, ShardingError
 
 Gatherer = Callable[[Mapping[str, HFTensor], int], Iterator[tuple[str, torch.Tensor]]]
@@ -40,12 +42,16 @@ class Sharding:
         holders: for each tensor of the model the first rank of `pp` that holds it; empty without `pp`.
         total_parameters: of the whole model.
         loaded_bytes: how much of the checkpoint's tensors this rank read, if the model was loaded sharded.
+        slots: The places of the model's parameters.
+        is_checking: Whether a checked forward runs, see `ChecksForward`.
     """
 
     adapter: StateDictAdapter
     holders: Mapping[str, int] = MappingProxyType({})
     total_parameters: int = 0
     loaded_bytes: int = 0
+    slots: Slots
+    is_checking: bool = False
 
     def __init__(self, mesh: DeviceMesh, plan: ParallelPlan, stages: Stages | None = None) -> None:
         self.mesh, self.plan, self.stages = mesh, plan, stages
@@ -68,7 +74,10 @@ class Sharding:
         own |= {name: TensorSpec(own[name].shape, dtype) for name, dtype in dtypes.items() if name in own}
         self.total_parameters = whole.num_parameters()
         cast(Any, model).sharding = self
+        self.slots = Slots(model)
+        become(model, ChecksForward)
         model.register_load_state_dict_pre_hook(_fill_shards)
+        model.register_state_dict_pre_hook(_require_no_later_parameters)
 
     def agree_on_holders(self, model: nn.Module) -> None:
         """Find out which rank of `pp` holds what. Every rank calls it.
@@ -97,13 +106,18 @@ class Sharding:
         return not self.holders or self.holders[name] == rank_in(self.mesh, "pp")
 
     def written(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        """The model's own tensors, without those that an earlier rank of `pp` holds, too."""
+        """The model's own tensors, without those that an earlier rank of `pp` holds, too.
+
+        Raises:
+            ShardingError: Trainable parameters were added after sharding.
+        """
+        require_no_later_parameters(model)
         return {name: tensor for name, tensor in own_state_dict(model).items() if self.is_first_holder(name)}
 
     def hf_views(self, model: nn.Module, exported: Mapping[str, HFTensor]) -> dict[str, torch.Tensor]:
         """Live Hugging Face tensors as DTensors, see `StateDictAdapter.hf_views`."""
         own = own_state_dict(model)
-        # No placement describes a region of a parameter, or a parameter that is packed over ranks.
+        # No placement describes a region of a parameter.
         return {
             name: own[tensor.view.parameter]
             for name, tensor in exported.items()
@@ -129,6 +143,10 @@ class Sharding:
 def sharding_of(model: nn.Module) -> Sharding:
     """How a sharded model is sharded."""
     return cast(Sharding, model.sharding)
+
+
+def _require_no_later_parameters(model: nn.Module, prefix: str, keep_vars: bool) -> None:
+    require_no_later_parameters(model)
 
 
 def _fill_shards(model: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:

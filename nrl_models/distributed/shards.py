@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from nrl_models.common.state_dict.blocks import Block, through
 from nrl_models.common.state_dict.buckets import buckets
 from nrl_models.common.views.view import HFTensor
 from nrl_models.distributed.mesh import has_stages, reporting_dead_ranks
+from nrl_models.distributed.tensor.packed_shards import packing_of, regions_of
 
 DEFAULT_BUCKET = 512 * 2**20
 """Bytes gathered at a time where nothing else is said."""
@@ -23,13 +25,11 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def own_block(tensor: torch.Tensor) -> Block:
-    """This rank's block of one of the model's own tensors: all of it where it is not sharded."""
+def own_blocks(tensor: torch.Tensor) -> list[Block]:
+    """This rank's blocks of one of the model's own tensors: all of it where it is not sharded."""
     if not isinstance(tensor, DTensor):
-        return Block((0,) * tensor.ndim, tensor)
-    (chunk,) = tensor.__create_chunk_list__()
-    local = tensor.to_local()
-    return Block(tuple(chunk.offsets) if local.numel() else (0,) * tensor.ndim, local)
+        return [Block((0,) * tensor.ndim, tensor)]
+    return [Block(offset, local) for offset, local in regions_of(tensor)]
 
 
 def share_of(tensor: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
@@ -42,9 +42,16 @@ def share_of(tensor: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
         whole: of `tensor`'s shape, ordered as `tensor.full_tensor()` is.
 
     Returns:
-        A view of `whole`, of the shape of `tensor.to_local()`.
+        This rank's part of `whole`, of the shape of `tensor.to_local()`: a view, or a copy if a packed dimension (gate
+        and up) is divided.
     """
-    return own_block(tensor.detach()).of(whole)
+    tensor = tensor.detach()
+    parts = [block.of(whole) for block in own_blocks(tensor)]
+    if len(parts) == 1:
+        return parts[0]
+    packing = packing_of(cast(DTensor, tensor))
+    assert packing is not None
+    return torch.cat(parts, packing.dim)
 
 
 def blocks_of(tensor: HFTensor, own: Mapping[str, torch.Tensor]) -> list[Block]:
@@ -54,7 +61,8 @@ def blocks_of(tensor: HFTensor, own: Mapping[str, torch.Tensor]) -> list[Block]:
         if piece.view.parameter not in own:  # another stage's
             continue
         whole = own[piece.view.parameter]
-        for block in through(piece.view.steps, whole.shape, own_block(whole)):
+        blocks = [block for held in own_blocks(whole) for block in through(piece.view.steps, whole.shape, held)]
+        for block in blocks:
             offset = list(block.offset)
             for method, args in piece.region:
                 assert method == "narrow", f"{tensor.name}: {method} in a region"

@@ -30,7 +30,7 @@ from nrl_models.distributed.mesh import agreed, gather_over
 from nrl_models.distributed.parallel_plan import ParallelPlan, Plan, plan_for
 from nrl_models.distributed.parallelize import cut_for, divide_data, divide_stages
 from nrl_models.distributed.sharding import sharding_of
-from nrl_models.distributed.shards import over_shard, own_block, share_of
+from nrl_models.distributed.shards import local_of, over_shard, own_blocks, share_of
 from nrl_models.loading.fit import Fit, fit_checkpoint
 from nrl_models.loading.weights import keep_unused, require_written, run_readers
 
@@ -113,16 +113,15 @@ def _fill(model: PreTrainedModel, fit: Fit, files: CheckpointFiles, device: torc
         if name not in own:  # another stage's
             continue
         whole = own[name]
-        meta = own_block(whole)
         # With offloading FSDP keeps its shards on the CPU.
         place = torch.device("cpu") if sharding.plan.offload and isinstance(whole, DTensor) else device
-        shard = laid[name] if name in laid else torch.empty(meta.shape, dtype=fit.dtypes[name], device=place)
+        shard = laid[name] if name in laid else torch.empty(local_of(whole).shape, dtype=fit.dtypes[name], device=place)
         shards[name] = over_shard(whole, shard) if isinstance(whole, DTensor) else shard
         for key, target in sources:
             for piece in target.pieces:
                 if piece.view.parameter == name:
-                    blocks = through(piece.view.steps, whole.shape, Block(meta.offset, shard))
-                    wanted[key] += [(piece, block) for block in blocks]
+                    for held in own_blocks(shards[name]):
+                        wanted[key] += [(piece, block) for block in through(piece.view.steps, whole.shape, held)]
     jobs = [(files.tensors[key], slices) for key, slices in wanted.items() if slices]
     sharding.loaded_bytes = sum(
         block.tensor.numel() * stored.dtype.itemsize for stored, slices in jobs for _, block in slices
@@ -156,7 +155,7 @@ def _neighbouring_shards(
     for names in neighbouring_parameters(model):
         if any(name not in fit.found.sources for name in names):
             continue
-        shapes = [own_block(own[name]).shape for name in names]
+        shapes = [local_of(own[name]).shape for name in names]
         if len({(*shape[1:], fit.dtypes[name]) for name, shape in zip(names, shapes, strict=True)}) == 1:
             lengths = [shape[0] for shape in shapes]
             rows = torch.empty(sum(lengths), *shapes[0][1:], dtype=fit.dtypes[names[0]], device=device)

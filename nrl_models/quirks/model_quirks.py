@@ -281,19 +281,6 @@ TRAINING = (
         sources=("https://github.com/NVIDIA-NeMo/RL/issues/227", "https://github.com/NVIDIA-NeMo/Automodel/pull/2571"),
     ),
     Quirk(
-        name="context-parallel-masks",
-        symptom="Attention that keeps a mask, a window, a sink or a cap fails, or is computed without it, when a "
-        "sequence is divided over ranks.",
-        where=("trainer",),
-        applies=predicates.cannot_divide_a_sequence,
-        handling="It is refused before the first step, with all reasons, from the configuration, the family's limits "
-        "and the batch.",
-        code=("nrl_models.distributed.context_parallel:check_context_parallel",),
-        off="enter torch's context_parallel without check_context_parallel",
-        probe="behavioural",
-        asks="torch's ring attention rejects a mask",
-    ),
-    Quirk(
         name="routing-flips",
         symptom="Recomputed activations, or another engine's, choose other experts where two scores are a rounding "
         "apart, and gradients belong to another computation.",

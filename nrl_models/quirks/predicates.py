@@ -9,7 +9,6 @@ from nrl_models.common.freezing import components_of
 from nrl_models.common.modules import predicts_words
 from nrl_models.common.state_dict.adapter import StateDictAdapter
 from nrl_models.common.state_dict.mtp import MTPNames
-from nrl_models.distributed.context_parallel import context_parallel_problems
 from nrl_models.family import FamilyModel
 from nrl_models.quirks.subject import Subject
 
@@ -41,11 +40,6 @@ def has_mtp_weights(subject: Subject) -> bool:
 def ties_embeddings(subject: Subject) -> bool:
     """Input and output embeddings are one tensor."""
     return bool(subject.model.all_tied_weights_keys)
-
-
-def cannot_divide_a_sequence(subject: Subject) -> bool:
-    """Some layer needs more than plain causal attention."""
-    return bool(context_parallel_problems(subject.model))
 
 
 def has_experts(subject: Subject) -> bool:

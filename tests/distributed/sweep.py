@@ -54,7 +54,7 @@ REFUSALS = {ProblemKind.PLAN, ProblemKind.DIVIDE}
 def main() -> int:
     """Run what is asked for, and write the pages."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    pages, optional = pages_folder(), frozenset({Kind.EP, Kind.PP, Kind.CP})
+    pages, optional = pages_folder(), frozenset({Kind.EP, Kind.PP})
     ended = Sweep(pages, architectures_in_order(), versions(), run, worsened, lambda: None, optional).main(parser)
     write_pages(pages)
     return ended
@@ -62,7 +62,7 @@ def main() -> int:
 
 def versions() -> dict[Kind, dict[str, str]]:
     """What is tried with what is installed, and the versions that decide its outcome."""
-    kinds = (Kind.FSDP, Kind.TP, Kind.EP, Kind.PP, Kind.CP)
+    kinds = (Kind.FSDP, Kind.TP, Kind.EP, Kind.PP)
     needed = dict.fromkeys(kinds, ("torch", "transformers"))
     if find_spec("bitsandbytes") and find_spec("peft"):
         needed[Kind.QLORA] = ("torch", "transformers", "bitsandbytes", "peft")
@@ -114,11 +114,6 @@ class Ranks:
                 difference = next(filter(None, found), "")[:MOST]
                 found = ShardingOutcome(Status.DISAGREES if difference else Status.AGREES, difference)
             outcomes[Kind(dimension)] = found
-        found = self.run(jobs.no_context, architecture)
-        if isinstance(found, ShardingOutcome):
-            outcomes[Kind.CP] = found
-        elif problems := found[0]:
-            outcomes[Kind.CP] = ShardingOutcome(Status.REFUSED, reason_of(problems))
         if Kind.QLORA in versions():
             found = self.run(jobs.qlora, architecture, folder)
             if not isinstance(found, ShardingOutcome):

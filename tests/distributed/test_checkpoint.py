@@ -110,6 +110,16 @@ def test_a_checkpoint_of_another_model_is_refused(two: World, tmp_path: Path) ->
         assert "missing: model.layers.0.self_attn.k_proj.bias" in text
 
 
+@pytest.mark.parametrize("sizes", [{"fsdp": 2}, {"tp": 2}], ids=["fsdp", "tp"])
+def test_quantized_optimizer_state_is_refused(two: World, tmp_path: Path, sizes: dict[str, int]) -> None:
+    pytest.importorskip("torchao")
+    for problems in two.run(partial(checkpoint.saves_quantized_state, **sizes), str(tmp_path)):
+        assert any(
+            problem.startswith("model.embed_tokens.weight: exp_avg: is a OptimState8bit") for problem in problems
+        )
+    assert not list(tmp_path.iterdir())
+
+
 def test_an_optimiser_of_other_groups_is_refused(two: World, tmp_path: Path) -> None:
     two.run(partial(checkpoint.train_and_save, fsdp=2), str(tmp_path / "c"), "LlamaForCausalLM")
     for kind, text in refused(two, partial(checkpoint.resume_with_one_group, fsdp=2), str(tmp_path / "c")):

@@ -235,7 +235,8 @@ def test_a_groups_input_enters_once_where_fsdp_has_the_weights(four: World) -> N
 def test_a_step_exchanges_what_megatron_does(two: World) -> None:
     for forward, backward in two.run(partial(equality.whole_step_collectives, tp=2), "LlamaForCausalLM"):
         # Each layer's attention and MLP are left once and entered once; words are left, and the head is entered.
-        assert forward == {"all_reduce": 2 * 2 + 1, "all_gather_into_tensor": 1}  # the logits
+        # The logits, and the sums by which ranks compare their batches.
+        assert forward == {"all_reduce": 2 * 2 + 1, "all_gather_into_tensor": 1, "allgather_": 1}
         assert backward == {"all_reduce": 2 * 2 + 1}
 
 

@@ -29,6 +29,32 @@ def test_exports_and_files_are_those_of_one_process(
     assert files_in(tmp_path / "sharded") == files_in(tmp_path / "sharded-whole")
 
 
+# What torch makes of the DTensors
+
+
+def test_every_packed_placement_is_true(two: World) -> None:
+    """`full_tensor`, `get_model_state_dict` and `set_model_state_dict` of each mixture whose gate and up are packed."""
+    for count, wrong in two.run(partial(export_and_save.every_packed_placement_is_true, tp=2), patience=1200):
+        assert count > 60
+        assert wrong == {}
+
+
+LAYOUT_PAIRS = [({"tp": 2}, {"fsdp": 2}), ({"fsdp": 2}, {"tp": 2}), ({"tp": 2}, {"ep": 2})]
+
+
+@pytest.mark.parametrize("layouts", LAYOUT_PAIRS, ids=str)
+def test_torch_reshards_packed_parameters(two: World, tmp_path: Path, layouts: tuple[dict, dict]) -> None:
+    two.run(export_and_save.reshards_by_torch, "MixtralForCausalLM", str(tmp_path / "dcp"), *layouts)
+    assert files_in(tmp_path / "dcp-plain") == files_in(tmp_path / "dcp-whole")
+
+
+def test_torch_reshards_packed_parameters_over_two_dimensions(four: World, tmp_path: Path) -> None:
+    four.run(partial(export_and_save.placements_are_true, fsdp=2, tp=2), "MixtralForCausalLM")
+    layouts = {"fsdp": 2, "tp": 2}, {"ep": 2, "tp": 2}
+    four.run(export_and_save.reshards_by_torch, "MixtralForCausalLM", str(tmp_path / "dcp"), *layouts)
+    assert files_in(tmp_path / "dcp-plain") == files_in(tmp_path / "dcp-whole")
+
+
 REST = sorted(
     {registry.FAMILIES[family][0] for family in ONE_OF_EACH_PATTERN} - {architecture for architecture, _ in CASES}
 )

@@ -384,6 +384,75 @@ def test_layers_compiled_one_by_one_compute_the_same(two: World, sizes: dict[str
         assert found["graphs"] > 0
 
 
+# What would otherwise train other values on each rank
+
+
+@pytest.mark.parametrize("sizes", [{"fsdp": 2}, {"tp": 2}], ids=["fsdp", "tp"])
+@pytest.mark.parametrize(
+    ("kind", "parameter"),
+    [
+        ("lora", "layers.0.self_attn.q_proj.lora_A.default.weight"),
+        ("injected lora", "layers.0.self_attn.q_proj.lora_A.default.weight"),
+        ("head", "lm_head.weight"),
+        ("value head", "value_head.weight"),
+    ],
+)
+def test_parameters_added_after_sharding_raise(
+    two: World, tmp_path: Path, kind: str, parameter: str, sizes: dict[str, int]
+) -> None:
+    job = partial(integrations.later_parameters_are_refused, **sizes)
+    for named in two.run(job, str(tmp_path / "saved"), kind):
+        assert all(any(name.endswith(parameter) for name in names) for names in named), named
+    assert not (tmp_path / "saved").exists()
+
+
+def test_copied_head_trains_under_tensor_parallelism(two: World) -> None:
+    assert max(two.run(partial(integrations.copied_head_trains, tp=2))) <= 1e-6
+
+
+@pytest.mark.parametrize("dimension", ["ep", "tp"])
+def test_different_batches_in_one_group_raise(two: World, dimension: str) -> None:
+    run = partial(two.run, partial(integrations.batches_must_be_equal, **{dimension: 2}))
+    assert run(dimension) == [("input_ids", "labels")] * 2
+    assert set(run("length")[0]) >= {"input_ids", "labels"}
+
+
+def test_different_batches_over_fsdp_are_as_they_should_be(two: World, four: World) -> None:
+    assert two.run(partial(integrations.batches_must_be_equal, fsdp=2), "fsdp") == [()] * 2
+    run = partial(four.run, partial(integrations.batches_must_be_equal, fsdp=2, tp=2))
+    assert run("fsdp") == [()] * 4
+    assert run("tp") == [("input_ids", "labels")] * 4
+
+
+MIXTURES = [
+    "AfmoeForCausalLM",
+    "DeepseekV3ForCausalLM",
+    "Ernie4_5_MoeForCausalLM",
+    "GptOssForCausalLM",
+    "GraniteMoeForCausalLM",
+    "MixtralForCausalLM",
+    "Qwen3MoeForCausalLM",
+]
+"""Different routers, shared experts, and biases of experts."""
+
+
+@pytest.mark.parametrize("sizes", [{"ep": 2}, {"tp": 2}], ids=["ep", "tp"])
+@pytest.mark.parametrize("architecture", MIXTURES)
+def test_compiled_mixtures_have_uncompiled_gradients(two: World, architecture: str, sizes: dict[str, int]) -> None:
+    check_compiled(two, architecture, **sizes)
+
+
+def test_compiled_mixture_has_uncompiled_gradients_over_two_dimensions(four: World) -> None:
+    check_compiled(four, "MixtralForCausalLM", fsdp=2, ep=2)
+    check_compiled(four, "MixtralForCausalLM", ep=2, tp=2)
+
+
+def check_compiled(world: World, architecture: str, **sizes: int) -> None:
+    for found in world.run(partial(integrations.compiled_equals_uncompiled, **sizes), architecture):
+        assert found.pop("loss") <= 1e-5
+        assert found == {"wrong": {}, "replicas differ": 0}
+
+
 def test_the_example_on_torch_alone_goes_on_over_another_mesh(
     two: World, four: World, checkpoint: Path, tmp_path: Path
 ) -> None:

@@ -114,7 +114,7 @@ class _Unknown:
 _UNKNOWN = _Unknown()
 _running: ContextVar[Documents | _Unknown | None] = ContextVar("documents running", default=_UNKNOWN)
 _open: list[None] = []
-"""An entry for each `running` that is open, in whatever thread: compilers cannot read a context, but this they can."""
+"""An entry for each packed batch that runs, in any thread: compilers cannot read a context variable, but this list."""
 _packed: WeakSet[nn.Module] = WeakSet()
 """Layers that ran on packed batches: they may run again in a backward pass."""
 
@@ -145,15 +145,28 @@ def documents_running(layer: nn.Module | None = None) -> Documents | None:
     return None
 
 
+def documents_are_known() -> bool:
+    """Return True inside `running`: a model around the caller has read the batch's positions."""
+    return not isinstance(_running.get(), _Unknown)
+
+
+def some_layer_ran_packed() -> bool:
+    """Return True if a layer in this process had to keep documents apart: recomputed layers may need to know them."""
+    return bool(_packed)
+
+
 @contextmanager
 def running(documents: Documents | None) -> Iterator[None]:
     """While open, `documents_running()` returns `documents`, in this thread."""
     before = _running.set(documents)
-    _open.append(None)
+    is_packed = documents is not None
+    if is_packed:
+        _open.append(None)
     try:
         yield
     finally:
-        _open.pop()
+        if is_packed:
+            _open.pop()
         _running.reset(before)
 
 

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, ClassVar
 
+import torch
+from torch import nn
+
 from nrl_models.common.switches import is_off
+from nrl_models.common.upstream import CHECKPOINT_FUNCTIONS
 from nrl_models.errors import UnknownArgumentError
 
 
@@ -21,6 +26,12 @@ class SharedKeyValues:
     """
 
     keeps_unused: ClassVar[tuple[str, ...]] = (r"\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\.",)
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
+        decoder: nn.Module = self.get_decoder()  # type: ignore[attr-defined]
+        if _sharing_layers(config):
+            decoder.register_forward_pre_hook(_refuse_reentrant_wrappers)
 
     def gradient_checkpointing_enable(self, *args: Any, **kwargs: Any) -> None:
         """As in transformers, without the reentrant variant.
@@ -40,13 +51,45 @@ class SharedKeyValues:
         super().activation_checkpointing_enable(*args, **kwargs)  # type: ignore[misc]
 
 
+def _sharing_layers(config: Any) -> int:
+    return getattr(config.get_text_config(), "num_kv_shared_layers", 0) or 0
+
+
 def _refuse_reentrant(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    if is_off("shared-kv-reentrant-checkpointing"):
-        return
-    shares = getattr(model.config.get_text_config(), "num_kv_shared_layers", 0)
     given = [options for options in (*args, *kwargs.values()) if isinstance(options, Mapping)]
-    if shares and any(options.get("use_reentrant") for options in given):
+    if any(options.get("use_reentrant") for options in given):
+        _refuse(model.config, "use_reentrant=True")
+
+
+def _refuse_reentrant_wrappers(decoder: nn.Module, inputs: Any) -> None:
+    """Check the decoder before a forward with gradients: torch's `checkpoint_wrapper` does not ask the model.
+
+    Raises:
+        UnknownArgumentError: A layer is checkpointed with the reentrant variant.
+    """
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return
+    for name, module in decoder.named_modules():
+        own = module.__dict__  # torch's wrapper passes other names on to the module in it
+        checkpoints = (own.get(attribute) for attribute in CHECKPOINT_FUNCTIONS)
+        if own.get("gradient_checkpointing", True) and any(map(_is_reentrant, checkpoints)):
+            _refuse(decoder.config, f"{type(module).__name__} around {name} with CheckpointImpl.REENTRANT")
+
+
+def _is_reentrant(checkpoint: Any) -> bool:
+    """Return True for a `partial` of torch's checkpoint, or of a function around it, with `use_reentrant=True`."""
+    while isinstance(checkpoint, partial):
+        if checkpoint.keywords.get("use_reentrant"):
+            return True
+        checkpoint = next((value for value in checkpoint.args if callable(value)), None)
+    return False
+
+
+def _refuse(config: Any, what: str) -> None:
+    shares = _sharing_layers(config)
+    if shares and not is_off("shared-kv-reentrant-checkpointing"):
         raise UnknownArgumentError(
-            f"use_reentrant=True: {shares} layers of this model attend to earlier ones' keys and values, through which "
-            "reentrant checkpointing passes no gradient. Leave it out, or pass use_reentrant=False."
+            f"{what}: {shares} layers of this model attend to earlier ones' keys and values, through which "
+            "reentrant checkpointing passes no gradient. Leave it out, or pass use_reentrant=False "
+            "(CheckpointImpl.NO_REENTRANT)."
         )

@@ -9,71 +9,232 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
+from nrl_models.common.cached import cached
 from nrl_models.common.forward.document_masks import attend_by_document
-from nrl_models.common.forward.documents import Documents, carry_documents, running, starts_of
+from nrl_models.common.forward.documents import (
+    Documents,
+    carry_documents,
+    documents_are_known,
+    running,
+    some_layer_ran_packed,
+    starts_of,
+)
 from nrl_models.common.switches import is_off
 from nrl_models.common.upstream import cache_in
 
 Forward = Callable[..., Any]
 
 
-def keep_documents_apart(forward: Forward) -> Forward:
-    """A model's `forward` that uses no cache, and drops a 2-D mask, where positions start again.
-
-    The positions then say all that the mask said, because padding is never in one document with a later token; where it
-    is, the call is refused, and so is packing where the family cannot keep documents apart (`limits`). Not under
-    `torch.compile`, where values cannot be read: give `use_cache=False` and no mask there.
-
-    Where a caller gives the boundaries `cu_seq_lens_q`, as transformers' collators do, they have to agree with the
-    positions, or say what these are.
+@dataclass(frozen=True, slots=True)
+class _Signature:
+    """What a model's forward takes.
 
     Args:
-        forward: unbound, taking `attention_mask`, `position_ids` `(batch, length)` and a cache by name.
+        names: Its arguments by position, without `self`.
+        takes_more: Whether it has `**kwargs`. Multimodal models in transformers pass `use_cache` through them.
     """
-    signature = inspect.signature(forward).parameters
-    parameters = [name for name, parameter in signature.items() if parameter.kind != parameter.VAR_KEYWORD]
-    # Upstream's heads of models with images pass `use_cache` on among other keywords.
-    takes_more = len(parameters) < len(signature)
-    without_cache = {"use_cache": False} if "use_cache" in parameters or takes_more else {}
+
+    names: tuple[str, ...]
+    takes_more: bool
+
+    @classmethod
+    def of(cls, forward: Forward) -> _Signature:
+        """Read the signature of an unbound forward."""
+        parameters = inspect.signature(forward).parameters
+        names = [name for name, parameter in parameters.items() if parameter.kind != parameter.VAR_KEYWORD]
+        return cls(tuple(names[1:]), len(names) < len(parameters))
+
+    def takes(self, name: str) -> bool:
+        """Return True if the forward accepts the keyword `name`."""
+        return name in self.names or self.takes_more
+
+
+def keep_documents_apart(forward: Forward, *, defined_by: type[nn.Module] | None = None) -> Forward:
+    """Wrap a model's `forward` so that packed documents stay apart.
+
+    Where positions start again, the wrapper drops a 2-D mask, makes no cache, and runs the forward with the documents
+    (`documents_running()`). The positions then say all that the mask said, because padding is never in one document
+    with a later token. Inside a wrapped forward, further wrapped forwards change nothing.
+
+    `torch.compile` cannot read positions. The wrapper therefore breaks the graph where a batch may be packed: with 2-D
+    `position_ids` or `cu_seq_lens_q`, and without a cache. Under `fullgraph=True` that raises torch's `Unsupported`.
+
+    Boundaries `cu_seq_lens_q`, as transformers' collators give them, must agree with the positions, or replace them.
+
+    Args:
+        forward: Unbound, taking `attention_mask`, `position_ids` `(batch, length)` and a cache by name.
+        defined_by: The class that `forward` comes from. Its `forward` at the time of the call runs, so a later patch of
+            that class takes effect. None always runs `forward`.
+    """
+    known_signature = _Signature.of(forward)
 
     @functools.wraps(forward)
     def with_documents_apart(self: Any, *args: Any, **kwargs: Any) -> Any:
+        current: Forward = forward if defined_by is None else defined_by.forward
         if is_off("packed-documents"):
-            return forward(self, *args, **kwargs)
-        given = dict(zip(parameters[1:], args, strict=False)) | kwargs
-        mask, positions = given.get("attention_mask"), given.get("position_ids")
-        if given.get("cu_seq_lens_q") is not None and not torch.compiler.is_compiling():
-            positions = given["position_ids"] = _checked_positions(given, mask)
-        if positions is None or not _is_2d(positions) or cache_in(given) is not None or torch.compiler.is_compiling():
-            return forward(self, *args, **kwargs)
-        if mask is None:
-            mask = torch.ones_like(positions)
-        if not _is_2d(mask) or mask.shape != positions.shape or not start_again(mask, positions):
-            return forward(self, *args, **kwargs)
-        if reason := getattr(self, "limits", {}).get("packed sequences"):
-            raise ValueError(
-                f"{type(self).__name__} cannot keep documents apart that are packed into one row: {reason}. "
-                "position_ids start again inside a row: give each document a row of its own, and pad."
-            )
-        _check_padding(mask, positions)
-        _check_starts(mask, positions)
-        attend_by_document()
-        if torch.is_grad_enabled():
-            carry_documents(self)
-        given |= {"attention_mask": None} | without_cache
-        if not takes_more and "position_ids" not in parameters:
-            del given["position_ids"]  # they said where documents start
-        with running(Documents.from_positions(positions, mask)):
-            return forward(self, **given)
+            return current(self, *args, **kwargs)
+        signature = known_signature if current is forward else _signature_of(current)
+        if not torch.compiler.is_compiling():
+            return _run(current, signature, self, args, kwargs)
+        inputs = dict(zip(signature.names, args, strict=False)) | kwargs
+        if torch.compiler.is_exporting() or not _may_be_packed(inputs):
+            return current(self, *args, **kwargs)
+        return _run_outside_graph(current, signature, self, args, kwargs)
 
     with_documents_apart.keeps_documents_apart = True  # type: ignore[attr-defined]
     return with_documents_apart
+
+
+_signature_of = functools.cache(_Signature.of)
+
+
+def _may_be_packed(inputs: Mapping[str, Any]) -> bool:
+    """Return True if the values of a call's arguments decide whether its batch is packed."""
+    positions_decide = _is_2d(inputs.get("position_ids")) and cache_in(inputs) is None
+    return positions_decide or inputs.get("cu_seq_lens_q") is not None
+
+
+def _run(forward: Forward, signature: _Signature, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a model's forward, and tell its layers which documents the batch has."""
+    if documents_are_known():  # a model around this one has read the positions
+        return forward(model, *args, **kwargs)
+    inputs = dict(zip(signature.names, args, strict=False)) | kwargs
+    documents = _documents_of(model, inputs)
+    if torch.is_grad_enabled() and (documents is not None or some_layer_ran_packed()):
+        carry_documents(model)
+    if documents is None:
+        with running(None):
+            return forward(model, *args, **kwargs)
+    attend_by_document()
+    inputs["attention_mask"] = None
+    if signature.takes("use_cache"):
+        inputs["use_cache"] = False
+    if not signature.takes("position_ids"):
+        del inputs["position_ids"]  # the documents contain all that they said
+    with running(documents):
+        return forward(model, **inputs)
+
+
+_run_outside_graph = torch.compiler.disable(
+    _run,
+    recursive=False,
+    reason="position_ids decide whether a batch is packed, and a graph cannot read them. Leave out fullgraph=True, or "
+    "pass no position_ids (then a row is one document)",
+)
+
+
+@torch.compiler.disable
+def _documents_of(model: Any, inputs: dict[str, Any]) -> Documents | None:
+    """The documents of a packed batch; None if every row has one. Boundaries become positions in `inputs`.
+
+    Raises:
+        ValueError: The model cannot keep documents apart, or mask, positions and boundaries contradict each other.
+    """
+    mask = inputs.get("attention_mask")
+    if inputs.get("cu_seq_lens_q") is not None:
+        inputs["position_ids"] = _checked_positions(inputs, mask)
+    positions = inputs.get("position_ids")
+    if positions is None or not _is_2d(positions) or cache_in(inputs) is not None:
+        return None
+    if mask is None:
+        mask = torch.ones_like(positions)
+    if not _is_2d(mask) or mask.shape != positions.shape or not start_again(mask, positions):
+        return None
+    if reason := getattr(model, "limits", {}).get("packed sequences"):
+        raise ValueError(
+            f"{type(model).__name__} cannot keep documents apart that are packed into one row: {reason}. "
+            "position_ids start again inside a row: give each document a row of its own, and pad."
+        )
+    _check_padding(mask, positions)
+    _check_starts(mask, positions)
+    return Documents.from_positions(positions, mask)
+
+
+class WrapsReplacedForward(nn.Module):
+    """Mixin for a model with a wrapped forward: a forward that replaces it on the instance is wrapped, too."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run `forward`. If it was replaced on the instance, wrap the replacement."""
+        replaced = self.__dict__.get("forward")
+        if replaced is None or is_off("packed-documents") or torch.compiler.is_compiling() or documents_are_known():
+            return super().__call__(*args, **kwargs)
+        signature = _signature_of(type(self).forward)
+        call = super().__call__
+        return _run(lambda _, *args, **kwargs: call(*args, **kwargs), signature, self, args, kwargs)
+
+
+# Models inside a model, which trainers call directly
+
+
+class KeepsDocumentsApart(WrapsReplacedForward):
+    """Mixin for a model inside a model (`model.model`, `model.base_model`, the decoder): its forward is wrapped, too.
+
+    Trainers with fused heads (TRL, Liger, verl) call it without the model around it.
+    `inner_models_keep_documents_apart` makes the classes, which have upstream's names. Copies and pickles find
+    upstream's class and make it again.
+
+    Attributes:
+        wraps: Upstream's class.
+        limits: The `limits` of the model around it, if it cannot keep documents apart.
+    """
+
+    wraps: ClassVar[type[nn.Module]]
+    limits: ClassVar[Mapping[str, str]] = {}
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle as an instance of upstream's class, which can be imported."""
+        reduced: Any = super().__reduce_ex__(protocol)
+        function, arguments, *state = reduced
+        if arguments != (type(self),) or "wraps" not in vars(type(self)):
+            return function, arguments, *state
+        return _new_inner_model, (self.wraps, self.limits.get("packed sequences")), *state
+
+
+def inner_models_keep_documents_apart(model: PreTrainedModel) -> None:
+    """Wrap the forwards of the models inside a model that lead to its decoder, in place.
+
+    Args:
+        model: Its own forward is wrapped already.
+    """
+    decoder = model.get_decoder()
+    for module in {id(module): module for module in (model.base_model, *_around(model, decoder))}.values():
+        if module is model or isinstance(module, KeepsDocumentsApart):
+            continue
+        if _Signature.of(type(module).forward).takes("position_ids"):
+            limit = getattr(model, "limits", {}).get("packed sequences")
+            module.__class__ = _inner_model_class(type(module), limit)
+
+
+def _around(model: PreTrainedModel, decoder: Any) -> Iterator[PreTrainedModel]:
+    """The models inside `model` that contain the decoder, and the decoder itself."""
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel) and any(inner is decoder for inner in module.modules()):
+            yield module
+
+
+@cached
+def _inner_model_class(upstream: Any, limit: str | None) -> type[nn.Module]:
+    names = {"__module__": upstream.__module__, "__qualname__": upstream.__qualname__, "__doc__": upstream.__doc__}
+    home: Any = next(base for base in upstream.__mro__ if "forward" in vars(base))
+    attributes = {
+        "wraps": upstream,
+        "limits": {} if limit is None else {"packed sequences": limit},
+        "forward": keep_documents_apart(home.forward, defined_by=home),
+    }
+    return type(upstream.__name__, (KeepsDocumentsApart, upstream), names | attributes)
+
+
+def _new_inner_model(upstream: type[nn.Module], limit: str | None) -> nn.Module:
+    made = _inner_model_class(upstream, limit)
+    return made.__new__(made)
 
 
 def token_positions(attention_mask: torch.Tensor) -> torch.Tensor:

@@ -53,22 +53,7 @@ def own_tensors(model: nn.Module) -> dict[str, TensorSpec]:
 
 def transformers_views(model: nn.Module) -> Iterator[tuple[str, View]]:
     """transformers' name and the view of every tensor, in the order of transformers' own `state_dict()`."""
-    for own_name, module, name, tensor in named_tensors(model):
-        yield own_name, _packed_view(own_name, tensor.shape, module, name)
-
-
-def _packed_view(own_name: str, shape: Sequence[int], module: nn.Module, name: str) -> View:
-    """The whole of a parameter, with its rows in order where each rank holds a share of several equal blocks of them.
-
-    Tensor parallelism notes that on the module that has the parameter: `packed_over[name]` is the dimension, the
-    number of blocks and the number of ranks.
-    """
-    dim, blocks, ranks = getattr(module, "packed_over", {}).get(name, (0, 1, 1))
-    if ranks == 1:
-        return View(own_name)
-    before, size, after = shape[:dim], shape[dim], shape[dim + 1 :]
-    by_rank = View(own_name).then("reshape", *before, ranks, blocks, size // ranks // blocks, *after)
-    return by_rank.then("transpose", dim, dim + 1).then("reshape", *shape)
+    return ((own_name, View(own_name)) for own_name, _, _, _ in named_tensors(model))
 
 
 def hub_conversions(model: PreTrainedModel) -> list[Any] | None:

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from nrl_models.common.forward.layer_by_document import DecoderByDocument
 from nrl_models.common.forward.packing import start_again
 from nrl_models.common.modules import own_parameters
+from nrl_models.distributed.forward_checks import exact_digest
 from nrl_models.distributed.mesh import agree, agreed, rank_in
 from nrl_models.distributed.pipeline.fsdp_gradients import free_gathered, gradients_divided_once
 from nrl_models.distributed.pipeline.schedules import Schedule
@@ -225,7 +226,8 @@ class Pipeline:
             if problems := list(self._problems(inputs, targets)):
                 raise ShardingError("cannot run a step of the pipeline", problems)
             shapes = {name: tuple(value.shape) for name, value in (*inputs.items(), *targets.items())}
-            facts |= {"the shapes": shapes} | known
+            values = {name: int(exact_digest(value)) for name, value in (*inputs.items(), *targets.items())}
+            facts |= {"the shapes": shapes, "the values": values} | known
 
     def _microbatch_problems(self) -> Iterator[Problem]:
         """What torch's schedule would not take."""

@@ -27,7 +27,7 @@ from torch.nn import functional as F
 def entering(tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     """`tensor`, which every rank of `mesh` has; its gradient is the sum of theirs."""
     replicated = DTensor.from_local(tensor, mesh, [Replicate()], run_check=False)
-    return replicated.to_local(grad_placements=[Partial()])
+    return _in_own_memory(replicated.to_local(grad_placements=[Partial()]))
 
 
 def leaving(tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
@@ -37,7 +37,17 @@ def leaving(tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
 
 def _redistributed(tensor: torch.Tensor, mesh: DeviceMesh, before: Placement, after: Placement) -> torch.Tensor:
     """What this rank has of ranks' tensors `after`, given what it has `before`."""
-    return DTensor.from_local(tensor, mesh, [before], run_check=False).redistribute(placements=[after]).to_local()
+    placed = DTensor.from_local(tensor, mesh, [before], run_check=False)
+    return _in_own_memory(placed.redistribute(placements=[after]).to_local())
+
+
+def _in_own_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """Copy `tensor` in a compiled graph.
+
+    If a graph ends with a view of its input, AOTAutograd returns the input and makes the view again outside the graph.
+    The view's backward (here: a sum over ranks) would then not run.
+    """
+    return tensor.clone() if torch.compiler.is_compiling() else tensor
 
 
 class _Parallel(nn.Module):

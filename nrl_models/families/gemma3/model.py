@@ -15,7 +15,6 @@ class Gemma3Family(FamilyModel):
 
     rewrites = {hf.Gemma3Attention: CombinedQKV, hf.Gemma3MLP: CombinedGateUp, siglip.SiglipAttention: CombinedQKV}
     flags = ModelFlag.VLLM_LOAD_FORMAT_AUTO
-    limits = {"context parallelism": "attention always gets a mask, which torch's context parallelism rejects"}
 
 
 TOWER = {"hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27, "num_attention_heads": 16}

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.utils.parametrize import type_before_parametrizations
 from transformers import PreTrainedModel
 
+from nrl_models.common.forward.packing import KeepsDocumentsApart
 from nrl_models.common.projections import groups_of
 from nrl_models.common.projections.tracing import trace_linears
 from nrl_models.common.recording import record_calls
@@ -51,7 +53,7 @@ def test_layer_equivalence(family_case: FamilyCase, dtype: torch.dtype) -> None:
     for name, original in list(reference.named_modules())[1:]:
         rewritten = family_case.model_class.rewrite_of(type(original))
         # torch makes a class for each parametrized module.
-        kinds = type_before_parametrizations(model.get_submodule(name)), type_before_parametrizations(original)
+        kinds = _class_of(model.get_submodule(name)), type_before_parametrizations(original)
         assert kinds[0] is (rewritten or kinds[1]), name
         if rewritten is not None:
             rewrites[type(original)] = rewritten
@@ -67,6 +69,12 @@ def test_layer_equivalence(family_case: FamilyCase, dtype: torch.dtype) -> None:
         whole = isinstance(original, PreTrainedModel) and dtype == torch.float32
         scale = _rounding(original, call, expected) if whole else 1.0
         assert_close(run_layer(layer, call), expected, dtype, scale, message=f"{name} ({type(original).__name__})")
+
+
+def _class_of(module: nn.Module) -> Any:
+    """A module's class without parametrizations and without the wrapped forward of inner models."""
+    found = type_before_parametrizations(module)
+    return found.wraps if issubclass(found, KeepsDocumentsApart) else found
 
 
 def _rounding(original: nn.Module, call: Call, expected: list[torch.Tensor]) -> float:

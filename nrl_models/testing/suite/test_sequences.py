@@ -118,6 +118,28 @@ def test_packing(family_case: FamilyCase, mask: str | None) -> None:
 
 @proves("packed sequences")
 @applies_to(scores_every_token, reads_what_it_writes)
+@pytest.mark.parametrize("mask", [None, "ones"])
+def test_packing_without_the_head(family_case: FamilyCase, mask: str | None) -> None:
+    """The base model and the decoder keep packed documents apart, too: trainers with fused heads call them."""
+    packed, model = pack(family_case), family_case.model()
+    if mask is None:
+        del packed["attention_mask"]
+    for inner in {id(inner): inner for inner in (model.base_model, model.get_decoder())}.values():
+        if not _takes_positions(inner):
+            continue
+        with torch.no_grad():
+            hidden = inner(**packed)[0][0]
+            alone = [inner(input_ids=document[None])[0][0] for document in documents_of(family_case)]
+        assert_close(hidden, torch.cat(alone), scale=10)
+
+
+def _takes_positions(model: nn.Module) -> bool:
+    parameters = inspect.signature(model.forward).parameters
+    return "position_ids" in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+
+
+@proves("packed sequences")
+@applies_to(scores_every_token, reads_what_it_writes)
 def test_documents_get_no_gradient_from_each_other(family_case: FamilyCase) -> None:
     """What is lost on one document of a packed row moves no embedding of another, also where layers run again."""
     model, packed = family_case.model(), pack(family_case)

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
@@ -46,6 +47,20 @@ def resume(folder: str, architecture: str, combine: bool = True, **sizes: int) -
     assert progress == {"step": 2}
     assert optimizer.param_groups[0]["lr"] == 1e-3
     return train(model, optimizer, case, range(progress["step"], 4))
+
+
+def saves_quantized_state(folder: str, **sizes: int) -> list[str]:
+    """Save an optimizer of torchao with 8-bit state; the problems of the error."""
+    from torchao.optim import AdamW8bit
+
+    model = parallelize(copy.deepcopy(case_of("LlamaForCausalLM").model()).train(), mesh_of(**sizes))
+    optimizer = AdamW8bit(model.parameters())
+    for parameter in model.parameters():  # the state of its first step, which would compile a kernel
+        moments = {name: optimizer._new_buffer(parameter, name == "exp_avg") for name in ("exp_avg", "exp_avg_sq")}
+        optimizer.state[parameter] = {"step": torch.tensor(0.0), **moments}
+    with pytest.raises(CheckpointError, match="plain tensors as state") as caught:
+        save_checkpoint(folder, model, optimizer)
+    return [f"{problem.subject}: {problem.detail}" for problem in caught.value.problems]
 
 
 def keeps_mtp(published: str, folder: str, **sizes: int) -> None:

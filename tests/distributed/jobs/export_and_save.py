@@ -10,13 +10,25 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
-from transformers import LlamaConfig
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+from transformers import LlamaConfig, PreTrainedModel
 
 from jobs.memory import Peak
 from jobs.setting import assert_same, case_of, full, local, mesh_of
-from nrl_models import AutoModelForCausalLM, AutoModelForImageTextToText
-from nrl_models.distributed import load_checkpoint, parallelize, save_checkpoint, saving, shards, share_of
+from nrl_models import AutoModelForCausalLM, AutoModelForImageTextToText, registry
+from nrl_models.distributed import load_checkpoint, parallelize, plan_for, save_checkpoint, saving, shards, share_of
+from nrl_models.distributed.parallel_plan import declared_tensor_plan
+from nrl_models.errors import ShardingError
 
 
 def exports_and_saves(architecture: str, folder: str, **sizes: int) -> None:
@@ -51,6 +63,87 @@ def exports_and_saves(architecture: str, folder: str, **sizes: int) -> None:
     assert not loaded.missing_keys
     assert not loaded.unexpected_keys
     assert_same(dict(model.state_dict_adapter.iter_export(model)), dict(adapter.iter_export(whole)))
+
+
+def whole_by_torch(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """The model's tensors, gathered by torch alone."""
+    return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+
+
+def placements_are_true(architecture: str, **sizes: int) -> None:
+    """torch alone gathers and divides every tensor as the placements say."""
+    case = case_of(architecture)
+    whole = case.model().state_dict()
+    model = parallelize(copy.deepcopy(case.model()), mesh_of(**sizes))
+    assert_same({name: full(tensor) for name, tensor in model.state_dict().items()}, whole)
+    assert_same(whole_by_torch(model), whole)
+    for broadcast in (False, True):
+        others = {name: tensor + 1 + broadcast for name, tensor in whole.items()}
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
+        set_model_state_dict(model, dict(others), options=options)
+        assert_same({name: full(tensor) for name, tensor in model.state_dict().items()}, others)
+
+
+def every_packed_placement_is_true(**sizes: int) -> tuple[int, dict[str, str]]:
+    """The number of architectures that tensor parallelism divides in packed blocks, and those that are wrong."""
+    mesh = mesh_of(**sizes)
+    count, wrong = 0, {}
+    for architecture in registry.architectures(aliases=False):
+        if registry.unmet_requirement(architecture):
+            continue
+        model = case_of(architecture).model()
+        if not any("packed" in style for style in declared_tensor_plan(model).values()):
+            continue
+        try:
+            plan_for(model, mesh)
+        except ShardingError:
+            continue
+        count += 1
+        try:
+            placements_are_true(architecture, **sizes)
+        except Exception as error:  # the same on each rank: the comparison is of whole tensors
+            wrong[architecture] = str(error)
+    return count, wrong
+
+
+def reshards_by_torch(architecture: str, folder: str, before: dict[str, int], after: dict[str, int]) -> None:
+    """DCP saves model and optimizer at one layout and loads them at another, and `save_pretrained` takes the whole."""
+    case = case_of(architecture)
+    whole = case.model().state_dict()
+    model = parallelize(copy.deepcopy(case.model()), mesh_of(**before))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
+    for parameter in model.parameters():
+        parameter.grad = parameter.detach().clone()
+    total = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+    expected = torch.stack([tensor.double().norm() for tensor in dict(case.model().named_parameters()).values()]).norm()
+    torch.testing.assert_close(full(total).double(), expected.detach(), rtol=1e-5, atol=0)
+    optimizer.step()
+    options = StateDictOptions(full_state_dict=True)
+    moments = get_optimizer_state_dict(model, optimizer, options=options)["state"]
+    trained = whole_by_torch(model)
+    dcp.save(dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True)), checkpoint_id=folder)
+    model.save_pretrained(folder + "-plain", state_dict=trained)
+
+    other = parallelize(copy.deepcopy(case.model()), mesh_of(**after))
+    states = torch.optim.AdamW(other.parameters(), lr=1e-3, foreach=False)
+    target = dict(zip(("model", "optimizer"), get_state_dict(other, states), strict=True))
+    dcp.load(target, checkpoint_id=folder)
+    set_state_dict(other, states, model_state_dict=target["model"], optim_state_dict=target["optimizer"])
+    assert_same(whole_by_torch(other), trained)
+    loaded = get_optimizer_state_dict(other, states, options=options)["state"]
+    for name, state in moments.items():
+        torch.testing.assert_close(state["exp_avg"], 0.1 * whole[name], rtol=1e-5, atol=1e-7)
+        assert torch.equal(loaded[name]["exp_avg"], state["exp_avg"]), name
+    set_optimizer_state_dict(
+        other, states, {"state": moments, "param_groups": target["optimizer"]["param_groups"]}, options=options
+    )
+    again = get_optimizer_state_dict(other, states, options=options)["state"]
+    assert all(torch.equal(again[name]["exp_avg"], state["exp_avg"]) for name, state in moments.items())
+    plain = copy.deepcopy(case.model())
+    plain.load_state_dict(trained)
+    if dist.get_rank() == 0:
+        plain.save_pretrained(folder + "-whole")
+    dist.barrier()
 
 
 def peak_of_export(**sizes: int) -> tuple[int, int]:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from jobs.equality import expected, step, whole_gradients
-from jobs.setting import case_of, full, mesh_of, train
+from jobs.setting import batches, case_of, full, mesh_of, train
 from nrl_models import AutoModelForCausalLM
-from nrl_models.distributed import parallelize
-from nrl_models.distributed.mesh import size_of
+from nrl_models.distributed import parallelize, save_checkpoint
+from nrl_models.distributed.mesh import rank_in, size_of
+from nrl_models.errors import ShardingError
 
 
 def trains_lora(checkpoint: str, adapter: str, **sizes: int) -> list[str]:
@@ -41,6 +45,70 @@ def trains_lora(checkpoint: str, adapter: str, **sizes: int) -> list[str]:
     return list(state)
 
 
+def later_parameters_are_refused(folder: str, kind: str, **sizes: int) -> list[tuple[str, ...]]:
+    """Add parameters to a sharded model; the parameters that each use of it names in its error."""
+    import peft
+
+    case, mesh = case_of("LlamaForCausalLM"), mesh_of(**sizes)
+    model = parallelize(copy.deepcopy(case.model()).train(), mesh)
+    run: Any = model
+    if kind == "lora":
+        run = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    elif kind == "injected lora":
+        peft.inject_adapter_in_model(peft.LoraConfig(r=4, target_modules=["q_proj"]), model)
+    elif kind == "head":
+        model.lm_head = torch.nn.Linear(model.config.hidden_size, model.config.vocab_size, bias=False)
+    else:
+        model.value_head = torch.nn.Linear(model.config.hidden_size, 1)
+    (batch,) = batches(case, 1)
+    uses: list[Callable[[], Any]] = [
+        lambda: run(**batch, use_cache=False),
+        lambda: model.forward(**batch, use_cache=False),
+        lambda: save_checkpoint(folder, model),
+        lambda: model.save_pretrained(folder),
+        lambda: get_model_state_dict(run),
+    ]
+    if "lora" not in kind:  # for which `iter_export` has an error of its own
+        uses.append(lambda: list(model.state_dict_adapter.iter_export(model)))
+    named = []
+    for use in uses:
+        with pytest.raises(ShardingError, match=r"parallelize\(model, mesh\)") as caught:
+            use()
+        named.append(tuple(problem.subject for problem in caught.value.problems))
+    return named
+
+
+def copied_head_trains(**sizes: int) -> float:
+    """PEFT copies a divided head (`modules_to_save`): how far its gradient is from that of one process."""
+    case = case_of("LlamaForCausalLM")
+    (batch,) = batches(case, 1)
+    found = []
+    for model in (copy.deepcopy(case.model()), parallelize(copy.deepcopy(case.model()), mesh_of(**sizes))):
+        trained = copy.deepcopy(model.lm_head)
+        model.lm_head = trained
+        model.train()(**batch, use_cache=False).loss.backward()
+        found.append(full(trained.weight.grad))
+    return float((found[0] - found[1]).abs().max())
+
+
+def batches_must_be_equal(differ: str, **sizes: int) -> tuple[str, ...]:
+    """Give each rank another batch; the inputs that the error names."""
+    case, mesh = case_of("MixtralForCausalLM"), mesh_of(**sizes)
+    model = parallelize(copy.deepcopy(case.model()).train(), mesh)
+    batch = batches(case, 1)[0]
+    model(**batch, use_cache=False).loss.backward()
+    seed = rank_in(mesh, differ)
+    if differ == "length":
+        other = {name: value[:, : value.shape[1] - dist.get_rank()] for name, value in batch.items()}
+    else:
+        other = batches(case, seed + 1)[seed]
+    try:
+        model(**other, use_cache=False).loss.backward()
+    except ShardingError as error:
+        return tuple(problem.subject for problem in error.problems)
+    return ()
+
+
 def compiled_layers_equal_one_process(architecture: str, **sizes: int) -> dict[str, float]:
     """As `equals_one_process`, each decoder layer compiled by itself."""
     case, mesh = case_of(architecture), mesh_of(**sizes)
@@ -59,6 +127,42 @@ def compiled_layers_equal_one_process(architecture: str, **sizes: int) -> dict[s
     torch.compiler.reset()
     worst = max(float((found[name] - gradients[name]).abs().max()) for name in gradients)
     return {"loss": abs(actual - loss), "gradients": worst, "graphs": len(graphs)}
+
+
+def compiled_equals_uncompiled(architecture: str, **sizes: int) -> dict[str, Any]:
+    """How far the gradients of a model are from those of one process if its layers are compiled, autograd included."""
+    case, mesh = case_of(architecture), mesh_of(**sizes)
+    loss, gradients = expected(case, size_of(mesh, "fsdp"))
+    model = parallelize(copy.deepcopy(case.model()).train(), mesh)
+    torch.compiler.reset()
+    for layer in model.model.layers:
+        layer.compile(backend="aot_eager")
+    actual = step(model, case)
+    own = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    replicas = [_is_same_on_replicas(gradient) for gradient in own.values()]
+    found = model.state_dict_adapter.to_hf({name: gradient.full_tensor() for name, gradient in own.items()})
+    torch.compiler.reset()
+    scale = max(float(gradient.abs().max()) for gradient in gradients.values())
+    wrong = {
+        name: float((found[name] - gradient).abs().max()) / scale
+        for name, gradient in gradients.items()
+        if not float((found[name] - gradient).abs().max()) <= 1e-5 * scale
+    }
+    return {"loss": abs(actual - loss), "wrong": wrong, "replicas differ": replicas.count(False)}
+
+
+def _is_same_on_replicas(gradient: Any) -> bool:
+    """Whether ranks that hold the same part of a gradient have the same values, up to rounding."""
+    local = gradient.to_local()
+    for dim, placement in enumerate(gradient.placements):
+        if placement.is_replicate():
+            group = gradient.device_mesh.get_group(dim)
+            total = local.clone()
+            dist.all_reduce(total, group=group)
+            mean = total / gradient.device_mesh.size(dim)
+            if not torch.allclose(local, mean, rtol=1e-4, atol=1e-5 * float(mean.abs().max() + 1e-6)):
+                return False
+    return True
 
 
 def sharded_example(*arguments: str) -> list[float]:

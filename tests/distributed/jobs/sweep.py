@@ -15,10 +15,8 @@ from jobs import pipeline
 from jobs.equality import expected, step, whole_gradients
 from jobs.setting import batches, case_of, mesh_of
 from nrl_models.distributed import Pipeline
-from nrl_models.distributed.context_parallel import context_parallel_problems
 from nrl_models.distributed.mesh import size_of
 from nrl_models.distributed.parallel_plan import declared_expert_plan
-from nrl_models.errors import Problem
 from nrl_models.onboarding.inspect import kinds_of
 from nrl_models.testing.case import SEED, FamilyCase
 from nrl_models.testing.suite.conditions import generates, reads_what_it_writes
@@ -72,11 +70,6 @@ def holds_over_stages(architecture: str) -> str:
     if found["missing"]:
         lines.append(f"no stage has gradients of {_some(found['missing'])}")
     return "; ".join(lines)
-
-
-def no_context(architecture: str) -> list[Problem]:
-    """Why the model cannot be run under context parallelism; nothing if torch's needs an accelerator only."""
-    return context_parallel_problems(_case(architecture).model())
 
 
 def different_tensors(exported: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> list[str]:

@@ -24,15 +24,14 @@ def test_verdicts_and_reasons() -> None:
             Kind.TP: {"NovaForCausalLM": refused, "NovaMoeForCausalLM": refused},
             Kind.EP: {"NovaMoeForCausalLM": ShardingOutcome(Status.ERROR, "KeyError: 1")},
             Kind.PP: {"NovaMoeForCausalLM": agrees},
-            Kind.CP: {"NovaMoeForCausalLM": ShardingOutcome(Status.REFUSED, "context: Nova: has a window")},
             Kind.QLORA: {"NovaForCausalLM": ShardingOutcome(Status.LIMITED, "no linear")},
         }
     )
     assert sharding_outcomes.verdicts(found, "NovaForCausalLM") == {
-        "FSDP2": "yes", "TP": "refused", "EP": "n/a", "PP": "n/a", "CP": "not tested", "QLoRA": "limited"
+        "FSDP2": "yes", "TP": "refused", "EP": "n/a", "PP": "n/a", "QLoRA": "limited"
     }  # fmt: skip
     assert sharding_outcomes.verdicts(found, "NovaMoeForCausalLM") == {
-        "FSDP2": "fails", "TP": "refused", "EP": "fails", "PP": "yes", "CP": "refused", "QLoRA": "not tested"
+        "FSDP2": "fails", "TP": "refused", "EP": "fails", "PP": "yes", "QLoRA": "not tested"
     }  # fmt: skip
     assert set(sharding_outcomes.verdicts(found, "Other").values()) == {"not tested"}
     assert sharding_outcomes.reasons(found, ["NovaForCausalLM", "NovaMoeForCausalLM", "Other"]) == [
@@ -40,7 +39,6 @@ def test_verdicts_and_reasons() -> None:
         "QLoRA limited: no linear (NovaForCausalLM)",
         "FSDP2 disagrees: loss (NovaMoeForCausalLM)",
         "EP error: KeyError: 1 (NovaMoeForCausalLM)",
-        "CP refused: context: Nova: has a window (NovaMoeForCausalLM)",
     ]
     assert "- FSDP2: 1 yes, 0 refused, 0 limited, 1 fails; with torch 9" in sharding_outcomes.summary(found)
     assert sharding_outcomes.summary(records({})) == []

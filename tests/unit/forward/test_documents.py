@@ -141,6 +141,28 @@ def test_a_model_with_a_checkpoint_that_carries_is_copied_as_it_is() -> None:
     assert hidden.grad.unique().tolist() == [2, 3, 4]
 
 
+@pytest.mark.parametrize("how", ["reentrant", "plain", "wrapper"])
+def test_checkpointing_works_after_packed_passes_without_gradients(how: str) -> None:
+    """A rollout is scored in packed rows, then trained on in padded rows."""
+    model = checkpointed(how)
+    with torch.no_grad():
+        model(torch.ones(2, 6), position_ids=TWO_ROWS)
+    hidden = torch.ones(2, 6, requires_grad=True)
+    model(hidden).sum().backward()
+    assert hidden.grad.unique().tolist() == [1]
+
+
+@pytest.mark.parametrize("how", ["reentrant", "plain"])
+@pytest.mark.parametrize("positions", [TWO_ROWS, ONE_DOCUMENT, None], ids=["packed", "padded", "without positions"])
+def test_checkpointing_works_after_it_was_disabled(how: str, positions: torch.Tensor | None) -> None:
+    model = checkpointed(how)
+    model(torch.ones(2, 6, requires_grad=True), position_ids=TWO_ROWS).sum().backward()
+    model.layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=how == "reentrant")
+    hidden = torch.ones(2, 6, requires_grad=True)
+    model(hidden, position_ids=positions).sum().backward()
+    assert hidden.grad.unique().tolist() == ([2, 3, 4] if positions is TWO_ROWS else [1])
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_another_checkpoint_is_an_error_and_not_a_wrong_gradient(reentrant: bool) -> None:
     packed, other = checkpointed("none"), checkpointed("none")

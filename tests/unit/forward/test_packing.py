@@ -5,13 +5,17 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
+import types
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM, PreTrainedModel
+from transformers import LlamaForCausalLM, LlamaModel, PreTrainedModel
 
-from nrl_models import AutoModelForCausalLM
+from nrl_models import AutoModel, AutoModelForCausalLM, registry
 from nrl_models.common.forward.packing import keep_documents_apart
+from nrl_models.testing.case import FamilyCase
 
 PACKED = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 0, 1, 2, 3, 4]])
 
@@ -68,6 +72,106 @@ def test_copies_do_the_same(model: PreTrainedModel, copied) -> None:
         apart = model(input_ids, position_ids=PACKED).logits
         masked = copied(model)(input_ids, position_ids=PACKED, attention_mask=torch.ones_like(PACKED)).logits
     assert torch.equal(masked, apart)
+
+
+LENGTHS = [4, 3, 5]
+INNER = ["LlamaForCausalLM", "Qwen3_5ForCausalLM", "OPTForCausalLM"]
+"""Packing in transformers is wrong with a mask of ones; in a layer with a state; and in every case."""
+
+
+def in_documents(run: Callable[..., Any], input_ids: torch.Tensor) -> torch.Tensor:
+    """What `run` returns for each document alone."""
+    return torch.cat([run(input_ids=document)[0] for document in input_ids.split(LENGTHS, 1)], 1)
+
+
+def case_of(architecture: str) -> tuple[PreTrainedModel, torch.Tensor]:
+    """A tiny model to change, and tokens of `PACKED`."""
+    case = FamilyCase(registry.model_class(architecture))
+    return copy.deepcopy(case.model()), case.inputs(images=False, length=12)["input_ids"][:1]
+
+
+@pytest.mark.parametrize("architecture", INNER)
+@pytest.mark.parametrize("changed", ["nothing", "copied", "pickled", "forward replaced", "base forward replaced"])
+@pytest.mark.parametrize("mask", [None, torch.ones_like(PACKED)], ids=["no mask", "mask"])
+@torch.no_grad()
+def test_base_model_keeps_documents_apart(architecture: str, changed: str, mask: torch.Tensor | None) -> None:
+    model, input_ids = case_of(architecture)
+    if changed == "copied":
+        model = copy.deepcopy(model)
+    elif changed == "pickled":
+        model = pickle.loads(pickle.dumps(model))
+    elif changed == "forward replaced":
+        model.forward = types.MethodType(type(model).reference_class().forward, model)
+    elif changed == "base forward replaced":
+        base_class = next(
+            base for base in type(model.base_model).__mro__ if base.__module__.startswith("transformers.")
+        )
+        model.base_model.forward = types.MethodType(base_class.wraps.forward, model.base_model)
+    packed = {"input_ids": input_ids, "position_ids": PACKED, "attention_mask": mask}
+    for run in (model, model.base_model, model.model):
+        torch.testing.assert_close(run(**packed)[0], in_documents(run, input_ids), rtol=1e-4, atol=1e-4)
+
+
+def test_base_model_without_support_raises(model: PreTrainedModel) -> None:
+    class Limited(type(model)):  # type: ignore[misc]
+        limits = {"packed sequences": "its attention looks everywhere"}
+
+    limited = Limited(model.config)
+    with pytest.raises(ValueError, match=r"LlamaModel cannot keep documents apart .* looks everywhere"):
+        limited.model(input_ids=torch.arange(12)[None], position_ids=PACKED)
+    limited.model(input_ids=torch.arange(12)[None])
+
+
+def test_inner_models_look_like_upstreams(model: PreTrainedModel, llama: PreTrainedModel) -> None:
+    inner = model.model
+    assert isinstance(inner, LlamaModel)
+    assert repr(inner) == repr(llama.model)
+    assert str(type(inner)) == str(LlamaModel)
+    assert inspect.signature(inner.forward) == inspect.signature(llama.model.forward)
+
+
+def test_replaced_forward_of_a_base_model_keeps_documents_apart() -> None:
+    model = registry.model_class("Qwen3_5ForCausalLM")
+    case = FamilyCase(model)
+    base = AutoModel.from_config(case.config).eval()
+    base.forward = types.MethodType(type(base).reference_class().forward, base)
+    input_ids = case.inputs(images=False, length=12)["input_ids"][:1]
+    with torch.no_grad():
+        hidden = base(input_ids=input_ids, position_ids=PACKED)[0]
+        torch.testing.assert_close(hidden, in_documents(base, input_ids), rtol=1e-4, atol=1e-4)
+
+
+def test_class_patches_take_effect_and_can_be_undone(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Liger patches transformers' classes, before or after ours were made."""
+
+    def patched(self: Any, input_ids: Any = None, position_ids: Any = None, **kwargs: Any) -> Any:
+        return self.model(input_ids, position_ids=position_ids, **kwargs)
+
+    input_ids = torch.arange(16, 28)[None]
+    with torch.no_grad():
+        logits = model(input_ids=input_ids, position_ids=PACKED)[0]
+        with monkeypatch.context() as patch:
+            patch.setattr(LlamaForCausalLM, "forward", patched)
+            hidden = model(input_ids=input_ids, position_ids=PACKED, attention_mask=torch.ones_like(PACKED))[0]
+            torch.testing.assert_close(hidden, in_documents(model.model, input_ids), rtol=1e-4, atol=1e-4)
+        assert torch.equal(model(input_ids=input_ids, position_ids=PACKED)[0], logits)
+
+
+def test_compiled_model_keeps_documents_apart() -> None:
+    model, input_ids = case_of("LlamaForCausalLM")
+    expected = in_documents(lambda **inputs: [model(**inputs).logits], input_ids)
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend="eager")
+    unpacked = {"input_ids": input_ids, "position_ids": torch.arange(12)[None]}
+    packed = {"input_ids": input_ids, "position_ids": PACKED, "attention_mask": torch.ones_like(PACKED)}
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(**packed).logits, expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(compiled(**unpacked).logits, model(**unpacked).logits, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(compiled(**packed).logits, expected, rtol=1e-4, atol=1e-4)
+    torch.compiler.reset()
+    with pytest.raises(Exception, match="Leave out fullgraph=True"):
+        torch.compile(model, backend="eager", fullgraph=True)(input_ids=input_ids, position_ids=PACKED)
+    torch.compiler.reset()
 
 
 def test_the_signature_is_upstreams() -> None:

@@ -51,7 +51,7 @@ def test_a_configuration_will_do(file: str, tmp_path: Path) -> None:
     content = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(content | {"architectures": ["Gemma3ForConditionalGeneration"]}))
     found = names(listed(tmp_path / file, tmp_path))
-    assert {"token-types", "engine-dummy-buffers", "engine-tokenizer", "context-parallel-masks"} <= found
+    assert {"token-types", "engine-dummy-buffers", "engine-tokenizer"} <= found
     assert not found & {"shared-kv-without-cache", "mrope-stale-offsets"}
 
 

@@ -16,10 +16,9 @@ from nrl_models import AutoModelForCausalLM, freeze, freeze_unreachable, registr
 from nrl_models.common.flags import ModelFlag
 from nrl_models.common.forward.routing import flip_rate, record_routing, replay_routing
 from nrl_models.diagnostics.embeddings import diagnose_embeddings
-from nrl_models.distributed.context_parallel import check_context_parallel
 from nrl_models.distributed.parallel_plan import plan_for
 from nrl_models.distributed.parallelize import divide_model
-from nrl_models.errors import ShardingError, UnknownArgumentError
+from nrl_models.errors import UnknownArgumentError
 from nrl_models.logprobs import token_logprobs
 from nrl_models.parity.noise import rounded_otherwise
 from nrl_models.testing.case import FamilyCase
@@ -76,19 +75,6 @@ def test_cure_of_tied_weights_under_tp() -> None:
         words, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
         assert words is head
         assert words.to_local().shape[0] == words.shape[0] // 2
-
-
-def test_symptom_of_context_parallel_masks() -> None:
-    assert probes.ring_attention_rejects_masks()
-
-
-@pytest.mark.parametrize("architecture", ["Gemma3ForCausalLM", "Gemma3TextForSequenceClassification"])
-def test_cure_of_context_parallel_masks(architecture: str) -> None:
-    model_class = registry.model_class(architecture)
-    model = model_class.from_config(FamilyCase(model_class).config, device="meta")
-    with pytest.raises(ShardingError, match="attention always gets a mask"):
-        check_context_parallel(model)
-    check_context_parallel(PLAIN.model())
 
 
 def routing_of(model: nn.Module, replayed: dict | None = None) -> dict:

@@ -1,0 +1,154 @@
+"""Shards of packed parameters: several blocks (gate and up) in one dimension, of each of which a rank has its share.
+
+torch's placement for them is `_StridedShard`. `full_tensor()` and `redistribute` read it right. Distributed checkpoints
+(DCP) and `set_model_state_dict` of torch 2.9 to 2.13 take such a shard for one contiguous region, and write or read
+other rows. `describe_packed_shards` makes them see one region for each block.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed import _state_dict_utils
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.tensor import DTensor, Placement
+
+from nrl_models.common.upstream_torch import StridedShard
+
+
+class Packing(NamedTuple):
+    """How a DTensor's local tensor consists of shares of blocks.
+
+    Attributes:
+        dim: The dimension.
+        blocks: The number of blocks in it.
+        ranks: The number of ranks that divide each block.
+        rank: The number of this rank among them.
+    """
+
+    dim: int
+    blocks: int
+    ranks: int
+    rank: int
+
+
+def packing_of(tensor: DTensor) -> Packing | None:
+    """Return how a local tensor consists of shares of blocks; None if it is one contiguous region."""
+    mesh, placements = tensor.device_mesh, tensor.placements
+    for mesh_dim, placement in enumerate(placements):
+        # `fsdp` and `tp` that divide one dimension use `_StridedShard` for a contiguous region.
+        if isinstance(placement, StridedShard) and _dims(placements).count(placement.dim) == 1:
+            ranks, rank = mesh.size(mesh_dim), mesh.get_local_rank(mesh_dim)
+            return Packing(placement.dim, int(placement.split_factor), ranks, rank)
+    return None
+
+
+def _dims(placements: Sequence[Placement]) -> list[int]:
+    """The tensor dimensions that placements divide, one for each placement that divides one."""
+    return [placement.dim for placement in placements if hasattr(placement, "dim")]
+
+
+class Region(NamedTuple):
+    """A contiguous region of a whole tensor that a rank holds.
+
+    Attributes:
+        offset: Where the region begins in the whole tensor, for each dimension.
+        local: Its values, a view of the local tensor.
+    """
+
+    offset: tuple[int, ...]
+    local: torch.Tensor
+
+
+def regions_of(tensor: DTensor) -> list[Region]:
+    """Return the regions of a DTensor that this rank holds."""
+    local = tensor.to_local()
+    offset = list(_CHUNKS(tensor)[0].offsets) if local.numel() else [0] * tensor.ndim
+    packing = packing_of(tensor)
+    if packing is None:
+        return [Region(tuple(offset), local)]
+    dim, blocks, ranks, rank = packing
+    block = tensor.shape[dim] // blocks
+    share = block // ranks
+    regions = []
+    for number in range(blocks):
+        offset[dim] = number * block + rank * share
+        regions.append(Region(tuple(offset), local.narrow(dim, number * share, share)))
+    return regions
+
+
+_CHUNKS: Callable[[DTensor], list[ChunkStorageMetadata]] = DTensor.__create_chunk_list__
+"""torch's own function: right about every dimension that is not packed."""
+
+
+@functools.cache
+def describe_packed_shards() -> None:
+    """Make torch's checkpoint functions see packed shards as they are. Other DTensors are left to torch."""
+    patched: Any = DTensor
+    write_items, shard = patched.__create_write_items__, patched.__get_tensor_shard__
+    distribute = _state_dict_utils._distribute_tensors
+
+    @functools.wraps(_CHUNKS)
+    def create_chunk_list(self: DTensor) -> list[ChunkStorageMetadata]:
+        if packing_of(self) is None:
+            return _CHUNKS(self)
+        return [ChunkStorageMetadata(torch.Size(offset), local.size()) for offset, local in regions_of(self)]
+
+    @functools.wraps(write_items)
+    def create_write_items(self: DTensor, fqn: str, object: Any) -> list[WriteItem]:
+        if packing_of(self) is None:
+            items: list[WriteItem] = write_items(self, fqn, object)
+            return items
+        properties = TensorProperties.create_from_tensor(self.to_local())
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.size()),
+            )
+            for chunk in create_chunk_list(self)
+        ]
+
+    @functools.wraps(shard)
+    def get_tensor_shard(self: DTensor, index: MetadataIndex) -> torch.Tensor:
+        if packing_of(self) is None:
+            local: torch.Tensor = shard(self, index)
+            return local
+        regions = {torch.Size(region.offset): region.local for region in regions_of(self)}
+        return regions[index.offset] if index.offset is not None else self.to_local()
+
+    @functools.wraps(distribute)
+    def distribute_tensors(
+        local_state_dict: dict[str, Any], keys: list[str], device: torch.device, pg: Any = None
+    ) -> None:
+        others = []
+        for key in keys:
+            value = local_state_dict.get(key)
+            pair: Any = value if isinstance(value, (list, tuple)) and len(value) == 2 else (None, None)
+            if not isinstance(pair[0], DTensor) or packing_of(pair[0]) is None:
+                others.append(key)
+                continue
+            target, whole = pair
+            if target.is_meta:
+                target = DTensor.from_local(
+                    torch.empty_like(target.to_local(), device=device),
+                    target.device_mesh,
+                    target.placements,
+                    run_check=False,
+                    shape=target.shape,
+                    stride=target.stride(),
+                )
+            with torch.no_grad():
+                for offset, local in regions_of(target):
+                    local.copy_(whole[tuple(map(slice, offset, map(sum, zip(offset, local.shape, strict=True))))])
+            local_state_dict[key] = target
+        distribute(local_state_dict, others, device, pg)
+
+    patched.__create_chunk_list__ = create_chunk_list
+    patched.__create_write_items__ = create_write_items
+    patched.__get_tensor_shard__ = get_tensor_shard
+    _state_dict_utils._distribute_tensors = distribute_tensors

@@ -1,0 +1,29 @@
+"""Restored optimizer state is on the device where torch's own `load_state_dict` puts it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from nrl_models.distributed.manifest import Group, OptimizerFacts, States
+from nrl_models.distributed.optimizer_state import restore
+
+
+@pytest.mark.parametrize("capturable", [False, True])
+def test_step_is_restored_where_torch_puts_it(capturable: bool) -> None:
+    model: Any = nn.Linear(2, 2, bias=False, device="meta")
+    model.sharding = SimpleNamespace(adapter=SimpleNamespace(transformers={}))
+    expected = torch.optim.AdamW(model.parameters(), capturable=capturable)
+    state = {"step": torch.tensor(3.0)}
+    expected.load_state_dict({"state": {0: state}, "param_groups": expected.state_dict()["param_groups"]})
+
+    optimizer = torch.optim.AdamW(model.parameters())
+    options = {key: value for key, value in expected.param_groups[0].items() if key != "params"}
+    restore(model, optimizer, OptimizerFacts([Group(options, ["weight"])], {"weight": States({"step": 3.0}, [])}), {})
+    step = optimizer.state[model.weight]["step"]
+    assert step.device == expected.state[model.weight]["step"].device
+    assert step.dtype == torch.float32

@@ -1,0 +1,78 @@
+"""Layers that share keys and values: checkpointing that would lose their gradients raises."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+)
+from transformers import PreTrainedModel
+
+from nrl_models import registry
+from nrl_models.errors import UnknownArgumentError
+from nrl_models.testing.case import FamilyCase
+
+
+def wrapped(model: PreTrainedModel, impl: CheckpointImpl) -> PreTrainedModel:
+    layers = tuple(model.get_decoder().layers)
+    apply_activation_checkpointing(
+        model, lambda module: checkpoint_wrapper(module, checkpoint_impl=impl), lambda module: module in layers
+    )
+    return model
+
+
+def gradients(model: Any, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    model.train()(**inputs, use_cache=False)[0].square().sum().backward()
+    return {
+        name.replace("_checkpoint_wrapped_module.", ""): parameter.grad
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
+
+
+@pytest.fixture
+def sharing() -> tuple[PreTrainedModel, dict[str, torch.Tensor]]:
+    case = FamilyCase(registry.model_class("Gemma3nForCausalLM"))
+    assert case.config.get_text_config().num_kv_shared_layers
+    return copy.deepcopy(case.model()), {"input_ids": case.inputs(images=False)["input_ids"]}
+
+
+@pytest.mark.parametrize("changed", ["nothing", "copied", "pickled"])
+def test_reentrant_wrappers_raise(sharing: tuple[PreTrainedModel, dict], changed: str) -> None:
+    model, inputs = sharing
+    if changed == "copied":
+        model = copy.deepcopy(model)
+    elif changed == "pickled":
+        model = pickle.loads(pickle.dumps(model))
+    wrapped(model, CheckpointImpl.REENTRANT)
+    for run in (model, model.base_model, model.forward):
+        with pytest.raises(UnknownArgumentError, match=r"CheckpointWrapper around .*NO_REENTRANT"):
+            run(**inputs)
+    with torch.no_grad():
+        model(**inputs)
+
+
+def test_other_wrappers_have_the_models_gradients(sharing: tuple[PreTrainedModel, dict]) -> None:
+    model, inputs = sharing
+    expected = gradients(copy.deepcopy(model), inputs)
+    found = gradients(wrapped(model, CheckpointImpl.NO_REENTRANT), inputs)
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, msg=name)
+
+
+def test_reentrant_wrappers_are_right_where_nothing_is_shared(llama: PreTrainedModel) -> None:
+    model: nn.Module = registry.model_class("LlamaForCausalLM").from_config(llama.config)
+    inputs = {"inputs_embeds": torch.randn(1, 5, llama.config.hidden_size, requires_grad=True)}
+    expected = gradients(copy.deepcopy(model), inputs)
+    found = gradients(wrapped(model, CheckpointImpl.REENTRANT), inputs)
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, msg=name)
