@@ -17,7 +17,7 @@ from enum import StrEnum
 
 import torch
 
-from nrl_models.errors import UnknownArgumentError
+from nrl_models.errors import NonFiniteError, UnknownArgumentError
 
 
 class CorrectionType(StrEnum):
@@ -90,10 +90,20 @@ def importance_weights(
     Returns:
         `(sequences, length)`, fp32 without a graph; 0 where `mask` is False. Of `Level.SEQUENCE` all tokens of a
         sequence have the same.
+
+    Raises:
+        NonFiniteError: the engine's log-probability of a sampled token is NaN or infinite.
     """
     mask = mask.bool()
-    difference = trainer.detach().double() - engine.detach().to(trainer.device).double()
-    difference = torch.where(mask, difference, 0.0)
+    engine = engine.detach().to(trainer.device)
+    wrong = mask & ~engine.isfinite()
+    if bool(wrong.any()):
+        row, column = wrong.nonzero()[0].tolist()
+        raise NonFiniteError(
+            f"the engine's log-probability of token {column} of sequence {row} is {engine[row, column].item()}: "
+            "expected finite numbers where the mask is True"
+        )
+    difference = torch.where(mask, trainer.detach().double() - engine.double(), 0.0)
     if correction.level is Level.SEQUENCE:
         difference = difference.sum(1, keepdim=True).expand_as(difference)
     ratio = difference.exp()

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from nrl_models.errors import UnknownArgumentError, did_you_mean
+from nrl_models.errors import UnknownArgumentError, did_you_mean, parse_option
 from nrl_models.losses.corrections import Correction
 from nrl_models.losses.policy import Normalise
 
@@ -53,6 +53,7 @@ class PolicyLoss:
 
     Raises:
         UnknownArgumentError: a value out of range; all of them.
+        UnknownOptionError: `normalise` is not one of `Normalise`.
     """
 
     normalise: Normalise
@@ -66,7 +67,8 @@ class PolicyLoss:
     correction: Correction | None = None
 
     def __post_init__(self) -> None:
-        """Check the values."""
+        """Check the values, and make enums of names."""
+        object.__setattr__(self, "normalise", parse_option(Normalise, self.normalise, "normalise"))
         wrong = [
             f"{name}={getattr(self, name)}: expected a number of at least 0"
             for name in ("eps_high", "kl", "dynamic_sampling", "overlong_buffer", "overlong_penalty")

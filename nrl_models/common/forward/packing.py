@@ -70,7 +70,9 @@ def keep_documents_apart(forward: Forward) -> Forward:
         if not takes_more and "position_ids" not in parameters:
             del given["position_ids"]  # they said where documents start
         with running(Documents.from_positions(positions, mask)):
-            return forward(self, **given)
+            output = forward(self, **given)
+        _check_scores(self, output, len(positions))
+        return output
 
     with_documents_apart.keeps_documents_apart = True  # type: ignore[attr-defined]
     return with_documents_apart
@@ -90,7 +92,7 @@ def start_again(mask: torch.Tensor, positions: torch.Tensor) -> bool:
     """
     token = mask.bool()
     inside = token & (token.cumsum(-1) > 1)
-    return bool((starts_of(positions) & inside).any())
+    return bool((starts_of(positions, mask) & inside).any())
 
 
 def _is_2d(value: Any) -> bool:
@@ -98,23 +100,34 @@ def _is_2d(value: Any) -> bool:
 
 
 def _check_padding(mask: torch.Tensor, positions: torch.Tensor) -> None:
-    document = starts_of(positions).cumsum(-1)
+    """Refuse holes inside documents of a packed batch: positions alone cannot express them."""
     token = mask.bool()
-    place = torch.arange(1, mask.shape[1] + 1, device=mask.device)
-    last_token = torch.zeros_like(document).scatter_reduce(1, document - 1, place * token, "amax")
-    wrong = ~token & (place < last_token.gather(1, document - 1))
+    after_padding = nn.functional.pad(token[:, 1:] & ~token[:, :-1], (1, 0), value=False)
+    wrong = after_padding & ~starts_of(positions, mask)
     if wrong.any():
         row, column = wrong.nonzero()[0].tolist()
         raise ValueError(
-            f"attention_mask and position_ids disagree: token {column} of row {row} is padding, but its position is in "
-            "one document with a later token. Give padding positions that start again, or give no attention_mask."
+            f"attention_mask and position_ids disagree: token {column - 1} of row {row} is padding, but the tokens "
+            "before and after it are in one document, and the batch is packed. Remove the padding from the row, or "
+            "give each document a row of its own."
+        )
+
+
+def _check_scores(model: nn.Module, output: Any, rows: int) -> None:
+    """Refuse packed rows where a model has one score per row: the other documents of the row would have none."""
+    logits = getattr(output, "logits", None)
+    if isinstance(logits, torch.Tensor) and logits.ndim == 2 and len(logits) == rows:
+        raise ValueError(
+            f"{type(model).__name__} gives one score per row, and position_ids start again inside a row: give each "
+            "document a row of its own, and pad."
         )
 
 
 def _check_starts(mask: torch.Tensor, positions: torch.Tensor) -> None:
     """Positions that stay the same are padding, for which no mask has to be given."""
     jumps = nn.functional.pad(positions[:, 1:] != positions[:, :-1], (1, 0), value=False)
-    wrong = starts_of(positions) & jumps & (positions != 0) & mask.bool()
+    later = mask.bool().cumsum(-1) > 1  # a row may begin inside a document
+    wrong = starts_of(positions, mask) & jumps & (positions != 0) & later
     if wrong.any():
         row, column = wrong.nonzero()[0].tolist()
         before, here = positions[row, column - 1 : column + 1].tolist()
