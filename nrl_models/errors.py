@@ -215,7 +215,8 @@ def parse_option(kind: type[Option], value: object, name: str, also: str = "") -
     if isinstance(value, str) and value in list(kind):
         return kind(value)
     known = ", ".join(kind) + (f", {also}" if also else "")
-    raise UnknownOptionError(f"{name}={shown(value)}{did_you_mean(value, kind)}: expected {known}")
+    close = did_you_mean(value, [str(member) for member in kind])
+    raise UnknownOptionError(f"{name}={shown(value)}{close}: expected {known}")
 
 
 class NonFiniteError(NRLModelsError, ValueError):

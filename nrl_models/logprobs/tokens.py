@@ -15,6 +15,7 @@ from nrl_models.common.forward.documents import starts_of
 from nrl_models.common.forward.packing import token_positions
 from nrl_models.common.modules import inside_peft
 from nrl_models.common.upstream import computes_positions
+from nrl_models.errors import parse_option
 from nrl_models.logprobs.chunked import chunked_statistics, statistics_of
 from nrl_models.logprobs.head import OutputHead, forward_inputs, hidden_states_and_head
 from nrl_models.logprobs.logit_buffers import Reference, TokenStatistics
@@ -299,9 +300,7 @@ def _in_order(
             expected = f"{tuple(positions.shape)} or {tuple(positions.shape[:1])}"
             raise ValueError(f"expected loss_terms of {expected}, got {tuple(terms.shape)}")
         numbers = terms.to(positions.device)[rows] if terms.ndim == 1 else terms.to(positions.device)[rows, columns]
-    elif terms not in list(LossTerms):
-        raise ValueError(f"loss_terms={terms!r}: expected {', '.join(LossTerms)}, or numbers of what is read together")
-    elif LossTerms(terms) is LossTerms.TOKEN:
+    elif parse_option(LossTerms, terms, "loss_terms", "or numbers of what is read together") is LossTerms.TOKEN:
         return rows, columns, None
     else:
         numbers = _document_numbers(positions, position_ids, attention_mask)[rows, columns]

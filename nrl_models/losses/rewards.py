@@ -27,9 +27,8 @@ def group_advantages(rewards: torch.Tensor, *, scale: bool) -> torch.Tensor:
     rewards = rewards.float()
     if not bool(rewards.isfinite().all()):
         group, reply = (~rewards.isfinite()).nonzero()[0].tolist()
-        raise NonFiniteError(
-            f"the reward of reply {reply} to question {group} is {rewards[group, reply].item()}: expected finite numbers"
-        )
+        found = rewards[group, reply].item()
+        raise NonFiniteError(f"the reward of reply {reply} to question {group} is {found}: expected finite numbers")
     advantages = rewards - rewards.mean(1, keepdim=True)
     if not scale:
         return advantages

@@ -25,8 +25,8 @@ class Check(StrEnum):
     MEDIA_GREEDY = auto()
     LEFT_PADDING = auto()
     TOKEN_LOGPROBS = auto()
-    """`token_logprobs` without a mask and with one of ones, with an image or a clip where the class takes any; logits
-    of text with holes in its mask."""
+    """`token_logprobs` with a mask of ones, and with an image or a clip where the class takes any; logits of text with
+    holes in its mask."""
     GRADIENTS = auto()
 
 
