@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from nrl_models.errors import UnknownArgumentError
+from nrl_models.errors import NonFiniteError, UnknownArgumentError
 from nrl_models.losses import Correction, importance_weights
 
 RATIOS = torch.tensor([[0.25, 1.0, 4.0], [2.0, 0.5, 1.5]])
@@ -37,6 +37,16 @@ def test_engine_and_trainer_that_agree_are_left_alone() -> None:
     logprobs = -torch.rand(4, 7)
     for correction in (Correction("tis"), Correction("mis", floor=0.5), Correction("mis", level="sequence")):
         assert importance_weights(logprobs, logprobs.double(), torch.ones(4, 7), correction).eq(1.0).all()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("kind", ["tis", "mis"])
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_non_finite_engine_logprobs_raise(value: float, kind: str, level: str) -> None:
+    engine = torch.full((2, 3), -1.0)
+    engine[1, 1] = value
+    with pytest.raises(NonFiniteError, match=f"token 1 of sequence 1 is {value}"):
+        importance_weights(torch.full((2, 3), -1.0), engine, MASK, Correction(kind, level=level))
 
 
 @pytest.mark.parametrize(

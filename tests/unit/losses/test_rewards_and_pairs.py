@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from nrl_models.errors import UnknownArgumentError
+from nrl_models.errors import NonFiniteError, UnknownArgumentError
 from nrl_models.losses import (
     LOSSES,
     Correction,
@@ -29,6 +29,13 @@ def test_advantages_are_relative_to_the_group() -> None:
     # The unbiased deviation of 1, 0, 0, 0: sqrt((0.75^2 + 3 0.25^2) / 3) = 1/2.
     torch.testing.assert_close(group_advantages(rewards, scale=True), plain / 0.5001)
     assert group_advantages(torch.tensor([[3.0]]), scale=True).item() == 0.0
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("scale", [False, True])
+def test_advantages_of_non_finite_rewards_raise(value: float, scale: bool) -> None:
+    with pytest.raises(NonFiniteError, match=f"reply 2 to question 1 is {value}"):
+        group_advantages(torch.tensor([[1.0, 0.0, 0.0], [1.0, 0.0, value]]), scale=scale)
 
 
 def test_groups_of_equal_rewards_teach_nothing() -> None:
