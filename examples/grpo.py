@@ -68,7 +68,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     tokenizer = AutoTokenizer.from_pretrained(options.checkpoint)
     training, held_out = arithmetic.questions()
     longest = max(len(arithmetic.encoded(tokenizer, question)) for question in training + held_out)
-    model = AutoModelForCausalLM.from_pretrained(options.checkpoint, dtype=torch.float32).train()
+    model = AutoModelForCausalLM.from_pretrained(options.checkpoint, dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=options.steps)
     order = random.Random(options.seed)
