@@ -15,7 +15,7 @@ from nrl_models.common.forward.documents import starts_of
 from nrl_models.common.forward.packing import token_positions
 from nrl_models.common.modules import inside_peft
 from nrl_models.common.upstream import computes_positions
-from nrl_models.errors import parse_option
+from nrl_models.errors import UnknownOptionError, parse_option
 from nrl_models.logprobs.chunked import chunked_statistics, statistics_of
 from nrl_models.logprobs.head import OutputHead, forward_inputs, hidden_states_and_head
 from nrl_models.logprobs.logit_buffers import Reference, TokenStatistics
@@ -112,8 +112,10 @@ def token_logprobs(
         HeadError: the model ends with something that is neither a scale nor a soft cap (and `chunk_size` is not None).
         ValueError: shapes that differ, a vocabulary that differs from the reference's, a sampling value out of range.
         UnknownArgumentError: keywords that are refused (`use_cache=True`, `labels`, ...), see `NOT_TAKEN`.
+        UnknownOptionError: `loss_terms` or `chunk_size` is none of its values.
     """
     sampling = Sampling(temperature, top_k, top_p)
+    tokens_per_chunk = chunk_tokens(chunk_size)
     _require_shape(input_ids.shape, attention_mask=attention_mask, position_ids=position_ids, score=score)
     positions = scored_positions(input_ids, attention_mask, position_ids, score)
     inputs = forward_inputs(model_inputs) | _masks(model, attention_mask, position_ids)
@@ -135,7 +137,7 @@ def token_logprobs(
             sampling,
             entropy=entropy,
             reference=_reference(reference, head, hidden, input_ids, before, inputs),
-            chunk_size=None if chunk_size == "auto" else int(chunk_size),
+            chunk_size=tokens_per_chunk,
             ahead=None if loss is None else LossAhead(placed.derivatives, sizes),
         )
     result = placed.result(found)
@@ -161,6 +163,19 @@ def scored_positions(
     if position_ids is not None:
         result &= ~starts_of(position_ids, attention_mask)
     return result if score is None else result & score.bool()
+
+
+def chunk_tokens(chunk_size: int | str | None) -> int | None:
+    """The number of tokens that a chunk size names; None for "auto" and None.
+
+    Raises:
+        UnknownOptionError: it is neither of these, nor a number above 0.
+    """
+    if chunk_size is None or chunk_size == "auto":
+        return None
+    if isinstance(chunk_size, int) and not isinstance(chunk_size, bool) and chunk_size > 0:
+        return chunk_size
+    raise UnknownOptionError(f"chunk_size={chunk_size!r}: expected a number of tokens above 0, 'auto' or None")
 
 
 def _require_shape(shape: torch.Size, **tensors: torch.Tensor | None) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from numbers import Real
 
 import torch
 
@@ -64,9 +65,11 @@ class Correction:
             )
         if self.level not in list(Level):
             wrong.append(f"level={self.level!r}: expected {' or '.join(Level)}")
-        if not 0.0 < self.cap < float("inf"):
-            wrong.append(f"cap={self.cap}: expected a number above 0")
-        if self.floor and self.type != CorrectionType.MIS:
+        if not (isinstance(self.cap, Real) and 0.0 < self.cap < float("inf")):
+            wrong.append(f"cap={self.cap!r}: expected a number above 0")
+        elif not isinstance(self.floor, Real):
+            wrong.append(f"floor={self.floor!r}: expected a number")
+        elif self.floor and self.type != CorrectionType.MIS:
             wrong.append(f"floor={self.floor}: only mis has one")
         elif not 0.0 <= self.floor < self.cap:
             wrong.append(f"floor={self.floor}: expected a number of at least 0, below the cap of {self.cap}")
@@ -93,7 +96,10 @@ def importance_weights(
 
     Raises:
         NonFiniteError: the engine's log-probability of a sampled token is NaN or infinite.
+        UnknownArgumentError: `correction` is not a `Correction`.
     """
+    if not isinstance(correction, Correction):
+        raise UnknownArgumentError(f"correction={correction!r}: expected a Correction, e.g. Correction('tis')")
     mask = mask.bool()
     engine = engine.detach().to(trainer.device)
     wrong = mask & ~engine.isfinite()

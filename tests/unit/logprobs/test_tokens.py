@@ -10,8 +10,8 @@ from peft import LoraConfig, get_peft_model
 from transformers import DynamicCache, LlamaConfig, PreTrainedModel
 
 from nrl_models import AutoModelForCausalLM, registry
-from nrl_models.errors import UnknownArgumentError
-from nrl_models.logprobs import token_logprobs
+from nrl_models.errors import UnknownArgumentError, UnknownOptionError
+from nrl_models.logprobs import rollout_logprobs, token_logprobs
 from nrl_models.testing.case import FamilyCase, randomise
 from nrl_models.testing.tiny import tiny_config
 
@@ -238,6 +238,14 @@ def test_lora(model: PreTrainedModel, documents: list[torch.Tensor]) -> None:
 def test_shapes_must_agree(model: PreTrainedModel, name: str) -> None:
     with pytest.raises(ValueError, match=name):
         token_logprobs(model, torch.zeros(2, 8, dtype=torch.long), **{name: torch.ones(2, 9, dtype=torch.long)})
+
+
+@pytest.mark.parametrize("options", [{"chunk_size": "large"}, {"chunk_size": 0}, {"loss_terms": "row"}], ids=str)
+def test_unknown_options_raise(model: PreTrainedModel, options: dict[str, object]) -> None:
+    ((name, value),) = options.items()
+    for call, ids in ((token_logprobs, torch.tensor([[16, 17]])), (rollout_logprobs, [[16, 17]])):
+        with pytest.raises(UnknownOptionError, match=f"{name}={value!r}: expected"):
+            call(model, ids, **options)
 
 
 @pytest.mark.parametrize("chunk_size", ["auto", None])

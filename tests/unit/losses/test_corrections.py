@@ -58,6 +58,8 @@ def test_non_finite_engine_logprobs_raise(value: float, kind: str, level: str) -
         ({"type": "mis", "floor": 3.0}, ("floor=3.0", "below the cap of 2.0")),
         ({"cap": 0.0, "level": "word"}, ("type: None", "cap=0.0", "level='word': expected token or sequence")),
         ({"type": "tis", "cap": math.nan}, ("cap=nan",)),
+        ({"type": "tis", "cap": "2"}, ("cap='2': expected a number above 0",)),
+        ({"type": "mis", "floor": None}, ("floor=None: expected a number",)),
     ],
 )
 def test_what_is_refused(arguments: dict[str, object], words: tuple[str, ...]) -> None:
@@ -65,3 +67,8 @@ def test_what_is_refused(arguments: dict[str, object], words: tuple[str, ...]) -
         Correction(**arguments)
     for word in words:
         assert word in str(raised.value)
+
+
+def test_a_correction_is_a_correction() -> None:
+    with pytest.raises(UnknownArgumentError, match="correction='tis': expected a Correction"):
+        importance_weights(torch.zeros(1, 2), torch.zeros(1, 2), torch.ones(1, 2), "tis")

@@ -100,3 +100,19 @@ def test_losses_by_name() -> None:
         loss_named("dpo", eps_high=0.3)
     with pytest.raises(UnknownArgumentError, match=r"eps_low=1\.5.*kl=-1|kl=-1.*eps_low=1\.5"):
         loss_named("grpo", eps_low=1.5, kl=-1)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("grpo", {"correction": "tis"}, "correction='tis': expected a Correction"),
+        ("grpo", {"scale_rewards": "none"}, "scale_rewards='none': expected True or False"),
+        ("dapo", {"kl": "0.1"}, "kl='0.1': expected a number"),
+        ("dapo", {"eps_high": math.nan}, "eps_high=nan"),
+        ("dpo", {"beta": "large"}, "beta='large': expected a number above 0"),
+        ("reward", {"margin": math.nan}, "margin=nan: expected a number"),
+    ],
+)
+def test_settings_of_another_type_raise(name: str, settings: dict[str, object], message: str) -> None:
+    with pytest.raises(UnknownArgumentError, match=message):
+        loss_named(name, **settings)
