@@ -38,7 +38,7 @@ from nrl_models.losses import (
 )
 from nrl_models.losses.named import PolicyLoss
 from nrl_models.recipes.recipe import NonFinite
-from nrl_models.recipes.updates import clipped_update, computing_in, evaluating
+from nrl_models.recipes.weight_updates import clipped_update, computing_in, evaluating
 
 logger = get_logger(__name__)
 
