@@ -25,9 +25,12 @@ import torch.distributed as dist
 
 from nrl_models.errors import parse_option
 
-LINE_BELOW_LARGEST = 16.0
-"""How far below the logarithm of a dtype's largest number exponentials become straight lines. It leaves room for log
-ratios, advantages and sums of up to e^16, which is 9 million."""
+ROOM = 4.0
+"""How far below the logarithm of a dtype's largest number an exponential times its factor stays: room for corrections
+and sums of up to e^4."""
+
+LARGEST_LOG_RATIO = 1e6
+"""Larger log-ratios, infinity among them, have no gradient."""
 
 
 class Normalise(StrEnum):
@@ -94,8 +97,8 @@ def policy_loss(
 ) -> torch.Tensor:
     """The loss of some sequences; see the module for the formula.
 
-    Loss and gradient are finite for any finite log-probabilities: above `e^72` (in fp32), where exponentials approach
-    the largest number of the dtype, they continue as straight lines.
+    Loss and gradient are finite for any log-ratio: where `r A` approaches the largest number of the dtype (`e^88` in
+    fp32), both stay what they are a little below it.
 
     Args:
         logprobs: `(sequences, length)`, fp32: those of the policy, with a graph.
@@ -119,15 +122,16 @@ def policy_loss(
         raise ValueError(f"expected advantages of {tuple(logprobs.shape[:1])}, got {tuple(advantages.shape)}")
     if (reference is None) == bool(kl):
         raise ValueError(f"kl={kl}: expected with the reference's log-probabilities, and only with them")
-    ratio = _exponential(_difference(logprobs, old.detach(), weights))
+    difference = _difference(logprobs, old.detach(), weights)
     counted = weights > 0
-    gain = torch.where(counted, advantages.to(ratio)[:, None], 0.0)
+    gain = torch.where(counted, advantages.to(difference)[:, None], 0.0)
+    ratio = _bounded(difference, gain).exp()
     terms = -torch.minimum(ratio * gain, ratio.clamp(1.0 - eps_low, 1.0 + eps_high) * gain)
     if correction is not None:
         terms = terms * torch.where(counted, correction.detach().to(terms), 0.0)
     if reference is not None:
         behind = _difference(reference.detach(), logprobs, weights)
-        terms = terms + kl * (_exponential(behind, minus_one=True) - behind)
+        terms = terms + kl * (_bounded(behind, behind.new_tensor(kl)).expm1() - behind)
     return (terms * weights).sum()
 
 
@@ -155,12 +159,11 @@ def _difference(first: torch.Tensor, second: torch.Tensor, weights: torch.Tensor
     return torch.where(weights > 0, first.to(wide) - second.to(first.device, wide), 0.0)
 
 
-def _exponential(values: torch.Tensor, *, minus_one: bool = False) -> torch.Tensor:
-    """`exp`, or `expm1`, continued as a straight line where the exponential approaches the dtype's largest number."""
-    bound = math.log(torch.finfo(values.dtype).max) - LINE_BELOW_LARGEST
-    below = values.clamp(max=bound)
-    line = math.exp(bound) * torch.relu(values - bound)
-    return (torch.expm1(below) if minus_one else torch.exp(below)) + line
+def _bounded(values: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    """Bound the values, but not their gradient, so that `exp(values) * factor` is finite."""
+    bound = math.log(torch.finfo(values.dtype).max) - ROOM - factor.abs().clamp(min=1.0).log()
+    values = values.clamp(max=LARGEST_LOG_RATIO)
+    return torch.where(values > bound, bound + (values - values.detach()), values)
 
 
 def _require_shapes(logprobs: torch.Tensor, **others: torch.Tensor | None) -> None:
