@@ -49,7 +49,7 @@ def evaluate(loop: PolicyLoop, held_out: list[arithmetic.Question]) -> dict[str,
     """Rewards of greedy replies, and the `token_mult_prob_error` of some sampled ones."""
     batch = Batch.of(loop.sample(asked(loop.tokenizer, held_out[: 4 * loop.group]), seed=0), loop.model.device)
     found = rollout_logprobs(loop.model, batch.sequences, score=batch.score)
-    error = token_mult_prob_error(found.logprobs, batch.logprobs, batch.sampled)
+    error = token_mult_prob_error(found.logprobs, batch.logprobs, batch.sampled & found.mask)
     rewards = arithmetic.evaluate(loop.engine, loop.tokenizer, held_out, loop.new_tokens)
     return {"token_mult_prob_error": error} | rewards
 
