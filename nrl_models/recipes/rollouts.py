@@ -185,7 +185,7 @@ class PolicyLoop:
         learnt_at = time.perf_counter()
         report = self.engine.refit(self.model.state_dict_adapter.iter_export(self.model), digests=False)
         return found | {
-            "reward": rollouts.rewards.mean().item(),
+            "reward": rollouts.rewards[rollouts.rewards.isfinite()].mean().item(),
             "ended": rollouts.ended,
             "tokens": rollouts.tokens,
             "groups": float(len(rollouts.samples) // self.group),
@@ -284,11 +284,10 @@ class PolicyLoop:
             for place in (~given.isfinite()).nonzero()[:, 0].tolist():
                 wrong.setdefault(place, f"the {name} of reply {place % self.group} is {given[place].item()}")
         for place, sample in enumerate(samples):
-            for number, value in enumerate(sample.logprobs):
-                if not math.isfinite(value):
-                    found = f"the engine's log-probability of token {number} of reply {place % self.group} is {value}"
-                    wrong.setdefault(place, found)
-                    break
+            if not math.isfinite(sum(sample.logprobs)):
+                number, value = next(pair for pair in enumerate(sample.logprobs) if not math.isfinite(pair[1]))
+                found = f"the engine's log-probability of token {number} of reply {place % self.group} is {value}"
+                wrong.setdefault(place, found)
         if wrong and self.on_non_finite is NonFinite.RAISE:
             place, found = next(iter(wrong.items()))
             row = f" ({shown(rows[place])})" if rows else ""

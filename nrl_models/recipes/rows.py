@@ -248,7 +248,8 @@ def _end_of_turn(tokenizer: Any, ids: Sequence[int], start: int) -> int:
     Raises:
         NRLModelsError: it is not a special token. Nothing would teach the model to stop.
     """
-    special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
+    added_tokens = getattr(tokenizer, "added_tokens_decoder", {})
+    special = {token for token, added in added_tokens.items() if added.special}
     special |= {*tokenizer.all_special_ids, tokenizer.eos_token_id}
     for place in range(len(ids) - 1, start - 1, -1):
         if ids[place] in special:

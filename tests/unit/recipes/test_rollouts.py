@@ -272,6 +272,7 @@ def test_non_finite_rewards_raise_or_are_skipped(make: Callable[..., PolicyLoop]
     loop = make(name, reward=reward, on_non_finite="skip")
     found = loop.step(questions(), 2, seed=0)
     assert found["skipped"] == 1
+    assert math.isfinite(found["reward"])
     assert found["groups"] == (2 if name == "dapo" else 1), "dynamic sampling asks for another group"
     assert weights(loop).isfinite().all()
     assert not torch.equal(weights(loop), before)
