@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from nrl_models.errors import NonFiniteError
+from nrl_models.errors import NonFiniteError, UnknownArgumentError
 
 SMALLEST_SPREAD = 1e-4
 """Added to a group's standard deviation, as TRL does: groups whose rewards hardly differ stay finite."""
@@ -23,7 +23,10 @@ def group_advantages(rewards: torch.Tensor, *, scale: bool) -> torch.Tensor:
 
     Raises:
         NonFiniteError: a reward is NaN or infinite.
+        UnknownArgumentError: `scale` is not a bool.
     """
+    if not isinstance(scale, bool):
+        raise UnknownArgumentError(f"scale={scale!r}: expected True or False")
     rewards = rewards.float()
     if not bool(rewards.isfinite().all()):
         group, reply = (~rewards.isfinite()).nonzero()[0].tolist()

@@ -38,6 +38,12 @@ def test_advantages_of_non_finite_rewards_raise(value: float, scale: bool) -> No
         group_advantages(torch.tensor([[1.0, 0.0, 0.0], [1.0, 0.0, value]]), scale=scale)
 
 
+def test_scale_is_a_bool() -> None:
+    """TRL's "none" would count as True."""
+    with pytest.raises(UnknownArgumentError, match="scale='none': expected True or False"):
+        group_advantages(torch.ones(1, 2), scale="none")
+
+
 def test_groups_of_equal_rewards_teach_nothing() -> None:
     rewards = torch.tensor([[1.0, 1.0], [0.0, 0.0], [1.0, 0.0], [0.5, 0.5 + 1e-6]])
     assert teaching_groups(rewards).tolist() == [False, False, True, True]
