@@ -118,7 +118,8 @@ def token_logprobs(
     tokens_per_chunk = chunk_tokens(chunk_size)
     _require_shape(input_ids.shape, attention_mask=attention_mask, position_ids=position_ids, score=score)
     positions = scored_positions(input_ids, attention_mask, position_ids, score)
-    inputs = forward_inputs(model_inputs) | _masks(model, attention_mask, position_ids)
+    inputs = forward_inputs(model_inputs)
+    inputs |= _masks(model, attention_mask, position_ids, media=any(value is not None for value in inputs.values()))
     rows, columns, sizes = _in_order(positions, loss_terms, position_ids, attention_mask)
     tokens = input_ids[rows, columns]
     before = (rows, columns - 1)  # the hidden state that predicts a token is the one before it
@@ -190,7 +191,7 @@ def _require_shape(shape: torch.Size, **tensors: torch.Tensor | None) -> None:
 
 
 def _masks(
-    model: nn.Module, attention_mask: torch.Tensor | None, position_ids: torch.Tensor | None
+    model: nn.Module, attention_mask: torch.Tensor | None, position_ids: torch.Tensor | None, *, media: bool
 ) -> dict[str, torch.Tensor]:
     """Return the mask and position keywords of the model's forward.
 
@@ -205,7 +206,7 @@ def _masks(
         if (
             position_ids is None
             and "position_ids" in inspect.signature(inner.forward).parameters
-            and not computes_positions(inner)
+            and not computes_positions(inner, media=media)
             and _has_padding_before_tokens(attention_mask)
         ):
             position_ids = token_positions(attention_mask)

@@ -79,8 +79,8 @@ def keep_documents_apart(forward: Forward) -> Forward:
 
 
 def token_positions(attention_mask: torch.Tensor) -> torch.Tensor:
-    """Positions that count tokens without padding: `(batch, length)`, zero before a row's first token."""
-    return (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
+    """Positions that count tokens without padding: `(batch, length)`, zero for padding, as `generate` makes them."""
+    return (attention_mask.long().cumsum(-1) - 1).masked_fill(~attention_mask.bool(), 0)
 
 
 def start_again(mask: torch.Tensor, positions: torch.Tensor) -> bool:

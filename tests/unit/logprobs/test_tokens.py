@@ -204,6 +204,23 @@ def test_a_mask_with_holes_is_transformers_own(
     assert torch.equal(ours.generate(ids, **options), llama.generate(ids, **options))
 
 
+@pytest.mark.parametrize(
+    "architecture", ["Qwen2_5_VLForConditionalGeneration", "RecurrentGemmaForCausalLM", "GPT2LMHeadModel"]
+)
+def test_holes_have_the_positions_of_generate(architecture: str) -> None:
+    case = FamilyCase(registry.model_class(architecture))
+    ids = case.inputs(length=12, images=False)["input_ids"]
+    mask = torch.ones_like(ids)
+    mask[0, 1] = mask[1, :2] = mask[1, 5:7] = 0
+    positions = (mask.cumsum(-1) - 1) * mask
+    with torch.no_grad():
+        logits = case.reference()(ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
+        found = token_logprobs(case.model(), ids, attention_mask=mask)
+    expected = logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+    scored = found.mask[:, 1:]
+    torch.testing.assert_close(found.logprobs[:, 1:][scored], expected[scored], rtol=0, atol=1e-4)
+
+
 @pytest.mark.parametrize("architecture", ["RobertaForCausalLM", "Qwen2_5_VLForConditionalGeneration"])
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_leaves_positions_to_models_that_compute_them(architecture: str, side: str) -> None:
