@@ -49,7 +49,7 @@ def evaluate(loop: PolicyLoop, held_out: list[arithmetic.Question]) -> dict[str,
     """Rewards of greedy replies, and the `token_mult_prob_error` of some sampled ones."""
     batch = Batch.of(loop.sample(asked(loop.tokenizer, held_out[: 4 * loop.group]), seed=0), loop.model.device)
     found = rollout_logprobs(loop.model, batch.sequences, score=batch.score)
-    error = token_mult_prob_error(found.logprobs, batch.logprobs, batch.sampled)
+    error = token_mult_prob_error(found.logprobs, batch.logprobs, batch.sampled & found.mask)
     rewards = arithmetic.evaluate(loop.engine, loop.tokenizer, held_out, loop.new_tokens)
     return {"token_mult_prob_error": error} | rewards
 
@@ -68,7 +68,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     tokenizer = AutoTokenizer.from_pretrained(options.checkpoint)
     training, held_out = arithmetic.questions()
     longest = max(len(arithmetic.encoded(tokenizer, question)) for question in training + held_out)
-    model = AutoModelForCausalLM.from_pretrained(options.checkpoint, dtype=torch.float32).train()
+    model = AutoModelForCausalLM.from_pretrained(options.checkpoint, dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=options.steps)
     order = random.Random(options.seed)

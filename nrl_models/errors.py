@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from enum import StrEnum, auto
-from typing import Any
+from typing import Any, TypeVar
 
 LONGEST = 2_000
 """Characters of one line of a message; a name may have millions."""
@@ -189,6 +189,36 @@ class RemoteCodeError(NRLModelsError, ValueError):
 
 class UnknownArgumentError(NRLModelsError, TypeError):
     """A keyword is neither an option nor a configuration value, or has an invalid value."""
+
+
+class UnknownOptionError(UnknownArgumentError, ValueError):
+    """A string is not one of the values of an option."""
+
+
+Option = TypeVar("Option", bound=StrEnum)
+
+
+def parse_option(kind: type[Option], value: object, name: str, also: str = "") -> Option:
+    """Return the member of an enum that a string names.
+
+    Args:
+        kind: the enum.
+        value: a member, or its value.
+        name: the option, for the error.
+        also: what else the option takes, for the error.
+
+    Raises:
+        UnknownOptionError: there is no such member.
+    """
+    if isinstance(value, str) and value in list(kind):
+        return kind(value)
+    known = ", ".join(kind) + (f", {also}" if also else "")
+    close = did_you_mean(value, [str(member) for member in kind])
+    raise UnknownOptionError(f"{name}={shown(value)}{close}: expected {known}")
+
+
+class NonFiniteError(NRLModelsError, ValueError):
+    """A reward, an advantage or a log-probability is not a finite number. No weight has been changed."""
 
 
 class ShardingError(StateDictError):

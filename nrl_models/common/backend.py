@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch
 
-from nrl_models.errors import UnknownArgumentError
+from nrl_models.errors import UnknownArgumentError, UnknownOptionError
 
 Combine = bool | Literal["auto"]
 """Whether projections of one input are computed in one matmul; "auto" decides by device."""
@@ -95,10 +95,10 @@ def should_combine(combine: Combine, device: torch.device | None) -> bool:
     it is bound by memory and arithmetic, not by launches; on an accelerator projections are combined.
 
     Raises:
-        ValueError: `combine` is neither a bool nor "auto".
+        UnknownOptionError: `combine` is neither a bool nor "auto".
     """
     if combine == "auto":
         return device is not None and device.type != "cpu"
     if not isinstance(combine, bool):
-        raise ValueError(f"combine={combine!r}: expected True, False or 'auto'")
+        raise UnknownOptionError(f"combine={combine!r}: expected True, False or 'auto'")
     return combine

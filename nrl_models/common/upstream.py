@@ -16,6 +16,7 @@ If a new version changes one of them, `make test TRANSFORMERS=X` fails in the te
 | `_get_device_map`, `accelerate_dispatch`, ... | `device_map` | `tests/unit/loading` |
 | `_gradient_checkpointing_func` | packed documents under activation checkpointing | `tests/unit/forward` |
 | closures of `masking_utils` | what a mask shows, to attend without it | `tests/unit/forward/test_document_masks.py` |
+| `POSITIONS_FROM_TOKENS`, `POSITIONS_FROM_MEDIA` | positions of padded batches | `tests/unit/logprobs/test_tokens.py` |
 | `KEEPS_PADDING_OUT_OF_SINGLE_ROWS` | states without padding | `tests/unit/forward` |
 | `_extra_content` of auto classes | classes of ours for transformers' configurations | `tests/unit/adapters` |
 | `MIN_PEFT_VERSION` | the error for a PEFT that is too old | `tests/unit/integrations/test_peft.py` |
@@ -87,6 +88,7 @@ __all__ = [
     "cache_name",
     "check_and_set_device_map",
     "computed_device_map",
+    "computes_positions",
     "describe_conversion",
     "device_in_context",
     "dot_natural_key",
@@ -342,6 +344,25 @@ KEEPS_PADDING_OUT_OF_SINGLE_ROWS = has_reached("5.15")
 
 CHECKPOINT_FUNCTIONS = ("_gradient_checkpointing_func", "checkpoint_fn")
 """Where modules hold the function that checkpoints them: transformers' layers, and torch's `CheckpointWrapper`."""
+
+
+POSITIONS_FROM_TOKENS = ("create_position_ids_from_input_ids", "create_position_ids_from_inputs_embeds")
+"""Methods of modules that compute positions from token ids (RoBERTa and its relatives)."""
+
+POSITIONS_FROM_MEDIA = ("get_rope_index",)
+"""Methods of modules that compute positions from images and the mask (M-RoPE)."""
+
+
+def computes_positions(model: nn.Module, *, media: bool) -> bool:
+    """Return True if a model's positions are not simply columns: it computes them itself if none are passed.
+
+    Args:
+        model: the model.
+        media: whether its forward gets images, videos or audio.
+    """
+    names = POSITIONS_FROM_TOKENS + (POSITIONS_FROM_MEDIA if media else ())
+    classes = {type(module) for module in model.modules()}
+    return any(hasattr(module_class, name) for module_class in classes for name in names)
 
 
 def record_as(model_class: type[nn.Module], module: PreTrainedModel) -> None:

@@ -70,13 +70,14 @@ def chunked_statistics(
         chunk_size: tokens at a time; by default as many as fit `CHUNK_ELEMENTS`.
         ahead: a loss of these statistics, whose gradient is taken at once. It saves time where the gradient that
             arrives in the backward is this loss's, and changes nothing otherwise. An output embedding that is no plain
-            linear, and fp16, whose range needs the factor that only the backward knows, do without.
+            linear (the model's or the reference's), and fp16, whose range needs the factor that only the backward
+            knows, do without.
 
     Raises:
         ValueError: a token outside the vocabulary of the head.
     """
     weight, bias = head.weight, head.bias
-    if weight is None:
+    if weight is None or (reference is not None and reference.head.weight is None):
         return _by_checkpointing(hidden, head, tokens, sampling, reference, chunk_size)
     _require_tokens(tokens, len(weight))
     if torch.is_autocast_enabled(hidden.device.type):
@@ -130,7 +131,7 @@ def _by_checkpointing(
     reference: Reference | None,
     chunk_size: int | None,
 ) -> TokenStatistics:
-    """For output embeddings that are not a plain linear (with LoRA, say): autograd, a chunk at a time."""
+    """Compute with autograd, a chunk at a time, where an output embedding is not a plain linear (with LoRA, say)."""
 
     def of_chunk(chunk: torch.Tensor, rows: slice) -> TokenStatistics:
         reference_logits = None
@@ -139,11 +140,15 @@ def _by_checkpointing(
                 reference_logits = reference.head(reference.hidden[rows])
         return statistics_of(head(chunk), tokens[rows], sampling, reference_logits)
 
-    size = chunk_size or chunk_length(getattr(head.module, "out_features", 2**17))
+    vocabulary = head.vocabulary(hidden) if len(hidden) else 1
+    _require_tokens(tokens, vocabulary)
+    size = chunk_size or chunk_length(vocabulary)
     chunks = [
         torch.utils.checkpoint.checkpoint(of_chunk, hidden[rows], rows, use_reentrant=False)
         for rows in slices(len(hidden), size)
     ]
+    if not chunks:
+        return TokenStatistics(*hidden.new_zeros(3, 0, dtype=torch.promote_types(hidden.dtype, torch.float32)))
     return TokenStatistics(*(torch.cat(columns) for columns in zip(*chunks, strict=True)))
 
 

@@ -59,6 +59,17 @@ class OutputHead:
         bias = getattr(self.module, "bias", None)
         return None if bias is None else _whole(bias)
 
+    def vocabulary(self, hidden: torch.Tensor) -> int:
+        """Return the number of logits per token.
+
+        Args:
+            hidden: hidden states of the model, for modules that are not a plain linear (LoRA, `modules_to_save`).
+        """
+        if (weight := self.weight) is not None:
+            return len(weight)
+        with torch.no_grad():
+            return self.module(hidden.reshape(-1, hidden.shape[-1])[:1]).shape[-1]
+
     def finish_(self, logits: torch.Tensor) -> torch.Tensor:
         """Scale and cap the output embedding's result in place, in its own dtype, as the model does."""
         if self.cap is None:

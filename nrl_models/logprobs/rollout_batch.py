@@ -15,11 +15,12 @@ from transformers import PreTrainedConfig
 
 from nrl_models.common.config.positions import model_limit
 from nrl_models.common.modules import innermost
+from nrl_models.errors import parse_option
 from nrl_models.logprobs import microbatches
 from nrl_models.logprobs.accumulation import Accumulation, Batch, Part
 from nrl_models.logprobs.microbatches import Layout, Microbatch, largest, layout_of, ranks_of
 from nrl_models.logprobs.sampling import Sampling
-from nrl_models.logprobs.tokens import Loss, LossTerms, TokenLogprobs
+from nrl_models.logprobs.tokens import Loss, LossTerms, TokenLogprobs, chunk_tokens
 
 Tokens = Sequence[int] | torch.Tensor
 Mask = Sequence[bool] | torch.Tensor
@@ -80,9 +81,12 @@ def rollout_logprobs(
     Raises:
         ValueError: sequences that are empty, no token ids, or longer than the model takes or than `row_tokens`; masks
             of other lengths: all of them, by number, before anything runs, and on all ranks if on any.
-        HeadError, UnknownArgumentError: as for `token_logprobs`.
+        HeadError, UnknownArgumentError, UnknownOptionError: as for `token_logprobs`.
     """
     Sampling(temperature, top_k, top_p)
+    chunk_tokens(chunk_size)
+    if not isinstance(loss_terms, torch.Tensor):
+        loss_terms = parse_option(LossTerms, loss_terms, "loss_terms", "or a number of each sequence")
     models = [innermost(part) for part in (model, reference) if part is not None]
     device = next(model.parameters()).device
     own = [] if model_inputs is None or not any(model_inputs) else list(model_inputs)
@@ -162,10 +166,9 @@ def _scores(score: Sequence[Mask] | None, ids: Sequence[torch.Tensor]) -> tuple[
 
 
 def _wrong_terms(terms: LossTerms | str | torch.Tensor, count: int) -> list[str]:
-    if isinstance(terms, torch.Tensor):
-        return [] if terms.shape == (count,) else [f"loss_terms is {tuple(terms.shape)}: expected ({count},)"]
-    known = ", ".join(LossTerms)
-    return [] if terms in list(LossTerms) else [f"loss_terms={terms!r}: expected {known}, or a number of each sequence"]
+    if not isinstance(terms, torch.Tensor) or terms.shape == (count,):
+        return []
+    return [f"loss_terms is {tuple(terms.shape)}: expected ({count},)"]
 
 
 def _wrong_inputs(own: Sequence[Mapping[str, Any]], count: int, group: Any) -> list[str]:

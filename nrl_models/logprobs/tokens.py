@@ -14,8 +14,10 @@ from torch import nn
 from nrl_models.common.forward.documents import starts_of
 from nrl_models.common.forward.packing import token_positions
 from nrl_models.common.modules import innermost
+from nrl_models.common.upstream import computes_positions
+from nrl_models.errors import UnknownOptionError, parse_option
 from nrl_models.logprobs.chunked import chunked_statistics, statistics_of
-from nrl_models.logprobs.head import forward_inputs, hidden_states_and_head
+from nrl_models.logprobs.head import OutputHead, forward_inputs, hidden_states_and_head
 from nrl_models.logprobs.logit_buffers import Reference, TokenStatistics
 from nrl_models.logprobs.sampling import Sampling
 from nrl_models.logprobs.whole_rows import Derivatives, LossAhead
@@ -84,8 +86,9 @@ def token_logprobs(
         model: a causal language model (or vision-language model): ours, transformers', or another with
             `get_output_embeddings()`. What follows its output embedding (a scale, a soft cap) is observed.
         input_ids: `(batch, length)`. Sequences packed into one row are told apart by `position_ids`.
-        attention_mask: `(batch, length)`, False or 0 for padding, on either side.
-        position_ids: `(batch, length)`; a new sequence starts where they start again.
+        attention_mask: `(batch, length)`, False or 0 for padding, on either side or between tokens.
+        position_ids: `(batch, length)`; a new sequence starts where they start again. By default the model computes its
+            positions (from images, token ids or the mask), or they count the tokens that the mask keeps.
         temperature, top_k, top_p: what the engine samples with, see `Sampling`. A token that these exclude has no
             finite log-probability: see `TokenLogprobs.outside`.
         score: `(batch, length)` bool: tokens to score; the output embedding is applied to no others. All by default.
@@ -109,12 +112,15 @@ def token_logprobs(
         HeadError: the model ends with something that is neither a scale nor a soft cap (and `chunk_size` is not None).
         ValueError: shapes that differ, a vocabulary that differs from the reference's, a sampling value out of range.
         UnknownArgumentError: keywords that are refused (`use_cache=True`, `labels`, ...), see `NOT_TAKEN`.
+        UnknownOptionError: `loss_terms` or `chunk_size` is none of its values.
     """
     sampling = Sampling(temperature, top_k, top_p)
+    tokens_per_chunk = chunk_tokens(chunk_size)
     _require_shape(input_ids.shape, attention_mask=attention_mask, position_ids=position_ids, score=score)
     positions = scored_positions(input_ids, attention_mask, position_ids, score)
-    inputs = forward_inputs(model_inputs) | _masks(model, attention_mask, position_ids)
-    rows, columns, sizes = _in_order(positions, loss_terms, position_ids)
+    inputs = forward_inputs(model_inputs)
+    inputs |= _masks(model, attention_mask, position_ids, media=any(value is not None for value in inputs.values()))
+    rows, columns, sizes = _in_order(positions, loss_terms, position_ids, attention_mask)
     tokens = input_ids[rows, columns]
     before = (rows, columns - 1)  # the hidden state that predicts a token is the one before it
     placed = _Placed(positions, (rows, columns), entropy, reference is not None, loss)
@@ -131,8 +137,8 @@ def token_logprobs(
             tokens,
             sampling,
             entropy=entropy,
-            reference=_reference(reference, head, input_ids, before, inputs),
-            chunk_size=None if chunk_size == "auto" else int(chunk_size),
+            reference=_reference(reference, head, hidden, input_ids, before, inputs),
+            chunk_size=tokens_per_chunk,
             ahead=None if loss is None else LossAhead(placed.derivatives, sizes),
         )
     result = placed.result(found)
@@ -156,8 +162,21 @@ def scored_positions(
         result &= there
         result[:, 1:] &= there[:, :-1]
     if position_ids is not None:
-        result &= ~starts_of(position_ids)
+        result &= ~starts_of(position_ids, attention_mask)
     return result if score is None else result & score.bool()
+
+
+def chunk_tokens(chunk_size: int | str | None) -> int | None:
+    """The number of tokens that a chunk size names; None for "auto" and None.
+
+    Raises:
+        UnknownOptionError: it is neither of these, nor a number above 0.
+    """
+    if chunk_size is None or chunk_size == "auto":
+        return None
+    if isinstance(chunk_size, int) and not isinstance(chunk_size, bool) and chunk_size > 0:
+        return chunk_size
+    raise UnknownOptionError(f"chunk_size={chunk_size!r}: expected a number of tokens above 0, 'auto' or None")
 
 
 def _require_shape(shape: torch.Size, **tensors: torch.Tensor | None) -> None:
@@ -172,22 +191,39 @@ def _require_shape(shape: torch.Size, **tensors: torch.Tensor | None) -> None:
 
 
 def _masks(
-    model: nn.Module, attention_mask: torch.Tensor | None, position_ids: torch.Tensor | None
+    model: nn.Module, attention_mask: torch.Tensor | None, position_ids: torch.Tensor | None, *, media: bool
 ) -> dict[str, torch.Tensor]:
-    """Keywords for the model: positions count real tokens, as engines count them, whichever side is padded."""
+    """Return the mask and position keywords of the model's forward.
+
+    Positions that the caller passes go to the model as they are. Otherwise the model computes its own. Most models
+    count columns, which is wrong only if padding comes before a token. Such a batch gets positions that count tokens,
+    unless the model reads its positions from the mask, the images or the token ids. A mask without padding is left out.
+    """
     inputs: dict[str, torch.Tensor] = {}
-    if attention_mask is not None:
+    if attention_mask is not None and not bool(attention_mask.all()):
         inputs["attention_mask"] = attention_mask
-        if position_ids is None and "position_ids" in inspect.signature(innermost(model).forward).parameters:
+        inner = innermost(model)
+        if (
+            position_ids is None
+            and "position_ids" in inspect.signature(inner.forward).parameters
+            and not computes_positions(inner, media=media)
+            and _has_padding_before_tokens(attention_mask)
+        ):
             position_ids = token_positions(attention_mask)
     if position_ids is not None:
         inputs["position_ids"] = position_ids
     return inputs
 
 
+def _has_padding_before_tokens(attention_mask: torch.Tensor) -> bool:
+    token = attention_mask.bool()
+    return bool((token[:, 1:] & ~token[:, :-1]).any())
+
+
 def _reference(
     reference: nn.Module | None,
-    head: Any,
+    head: OutputHead,
+    ours_hidden: torch.Tensor,
     input_ids: torch.Tensor,
     before: tuple[torch.Tensor, torch.Tensor],
     inputs: dict[str, Any],
@@ -196,7 +232,7 @@ def _reference(
         return None
     with torch.no_grad():
         hidden, reference_head = hidden_states_and_head(reference, input_ids, **inputs)
-    ours, theirs = (None if end.weight is None else len(end.weight) for end in (head, reference_head))
+    ours, theirs = head.vocabulary(ours_hidden), reference_head.vocabulary(hidden)
     if ours != theirs:
         raise ValueError(f"the model has a vocabulary of {ours} and the reference one of {theirs}: they must agree")
     return Reference(hidden[before], reference_head)
@@ -268,7 +304,10 @@ class _Placed:
 
 
 def _in_order(
-    positions: torch.Tensor, terms: LossTerms | str | torch.Tensor, position_ids: torch.Tensor | None
+    positions: torch.Tensor,
+    terms: LossTerms | str | torch.Tensor,
+    position_ids: torch.Tensor | None,
+    attention_mask: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, list[int] | None]:
     """Rows and columns of the scored tokens, those that a term reads together side by side; and how many these are."""
     rows, columns = positions.nonzero(as_tuple=True)
@@ -277,18 +316,18 @@ def _in_order(
             expected = f"{tuple(positions.shape)} or {tuple(positions.shape[:1])}"
             raise ValueError(f"expected loss_terms of {expected}, got {tuple(terms.shape)}")
         numbers = terms.to(positions.device)[rows] if terms.ndim == 1 else terms.to(positions.device)[rows, columns]
-    elif terms not in list(LossTerms):
-        raise ValueError(f"loss_terms={terms!r}: expected {', '.join(LossTerms)}, or numbers of what is read together")
-    elif LossTerms(terms) is LossTerms.TOKEN:
+    elif parse_option(LossTerms, terms, "loss_terms", "or numbers of what is read together") is LossTerms.TOKEN:
         return rows, columns, None
     else:
-        numbers = _document_numbers(positions, position_ids)[rows, columns]
+        numbers = _document_numbers(positions, position_ids, attention_mask)[rows, columns]
     numbers, order = numbers.sort(stable=True)
     return rows[order], columns[order], numbers.unique_consecutive(return_counts=True)[1].tolist()
 
 
-def _document_numbers(positions: torch.Tensor, position_ids: torch.Tensor | None) -> torch.Tensor:
+def _document_numbers(
+    positions: torch.Tensor, position_ids: torch.Tensor | None, attention_mask: torch.Tensor | None
+) -> torch.Tensor:
     """A number for each sequence, `(batch, length)`."""
     if position_ids is None:
         position_ids = torch.arange(positions.shape[1], device=positions.device).expand(positions.shape)
-    return starts_of(position_ids).flatten().cumsum(0).view_as(positions)
+    return starts_of(position_ids, attention_mask).flatten().cumsum(0).view_as(positions)

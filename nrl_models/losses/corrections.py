@@ -14,10 +14,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from numbers import Real
 
 import torch
 
-from nrl_models.errors import UnknownArgumentError
+from nrl_models.errors import NonFiniteError, UnknownArgumentError
 
 
 class CorrectionType(StrEnum):
@@ -64,9 +65,11 @@ class Correction:
             )
         if self.level not in list(Level):
             wrong.append(f"level={self.level!r}: expected {' or '.join(Level)}")
-        if not 0.0 < self.cap < float("inf"):
-            wrong.append(f"cap={self.cap}: expected a number above 0")
-        if self.floor and self.type != CorrectionType.MIS:
+        if not (isinstance(self.cap, Real) and 0.0 < self.cap < float("inf")):
+            wrong.append(f"cap={self.cap!r}: expected a number above 0")
+        elif not isinstance(self.floor, Real):
+            wrong.append(f"floor={self.floor!r}: expected a number")
+        elif self.floor and self.type != CorrectionType.MIS:
             wrong.append(f"floor={self.floor}: only mis has one")
         elif not 0.0 <= self.floor < self.cap:
             wrong.append(f"floor={self.floor}: expected a number of at least 0, below the cap of {self.cap}")
@@ -90,10 +93,23 @@ def importance_weights(
     Returns:
         `(sequences, length)`, fp32 without a graph; 0 where `mask` is False. Of `Level.SEQUENCE` all tokens of a
         sequence have the same.
+
+    Raises:
+        NonFiniteError: the engine's log-probability of a sampled token is NaN or infinite.
+        UnknownArgumentError: `correction` is not a `Correction`.
     """
+    if not isinstance(correction, Correction):
+        raise UnknownArgumentError(f"correction={correction!r}: expected a Correction, e.g. Correction('tis')")
     mask = mask.bool()
-    difference = trainer.detach().double() - engine.detach().to(trainer.device).double()
-    difference = torch.where(mask, difference, 0.0)
+    engine = engine.detach().to(trainer.device)
+    wrong = mask & ~engine.isfinite()
+    if bool(wrong.any()):
+        row, column = wrong.nonzero()[0].tolist()
+        raise NonFiniteError(
+            f"the engine's log-probability of token {column} of sequence {row} is {engine[row, column].item()}: "
+            "expected finite numbers where the mask is True"
+        )
+    difference = torch.where(mask, trainer.detach().double() - engine.double(), 0.0)
     if correction.level is Level.SEQUENCE:
         difference = difference.sum(1, keepdim=True).expand_as(difference)
     ratio = difference.exp()

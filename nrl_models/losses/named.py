@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from numbers import Real
 from typing import Any
 
-from nrl_models.errors import UnknownArgumentError, did_you_mean
+from nrl_models.errors import UnknownArgumentError, did_you_mean, parse_option
 from nrl_models.losses.corrections import Correction
 from nrl_models.losses.policy import Normalise
 
@@ -22,9 +24,17 @@ class PreferenceLoss:
 
     Args:
         beta: see there.
+
+    Raises:
+        UnknownArgumentError: `beta` is not a number above 0.
     """
 
     beta: float = 0.1
+
+    def __post_init__(self) -> None:
+        """Check the value."""
+        if not (_is_finite(self.beta) and self.beta > 0):
+            raise UnknownArgumentError(f"beta={self.beta!r}: expected a number above 0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +43,17 @@ class RankingLoss:
 
     Args:
         margin: see there.
+
+    Raises:
+        UnknownArgumentError: `margin` is not a number.
     """
 
     margin: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Check the value."""
+        if not _is_finite(self.margin):
+            raise UnknownArgumentError(f"margin={self.margin!r}: expected a number")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +71,7 @@ class PolicyLoss:
 
     Raises:
         UnknownArgumentError: a value out of range; all of them.
+        UnknownOptionError: `normalise` is not one of `Normalise`.
     """
 
     normalise: Normalise
@@ -66,16 +85,25 @@ class PolicyLoss:
     correction: Correction | None = None
 
     def __post_init__(self) -> None:
-        """Check the values."""
+        """Check the values, and make enums of names."""
+        object.__setattr__(self, "normalise", parse_option(Normalise, self.normalise, "normalise"))
         wrong = [
-            f"{name}={getattr(self, name)}: expected a number of at least 0"
+            f"{name}={getattr(self, name)!r}: expected a number of at least 0"
             for name in ("eps_high", "kl", "dynamic_sampling", "overlong_buffer", "overlong_penalty")
-            if not getattr(self, name) >= 0
+            if not (isinstance(getattr(self, name), Real) and getattr(self, name) >= 0)
         ]
-        if not 0.0 <= self.eps_low <= 1.0:
-            wrong.append(f"eps_low={self.eps_low}: expected a number from 0 to 1, since ratios are positive")
+        if not (isinstance(self.eps_low, Real) and 0.0 <= self.eps_low <= 1.0):
+            wrong.append(f"eps_low={self.eps_low!r}: expected a number from 0 to 1, since ratios are positive")
+        if not isinstance(self.scale_rewards, bool):
+            wrong.append(f"scale_rewards={self.scale_rewards!r}: expected True or False")
+        if not isinstance(self.correction, Correction | None):
+            wrong.append(f"correction={self.correction!r}: expected a Correction, e.g. Correction('tis'), or None")
         if wrong:
             raise UnknownArgumentError("; ".join(wrong))
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, Real) and math.isfinite(value)
 
 
 Loss = SupervisedLoss | PreferenceLoss | RankingLoss | PolicyLoss

@@ -16,11 +16,21 @@ the bounds of the clip, in how advantages are scaled (`nrl_models.losses.rewards
 
 from __future__ import annotations
 
+import math
 from enum import StrEnum
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from nrl_models.errors import parse_option
+
+ROOM = 4.0
+"""How far below the logarithm of a dtype's largest number an exponential times its factor stays: room for corrections
+and sums of up to e^4."""
+
+LARGEST_LOG_RATIO = 1e6
+"""Larger log-ratios, infinity among them, have no gradient."""
 
 
 class Normalise(StrEnum):
@@ -35,7 +45,7 @@ class Normalise(StrEnum):
 
 
 def token_weights(
-    mask: torch.Tensor, normalise: Normalise, longest: int | None = None, *, group: Any = None
+    mask: torch.Tensor, normalise: Normalise | str, longest: int | None = None, *, group: Any = None
 ) -> torch.Tensor:
     """How much each token counts in the loss of a step.
 
@@ -45,7 +55,7 @@ def token_weights(
 
     Args:
         mask: `(sequences, length)`, True for the tokens that were sampled. Sequences without any count as sequences.
-        normalise: how.
+        normalise: a `Normalise`, or its value.
         longest: tokens that a sequence could have had, for `Normalise.LONGEST`.
         group: the process group whose ranks' sequences make the step, and which all call this; all ranks by default
             where torch.distributed is initialised.
@@ -55,7 +65,9 @@ def token_weights(
 
     Raises:
         ValueError: `Normalise.LONGEST` without `longest`, or `longest` where it is not used.
+        UnknownOptionError: `normalise` is not one of `Normalise`.
     """
+    normalise = parse_option(Normalise, normalise, "normalise")
     if (longest is None) == (normalise is Normalise.LONGEST):
         raise ValueError(f"longest={longest}: expected with normalise='longest', and only there")
     counted = mask.bool().float()
@@ -85,11 +97,15 @@ def policy_loss(
 ) -> torch.Tensor:
     """The loss of some sequences; see the module for the formula.
 
+    Loss and gradient are finite for any log-ratio: where `r A` approaches the largest number of the dtype (`e^88` in
+    fp32), both stay what they are a little below it.
+
     Args:
         logprobs: `(sequences, length)`, fp32: those of the policy, with a graph.
         old: `(sequences, length)`: of the policy that the step began with; `logprobs.detach()` in its first update.
         advantages: `(sequences,)`.
-        weights: `(sequences, length)`: `token_weights`; where they are zero, nothing else is read.
+        weights: `(sequences, length)`: `token_weights`; where they are zero, nothing else is read: multiply them by
+            the mask of each of the other arguments.
         eps_low, eps_high: how far the ratio may fall below 1, and rise above it, before its gradient ends.
         correction: `(sequences, length)`: `importance_weights`; 1 by default.
         reference: `(sequences, length)`: of the policy that `kl` holds to.
@@ -106,14 +122,16 @@ def policy_loss(
         raise ValueError(f"expected advantages of {tuple(logprobs.shape[:1])}, got {tuple(advantages.shape)}")
     if (reference is None) == bool(kl):
         raise ValueError(f"kl={kl}: expected with the reference's log-probabilities, and only with them")
-    ratio = torch.exp(_difference(logprobs, old.detach(), weights))
-    gain = advantages.to(ratio)[:, None]
+    difference = _difference(logprobs, old.detach(), weights)
+    counted = weights > 0
+    gain = torch.where(counted, advantages.to(difference)[:, None], 0.0)
+    ratio = _bounded(difference, gain).exp()
     terms = -torch.minimum(ratio * gain, ratio.clamp(1.0 - eps_low, 1.0 + eps_high) * gain)
     if correction is not None:
-        terms = terms * torch.where(weights > 0, correction.detach().to(terms), 0.0)
+        terms = terms * torch.where(counted, correction.detach().to(terms), 0.0)
     if reference is not None:
         behind = _difference(reference.detach(), logprobs, weights)
-        terms = terms + kl * (torch.expm1(behind) - behind)
+        terms = terms + kl * (_bounded(behind, behind.new_tensor(kl)).expm1() - behind)
     return (terms * weights).sum()
 
 
@@ -139,6 +157,13 @@ def _difference(first: torch.Tensor, second: torch.Tensor, weights: torch.Tensor
     """`first - second` in fp32 or wider, zero where a token does not count: what stands there may be NaN."""
     wide = torch.promote_types(torch.promote_types(first.dtype, second.dtype), torch.float32)
     return torch.where(weights > 0, first.to(wide) - second.to(first.device, wide), 0.0)
+
+
+def _bounded(values: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    """Bound the values, but not their gradient, so that `exp(values) * factor` is finite."""
+    bound = math.log(torch.finfo(values.dtype).max) - ROOM - factor.abs().clamp(min=1.0).log()
+    values = values.clamp(max=LARGEST_LOG_RATIO)
+    return torch.where(values > bound, bound + (values - values.detach()), values)
 
 
 def _require_shapes(logprobs: torch.Tensor, **others: torch.Tensor | None) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from nrl_models.errors import NonFiniteError, UnknownArgumentError
+
 SMALLEST_SPREAD = 1e-4
 """Added to a group's standard deviation, as TRL does: groups whose rewards hardly differ stay finite."""
 
@@ -18,8 +20,18 @@ def group_advantages(rewards: torch.Tensor, *, scale: bool) -> torch.Tensor:
 
     Returns:
         `(groups, group)`, fp32; zero for a group of equal rewards.
+
+    Raises:
+        NonFiniteError: a reward is NaN or infinite.
+        UnknownArgumentError: `scale` is not a bool.
     """
+    if not isinstance(scale, bool):
+        raise UnknownArgumentError(f"scale={scale!r}: expected True or False")
     rewards = rewards.float()
+    if not bool(rewards.isfinite().all()):
+        group, reply = (~rewards.isfinite()).nonzero()[0].tolist()
+        found = rewards[group, reply].item()
+        raise NonFiniteError(f"the reward of reply {reply} to question {group} is {found}: expected finite numbers")
     advantages = rewards - rewards.mean(1, keepdim=True)
     if not scale:
         return advantages
@@ -31,7 +43,8 @@ def teaching_groups(rewards: torch.Tensor) -> torch.Tensor:
     """Which groups `(groups, group)` have rewards that differ: `(groups,)` bool.
 
     The others have no advantage and no gradient. DAPO's dynamic sampling drops them and samples more
-    (https://arxiv.org/abs/2503.14476, equation 11).
+    (https://arxiv.org/abs/2503.14476, equation 11). It compares raw rewards, without penalties: replies that are all
+    wrong differ in length alone, which teaches no answer.
     """
     return rewards.amax(1) > rewards.amin(1)
 

@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 
 from nrl_models.errors import Problem, ProblemKind, RecipeError
+from nrl_models.recipes.rows import appended_ids
 
 MARK = "<image>"
 """What stands for an image in a text."""
@@ -49,7 +50,14 @@ def image_prompt(processor: Any, prompt: Any, images: Sequence[Any]) -> tuple[li
         )
     )
     ids = cast(torch.Tensor, made["input_ids"])[0].tolist()
-    return ids, {name: value for name, value in made.items() if name not in _READ_ELSEWHERE}
+    inputs = {name: value for name, value in made.items() if name not in _READ_ELSEWHERE}
+    if (end := appended_ids(processor.tokenizer)) and ids[-len(end) :] == end:
+        text = processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        if not text.endswith(processor.tokenizer.decode(end)):  # the answer follows
+            of_tokens = {name for name, value in inputs.items() if tuple(value.shape[:2]) == (1, len(ids))}
+            inputs |= {name: inputs[name][:, : -len(end)] for name in of_tokens}
+            ids = ids[: -len(end)]
+    return ids, inputs
 
 
 def _parts(content: Any) -> Iterator[Mapping[str, Any]]:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from enum import StrEnum
+from typing import Any
 
-from nrl_models.errors import UnknownArgumentError
+from nrl_models.errors import UnknownArgumentError, parse_option
 from nrl_models.logprobs.sampling import Sampling
 from nrl_models.losses.named import Loss, PolicyLoss
 from nrl_models.recipes.gates import Gate
 
-SUPERVISED_METRICS = ("loss", "gradient_norm", "tokens")
-PAIR_METRICS = ("loss", "gradient_norm", "ordered", "margin", "tokens")
+SUPERVISED_METRICS = ("loss", "gradient_norm", "tokens", "skipped_updates")
+PAIR_METRICS = ("loss", "gradient_norm", "ordered", "margin", "tokens", "skipped_updates")
 POLICY_METRICS = (
     "token_mult_prob_error",
     "kl_k3",
@@ -27,11 +28,50 @@ POLICY_METRICS = (
     "sample_seconds",
     "learn_seconds",
     "refit_seconds",
+    "skipped",
+    "skipped_updates",
 )
 """What each step of a run measures, by kind of loss; docs/recipes.md says what they are."""
 
-Compute = Literal["float32", "bfloat16"]
-Schedule = Literal["constant", "linear", "cosine"]
+
+class Compute(StrEnum):
+    """The dtype to compute in."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+
+
+class Schedule(StrEnum):
+    """How the learning rate changes over the steps."""
+
+    CONSTANT = "constant"
+    LINEAR = "linear"
+    COSINE = "cosine"
+
+
+class EngineName(StrEnum):
+    """Inference engines that take new weights."""
+
+    VLLM = "vllm"
+    MLX = "mlx"
+    HF_GENERATE = "hf-generate"
+
+
+class EngineDtype(StrEnum):
+    """The dtype of an inference engine."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+
+
+class NonFinite(StrEnum):
+    """What to do about a reward, an advantage or an engine's log-probability that is NaN or infinite."""
+
+    RAISE = "raise"
+    """Raise `NonFiniteError`, which names the row."""
+    SKIP = "skip"
+    """Drop the group of replies, and count it in the metric `skipped`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,20 +100,25 @@ class Training:
         warmup: steps in which the learning rate rises.
         clip_gradient_norm: the largest norm of the gradient.
         activation_checkpointing: recompute activations in the backward.
+        dropout: train with the model's dropout; without it by default, as engines and references compute.
 
     Raises:
         UnknownArgumentError: numbers that are too small; all of them.
+        UnknownOptionError: an unknown dtype or schedule.
     """
 
     steps: int
-    compute: Compute = "float32"
-    schedule: Schedule = "constant"
+    compute: Compute = Compute.FLOAT32
+    schedule: Schedule = Schedule.CONSTANT
     warmup: int = 0
     clip_gradient_norm: float = 1.0
     activation_checkpointing: bool = False
+    dropout: bool = False
 
     def __post_init__(self) -> None:
-        """Check the numbers."""
+        """Check the numbers, and make enums of names."""
+        object.__setattr__(self, "compute", parse_option(Compute, self.compute, "compute"))
+        object.__setattr__(self, "schedule", parse_option(Schedule, self.schedule, "schedule"))
         own = {"warmup": 0, "clip_gradient_norm": 0}
         wrong = [
             f"{name}={value}: expected a number of at least {own.get(name, 1)}"
@@ -111,6 +156,8 @@ class PolicyTraining(Training):
         updates: of the weights in a step; the questions are divided among them.
         row_tokens: tokens of a forward at most, several replies packed into it: activations grow with it. By default
             what `nrl_models.logprobs.rollout_logprobs` takes.
+        on_non_finite: `raise` or `skip` groups with a reward, an advantage or an engine's log-probability that is NaN
+            or infinite.
     """
 
     questions: int
@@ -119,10 +166,12 @@ class PolicyTraining(Training):
     new_tokens: int
     updates: int = 1
     row_tokens: int | None = None
+    on_non_finite: NonFinite = NonFinite.RAISE
 
     def __post_init__(self) -> None:
         """Check what only shows together."""
         Training.__post_init__(self)
+        object.__setattr__(self, "on_non_finite", parse_option(NonFinite, self.on_non_finite, "on_non_finite"))
         wrong = []
         if self.questions % self.updates:
             wrong.append(f"updates={self.updates}: expected a divisor of the {self.questions} questions of a step")
@@ -141,11 +190,20 @@ class EngineSettings:
         name: `vllm`, `mlx` or `hf-generate`: those that take new weights.
         dtype: to compute in; the checkpoint's by default.
         options: the engine's own, as `--engine-option` of other commands.
+
+    Raises:
+        UnknownOptionError: an unknown name or dtype.
     """
 
-    name: Literal["vllm", "mlx", "hf-generate"]
-    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    name: EngineName
+    dtype: EngineDtype | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Make enums of names."""
+        object.__setattr__(self, "name", parse_option(EngineName, self.name, "engine.name"))
+        if self.dtype is not None:
+            object.__setattr__(self, "dtype", parse_option(EngineDtype, self.dtype, "engine.dtype"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,10 +273,10 @@ class PolicyRecipe(Recipe):
             raise UnknownArgumentError(
                 f"loss.overlong_buffer={self.loss.overlong_buffer}: expected at most training.new_tokens, {longest}"
             )
-        if self.images and self.engine.name != "hf-generate":
+        if self.images and self.engine.name is not EngineName.HF_GENERATE:
             raise UnknownArgumentError(
-                f"engine.name={self.engine.name!r} takes token ids alone here, and data.images={self.images!r} asks "
-                "about images: expected hf-generate"
+                f"engine.name={str(self.engine.name)!r} takes token ids alone here, and data.images={self.images!r} "
+                "asks about images: expected hf-generate"
             )
         if self.sampling.greedy:
             raise UnknownArgumentError(

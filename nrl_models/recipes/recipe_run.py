@@ -126,6 +126,7 @@ def train(recipe: Recipe, *, out: str | Path | None = None, note: Note = lambda 
         "settings": loss,
         "clip_gradient_norm": training.clip_gradient_norm,
         "compute": getattr(torch, training.compute),
+        "dropout": training.dropout,
         "reference": load().eval().requires_grad_(False) if keeps_reference else None,
     }
     schedule = get_scheduler(training.schedule, optimizer, training.warmup, training.steps)
@@ -225,6 +226,7 @@ def _policy_steps(
             sampling=recipe.sampling,
             updates=training.updates,
             row_tokens=training.row_tokens,
+            on_non_finite=training.on_non_finite,
             **common,
         )
         for step in range(training.steps):

@@ -2,13 +2,17 @@
 
 Engine and trainer have to agree on the log-probabilities of what was sampled: each step measures by how much they do
 not, and a refit that leaves an engine's weight unwritten is an error.
+
+With `top_k` or `top_p` the trainer's distribution may exclude a token that the engine sampled. Such a token has no
+log-probability, and counts neither in the loss nor in any metric but `outside`. The reference is never truncated.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import islice, pairwise
 from typing import Any
@@ -19,6 +23,7 @@ from torch.nn.utils.rnn import pad_sequence
 from nrl_models.common.logs import get_logger
 from nrl_models.engines.base import Engine
 from nrl_models.engines.engine_types import Sample
+from nrl_models.errors import NonFiniteError, parse_option, shown
 from nrl_models.logprobs import LossTerms, Sampling, TokenLogprobs, kl_k3, rollout_logprobs, token_mult_prob_error
 from nrl_models.losses import (
     Level,
@@ -32,6 +37,8 @@ from nrl_models.losses import (
     token_weights,
 )
 from nrl_models.losses.named import PolicyLoss
+from nrl_models.recipes.recipe import NonFinite
+from nrl_models.recipes.weight_updates import clipped_update, computing_in, evaluating
 
 logger = get_logger(__name__)
 
@@ -97,6 +104,7 @@ class Rollouts:
         rewards: of everything sampled, also of groups that were dropped, `(questions, group)`; without penalties.
         ended: the share of replies that the model ended.
         tokens: of a reply on average.
+        skipped: groups that were dropped because of a value that is not finite.
     """
 
     samples: list[Sample]
@@ -104,6 +112,7 @@ class Rollouts:
     rewards: torch.Tensor
     ended: float
     tokens: float
+    skipped: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,6 +134,11 @@ class PolicyLoop:
         clip_gradient_norm: the largest norm of an update's gradient.
         reference: what `settings.kl` holds the model to.
         compute: bfloat16 computes under autocast.
+        dropout: whether the policy's log-probabilities are computed with dropout, if the model is in training mode.
+        on_non_finite: what to do about a reward, an advantage or an engine's log-probability that is NaN or infinite.
+
+    Raises:
+        UnknownOptionError: `on_non_finite` is not one of `NonFinite`.
     """
 
     model: Any
@@ -141,6 +155,12 @@ class PolicyLoop:
     clip_gradient_norm: float = 1.0
     reference: Any = None
     compute: torch.dtype = torch.float32
+    dropout: bool = False
+    on_non_finite: NonFinite = NonFinite.RAISE
+
+    def __post_init__(self) -> None:
+        """Make an enum of a name."""
+        object.__setattr__(self, "on_non_finite", parse_option(NonFinite, self.on_non_finite, "on_non_finite"))
 
     def step(self, questions: Iterator[Question], count: int, seed: int) -> dict[str, float]:
         """Sample, learn, refit.
@@ -156,6 +176,7 @@ class PolicyLoop:
 
         Raises:
             EngineError: the engine fails, or keeps an old weight (`MixedWeightsError`).
+            NonFiniteError: a value is NaN or infinite, and `on_non_finite` is not `skip`.
         """
         started = time.perf_counter()
         rollouts = self.roll_out(questions, count, seed)
@@ -164,10 +185,11 @@ class PolicyLoop:
         learnt_at = time.perf_counter()
         report = self.engine.refit(self.model.state_dict_adapter.iter_export(self.model), digests=False)
         return found | {
-            "reward": rollouts.rewards.mean().item(),
+            "reward": rollouts.rewards[rollouts.rewards.isfinite()].mean().item(),
             "ended": rollouts.ended,
             "tokens": rollouts.tokens,
             "groups": float(len(rollouts.samples) // self.group),
+            "skipped": rollouts.skipped + found.get("skipped", 0.0),
             "sample_seconds": sampled_at - started,
             "learn_seconds": learnt_at - sampled_at,
             "refit_seconds": report.seconds,
@@ -186,37 +208,34 @@ class PolicyLoop:
         )
 
     def roll_out(self, questions: Iterator[Question], count: int, seed: int) -> Rollouts:
-        """Groups of replies to `count` questions; to those that teach something, with dynamic sampling."""
+        """Groups of replies to `count` questions; to those that teach something, with dynamic sampling.
+
+        Raises:
+            NonFiniteError: a value is NaN or infinite, and `on_non_finite` is not `skip`.
+        """
         settings = self.settings
         kept: list[Sample] = []
         advantages, rewards = [], []
-        ended = tokens = replies = 0
+        ended = tokens = replies = skipped = 0
         for batch in range(max(1, settings.dynamic_sampling)):
             asked = list(islice(questions, count))
             repeated = [question for question in asked for _ in range(self.group)]
             samples = self.sample(repeated, seed + batch)
-            given = torch.tensor(
-                [
-                    self.reward(
-                        question.row,
-                        self.tokenizer.decode(sample.tokens, skip_special_tokens=True),
-                        sample.finish_reason == "stop",
-                    )
-                    for question, sample in zip(repeated, samples, strict=True)
-                ],
-                dtype=torch.float32,
-            )
+            given = torch.tensor([self._reward(*pair) for pair in zip(repeated, samples, strict=True)])
             rewards.append(given.view(-1, self.group))
             ended += sum(sample.finish_reason == "stop" for sample in samples)
             tokens += sum(len(sample.tokens) for sample in samples)
             replies += len(samples)
+            usable = self._finite_groups(samples, {"reward": given}, [question.row for question in repeated])
+            skipped += int((~usable).sum())
+            shaped = given
             if settings.overlong_buffer:
                 lengths = torch.tensor([len(sample.tokens) for sample in samples])
-                given = given + overlong_penalty(
+                shaped = given + overlong_penalty(
                     lengths, self.new_tokens, settings.overlong_buffer, settings.overlong_penalty
                 )
-            shaped = given.view(-1, self.group)
-            teach = teaching_groups(shaped) if settings.dynamic_sampling else torch.ones(len(asked), dtype=torch.bool)
+            shaped = shaped.view(-1, self.group)
+            teach = usable & teaching_groups(rewards[-1]) if settings.dynamic_sampling else usable
             for place in teach.nonzero()[:, 0].tolist()[: count - len(kept) // self.group]:
                 kept += samples[place * self.group : (place + 1) * self.group]
                 advantages.append(group_advantages(shaped[place, None], scale=settings.scale_rewards)[0])
@@ -224,8 +243,9 @@ class PolicyLoop:
                 break
         else:
             logger.warning(
-                f"{len(kept) // self.group} of {count} groups have rewards that differ, after {batch + 1} batches of "
-                "questions: the step learns from those. Easier or harder questions, or larger groups, teach more."
+                f"{len(kept) // self.group} of {count} groups have rewards that differ and are finite, after "
+                f"{batch + 1} batches of questions: the step learns from those. Easier or harder questions, or larger "
+                "groups, teach more."
             )
         return Rollouts(
             kept,
@@ -233,50 +253,123 @@ class PolicyLoop:
             torch.cat(rewards),
             ended / replies,
             tokens / replies,
+            skipped,
         )
 
+    def _reward(self, question: Question, sample: Sample) -> float:
+        reply = self.tokenizer.decode(sample.tokens, skip_special_tokens=True)
+        found = self.reward(question.row, reply, sample.finish_reason == "stop")
+        try:
+            return float(found)
+        except (TypeError, ValueError) as error:
+            raise NonFiniteError(
+                f"the reward of a reply to {shown(question.row)} is {shown(found)}: expected a number"
+            ) from error
+
+    def _finite_groups(
+        self, samples: Sequence[Sample], values: Mapping[str, torch.Tensor], rows: Sequence[Any] = ()
+    ) -> torch.Tensor:
+        """Find the groups without a value that is NaN or infinite: `(groups,)` bool.
+
+        Args:
+            samples: those of a group one after the other; the engine's log-probabilities are checked.
+            values: further values by name, `(samples,)` each.
+            rows: the data's, of each sample, to name in the error.
+
+        Raises:
+            NonFiniteError: there are such groups, and `on_non_finite` is not `skip`.
+        """
+        wrong: dict[int, str] = {}
+        for name, given in values.items():
+            for place in (~given.isfinite()).nonzero()[:, 0].tolist():
+                wrong.setdefault(place, f"the {name} of reply {place % self.group} is {given[place].item()}")
+        for place, sample in enumerate(samples):
+            if not math.isfinite(sum(sample.logprobs)):
+                number, value = next(pair for pair in enumerate(sample.logprobs) if not math.isfinite(pair[1]))
+                found = f"the engine's log-probability of token {number} of reply {place % self.group} is {value}"
+                wrong.setdefault(place, found)
+        if wrong and self.on_non_finite is NonFinite.RAISE:
+            place, found = next(iter(wrong.items()))
+            row = f" ({shown(rows[place])})" if rows else ""
+            raise NonFiniteError(
+                f"{found}, to question {place // self.group}{row}; {len(wrong)} replies have such values: expected "
+                "finite numbers. Correct the reward function or the engine, or drop such groups with "
+                "on_non_finite='skip'."
+            )
+        usable = torch.ones(len(samples) // self.group, dtype=torch.bool)
+        usable[[place // self.group for place in wrong]] = False
+        return usable
+
     def learn(self, rollouts: Rollouts) -> dict[str, float]:
-        """The updates of a step; it measures nothing if there is nothing to learn from."""
-        if not rollouts.samples:
-            return {}
-        advantages = rollouts.advantages.to(self.model.device)
-        groups = len(rollouts.samples) // self.group
+        """The updates of a step; it measures nothing if there is nothing to learn from.
+
+        An update whose gradient norm is NaN or infinite is skipped, and counted as `skipped_updates`.
+
+        Raises:
+            NonFiniteError: a value is NaN or infinite, and `on_non_finite` is not `skip`.
+        """
+        usable = self._finite_groups(rollouts.samples, {"advantage": rollouts.advantages})
+        kept = usable.repeat_interleave(self.group)
+        samples = [sample for sample, keep in zip(rollouts.samples, kept.tolist(), strict=True) if keep]
+        skipped = {"skipped": float((~usable).sum())}
+        if not samples:
+            return skipped
+        models = [nullcontext() if self.dropout else evaluating(self.model)]
+        models += [nullcontext() if self.reference is None else evaluating(self.reference)]
+        with models[0], models[1]:
+            return self._updates(samples, rollouts.advantages[kept].to(self.model.device)) | skipped
+
+    def _updates(self, samples: Sequence[Sample], advantages: torch.Tensor) -> dict[str, float]:
+        groups = len(samples) // self.group
         updates = min(self.updates, groups)
         bounds = [groups * number // updates * self.group for number in range(updates + 1)]
         parts = [slice(*bound) for bound in pairwise(bounds)]
-        batches = [Batch.of(rollouts.samples[part], self.model.device) for part in parts]
-        old: list[torch.Tensor | None] = [None] * updates
+        batches = [Batch.of(samples[part], self.model.device) for part in parts]
+        old: list[TokenLogprobs | None] = [None] * updates
         if updates > 1:  # later ones are measured against the policy that the step began with
-            old = [self._logprobs(self.model, batch).logprobs for batch in batches]
+            old = [self._logprobs(self.model, batch, self.sampling) for batch in batches]
         steps = []
         for batch, part, before in zip(batches, parts, old, strict=True):
             self.optimizer.zero_grad()
             measured = self._gradient(batch, advantages[part], before)
-            norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_gradient_norm)
-            self.optimizer.step()
-            steps.append(measured | {"gradient_norm": norm})
+            steps.append(measured | clipped_update(self.model, self.optimizer, self.clip_gradient_norm))
         trainer, engine = (torch.cat([step[name] for step in steps]) for name in ("trainer", "engine"))
         means = {name: float(sum(step[name] for step in steps)) / updates for name in _AVERAGED}
-        return means | {
-            "outside": float(sum(step["outside"] for step in steps)),
-            "token_mult_prob_error": token_mult_prob_error(trainer, engine),
-            "kl_k3": kl_k3(trainer, engine),
-        }
+        sums = {name: float(sum(step[name] for step in steps)) for name in ("outside", "skipped_updates")}
+        return (
+            means
+            | sums
+            | {
+                "token_mult_prob_error": token_mult_prob_error(trainer, engine),
+                "kl_k3": kl_k3(trainer, engine),
+            }
+        )
 
-    def _gradient(self, batch: Batch, advantages: torch.Tensor, old: torch.Tensor | None) -> dict[str, Any]:
-        """The gradient of an update, and what there is to measure."""
+    def _gradient(self, batch: Batch, advantages: torch.Tensor, old: TokenLogprobs | None) -> dict[str, Any]:
+        """The gradient of an update, and what there is to measure.
+
+        Args:
+            batch: the samples.
+            advantages: `(samples,)`.
+            old: under the policy that the step began with; None in its first update, where that is the policy itself.
+        """
         settings = self.settings
         clip: dict[str, Any] = {"eps_low": settings.eps_low, "eps_high": settings.eps_high}
         longest = self.new_tokens if settings.normalise is Normalise.LONGEST else None
         weights = token_weights(batch.sampled, settings.normalise, longest)
-        reference = self._logprobs(self.reference, batch).logprobs if settings.kl else None
+        reference = None
+        if settings.kl:  # of the complete distribution: a token that its own top_p excludes is not certain
+            reference = self._logprobs(self.reference, batch, Sampling(self.sampling.temperature)).logprobs
         correction, terms = settings.correction, LossTerms.TOKEN
         if correction is not None and correction.level is Level.SEQUENCE and old is None:
             terms = LossTerms.SEQUENCE  # the ratio of a sequence is that of this forward
 
         def arguments(found: TokenLogprobs) -> tuple[torch.Tensor, ...]:
-            before = found.logprobs.detach() if old is None else old
-            return found.logprobs, before, advantages, weights * found.mask
+            before = found.logprobs.detach() if old is None else old.logprobs
+            return found.logprobs, before, advantages, weights * in_support(found)
+
+        def in_support(found: TokenLogprobs) -> torch.Tensor:
+            return found.mask if old is None else found.mask & old.mask
 
         def loss_of(found: TokenLogprobs) -> torch.Tensor:
             given = arguments(found)
@@ -286,20 +379,20 @@ class PolicyLoop:
                 weighed = importance_weights(before, batch.logprobs, counted > 0, correction)
             return policy_loss(*given, **clip, correction=weighed, reference=reference, kl=settings.kl)
 
-        found = self._logprobs(self.model, batch, loss=loss_of, loss_terms=terms)
+        found = self._logprobs(self.model, batch, self.sampling, loss=loss_of, loss_terms=terms)
         assert found.loss is not None
-        compared = batch.sampled & found.mask
+        compared = batch.sampled & in_support(found)
         return {
             "loss": found.loss.item(),
             "clipped": clipped_share(*arguments(found), **clip),
-            "outside": int(found.outside.sum()),
+            "outside": int((batch.sampled & ~in_support(found)).sum()),
             "trainer": arguments(found)[1][compared],
             "engine": batch.logprobs[compared],
         }
 
-    def _logprobs(self, model: Any, batch: Batch, **loss: Any) -> TokenLogprobs:
+    def _logprobs(self, model: Any, batch: Batch, sampling: Sampling, **loss: Any) -> TokenLogprobs:
         """Of what was sampled, `(samples, longest)`; with a loss its gradient is taken."""
-        sampling = self.sampling.processing
+        sampling = sampling.processing
         with computing_in(self.compute, self.model.device):
             return rollout_logprobs(
                 model, batch.sequences, score=batch.score, row_tokens=self.row_tokens, model_inputs=batch.model_inputs,
@@ -308,8 +401,3 @@ class PolicyLoop:
 
 
 _AVERAGED = ("loss", "gradient_norm", "clipped")
-
-
-def computing_in(dtype: torch.dtype, device: torch.device) -> AbstractContextManager[Any]:
-    """torch's autocast for bfloat16; nothing for fp32."""
-    return nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype)

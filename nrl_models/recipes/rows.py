@@ -141,46 +141,126 @@ def prompt_ids(tokenizer: Any, prompt: Any) -> list[int]:
 
     Args:
         tokenizer: the checkpoint's.
-        prompt: text, which is taken as it is, or messages.
+        prompt: text, which is taken as it is, or messages. Special tokens that the tokenizer appends to text (EOS, a
+            separator) are left out, because the answer follows.
     """
     if isinstance(prompt, str):
-        return list(tokenizer(prompt)["input_ids"])
+        start, rest, _ = _text_parts(tokenizer, prompt)
+        return start + rest
     return list(tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False))
+
+
+def _text_parts(tokenizer: Any, text: str) -> tuple[list[int], list[int], list[int]]:
+    """Token ids of a text: the special tokens that the tokenizer puts before it, the text's, and those it appends."""
+    every = list(tokenizer(text)["input_ids"])
+    own = list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    end = tokenizer.eos_token_id
+    if own and own[-1] == end and not text.endswith(tokenizer.eos_token):
+        own.pop()  # some append it in any case
+    if not own and every and text != _SOME_TEXT:
+        before, *_ = _text_parts(tokenizer, _SOME_TEXT)
+        return before, own, every[len(before) :]
+    for start in range(len(every) - len(own) + 1):
+        if every[start : start + len(own)] == own:
+            return every[:start], own, every[start + len(own) :]
+    return [], every, []
+
+
+_SOME_TEXT = "a"
+
+
+def appended_ids(tokenizer: Any) -> list[int]:
+    """The special tokens that a tokenizer appends to any text: none, or EOS or a separator."""
+    return _text_parts(tokenizer, _SOME_TEXT)[2]
 
 
 def answered_ids(tokenizer: Any, prompt: Any, answer: Any) -> tuple[list[int], list[bool]]:
     """Token ids of a prompt and its answer, and which of them are the answer's, its end included.
 
+    Of messages, the assistant's are the answer: each from its first token to its end-of-turn token. What the template
+    writes around them, and messages of other roles, are not.
+
     Args:
         tokenizer: the checkpoint's.
         prompt: text or messages; None if `answer` is a whole chat or a whole text.
-        answer: text, or messages: those that follow the prompt, or all.
+        answer: text, or messages: those that follow the prompt, or a whole chat, which has the prompt in it. Of a whole
+            chat the last message is the answer.
 
     Raises:
-        NRLModelsError: a chat template that writes a prompt otherwise once it is answered, or no answer.
+        NRLModelsError: a chat template that writes a prompt otherwise once it is answered or writes no end-of-turn
+            token, no answer, or an answer that is not the assistant's.
     """
-    if prompt is not None and not isinstance(answer, str) and answer[0]["role"] != "assistant":
-        prompt = None  # which the chat has in it
     if isinstance(answer, str) and not isinstance(prompt, list):
-        start = [] if prompt is None else prompt_ids(tokenizer, prompt)
-        rest = list(tokenizer(answer, add_special_tokens=prompt is None)["input_ids"])
-        end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-        return start + rest + end, [False] * len(start) + [True] * len(rest + end)
+        return _answered_text(tokenizer, prompt, answer)
     if isinstance(answer, str):
         answer = [{"role": "assistant", "content": answer}]
     if isinstance(prompt, str):
-        prompt = [{"role": "user", "content": prompt}]
+        is_whole = bool(answer) and answer[0]["role"] in _BEFORE_ANSWERS
+        prompt = None if is_whole else [{"role": "user", "content": prompt}]
+    elif prompt is not None and all(message in answer for message in prompt):
+        prompt = None
     chat = [*(prompt or []), *answer]
-    if len(chat) < 2:
+    if len(chat) < 2 or not answer:
         raise NRLModelsError("a chat has to have a question and an answer")
-    start = prompt_ids(tokenizer, chat[:-1] if prompt is None else prompt)
-    whole = list(tokenizer.apply_chat_template(chat, return_dict=False))
-    if whole[: len(start)] != start:
+    first = len(chat) - 1 if prompt is None else len(prompt)
+    answers = [number for number in range(first, len(chat)) if chat[number]["role"] == "assistant"]
+    if not answers or (prompt is None and len(chat) - 1 not in answers):
         raise NRLModelsError(
-            "the chat template writes a question otherwise once it is answered, so that what is learnt is not what is "
-            "asked: give rows with a `prompt` and a `completion` of plain text"
+            f"the answer has messages of the role {', '.join(message['role'] for message in chat[first:])}: expected "
+            "one of the assistant, which is what the model learns to write"
         )
-    return whole, [False] * len(start) + [True] * (len(whole) - len(start))
+    return _answered_chat(tokenizer, chat, answers)
+
+
+_BEFORE_ANSWERS = ("system", "developer", "user")
+"""Roles that begin a whole chat."""
+
+
+def _answered_text(tokenizer: Any, prompt: str | None, answer: str) -> tuple[list[int], list[bool]]:
+    start = [] if prompt is None else prompt_ids(tokenizer, prompt)
+    before, rest, after = _text_parts(tokenizer, answer)
+    end = after if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    rest = (before if prompt is None else []) + rest + (end if rest[-len(end) :] != end else [])
+    return start + rest, [False] * len(start) + [True] * len(rest)
+
+
+def _answered_chat(tokenizer: Any, chat: list[Any], answers: Sequence[int]) -> tuple[list[int], list[bool]]:
+    """Token ids of a chat, and which of them are those of the messages with the numbers `answers`."""
+    whole = list(tokenizer.apply_chat_template(chat, return_dict=False))
+    chosen = [False] * len(whole)
+    for number in answers:
+        start = prompt_ids(tokenizer, chat[:number])
+        until = list(tokenizer.apply_chat_template(chat[: number + 1], return_dict=False))
+        if until[: len(start)] == start:
+            until = until[: _end_of_turn(tokenizer, until, len(start)) + 1]
+        if until[: len(start)] != start or whole[: len(until)] != until:
+            raise NRLModelsError(
+                "the chat template writes a question otherwise once it is answered, so that what is learnt is not what "
+                "is asked: give rows with a `prompt` and a `completion` of plain text"
+            )
+        chosen[len(start) : len(until)] = [True] * (len(until) - len(start))
+    return whole, chosen
+
+
+def _end_of_turn(tokenizer: Any, ids: Sequence[int], start: int) -> int:
+    """Find the token that ends an answer: the last one, but for blanks that the template writes after it.
+
+    Raises:
+        NRLModelsError: it is not a special token. Nothing would teach the model to stop.
+    """
+    added_tokens = getattr(tokenizer, "added_tokens_decoder", {})
+    special = {token for token, added in added_tokens.items() if added.special}
+    special |= {*tokenizer.all_special_ids, tokenizer.eos_token_id}
+    for place in range(len(ids) - 1, start - 1, -1):
+        if ids[place] in special:
+            return place
+        if tokenizer.decode([ids[place]]).strip():
+            break
+    raise NRLModelsError(
+        "the chat template writes no end-of-turn token after an answer, so the model would not learn to stop: end the "
+        "assistant's messages with `eos_token` in the template, or give rows with a `prompt` and a `completion` of "
+        "plain text"
+    )
 
 
 def sequences_of(tokenizer: Any, row: Row, *, pairs: bool) -> list[tuple[list[int], list[bool]]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -12,8 +13,8 @@ import torch
 from nrl_models.logprobs import LossTerms, TokenLogprobs, token_logprobs
 from nrl_models.losses import dpo_loss, misordered, ranking_loss, sequence_logprobs
 from nrl_models.losses.named import Loss, PreferenceLoss, RankingLoss
-from nrl_models.recipes.rollouts import computing_in
 from nrl_models.recipes.rows import padded_rows
+from nrl_models.recipes.weight_updates import clipped_update, computing_in, evaluating
 
 Sequences = list[tuple[list[int], list[bool]]]
 """Of a row: token ids, and which are the answer's; two of a pair, the chosen first."""
@@ -32,6 +33,7 @@ class SupervisedLoop:
         clip_gradient_norm: the largest norm of the gradient.
         reference: what `dpo` measures against.
         compute: bfloat16 computes under autocast.
+        dropout: whether the model's log-probabilities and scores are computed with dropout, if it is in training mode.
     """
 
     model: Any
@@ -42,9 +44,21 @@ class SupervisedLoop:
     clip_gradient_norm: float = 1.0
     reference: Any = None
     compute: torch.dtype = torch.float32
+    dropout: bool = False
 
     def step(self, rows: Iterator[Sequences], count: int) -> dict[str, float]:
-        """Learn from the next `count` rows. Returns what `SUPERVISED_METRICS` or `PAIR_METRICS` name."""
+        """Learn from the next `count` rows. Returns what `SUPERVISED_METRICS` or `PAIR_METRICS` name.
+
+        An update whose gradient norm is NaN or infinite is skipped, and counted as `skipped_updates`.
+        """
+        with ExitStack() as stack:
+            if not self.dropout:
+                stack.enter_context(evaluating(self.model))
+            if self.reference is not None:
+                stack.enter_context(evaluating(self.reference))
+            return self._step(rows, count)
+
+    def _step(self, rows: Iterator[Sequences], count: int) -> dict[str, float]:
         batch = list(islice(rows, count))
         tokens = sum(len(ids) for row in batch for ids, _ in row)
         answers = sum(sum(answer[1:]) for row in batch for _, answer in row)
@@ -57,9 +71,8 @@ class SupervisedLoop:
             of_part.backward()
             loss += of_part.item()
             scores.append(found)
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_gradient_norm)
-        self.optimizer.step()
-        measured = {"loss": loss, "gradient_norm": float(norm), "tokens": float(tokens)}
+        measured = {"loss": loss, "tokens": float(tokens)}
+        measured |= clipped_update(self.model, self.optimizer, self.clip_gradient_norm)
         if isinstance(self.settings, (PreferenceLoss, RankingLoss)):
             chosen, rejected = torch.cat(scores, 1)
             measured["ordered"] = 1 - len(misordered(chosen, rejected)) / count

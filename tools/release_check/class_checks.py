@@ -32,6 +32,7 @@ from nrl_models import registry
 from nrl_models.errors import NRLModelsError
 from nrl_models.inputs.audio import AUDIO, takes_audio
 from nrl_models.inputs.images import PIXELS, ImageInputsError, takes_images
+from nrl_models.logprobs import token_logprobs
 from nrl_models.testing.case import FamilyCase
 from tools.release_check.cached_steps import (
     CacheIgnoredError,
@@ -265,6 +266,39 @@ def _check_left_padding(case: ClassUnderTest) -> Comparisons:
     yield from _same_call(case, run)
 
 
+def _check_token_logprobs(case: ClassUnderTest) -> Comparisons:
+    if not case.generates():
+        raise NotApplicableError("does not generate")
+    inputs = case.media() if case.takes_media else _text(case)
+    if "input_ids" not in inputs or "decoder_input_ids" in inputs:
+        raise NotApplicableError("takes no tokens, or has an encoder for the prompt")
+    ids = inputs.pop("input_ids")
+
+    @torch.no_grad()
+    def run(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+        if model is case.model:
+            ones = torch.ones_like(ids)
+            found = token_logprobs(model, ids, attention_mask=ones, chunk_size=None, **inputs).logprobs[:, 1:]
+        else:
+            logs = model(input_ids=ids, use_cache=False, **inputs).logits.float().log_softmax(-1)
+            found = logs[:, :-1].gather(-1, ids[:, 1:, None])[..., 0]
+        return {"ones": found} | _logits_with_holes(case, model)
+
+    yield from _same_call(case, run)
+
+
+def _logits_with_holes(case: ClassUnderTest, model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Logits of text with padding between tokens, with positions that count tokens, as `generate` makes them."""
+    if case.why_no_text or "position_ids" not in inspect.signature(case.reference_class.forward).parameters:
+        return {}
+    inputs = case.text()
+    mask = torch.ones_like(inputs["input_ids"])
+    mask[0, 1] = mask[1, 4:6] = 0
+    positions = (mask.cumsum(-1) - 1) * mask
+    logits = model(**inputs, attention_mask=mask, position_ids=positions, use_cache=False).logits
+    return {"holes": logits[mask.bool()]}
+
+
 def _check_gradients(case: ClassUnderTest) -> Comparisons:
     inputs = case.case.inputs(length=PROMPT, labels=True)
 
@@ -291,6 +325,7 @@ CHECKS: Mapping[Check, Callable[[ClassUnderTest], Comparisons]] = {
     Check.GREEDY: _check_greedy,
     Check.MEDIA_GREEDY: _check_media_greedy,
     Check.LEFT_PADDING: _check_left_padding,
+    Check.TOKEN_LOGPROBS: _check_token_logprobs,
     Check.GRADIENTS: _check_gradients,
 }
 

@@ -24,6 +24,9 @@ class Check(StrEnum):
     GREEDY = auto()
     MEDIA_GREEDY = auto()
     LEFT_PADDING = auto()
+    TOKEN_LOGPROBS = auto()
+    """`token_logprobs` with a mask of ones, and with an image or a clip where the class takes any; logits of text with
+    holes in its mask."""
     GRADIENTS = auto()
 
 

@@ -43,15 +43,14 @@ class Documents:
         """The documents that positions and a mask tell apart.
 
         Args:
-            position_ids: `(batch, length)`; a document starts where one does not follow the one before it.
-            attention_mask: `(batch, length)`, False or 0 for padding. Neighbouring padding is one document, whatever
-                its positions.
+            position_ids: `(batch, length)`; see `starts_of`.
+            attention_mask: `(batch, length)`, False or 0 for padding. Adjacent padding is one document, whatever its
+                positions.
         """
-        starts = starts_of(position_ids)
+        starts = starts_of(position_ids, attention_mask)
         if attention_mask is not None:
             token = attention_mask.bool()
-            changes = nn.functional.pad(token[:, 1:] != token[:, :-1], (1, 0), value=True)
-            starts = (starts & token) | changes
+            starts = starts | nn.functional.pad(token[:, 1:] != token[:, :-1], (1, 0), value=True)
         flat = starts.flatten().nonzero().flatten()
         boundaries = nn.functional.pad(flat, (0, 1), value=starts.numel())
         lengths = iter(boundaries.diff().tolist())
@@ -101,10 +100,30 @@ class Documents:
         return rows[0] if len(rows) == 1 else torch.cat(rows)
 
 
-def starts_of(position_ids: torch.Tensor) -> torch.Tensor:
-    """Where a position does not follow the one before it: `(batch, length)` bool."""
-    follows = position_ids[:, 1:] == position_ids[:, :-1] + 1
-    return nn.functional.pad(~follows, (1, 0), value=True)
+def starts_of(position_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
+    """Find the first token of each document.
+
+    A token starts a document if its position is not the one after the previous token's. If padding lies between the
+    two, the position only has to be larger: a hole in the mask does not split a document, whether its positions skip
+    the hole (`attention_mask.cumsum(-1) - 1`) or count it.
+
+    Args:
+        position_ids: `(batch, length)`.
+        attention_mask: `(batch, length)`, False or 0 for padding, whose positions are not read. No padding by default.
+
+    Returns:
+        `(batch, length)` bool; False for padding.
+    """
+    if attention_mask is None:
+        follows = position_ids[:, 1:] == position_ids[:, :-1] + 1
+        return nn.functional.pad(~follows, (1, 0), value=True)
+    token = attention_mask.bool()
+    place = torch.arange(token.shape[1], device=token.device)
+    last = torch.where(token, place, -1).cummax(-1).values
+    before = nn.functional.pad(last[:, :-1], (1, 0), value=-1)
+    previous = position_ids.gather(1, before.clamp(min=0))
+    follows = torch.where(before == place - 1, position_ids == previous + 1, position_ids > previous)
+    return token & ((before < 0) | ~follows)
 
 
 class _Unknown:

@@ -114,13 +114,16 @@ def _run(forward: Forward, signature: _Signature, model: Any, args: tuple[Any, .
         with running(None):
             return forward(model, *args, **kwargs)
     attend_by_document()
+    rows = len(inputs["position_ids"])
     inputs["attention_mask"] = None
     if signature.takes("use_cache"):
         inputs["use_cache"] = False
     if not signature.takes("position_ids"):
         del inputs["position_ids"]  # the documents contain all that they said
     with running(documents):
-        return forward(model, **inputs)
+        output = forward(model, **inputs)
+    _check_scores(model, output, rows)
+    return output
 
 
 _run_outside_graph = torch.compiler.disable(
@@ -238,8 +241,8 @@ def _new_inner_model(upstream: type[nn.Module], limit: str | None) -> nn.Module:
 
 
 def token_positions(attention_mask: torch.Tensor) -> torch.Tensor:
-    """Positions that count tokens without padding: `(batch, length)`, zero before a row's first token."""
-    return (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
+    """Positions that count tokens without padding: `(batch, length)`, zero for padding, as `generate` makes them."""
+    return (attention_mask.long().cumsum(-1) - 1).masked_fill(~attention_mask.bool(), 0)
 
 
 def start_again(mask: torch.Tensor, positions: torch.Tensor) -> bool:
@@ -251,7 +254,7 @@ def start_again(mask: torch.Tensor, positions: torch.Tensor) -> bool:
     """
     token = mask.bool()
     inside = token & (token.cumsum(-1) > 1)
-    return bool((starts_of(positions) & inside).any())
+    return bool((starts_of(positions, mask) & inside).any())
 
 
 def _is_2d(value: Any) -> bool:
@@ -259,23 +262,34 @@ def _is_2d(value: Any) -> bool:
 
 
 def _check_padding(mask: torch.Tensor, positions: torch.Tensor) -> None:
-    document = starts_of(positions).cumsum(-1)
+    """Refuse holes inside documents of a packed batch: positions alone cannot express them."""
     token = mask.bool()
-    place = torch.arange(1, mask.shape[1] + 1, device=mask.device)
-    last_token = torch.zeros_like(document).scatter_reduce(1, document - 1, place * token, "amax")
-    wrong = ~token & (place < last_token.gather(1, document - 1))
+    after_padding = nn.functional.pad(token[:, 1:] & ~token[:, :-1], (1, 0), value=False)
+    wrong = after_padding & ~starts_of(positions, mask)
     if wrong.any():
         row, column = wrong.nonzero()[0].tolist()
         raise ValueError(
-            f"attention_mask and position_ids disagree: token {column} of row {row} is padding, but its position is in "
-            "one document with a later token. Give padding positions that start again, or give no attention_mask."
+            f"attention_mask and position_ids disagree: token {column - 1} of row {row} is padding, but the tokens "
+            "before and after it are in one document, and the batch is packed. Remove the padding from the row, or "
+            "give each document a row of its own."
+        )
+
+
+def _check_scores(model: nn.Module, output: Any, rows: int) -> None:
+    """Refuse packed rows where a model has one score per row: the other documents of the row would have none."""
+    logits = getattr(output, "logits", None)
+    if isinstance(logits, torch.Tensor) and logits.ndim == 2 and len(logits) == rows:
+        raise ValueError(
+            f"{type(model).__name__} gives one score per row, and position_ids start again inside a row: give each "
+            "document a row of its own, and pad."
         )
 
 
 def _check_starts(mask: torch.Tensor, positions: torch.Tensor) -> None:
     """Positions that stay the same are padding, for which no mask has to be given."""
     jumps = nn.functional.pad(positions[:, 1:] != positions[:, :-1], (1, 0), value=False)
-    wrong = starts_of(positions) & jumps & (positions != 0) & mask.bool()
+    later = mask.bool().cumsum(-1) > 1  # a row may begin inside a document
+    wrong = starts_of(positions, mask) & jumps & (positions != 0) & later
     if wrong.any():
         row, column = wrong.nonzero()[0].tolist()
         before, here = positions[row, column - 1 : column + 1].tolist()

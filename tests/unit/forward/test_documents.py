@@ -76,6 +76,7 @@ def documents(positions: list, mask: list | None = None) -> Documents:
         ([[0, 0, 0, 1, 0]], [[0, 0, 1, 1, 1]], ((2, 2, 1),)),
         ([[0, 0, 0, 1, 0]], [[0, 1, 1, 1, 1]], ((1, 1, 2, 1),)),
         ([[0, 1, 0], [0, 1, 2]], None, ((2, 1), (3,))),
+        ([[0, 1, 5, 0, 1]], [[1, 1, 0, 1, 1]], ((2, 1, 2),)),  # padding between documents
     ],
     ids=str,
 )

@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM, LlamaModel, PreTrainedModel
 
-from nrl_models import AutoModel, AutoModelForCausalLM, registry
+from nrl_models import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, registry
 from nrl_models.common.forward.packing import keep_documents_apart
 from nrl_models.testing.case import FamilyCase
 
@@ -188,6 +188,11 @@ def test_the_signature_is_upstreams() -> None:
         ([[1, 1, 1, 0, 0]], [[0, 1, 2, 2, 2]]),
         ([[1, 1, 1, 0, 0]], [[0, 1, 2, 0, 0]]),
         ([[1, 1, 1, 1, 1]], [[7, 8, 9, 10, 11]]),  # somewhere inside a document
+        ([[1, 0, 1, 1, 1]], [[0, 0, 1, 2, 3]]),  # a hole in the mask, which positions skip
+        ([[1, 0, 1, 1, 1]], [[0, 1, 1, 2, 3]]),
+        ([[1, 1, 0, 1, 1]], [[0, 1, 0, 2, 3]]),
+        ([[1, 1, 0, 0, 1]], [[0, 1, 1, 1, 2]]),
+        ([[1, 0, 1, 0, 1]], [[0, 1, 2, 3, 4]]),  # or count
     ],
     ids=str,
 )
@@ -212,10 +217,20 @@ def test_the_mask_goes_where_positions_say_it_all(mask: list, positions: list) -
     assert Spy().forward(attention_mask=torch.tensor(mask), position_ids=torch.tensor(positions)) is None
 
 
-def test_padding_inside_a_document_is_refused() -> None:
-    mask, positions = torch.tensor([[1, 1, 1, 1, 1], [1, 0, 1, 1, 1]]), torch.tensor([[0, 1, 2, 3, 4], [0, 1, 2, 0, 1]])
+@pytest.mark.parametrize("positions", [[0, 1, 2, 0, 1], [0, 0, 1, 0, 1]], ids=str)
+def test_a_hole_inside_a_document_of_a_packed_batch_is_refused(positions: list) -> None:
+    mask, positions = torch.tensor([[1, 1, 1, 1, 1], [1, 0, 1, 1, 1]]), torch.tensor([[0, 1, 2, 3, 4], positions])
     with pytest.raises(ValueError, match="token 1 of row 1 is padding"):
         Spy().forward(attention_mask=mask, position_ids=positions)
+
+
+def test_a_packed_row_has_more_than_one_score(llama: PreTrainedModel) -> None:
+    values = llama.config.to_dict() | {"num_labels": 1, "pad_token_id": 0}
+    model = AutoModelForSequenceClassification.from_config(type(llama.config)(**values)).eval()
+    ids = torch.arange(16, 28)[None]
+    with pytest.raises(ValueError, match="LlamaForSequenceClassification gives one score per row"):
+        model(ids, position_ids=PACKED)
+    assert model(ids, position_ids=torch.arange(12)[None]).logits.shape == (1, 1)
 
 
 @pytest.mark.parametrize(

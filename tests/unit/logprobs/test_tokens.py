@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from transformers import DynamicCache, LlamaConfig, PreTrainedModel
 
-from nrl_models import AutoModelForCausalLM
-from nrl_models.errors import UnknownArgumentError
-from nrl_models.logprobs import token_logprobs
-from nrl_models.testing.case import randomise
+from nrl_models import AutoModelForCausalLM, registry
+from nrl_models.errors import UnknownArgumentError, UnknownOptionError
+from nrl_models.logprobs import rollout_logprobs, token_logprobs
+from nrl_models.testing.case import FamilyCase, randomise
 from nrl_models.testing.tiny import tiny_config
 
 DOCUMENTS = (7, 12, 1, 9)
@@ -137,6 +139,106 @@ def test_a_reference_of_another_vocabulary_is_refused(model: PreTrainedModel, do
         token_logprobs(model, documents[0][None], reference=other)
 
 
+HEADS = {
+    "plain": None,
+    "lora": LoraConfig(target_modules=["q_proj", "lm_head"], init_lora_weights=False),
+    "modules_to_save": LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"], init_lora_weights=False),
+}
+
+
+@pytest.mark.parametrize("ours", HEADS)
+@pytest.mark.parametrize("theirs", HEADS)
+def test_divergence_with_peft_on_the_head(
+    model: PreTrainedModel, documents: list[torch.Tensor], ours: str, theirs: str
+) -> None:
+    pair = []
+    for seed, kind in enumerate((ours, theirs)):
+        torch.manual_seed(seed)
+        base = AutoModelForCausalLM.from_config(model.config, dtype=torch.float32).eval()
+        pair.append(base if HEADS[kind] is None else get_peft_model(base, copy.deepcopy(HEADS[kind])).eval())
+    policy, reference = pair
+    document = documents[1][None]
+    with torch.no_grad():
+        logs, others = (computed(input_ids=document).logits.log_softmax(-1) for computed in pair)
+    expected = (logs.exp() * (logs - others)).sum(-1)[0, :-1]
+    found = token_logprobs(policy, document, reference=reference, loss=lambda found: found.kl.sum(), chunk_size=5)
+    torch.testing.assert_close(found.kl[0, 1:], expected, rtol=1e-4, atol=1e-5)
+    found.loss.backward()
+    assert any(parameter.grad is not None for name, parameter in policy.named_parameters() if "lm_head" in name)
+    assert all(parameter.grad is None for parameter in reference.parameters())
+
+
+def test_no_token_to_score_with_lora_on_the_head(model: PreTrainedModel) -> None:
+    base = AutoModelForCausalLM.from_config(model.config, dtype=torch.float32).eval()
+    adapted = get_peft_model(base, HEADS["lora"])
+    found = token_logprobs(adapted, torch.tensor([[16]]))
+    assert found.logprobs.tolist() == [[0.0]]
+    assert not found.mask.any()
+
+
+def test_a_mask_with_holes_is_transformers_own(
+    llama: PreTrainedModel, model: PreTrainedModel, documents: list[torch.Tensor]
+) -> None:
+    """Positions count tokens, as `generate` and OpenRLHF have them; the text before a hole stays in the sequence."""
+    ids = documents[1][None].repeat(2, 1)
+    mask = torch.ones_like(ids)
+    mask[0, 1] = mask[1, 3:5] = 0
+    positions = (mask.cumsum(-1) - 1) * mask
+    ours = AutoModelForCausalLM.from_config(llama.config, dtype=torch.float32).eval()
+    ours.load_state_dict(llama.state_dict())
+    with torch.no_grad():
+        logits = llama(ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
+        scored = mask.bool() & torch.nn.functional.pad(mask[:, :-1].bool(), (1, 0))
+        torch.testing.assert_close(
+            ours(ids, attention_mask=mask, position_ids=positions).logits[mask.bool()], logits[mask.bool()]
+        )
+    expected = logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0][scored[:, 1:]]
+    for given in ({}, {"position_ids": positions}):
+        for terms in ("token", "sequence"):
+            found = token_logprobs(
+                ours, ids, attention_mask=mask, loss=lambda found: found.logprobs.sum(), loss_terms=terms, **given
+            )
+            assert torch.equal(found.mask, scored)
+            torch.testing.assert_close(found.logprobs[found.mask], expected, rtol=0, atol=1e-5)
+    options = {"attention_mask": mask, "max_new_tokens": 4, "do_sample": False, "use_cache": False}
+    assert torch.equal(ours.generate(ids, **options), llama.generate(ids, **options))
+
+
+@pytest.mark.parametrize(
+    "architecture", ["Qwen2_5_VLForConditionalGeneration", "RecurrentGemmaForCausalLM", "GPT2LMHeadModel"]
+)
+def test_holes_have_the_positions_of_generate(architecture: str) -> None:
+    case = FamilyCase(registry.model_class(architecture))
+    ids = case.inputs(length=12, images=False)["input_ids"]
+    mask = torch.ones_like(ids)
+    mask[0, 1] = mask[1, :2] = mask[1, 5:7] = 0
+    positions = (mask.cumsum(-1) - 1) * mask
+    with torch.no_grad():
+        logits = case.reference()(ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
+        found = token_logprobs(case.model(), ids, attention_mask=mask)
+    expected = logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+    scored = found.mask[:, 1:]
+    torch.testing.assert_close(found.logprobs[:, 1:][scored], expected[scored], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("architecture", ["RobertaForCausalLM", "Qwen2_5_VLForConditionalGeneration"])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_leaves_positions_to_models_that_compute_them(architecture: str, side: str) -> None:
+    case = FamilyCase(registry.model_class(architecture))
+    inputs = case.inputs(length=16)
+    pad = case.config.get_text_config().pad_token_id or 0
+
+    def padded(tensor: torch.Tensor, value: int = 0) -> torch.Tensor:
+        return torch.nn.functional.pad(tensor, (3, 0) if side == "left" else (0, 3), value=value)
+
+    ids = inputs.pop("input_ids")
+    more = {name: padded(value) if value.shape == ids.shape else value for name, value in inputs.items()}
+    with torch.no_grad():
+        alone = token_logprobs(case.model(), ids, **inputs).logprobs[:, 1:]
+        found = token_logprobs(case.model(), padded(ids, pad), attention_mask=padded(torch.ones_like(ids)), **more)
+    torch.testing.assert_close(found.logprobs[found.mask], alone.flatten(), rtol=0, atol=1e-4)
+
+
 def test_lora(model: PreTrainedModel, documents: list[torch.Tensor]) -> None:
     """A trained LoRA counts, on the output embedding too; only it gets gradients."""
     torch.manual_seed(0)
@@ -153,6 +255,14 @@ def test_lora(model: PreTrainedModel, documents: list[torch.Tensor]) -> None:
 def test_shapes_must_agree(model: PreTrainedModel, name: str) -> None:
     with pytest.raises(ValueError, match=name):
         token_logprobs(model, torch.zeros(2, 8, dtype=torch.long), **{name: torch.ones(2, 9, dtype=torch.long)})
+
+
+@pytest.mark.parametrize("options", [{"chunk_size": "large"}, {"chunk_size": 0}, {"loss_terms": "row"}], ids=str)
+def test_unknown_options_raise(model: PreTrainedModel, options: dict[str, object]) -> None:
+    ((name, value),) = options.items()
+    for call, ids in ((token_logprobs, torch.tensor([[16, 17]])), (rollout_logprobs, [[16, 17]])):
+        with pytest.raises(UnknownOptionError, match=f"{name}={value!r}: expected"):
+            call(model, ids, **options)
 
 
 @pytest.mark.parametrize("chunk_size", ["auto", None])

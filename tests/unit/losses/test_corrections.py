@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from nrl_models.errors import UnknownArgumentError
+from nrl_models.errors import NonFiniteError, UnknownArgumentError
 from nrl_models.losses import Correction, importance_weights
 
 RATIOS = torch.tensor([[0.25, 1.0, 4.0], [2.0, 0.5, 1.5]])
@@ -39,6 +39,16 @@ def test_engine_and_trainer_that_agree_are_left_alone() -> None:
         assert importance_weights(logprobs, logprobs.double(), torch.ones(4, 7), correction).eq(1.0).all()
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("kind", ["tis", "mis"])
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_non_finite_engine_logprobs_raise(value: float, kind: str, level: str) -> None:
+    engine = torch.full((2, 3), -1.0)
+    engine[1, 1] = value
+    with pytest.raises(NonFiniteError, match=f"token 1 of sequence 1 is {value}"):
+        importance_weights(torch.full((2, 3), -1.0), engine, MASK, Correction(kind, level=level))
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -48,6 +58,8 @@ def test_engine_and_trainer_that_agree_are_left_alone() -> None:
         ({"type": "mis", "floor": 3.0}, ("floor=3.0", "below the cap of 2.0")),
         ({"cap": 0.0, "level": "word"}, ("type: None", "cap=0.0", "level='word': expected token or sequence")),
         ({"type": "tis", "cap": math.nan}, ("cap=nan",)),
+        ({"type": "tis", "cap": "2"}, ("cap='2': expected a number above 0",)),
+        ({"type": "mis", "floor": None}, ("floor=None: expected a number",)),
     ],
 )
 def test_what_is_refused(arguments: dict[str, object], words: tuple[str, ...]) -> None:
@@ -55,3 +67,8 @@ def test_what_is_refused(arguments: dict[str, object], words: tuple[str, ...]) -
         Correction(**arguments)
     for word in words:
         assert word in str(raised.value)
+
+
+def test_a_correction_is_a_correction() -> None:
+    with pytest.raises(UnknownArgumentError, match="correction='tis': expected a Correction"):
+        importance_weights(torch.zeros(1, 2), torch.zeros(1, 2), torch.ones(1, 2), "tis")

@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from nrl_models.losses import Normalise, clipped_share, policy_loss, token_weights
+from nrl_models.errors import UnknownOptionError
+from nrl_models.losses import Normalise, clipped_share, loss_named, policy_loss, token_weights
 
 MASK = torch.tensor([[True, True, False], [True, False, False]])
 
@@ -121,6 +122,68 @@ def test_what_was_not_sampled_reaches_neither_loss_nor_gradient(nothing: float) 
     loss.backward()
     assert loss.item() == pytest.approx(-1 / 3)
     torch.testing.assert_close(logprobs.grad, torch.tensor([[-1.0, -1.0, 0.0], [1.0, 0.0, 0.0]]) / 3)
+
+
+@pytest.mark.parametrize("log_ratio", [-math.inf, -1e4, -1.0, 0.0, 1.0, 40.0, 80.0, 89.0, 100.0, 1e4, 1e6, math.inf])
+@pytest.mark.parametrize("advantage", [-1e4, -1.5, 0.0, 1.5])
+def test_loss_and_gradient_are_finite_for_any_log_ratio(log_ratio: float, advantage: float) -> None:
+    logprobs = torch.tensor([[log_ratio - 1.0]], requires_grad=True)
+    old = torch.full((1, 1), -1.0)
+    loss = policy_loss(logprobs, old, torch.tensor([advantage]), torch.ones(1, 1))
+    loss.backward()
+    assert math.isfinite(loss.item())
+    assert logprobs.grad.isfinite().all()
+    value = (logprobs.detach().double() - old.double()).item()
+    ratio = math.exp(min(value, 700.0))
+    clipped = min(max(ratio, 0.8), 1.2)
+    unclipped = ratio * advantage < clipped * advantage or clipped == ratio
+    if advantage == 0.0 or not unclipped:
+        assert loss.item() == pytest.approx(-clipped * advantage, abs=1e-6)
+        assert logprobs.grad.item() == 0.0
+    elif ratio * abs(advantage) < 1e36:
+        assert loss.item() == pytest.approx(-ratio * advantage, rel=1e-4)
+        assert logprobs.grad.item() == pytest.approx(-ratio * advantage, rel=1e-4)
+    else:
+        assert loss.item() > 1e36
+        assert logprobs.grad.item() > 1e36 or log_ratio == math.inf, "the token still becomes less likely"
+
+
+@pytest.mark.parametrize("behind", [-1e4, -1.0, 0.5, 80.0, 89.0, 1e4])
+def test_the_divergence_is_finite_for_any_reference(behind: float) -> None:
+    logprobs = torch.tensor([[-2.0]], requires_grad=True)
+    arguments = logprobs, logprobs.detach(), torch.zeros(1), torch.ones(1, 1)
+    loss = policy_loss(*arguments, reference=logprobs.detach() + behind, kl=0.5)
+    loss.backward()
+    assert math.isfinite(loss.item())
+    if behind <= 80:
+        assert loss.item() == pytest.approx(0.5 * (math.exp(behind) - 1 - behind), rel=1e-4)
+        assert logprobs.grad.item() == pytest.approx(0.5 * (1 - math.exp(behind)), rel=1e-4)
+    else:
+        assert -math.inf < logprobs.grad.item() < -1e30, "the token still becomes likelier"
+
+
+@pytest.mark.parametrize("advantage", [math.nan, math.inf])
+def test_a_sequence_without_counted_tokens_has_no_say(advantage: float) -> None:
+    weights = token_weights(torch.tensor([[True, True], [False, False]]), Normalise.TOKEN)
+    logprobs = torch.full((2, 2), -1.0, requires_grad=True)
+    loss = policy_loss(logprobs, logprobs.detach(), torch.tensor([1.0, advantage]), weights)
+    loss.backward()
+    assert loss.item() == pytest.approx(-1.0)
+    torch.testing.assert_close(logprobs.grad, torch.tensor([[-0.5, -0.5], [0.0, 0.0]]))
+
+
+def test_strings_are_options() -> None:
+    for normalise in Normalise:
+        longest = 5 if normalise is Normalise.LONGEST else None
+        assert torch.equal(token_weights(MASK, str(normalise), longest), token_weights(MASK, normalise, longest))
+        assert loss_named("grpo", normalise=str(normalise)).normalise is normalise
+    message = r"normalise='tokens' \(did you mean token\?\): expected sequence, token, longest"
+    with pytest.raises(UnknownOptionError, match=message):
+        token_weights(MASK, "tokens")
+    with pytest.raises(UnknownOptionError, match=message):
+        loss_named("grpo", normalise="tokens")
+    with pytest.raises(UnknownOptionError, match="normalise=None"):
+        loss_named("grpo", normalise=None)
 
 
 def test_shapes_are_checked() -> None:

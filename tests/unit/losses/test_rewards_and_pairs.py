@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from nrl_models.errors import UnknownArgumentError
+from nrl_models.errors import NonFiniteError, UnknownArgumentError
 from nrl_models.losses import (
     LOSSES,
     Correction,
@@ -29,6 +29,19 @@ def test_advantages_are_relative_to_the_group() -> None:
     # The unbiased deviation of 1, 0, 0, 0: sqrt((0.75^2 + 3 0.25^2) / 3) = 1/2.
     torch.testing.assert_close(group_advantages(rewards, scale=True), plain / 0.5001)
     assert group_advantages(torch.tensor([[3.0]]), scale=True).item() == 0.0
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("scale", [False, True])
+def test_advantages_of_non_finite_rewards_raise(value: float, scale: bool) -> None:
+    with pytest.raises(NonFiniteError, match=f"reply 2 to question 1 is {value}"):
+        group_advantages(torch.tensor([[1.0, 0.0, 0.0], [1.0, 0.0, value]]), scale=scale)
+
+
+def test_scale_is_a_bool() -> None:
+    """TRL's "none" would count as True."""
+    with pytest.raises(UnknownArgumentError, match="scale='none': expected True or False"):
+        group_advantages(torch.ones(1, 2), scale="none")
 
 
 def test_groups_of_equal_rewards_teach_nothing() -> None:
@@ -93,3 +106,19 @@ def test_losses_by_name() -> None:
         loss_named("dpo", eps_high=0.3)
     with pytest.raises(UnknownArgumentError, match=r"eps_low=1\.5.*kl=-1|kl=-1.*eps_low=1\.5"):
         loss_named("grpo", eps_low=1.5, kl=-1)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("grpo", {"correction": "tis"}, "correction='tis': expected a Correction"),
+        ("grpo", {"scale_rewards": "none"}, "scale_rewards='none': expected True or False"),
+        ("dapo", {"kl": "0.1"}, "kl='0.1': expected a number"),
+        ("dapo", {"eps_high": math.nan}, "eps_high=nan"),
+        ("dpo", {"beta": "large"}, "beta='large': expected a number above 0"),
+        ("reward", {"margin": math.nan}, "margin=nan: expected a number"),
+    ],
+)
+def test_settings_of_another_type_raise(name: str, settings: dict[str, object], message: str) -> None:
+    with pytest.raises(UnknownArgumentError, match=message):
+        loss_named(name, **settings)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from PIL import Image
 from recipe_inputs import byte_tokenizer, gemma4_processor, rows_with_images
+from tokenizers import processors
 from versions import case_of
 
 from nrl_models import registry
@@ -75,6 +76,22 @@ def test_an_image_stands_where_the_prompt_has_it(processor: Any) -> None:
     again, others = image_prompt(processor, [{"role": "user", "content": parts}], [BLUE])
     assert again == ids
     assert not torch.equal(others["pixel_values"], inputs["pixel_values"])
+
+
+def test_a_prompt_does_not_end_where_the_tokenizer_appends_eos(processor: Any) -> None:
+    expected, inputs = image_prompt(processor, MESSAGES, [RED])
+    appending = gemma4_processor(CASE.reference().config)
+    tokenizer = appending.tokenizer
+    end = tokenizer.eos_token
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"$A {end}", special_tokens=[(end, tokenizer.eos_token_id)]
+    )
+    assert tokenizer("B")["input_ids"][-1] == tokenizer.eos_token_id
+    found, others = image_prompt(appending, MESSAGES, [RED])
+    assert found == expected
+    assert {name: value.shape for name, value in others.items()} == {
+        name: value.shape for name, value in inputs.items()
+    }
 
 
 def test_prompts_and_images_that_do_not_fit_are_refused(processor: Any) -> None:

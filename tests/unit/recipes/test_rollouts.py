@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,10 +18,10 @@ from transformers import LlamaConfig
 from nrl_models import AutoModelForCausalLM
 from nrl_models.engines.engine_types import Sample
 from nrl_models.engines.hf import HFEngine
-from nrl_models.errors import MixedWeightsError
+from nrl_models.errors import MixedWeightsError, NonFiniteError, UnknownOptionError
 from nrl_models.logprobs import Sampling
 from nrl_models.losses import Correction, loss_named
-from nrl_models.recipes.rollouts import Batch, PolicyLoop, Question
+from nrl_models.recipes.rollouts import Batch, PolicyLoop, Question, Rollouts
 from nrl_models.testing.tiny import tiny_config
 
 SAMPLES = [Sample((5, 6), (7, 2), (-0.5, -0.25), "stop"), Sample((5, 6, 7), (8, 9, 2), (-1.0, -2.0, -3.0), "stop")]
@@ -191,3 +193,188 @@ def test_a_correction_counts_what_the_engine_thought_unlikely(make: Callable[...
     assert moved[0] > 0
     assert moved[1] == pytest.approx(moved[0] / 1000, rel=1e-2)
     assert moved[2] == 0.0
+
+
+# Truncated sampling
+
+
+def by_hand(model: Any, ids: torch.Tensor, temperature: float, top_k: int = 0) -> torch.Tensor:
+    """Log-probabilities of the last two tokens of each row; -inf for a token that `top_k` excludes."""
+    with torch.no_grad():
+        logits = model(input_ids=ids, use_cache=False).logits[:, 1:3] / temperature
+    if top_k:
+        logits = logits.masked_fill(logits < logits.topk(top_k).values[..., -1:], -math.inf)
+    return logits.log_softmax(-1).gather(-1, ids[:, 2:, None])[..., 0].double()
+
+
+@pytest.mark.parametrize("updates", [1, 2])
+@pytest.mark.parametrize("correction", [None, Correction("tis"), Correction("mis", cap=1e9, level="sequence")])
+def test_tokens_outside_the_support_are_masked(
+    make: Callable[..., PolicyLoop], updates: int, correction: Correction | None
+) -> None:
+    """Loss, divergence and metrics by hand: the reference is complete, and an excluded token counts nowhere."""
+    reference = make().model
+    with torch.no_grad():
+        reference.lm_head.weight.mul_(0.5)
+    loop = make(
+        "grpo", kl=0.7, reference=reference, updates=updates, lr=0.0, correction=correction,
+        sampling=Sampling(temperature=0.8, top_k=40),
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        prompts = torch.randint(16, 200, (8, 2), generator=generator)
+        likely = loop.model(input_ids=prompts).logits[:, -1].topk(40).indices[:, 3:4]
+        unlikely = loop.model(input_ids=prompts).logits[:, -1].topk(60).indices[:, -1:]
+        first = torch.where(torch.arange(8)[:, None] % 3 == 0, unlikely, likely)
+        second = loop.model(input_ids=torch.cat([prompts, first], 1)).logits[:, -1].topk(5).indices[:, 4:]
+    ids = torch.cat([prompts, first, second], 1)
+    old, theirs = by_hand(loop.model, ids, 0.8, 40), by_hand(reference, ids, 0.8)
+    inside = old.isfinite()
+    assert 0 < (~inside).sum() < 8
+    engine = torch.where(inside, old, -3.0) + 0.1 * torch.rand(8, 2, generator=generator).double()
+    samples = [
+        Sample(tuple(row[:2]), tuple(row[2:]), tuple(logprobs), "stop")
+        for row, logprobs in zip(ids.tolist(), engine.tolist(), strict=True)
+    ]
+    advantages = torch.randn(8, generator=generator)
+    measured = loop.learn(Rollouts(samples, advantages, advantages.view(2, 4), 1.0, 2.0))
+    difference = torch.where(inside, old - engine, 0.0)
+    weight = torch.ones(8, 2)
+    if correction is not None:
+        ratio = difference.sum(1, keepdim=True) if correction.level == "sequence" else difference
+        weight = ratio.exp().clamp(max=correction.cap)
+    behind = torch.where(inside, theirs - old, 0.0)
+    terms = -weight * advantages[:, None] + 0.7 * (behind.exp() - 1 - behind)
+    assert measured["loss"] == pytest.approx((torch.where(inside, terms, 0.0) / 2).sum().item() / 8, rel=1e-3)
+    assert measured["outside"] == (~inside).sum()
+    assert measured["token_mult_prob_error"] == pytest.approx(difference[inside].abs().exp().mean().item(), rel=1e-4)
+    assert measured["gradient_norm"] < 100
+
+
+# Values that are not finite
+
+
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "dapo"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e39])
+def test_non_finite_rewards_raise_or_are_skipped(make: Callable[..., PolicyLoop], name: str, value: float) -> None:
+    counted = itertools.count()
+
+    def reward(row: int, reply: str, ended: bool) -> float:
+        number = next(counted)
+        return value if number == 5 else float(number % 2)
+
+    loop = make(name, reward=reward)
+    before = weights(loop)
+    with pytest.raises(NonFiniteError, match=r"the reward of reply 1 is .*, to question 1 \(1\); 1 replies"):
+        loop.step(questions(), 2, seed=0)
+    assert torch.equal(weights(loop), before)
+    counted = itertools.count()
+    loop = make(name, reward=reward, on_non_finite="skip")
+    found = loop.step(questions(), 2, seed=0)
+    assert found["skipped"] == 1
+    assert math.isfinite(found["reward"])
+    assert found["groups"] == (2 if name == "dapo" else 1), "dynamic sampling asks for another group"
+    assert weights(loop).isfinite().all()
+    assert not torch.equal(weights(loop), before)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("correction", [None, Correction("tis"), Correction("mis")])
+def test_non_finite_engine_logprobs_raise_or_are_skipped(
+    make: Callable[..., PolicyLoop], value: float, correction: Correction | None
+) -> None:
+    def spoiled(loop: PolicyLoop) -> PolicyLoop:
+        generate = loop.engine._generate
+
+        def spoil(*args: Any, **kwargs: Any) -> list[Sample]:
+            found = generate(*args, **kwargs)
+            found[2] = dataclasses.replace(found[2], logprobs=(*found[2].logprobs[:-1], value))
+            return found
+
+        loop.engine._generate = spoil
+        return loop
+
+    loop = spoiled(make(correction=correction))
+    before = weights(loop)
+    with pytest.raises(NonFiniteError, match=r"engine's log-probability of token \d of reply 2 is .*, to question 0"):
+        loop.step(questions(), 2, seed=0)
+    assert torch.equal(weights(loop), before)
+    loop = spoiled(make(correction=correction, on_non_finite="skip"))
+    found = loop.step(questions(), 2, seed=0)
+    assert (found["skipped"], found["groups"]) == (1, 1)
+    assert math.isfinite(found["token_mult_prob_error"])
+    assert weights(loop).isfinite().all()
+
+
+def test_non_finite_advantages_raise_or_are_skipped(make: Callable[..., PolicyLoop]) -> None:
+    rollouts = make().roll_out(questions(), 2, seed=0)
+    rollouts.advantages[6] = math.nan
+    with pytest.raises(NonFiniteError, match="the advantage of reply 2 is nan, to question 1"):
+        make().learn(rollouts)
+    loop = make(on_non_finite="skip")
+    assert loop.learn(rollouts)["skipped"] == 1
+    assert weights(loop).isfinite().all()
+
+
+@pytest.mark.parametrize("value", [None, "much", [1.0, 2.0]], ids=str)
+def test_a_reward_that_is_not_a_number_raises(make: Callable[..., PolicyLoop], value: Any) -> None:
+    with pytest.raises(NonFiniteError, match="expected a number"):
+        make(reward=lambda row, reply, ended: value).step(questions(), 1, seed=0)
+
+
+def test_an_update_with_a_non_finite_gradient_is_skipped(make: Callable[..., PolicyLoop]) -> None:
+    loop = make()
+    before = weights(loop)
+    handle = loop.model.model.layers[0].mlp.down_proj.weight.register_hook(lambda gradient: gradient * math.inf)
+    found = loop.step(questions(), 2, seed=0)
+    assert found["skipped_updates"] == 1
+    assert not math.isfinite(found["gradient_norm"])
+    assert torch.equal(weights(loop), before)
+    handle.remove()
+    assert loop.step(questions(), 2, seed=1)["skipped_updates"] == 0
+    assert not torch.equal(weights(loop), before)
+
+
+def test_an_unknown_way_to_treat_non_finite_values_raises(make: Callable[..., PolicyLoop]) -> None:
+    with pytest.raises(UnknownOptionError, match="on_non_finite='ignore': expected raise, skip"):
+        make(on_non_finite="ignore")
+
+
+def test_dynamic_sampling_compares_rewards_without_penalties(make: Callable[..., PolicyLoop]) -> None:
+    """Replies that are all wrong differ in the penalty on length alone: DAPO's equation 11 drops them."""
+    loop = make("dapo", reward=lambda row, reply, ended: 0.0, overlong_buffer=6, dynamic_sampling=2)
+    lengths = itertools.cycle([6, 5, 4, 2])
+    loop.engine._generate = lambda prompts, *_, **__: [
+        Sample(tuple(prompt), (20,) * (size := next(lengths)), (-1.0,) * size) for prompt in prompts
+    ]
+    rollouts = loop.roll_out(questions(), 2, seed=0)
+    assert rollouts.samples == []
+    assert rollouts.rewards.shape == (4, 4)
+
+
+# Dropout
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_step_computes_without_dropout_unless_asked(make: Callable[..., PolicyLoop], checkpointing: bool) -> None:
+    found = {}
+    for name, options in {"eval": {}, "train": {}, "dropout": {"dropout": True}}.items():
+        loop = make("grpo", kl=0.5, reference=make().model, updates=2, **options)
+        for model in (loop.model, loop.reference):
+            for layer in model.model.layers:
+                layer.self_attn.attention_dropout = 0.3
+            model.train(name != "eval")
+        runs: list[int] = []
+        if checkpointing:
+            loop.model.gradient_checkpointing_enable({"use_reentrant": False})
+            for layer in loop.model.model.layers:
+                layer.self_attn.register_forward_pre_hook(lambda *_, runs=runs: runs.append(1))
+        measured = loop.step(questions(), 2, seed=0)
+        found[name] = measured["token_mult_prob_error"], weights(loop), len(runs)
+        assert loop.model.training == loop.reference.training == (name != "eval")
+        assert "forward" not in vars(loop.model.model.layers[0])
+    assert found["train"][0] == found["eval"][0] < 1.0001
+    torch.testing.assert_close(found["train"][1], found["eval"][1], rtol=0, atol=1e-6)
+    assert found["dropout"][0] > 1.01
+    if checkpointing:
+        assert found["train"][2] == found["dropout"][2] > found["eval"][2], "layers still run again in the backward"

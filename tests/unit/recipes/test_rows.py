@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import math
 from itertools import islice
@@ -13,7 +14,8 @@ import pytest
 import torch
 from checkpoints import new_model
 from recipe_inputs import ROWS, byte_tokenizer
-from transformers import LlamaConfig
+from tokenizers import processors
+from transformers import AddedToken, LlamaConfig
 
 from nrl_models.errors import NRLModelsError, RecipeError
 from nrl_models.losses import LOSSES
@@ -89,6 +91,94 @@ def test_answers_are_what_is_learnt(prompt: Any, answer: Any, asked: str, learnt
     assert text(ids, [not value for value in chosen]) == asked
     if prompt not in (None, "ignored") and not (isinstance(prompt, str) and isinstance(answer, list)):
         assert ids[: len(prompt_ids(TOKENIZER, prompt))] == prompt_ids(TOKENIZER, prompt)
+
+
+def chat(*messages: str) -> list[dict[str, str]]:
+    """Messages of the roles that their first letters say: system, user, assistant, tool."""
+    roles = {"s": "system", "u": "user", "a": "assistant", "t": "tool"}
+    return [{"role": roles[message[0]], "content": message[1:]} for message in messages]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "answer", "learnt"),
+    [
+        (chat("uHi"), chat("aHo", "uAnd?", "aSo"), "Ho<end>So<end>"),
+        (chat("uHi"), chat("aHo", "uAnd?"), "Ho<end>"),
+        (chat("sBe", "uHi"), chat("aHo", "t5", "aSo"), "Ho<end>So<end>"),
+        (chat("uHi"), chat("t5", "aSo"), "So<end>"),
+        (chat("sBe"), chat("uHi", "aHo", "uAnd?", "aSo"), "Ho<end>So<end>"),
+        ("Hi", chat("aHo", "uAnd?", "aSo"), "Ho<end>So<end>"),
+        (None, chat("uHi", "aHo", "uAnd?", "aSo"), "So<end>"),
+    ],
+)
+@pytest.mark.parametrize("blank", ["", "\n", " \n"])
+def test_of_messages_the_assistants_are_learnt(prompt: Any, answer: Any, learnt: str, blank: str) -> None:
+    """With the token that ends each, and without what the template writes after it."""
+    tokenizer = copy.deepcopy(TOKENIZER)
+    tokenizer.chat_template = tokenizer.chat_template.replace("eos_token", f"eos_token + {blank!r}")
+    ids, chosen = answered_ids(tokenizer, prompt, answer)
+    assert text(ids, chosen) == learnt
+    messages = [*(chat(f"u{prompt}") if isinstance(prompt, str) else prompt or []), *answer]
+    assert ids == tokenizer.apply_chat_template(messages, return_dict=False)
+
+
+def test_a_whole_chat_has_its_prompt_once() -> None:
+    ids, chosen = answered_ids(TOKENIZER, chat("uHi"), chat("sBe", "uHi", "aHo"))
+    assert text(ids) == "sBe<end>uHi<end>aHo<end>"
+    assert text(ids, chosen) == "Ho<end>"
+
+
+def test_the_end_of_a_turn_is_any_special_token() -> None:
+    tokenizer = copy.deepcopy(TOKENIZER)
+    tokenizer.add_tokens([AddedToken("<turn>", special=True)])
+    tokenizer.chat_template = tokenizer.chat_template.replace("eos_token", "'<turn>\n'")
+    ids, chosen = answered_ids(tokenizer, "Hi", chat("aHo"))
+    assert tokenizer.decode([token for token, own in zip(ids, chosen, strict=True) if own]) == "Ho<turn>"
+
+
+@pytest.mark.parametrize("end", ["", "\n", "###"])
+def test_a_template_without_an_end_of_turn_raises(end: str) -> None:
+    tokenizer = copy.deepcopy(TOKENIZER)
+    tokenizer.chat_template = tokenizer.chat_template.replace("eos_token", repr(end))
+    with pytest.raises(NRLModelsError, match="no end-of-turn token after an answer"):
+        answered_ids(tokenizer, "Hi", chat("aHo"))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "answer"), [(chat("uHi"), chat("t5")), (None, chat("uHi", "aHo", "uAnd?")), (None, chat("uHi", "uHo"))]
+)
+def test_answers_of_other_roles_raise(prompt: Any, answer: Any) -> None:
+    with pytest.raises(NRLModelsError, match=r"messages of the role (tool|user): expected one of the assistant"):
+        answered_ids(TOKENIZER, prompt, answer)
+
+
+def appending(before: str, after: str) -> Any:
+    """The tokenizer with tokens around each text, as Llama's with `add_eos_token` and BERT's have them."""
+    tokenizer = byte_tokenizer(CONFIG, {"<start>": 300})
+    ids = [(token, tokenizer.convert_tokens_to_ids(token)) for token in (before, after) if token]
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{before} $A {after}".strip(), special_tokens=ids
+    )
+    return tokenizer
+
+
+@pytest.mark.parametrize("before", ["", "<start>"])
+@pytest.mark.parametrize("after", ["", "<end>", "<pad>"])
+def test_tokens_that_a_tokenizer_appends(before: str, after: str) -> None:
+    """A prompt does not end, and an answer ends once."""
+    tokenizer = appending(before, after)
+    assert tokenizer.decode(tokenizer("x")["input_ids"]) == f"{before}x{after}"
+    for given in ("2 + 2 =", "", "ends<end>"):
+        assert tokenizer.decode(prompt_ids(tokenizer, given)) == before + given
+    for given, written in (("a text", "a text<end>"), ("a text<end>", "a text<end>"), ("", "<end>")):
+        ids, chosen = answered_ids(tokenizer, None, given)
+        assert tokenizer.decode(ids) == before + written
+        assert all(chosen)
+        ids, chosen = answered_ids(tokenizer, "2 + 2 =", given)
+        assert tokenizer.decode(ids) == f"{before}2 + 2 ={written}"
+        assert tokenizer.decode([token for token, own in zip(ids, chosen, strict=True) if own]) == written
+    ids, _ = answered_ids(tokenizer, chat("uHi"), "Ho")
+    assert tokenizer.decode(ids) == "uHi<end>aHo<end>"
 
 
 def test_a_template_that_writes_questions_otherwise_once_answered() -> None:
@@ -201,6 +291,37 @@ def test_what_pairs_measure() -> None:
     reference.reference.load_state_dict(reference.model.state_dict())
     found = reference.step(encoded(pairs=True), 5)
     assert found["loss"] == pytest.approx(math.log(2), abs=1e-4), "where the policy is its reference"
+
+
+@pytest.mark.parametrize("name", ["sft", "dpo", "reward"])
+def test_dropout_is_off_unless_asked(name: str) -> None:
+    found = {}
+    for mode, dropout in ((False, False), (True, False), (True, True)):
+        made = loop(name)
+        made = dataclasses.replace(made, dropout=dropout)
+        if name == "dpo":
+            made.reference.load_state_dict(made.model.state_dict())
+        for model in (made.model, made.reference):
+            for layer in model.model.layers:
+                layer.self_attn.attention_dropout = 0.3
+            model.train(mode)
+        found[mode, dropout] = made.step(encoded(pairs=name != "sft"), 5)["loss"]
+        assert made.model.training == made.reference.training == mode
+    assert found[True, False] == pytest.approx(found[False, False], abs=1e-6)
+    assert abs(found[True, True] - found[False, False]) > 1e-4
+    if name == "dpo":
+        assert found[True, False] == pytest.approx(math.log(2), abs=1e-5)
+
+
+def test_a_supervised_update_with_a_non_finite_gradient_is_skipped() -> None:
+    made = loop("sft")
+    made.optimizer.param_groups[0]["lr"] = 0.1
+    before = copy.deepcopy(made.model.state_dict())
+    handle = made.model.lm_head.weight.register_hook(lambda gradient: gradient * math.nan)
+    assert made.step(encoded(pairs=False), 5)["skipped_updates"] == 1
+    torch.testing.assert_close(dict(made.model.state_dict()), dict(before), rtol=0, atol=0)
+    handle.remove()
+    assert made.step(encoded(pairs=False), 5)["skipped_updates"] == 0
 
 
 def test_rows_are_json_of_somebody_else(tmp_path: Path) -> None:
