@@ -246,7 +246,6 @@ class HFEngine(Engine):
         arrived: dict[str, str] = {}
         written: set[str] = set()
         mtp = MTPNames(self.model)
-        self._changed = False
         for name, tensor in chain.from_iterable(sent):
             target = adapter.find(name)
             if target is None and mtp.may_be(name):  # with which this engine does not draft
@@ -271,9 +270,6 @@ class HFEngine(Engine):
             "unwritten": [name for name, parameter in missing.items() if parameter not in buffers],
             "stale_buffers": [name for name, parameter in missing.items() if parameter in buffers],
         }
-
-    def _refit_changed(self) -> bool:
-        return self._changed
 
     @torch.no_grad()
     def module_calls(self, tokens: Tokens, *, decode_last: bool = False) -> dict[str, ModuleCall]:

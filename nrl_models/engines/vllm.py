@@ -306,7 +306,6 @@ class VLLMEngine(Engine):
 
     def _refit(self, sent: Iterator[list[NamedTensor]], digests: bool) -> dict[str, Any]:
         """In this process tensors are read in place; otherwise each bucket is sent as a message."""
-        self._changed = False
         if self.config.lora_config is not None:
             raise EngineError(
                 "this vLLM was started with enable_lora=True, which renames its weights, and takes adapters alone "
@@ -325,9 +324,6 @@ class VLLMEngine(Engine):
             raise
         self.llm.reset_prefix_cache()  # it was computed with the old weights
         return found
-
-    def _refit_changed(self) -> bool:
-        return self._changed
 
     def module_calls(self, tokens: Tokens, *, decode_last: bool = False) -> dict[str, ModuleCall]:
         """See `Engine.module_calls`. With `decode_last`, the last token must be the one greedy decoding takes."""

@@ -169,7 +169,12 @@ class WorkerEngine(Engine):
             for bucket in sent:
                 save_file({name: tensor.detach().cpu().clone().contiguous() for name, tensor in bucket}, file)
                 found |= self.worker.ask({"call": "receive", "file": str(file), "digests": digests})["digests"]
-        unwritten = self.worker.ask({"call": "apply"})["unwritten"]
+        self._changed = True  # if the call is interrupted, the worker takes them all the same
+        try:
+            unwritten = self.worker.ask({"call": "apply"})["unwritten"]
+        except EngineError:
+            self._changed = False
+            raise
         return {"digests": found, "unwritten": unwritten, "stale_buffers": []}
 
     def close(self) -> None:
