@@ -44,3 +44,11 @@ def digested(tensors: Iterable[NamedTensor], digests: dict[str, str]) -> Iterato
     for name, tensor in tensors:
         digests[name] = tensor_digest(tensor)
         yield name, tensor
+
+
+def tied_apart(name: str, source: str) -> str:
+    """The message about a tensor that differs from the one that the engine's configuration ties it to."""
+    return (
+        f"{name} differs from {source}, and the engine's configuration ties them (tie_word_embeddings), so it has one "
+        "tensor for both: start the engine on a checkpoint that the untied model saved, with tie_word_embeddings=false"
+    )

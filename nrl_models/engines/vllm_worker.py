@@ -17,6 +17,7 @@ from nrl_models.engines.digests import digested
 from nrl_models.engines.engine_types import ModuleCall, NamedTensor
 from nrl_models.engines.transfer.reload import WeightReload
 from nrl_models.engines.vllm_images import ImageWorker
+from nrl_models.engines.vllm_lora import adapter_modules
 from nrl_models.logprobs.sampling import Sampling, processed
 
 
@@ -34,6 +35,15 @@ class ConsistencyWorker(ImageWorker):
     def nrl_seed(self, seed: int) -> None:
         """Seed the random numbers of requests that have none of their own."""
         torch.manual_seed(seed)
+
+    def nrl_recover(self) -> None:
+        """Forget a step that an exception interrupted between the model and the sampler."""
+        if getattr(self.model_runner, "execute_model_state", None) is not None:
+            self.model_runner.execute_model_state = None
+
+    def nrl_adapter(self, number: int) -> dict[str, list[str]]:
+        """See `adapter_modules`."""
+        return adapter_modules(self.model_runner.lora_manager._adapter_manager, number)
 
     # Scores of given tokens under any sampling
 
@@ -71,6 +81,7 @@ class ConsistencyWorker(ImageWorker):
         """Make the new weights take effect; returns what was written and what was not."""
         assert self._nrl_reload is not None
         left = self._nrl_reload.finish()
+        self._nrl_reload.clean_cache(self.vllm_config)
         self._nrl_reload = None
         for reset in ("reset_lora_state", "reset_encoder_cache", "reset_mm_cache"):
             if hasattr(self.model_runner, reset):

@@ -37,7 +37,11 @@ class Sampling:
     def __post_init__(self) -> None:
         for name, expected, in_range in (
             ("temperature", "a number of at least 0", lambda value: 0.0 <= value < float("inf")),
-            ("top_k", "a whole number: 0 (all tokens) or more", lambda value: isinstance(value, Integral) and value >= 0),
+            (
+                "top_k",
+                "a whole number: 0 (all tokens) or more",
+                lambda value: isinstance(value, Integral) and value >= 0,
+            ),
             ("top_p", "a number above 0, at most 1", lambda value: 0.0 < value <= 1.0),
         ):
             value = getattr(self, name)

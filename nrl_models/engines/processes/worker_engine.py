@@ -23,6 +23,7 @@ from nrl_models.engines.base import Engine, require_lengths, require_number
 from nrl_models.engines.engine_types import Capabilities, NamedTensor, Sample, Tokens
 from nrl_models.engines.processes.worker_process import WorkerProcess
 from nrl_models.errors import EngineError
+from nrl_models.inputs.tokenizers import end_tokens
 from nrl_models.loading.read_config import read_config
 from nrl_models.logprobs.sampling import Sampling
 
@@ -100,9 +101,7 @@ class WorkerEngine(Engine):
                     "seed": seed,
                 }
             )
-            end = getattr(config.get_text_config(decoder=True), "eos_token_id", None)
-            ends = [] if end is None else end if isinstance(end, list) else [end]
-            return cls(worker, described, max_length or model_limit(config), ends)
+            return cls(worker, described, max_length or model_limit(config), end_tokens(folder))
         except BaseException:
             worker.close()
             raise

@@ -42,7 +42,7 @@ class Model(WorkerModel):
     def logits(self, tokens: list[int]) -> torch.Tensor:
         if tokens[0] == SLOW_TOKEN:
             time.sleep(DELAY)
-        return (self.weights["head"] + self.weights["gate"])[tokens]
+        return self.weights["head"][tokens] + self.weights["gate"][tokens]
 
     def decoding(self) -> Step:
         return lambda new: torch.stack([self.logits(row)[-1] for row in new])
