@@ -58,7 +58,13 @@ NEUTRAL = {
 or from its own defaults."""
 
 INVALID = {"top_p": 2.0, "top_k": -7, "min_p": 2.0, "repetition_penalty": -1.0}
-"""Values that a server rejects if it reads the parameter."""
+"""Values that a server rejects if it reads the parameter and checks it."""
+
+PROBE_TOKENS = 16
+"""Tokens that show how a server samples."""
+
+PROBE_TOLERANCE = 0.03
+"""Nats, in the mean of a probe's tokens, between the log-probabilities of sampling and those of a prefill."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,22 +224,35 @@ class HTTPEngine(Engine):
         return samples
 
     def _require_overrides(self, prompts: Sequence[Tokens]) -> None:
-        """Require that the server reads the parameters that the checkpoint's generation_config.json sets.
+        """Require that the checkpoint's generation_config.json does not change how the server samples.
 
-        A server that accepts an invalid value does not read the parameter, so the file's value may apply.
+        A server that accepts an invalid value of a parameter does not read it, or does not check it. Its
+        log-probabilities of what it samples, compared with its scores, show which.
         """
-        for name in list(self._unproven) if prompts else ():
-            body = {"model": self.model, "prompt": [list(prompts[0][:1])], "max_tokens": 1, "temperature": 1.0}
-            answer = self._asked("POST", "/v1/completions", body | {name: INVALID[name]})
-            if answer.status < 300:
-                raise EngineError(
-                    f"{self.address} accepts {name}={INVALID[name]}, so it does not read `{name}`, and the checkpoint's "
-                    f"generation_config.json sets {name}={self._unproven[name]}: its tokens may be of another "
-                    "distribution than their log-probabilities. Start the server without that file's defaults (vLLM: "
-                    "--generation-config vllm), and remove the key from the file"
-                )
-            if answer.status in (400, 422):
-                del self._unproven[name]
+        if not self._unproven or not prompts:
+            return
+        prompt = list(prompts[0][:PROBE_TOKENS])
+        body = {"model": self.model, "prompt": [prompt], "max_tokens": 1, "temperature": 1.0}
+        asked = {name: self._asked("POST", "/v1/completions", body | {name: INVALID[name]}) for name in self._unproven}
+        accepted = [name for name, answer in asked.items() if answer.status < 300]
+        defaults, self._unproven = self._unproven, {}
+        if not accepted:
+            return
+        try:
+            (sample,) = self._generate([prompt], Sampling(), max_new_tokens=PROBE_TOKENS, seed=0, ignore_end=True)
+            scores = self.score([sample.sequence], Sampling())[0][len(prompt) :]
+            differences = [abs(one - other) for one, other in zip(sample.logprobs, scores, strict=True)]
+        except BaseException:
+            self._unproven = defaults
+            raise
+        if not sum(differences) <= PROBE_TOLERANCE * len(differences):
+            self._unproven = defaults
+            settings = ", ".join(f"{name}={defaults[name]}" for name in accepted)
+            raise EngineError(
+                f"{self.address} does not read {', '.join(accepted)}, and the checkpoint's generation_config.json sets "
+                f"{settings}: it samples from another distribution than was requested. Start the server without that "
+                "file's defaults (vLLM: --generation-config vllm), or remove them from the file"
+            )
 
     def score(self, sequences: Sequence[Tokens], sampling: Sampling, *, last: int | None = None) -> list[list[float]]:
         """See `Engine.score`: with `prompt_logprobs` if the server gives them, else with `echo`."""
