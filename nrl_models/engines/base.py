@@ -261,6 +261,14 @@ class Engine(AbstractContextManager["Engine"]):
         """Whether the `_refit` that has just failed changed a weight, or may have."""
         return self._changed
 
+    def note_weights(self) -> bool:
+        """Note the weights that the engine holds, for `unchanged_weights`. Return False if they cannot be read."""
+        return False
+
+    def unchanged_weights(self) -> list[str]:
+        """Names of weights that a refit wrote, and that are in whole or in part as they were when they were noted."""
+        return []
+
     def module_calls(self, tokens: Tokens, *, decode_last: bool = False) -> dict[str, ModuleCall]:
         """Inputs and outputs of each module, by module name, for one sequence.
 

@@ -26,7 +26,7 @@ from nrl_models.common.state_dict.mtp import MTPNames
 from nrl_models.common.upstream import cache_in, cache_input
 from nrl_models.common.views.view import HFTensor
 from nrl_models.engines.base import Engine, require_lengths, require_number
-from nrl_models.engines.digests import tensor_digest, tied_apart
+from nrl_models.engines.digests import HeldWeights, tensor_digest, tied_apart
 from nrl_models.engines.engine_types import (
     AT_PLACEHOLDER,
     LOGITS,
@@ -289,6 +289,15 @@ class HFEngine(Engine):
             "unwritten": [name for name, parameter in missing.items() if parameter not in buffers],
             "stale_buffers": [name for name, parameter in missing.items() if parameter in buffers],
         }
+
+    def note_weights(self) -> bool:
+        """See `Engine.note_weights`."""
+        self._held = HeldWeights(self.model.state_dict())
+        return True
+
+    def unchanged_weights(self) -> list[str]:
+        """See `Engine.unchanged_weights`."""
+        return self._held.unchanged(self.model.state_dict())
 
     @torch.no_grad()
     def module_calls(self, tokens: Tokens, *, decode_last: bool = False) -> dict[str, ModuleCall]:

@@ -314,6 +314,20 @@ class HTTPEngine(Engine):
         # It has the new weights, and may go on with what it computed with the old ones, or be paused.
         return self._sender.in_doubt or not self._settled
 
+    def note_weights(self) -> bool:
+        """See `Engine.note_weights`; a server's checksums are of whole tensors."""
+        try:
+            self._held = self._client.checksums()
+        except EngineError:
+            self._held = {}
+        return bool(self._held)
+
+    def unchanged_weights(self) -> list[str]:
+        """See `Engine.unchanged_weights`."""
+        before, now = self._held, self._client.checksums()
+        same = [name.rpartition(":")[2] for name, checksum in now.items() if before.get(name) == checksum]
+        return [name for name in same if not name.rpartition(".")[2].startswith("_")]  # which no checkpoint has
+
     # What the server answers
 
     def _served(self) -> dict[str, int | None]:

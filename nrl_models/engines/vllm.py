@@ -345,6 +345,14 @@ class VLLMEngine(Engine):
         self.llm.reset_prefix_cache()  # it was computed with the old weights
         return found
 
+    def note_weights(self) -> bool:
+        """See `Engine.note_weights`."""
+        return bool(self._call("nrl_note_weights"))
+
+    def unchanged_weights(self) -> list[str]:
+        """See `Engine.unchanged_weights`."""
+        return list(self._call("nrl_unchanged_weights"))
+
     def module_calls(self, tokens: Tokens, *, decode_last: bool = False) -> dict[str, ModuleCall]:
         """See `Engine.module_calls`. With `decode_last`, the last token must be the one greedy decoding takes."""
         if not self.capabilities().modules:

@@ -13,7 +13,7 @@ import safetensors.torch
 import torch
 
 from nrl_models.common.recording import record_calls
-from nrl_models.engines.digests import digested
+from nrl_models.engines.digests import HeldWeights, digested
 from nrl_models.engines.engine_types import ModuleCall, NamedTensor
 from nrl_models.engines.transfer.reload import WeightReload
 from nrl_models.engines.vllm_images import ImageWorker
@@ -81,6 +81,7 @@ class ConsistencyWorker(ImageWorker):
         """Make the new weights take effect; returns what was written and what was not."""
         assert self._nrl_reload is not None
         left = self._nrl_reload.finish()
+        self._nrl_written = self._nrl_reload.written
         self._nrl_reload.clean_cache(self.vllm_config)
         self._nrl_reload = None
         for reset in ("reset_lora_state", "reset_encoder_cache", "reset_mm_cache"):
@@ -92,6 +93,20 @@ class ConsistencyWorker(ImageWorker):
         """End a refit that failed; returns whether some layers have new weights now (the others have the old ones)."""
         reload, self._nrl_reload = getattr(self, "_nrl_reload", None), None
         return reload.abandon() if reload is not None else True
+
+    def nrl_note_weights(self) -> bool:
+        """Note the weights that the last refit wrote; returns whether there are some."""
+        held = self._nrl_held_weights()
+        self._nrl_held = HeldWeights(held)
+        return bool(held)
+
+    def nrl_unchanged_weights(self) -> list[str]:
+        """Those that are in part as they were when they were noted."""
+        return self._nrl_held.unchanged(self._nrl_held_weights())
+
+    def _nrl_held_weights(self) -> dict[str, torch.Tensor]:
+        written = getattr(self, "_nrl_written", frozenset())
+        return {name: tensor for name, tensor in self.nrl_model().state_dict().items() if name in written}
 
     # Modules
 

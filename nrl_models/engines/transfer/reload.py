@@ -134,6 +134,11 @@ class WeightReload:
         if self._head is not None and self._head[1] not in self._embeddings:
             raise EngineError(tied_apart(self._head[0], listed(self._embeddings.values()) or "the embeddings"))
 
+    @property
+    def written(self) -> frozenset[str]:
+        """The model's tensors that its loader wrote, by the engine's names."""
+        return frozenset(self._loaded)
+
     def lacking(self) -> dict[str, str]:
         """Parameters of which some elements were given so far and others not, each with what it lacks.
 
