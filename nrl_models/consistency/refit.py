@@ -206,6 +206,7 @@ class RefitChecker:
         self._sent: dict[str, str] = {}
         self.not_observable: tuple[str, ...] = ()
         self._is_noted = False
+        self._old: dict[str, torch.Tensor] = {}
 
     @property
     def threshold(self) -> float:
@@ -243,6 +244,8 @@ class RefitChecker:
         report = self.meter.engine.refit(change(digested(exported, sent)), bucket_bytes=bucket_bytes, partial=True)
         problems = (*self._problems(report, sent, adapter.export_plan()), *self._stale())
         after = self.meter.measure(self.cell)
+        self.not_observable = tuple(self._unseen(after))
+        self._is_noted, self._old = False, {}
         result = CellResult(self.cell, (after,), self.threshold, self.meter.settings.noise_factor)
         if not result.passed or problems:
             result = replace(result, verdict=self._judge(after))
@@ -282,44 +285,63 @@ class RefitChecker:
             if moved >= MIN_CHANGE:
                 break
         _move_all(weights, old, settings.seed)
-        unseen = self._enlarge(weights, old, scores)
-        integers = [name for name, _, dtype in model.state_dict_adapter.export_plan() if not dtype.is_floating_point]
-        self.not_observable = tuple(integers if self._is_noted else [*integers, *unseen])
+        self._enlarge(weights, old, scores)
+        self._old = old
         return moved
 
     @torch.no_grad()
     def _enlarge(
         self, weights: Mapping[str, torch.Tensor], old: Mapping[str, torch.Tensor], scores: Callable[[], torch.Tensor]
-    ) -> list[str]:
-        """Enlarge the steps of tensors that could be stale without being found; returns those that still could."""
-        needed = 1.0 + MARGIN * (self.threshold - 1.0)
-        started, now, unseen = time.monotonic(), scores(), []
+    ) -> None:
+        """Enlarge the steps of tensors that could be stale without being found, where a larger step is found."""
+        needed, started, now = 1.0 + MARGIN * (self.threshold - 1.0), time.monotonic(), scores()
         for name, tensor in weights.items():
-            new = tensor.clone()
-            seen = False
+            new, current = tensor.clone(), now
             for factor in LARGER_MOVES:
                 if time.monotonic() - started > OBSERVING_SECONDS:
-                    break
+                    return
                 if factor > 1.0:
                     tensor.copy_(old[name] + factor * (new - old[name]))
                     now = scores()
-                larger = tensor.clone()
-                tensor.copy_(old[name])
-                effect = _error(scores(), now)
-                tensor.copy_(larger)
-                if seen := effect > needed:
+                if self._effect(tensor, old[name], now, scores) > needed:
                     break
-            if not seen:
-                unseen.append(name)
+            else:
                 tensor.copy_(new)
-                now = scores()
-        return unseen
+                now = current
+
+    @torch.no_grad()
+    def _unseen(self, after: Measurement) -> Iterable[str]:
+        """Tensors that could be stale without an effect above the bound on the tokens that are compared."""
+        model, old = self.meter.trainer.model, self._old
+        yield from (name for name, _, dtype in model.state_dict_adapter.export_plan() if not dtype.is_floating_point)
+        if self._is_noted or not old:
+            return
+        needed, started = 1.0 + 2.0 * (self.threshold - 1.0), time.monotonic()
+        generated, sampling = after.decode.shape[1], self.meter.settings.sampling_of(self.cell)
+
+        def scores() -> torch.Tensor:
+            return final_scores(self.meter.trainer, after.tokens, generated, sampling)
+
+        for name, tensor in _weights(model).items():
+            is_late = time.monotonic() - started > OBSERVING_SECONDS
+            if is_late or not self._effect(tensor, old[name], after.trainer, scores) > needed:
+                yield name
+
+    @staticmethod
+    def _effect(
+        tensor: torch.Tensor, old: torch.Tensor, now: torch.Tensor, scores: Callable[[], torch.Tensor]
+    ) -> float:
+        """`token_mult_prob_error` of the trainer with a tensor that is as it was."""
+        new = tensor.clone()
+        tensor.copy_(old)
+        effect = _error(scores(), now)
+        tensor.copy_(new)
+        return effect
 
     def _stale(self) -> Iterable[str]:
         """What the engine holds as it was before the training step, which moved everything."""
         if self._is_noted and (names := self.meter.engine.unchanged_weights()):
             yield f"weights of the engine did not change: {listed(names)}"
-        self._is_noted = False
 
     def _problems(
         self, report: RefitReport, sent: dict[str, str], plan: list[tuple[str, tuple[int, ...], torch.dtype]]

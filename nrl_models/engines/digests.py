@@ -63,9 +63,10 @@ class HeldWeights:
         found = []
         for name, before in self._rows.items():
             now = _row_numbers(tensors[name])
-            same = int(((now == before) & (now != 0)).sum())
+            rows = (now != 0) | (before != 0)
+            same, count = int((rows & (now == before)).sum()), int(rows.sum())
             if same:
-                found.append(f"{name} ({same:,} of {len(now):,} rows)" if same < len(now) else name)
+                found.append(f"{name} ({same:,} of {count:,} rows)" if same < count else name)
         return found
 
 
