@@ -140,11 +140,10 @@ def check_refit(
     length, longest = settings.cells()[0].length, longest_sequence(path, engine)
     if longest is not None and length > longest:
         raise ConsistencyError(f"a length of {length:,} is asked for: with this model and engine, {longest:,} at most")
-    own = {"dtype": dtype, "load_format": "dummy", "seed": settings.seed + 1}
-    own["max_length"] = length + room_to_score(engine)
-    switch = rope_switch(read_config(resolve_folder(path)))
-    if switch is not None and longest is not None and own["max_length"] <= switch <= longest:
-        own["max_length"] = switch + 1  # as rollouts start it, unless they ask for less
+    max_length, switch = length + room_to_score(engine), rope_switch(read_config(resolve_folder(path)))
+    if switch is not None and longest is not None and max_length <= switch <= longest:
+        max_length = switch + 1  # as rollouts start it, unless they ask for less
+    own = {"dtype": dtype, "load_format": "dummy", "seed": settings.seed + 1, "max_length": max_length}
     keywords = engine_keywords(engine_options, **own)
     note("loading the trainer")
     model = auto_class_for(path).from_pretrained(path, dtype=trainer_dtype or dtype or "auto", device=device)

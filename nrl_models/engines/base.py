@@ -57,6 +57,7 @@ class Engine(AbstractContextManager["Engine"]):
     _lock: RLock
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Give the engine its lock: subclasses need not call `super().__init__`."""
         engine = super().__new__(cls)
         engine._lock = RLock()
         return engine

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 Tokens = Sequence[int]
 NamedTensor = tuple[str, torch.Tensor]
 
-VLLM_TEMPERATURES = {"min_temperature": 0.01, "max_temperature": 2.0}
-"""Temperatures of vLLM's samplers: lower ones are raised to 0.01, higher ones rejected."""
+VLLM_TEMPERATURES = 0.01, 2.0
+"""Lowest and highest temperature of vLLM's samplers: lower ones are raised to 0.01, higher ones rejected."""
 
 LOGITS = "logits"
 """The name under which `Engine.module_calls` has the model's last hidden states and its logits."""

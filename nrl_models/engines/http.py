@@ -176,7 +176,8 @@ class HTTPEngine(Engine):
     def capabilities(self) -> Capabilities:
         """Generation, scores at temperature 1, and new weights (if its server does); no access to the process."""
         return Capabilities(
-            **VLLM_TEMPERATURES,
+            min_temperature=VLLM_TEMPERATURES[0],
+            max_temperature=VLLM_TEMPERATURES[1],
             processed_scores=False,
             refit=True,
             max_length=self.max_length,

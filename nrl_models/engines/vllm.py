@@ -174,7 +174,8 @@ class VLLMEngine(Engine):
         """All of them; modules only in this process, scores and new weights only without `enable_lora`."""
         model = self.config.model_config
         return Capabilities(
-            **VLLM_TEMPERATURES,
+            min_temperature=VLLM_TEMPERATURES[0],
+            max_temperature=VLLM_TEMPERATURES[1],
             score=self.config.lora_config is None,
             processed_scores=self.config.lora_config is None,
             refit=self.config.lora_config is None,

@@ -105,7 +105,7 @@ class ConsistencyWorker(ImageWorker):
         return self._nrl_held.unchanged(self._nrl_held_weights())
 
     def _nrl_held_weights(self) -> dict[str, torch.Tensor]:
-        written = getattr(self, "_nrl_written", frozenset())
+        written: frozenset[str] = getattr(self, "_nrl_written", frozenset())
         return {name: tensor for name, tensor in self.nrl_model().state_dict().items() if name in written}
 
     # Modules

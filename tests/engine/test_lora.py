@@ -117,7 +117,8 @@ def foreign_prefix(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def foreign_layer(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """A layer that the engine lacks, with the matrices of one that it has."""
-    more = {name.replace("layers.1.", "layers.7."): tensor.clone() for name, tensor in tensors.items() if "layers.1." in name}
+    layer = {name: tensor for name, tensor in tensors.items() if "layers.1." in name}
+    more = {name.replace("layers.1.", "layers.7."): tensor.clone() for name, tensor in layer.items()}
     return tensors | more
 
 

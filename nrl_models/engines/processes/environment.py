@@ -96,7 +96,8 @@ class EnvironmentEngine(Engine):
     def capabilities(self) -> Capabilities:
         """Generation, and scores at temperature 1; nothing that needs access to the process."""
         return Capabilities(
-            **VLLM_TEMPERATURES,
+            min_temperature=VLLM_TEMPERATURES[0],
+            max_temperature=VLLM_TEMPERATURES[1],
             processed_scores=False,
             prefix_caching=self.described["prefix_caching"],
             max_length=self.described["max_model_len"],

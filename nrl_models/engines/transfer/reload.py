@@ -147,7 +147,7 @@ class WeightReload:
         last, self._last = self._last, []
         if last:
             self._load(last)
-        lacking = {}
+        lacking: dict[str, str] = {}
         for name, module in self.model.named_modules():
             info = _info(module)
             if info.can_load() and 0 < info.load_numel < (info.load_numel_total or 0):

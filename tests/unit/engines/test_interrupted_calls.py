@@ -116,7 +116,7 @@ def test_refit_interrupted_while_the_worker_applies_it_is_in_doubt(
 def test_weights_that_are_not_finite_are_not_sent(worker: BigramEngine, prompts: list[list[int]], value: float) -> None:
     broken = table(1)
     broken["gate"][3, 4] = value
-    with pytest.raises(EngineError, match="gate has . NaN and . infinite values of 262,144") as raised:
+    with pytest.raises(EngineError, match=r"gate has . NaN and . infinite values of 262,144") as raised:
         worker.refit(broken.items())
     assert not isinstance(raised.value, MixedWeightsError)
     check(worker, prompts)

@@ -77,7 +77,7 @@ class Ranged(Engine):
     name = "ranged"
 
     def capabilities(self) -> Capabilities:
-        return Capabilities(**VLLM_TEMPERATURES)
+        return Capabilities(min_temperature=VLLM_TEMPERATURES[0], max_temperature=VLLM_TEMPERATURES[1])
 
     def _generate(self, *_: Any, **__: Any) -> Any:
         raise AssertionError("called")
@@ -89,8 +89,9 @@ def test_temperature_out_of_the_range_of_vllm_raises(temperature: float, checkpo
     with pytest.raises(EngineError, match=message):
         Ranged().generate([[1, 2]], Sampling(temperature), max_new_tokens=1)
     with serving(HFEngine.start(checkpoint, dtype=torch.float32)) as (address, _):
+        engine = start_engine(address, checkpoint)
         with pytest.raises(EngineError, match=message):
-            start_engine(address, checkpoint).generate([[1, 2]], Sampling(temperature), max_new_tokens=1)
+            engine.generate([[1, 2]], Sampling(temperature), max_new_tokens=1)
 
 
 def test_low_temperature_of_transformers_is_exact(engine: HFEngine, prompts: list[list[int]]) -> None:
