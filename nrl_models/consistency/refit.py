@@ -204,7 +204,7 @@ class RefitChecker:
         self._previous: dict[str, torch.Tensor] | None = None
         self._sent: dict[str, str] = {}
         self.not_observable: tuple[str, ...] = ()
-        self._is_noted = False
+        self._is_readable = False
         self._old: dict[str, torch.Tensor] = {}
 
     @property
@@ -244,7 +244,7 @@ class RefitChecker:
         problems = (*self._problems(report, sent, adapter.export_plan()), *self._stale())
         after = self.meter.measure(self.cell)
         self.not_observable = tuple(self._unseen(after))
-        self._is_noted, self._old = False, {}
+        self._is_readable, self._old = False, {}
         result = CellResult(self.cell, (after,), self.threshold, self.meter.settings.noise_factor)
         if not result.passed or problems:
             result = replace(result, verdict=self._judge(after))
@@ -263,7 +263,7 @@ class RefitChecker:
         model, tokens = trainer.model, self.meter.prompts.make(self.cell, self.cell.length, settings.seed + 7)
         before = self.meter.measure(self.cell)
         generated, sampling = before.decode.shape[1], settings.sampling_of(self.cell)
-        self._is_noted = self.meter.engine.note_weights()
+        self._is_readable = self.meter.engine.note_weights()
         weights = _weights(model)
         old = {name: tensor.clone() for name, tensor in weights.items()}
 
@@ -313,7 +313,7 @@ class RefitChecker:
         """Tensors that could be stale without an effect above the bound on the tokens that are compared."""
         model, old = self.meter.trainer.model, self._old
         yield from (name for name, _, dtype in model.state_dict_adapter.export_plan() if not dtype.is_floating_point)
-        if self._is_noted or not old:
+        if self._is_readable or not old:
             return
         needed, started = 1.0 + 2.0 * (self.threshold - 1.0), time.monotonic()
         generated, sampling = after.decode.shape[1], self.meter.settings.sampling_of(self.cell)
@@ -339,7 +339,7 @@ class RefitChecker:
 
     def _stale(self) -> Iterable[str]:
         """What the engine holds as it was before the training step, which moved everything."""
-        if self._is_noted and (names := self.meter.engine.unchanged_weights()):
+        if self._old and (names := self.meter.engine.unchanged_weights()):
             yield f"weights of the engine did not change: {listed(names)}"
 
     def _problems(

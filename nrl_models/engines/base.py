@@ -263,7 +263,7 @@ class Engine(AbstractContextManager["Engine"]):
         return self._changed
 
     def note_weights(self) -> bool:
-        """Note the weights that the engine holds, for `unchanged_weights`. Return False if they cannot be read."""
+        """Note the weights that the engine holds, for `unchanged_weights`. Return False if some cannot be read."""
         return False
 
     def unchanged_weights(self) -> list[str]:

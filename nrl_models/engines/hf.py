@@ -73,6 +73,8 @@ class HFEngine(Engine):
         max_length: tokens of a sequence at most; by default what the configuration says.
     """
 
+    _held = HeldWeights({})
+
     def __init__(self, model: Any, name: str = "hf-generate", max_length: int | None = None) -> None:
         self.model, self.name = model, name
         self.max_length = max_length or model_limit(model.config)

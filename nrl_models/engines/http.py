@@ -8,6 +8,7 @@ to be a vLLM on this machine, with `VLLM_SERVER_DEV_MODE=1` and `--weight-transf
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -59,6 +60,9 @@ or from its own defaults."""
 
 INVALID = {"top_p": 2.0, "top_k": -7, "min_p": 2.0, "repetition_penalty": -1.0}
 """Values that a server rejects if it reads the parameter and checks it."""
+
+EMPTY = hashlib.sha256().hexdigest()
+"""A server's checksum of a parameter that it has packed for its kernels."""
 
 PROBE_TOKENS = 16
 """Tokens that show how a server samples."""
@@ -131,6 +135,7 @@ class HTTPEngine(Engine):
         self._client = ServerClient(self._request, self._checked)
         self._sender = Sender(self._client, deltas=deltas)
         self._settled = True
+        self._held: dict[str, str] = {}
         served = self._served()
         if model is None and len(served) == 1:
             model = next(iter(served))
@@ -319,15 +324,16 @@ class HTTPEngine(Engine):
         """See `Engine.note_weights`; a server's checksums are of whole tensors."""
         try:
             self._held = self._client.checksums()
-        except EngineError:
+        except EngineError:  # a server without this route
             self._held = {}
-        return bool(self._held)
+        return bool(self._held) and EMPTY not in self._held.values()
 
     def unchanged_weights(self) -> list[str]:
         """See `Engine.unchanged_weights`."""
-        before, now = self._held, self._client.checksums()
-        same = [name.rpartition(":")[2] for name, checksum in now.items() if before.get(name) == checksum]
-        return [name for name in same if not name.rpartition(".")[2].startswith("_")]  # which no checkpoint has
+        now = self._client.checksums() if self._held else {}
+        same = [name for name, checksum in now.items() if self._held.get(name) == checksum != EMPTY]
+        names = [name.rpartition(":")[2] for name in same]  # without the worker's ranks
+        return [name for name in names if not name.rpartition(".")[2].startswith("_")]  # which no checkpoint has
 
     # What the server answers
 

@@ -95,18 +95,22 @@ class ConsistencyWorker(ImageWorker):
         return reload.abandon() if reload is not None else True
 
     def nrl_note_weights(self) -> bool:
-        """Note the weights that the last refit wrote; returns whether there are some."""
+        """Note the weights that the last refit wrote; returns whether all of them can be read.
+
+        On a CPU, vLLM packs the weights of linears for its kernels, and leaves empty parameters.
+        """
+        self._nrl_noted: frozenset[str] = getattr(self, "_nrl_written", frozenset())
         held = self._nrl_held_weights()
         self._nrl_held = HeldWeights(held)
-        return bool(held)
+        return bool(held) and all(tensor.numel() for tensor in held.values())
 
     def nrl_unchanged_weights(self) -> list[str]:
         """Those that are in part as they were when they were noted."""
         return self._nrl_held.unchanged(self._nrl_held_weights())
 
     def _nrl_held_weights(self) -> dict[str, torch.Tensor]:
-        written: frozenset[str] = getattr(self, "_nrl_written", frozenset())
-        return {name: tensor for name, tensor in self.nrl_model().state_dict().items() if name in written}
+        tensors = self.nrl_model().state_dict()
+        return {name: tensors[name] for name in self._nrl_noted & tensors.keys()}
 
     # Modules
 

@@ -35,18 +35,12 @@ class Sampling:
     top_p: float = 1.0
 
     def __post_init__(self) -> None:
-        for name, expected, in_range in (
-            ("temperature", "a number of at least 0", lambda value: 0.0 <= value < float("inf")),
-            (
-                "top_k",
-                "a whole number: 0 (all tokens) or more",
-                lambda value: isinstance(value, Integral) and value >= 0,
-            ),
-            ("top_p", "a number above 0, at most 1", lambda value: 0.0 < value <= 1.0),
-        ):
-            value = getattr(self, name)
-            if not isinstance(value, Real) or not in_range(value):
-                raise SamplingError(f"{name}={shown(value)}: expected {expected}")
+        if not isinstance(self.temperature, Real) or not 0.0 <= float(self.temperature) < float("inf"):
+            raise SamplingError(f"temperature={shown(self.temperature)}: expected a number of at least 0")
+        if not isinstance(self.top_k, Integral) or int(self.top_k) < 0:
+            raise SamplingError(f"top_k={shown(self.top_k)}: expected a whole number: 0 (all tokens) or more")
+        if not isinstance(self.top_p, Real) or not 0.0 < float(self.top_p) <= 1.0:
+            raise SamplingError(f"top_p={shown(self.top_p)}: expected a number above 0, at most 1")
 
     @property
     def greedy(self) -> bool:

@@ -34,6 +34,9 @@ class Unreadable(HFEngine):
     def note_weights(self) -> bool:
         return False
 
+    def unchanged_weights(self) -> list[str]:
+        return []
+
 
 SMALL = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 128}
 SMALL |= {"use_qk_norm": True, "n_routed_experts": 4, "moe_intermediate_size": 32, "first_k_dense_replace": 1}
