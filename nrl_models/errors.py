@@ -245,5 +245,9 @@ class MixedWeightsError(EngineError):
     """An inference engine has parts of two versions of the weights: it answers nothing until it is refitted whole."""
 
 
+class SamplingError(NRLModelsError, ValueError):
+    """A sampling parameter has the wrong type or is out of range."""
+
+
 class ConsistencyError(NRLModelsError, ValueError):
     """A consistency check cannot run as requested: lengths, tokens, text or earlier results do not fit."""

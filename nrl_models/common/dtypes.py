@@ -45,3 +45,28 @@ def kept_dtypes(model: nn.Module, dtype: torch.dtype) -> Callable[[str], torch.d
         return plan[by_group[str(found.lastgroup)]] if found else None
 
     return kept
+
+
+def same_kind(sent: torch.dtype, held: torch.dtype) -> bool:
+    """Return True if a tensor of one dtype can stand for the same weights in another.
+
+    Floating-point dtypes of at least 16 bits can, and so can integers. Narrower ones are quantized: their values mean
+    nothing without a scale, but for powers of two (`float8_e8m0fnu`), which are scales.
+    """
+    if sent == held:
+        return True
+    if sent.is_floating_point and held.is_floating_point:
+        return held.itemsize > 1 and (sent.itemsize > 1 or sent == getattr(torch, "float8_e8m0fnu", None))
+    return _is_integer(sent) and _is_integer(held)
+
+
+def wrong_kind(name: str, sent: torch.dtype, held: torch.dtype) -> str:
+    """The message about a tensor whose dtype is not of the same kind as the engine's."""
+    return (
+        f"{name} was sent as {dtype_name(sent)}, and the engine holds {dtype_name(held)} there: send it as "
+        f"{dtype_name(held)}" + (", or in another floating-point dtype" if held.is_floating_point else "")
+    )
+
+
+def _is_integer(dtype: torch.dtype) -> bool:
+    return not dtype.is_floating_point and not dtype.is_complex and dtype != torch.bool

@@ -7,12 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from nrl_models.common.checkpoint.local_path import is_gguf
-from nrl_models.common.gguf import gguf_tables
 from nrl_models.consistency.cells import Cell, Data
 from nrl_models.errors import ConsistencyError
 from nrl_models.inputs.model_inputs import FIRST_TEXT_TOKEN
 from nrl_models.inputs.real_text import text_of_this_machine
+from nrl_models.inputs.tokenizers import load_tokenizer
 
 
 class Prompts:
@@ -124,22 +123,3 @@ class Prompts:
         """The special tokens that the tokenizer puts before a text."""
         plain, marked = self._tokenized("a", add_special_tokens=False), self._tokenized("a")
         return marked[: max(0, len(marked) - len(plain))] if marked[-len(plain) :] == plain else []
-
-
-def load_tokenizer(path: str | Path) -> Any | None:
-    """The tokenizer in a checkpoint's directory or GGUF file; None if there is none.
-
-    Raises:
-        ConsistencyError: the tokenizer does not load.
-    """
-    from transformers import AutoTokenizer
-
-    if is_gguf(path):
-        return gguf_tables.load_tokenizer(Path(path))
-    names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
-    if not any((Path(path) / name).is_file() for name in names):
-        return None
-    try:
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-    except Exception as error:  # whatever a tokenizer's code raises
-        raise ConsistencyError(f"the tokenizer in {path} does not load: {type(error).__name__}: {error}") from error

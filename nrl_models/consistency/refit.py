@@ -2,11 +2,18 @@
 
 The first refit shows that every weight the engine needs is sent and written; the second, after a training step, that a
 running engine takes new weights and drops what it computed with the old ones (its caches).
+
+The step moves every element of every floating-point tensor, buffers included. A tensor that did not arrive is found in
+two ways: the engine's own weights, where they can be read, did not change; and log-probabilities differ by more than a
+bound that comes from the first refit's error and the noise floor. The step therefore moves each tensor until the
+trainer's log-probabilities, with that tensor alone as it was, differ by more than the bound.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +24,7 @@ from rich.table import Table
 
 from nrl_models.auto import auto_class_for
 from nrl_models.common.checkpoint.files import resolve_folder
+from nrl_models.common.config.positions import rope_switch
 from nrl_models.common.switches import quirks_off
 from nrl_models.common.trust.servers import require_engine
 from nrl_models.consistency.cells import THRESHOLD, Data, Mode, Settings
@@ -34,6 +42,7 @@ from nrl_models.engines.hf import HFEngine
 from nrl_models.engines.start import engine_keywords, longest_sequence, room_to_score
 from nrl_models.errors import ConsistencyError, EngineError, listed
 from nrl_models.family import FamilyModel
+from nrl_models.loading.read_config import read_config
 from nrl_models.logprobs.metrics import token_mult_prob_error
 from nrl_models.parity.parity_report import Outcome
 
@@ -47,6 +56,27 @@ LEARNING_RATE = 1e-2
 
 MIN_CHANGE = 1.01
 """`token_mult_prob_error` between before and after the training step, at least: less would show nothing."""
+
+RELATIVE_MOVE = 2.0**-6
+"""Of an element's own size, at least: a smaller step may be lost where the engine rounds to bf16."""
+
+FLOOR_FACTOR = 3.0
+"""How many times further from 1 than the first refit's error the second's may be."""
+
+SMALLEST_EXCESS = 1e-5
+"""How far from 1 a bound is at least: two sides in fp32 differ by less, but not always by the same."""
+
+FIRST_BOUND = 1.001
+"""Bound on the first refit's error in fp32, before which nothing was measured; `THRESHOLD` in a lower precision."""
+
+MARGIN = 4.0
+"""How many times further from 1 than the bound a stale tensor's error is made, so that the check finds it."""
+
+LARGER_MOVES = (1.0, 8.0, 64.0)
+"""Factors on a tensor's step, tried one after the other until a stale tensor would be found."""
+
+OBSERVING_SECONDS = 60.0
+"""Time in which the effect of stale tensors is measured, one forward pass for each; the others are listed."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +123,9 @@ def check_refit(
         dtype: the engine's; the checkpoint's by default.
         trainer_dtype: the trainer's; the engine's by default.
         device: where the trainer runs.
-        settings: how to compare: its first cell, its threshold; by default `refit_settings`.
+        settings: how to compare: its first cell, its threshold; by default `refit_settings`. With LongRoPE the engine
+            is started for more tokens than `original_max_position_embeddings`, as for rollouts of the full length:
+            vLLM then uses the long factors for all sequences. The engine's option `max_length` chooses another length.
         bucket_bytes: bytes sent at a time at most; everything at once by default, where that needs no copy.
         engine_options: the engine's own options.
         note: told the name of each step.
@@ -108,8 +140,10 @@ def check_refit(
     length, longest = settings.cells()[0].length, longest_sequence(path, engine)
     if longest is not None and length > longest:
         raise ConsistencyError(f"a length of {length:,} is asked for: with this model and engine, {longest:,} at most")
-    own = {"dtype": dtype, "load_format": "dummy", "seed": settings.seed + 1}
-    own["max_length"] = length + room_to_score(engine)
+    max_length, switch = length + room_to_score(engine), rope_switch(read_config(resolve_folder(path)))
+    if switch is not None and longest is not None and max_length <= switch <= longest:
+        max_length = switch + 1  # as rollouts start it, unless they ask for less
+    own = {"dtype": dtype, "load_format": "dummy", "seed": settings.seed + 1, "max_length": max_length}
     keywords = engine_keywords(engine_options, **own)
     note("loading the trainer")
     model = auto_class_for(path).from_pretrained(path, dtype=trainer_dtype or dtype or "auto", device=device)
@@ -134,7 +168,10 @@ def check_refit(
 def refit_settings(
     path: str | Path, engine: str, length: int | None = None, batch: int = 4, threshold: float = THRESHOLD
 ) -> Settings:
-    """How refits are compared: dummy data, sampled; by default of `LENGTH` tokens, or as many as the model takes."""
+    """How refits are compared: dummy data, sampled; by default of `LENGTH` tokens, or as many as the model takes.
+
+    The threshold is the largest bound; the bound itself comes from what is measured, see `RefitChecker.threshold`.
+    """
     longest = longest_sequence(path, engine)
     length = length or (LENGTH if longest is None else min(LENGTH, longest))
     return Settings((length,), (Data.DUMMY,), (Mode.SAMPLING,), (batch,), threshold=threshold)
@@ -151,6 +188,9 @@ class RefitChecker:
 
     Attributes:
         steps: the refits, in order.
+        not_observable: hub names of tensors that could be stale after the second refit without an effect above the
+            bound: tensors of integers, experts that no token chose, and those that were not tried in time. Where the
+            engine's weights can be read, only those of integers.
     """
 
     path: str
@@ -163,6 +203,21 @@ class RefitChecker:
         self._described = {"engine": self.meter.engine.describe(), "trainer": self.meter.trainer.describe()}
         self._previous: dict[str, torch.Tensor] | None = None
         self._sent: dict[str, str] = {}
+        self.not_observable: tuple[str, ...] = ()
+        self._is_readable = False
+        self._old: dict[str, torch.Tensor] = {}
+
+    @property
+    def threshold(self) -> float:
+        """The bound on the next refit's `token_mult_prob_error`, where the noise floor explains no more.
+
+        It comes from the first refit's error; for that itself, from the precision. The settings' is the largest.
+        """
+        if not self.steps or not self.steps[0].passed:
+            first = FIRST_BOUND if self.meter.noise_dtype.itemsize >= 4 else THRESHOLD
+            return min(self.meter.settings.threshold, first)
+        floor = max(SMALLEST_EXCESS, FLOOR_FACTOR * (self.steps[0].result.worst[1] - 1.0))
+        return min(self.meter.settings.threshold, 1.0 + floor)
 
     def refit(
         self,
@@ -186,10 +241,11 @@ class RefitChecker:
         exported = adapter.iter_export(model, max_bytes=bucket_bytes)
         # What is left unwritten is reported, and the comparison says what it does.
         report = self.meter.engine.refit(change(digested(exported, sent)), bucket_bytes=bucket_bytes, partial=True)
-        problems = tuple(self._problems(report, sent, adapter.export_plan()))
+        problems = (*self._problems(report, sent, adapter.export_plan()), *self._stale())
         after = self.meter.measure(self.cell)
-        settings = self.meter.settings
-        result = CellResult(self.cell, (after,), settings.threshold, settings.noise_factor)
+        self.not_observable = tuple(self._unseen(after))
+        self._is_readable, self._old = False, {}
+        result = CellResult(self.cell, (after,), self.threshold, self.meter.settings.noise_factor)
         if not result.passed or problems:
             result = replace(result, verdict=self._judge(after))
         step = RefitStep(name, report, problems, result, before.metrics[Comparison.DECODE].token_mult_prob_error)
@@ -199,11 +255,21 @@ class RefitChecker:
         return step
 
     def train(self) -> float:
-        """Train a step on new prompts; returns how far it moves the trainer (`token_mult_prob_error`)."""
+        """Train a step on new prompts; returns how far it moves the trainer (`token_mult_prob_error`).
+
+        Every element of every floating-point tensor moves, see the module.
+        """
         trainer, settings = self.meter.trainer, self.meter.settings
         model, tokens = trainer.model, self.meter.prompts.make(self.cell, self.cell.length, settings.seed + 7)
         before = self.meter.measure(self.cell)
         generated, sampling = before.decode.shape[1], settings.sampling_of(self.cell)
+        self._is_readable = self.meter.engine.note_weights()
+        weights = _weights(model)
+        old = {name: tensor.clone() for name, tensor in weights.items()}
+
+        def scores() -> torch.Tensor:
+            return final_scores(trainer, before.tokens, generated, sampling)
+
         for _ in range(5):
             batch = torch.tensor(tokens, device=model.device)
             loss = model(input_ids=batch, labels=batch, use_cache=False).loss
@@ -214,11 +280,67 @@ class RefitChecker:
                         size = parameter.float().std().nan_to_num().clamp(min=1e-3)
                         parameter.add_(parameter.grad.sign() * size.to(parameter.dtype), alpha=-LEARNING_RATE)
                         parameter.grad = None
-            now = final_scores(trainer, before.tokens, generated, sampling)
-            moved = token_mult_prob_error(now, before.trainer, now.isfinite() & before.trainer.isfinite())
+            moved = _error(scores(), before.trainer)
             if moved >= MIN_CHANGE:
                 break
+        _move_all(weights, old, settings.seed)
+        self._enlarge(weights, old, scores)
+        self._old = old
         return moved
+
+    @torch.no_grad()
+    def _enlarge(
+        self, weights: Mapping[str, torch.Tensor], old: Mapping[str, torch.Tensor], scores: Callable[[], torch.Tensor]
+    ) -> None:
+        """Enlarge the steps of tensors that could be stale without being found, where a larger step is found."""
+        needed, started, now = 1.0 + MARGIN * (self.threshold - 1.0), time.monotonic(), scores()
+        for name, tensor in weights.items():
+            new, current = tensor.clone(), now
+            for factor in LARGER_MOVES:
+                if time.monotonic() - started > OBSERVING_SECONDS:
+                    return
+                if factor > 1.0:
+                    tensor.copy_(old[name] + factor * (new - old[name]))
+                    now = scores()
+                if self._effect(tensor, old[name], now, scores) > needed:
+                    break
+            else:
+                tensor.copy_(new)
+                now = current
+
+    @torch.no_grad()
+    def _unseen(self, after: Measurement) -> Iterable[str]:
+        """Tensors that could be stale without an effect above the bound on the tokens that are compared."""
+        model, old = self.meter.trainer.model, self._old
+        yield from (name for name, _, dtype in model.state_dict_adapter.export_plan() if not dtype.is_floating_point)
+        if self._is_readable or not old:
+            return
+        needed, started = 1.0 + 2.0 * (self.threshold - 1.0), time.monotonic()
+        generated, sampling = after.decode.shape[1], self.meter.settings.sampling_of(self.cell)
+
+        def scores() -> torch.Tensor:
+            return final_scores(self.meter.trainer, after.tokens, generated, sampling)
+
+        for name, tensor in _weights(model).items():
+            is_late = time.monotonic() - started > OBSERVING_SECONDS
+            if is_late or not self._effect(tensor, old[name], after.trainer, scores) > needed:
+                yield name
+
+    @staticmethod
+    def _effect(
+        tensor: torch.Tensor, old: torch.Tensor, now: torch.Tensor, scores: Callable[[], torch.Tensor]
+    ) -> float:
+        """`token_mult_prob_error` of the trainer with a tensor that is as it was."""
+        new = tensor.clone()
+        tensor.copy_(old)
+        effect = _error(scores(), now)
+        tensor.copy_(new)
+        return effect
+
+    def _stale(self) -> Iterable[str]:
+        """What the engine holds as it was before the training step, which moved everything."""
+        if self._old and (names := self.meter.engine.unchanged_weights()):
+            yield f"weights of the engine did not change: {listed(names)}"
 
     def _problems(
         self, report: RefitReport, sent: dict[str, str], plan: list[tuple[str, tuple[int, ...], torch.dtype]]
@@ -271,11 +393,14 @@ class RefitChecker:
             "checkpoint": self.path,
             **self._described,
             "threshold": self.meter.settings.threshold,
+            "max_length": self.meter.engine.capabilities().max_length,
+            "not_observable": list(self.not_observable),
             "refits": [
                 {
                     "name": step.name,
                     "verdict": Outcome.of(step.passed),
                     "token_mult_prob_error": step.result.to_json()["token_mult_prob_error"],
+                    "bound": step.result.bound,
                     "before": step.before,
                     "problems": [*step.problems, *step.result.problems],
                     "notes": step.result.notes,
@@ -290,7 +415,10 @@ class RefitChecker:
         """A row for each refit."""
         title = escape(f"{self.path}: refit of {self._described['engine'].get('engine')}")
         sides = (Comparison.DECODE, Comparison.PREFILL)
-        table = Table("refit", title=title, title_justify="left")
+        longest = self.meter.engine.capabilities().max_length
+        length = "" if longest is None else f", started for {longest:,} tokens"
+        hidden = f". Not observable: {listed(self.not_observable)}" if self.not_observable else ""
+        table = Table("refit", title=f"{title}{length}{escape(hidden)}", title_justify="left")
         for name in ("tensors", "MB", "seconds", "largest bucket, MB", "before", *sides):
             table.add_column(name, justify="right")
         table.add_column("verdict")
@@ -307,3 +435,36 @@ class RefitChecker:
                 Outcome.of(step.passed).markup,
             )
         return table
+
+
+def _weights(model: FamilyModel) -> dict[str, torch.Tensor]:
+    """The model's floating-point tensors by hub name, buffers included; writing into them changes the model.
+
+    Parameters with a hub tensor that is no view of them are included as they are, under their own names.
+    """
+    adapter = model.state_dict_adapter
+    views = adapter.hf_views(model)
+    computed = [tensor for name, tensor in adapter.exported("hub").items() if name not in views]
+    rest = {name for tensor in computed for name in tensor.parameters if name not in adapter.tied}
+    own = model.state_dict()
+    tensors = views | {name: own[name].detach() for name in sorted(rest)}
+    return {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point()}
+
+
+@torch.no_grad()
+def _move_all(weights: Mapping[str, torch.Tensor], old: Mapping[str, torch.Tensor], seed: int) -> None:
+    """Move every element by at least `RELATIVE_MOVE` of its size; those without a gradient by a step as large."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, tensor in weights.items():
+        before = old[name].float()
+        step = tensor.float() - before
+        size = before.std(correction=0).nan_to_num().clamp(min=1e-3) * LEARNING_RATE
+        random = torch.rand(tensor.shape, generator=generator).to(tensor.device) - 0.5
+        least = torch.maximum(before.abs() * RELATIVE_MOVE, size)
+        tensor.copy_(before + torch.where(step == 0, random, step).sign() * torch.maximum(step.abs(), least))
+
+
+def _error(scores: torch.Tensor, others: torch.Tensor) -> float:
+    """`token_mult_prob_error`; infinite if one side alone is not finite."""
+    same = scores.isfinite() & others.isfinite()
+    return token_mult_prob_error(scores, others, same) if same.any() else math.inf

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import wraps
-from typing import Any
+from threading import RLock
+from typing import Any, Self
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -37,7 +38,8 @@ class Engine(AbstractContextManager["Engine"]):
     """Base of all engines. They are context managers: leaving closes them.
 
     The methods in `_RANDOM` leave the caller's random states as they were. Those in `_ANSWERS` raise a
-    `MixedWeightsError` while a refit is under way, and after one that left parts of two versions.
+    `MixedWeightsError` if the tensors of a refit under way call them, and after a refit that left parts of two
+    versions. A lock serializes them and refits: a call from another thread waits for the call before it.
 
     Attributes:
         name: its name in reports.
@@ -50,6 +52,15 @@ class Engine(AbstractContextManager["Engine"]):
     version: int = 0
     _mixed: str = ""
     """Why it answers nothing; empty if its weights are of one version."""
+    _changed: bool = False
+    """Whether the last `_refit` changed a weight, or may have."""
+    _lock: RLock
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Give the engine its lock: subclasses need not call `super().__init__`."""
+        engine = super().__new__(cls)
+        engine._lock = RLock()
+        return engine
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -103,8 +114,10 @@ class Engine(AbstractContextManager["Engine"]):
                 the engine's processor made of the prompt.
 
         Raises:
-            EngineError: a prompt is too long, or the engine fails, ends a sequence early or takes no images.
+            EngineError: a prompt is too long, `max_new_tokens` is below 1, the engine cannot sample at that
+                temperature, or the engine fails, ends a sequence early or takes no images.
         """
+        _require_sampling(self, sampling, max_new_tokens)
         require_lengths(self, prompts, 0 if beyond_limit else max_new_tokens)
         more: dict[str, Any] = {}
         if model_inputs is not None and any(model_inputs):
@@ -186,16 +199,26 @@ class Engine(AbstractContextManager["Engine"]):
         Raises:
             MixedWeightsError: something was written, but not everything. The engine answers nothing until a refit
                 succeeds. Where what yields the tensors failed, its own error says so in a note.
-            EngineError: the engine lacks the capability, or refuses a tensor; it has the weights from before.
+            EngineError: the engine lacks the capability, or does not accept a tensor (NaN or infinite values, another
+                dtype or shape, a name sent twice); it has the weights from before.
         """
+        with self._lock:
+            return self._refit_whole(tensors, bucket_bytes, digests, partial)
+
+    def _refit_whole(
+        self, tensors: Iterable[NamedTensor], bucket_bytes: int | None, digests: bool, partial: bool
+    ) -> RefitReport:
+        """Implements `refit` for the thread that has the lock."""
         started = time.perf_counter()
         sizes: list[list[int]] = []
 
         def sent() -> Iterator[list[NamedTensor]]:
-            for bucket in buckets(tensors, self.bucket_bytes if bucket_bytes is None else bucket_bytes):
+            limit = self.bucket_bytes if bucket_bytes is None else bucket_bytes
+            for bucket in buckets(finite(tensors), limit):
                 sizes.append([tensor.nbytes for _, tensor in bucket])
                 yield bucket
 
+        self._changed = False
         before, self._mixed = self._mixed, self._mixed_because("is under way")
         try:
             found = self._refit(sent(), digests)
@@ -237,7 +260,15 @@ class Engine(AbstractContextManager["Engine"]):
 
     def _refit_changed(self) -> bool:
         """Whether the `_refit` that has just failed changed a weight, or may have."""
-        return False  # of an engine that takes none
+        return self._changed
+
+    def note_weights(self) -> bool:
+        """Note the weights that the engine holds, for `unchanged_weights`. Return False if some cannot be read."""
+        return False
+
+    def unchanged_weights(self) -> list[str]:
+        """Names of weights that a refit wrote, and that are in whole or in part as they were when they were noted."""
+        return []
 
     def module_calls(self, tokens: Tokens, *, decode_last: bool = False) -> dict[str, ModuleCall]:
         """Inputs and outputs of each module, by module name, for one sequence.
@@ -264,11 +295,61 @@ def _of_whole_weights(method: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(method)
     def answer(self: Engine, *args: Any, **kwargs: Any) -> Any:
-        if self._mixed:
-            raise MixedWeightsError(self._mixed)
-        return method(self, *args, **kwargs)
+        with self._lock:
+            if self._mixed:
+                raise MixedWeightsError(self._mixed)
+            return method(self, *args, **kwargs)
 
     return answer
+
+
+def finite(tensors: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
+    """Yield the tensors of a refit, each after a check of its values.
+
+    Raises:
+        EngineError: a tensor has NaN or infinite values, or its name came before.
+    """
+    seen: set[str] = set()
+    for name, tensor in tensors:
+        if name in seen:
+            raise EngineError(f"{name} was sent twice in one refit: send each tensor once")
+        seen.add(name)
+        if not is_finite(tensor):
+            values = tensor.detach().float()
+            raise EngineError(
+                f"{name} has {int(values.isnan().sum())} NaN and {int(values.isinf().sum())} infinite values of "
+                f"{values.numel():,}: the engine does not get such weights. Restore the trainer from a checkpoint with "
+                "finite weights, and skip updates whose gradient norm is not finite"
+            )
+        yield name, tensor
+
+
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Return True if no value is NaN or infinite. One pass over the memory, without a temporary tensor."""
+    if not tensor.numel() or not tensor.is_floating_point():
+        return True
+    values = tensor.detach()
+    if values.element_size() < 2:  # float8, which has no reductions
+        values = values.float()
+    return all(bool(bound.isfinite()) for bound in torch.aminmax(values))  # NaN propagates to both
+
+
+def _require_sampling(engine: Engine, sampling: Sampling, max_new_tokens: int) -> None:
+    """Require a temperature that the engine samples at, and at least one new token.
+
+    Raises:
+        EngineError: the temperature or the number of tokens is out of the engine's range.
+    """
+    if type(max_new_tokens) is not int or max_new_tokens < 1:
+        raise EngineError(f"max_new_tokens={max_new_tokens!r}: expected a whole number of at least 1")
+    known = engine.capabilities()
+    low, high = known.min_temperature, known.max_temperature
+    if not sampling.greedy and not low <= sampling.temperature <= high:
+        limit = f"from {low:g}" + (f" to {high:g}" if high < math.inf else "")
+        raise EngineError(
+            f"temperature={sampling.temperature:g}: {engine.name} samples at 0 (greedy) and at temperatures {limit}. "
+            "Choose one of them, or another engine"
+        )
 
 
 def require_number(name: str, value: Any, *types: type) -> None:

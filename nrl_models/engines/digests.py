@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -44,3 +44,46 @@ def digested(tensors: Iterable[NamedTensor], digests: dict[str, str]) -> Iterato
     for name, tensor in tensors:
         digests[name] = tensor_digest(tensor)
         yield name, tensor
+
+
+class HeldWeights:
+    """Floating-point weights that an engine holds, as a number for each row, by which a later look tells what changed.
+
+    A row is an element of a vector, and else the last dimension: fused tensors are made of whole rows.
+
+    Args:
+        tensors: by the engine's names.
+    """
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._rows = {name: _row_numbers(tensor) for name, tensor in tensors.items() if tensor.is_floating_point()}
+
+    def unchanged(self, tensors: Mapping[str, torch.Tensor]) -> list[str]:
+        """The tensors of which rows are as they were, with how many. Rows of zeros do not count: they are padding."""
+        found = []
+        for name, before in self._rows.items():
+            now = _row_numbers(tensors[name])
+            rows = (now != 0) | (before != 0)
+            same, count = int((rows & (now == before)).sum()), int(rows.sum())
+            if same:
+                found.append(f"{name} ({same:,} of {count:,} rows)" if same < count else name)
+        return found
+
+
+def _row_numbers(tensor: torch.Tensor) -> torch.Tensor:
+    """A 64-bit number for the bits of each row; 0 for a row of zeros."""
+    value = tensor.detach().contiguous()
+    rows = value.reshape(-1, 1 if value.dim() < 2 else value.shape[-1])
+    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[rows.element_size()]
+    factors = torch.arange(1, 2 * rows.shape[1], 2, device=rows.device) * 0x9E3779B97F4A7C1
+    chunks = rows.view(bits).split(max(1, 2**22 // rows.shape[1])) if rows.numel() else []
+    parts = [((chunk.long() * factors) ^ ((chunk.long() * factors) >> 29)).sum(1) for chunk in chunks]
+    return torch.cat(parts).cpu() if parts else torch.zeros(0, dtype=torch.int64)
+
+
+def tied_apart(name: str, source: str) -> str:
+    """The message about a tensor that differs from the one that the engine's configuration ties it to."""
+    return (
+        f"{name} differs from {source}, and the engine's configuration ties them (tie_word_embeddings), so it has one "
+        "tensor for both: start the engine on a checkpoint that the untied model saved, with tie_word_embeddings=false"
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -10,6 +11,9 @@ import torch.nn.functional as F
 
 Tokens = Sequence[int]
 NamedTensor = tuple[str, torch.Tensor]
+
+VLLM_TEMPERATURES = 0.01, 2.0
+"""Lowest and highest temperature of vLLM's samplers: lower ones are raised to 0.01, higher ones rejected."""
 
 LOGITS = "logits"
 """The name under which `Engine.module_calls` has the model's last hidden states and its logits."""
@@ -70,6 +74,8 @@ class Capabilities:
         own_limit: whether the engine itself enforces that.
         vocabulary: number of token ids; None if unknown.
         dtype: what it computes in; None if unknown.
+        min_temperature: lowest temperature above 0 that it samples at. vLLM uses 0.01 in place of anything lower.
+        max_temperature: highest temperature that it samples at.
         transformers_classes: whether it could compute with transformers' classes in place of its own, which it has now.
     """
 
@@ -84,6 +90,8 @@ class Capabilities:
     own_limit: bool = False
     vocabulary: int | None = None
     dtype: torch.dtype | None = None
+    min_temperature: float = 1e-6
+    max_temperature: float = math.inf
     transformers_classes: bool = False
 
 

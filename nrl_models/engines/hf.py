@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import cached_property
 from importlib.metadata import version
 from itertools import chain, groupby
 from pathlib import Path
@@ -17,14 +18,15 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 from nrl_models.auto import auto_class_for
 from nrl_models.common.checkpoint.files import resolve_folder
 from nrl_models.common.config.positions import model_limit
-from nrl_models.common.dtypes import dtype_name
+from nrl_models.common.dtypes import dtype_name, same_kind, wrong_kind
 from nrl_models.common.projections import groups_of
 from nrl_models.common.recording import record_calls
 from nrl_models.common.state_dict.adapter import adapter_of
 from nrl_models.common.state_dict.mtp import MTPNames
 from nrl_models.common.upstream import cache_in, cache_input
+from nrl_models.common.views.view import HFTensor
 from nrl_models.engines.base import Engine, require_lengths, require_number
-from nrl_models.engines.digests import tensor_digest
+from nrl_models.engines.digests import HeldWeights, tensor_digest, tied_apart
 from nrl_models.engines.engine_types import (
     AT_PLACEHOLDER,
     LOGITS,
@@ -36,6 +38,7 @@ from nrl_models.engines.engine_types import (
 )
 from nrl_models.errors import EngineError, NRLModelsError, one_line
 from nrl_models.inputs.images import cast, image_token, takes_images
+from nrl_models.inputs.tokenizers import as_ids, tokenizer_ends
 from nrl_models.loading.read_config import read_config
 from nrl_models.logprobs.head import output_embedding
 from nrl_models.logprobs.sampling import Sampling, processed
@@ -69,6 +72,8 @@ class HFEngine(Engine):
         name: its name in reports: `hf-generate`, `trainer`, `reference`.
         max_length: tokens of a sequence at most; by default what the configuration says.
     """
+
+    _held = HeldWeights({})
 
     def __init__(self, model: Any, name: str = "hf-generate", max_length: int | None = None) -> None:
         self.model, self.name = model, name
@@ -151,8 +156,7 @@ class HFEngine(Engine):
     ) -> list[Sample]:
         """Prompts of the same length are a batch, so nothing is padded; of those with images, the same prompt's."""
         results: dict[int, Sample] = {}
-        end = self.model.generation_config.eos_token_id
-        ends = set() if ignore_end or end is None else set(end) if isinstance(end, list) else {end}
+        ends = set() if ignore_end else {*as_ids(self.model.generation_config.eos_token_id), *self._tokenizer_ends}
         placeholder = None if model_inputs is None else image_token(self.model.config)
         stops = ends if placeholder is None else {*ends, placeholder}
         # The recorder processes the logits; transformers' own processors are switched off.
@@ -185,6 +189,12 @@ class HFEngine(Engine):
                 tokens = tuple(new[row][:size])
                 results[index] = Sample(tuple(prompts[index]), tokens, tuple(logprobs[row][:size]), reason)
         return [results[index] for index in range(len(prompts))]
+
+    @cached_property
+    def _tokenizer_ends(self) -> tuple[int, ...]:
+        """The end token of the tokenizer in the directory that the model was loaded from."""
+        folder = getattr(self.model, "name_or_path", "")
+        return tokenizer_ends(folder) if folder and Path(folder).exists() else ()
 
     def _of_batch(self, inputs: Mapping[str, torch.Tensor], batch: torch.Tensor) -> dict[str, torch.Tensor]:
         """What goes with one prompt, for a batch of nothing but that prompt."""
@@ -245,8 +255,8 @@ class HFEngine(Engine):
         own = {name: tensor.detach() for name, tensor in self.model.state_dict(keep_vars=True).items()}
         arrived: dict[str, str] = {}
         written: set[str] = set()
+        duplicates: dict[str, tuple[HFTensor, str]] = {}
         mtp = MTPNames(self.model)
-        self._changed = False
         for name, tensor in chain.from_iterable(sent):
             target = adapter.find(name)
             if target is None and mtp.may_be(name):  # with which this engine does not draft
@@ -255,11 +265,21 @@ class HFEngine(Engine):
             if target is None or tuple(tensor.shape) != target.shape:
                 expected = f"of shape {target.shape}" if target else "not at all (the model has no such tensor)"
                 raise EngineError(f"{self.name} cannot take {name} of shape {tuple(tensor.shape)}: expected {expected}")
+            held = own[target.parameters[0]].dtype
+            if not same_kind(tensor.dtype, held):
+                raise EngineError(wrong_kind(name, tensor.dtype, held))
+            if target.parameters[0] in adapter.tied:
+                duplicates[name] = target, tensor_digest(tensor.to(held))
+                arrived[name] = tensor_digest(tensor) if digests else ""
+                continue
             self._changed = True
             for parameter in target.parameters:
                 target.write_into(parameter, own[parameter], tensor)
             written.add(target.name)
             arrived[name] = tensor_digest(tensor) if digests else ""
+        for name, (target, digest) in duplicates.items():
+            if tensor_digest(target.read(own)) != digest:
+                raise EngineError(tied_apart(name, adapter.tied[target.parameters[0]]))
         missing = {
             name: target.parameters[0]
             for name, target in adapter.hub.items()
@@ -272,8 +292,14 @@ class HFEngine(Engine):
             "stale_buffers": [name for name, parameter in missing.items() if parameter in buffers],
         }
 
-    def _refit_changed(self) -> bool:
-        return self._changed
+    def note_weights(self) -> bool:
+        """See `Engine.note_weights`."""
+        self._held = HeldWeights(self.model.state_dict())
+        return True
+
+    def unchanged_weights(self) -> list[str]:
+        """See `Engine.unchanged_weights`."""
+        return self._held.unchanged(self.model.state_dict())
 
     @torch.no_grad()
     def module_calls(self, tokens: Tokens, *, decode_last: bool = False) -> dict[str, ModuleCall]:

@@ -8,9 +8,10 @@ to be a vLLM on this machine, with `VLLM_SERVER_DEV_MODE=1` and `--weight-transf
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
@@ -21,16 +22,18 @@ import anyio
 import httpx2
 import torch
 from anyio.from_thread import start_blocking_portal
+from transformers import GenerationConfig
 
 from nrl_models.common.checkpoint.files import resolve_folder
 from nrl_models.common.trust.servers import hidden, server_address, shown_argument
 from nrl_models.engines.answers import Checked
 from nrl_models.engines.base import Engine, require_lengths, require_number
 from nrl_models.engines.digests import digested
-from nrl_models.engines.engine_types import Capabilities, NamedTensor, Sample, Tokens
+from nrl_models.engines.engine_types import VLLM_TEMPERATURES, Capabilities, NamedTensor, Sample, Tokens
 from nrl_models.engines.transfer.clients import ServerClient
 from nrl_models.engines.transfer.sender import BUCKET_BYTES, Sender
 from nrl_models.errors import EngineError
+from nrl_models.inputs.tokenizers import end_tokens
 from nrl_models.loading.read_config import read_config
 from nrl_models.logprobs.sampling import Sampling
 
@@ -42,6 +45,30 @@ ANSWER_BYTES = 2**24
 
 BYTES_PER_TOKEN = 2**10
 """Room for a token in an answer: its id, text and log-probability take some hundred bytes."""
+
+
+NEUTRAL = {
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+}
+"""Sampling parameters that change nothing. All are sent: a server fills those that are not from generation_config.json,
+or from its own defaults."""
+
+INVALID = {"top_p": 2.0, "top_k": -7, "min_p": 2.0, "repetition_penalty": -1.0}
+"""Values that a server rejects if it reads the parameter and checks it."""
+
+EMPTY = hashlib.sha256().hexdigest()
+"""A server's checksum of a parameter that it has packed for its kernels."""
+
+PROBE_TOKENS = 16
+"""Tokens that show how a server samples."""
+
+PROBE_TOLERANCE = 0.03
+"""Nats, in the mean of a probe's tokens, between the log-probabilities of sampling and those of a prefill."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +95,8 @@ class HTTPEngine(Engine):
         max_length: tokens of a sequence at most; by default what the server reports.
         dtype: what it computes in, which a server does not report.
         deltas: whether refits after the first send what changed alone; see `Sender`.
+        ends: tokens at which a reply ends, beside those that the server ends replies at.
+        defaults: sampling parameters that the checkpoint's generation_config.json sets, which a server may apply.
 
     Raises:
         EngineError: that is no address, no server answers there, or it serves no such model.
@@ -87,7 +116,13 @@ class HTTPEngine(Engine):
         max_length: int | None = None,
         dtype: torch.dtype | None = None,
         deltas: bool = True,
+        ends: Sequence[int] = (),
+        defaults: Mapping[str, Any] | None = None,
     ) -> None:
+        self.ends = list(ends)
+        self._unproven = {
+            name: value for name, value in (defaults or {}).items() if name in INVALID and value != NEUTRAL[name]
+        }
         self.address = server_address(address)
         if api_key is not None and not (isinstance(api_key, str) and api_key.isascii() and api_key.isprintable()):
             raise EngineError(
@@ -100,6 +135,7 @@ class HTTPEngine(Engine):
         self._client = ServerClient(self._request, self._checked)
         self._sender = Sender(self._client, deltas=deltas)
         self._settled = True
+        self._held: dict[str, str] = {}
         served = self._served()
         if model is None and len(served) == 1:
             model = next(iter(served))
@@ -129,17 +165,24 @@ class HTTPEngine(Engine):
         `load_format` and `seed` are ignored: they were chosen where the server was started, as `dtype` was, which says
         what it was.
         """
-        vocabulary = getattr(read_config(resolve_folder(path)).get_text_config(), "vocab_size", None)
+        folder = resolve_folder(path)
+        vocabulary = getattr(read_config(folder).get_text_config(), "vocab_size", None)
         known = ("model", "api_key", "timeout", "deltas")
         if unknown := options.keys() - set(known):
             raise EngineError(f"a server does not take {', '.join(sorted(unknown))}: expected {', '.join(known)}")
         require_number("max_length", max_length, int)
         require_number("timeout", options.get("timeout"), int, float)
-        return cls(address, vocabulary=vocabulary, max_length=max_length, dtype=dtype, **options)
+        file = folder / "generation_config.json"
+        generation = GenerationConfig.from_pretrained(folder).to_diff_dict() if file.is_file() else {}
+        defaults = {name: generation[name] for name in INVALID if generation.get(name) is not None}
+        own: dict[str, Any] = {"vocabulary": vocabulary, "max_length": max_length, "dtype": dtype}
+        return cls(address, ends=end_tokens(folder), defaults=defaults, **own, **options)
 
     def capabilities(self) -> Capabilities:
         """Generation, scores at temperature 1, and new weights (if its server does); no access to the process."""
         return Capabilities(
+            min_temperature=VLLM_TEMPERATURES[0],
+            max_temperature=VLLM_TEMPERATURES[1],
             processed_scores=False,
             refit=True,
             max_length=self.max_length,
@@ -156,18 +199,19 @@ class HTTPEngine(Engine):
         self, prompts: Sequence[Tokens], sampling: Sampling, *, max_new_tokens: int, seed: int, ignore_end: bool
     ) -> list[Sample]:
         """All prompts are sent in one request."""
-        body: dict[str, Any] = {
+        self._require_overrides(prompts)
+        body: dict[str, Any] = NEUTRAL | {
             "prompt": [list(prompt) for prompt in prompts],
             "max_tokens": max_new_tokens,
             "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
             "logprobs": 0,
             "return_token_ids": True,
             "return_tokens_as_token_ids": True,
             "seed": seed,
         }
-        body |= {"top_p": sampling.top_p} if sampling.top_p < 1.0 else {}
-        body |= {"top_k": sampling.top_k} if sampling.top_k else {}
-        body |= {"ignore_eos": True} if ignore_end else {}
+        body |= {"ignore_eos": True} if ignore_end else {"ignore_eos": False, "stop_token_ids": self.ends}
         choices = self._complete(body, sum(map(len, prompts)) + len(prompts) * max_new_tokens)
         samples = []
         for number, (prompt, choice) in enumerate(zip(prompts, choices, strict=True)):
@@ -185,12 +229,44 @@ class HTTPEngine(Engine):
             samples.append(Sample(tuple(prompt), tokens, logprobs, str(reason)))
         return samples
 
+    def _require_overrides(self, prompts: Sequence[Tokens]) -> None:
+        """Require that the checkpoint's generation_config.json does not change how the server samples.
+
+        A server that accepts an invalid value of a parameter does not read it, or does not check it. Its
+        log-probabilities of what it samples, compared with its scores, show which.
+        """
+        if not self._unproven or not prompts:
+            return
+        prompt = list(prompts[0][:PROBE_TOKENS])
+        body = {"model": self.model, "prompt": [prompt], "max_tokens": 1, "temperature": 1.0}
+        asked = {name: self._asked("POST", "/v1/completions", body | {name: INVALID[name]}) for name in self._unproven}
+        accepted = [name for name, answer in asked.items() if answer.status < 300]
+        defaults, self._unproven = self._unproven, {}
+        if not accepted:
+            return
+        try:
+            (sample,) = self._generate([prompt], Sampling(), max_new_tokens=PROBE_TOKENS, seed=0, ignore_end=True)
+            scores = self.score([sample.sequence], Sampling())[0][len(prompt) :]
+            differences = [abs(one - other) for one, other in zip(sample.logprobs, scores, strict=True)]
+        except BaseException:
+            self._unproven = defaults
+            raise
+        if not sum(differences) <= PROBE_TOLERANCE * len(differences):
+            self._unproven = defaults
+            settings = ", ".join(f"{name}={defaults[name]}" for name in accepted)
+            raise EngineError(
+                f"{self.address} does not read {', '.join(accepted)}, and the checkpoint's generation_config.json sets "
+                f"{settings}: it samples from another distribution than was requested. Start the server without that "
+                "file's defaults (vLLM: --generation-config vllm), or remove them from the file"
+            )
+
     def score(self, sequences: Sequence[Tokens], sampling: Sampling, *, last: int | None = None) -> list[list[float]]:
         """See `Engine.score`: with `prompt_logprobs` if the server gives them, else with `echo`."""
         if not sampling.is_identity:
             raise EngineError(f"{self.address} scores given tokens at temperature 1 only, not at {sampling}")
         require_lengths(self, sequences, 1)
-        body = {"prompt": [list(tokens) for tokens in sequences], "temperature": 0.0, "max_tokens": 1}
+        body: dict[str, Any] = NEUTRAL | {"prompt": [list(tokens) for tokens in sequences]}
+        body |= {"temperature": 0.0, "max_tokens": 1}
         size = sum(map(len, sequences)) + len(sequences)
         choices = self._complete(body | {"prompt_logprobs": 0}, size)
         if all(choice.get("prompt_logprobs") for choice in choices):
@@ -221,10 +297,10 @@ class HTTPEngine(Engine):
             ) from error
         if there != self._sender.last_version:
             self._sender.forget()  # it was started again, or somebody else sent it weights
-        self._client.pause()
         arrived: dict[str, str] = {}
         tensors = chain.from_iterable(sent)
         try:
+            self._client.pause()
             self._sender.send(digested(tensors, arrived) if digests else tensors)
         except BaseException:
             if not self._refit_changed():
@@ -243,6 +319,21 @@ class HTTPEngine(Engine):
     def _refit_changed(self) -> bool:
         # It has the new weights, and may go on with what it computed with the old ones, or be paused.
         return self._sender.in_doubt or not self._settled
+
+    def note_weights(self) -> bool:
+        """See `Engine.note_weights`; a server's checksums are of whole tensors."""
+        try:
+            self._held = self._client.checksums()
+        except EngineError:  # a server without this route
+            self._held = {}
+        return bool(self._held) and EMPTY not in self._held.values()
+
+    def unchanged_weights(self) -> list[str]:
+        """See `Engine.unchanged_weights`."""
+        now = self._client.checksums() if self._held else {}
+        same = [name for name, checksum in now.items() if self._held.get(name) == checksum != EMPTY]
+        names = [name.rpartition(":")[2] for name in same]  # without the worker's ranks
+        return [name for name in names if not name.rpartition(".")[2].startswith("_")]  # which no checkpoint has
 
     # What the server answers
 
@@ -303,20 +394,8 @@ class HTTPEngine(Engine):
     # How it is asked
 
     def _request(self, method: str, path: str, body: dict[str, Any] | None = None, tokens: int = 0) -> dict[str, Any]:
-        check, limit = self._checked, ANSWER_BYTES + BYTES_PER_TOKEN * tokens
-        content = None if body is None else json.dumps(body).encode()
-        try:
-            # In a thread of its own: the caller may be in an event loop, as notebooks are.
-            with start_blocking_portal() as portal:
-                answer = portal.call(self._ask, method, path, content, limit)
-        except TimeoutError as error:
-            raise EngineError(
-                f"{self.address} gave no answer within {self.timeout:g} s. Shorter or fewer sequences, or a longer "
-                "wait (--engine-option timeout=SECONDS)."
-            ) from error
-        except (OSError, httpx2.HTTPError, httpx2.InvalidURL) as error:
-            message = str(error) or type(error).__name__
-            raise check.error(f"cannot be reached, or has died: {message}") from error
+        check = self._checked
+        answer = self._asked(method, path, body, tokens)
         text = answer.body.decode(errors="replace")
         if 300 <= answer.status < 400:
             place = shown_argument(hidden(answer.location, check.secrets))
@@ -325,12 +404,29 @@ class HTTPEngine(Engine):
                 "give the address that answers"
             )
         if answer.status >= 400:
-            raise check.error(f"answered {answer.status} to {path}: {hidden(text, check.secrets)[:400]}")
+            raise EngineError(*_lines(hidden(f"{check.who} answered {answer.status} to {path}: {text}", check.secrets)))
         try:
             return check.mapping(json.loads(text, parse_constant=_no_json), "it")
         except (ValueError, RecursionError) as error:
             shown = hidden(text, check.secrets)[:200]
             raise check.error(f"answered {path} with something that is not JSON: {shown!r}") from error
+
+    def _asked(self, method: str, path: str, body: dict[str, Any] | None, tokens: int = 0) -> _Answer:
+        """Send a request, and give the answer whatever its status is."""
+        check, limit = self._checked, ANSWER_BYTES + BYTES_PER_TOKEN * tokens
+        content = None if body is None else json.dumps(body).encode()
+        try:
+            # In a thread of its own: the caller may be in an event loop, as notebooks are.
+            with start_blocking_portal() as portal:
+                return portal.call(self._ask, method, path, content, limit)
+        except TimeoutError as error:
+            raise EngineError(
+                f"{self.address} gave no answer within {self.timeout:g} s. Shorter or fewer sequences, or a longer "
+                "wait (--engine-option timeout=SECONDS)."
+            ) from error
+        except (OSError, httpx2.HTTPError, httpx2.InvalidURL) as error:
+            message = str(error) or type(error).__name__
+            raise check.error(f"cannot be reached, or has died: {message}") from error
 
     async def _ask(self, method: str, path: str, content: bytes | None, limit: int) -> _Answer:
         """Send a request, and take the answer as it is; the time counts from here to its last byte."""
@@ -348,6 +444,15 @@ class HTTPEngine(Engine):
                             "was asked for: it is no server of completions, or a broken one"
                         )
                 return _Answer(answer.status_code, answer.headers.get("location", ""), bytes(body))
+
+
+def _lines(text: str) -> list[str]:
+    """An error of a server, line by line: the first and the last, where a traceback has its cause.
+
+    Its line breaks arrive escaped, in a string of JSON.
+    """
+    lines = [line for line in text.replace("\\n", "\n").splitlines() if line.strip()]
+    return lines if len(lines) <= 40 else [*lines[:10], f"... ({len(lines) - 40} lines)", *lines[-30:]]
 
 
 def _no_json(constant: str) -> NoReturn:

@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict
+from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from nrl_models.engines.base import Engine, require_lengths, require_number
 from nrl_models.engines.engine_types import (
     AT_PLACEHOLDER,
     LOGITS,
+    VLLM_TEMPERATURES,
     Capabilities,
     ModuleCall,
     NamedTensor,
@@ -45,6 +47,7 @@ from nrl_models.engines.vllm_models import (
 )
 from nrl_models.errors import EngineError
 from nrl_models.inputs.images import image_token
+from nrl_models.inputs.tokenizers import end_tokens
 from nrl_models.logprobs.sampling import Sampling
 
 logger = get_logger(__name__)
@@ -164,13 +167,17 @@ class VLLMEngine(Engine):
             )
         except Exception as error:  # whatever vLLM and the model's code raise
             _free(in_process=not separate)
-            raise EngineError(f"vLLM does not start on {path}: {_beginning(error)}") from error
+            raise EngineError(f"vLLM does not start on {path}: {_said(error)}") from error
         return cls(llm, path)
 
     def capabilities(self) -> Capabilities:
-        """All of them; modules only in this process."""
+        """All of them; modules only in this process, scores and new weights only without `enable_lora`."""
         model = self.config.model_config
         return Capabilities(
+            min_temperature=VLLM_TEMPERATURES[0],
+            max_temperature=VLLM_TEMPERATURES[1],
+            score=self.config.lora_config is None,
+            processed_scores=self.config.lora_config is None,
             refit=self.config.lora_config is None,
             modules=self._in_process and bool(model.enforce_eager),
             raw_images=takes_raw_images(self.llm),
@@ -199,6 +206,11 @@ class VLLMEngine(Engine):
             "adapter": None if self._adapter is None else self._adapter.lora_path,
         }
 
+    @cached_property
+    def _ends(self) -> tuple[int, ...]:
+        """Tokens that end a reply. vLLM itself ends it at those of the generation configuration."""
+        return end_tokens(self.path) if self.path and Path(self.path).exists() else ()
+
     def use_adapter(self, folder: str | Path | None) -> None:
         """Answer with an adapter from now on, by vLLM's own LoRA, instead of with merged weights from a refit.
 
@@ -210,14 +222,16 @@ class VLLMEngine(Engine):
 
         Raises:
             EngineError: vLLM was not started with `enable_lora=True`, or there is no adapter in the folder, or none
-                that vLLM takes (a larger rank than `max_lora_rank`, a module that it has no LoRA for). The engine
-                answers as before.
+                that vLLM takes (a larger rank than `max_lora_rank`, a module that it has no LoRA for) and applies in
+                full (tensors of other modules, or none for a module that the adapter targets). The engine answers as
+                before.
         """
-        self._adapters += 1
-        loaded = None if folder is None else load_adapter(self.llm, Path(folder), self._adapters)
-        before, self._adapter = self._adapter, loaded
-        if before is not None:
-            self.llm.llm_engine.remove_lora(before.lora_int_id)
+        with self._lock:
+            self._adapters += 1
+            loaded = None if folder is None else load_adapter(self.llm, Path(folder), self._adapters)
+            before, self._adapter = self._adapter, loaded
+            if before is not None:
+                self.llm.llm_engine.remove_lora(before.lora_int_id)
 
     def _generate(
         self,
@@ -240,7 +254,7 @@ class VLLMEngine(Engine):
                 logprobs=0,
                 ignore_eos=ignore_end,
                 seed=None if shared else seed + index,
-                stop_token_ids=None if placeholder is None else [placeholder],
+                stop_token_ids=[*([] if ignore_end else self._ends), *([] if placeholder is None else [placeholder])],
             )
             for index in range(len(prompts))
         ]
@@ -280,8 +294,15 @@ class VLLMEngine(Engine):
             images: as for `generate`; there are then scores of the tokens that the processor makes of a sequence.
 
         Raises:
-            EngineError: also if that processor puts tokens after those given.
+            EngineError: also if that processor puts tokens after those given, or vLLM was started with
+                `enable_lora=True`.
         """
+        if not self.capabilities().score:
+            raise EngineError(
+                "this vLLM was started with enable_lora=True, where vLLM does not compute log-probabilities of given "
+                "tokens: refit an engine without it with merged weights (nrl_models.export_adapter(model)), or score "
+                "with hf-generate"
+            )
         require_lengths(self, sequences, 1)
         request = self._parameters(temperature=0.0, max_tokens=1, prompt_logprobs=0)
         if not sampling.is_identity:
@@ -306,7 +327,6 @@ class VLLMEngine(Engine):
 
     def _refit(self, sent: Iterator[list[NamedTensor]], digests: bool) -> dict[str, Any]:
         """In this process tensors are read in place; otherwise each bucket is sent as a message."""
-        self._changed = False
         if self.config.lora_config is not None:
             raise EngineError(
                 "this vLLM was started with enable_lora=True, which renames its weights, and takes adapters alone "
@@ -326,8 +346,13 @@ class VLLMEngine(Engine):
         self.llm.reset_prefix_cache()  # it was computed with the old weights
         return found
 
-    def _refit_changed(self) -> bool:
-        return self._changed
+    def note_weights(self) -> bool:
+        """See `Engine.note_weights`."""
+        return bool(self._call("nrl_note_weights"))
+
+    def unchanged_weights(self) -> list[str]:
+        """See `Engine.unchanged_weights`."""
+        return list(self._call("nrl_unchanged_weights"))
 
     def module_calls(self, tokens: Tokens, *, decode_last: bool = False) -> dict[str, ModuleCall]:
         """See `Engine.module_calls`. With `decode_last`, the last token must be the one greedy decoding takes."""
@@ -390,8 +415,27 @@ class VLLMEngine(Engine):
                     with_images(prompts, images), list(requests),
                     use_tqdm=False, lora_request=self._adapter,
                 )  # fmt: skip
-        except Exception as error:  # whatever vLLM raises, its engine's death included
-            raise EngineError(f"vLLM failed: {_beginning(error)}") from error
+        except BaseException as error:
+            self._recover()
+            if not isinstance(error, Exception):  # Ctrl-C
+                raise
+            # whatever vLLM raises, its engine's death included
+            raise EngineError(f"vLLM failed: {_said(error)}") from error
+
+    def _recover(self) -> None:
+        """Drop the requests of a call that raised, and what an interrupted step left behind.
+
+        vLLM would go on with them in the next call, wait for them, or add their outputs to its answer.
+        """
+        engine = self.llm.llm_engine
+        with suppress(Exception):  # an engine that has died
+            engine.abort_request(list(engine.output_processor.request_states), internal=True)
+            if self._in_process:
+                core = engine.engine_core.engine_core
+                core.abort_requests(list(core.scheduler.requests))
+                if core.batch_queue:
+                    core.batch_queue.clear()
+                self._call("nrl_recover")
 
     def _eagerly(self) -> AbstractContextManager[Any]:
         """Keep vLLM from compiling a helper of its sampler in eager mode, which takes longer than a small check."""
@@ -403,7 +447,7 @@ class VLLMEngine(Engine):
         try:
             return self.llm.collective_rpc(method, args=args)[0]
         except Exception as error:  # whatever vLLM raises, its engine's death included
-            raise EngineError(f"vLLM failed: {_beginning(error)}") from error
+            raise EngineError(f"vLLM failed: {_said(error)}") from error
 
 
 def _refuse_v0() -> None:
@@ -461,9 +505,8 @@ def _message(bucket: list[NamedTensor]) -> bytes:
     return safetensors.torch.save({name: tensor.contiguous() for name, tensor in bucket})
 
 
-def _beginning(error: BaseException, limit: int = 600) -> str:
+def _said(error: BaseException) -> str:
     """What an error says, on one line; of one that says nothing, as assertions do, the line of code that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
     said = " ".join(str(error).split()) or (frames[-1].line if frames else "")
-    text = f"{type(error).__name__}: {said}"
-    return text if len(text) <= limit else text[:limit] + " ..."
+    return f"{type(error).__name__}: {said}"

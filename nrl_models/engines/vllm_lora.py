@@ -2,10 +2,38 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from nrl_models.errors import EngineError, one_line
+from nrl_models.errors import EngineError, listed, one_line
+
+EXPERTS = ".experts"
+"""Experts, which are one module in vLLM and parameters in PEFT."""
+
+
+def adapter_modules(manager: Any, number: int) -> dict[str, list[str]]:
+    """Compare an adapter that vLLM has read with the modules that it wrapped.
+
+    Args:
+        manager: vLLM's `LoRAModelManager`, in its worker.
+        number: the adapter's.
+
+    Returns:
+        Module names, vLLM's own with fused projections split: those `sent`, with both matrices, and those `wrapped`,
+        where vLLM applies adapters.
+    """
+
+    def parts(name: str) -> list[str]:
+        return [name] if name.endswith(EXPERTS) else manager.packed_modules.get(name) or [name]
+
+    sent = []
+    for name, lora in manager._registered_adapters[number].loras.items():
+        split = parts(name)
+        sides = [(lora.lora_a, lora.lora_b)] if split == [name] else zip(lora.lora_a, lora.lora_b, strict=True)
+        sent += [part for part, sides in zip(split, sides, strict=True) if all(side is not None for side in sides)]
+    return {"sent": sent, "wrapped": [part for name in manager.modules for part in parts(name)]}
 
 
 def load_adapter(llm: Any, folder: Path, number: int) -> Any:
@@ -20,7 +48,7 @@ def load_adapter(llm: Any, folder: Path, number: int) -> Any:
         The `LoRARequest` that requests with this adapter name.
 
     Raises:
-        EngineError: vLLM takes no adapters, or not this one. It has what it had before.
+        EngineError: vLLM takes no adapters, or does not apply all of this one. It has what it had before.
     """
     if llm.llm_engine.vllm_config.lora_config is None:
         raise EngineError(
@@ -38,4 +66,47 @@ def load_adapter(llm: Any, folder: Path, number: int) -> Any:
         raise EngineError(f"vLLM does not take the adapter in {folder}: {one_line(error)}") from error
     if not taken:
         raise EngineError(f"vLLM does not take the adapter in {folder}, and does not say why")
+    try:
+        _require_applied(llm, folder, number)
+    except EngineError:
+        llm.llm_engine.remove_lora(number)
+        raise
     return request
+
+
+def _require_applied(llm: Any, folder: Path, number: int) -> None:
+    """Require that vLLM applies every module of an adapter, and that the adapter has every module that it targets.
+
+    vLLM looks adapters up by the names of its own modules, and runs a module that it finds none for as it is.
+
+    Raises:
+        EngineError: lists the modules.
+    """
+    workers: list[dict[str, list[str]]] = llm.collective_rpc("nrl_adapter", args=(number,))
+    sent = {name for worker in workers for name in worker["sent"]}
+    wrapped = {name for worker in workers for name in worker["wrapped"]}
+    if ignored := sorted(sent - wrapped):
+        raise EngineError(
+            f"vLLM ignores {len(ignored)} modules of the adapter in {folder}: {listed(ignored)}. It has no module of "
+            f"these names that takes an adapter; it has {listed(sorted(wrapped), 2)}. Save the adapter from the model "
+            "that the engine serves, without modules beside the text model, or refit the engine with merged weights"
+        )
+    if not sent:
+        raise EngineError(f"vLLM found no module in the adapter in {folder}: expected tensors of lora_A and lora_B")
+    if missing := sorted((wrapped - sent) & _targeted(folder, wrapped)):
+        raise EngineError(
+            f"the adapter in {folder} has no matrices for {len(missing)} modules that its adapter_config.json targets: "
+            f"{listed(missing)}. vLLM would run them without an adapter: save the adapter again, or name its layers in "
+            "layers_to_transform"
+        )
+
+
+def _targeted(folder: Path, names: Iterable[str]) -> set[str]:
+    """The modules that PEFT puts an adapter into."""
+    from peft import LoraConfig
+    from peft.tuners.tuners_utils import check_target_module_exists
+
+    content = json.loads((folder / "adapter_config.json").read_text())
+    fields = LoraConfig.__dataclass_fields__
+    config = LoraConfig(**{key: value for key, value in content.items() if key in fields})
+    return {name for name in names if EXPERTS not in name and check_target_module_exists(config, name)}

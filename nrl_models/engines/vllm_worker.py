@@ -13,10 +13,11 @@ import safetensors.torch
 import torch
 
 from nrl_models.common.recording import record_calls
-from nrl_models.engines.digests import digested
+from nrl_models.engines.digests import HeldWeights, digested
 from nrl_models.engines.engine_types import ModuleCall, NamedTensor
 from nrl_models.engines.transfer.reload import WeightReload
 from nrl_models.engines.vllm_images import ImageWorker
+from nrl_models.engines.vllm_lora import adapter_modules
 from nrl_models.logprobs.sampling import Sampling, processed
 
 
@@ -34,6 +35,15 @@ class ConsistencyWorker(ImageWorker):
     def nrl_seed(self, seed: int) -> None:
         """Seed the random numbers of requests that have none of their own."""
         torch.manual_seed(seed)
+
+    def nrl_recover(self) -> None:
+        """Forget a step that an exception interrupted between the model and the sampler."""
+        if getattr(self.model_runner, "execute_model_state", None) is not None:
+            self.model_runner.execute_model_state = None
+
+    def nrl_adapter(self, number: int) -> dict[str, list[str]]:
+        """See `adapter_modules`."""
+        return adapter_modules(self.model_runner.lora_manager._adapter_manager, number)
 
     # Scores of given tokens under any sampling
 
@@ -71,6 +81,8 @@ class ConsistencyWorker(ImageWorker):
         """Make the new weights take effect; returns what was written and what was not."""
         assert self._nrl_reload is not None
         left = self._nrl_reload.finish()
+        self._nrl_written = self._nrl_reload.written
+        self._nrl_reload.clean_cache(self.vllm_config)
         self._nrl_reload = None
         for reset in ("reset_lora_state", "reset_encoder_cache", "reset_mm_cache"):
             if hasattr(self.model_runner, reset):
@@ -81,6 +93,24 @@ class ConsistencyWorker(ImageWorker):
         """End a refit that failed; returns whether some layers have new weights now (the others have the old ones)."""
         reload, self._nrl_reload = getattr(self, "_nrl_reload", None), None
         return reload.abandon() if reload is not None else True
+
+    def nrl_note_weights(self) -> bool:
+        """Note the weights that the last refit wrote; returns whether all of them can be read.
+
+        On a CPU, vLLM packs the weights of linears for its kernels, and leaves empty parameters.
+        """
+        self._nrl_noted: frozenset[str] = getattr(self, "_nrl_written", frozenset())
+        held = self._nrl_held_weights()
+        self._nrl_held = HeldWeights(held)
+        return bool(held) and all(tensor.numel() for tensor in held.values())
+
+    def nrl_unchanged_weights(self) -> list[str]:
+        """Those that are in part as they were when they were noted."""
+        return self._nrl_held.unchanged(self._nrl_held_weights())
+
+    def _nrl_held_weights(self) -> dict[str, torch.Tensor]:
+        tensors = self.nrl_model().state_dict()
+        return {name: tensors[name] for name in self._nrl_noted & tensors.keys()}
 
     # Modules
 

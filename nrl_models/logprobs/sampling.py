@@ -8,8 +8,11 @@ that distribution (vLLM's `logprobs_mode="processed_logprobs"`), so the trainer 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Integral, Real
 
 import torch
+
+from nrl_models.errors import SamplingError, shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +26,8 @@ class Sampling:
         top_p: the probability of the smallest set of likeliest tokens that can be sampled; 1.0 is all.
 
     Raises:
-        ValueError: a value out of range.
+        SamplingError: a value has the wrong type or is out of range. `Engine.generate` also checks the range of its
+            engine: vLLM samples at 0 and from 0.01 to 2.
     """
 
     temperature: float = 1.0
@@ -31,12 +35,12 @@ class Sampling:
     top_p: float = 1.0
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature={self.temperature}: expected a number of at least 0")
-        if self.top_k < 0:
-            raise ValueError(f"top_k={self.top_k}: expected 0 (all tokens) or more")
-        if not 0.0 < self.top_p <= 1.0:
-            raise ValueError(f"top_p={self.top_p}: expected a number above 0, at most 1")
+        if not isinstance(self.temperature, Real) or not 0.0 <= float(self.temperature) < float("inf"):
+            raise SamplingError(f"temperature={shown(self.temperature)}: expected a number of at least 0")
+        if not isinstance(self.top_k, Integral) or int(self.top_k) < 0:
+            raise SamplingError(f"top_k={shown(self.top_k)}: expected a whole number: 0 (all tokens) or more")
+        if not isinstance(self.top_p, Real) or not 0.0 < float(self.top_p) <= 1.0:
+            raise SamplingError(f"top_p={shown(self.top_p)}: expected a number above 0, at most 1")
 
     @property
     def greedy(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from nrl_models import export_adapter
 from nrl_models.engines.base import final_scores
@@ -107,6 +109,68 @@ def test_what_the_engine_does_not_take_leaves_it_as_it_was(vllm: OneEngine, tmp_
     assert mismatch(model, engine) <= BOUND
     engine.use_adapter(None)
     assert mismatch(model, engine, adapted=False) <= BOUND
+
+
+def foreign_prefix(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name.replace(".model.layers.", ".decoder.layers."): tensor for name, tensor in tensors.items()}
+
+
+def foreign_layer(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A layer that the engine lacks, with the matrices of one that it has."""
+    layer = {name: tensor for name, tensor in tensors.items() if "layers.1." in name}
+    more = {name.replace("layers.1.", "layers.7."): tensor.clone() for name, tensor in layer.items()}
+    return tensors | more
+
+
+def without_a_layer(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor for name, tensor in tensors.items() if "layers.1." not in name}
+
+
+def without_a_part_of_a_fused_module(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor for name, tensor in tensors.items() if "layers.0.self_attn.v_proj" not in name}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (foreign_prefix, r"ignores \d+ modules of the adapter in .*: decoder.layers.0.mlp.down_proj"),
+        (foreign_layer, r"ignores 4 modules of the adapter in .*: model.layers.7"),
+        (without_a_layer, r"has no matrices for 4 modules .*: model.layers.1.mlp.down_proj, .*layers_to_transform"),
+        (without_a_part_of_a_fused_module, r"has no matrices for 1 modules .*: model.layers.0.self_attn.v_proj"),
+        (lambda tensors: {}, "vLLM does not take the adapter|found no module"),
+    ],
+)
+def test_adapter_that_vllm_would_not_apply_in_full_raises(
+    vllm: OneEngine, tmp_path_factory: pytest.TempPathFactory, change: Any, message: str
+) -> None:
+    folder = tmp_path_factory.getbasetemp() / "partial-adapters"
+    model = with_adapter(DENSE, folder)
+    engine = vllm(folder / "base", enable_lora=True, max_lora_rank=8)
+    engine.use_adapter(folder / "adapter")
+    changed = shutil.copytree(folder / "adapter", folder / "changed", dirs_exist_ok=True)
+    file = changed / "adapter_model.safetensors"
+    save_file(change(load_file(file)), file)
+    with pytest.raises(EngineError, match=message):
+        engine.use_adapter(changed)
+    assert engine.describe()["adapter"] == str(folder / "adapter")
+    assert mismatch(model, engine) <= BOUND
+    engine.use_adapter(None)
+
+
+def test_adapter_of_some_layers_applies(vllm: OneEngine, tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = tmp_path_factory.getbasetemp() / "partial-adapters"
+    with_adapter(DENSE, folder)
+    config = peft.LoraConfig(r=8, init_lora_weights=False, target_modules=["q_proj"], layers_to_transform=[1])
+    model = peft.get_peft_model(tiny_model(DENSE), config).eval()
+    model.save_pretrained(folder / "one-layer")
+    engine = vllm(folder / "base", enable_lora=True, max_lora_rank=8)
+    engine.use_adapter(folder / "one-layer")
+    assert mismatch(model, engine) <= BOUND
+    with pytest.raises(EngineError, match=r"enable_lora=True, where vLLM does not compute log-probabilities of given"):
+        engine.score([[1, 2, 3]], Sampling())
+    assert not engine.capabilities().score
+    assert mismatch(model, engine) <= BOUND
+    engine.use_adapter(None)
 
 
 def test_an_engine_without_lora_says_how_to_start_it(vllm: OneEngine, tmp_path: Path) -> None:

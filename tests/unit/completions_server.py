@@ -25,6 +25,9 @@ class Served:
         delay: seconds before an answer.
         broken: whether to close the connection in place of an answer.
         requests: what was asked, in order.
+        defaults: sampling parameters that it fills in where a request has none, as vLLM does from
+            generation_config.json.
+        ignored: sampling parameters that it does not read: its defaults apply.
     """
 
     def __init__(self, engine: HFEngine, style: str) -> None:
@@ -34,10 +37,13 @@ class Served:
         self.broken = False
         self.models = ["tiny"]
         self.requests: list[dict[str, Any]] = []
+        self.defaults: dict[str, Any] = {}
+        self.ignored: tuple[str, ...] = ()
 
     def complete(self, body: dict[str, Any]) -> dict[str, Any]:
         prompts = body["prompt"]
-        sampling = Sampling(body["temperature"], body.get("top_k", 0), body.get("top_p", 1.0))
+        read = self.defaults | {name: value for name, value in body.items() if name not in self.ignored}
+        sampling = Sampling(read.get("temperature", 1.0), read.get("top_k", 0), read.get("top_p", 1.0))
         samples = self.engine.generate(
             prompts,
             sampling,

@@ -10,3 +10,18 @@ def model_limit(config: PreTrainedConfig) -> int | None:
     text = config.get_text_config(decoder=True)
     found = (getattr(text, key, None) for key in ("max_position_embeddings", "max_seq_len", "max_target_positions"))
     return min((limit for limit in found if isinstance(limit, int) and limit > 0), default=None)
+
+
+def rope_switch(config: PreTrainedConfig) -> int | None:
+    """Tokens from which LongRoPE has other factors (`original_max_position_embeddings`); None without LongRoPE.
+
+    transformers chooses the factors by the length of each sequence, vLLM by the longest that it was started for.
+    """
+    text = config.get_text_config(decoder=True)
+    rope = getattr(text, "rope_parameters", None) or {}
+    kinds = [rope, *(value for value in rope.values() if isinstance(value, dict))]
+    if not any(kind.get("rope_type") == "longrope" for kind in kinds):
+        return None
+    found = [kind.get("original_max_position_embeddings") for kind in kinds]
+    found.append(getattr(text, "original_max_position_embeddings", None))
+    return next((limit for limit in found if isinstance(limit, int) and limit > 0), None)

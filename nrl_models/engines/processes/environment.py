@@ -17,10 +17,11 @@ import torch
 from nrl_models.common.dtypes import dtype_name
 from nrl_models.engines.answers import Checked
 from nrl_models.engines.base import Engine, require_lengths, require_number
-from nrl_models.engines.engine_types import Capabilities, Sample, Tokens
+from nrl_models.engines.engine_types import VLLM_TEMPERATURES, Capabilities, Sample, Tokens
 from nrl_models.engines.processes.worker_process import WorkerProcess
 from nrl_models.engines.vllm import KV_CACHE_BYTES
 from nrl_models.errors import EngineError
+from nrl_models.inputs.tokenizers import end_tokens
 from nrl_models.logprobs.sampling import Sampling
 
 WORKER = Path(__file__).with_name("environment_worker.py")
@@ -40,7 +41,7 @@ class EnvironmentEngine(Engine):
     name = "vllm"
 
     def __init__(self, python: Path, keywords: dict[str, Any]) -> None:
-        self.python = python
+        self.python, self.path = python, keywords["model"]
         environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
         for name, value in (("VLLM_CPU_OMP_THREADS_BIND", "nobind"), ("OMP_WAIT_POLICY", "PASSIVE")):
             environment.setdefault(name, value)
@@ -95,6 +96,8 @@ class EnvironmentEngine(Engine):
     def capabilities(self) -> Capabilities:
         """Generation, and scores at temperature 1; nothing that needs access to the process."""
         return Capabilities(
+            min_temperature=VLLM_TEMPERATURES[0],
+            max_temperature=VLLM_TEMPERATURES[1],
             processed_scores=False,
             prefix_caching=self.described["prefix_caching"],
             max_length=self.described["max_model_len"],
@@ -115,6 +118,7 @@ class EnvironmentEngine(Engine):
                 f"vLLM {self.described['vllm']} gives log-probabilities from before the temperature: temperature 0 or 1"
             )
         asked = asdict(sampling) | {"max_tokens": max_new_tokens, "logprobs": 0, "ignore_eos": ignore_end}
+        asked |= {} if ignore_end else {"stop_token_ids": list(end_tokens(self.path))}
         seeds = [None if sampling.greedy else seed + index for index in range(len(prompts))]
         samples = []
         for number, found in enumerate(self._samples(prompts, asked, seeds)):

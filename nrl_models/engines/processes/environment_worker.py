@@ -1,8 +1,9 @@
 """Runs a vLLM for `environment.py`, by the interpreter of its environment; imports nothing but that and the standard
 library, so that it runs beside any version.
 
-Every line of standard input is a request, every line of standard output the answer to it, both JSON. The first request
-has keywords of `vllm.LLM`, and its answer describes the engine. An answer with `error` says what vLLM raised.
+Every line of standard input is a request, every line of standard output the answer to it, both JSON. A request has a
+number, `id`, which its answer repeats. The first request has keywords of `vllm.LLM`, and its answer describes the
+engine. An answer with `error` says what vLLM raised. Ctrl-C in a terminal interrupts the parent process alone.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ from __future__ import annotations
 import json
 import math
 import os
+import signal
 import sys
+from contextlib import suppress
 from typing import Any
 
 DISPENSABLE = ("kv_cache_memory_bytes", "logprobs_mode")
@@ -19,23 +22,36 @@ DISPENSABLE = ("kv_cache_memory_bytes", "logprobs_mode")
 
 def main() -> None:
     """Start the engine, and answer until standard input ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # vLLM prints to standard output
 
-    def answer(content: dict[str, Any]) -> None:
-        print(json.dumps(content), file=answers, flush=True)
+    def answer(number: int, content: dict[str, Any]) -> None:
+        print(json.dumps({"id": number} | content), file=answers, flush=True)
 
+    keywords = json.loads(sys.stdin.readline())
+    number = keywords.pop("id")
     try:
-        llm, described = started(json.loads(sys.stdin.readline()))
+        llm, described = started(keywords)
     except Exception as error:  # whatever vLLM and the model's code raise
-        answer({"error": f"{type(error).__name__}: {error}"})
+        answer(number, {"error": f"{type(error).__name__}: {error}"})
         sys.exit(1)
-    answer(described)
+    answer(number, described)
     for line in sys.stdin:
+        request = json.loads(line)
+        number = request.pop("id")
         try:
-            answer({"samples": generated(llm, json.loads(line))})
+            answer(number, {"samples": generated(llm, request)})
         except Exception as error:
-            answer({"error": f"{type(error).__name__}: {error}"})
+            answer(number, {"error": f"{type(error).__name__}: {error}"})
+            abort(llm)
+
+
+def abort(llm: Any) -> None:
+    """Drop the requests that a failed call left behind, so that they are not part of the next answer."""
+    with suppress(Exception):  # an engine that has died
+        processor = llm.llm_engine.output_processor
+        llm.llm_engine.abort_request(list(getattr(processor, "external_req_ids", processor.request_states)))
 
 
 def started(keywords: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

@@ -23,6 +23,7 @@ from nrl_models.engines.base import Engine, require_lengths, require_number
 from nrl_models.engines.engine_types import Capabilities, NamedTensor, Sample, Tokens
 from nrl_models.engines.processes.worker_process import WorkerProcess
 from nrl_models.errors import EngineError
+from nrl_models.inputs.tokenizers import end_tokens
 from nrl_models.loading.read_config import read_config
 from nrl_models.logprobs.sampling import Sampling
 
@@ -100,9 +101,7 @@ class WorkerEngine(Engine):
                     "seed": seed,
                 }
             )
-            end = getattr(config.get_text_config(decoder=True), "eos_token_id", None)
-            ends = [] if end is None else end if isinstance(end, list) else [end]
-            return cls(worker, described, max_length or model_limit(config), ends)
+            return cls(worker, described, max_length or model_limit(config), end_tokens(folder))
         except BaseException:
             worker.close()
             raise
@@ -169,7 +168,12 @@ class WorkerEngine(Engine):
             for bucket in sent:
                 save_file({name: tensor.detach().cpu().clone().contiguous() for name, tensor in bucket}, file)
                 found |= self.worker.ask({"call": "receive", "file": str(file), "digests": digests})["digests"]
-        unwritten = self.worker.ask({"call": "apply"})["unwritten"]
+        self._changed = True  # if the call is interrupted, the worker takes them all the same
+        try:
+            unwritten = self.worker.ask({"call": "apply"})["unwritten"]
+        except EngineError:
+            self._changed = False
+            raise
         return {"digests": found, "unwritten": unwritten, "stale_buffers": []}
 
     def close(self) -> None:

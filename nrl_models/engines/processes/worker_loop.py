@@ -1,8 +1,8 @@
 """What runs in an engine's own process: a model that answers requests, one a line.
 
-Every line of standard input is a request, every line of standard output the answer to it, both JSON. The first request
-says what to load, and its answer describes the model; later ones name a `call`. An answer with `error` says what
-failed.
+Every line of standard input is a request, every line of standard output the answer to it, both JSON. A request has a
+number, `id`, which its answer repeats. The first request says what to load, and its answer describes the model; later
+ones name a `call`. An answer with `error` says what failed. Ctrl-C in a terminal interrupts the parent process alone.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from __future__ import annotations
 import json
 import math
 import os
+import signal
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -111,28 +111,30 @@ class WorkerModel(ABC):
 
 def serve(load: Callable[..., WorkerModel]) -> None:
     """Load the model, and answer until standard input ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what others print is no answer
 
-    def answer(give: Callable[[], dict[str, Any]]) -> bool:
+    def answer(line: str, give: Callable[..., dict[str, Any]]) -> bool:
+        request = json.loads(line)
+        number = request.pop("id")
         try:
-            content = give()
+            content = give(**request)
         except Exception as error:  # whatever the engine and the model's code raise
             content = {"error": f"{type(error).__name__}: {error}"}
-        print(json.dumps(content), file=answers, flush=True)
+        print(json.dumps({"id": number} | content), file=answers, flush=True)
         return "error" not in content
 
     models: list[WorkerModel] = []
 
-    def first() -> dict[str, Any]:
-        models.append(load(**json.loads(sys.stdin.readline())))
+    def first(**options: Any) -> dict[str, Any]:
+        models.append(load(**options))
         return models[0].describe()
 
-    if not answer(first):
+    if not answer(sys.stdin.readline(), first):
         sys.exit(1)
     for line in sys.stdin:
-        request = json.loads(line)
-        answer(partial(getattr(models[0], request.pop("call")), **request))
+        answer(line, lambda call, **options: getattr(models[0], call)(**options))
 
 
 def by_length(rows: list[list[int]]) -> list[list[int]]:

@@ -1,6 +1,8 @@
-"""An engine in a process of its own: a line of JSON asks, a line of JSON answers.
+"""An engine in a subprocess: one line of JSON is a request, one line of JSON is its answer.
 
-An answer with `error` says what failed there. What the process prints otherwise is kept, and quoted if it dies.
+A request has a number (`id`), and its answer repeats it. A call that was interrupted leaves an answer behind, which the
+next call drops. An answer with `error` says what failed there. What the process prints otherwise is kept, and quoted if
+it dies.
 """
 
 from __future__ import annotations
@@ -8,9 +10,12 @@ from __future__ import annotations
 import json
 import subprocess
 import tempfile
+import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from queue import SimpleQueue
+from threading import Thread
+from typing import IO, Any
 
 from nrl_models.engines.answers import Checked
 from nrl_models.errors import EngineError
@@ -42,47 +47,57 @@ class WorkerProcess:
                 stderr=self._errors,
                 env=environment,
                 text=True,
+                errors="replace",
             )
         except OSError as error:
             self._errors.close()
             raise EngineError(f"{command[0]} does not run: {error.strerror}") from error
+        # An exception that interrupts a call is raised in the caller's thread. Threads of their own read and write
+        # whole lines, and go on reading the answer of an interrupted call, which the worker could not write otherwise.
+        self._number = 0
+        self._requests: SimpleQueue[str | None] = SimpleQueue()
+        self._answers: SimpleQueue[str] = SimpleQueue()
+        pipes = (_write, self._requests, self.process.stdin), (_read, self.process.stdout, self._answers)
+        self._threads = [Thread(target=target, args=options, daemon=True) for target, *options in pipes]
+        for thread in self._threads:
+            thread.start()
+        weakref.finalize(self, self._requests.put, None)
 
     def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Send a line, and read the line that answers it.
+        """Send a request, and wait for its answer. An exception in this thread leaves the worker usable.
 
         Raises:
             EngineError: the worker reports an error, has died, or answers with something else than a JSON object.
         """
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        try:
-            print(json.dumps(request), file=self.process.stdin, flush=True)
-        except OSError as error:
-            raise self._died() from error
-        line = self.process.stdout.readline()
-        if not line:
-            raise self._died()
+        self._number += 1
+        number = self._number
+        self._requests.put(json.dumps({"id": number, **request}) + "\n")
         checked = Checked(self.who)
-        try:
-            answer = checked.mapping(json.loads(line), "it")
-        except (ValueError, RecursionError) as error:
-            raise checked.error(f"answered with something that is not JSON: {line[:200]!r}") from error
+        while True:
+            line = self._answers.get()
+            if not line:
+                self._answers.put(line)  # for the next call
+                raise self._died()
+            try:
+                answer = checked.mapping(json.loads(line), "it")
+            except (ValueError, RecursionError) as error:
+                raise checked.error(f"answered with something that is not JSON: {line[:200]!r}") from error
+            if checked.whole(answer.pop("id", None), "id", 1, number + 1) == number:
+                break
         if "error" in answer:
-            raise EngineError(f"{self.who} failed: {' '.join(str(answer['error']).split())[:600]}")
+            raise EngineError(f"{self.who} failed: {' '.join(str(answer['error']).split())}")
         return answer
 
     def close(self) -> None:
         """End the process: by the end of its input, and if that does not help, by force."""
-        if self.process.stdin is not None:
-            with suppress(BrokenPipeError):  # it died before it had read what was sent
-                self.process.stdin.close()
+        self._requests.put(None)
         try:
             self.process.wait(timeout=30)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
-        if self.process.stdout is not None:
-            self.process.stdout.close()
+        for thread in self._threads:
+            thread.join()
         self._errors.close()
 
     def _died(self) -> EngineError:
@@ -91,3 +106,19 @@ class WorkerProcess:
         *before, last = self._errors.read().decode(errors="replace").strip().splitlines()[-LAST_LINES:] or ["nothing"]
         said = f"{self.who} died (exit status {self.process.returncode}), and said last: {last}"
         return EngineError(said, *(f"  {line}" for line in before))
+
+
+def _write(requests: SimpleQueue[str | None], pipe: IO[str]) -> None:
+    """Write the requests until there is None, and close the pipe."""
+    with suppress(OSError), pipe:  # the process has died
+        while (line := requests.get()) is not None:
+            pipe.write(line)
+            pipe.flush()
+
+
+def _read(pipe: IO[str], answers: SimpleQueue[str]) -> None:
+    """Read answers, a line each; an empty string is their end."""
+    with pipe:
+        for line in pipe:
+            answers.put(line)
+    answers.put("")

@@ -44,6 +44,12 @@ class ServerClient:
         answer = self._request("GET", "/weight_info", None)
         return self._checked.text(answer.get("weight_version"), "weight_version")
 
+    def checksums(self) -> dict[str, str]:
+        """A checksum of each tensor that the server's workers hold (vLLM's `/weight_checker`)."""
+        found = self._checked.mapping(self._request("POST", "/weight_checker", {"action": "checksum"}), "it")
+        listed = self._checked.mapping(found.get("checksums"), "checksums")
+        return {name: self._checked.text(checksum, "a checksum") for name, checksum in listed.items()}
+
     def pause(self) -> None:
         """Let what is being generated end, begin nothing, and drop what was computed for earlier prompts."""
         self._request("POST", "/pause?mode=wait&clear_cache=true", None)

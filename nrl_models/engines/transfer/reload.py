@@ -5,6 +5,7 @@ It uses nothing but what vLLM offers for the purpose: `load_weights`, and the la
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,9 +13,15 @@ from typing import Any
 
 import torch
 
+from nrl_models.common.dtypes import same_kind, wrong_kind
 from nrl_models.common.switches import is_off
+from nrl_models.common.upstream_torch import TorchDispatchMode, tree_leaves
+from nrl_models.engines.base import is_finite
+from nrl_models.engines.digests import tied_apart
 from nrl_models.engines.engine_types import NamedTensor
 from nrl_models.engines.transfer.as_published import as_published
+from nrl_models.engines.transfer.updates import fast_digest
+from nrl_models.errors import EngineError, listed
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,15 +29,16 @@ class Unwritten:
     """What a reload left as it was, by the engine's names.
 
     Args:
-        parameters: parameters that nothing was written to.
+        parameters: parameters that nothing was written to, and those of modules that lacked a part, each with what it
+            lacked: a fused projection without its key, experts without one of their matrices.
         buffers: persistent buffers that nothing was written to.
-        halves: modules of which some elements were written and others not: padding, or tensors that were not given.
     """
 
     parameters: tuple[str, ...]
     buffers: tuple[str, ...]
-    halves: frozenset[str]
 
+
+HEAD = "lm_head.weight"
 
 HEAD_BIAS = "lm_head.bias"
 """What vLLM, with transformers' classes, registers when it comes. In a layer whose weight is still awaited its reload
@@ -50,6 +58,7 @@ class WeightReload:
 
         self.model, self.vllm_config = model, vllm_config
         self._loaded: set[str] = set()
+        self._given: set[str] = set()
         self._last: list[NamedTensor] = []
         # Names with an underscore are vLLM's own constants (scales of a quantised cache), which no checkpoint has.
         parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
@@ -77,6 +86,11 @@ class WeightReload:
             for name, parameter in model.named_parameters(remove_duplicate=False)
             if id(parameter) not in tied
         )
+        has_head = any(all(name.endswith(HEAD) for name in names) for names in self._parameters)
+        configs = vllm_config.model_config.hf_config, vllm_config.model_config.hf_text_config
+        self._ties = not has_head and any(getattr(config, "tie_word_embeddings", False) for config in configs)
+        self._head: tuple[str, str] | None = None
+        self._embeddings: dict[str, str] = {}
 
     def load(self, tensors: Iterable[NamedTensor]) -> None:
         """Take some weights, by hub name."""
@@ -91,34 +105,103 @@ class WeightReload:
                 yield name, tensor
 
     def _load(self, tensors: Iterable[NamedTensor]) -> None:
-        with self._loading():
-            self._loaded |= set(self.model.load_weights(as_published(self.model, tensors)) or ())
+        with self._loading(), _SameKind() as kinds:
+            published = as_published(self.model, kinds.named(self._noted(tensors)))
+            self._loaded |= set(self.model.load_weights(published) or ())
 
-    def halves(self) -> frozenset[str]:
-        """Names of modules of which some elements were given so far, and others not.
+    def _noted(self, tensors: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
+        """All but the head of a model that ties it to its embeddings, which has no place for it."""
+        for name, tensor in tensors:
+            self._given.add(name)
+            self.note_tied(name, tensor)
+            if self._head is None or self._head[0] != name:
+                yield name, tensor
+
+    def note_tied(self, name: str, tensor: torch.Tensor) -> None:
+        """Note a tensor for `require_tied`, if it may be a head or embeddings of a model that ties them."""
+        if self._ties and tensor.dim() == 2:
+            if name.endswith(HEAD):
+                self._head = name, fast_digest(tensor)
+            elif tensor.shape[0] == self.vllm_config.model_config.get_vocab_size():
+                self._embeddings[fast_digest(tensor)] = name
+
+    def require_tied(self) -> None:
+        """Require that a head which was given to a model that ties it equals the embeddings.
+
+        Raises:
+            EngineError: it differs from them, or they were not given.
+        """
+        if self._head is not None and self._head[1] not in self._embeddings:
+            raise EngineError(tied_apart(self._head[0], listed(self._embeddings.values()) or "the embeddings"))
+
+    @property
+    def written(self) -> frozenset[str]:
+        """The model's tensors that its loader wrote, by the engine's names."""
+        return frozenset(self._loaded)
+
+    def lacking(self) -> dict[str, str]:
+        """Parameters of which some elements were given so far and others not, each with what it lacks.
 
         What was put off is loaded first: it may be what a module is complete with.
         """
         last, self._last = self._last, []
         if last:
             self._load(last)
-        return frozenset(
-            name
-            for name, module in self.model.named_modules()
-            if (info := _info(module)).can_load() and 0 < info.load_numel < (info.load_numel_total or 0)
-        )
+        lacking: dict[str, str] = {}
+        for name, module in self.model.named_modules():
+            info = _info(module)
+            if info.can_load() and 0 < info.load_numel < (info.load_numel_total or 0):
+                with self._loading():
+                    holes = _holes(module, info)
+                lacking |= {f"{name}.{own}": self._described(name, own, *sizes) for own, sizes in holes.items()}
+        return lacking
+
+    def _described(self, module: str, own: str, missing: int, total: int) -> str:
+        """What a parameter lacks: the tensors that vLLM fuses in it, by the ends of their hub names, and elements."""
+        owner, _, fused = module.rpartition(".")
+        parts = (getattr(self.model, "packed_modules_mapping", None) or {}).get(fused, [])
+        layer = ".".join(owner.split(".")[-3:])
+        absent = [part for part in parts if not any(name.endswith(f"{layer}.{part}.{own}") for name in self._given)]
+        names = f"without {' and '.join(absent)}, " if 0 < len(absent) < len(parts) else ""
+        return f"{module}.{own} ({names}{missing:,} of {total:,} elements not sent)"
 
     def finish(self) -> Unwritten:
-        """Make the new weights take effect; returns what was not written."""
-        halves = self.halves()
-        # A loader may report weights as written that it wrote past vLLM's reload, which then restores the old weights.
+        """Make the new weights take effect; returns what was not written. Modules that lack a part keep the old ones.
+
+        vLLM would make a layer that lacks a part of memory that nothing was written to.
+
+        Raises:
+            EngineError: see `require_tied`.
+        """
+        self.require_tied()
+        lacking = self.lacking()
+        kept: list[str] = []
         missed = set()
         for name, module in self.model.named_modules():
             info = _info(module)
-            if info.can_load() and info.load_numel_total and not info.load_numel and module not in self._tied:
+            if not (info.can_load() and info.load_numel_total):
+                continue
+            if any(f"{name}.{own}" in lacking for own, _ in info.loaded_weights):
+                names = dict.fromkeys(f"{name}.{own}" for own, _ in info.loaded_weights)
+                kept += [lacking.get(each, f"{each} (its module lacks another tensor)") for each in names]
+                _drop(info)
+            elif not info.load_numel and module not in self._tied:
+                # A loader may report weights as written that it wrote past vLLM's reload, which then restores the old.
                 missed |= {f"{name}.{own}" for own, _ in module.named_parameters(recurse=False)}
         self._end()
-        return Unwritten(self._left(self._parameters, missed), self._left(self._buffers), halves)
+        return Unwritten((*kept, *self._left(self._parameters, missed)), self._left(self._buffers))
+
+    @staticmethod
+    def clean_cache(vllm_config: Any) -> None:
+        """Zero cache memory that has NaN or infinite values.
+
+        Attention multiplies what is masked in a block by 0, which does not remove them: after weights that computed
+        them, the first generation with good weights would be NaN.
+        """
+        layers = vllm_config.compilation_config.static_forward_context.values()
+        for tensor in tree_leaves([getattr(layer, "kv_cache", None) for layer in layers]):
+            if isinstance(tensor, torch.Tensor) and not is_finite(tensor):
+                tensor.zero_()
 
     def abandon(self) -> bool:
         """End it: what was given all its weights keeps them, the rest has its old ones. Returns if anything changed."""
@@ -126,9 +209,7 @@ class WeightReload:
         for module in self.model.modules():
             info = _info(module)
             if info.can_load():
-                # vLLM restores the old weights of a layer that was given none.
-                info.loaded_weights.clear()
-                info.load_numel = 0
+                _drop(info)
             else:
                 changed = True
         self._end()
@@ -159,6 +240,63 @@ class WeightReload:
 
         with set_current_vllm_config(self.vllm_config), torch.no_grad():
             yield
+
+
+class _SameKind(TorchDispatchMode):
+    """Check dtypes while it is open: a loader may convert a tensor only to a dtype of the same kind, see `same_kind`.
+
+    `Tensor.copy_`, by which vLLM's loaders write, converts between all dtypes.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._names: dict[int, str] = {}
+        self._last = ""
+
+    def named(self, tensors: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
+        """Yield the same tensors, and note their names for errors."""
+        for self._last, tensor in tensors:
+            self._names[tensor.data_ptr()] = self._last
+            yield self._last, tensor
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default and not same_kind(args[1].dtype, args[0].dtype):
+            name = self._names.get(args[1].data_ptr(), self._last)
+            raise EngineError(wrong_kind(name, args[1].dtype, args[0].dtype))
+        return func(*args, **(kwargs or {}))
+
+
+def _holes(module: torch.nn.Module, info: Any) -> dict[str, tuple[int, int]]:
+    """Tensors of a module that the given weights write in part: how many elements are left out, of how many.
+
+    The weights are loaded into a tensor of NaN (of a dtype without NaN into two, of 0 and of 1), as vLLM would load
+    them. Padding does not count: a loader overwrites it, or declares it (`weight_loader_numel`).
+    """
+    from vllm.model_executor.model_loader.reload.layerwise import _get_original_loader
+
+    holes = {}
+    for name in dict.fromkeys(name for name, _ in info.loaded_weights):
+        tensor: Any = getattr(module, name)
+        filled: list[torch.Tensor] = []
+        for fill in (math.nan,) if tensor.is_floating_point() else (0, 1):
+            target: Any = torch.full(tuple(tensor.shape), fill, dtype=tensor.dtype, device=info.restore_device)
+            target.__class__, target.__dict__ = tensor.__class__, tensor.__dict__.copy()
+            for own, bound in info.loaded_weights:
+                if own == name:
+                    again = type(bound)(bound.signature, {**bound.arguments, "param": target})
+                    _get_original_loader(tensor)(*again.args, **again.kwargs)
+            filled.append(target.data)
+        unwritten = filled[0].isnan() if len(filled) == 1 else filled[0] != filled[1]
+        size = getattr(tensor, "weight_loader_numel", tensor.numel())
+        if (count := int(unwritten.sum()) - (tensor.numel() - size)) > 0:
+            holes[name] = count, size
+    return holes
+
+
+def _drop(info: Any) -> None:
+    """Forget the weights that a layer was given: vLLM restores the old weights of one that was given none."""
+    info.loaded_weights.clear()
+    info.load_numel = 0
 
 
 def _info(module: torch.nn.Module) -> Any:

@@ -24,6 +24,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from nrl_models.common.state_dict.merged import export_adapter
+from nrl_models.engines.base import finite
 from nrl_models.engines.engine_types import NamedTensor
 from nrl_models.engines.transfer.receiver import Receiver
 from nrl_models.engines.transfer.reload import WeightReload
@@ -96,7 +97,6 @@ class SharedMemoryEngine(WeightTransferEngine[SharedMemoryInit, SharedMemoryUpda
         super().__init__(config, vllm_config, device, model)
         self.receiver = Receiver(self._apply, self._refuse)
         self._refusing: Any = None
-        self._halves: frozenset[str] = frozenset()
 
     def init_transfer_engine(self, init_info: SharedMemoryInit) -> None:
         """See `SharedMemoryInit`.
@@ -152,21 +152,24 @@ class SharedMemoryEngine(WeightTransferEngine[SharedMemoryInit, SharedMemoryUpda
         some = [name for group in groups for name in group]
         reload = WeightReload(self.model, self.vllm_config)
         try:
+            for name, tensor in tensors.items():  # also of a head whose embeddings alone changed
+                reload.note_tied(name, tensor)
+            reload.require_tied()
             reload.load((name, tensors[name]) for name in some)
             whole = len(some) == len(tensors)
-            if not whole and reload.halves() - self._halves:
+            if not whole and reload.lacking():
                 # A module of vLLM's is made of tensors of several layers.
                 loaded = set(some)
                 reload.load((name, tensor) for name, tensor in tensors.items() if name not in loaded)
                 whole = True
             left = reload.finish()
+            reload.clean_cache(self.vllm_config)
         except Exception as error:
             if reload.abandon():
                 raise MixedWeightsError(one_line(error)) from error
             raise
         if not whole:
             return
-        self._halves = left.halves
         if missing := [*left.parameters, *left.buffers]:
             raise MixedWeightsError(f"{len(missing)} tensors were left unwritten: {listed(missing)}")
 
@@ -239,6 +242,6 @@ class SharedMemoryTrainer(TrainerWeightTransferEngine[SharedMemoryTrainerInit]):
         """One update, on every rank: see `Sender.send`."""
         assert self.source is not None
         if self.is_sender:
-            self.sent = self.sender.send(self.source)
+            self.sent = self.sender.send(finite(self.source))
         else:
             consumed(self.source)

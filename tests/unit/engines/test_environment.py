@@ -30,6 +30,8 @@ for number, answer in enumerate(json.loads((here / "answers.json").read_text()))
     asked = sys.stdin.readline()
     with open(here / "seen.json", "a") as seen:
         seen.write(json.dumps([sys.argv, asked]) + "\\n")
+    if answer.startswith("{{"):
+        answer = json.dumps({{"id": json.loads(asked)["id"]}} | json.loads(answer))
     print(answer, flush=True)
 """
 

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from test_transfer import Workers, differ, exported, model_of, train
+from test_transfer import Workers, differ, exported, model_of
+from test_transfer import train as train_bits
 from transformers import PreTrainedModel
 
 from nrl_models.engines.http import HTTPEngine
@@ -21,6 +22,14 @@ from nrl_models.logprobs import Sampling
 
 ROUTES = ("weight_info", "pause", "init_weight_transfer_engine", "start_weight_update", "update_weights")
 ROUTES += ("finish_weight_update", "reset_prefix_cache", "resume")
+
+
+@torch.no_grad()
+def train(model: PreTrainedModel, share: float, generator: torch.Generator) -> None:
+    """Move a share of the elements, to values that an engine takes."""
+    train_bits(model, share, generator)
+    for tensor in model.state_dict().values():
+        tensor.nan_to_num_()
 
 
 class Served:
@@ -207,3 +216,31 @@ def test_a_server_without_these_routes_says_what_it_needs(
     with pytest.raises(EngineError, match=r"VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config"):
         engine.refit(exported(trainer))
     assert not served.is_paused
+
+
+def test_refit_that_is_not_finite_is_not_sent(trainer: PreTrainedModel, both: tuple[HTTPEngine, Served]) -> None:
+    engine, served = both
+    engine.refit(exported(trainer))
+    before = {name: tensor.clone() for name, tensor in served.workers.model.state_dict().items()}
+    with torch.no_grad():
+        trainer.model.norm.weight[3] = float("nan")
+    with pytest.raises(EngineError, match=r"model\.norm\.weight has 1 NaN and 0 infinite values") as raised:
+        engine.refit(exported(trainer))
+    assert not isinstance(raised.value, MixedWeightsError)
+    assert not served.is_paused
+    assert not differ(served.workers.model.state_dict(), before)
+    with torch.no_grad():
+        trainer.model.norm.weight[3] = 1.0
+    engine.refit(exported(trainer))
+    assert not differ(served.workers.model.state_dict(), trainer.state_dict())
+
+
+def test_long_error_of_a_server_shows_its_cause(trainer: PreTrainedModel, both: tuple[HTTPEngine, Served]) -> None:
+    engine, served = both
+    frames = "".join(f"  File worker.py, line {line}\n" for line in range(200))
+    message = json.dumps({"error": {"message": f"Traceback s3cret\n{frames}ValueError: lm_head.weight is the cause"}})
+    served.answers["start_weight_update"] = 500, {}, message.encode()
+    with pytest.raises(EngineError, match=r"ValueError: lm_head\.weight is the cause") as raised:
+        engine.refit(exported(trainer))
+    assert "s3cret" not in str(raised.value)
+    assert len(str(raised.value)) < 4000

@@ -1,0 +1,64 @@
+"""A checkpoint's tokenizer, and the tokens at which a reply ends."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from nrl_models.common.checkpoint.local_path import is_gguf
+from nrl_models.common.gguf import gguf_tables
+from nrl_models.common.logs import get_logger
+from nrl_models.errors import ConsistencyError
+
+logger = get_logger(__name__)
+
+
+def load_tokenizer(path: str | Path) -> Any | None:
+    """The tokenizer in a checkpoint's directory or GGUF file; None if there is none.
+
+    Raises:
+        ConsistencyError: the tokenizer does not load.
+    """
+    from transformers import AutoTokenizer
+
+    if is_gguf(path):
+        return gguf_tables.load_tokenizer(Path(path))
+    names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+    if not any((Path(path) / name).is_file() for name in names):
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    except Exception as error:  # whatever a tokenizer's code raises
+        raise ConsistencyError(f"the tokenizer in {path} does not load: {type(error).__name__}: {error}") from error
+
+
+def end_tokens(path: str | Path) -> tuple[int, ...]:
+    """Tokens at which a reply ends: those of the generation configuration, and the tokenizer's end token.
+
+    A vLLM server that has the tokenizer ends replies there. Without generation_config.json, config.json is read in its
+    place, as in transformers and vLLM.
+    """
+    from transformers import GenerationConfig
+
+    from nrl_models.loading.read_config import read_config
+
+    if (Path(path) / "generation_config.json").is_file():
+        generation = GenerationConfig.from_pretrained(path)
+    else:
+        generation = GenerationConfig.from_model_config(read_config(Path(path)))
+    return tuple(sorted({*as_ids(generation.eos_token_id), *tokenizer_ends(path)}))
+
+
+def tokenizer_ends(path: str | Path) -> tuple[int, ...]:
+    """The end token of a checkpoint's tokenizer; empty if it has no tokenizer, or one without an end token."""
+    try:
+        tokenizer = load_tokenizer(path)
+    except ConsistencyError as error:
+        logger.warning(f"{error}. Replies do not end at its end token.")
+        return ()
+    return () if tokenizer is None else as_ids(tokenizer.eos_token_id)
+
+
+def as_ids(value: int | list[int] | None) -> tuple[int, ...]:
+    """The end tokens of a configuration, which has none, one or a list of them."""
+    return () if value is None else tuple(value) if isinstance(value, (list, tuple)) else (value,)

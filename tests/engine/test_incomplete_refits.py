@@ -1,0 +1,190 @@
+"""Refits that lack a part, or hold values or dtypes that an engine cannot use; and calls that an exception ends."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nrl_models.engines.engine_types import NamedTensor
+from nrl_models.engines.hf import HFEngine
+from nrl_models.engines.vllm import VLLMEngine
+from nrl_models.errors import EngineError, MixedWeightsError
+from nrl_models.logprobs import Sampling
+from tests.engine.families import tiny_model
+from tests.engine.inside import model_of
+from tests.engine.one_engine import OneEngine
+
+PROMPTS = [list(range(50, 80)), list(range(120, 150))]
+MIXTURE = "Qwen3MoeForCausalLM"
+FUSED = {
+    "LlamaForCausalLM": ["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"],
+    MIXTURE: ["k_proj", "experts.1.gate_proj", "experts.1.up_proj", "experts.0.down_proj", "experts.2."],
+}
+CASES = [(architecture, part) for architecture, parts in FUSED.items() for part in parts]
+
+
+class Pair:
+    """A trainer, and an engine on its checkpoint."""
+
+    def __init__(self, architecture: str, vllm: OneEngine, folder: Path, **overrides: Any) -> None:
+        self.model = tiny_model(architecture, overrides)
+        self.model.save_pretrained(folder)
+        self._vllm, self._folder = vllm, folder
+
+    @property
+    def engine(self) -> VLLMEngine:
+        return self._vllm(self._folder)
+
+    def weights(self, factor: float = 1.0) -> list[NamedTensor]:
+        return [(name, tensor * factor) for name, tensor in self.model.state_dict_adapter.iter_export(self.model)]
+
+    def off(self) -> float:
+        """The largest difference between the log-probabilities of both."""
+        sides = HFEngine(self.model, "trainer"), self.engine
+        ours, theirs = (torch.tensor([row[1:] for row in side.score(PROMPTS, Sampling())]) for side in sides)
+        return float((ours - theirs).abs().max())
+
+
+@pytest.fixture(scope="module")
+def pair_of(vllm: OneEngine, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pair]:
+    pairs: dict[str, Pair] = {}
+
+    def pair(architecture: str) -> Pair:
+        if architecture not in pairs:
+            pairs[architecture] = Pair(architecture, vllm, tmp_path_factory.mktemp(architecture))
+        return pairs[architecture]
+
+    return pair
+
+
+@pytest.mark.parametrize(("architecture", "part"), CASES)
+def test_refit_without_a_part_of_a_fused_tensor_raises(
+    pair_of: Callable[[str], Pair], architecture: str, part: str
+) -> None:
+    pair = pair_of(architecture)
+    engine = pair.engine
+    missing = [
+        name for name, _ in pair.weights() if f"layers.1.{'mlp' if 'exp' in part else ''}" in name and part in name
+    ]
+    assert missing
+    held = {name: tensor.clone() for name, tensor in model_of(engine).state_dict().items()}
+    with pytest.raises(MixedWeightsError, match=r"left \d tensors unwritten: model.layers.1.*not sent") as raised:
+        engine.refit((name, tensor) for name, tensor in pair.weights(1.01) if name not in missing)
+    if "experts" not in part:
+        assert f"without {part}, " in str(raised.value)
+    # The module keeps the weights of before, not memory that nothing was written to.
+    after = model_of(engine).state_dict()
+    fused = next(name for name in after if "layers.1" in name and name in str(raised.value))
+    torch.testing.assert_close(after[fused], held[fused], rtol=0, atol=0)
+    with pytest.raises(MixedWeightsError):
+        engine.score(PROMPTS, Sampling())
+    engine.refit(pair.weights())
+    assert pair.off() < 1e-4
+
+
+def test_weights_that_cannot_be_used_raise(pair_of: Callable[[str], Pair]) -> None:
+    pair = pair_of("LlamaForCausalLM")
+    name = "model.layers.1.mlp.down_proj.weight"
+    for change, message in (
+        (lambda tensor: tensor.index_fill(0, torch.tensor([3]), float("nan")), "NaN and 0 infinite values"),
+        (lambda tensor: (tensor * 100).to(torch.int32), f"{name} was sent as int32, and the engine holds float32"),
+        (lambda tensor: tensor.to(torch.float8_e4m3fn), f"{name} was sent as float8_e4m3fn"),
+    ):
+        with pytest.raises(EngineError, match=message):
+            pair.engine.refit((own, change(tensor) if own == name else tensor) for own, tensor in pair.weights())
+        pair.engine.refit(pair.weights())
+        assert pair.off() < 1e-4
+
+
+def test_cache_memory_is_clean_after_weights_that_overflow(pair_of: Callable[[str], Pair]) -> None:
+    """They are finite, and what is computed with them is not."""
+    pair = pair_of("LlamaForCausalLM")
+    name = "model.layers.0.self_attn.v_proj.weight"
+    pair.engine.refit((own, torch.full_like(t, 3e38) if own == name else t) for own, t in pair.weights())
+    assert not torch.tensor(pair.engine.score(PROMPTS, Sampling())[0][1:]).isfinite().all()
+    pair.engine.refit(pair.weights())
+    samples = pair.engine.generate([row[:5] for row in PROMPTS] * 8, Sampling(), max_new_tokens=20)
+    assert all(torch.tensor(sample.logprobs).isfinite().all() for sample in samples)
+
+
+class Cut(BaseException):
+    """What a timeout raises, or Ctrl-C."""
+
+
+@pytest.mark.parametrize("error", [Cut, RuntimeError])
+@pytest.mark.parametrize("step", [1, 3])
+@pytest.mark.parametrize("method", ["execute_model", "sample_tokens", "update_from_output"])
+def test_call_after_an_exception_works(
+    pair_of: Callable[[str], Pair], monkeypatch: pytest.MonkeyPatch, method: str, step: int, error: type[BaseException]
+) -> None:
+    pair = pair_of("LlamaForCausalLM")
+    core = pair.engine.llm.llm_engine.engine_core.engine_core
+    owner = core.scheduler if method == "update_from_output" else core.model_executor.driver_worker.worker.model_runner
+    original, calls = getattr(owner, method), []
+
+    def fails(*args: Any, **kwargs: Any) -> Any:
+        calls.append(method)
+        if len(calls) == step:
+            raise error("planted")
+        return original(*args, **kwargs)
+
+    expected = pair.engine.generate(PROMPTS, Sampling(0.0), max_new_tokens=8)
+    monkeypatch.setattr(owner, method, fails)
+    with pytest.raises(Cut if error is Cut else EngineError):
+        pair.engine.generate([[7, 8, 9]] * 3, Sampling(), max_new_tokens=8)
+    monkeypatch.undo()
+    assert pair.engine.generate(PROMPTS, Sampling(0.0), max_new_tokens=8) == expected
+    assert pair.off() < 1e-4
+
+
+def test_interrupts_at_any_time_leave_the_engine_working(pair_of: Callable[[str], Pair]) -> None:
+    pair = pair_of("LlamaForCausalLM")
+    expected = pair.engine.generate(PROMPTS, Sampling(0.0), max_new_tokens=8)
+
+    def cut(*_: object) -> None:
+        raise Cut
+
+    before = signal.signal(signal.SIGALRM, cut)
+    try:
+        for after in (0.003, 0.01, 0.02, 0.04, 0.08, 0.15):
+            signal.setitimer(signal.ITIMER_REAL, after)
+            with pytest.raises(Cut):
+                pair.engine.generate(PROMPTS * 4, Sampling(), max_new_tokens=200)
+            assert pair.engine.generate(PROMPTS, Sampling(0.0), max_new_tokens=8) == expected
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_sampling_that_the_engine_would_change_raises(pair_of: Callable[[str], Pair]) -> None:
+    engine = pair_of("LlamaForCausalLM").engine
+    for temperature in (0.005, 2.5):
+        with pytest.raises(
+            EngineError, match=r"temperature=\S+: vllm samples at 0 \(greedy\) and at temperatures from 0.01 to 2"
+        ):
+            engine.generate(PROMPTS, Sampling(temperature), max_new_tokens=1)
+    with pytest.raises(EngineError, match="max_new_tokens=0: expected a whole number of at least 1"):
+        engine.generate(PROMPTS, Sampling(), max_new_tokens=0)
+    assert len(engine.generate(PROMPTS, Sampling(2.0), max_new_tokens=1)) == 2
+
+
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Gemma3ForCausalLM"])
+@pytest.mark.parametrize("first", [True, False])
+def test_head_of_an_engine_that_ties_it_raises(architecture: str, first: bool, vllm: OneEngine, tmp_path: Path) -> None:
+    pair = Pair(architecture, vllm, tmp_path, tie_word_embeddings=True)
+    embeddings = dict(pair.weights())["model.embed_tokens.weight"]
+
+    def with_head(head: torch.Tensor) -> Iterator[NamedTensor]:
+        yield from [("lm_head.weight", head)] if first else []
+        yield from pair.weights()
+        yield from [] if first else [("lm_head.weight", head)]
+
+    with pytest.raises(EngineError, match=r"lm_head.weight differs from model.embed_tokens.weight.*ties them"):
+        pair.engine.refit(with_head(embeddings * 2))
+    pair.engine.refit(with_head(embeddings.clone()))
+    assert pair.off() < 1e-4

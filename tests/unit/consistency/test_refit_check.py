@@ -1,0 +1,120 @@
+"""Refit checks find every tensor that did not arrive, or list it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import new_model
+from small_cell import SETTINGS
+from transformers import Glm4MoeConfig, LlamaConfig, Phi3Config
+
+from nrl_models import AutoModelForCausalLM
+from nrl_models.common.config.positions import rope_switch
+from nrl_models.consistency.consistency_report import CellResult
+from nrl_models.consistency.measure import Meter
+from nrl_models.consistency.prompts import Prompts
+from nrl_models.consistency.refit import RefitChecker, check_refit
+from nrl_models.engines.base import final_scores
+from nrl_models.engines.hf import HFEngine
+from nrl_models.testing.tiny import tiny_config
+
+
+def checker(path: Path, engine: HFEngine, prompts: Prompts, threshold: float = 1.05) -> RefitChecker:
+    trainer = HFEngine(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), "trainer")
+    return RefitChecker(str(path), Meter(engine, trainer, prompts, replace(SETTINGS, threshold=threshold)))
+
+
+class Unreadable(HFEngine):
+    """An engine whose weights cannot be read."""
+
+    def note_weights(self) -> bool:
+        return False
+
+    def unchanged_weights(self) -> list[str]:
+        return []
+
+
+SMALL = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 128}
+SMALL |= {"use_qk_norm": True, "n_routed_experts": 4, "moe_intermediate_size": 32, "first_k_dense_replace": 1}
+
+
+def test_every_stale_tensor_is_found_or_listed(tmp_path: Path) -> None:
+    """Of a model with norms of queries and keys, experts, and a correction bias, which is a buffer."""
+    new_model(tiny_config(Glm4MoeConfig, SMALL)).save_pretrained(tmp_path)
+    engine = Unreadable(HFEngine.start(tmp_path, dtype=torch.float32, load_format="dummy", seed=3).model)
+    check = checker(tmp_path, engine, Prompts(None, 128))
+    assert check.refit("first").passed
+    trainer = check.meter.trainer
+    adapter, settings = trainer.model.state_dict_adapter, check.meter.settings
+    old = {name: tensor.clone() for name, tensor in adapter.iter_export(trainer.model)}
+    check.train()
+    new = dict(adapter.iter_export(trainer.model))
+    assert all(not (tensor == old[name]).any() for name, tensor in new.items())
+    assert check.threshold <= 1.0001
+    assert check.refit("second").passed
+    assert len(check.not_observable) <= len(new) // 4
+    measured = check.steps[-1].result.repeats[0]
+    readable, count = HFEngine(engine.model), measured.decode.shape[1]
+    for name in new:
+        readable.refit((new | {name: old[name]}).items(), digests=False)
+        stale = final_scores(engine, measured.tokens, count, settings.sampling_of(check.cell))
+        found = replace(measured, decode=stale, prefill=stale)
+        assert not CellResult(check.cell, (found,), check.threshold).passed or name in check.not_observable, name
+
+
+def test_stale_tensors_of_readable_engines_are_named(checkpoint: Path) -> None:
+    engine = HFEngine.start(checkpoint, dtype=torch.float32)
+    weights = {name: tensor.clone() for name, tensor in engine.model.state_dict().items()}
+    assert engine.note_weights()
+    assert len(engine.unchanged_weights()) == len(weights)
+    for name, tensor in weights.items():
+        engine.refit([(each, own if each == name else own * 1.01) for each, own in weights.items()], digests=False)
+        assert engine.unchanged_weights() == [name]
+        assert tensor.is_floating_point()
+
+
+def test_stale_tensor_is_a_problem_of_the_refit(
+    checkpoint: Path, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where it has no effect on log-probabilities."""
+    monkeypatch.setattr(RefitChecker, "_judge", lambda *_: None)
+    engine = HFEngine.start(checkpoint, dtype=torch.float32, load_format="dummy", seed=3)
+    check = checker(checkpoint, engine, prompts)
+    check.refit("first")
+    check.train()
+    weight = engine.model.model.layers[1].self_attn.k_proj.weight
+    row, refit = weight[3].detach().clone(), engine.refit
+
+    def stale(*args: Any, **options: Any) -> Any:
+        report = refit(*args, **options)
+        with torch.no_grad():
+            weight[3] = row
+        return report
+
+    engine.refit = stale
+    step = check.refit("second")
+    assert not step.passed
+    rows = f"1 of {len(weight)} rows"
+    assert f"weights of the engine did not change: model.layers.1.self_attn.k_proj.weight ({rows})" in step.problems
+    assert check.to_json()["not_observable"] == []
+
+
+def test_long_rope_is_checked_at_the_length_of_rollouts(tmp_path: Path) -> None:
+    factors = {"short_factor": [1.0] * 16, "long_factor": [4.0] * 16}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 128} | factors
+    config = tiny_config(
+        Phi3Config, {"rope_parameters": rope, "max_position_embeddings": 512, "original_max_position_embeddings": 128}
+    )
+    assert rope_switch(config) == 128
+    assert rope_switch(tiny_config(LlamaConfig)) is None
+    new_model(config).save_pretrained(tmp_path)
+    check = check_refit(tmp_path, engine="hf-generate", dtype=torch.float32)
+    assert check.passed
+    assert check.to_json()["max_length"] == 129
+    assert "started for 129 tokens" in str(check.table().title)
+    check = check_refit(tmp_path, engine="hf-generate", dtype=torch.float32, engine_options={"max_length": 100})
+    assert check.to_json()["max_length"] == 100

@@ -1,0 +1,167 @@
+"""Calls of engines that an exception interrupts: the next call works, and its answer is its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from bigram_worker import DELAY, SLOW_TOKEN, scores, table
+
+from nrl_models.engines.hf import HFEngine
+from nrl_models.engines.processes.worker_engine import WorkerEngine
+from nrl_models.errors import EngineError, MixedWeightsError
+from nrl_models.logprobs import Sampling
+
+
+class Cut(BaseException):
+    """What a timeout raises, or Ctrl-C."""
+
+
+@contextmanager
+def interrupted(after: float = 0.3) -> Iterator[None]:
+    """While open, an exception is raised in this thread, as by Ctrl-C."""
+
+    def cut(*_: object) -> None:
+        raise Cut
+
+    before = signal.signal(signal.SIGALRM, cut)
+    signal.setitimer(signal.ITIMER_REAL, after)
+    try:
+        with pytest.raises(Cut):
+            yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+class BigramEngine(WorkerEngine):
+    """A bigram model in a subprocess."""
+
+    name = "bigram"
+    who = "The worker"
+    module = "bigram_worker"
+    distribution = "torch"
+
+
+@pytest.fixture(scope="module")
+def worker(checkpoint: Path) -> Iterator[BigramEngine]:
+    with pytest.MonkeyPatch.context() as patch:
+        folders = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+        patch.setenv("PYTHONPATH", os.pathsep.join(folders))
+        engine = BigramEngine.start(checkpoint)
+    with engine:
+        yield engine
+
+
+def check(worker: BigramEngine, prompts: list[list[int]], weights: dict[str, torch.Tensor] | None = None) -> None:
+    """Require the right log-probabilities of each prompt, and the right tokens."""
+    weights = weights or table(0)
+    for prompt, found in zip(prompts, worker.score(prompts, Sampling()), strict=True):
+        assert found[1:] == pytest.approx(scores(weights, prompt), abs=1e-5)
+    (sample,) = worker.generate(prompts[:1], Sampling(0.0), max_new_tokens=3)
+    assert list(sample.logprobs) == pytest.approx(scores(weights, [prompts[0][-1], *sample.tokens]), abs=1e-5)
+
+
+def test_interrupted_subprocess_call_is_not_answered_later(worker: BigramEngine, prompts: list[list[int]]) -> None:
+    slow = [[SLOW_TOKEN, *prompt[1:]] for prompt in prompts]
+    with interrupted():
+        worker.score(slow[:1], Sampling())
+    check(worker, prompts)
+    with interrupted():
+        worker.generate([[SLOW_TOKEN]], Sampling(), max_new_tokens=1)
+    with interrupted(0.1):  # while the worker is at the first
+        worker.score(prompts[:1], Sampling())
+    check(worker, prompts)
+
+
+def test_interrupted_call_with_long_answer_and_long_next_request(worker: BigramEngine) -> None:
+    """Both are longer than a pipe holds, so the worker can read the request only if its answer is read."""
+    rows = [[SLOW_TOKEN, *range(20, 220)]] + [list(range(20, 220)) for _ in range(80)]
+    with interrupted():
+        worker.score(rows, Sampling())
+    found = worker.score(rows[1:], Sampling(), last=1)
+    assert [row[-1] for row in found] == pytest.approx(scores(table(0), rows[1])[-1:] * 80, abs=1e-5)
+
+
+def test_terminal_interrupt_leaves_the_worker_alive(worker: BigramEngine, prompts: list[list[int]]) -> None:
+    worker.worker.process.send_signal(signal.SIGINT)
+    check(worker, prompts)
+
+
+def test_refit_interrupted_while_the_worker_applies_it_is_in_doubt(
+    worker: BigramEngine, prompts: list[list[int]]
+) -> None:
+    slow = table(1)
+    slow["head"][0, 0] = SLOW_TOKEN
+    with interrupted(DELAY * 0.7):
+        worker.refit(slow.items())
+    with pytest.raises(MixedWeightsError, match="answers nothing until"):
+        worker.score(prompts, Sampling())
+    worker.refit(table(2).items())
+    check(worker, prompts, table(2))
+    with pytest.raises(MixedWeightsError, match="left 1 tensors unwritten: gate"):
+        worker.refit([("head", table(3)["head"])])
+    worker.refit(table(0).items())
+    check(worker, prompts)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_weights_that_are_not_finite_are_not_sent(worker: BigramEngine, prompts: list[list[int]], value: float) -> None:
+    broken = table(1)
+    broken["gate"][3, 4] = value
+    with pytest.raises(EngineError, match=r"gate has . NaN and . infinite values of 262,144") as raised:
+        worker.refit(broken.items())
+    assert not isinstance(raised.value, MixedWeightsError)
+    check(worker, prompts)
+    with pytest.raises(EngineError, match="gate was sent twice in one refit"):
+        worker.refit([*table(1).items(), ("gate", table(1)["gate"])])
+    check(worker, prompts)
+
+
+def test_calls_of_two_threads_take_turns(
+    worker: BigramEngine, engine: HFEngine, trainer: HFEngine, prompts: list[list[int]]
+) -> None:
+    """A refit waits for a generation in another thread, and a generation for a refit."""
+    weights = dict(trainer.model.state_dict_adapter.iter_export(trainer.model))
+    started, order, errors = threading.Event(), [], []
+
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        started.set()
+        time.sleep(0.3)
+        yield from weights.items()
+        order.append("refit")
+
+    def generate() -> None:
+        started.wait()
+        try:
+            engine.generate(prompts, Sampling(), max_new_tokens=2)
+        except EngineError as error:
+            errors.append(error)
+        order.append("generate")
+
+    thread = threading.Thread(target=generate)
+    thread.start()
+    engine.refit(tensors())
+    thread.join()
+    assert (order, errors) == (["refit", "generate"], [])
+    found: list[tuple[list[list[int]], list[list[float]]]] = []
+
+    def score(rows: list[list[int]]) -> None:
+        found.append((rows, worker.score(rows, Sampling())))
+
+    threads = [threading.Thread(target=score, args=([[place, *prompt] for prompt in prompts],)) for place in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for own, answers in found:
+        for row, answer in zip(own, answers, strict=True):
+            assert answer[1:] == pytest.approx(scores(table(0), row), abs=1e-5)
+    assert len(found) == 4

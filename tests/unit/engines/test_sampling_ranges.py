@@ -1,0 +1,141 @@
+"""Sampling parameters and end tokens mean the same in every engine, or raise."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from completions_server import serving
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
+
+from nrl_models.engines import start_engine
+from nrl_models.engines.base import Engine
+from nrl_models.engines.engine_types import VLLM_TEMPERATURES, Capabilities
+from nrl_models.engines.hf import HFEngine
+from nrl_models.engines.http import NEUTRAL
+from nrl_models.errors import EngineError, NRLModelsError, SamplingError
+from nrl_models.inputs.tokenizers import end_tokens
+from nrl_models.logprobs import Sampling
+
+
+@pytest.fixture
+def folder(checkpoint: Path, tmp_path: Path) -> Path:
+    """The checkpoint, to change its configuration files."""
+    return shutil.copytree(checkpoint, tmp_path / "copy")
+
+
+def with_defaults(folder: Path, **defaults: Any) -> None:
+    file = folder / "generation_config.json"
+    content = json.loads(file.read_text()) if file.exists() else {}
+    file.write_text(json.dumps(content | {"do_sample": True} | defaults))
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.7, top_k=30, top_p=0.9)], ids=str)
+def test_defaults_of_a_server_do_not_apply(
+    folder: Path, trainer: HFEngine, prompts: list[list[int]], sampling: Sampling
+) -> None:
+    with serving(HFEngine.start(folder, dtype=torch.float32)) as (address, served):
+        served.defaults = {"top_k": 3, "top_p": 0.5, "temperature": 0.3}
+        with_defaults(folder, **served.defaults, min_p=0.2, repetition_penalty=1.3)
+        engine = start_engine(address, folder)
+        samples = engine.generate(prompts, sampling, max_new_tokens=9, seed=4)
+        (body,) = (body for body in served.requests if body["max_tokens"] == 9)
+        assert body.items() >= (NEUTRAL | {"top_k": sampling.top_k, "top_p": sampling.top_p}).items()
+        assert body["temperature"] == sampling.temperature
+        engine.score(prompts, Sampling())
+        assert served.requests[-1].items() >= NEUTRAL.items()
+    for sample, score in zip(samples, trainer.score([each.sequence for each in samples], sampling), strict=True):
+        assert score[len(sample.prompt) :] == pytest.approx(sample.logprobs, abs=1e-4)
+
+
+@pytest.mark.parametrize(("name", "value"), [("top_k", 3), ("top_p", 0.5)])
+def test_server_whose_default_cannot_be_overridden_raises(
+    folder: Path, prompts: list[list[int]], name: str, value: float
+) -> None:
+    with serving(HFEngine.start(folder, dtype=torch.float32)) as (address, served):
+        served.defaults, served.ignored = {name: value}, (name,)
+        assert len(start_engine(address, folder).generate(prompts, Sampling(), max_new_tokens=2)) == 3  # not known
+        with_defaults(folder, **served.defaults)
+        engine = start_engine(address, folder)
+        for _ in range(2):
+            with pytest.raises(
+                EngineError, match=rf"does not read {name}, .*generation_config.json sets {name}={value}"
+            ):
+                engine.generate(prompts, Sampling(), max_new_tokens=2)
+        served.ignored = ()
+        assert len(engine.generate(prompts, Sampling(), max_new_tokens=2)) == 3
+
+
+class Ranged(Engine):
+    """An engine that samples as vLLM does."""
+
+    name = "ranged"
+
+    def capabilities(self) -> Capabilities:
+        return Capabilities(min_temperature=VLLM_TEMPERATURES[0], max_temperature=VLLM_TEMPERATURES[1])
+
+    def _generate(self, *_: Any, **__: Any) -> Any:
+        raise AssertionError("called")
+
+
+@pytest.mark.parametrize("temperature", [1e-4, 0.005, 2.0001, 5.0])
+def test_temperature_out_of_the_range_of_vllm_raises(temperature: float, checkpoint: Path) -> None:
+    message = rf"temperature={temperature:g}: \w+ samples at 0 \(greedy\) and at temperatures from 0.01 to 2"
+    with pytest.raises(EngineError, match=message):
+        Ranged().generate([[1, 2]], Sampling(temperature), max_new_tokens=1)
+    with serving(HFEngine.start(checkpoint, dtype=torch.float32)) as (address, _):
+        engine = start_engine(address, checkpoint)
+        with pytest.raises(EngineError, match=message):
+            engine.generate([[1, 2]], Sampling(temperature), max_new_tokens=1)
+
+
+def test_low_temperature_of_transformers_is_exact(engine: HFEngine, prompts: list[list[int]]) -> None:
+    (sample,) = engine.generate(prompts[:1], Sampling(0.005), max_new_tokens=4)
+    scores = engine.score([sample.sequence], Sampling(0.005))[0][-4:]
+    assert list(sample.logprobs) == pytest.approx(scores, abs=1e-3)
+    with pytest.raises(EngineError, match="temperatures from 1e-06"):
+        engine.generate(prompts[:1], Sampling(1e-300), max_new_tokens=4)
+
+
+@pytest.mark.parametrize("count", [0, -1, 2.5, None, True])
+def test_number_of_new_tokens_is_checked(engine: HFEngine, prompts: list[list[int]], count: Any) -> None:
+    with pytest.raises(EngineError, match=r"max_new_tokens=\S+: expected a whole number of at least 1"):
+        engine.generate(prompts, Sampling(), max_new_tokens=count)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("temperature", value) for value in (-0.1, float("nan"), float("inf"), "1", None)),
+        *(("top_k", value) for value in (-1, 2.5, "5")),
+        *(("top_p", value) for value in (0.0, 1.1, float("nan"), [1])),
+    ],
+)
+def test_sampling_out_of_range_raises_a_typed_error(name: str, value: Any) -> None:
+    with pytest.raises(SamplingError, match=rf"^{name}=.*: expected") as raised:
+        Sampling(**{name: value})
+    assert isinstance(raised.value, ValueError)
+    assert isinstance(raised.value, NRLModelsError)
+
+
+def test_end_token_of_the_tokenizer_ends_replies_in_every_engine(folder: Path, prompts: list[list[int]]) -> None:
+    with HFEngine.start(folder, dtype=torch.float32) as engine:
+        (free,) = engine.generate(prompts[:1], Sampling(0.0), max_new_tokens=6, ignore_end=False)
+    assert free.finish_reason == "length"
+    end = free.tokens[2]
+    tokenizer = Tokenizer(models.WordLevel({f"t{token}": token for token in range(512)}, unk_token="t0"))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=f"t{end}").save_pretrained(folder)
+    with_defaults(folder, eos_token_id=[1, 2])
+    assert end_tokens(folder) == tuple(sorted({1, 2, end}))
+    with serving(HFEngine.start(folder, dtype=torch.float32)) as (address, served):
+        engines = [HFEngine.start(folder, dtype=torch.float32), start_engine(address, folder)]
+        for engine in engines:
+            (stopped,) = engine.generate(prompts[:1], Sampling(0.0), max_new_tokens=6, ignore_end=False)
+            assert (stopped.tokens, stopped.finish_reason) == (free.tokens[: free.tokens.index(end) + 1], "stop")
+            assert engine.generate(prompts[:1], Sampling(0.0), max_new_tokens=6)[0].tokens == free.tokens
+        assert served.requests[0]["stop_token_ids"] == list(end_tokens(folder))
