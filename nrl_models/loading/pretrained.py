@@ -25,7 +25,7 @@ from nrl_models.common.config.at_fault import blaming
 from nrl_models.common.config.validate import check_config
 from nrl_models.common.gguf.gguf_files import GGUFFiles
 from nrl_models.common.logs import get_logger
-from nrl_models.common.upstream import device_in_context
+from nrl_models.common.upstream import BUILDING, device_in_context
 from nrl_models.distributed.mesh import agreed
 from nrl_models.errors import CheckpointError, NRLModelsError, Problem, ProblemKind, UnknownArgumentError
 from nrl_models.loading.keywords import ALIASES, by_own_names, unknown_keywords
@@ -252,5 +252,5 @@ def from_config(model_class: type[PreTrainedModel], config: PreTrainedConfig, **
     options |= {name: named[name] for name in IMPLEMENTATIONS if name in named}
     if named.get("dtype") not in (None, "auto"):
         options["dtype"] = config.dtype = checked_dtype(named["dtype"])
-    with device, blaming(config, f"build {model_class.__name__}"):
+    with BUILDING, device, blaming(config, f"build {model_class.__name__}"):
         return model_class._from_config(config, **options)

@@ -15,7 +15,7 @@ from nrl_models.common.projections import join
 from nrl_models.common.state_dict.kept_tensors import keep, kept_from
 from nrl_models.common.state_dict.mtp import MTPNames
 from nrl_models.common.switches import is_off
-from nrl_models.common.upstream import set_loaded_conversions
+from nrl_models.common.upstream import BUILDING, set_loaded_conversions
 from nrl_models.errors import CheckpointError, Problem, ProblemKind, one_line
 from nrl_models.loading.fit import keeps, note_mtp
 from nrl_models.loading.options import LoadOptions
@@ -92,7 +92,7 @@ def load_quantised(
     load = vars(PreTrainedModel)["from_pretrained"].__func__  # a family's class overrides it
     try:
         # Never a pickle, which transformers would take where there is nothing else.
-        with blaming(config, f"load {model_class.__name__} quantised"):
+        with BUILDING, blaming(config, f"load {model_class.__name__} quantised"):
             model, info = load(model_class, folder, output_loading_info=True, use_safetensors=True, **keywords)
     except OSError as error:
         problem = Problem(ProblemKind.FILE, folder.name, one_line(error))

@@ -24,7 +24,7 @@ from nrl_models.common.state_dict.kept_tensors import keep, kept_from
 from nrl_models.common.state_dict.layouts import note_published_names
 from nrl_models.common.state_dict.mtp import MTP
 from nrl_models.common.switches import is_off
-from nrl_models.common.upstream import mark_initialised, set_loaded_conversions
+from nrl_models.common.upstream import BUILDING, mark_initialised, set_loaded_conversions
 from nrl_models.common.views.view import HFTensor
 from nrl_models.loading.fit import Fit, fit_checkpoint
 
@@ -197,7 +197,8 @@ def _finish(model: PreTrainedModel, fit: Fit, device: torch.device) -> None:
             mark_initialised(getattr(*owner_of(model, name)), False)
         for module in model.modules():
             mark_initialised(module, False)
-        model.initialize_weights()
+        with BUILDING:  # torch.nn.init is replaced meanwhile
+            model.initialize_weights()
     model.tie_weights()
     join(model)
     require_written(model)
