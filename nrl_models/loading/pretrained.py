@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from nrl_models.common.checkpoint.dequantised import DequantisedFiles
+from nrl_models.common.checkpoint.dequantised import DequantisedFiles, quantized_part
 from nrl_models.common.checkpoint.files import CheckpointFiles, resolve_folder
 from nrl_models.common.checkpoint.generations import (
     Watch,
@@ -163,6 +163,12 @@ def _loaded(model_class: type[PreTrainedModel], source: Source) -> tuple[PreTrai
     with on_cpu(), ExitStack() as opened:
         with agreed(options.mesh, "prepare the model"):
             config = config_for(model_class, source.config)
+            if (
+                config is not source.config
+                and quantized_part(config) is None
+                and (part := quantized_part(source.config))
+            ):
+                config.quantization_config = part.quantization_config
             with blaming(config, f"check {model_class.__name__}"):
                 check_config(model_class, config, options.ignore_config_keys)
             built_with = construction(model_class, options.combine, options.backend, device)
@@ -170,10 +176,10 @@ def _loaded(model_class: type[PreTrainedModel], source: Source) -> tuple[PreTrai
             if is_gguf(folder):
                 require_plain_gguf(folder, options)
                 files = GGUFFiles(folder)
-            elif is_read_plain(config, options):
-                files = DequantisedFiles(folder, config.quantization_config, options.variant)
-                del config.quantization_config  # the model is not quantised, nor what it saves
-            elif options.quantization_config is not None or getattr(config, "quantization_config", None) is not None:
+            elif (part := quantized_part(config)) is not None and is_read_plain(config, options):
+                files = DequantisedFiles(folder, part.quantization_config, options.variant)
+                del part.quantization_config  # the model is not quantized, nor is what it saves
+            elif options.quantization_config is not None or part is not None:
                 _refuse_sharding(source)
                 generation_config(model_class, folder)
                 source.watch.saw({path.name: identity_at(path) for path in folder.glob("*.safetensors*")})

@@ -328,9 +328,9 @@ def resolve_folder(
 ) -> Path:
     """The local directory of a checkpoint: `path_or_id` itself, or the hub repository of that name, downloaded.
 
-    Downloads only configuration, code, `model*.safetensors` and the shards that an index names, or the GGUF file alone. Where the
-    checkpoint is a GGUF file, the result is that file: `path_or_id` itself, `gguf_file`, or the only one in a directory
-    without safetensors.
+    Downloads only configuration, code, `model*.safetensors` and the shards that an index names, or the GGUF file alone.
+    Where the checkpoint is a GGUF file, the result is that file: `path_or_id` itself, `gguf_file`, or the only one in a
+    directory without safetensors.
 
     Raises:
         CheckpointError: there is no such directory, no `config.json` in it, or a PEFT adapter is in it; no such GGUF

@@ -415,7 +415,7 @@ def test_only_configuration_code_and_safetensors_are_fetched(
 def test_shards_that_only_an_index_names_are_fetched(
     monkeypatch: pytest.MonkeyPatch, llama_shards: Path, tmp_path: Path
 ) -> None:
-    """Kimi-K2.5 and DeepSeek-V4 call their shards `layers-1.safetensors`, `outside.safetensors` and `mtp.safetensors`."""
+    """Some repositories call their shards `layers-1.safetensors`, `outside.safetensors` and `mtp.safetensors`."""
     repository = shutil.copytree(llama_shards, tmp_path / "repository")
     renamed = {name: name.replace("model-", "layers[1]-") for name in weight_map(repository).values()}
     edit_index(repository, lambda entries: entries.update({key: renamed[name] for key, name in entries.items()}))
