@@ -125,11 +125,13 @@ class _AutoModel:
         for name in named:
             if name in registered and cls.serves(name) and not _is_another_models(name, config):
                 return name
-        if names := [served.__name__ for served in cls._served_for(config)]:
-            is_known = any(name in registered or hasattr(transformers, name) for name in named)
+        if names := _class_names(cls._served_for(config)):
+            # Also classes that others registered with transformers' auto classes.
+            known = registered.union(*(_class_names(auto_class._served_for(config)) for auto_class in AUTO_CLASSES))
+            is_known = any(name in known or hasattr(transformers, name) for name in named)
             # A model type that shares a class is published under a name that no library has.
             if named and not is_known and next(shared_classes(config), None) is None:
-                raise UnknownArchitectureError(_unknown_name(named, sorted(registered.union(names)), config))
+                raise UnknownArchitectureError(_unknown_name(named, sorted(known), config))
             return next((name for name in named if name in names), names[0])
         if cls.upstream.__name__ in (getattr(config, "auto_map", None) or {}):
             return None
@@ -245,6 +247,10 @@ def auto_class_for(folder: str | Path) -> type[_AutoModel]:
     """
     registry.register_custom_configs()
     return auto_class_of(read_config(resolve_folder(folder)))
+
+
+def _class_names(classes: Sequence[type]) -> list[str]:
+    return [each.__name__ for each in classes]
 
 
 def _is_another_models(architecture: str, config: PreTrainedConfig) -> bool:

@@ -61,7 +61,8 @@ class NRLModelsError(Exception):
     """
 
     def __init__(self, *lines: object) -> None:
-        super().__init__(*(visible(str(line)) for line in lines))
+        super().__init__()
+        self.args = tuple(visible(str(line)) for line in lines)  # OSError would take them for a number and a file
 
     def __str__(self) -> str:
         return "\n".join(self.args)
@@ -123,8 +124,10 @@ class Problem:
         return visible(f"{self.kind}: {self.subject}{where}: {self.detail}")
 
 
-class StateDictError(NRLModelsError, ValueError):
+class StateDictError(NRLModelsError, ValueError, RuntimeError):
     """Tensors do not fit the model. Nothing has been written.
+
+    Also a `RuntimeError`, which torch and transformers raise for mismatched shapes.
 
     Attributes:
         problems: all of them, not only the first.
@@ -143,8 +146,11 @@ class StateDictError(NRLModelsError, ValueError):
         return type(self), self._arguments
 
 
-class CheckpointError(StateDictError):
-    """A checkpoint's files are damaged, unsafe, in an unsupported format, or do not fit the model."""
+class CheckpointError(StateDictError, OSError):
+    """A checkpoint's files are missing, damaged, unsafe, in an unsupported format, or do not fit the model.
+
+    Also an `OSError`, which transformers raises for missing folders and files.
+    """
 
 
 class SaveError(NRLModelsError, OSError):

@@ -10,7 +10,7 @@ If a new version changes one of them, `make test TRANSFORMERS=X` fails in the te
 |---|---|---|
 | `core_model_loading`, `conversion_mapping` | the hub's names and shapes, as views | `tests/unit/state_dict` |
 | `_weight_conversions` | the layout that a model was loaded from, in which it is saved | `test_files` |
-| `_is_hf_initialized`, `no_init_weights` | what an initialisation must leave alone | `test_weights` |
+| `_is_hf_initialized`, `PreTrainedModel.init_weights` | what an initialization must leave alone | `test_weights` |
 | `modeling_gguf_pytorch_utils` | GGUF's names of tensors and configuration values | `test_gguf` |
 | `_get_dtype_plan` | parameters that stay in fp32 | `test_dtypes` of the generated suite |
 | `_get_device_map`, `accelerate_dispatch`, ... | `device_map` | `tests/unit/loading` |
@@ -29,6 +29,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from importlib.metadata import version
@@ -53,7 +54,6 @@ from transformers.core_model_loading import (
     dot_natural_key,
     revert_weight_conversion,
 )
-from transformers.initialization import no_init_weights
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_utils import (
     _add_variant,
@@ -70,6 +70,7 @@ from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 from nrl_models.errors import PackageVersionError
 
 __all__ = [
+    "BUILDING",
     "CACHE_NAMES",
     "CHECKPOINT_FUNCTIONS",
     "KEEPS_PADDING_OUT_OF_SINGLE_ROWS",
@@ -103,7 +104,6 @@ __all__ = [
     "mark_initialised",
     "mask_parts",
     "named_arguments",
-    "no_init_weights",
     "patterns_of",
     "record_as",
     "register_checkpoint_conversion_mapping",
@@ -127,6 +127,14 @@ computed_device_map: Callable[..., dict[str, Any]] = _get_device_map
 with_variant: Callable[[str, str | None], str] = _add_variant
 device_in_context: Callable[[], torch.device | None] = get_torch_context_manager_or_global_device
 """The device set by `torch.device(...)` or `torch.set_default_device` around a call; None if there is none."""
+
+
+BUILDING = threading.RLock()
+"""Held while transformers builds or loads a model.
+
+transformers sets torch's default dtype meanwhile, and replaces functions of torch. Both are shared by all threads: two
+loads at once would restore each other's values.
+"""
 
 
 # Arguments of upstream's functions, which change their names and their order

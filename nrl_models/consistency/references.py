@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from nrl_models.auto import auto_class_for
 from nrl_models.common.modules import owner_of
+from nrl_models.common.upstream import BUILDING
 from nrl_models.engines.base import Engine
 from nrl_models.engines.hf import HFEngine, reference_model
 from nrl_models.engines.start import start_engine
@@ -80,7 +81,7 @@ class References:
         text = config.get_text_config()
         for key, value in changes.items():
             setattr(text, key, value)
-        with torch.device("meta"):
+        with BUILDING, torch.device("meta"):
             changed = type(original)._from_config(config, dtype=torch.float32)
         changed.load_state_dict(original.state_dict(), strict=False, assign=True)
         if next(changed.buffers(), None) is not None:

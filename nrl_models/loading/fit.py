@@ -29,6 +29,7 @@ from nrl_models.common.state_dict.matching import Match, is_wide_float, match
 from nrl_models.common.state_dict.mtp import MTP, MTPNames
 from nrl_models.common.state_dict.ties import as_keywords, have_same_values, tying_keys
 from nrl_models.common.upstream import (
+    BUILDING,
     Renaming,
     WeightConverter,
     dot_natural_key,
@@ -277,7 +278,7 @@ def _names_of_head(model: PreTrainedModel, keys: Iterable[str], key_mapping: Map
         return set()
     if getattr(head_class, "config_class", None) is None or not takes_config(head_class, model.config):
         return set()
-    with torch.device("meta"):
+    with BUILDING, torch.device("meta"):
         head: PreTrainedModel = head_class._from_config(copy.deepcopy(model.config))
     own, inside = set(head.state_dict()), f"{head.base_model_prefix}."
     conversions = get_model_conversion_mapping(head, dict(key_mapping) if key_mapping else None)

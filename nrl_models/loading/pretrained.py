@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from nrl_models.common.checkpoint.dequantised import DequantisedFiles
+from nrl_models.common.checkpoint.dequantised import DequantisedFiles, quantized_part
 from nrl_models.common.checkpoint.files import CheckpointFiles, resolve_folder
 from nrl_models.common.checkpoint.generations import (
     Watch,
@@ -25,7 +25,7 @@ from nrl_models.common.config.at_fault import blaming
 from nrl_models.common.config.validate import check_config
 from nrl_models.common.gguf.gguf_files import GGUFFiles
 from nrl_models.common.logs import get_logger
-from nrl_models.common.upstream import device_in_context
+from nrl_models.common.upstream import BUILDING, device_in_context
 from nrl_models.distributed.mesh import agreed
 from nrl_models.errors import CheckpointError, NRLModelsError, Problem, ProblemKind, UnknownArgumentError
 from nrl_models.loading.keywords import ALIASES, by_own_names, unknown_keywords
@@ -163,6 +163,12 @@ def _loaded(model_class: type[PreTrainedModel], source: Source) -> tuple[PreTrai
     with on_cpu(), ExitStack() as opened:
         with agreed(options.mesh, "prepare the model"):
             config = config_for(model_class, source.config)
+            if (
+                config is not source.config
+                and quantized_part(config) is None
+                and (part := quantized_part(source.config))
+            ):
+                config.quantization_config = part.quantization_config
             with blaming(config, f"check {model_class.__name__}"):
                 check_config(model_class, config, options.ignore_config_keys)
             built_with = construction(model_class, options.combine, options.backend, device)
@@ -170,10 +176,10 @@ def _loaded(model_class: type[PreTrainedModel], source: Source) -> tuple[PreTrai
             if is_gguf(folder):
                 require_plain_gguf(folder, options)
                 files = GGUFFiles(folder)
-            elif is_read_plain(config, options):
-                files = DequantisedFiles(folder, config.quantization_config, options.variant)
-                del config.quantization_config  # the model is not quantised, nor what it saves
-            elif options.quantization_config is not None or getattr(config, "quantization_config", None) is not None:
+            elif (part := quantized_part(config)) is not None and is_read_plain(config, options):
+                files = DequantisedFiles(folder, part.quantization_config, options.variant)
+                del part.quantization_config  # the model is not quantized, nor is what it saves
+            elif options.quantization_config is not None or part is not None:
                 _refuse_sharding(source)
                 generation_config(model_class, folder)
                 source.watch.saw({path.name: identity_at(path) for path in folder.glob("*.safetensors*")})
@@ -252,5 +258,5 @@ def from_config(model_class: type[PreTrainedModel], config: PreTrainedConfig, **
     options |= {name: named[name] for name in IMPLEMENTATIONS if name in named}
     if named.get("dtype") not in (None, "auto"):
         options["dtype"] = config.dtype = checked_dtype(named["dtype"])
-    with device, blaming(config, f"build {model_class.__name__}"):
+    with BUILDING, device, blaming(config, f"build {model_class.__name__}"):
         return model_class._from_config(config, **options)

@@ -8,14 +8,14 @@ from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from nrl_models.common.checkpoint.dequantised import METHODS, DequantisedFiles, settings_of
+from nrl_models.common.checkpoint.dequantised import METHODS, DequantisedFiles, quantized_part, settings_of
 from nrl_models.common.checkpoint.files import CheckpointFiles
 from nrl_models.common.config.at_fault import blaming
 from nrl_models.common.projections import join
 from nrl_models.common.state_dict.kept_tensors import keep, kept_from
 from nrl_models.common.state_dict.mtp import MTPNames
 from nrl_models.common.switches import is_off
-from nrl_models.common.upstream import set_loaded_conversions
+from nrl_models.common.upstream import BUILDING, set_loaded_conversions
 from nrl_models.errors import CheckpointError, Problem, ProblemKind, one_line
 from nrl_models.loading.fit import keeps, note_mtp
 from nrl_models.loading.options import LoadOptions
@@ -25,9 +25,9 @@ def is_read_plain(config: PreTrainedConfig, options: LoadOptions) -> bool:
     """Whether a checkpoint is quantised with a method that is dequantised while loading."""
     if options.quantization_config is not None:
         return False
-    quantised_as = getattr(config, "quantization_config", None)
+    part = quantized_part(config)
     # A transformers object, or the mapping from `config.json`.
-    return quantised_as is not None and settings_of(quantised_as).get("quant_method") in METHODS
+    return part is not None and settings_of(part.quantization_config).get("quant_method") in METHODS
 
 
 def require_plain_gguf(file: Path, options: LoadOptions) -> None:
@@ -88,11 +88,12 @@ def load_quantised(
         asked = ("device_map", "offload_folder", "max_memory", "offload_buffers")
         keywords |= {name: getattr(options, name) for name in asked}
     keywords |= {name: getattr(options, name) for name in ("key_mapping", "variant")}
-    stored_as = copy.deepcopy(getattr(config, "quantization_config", None))
+    part = quantized_part(config)
+    stored_as = copy.deepcopy(part.quantization_config) if part is not None else None
     load = vars(PreTrainedModel)["from_pretrained"].__func__  # a family's class overrides it
     try:
         # Never a pickle, which transformers would take where there is nothing else.
-        with blaming(config, f"load {model_class.__name__} quantised"):
+        with BUILDING, blaming(config, f"load {model_class.__name__} quantised"):
             model, info = load(model_class, folder, output_loading_info=True, use_safetensors=True, **keywords)
     except OSError as error:
         problem = Problem(ProblemKind.FILE, folder.name, one_line(error))

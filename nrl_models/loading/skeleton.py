@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
-from accelerate import init_empty_weights
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from nrl_models.common.backend import BackendConfig, Combine, should_combine
 from nrl_models.common.checkpoint.files import CheckpointFiles
 from nrl_models.common.dtypes import named_dtype
 from nrl_models.common.state_dict.matching import is_wide_float
-from nrl_models.common.upstream import mark_initialised, no_init_weights
+from nrl_models.common.upstream import BUILDING, mark_initialised
 from nrl_models.errors import UnknownArgumentError
 
 
@@ -29,13 +33,53 @@ def build_skeleton(
         options: from `construction`.
     """
     config.dtype = dtype  # a classifier builds the model inside by it; older versions of `_from_config` do not set it
-    with init_empty_weights(include_buffers=False), no_init_weights():
+    with _parameters_on_meta():
         model = model_class._from_config(config, dtype=dtype, **options)
     for parameter in model.parameters():
         mark_initialised(parameter)
     compute_buffers(model)
     model.tie_weights()
     return model
+
+
+class _ThisThread(threading.local):
+    """What holds in one thread."""
+
+    builds_skeleton = False
+
+
+_this_thread = _ThisThread()
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Put parameters that modules register on meta and leave them uninitialized, in this thread only.
+
+    accelerate's `init_empty_weights` and transformers' `no_init_weights` do so in every thread.
+    """
+    register_parameter, init_weights = nn.Module.register_parameter, PreTrainedModel.init_weights
+
+    def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and parameter.device.type != "meta" and _this_thread.builds_skeleton:
+            attributes = vars(parameter)
+            parameter = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+            vars(parameter).update(attributes)
+        register_parameter(module, name, parameter)
+
+    def skip_init_weights(model: PreTrainedModel) -> None:
+        if not _this_thread.builds_skeleton:
+            init_weights(model)
+
+    with (
+        BUILDING,
+        mock.patch.object(nn.Module, "register_parameter", register_on_meta),
+        mock.patch.object(PreTrainedModel, "init_weights", skip_init_weights),
+    ):
+        _this_thread.builds_skeleton = True
+        try:
+            yield
+        finally:
+            _this_thread.builds_skeleton = False
 
 
 def compute_buffers(model: PreTrainedModel) -> None:
@@ -47,7 +91,8 @@ def compute_buffers(model: PreTrainedModel) -> None:
     for module in model.modules():
         derived = any(module._buffers.get(name) is not None for name in module._non_persistent_buffers_set)
         mark_initialised(module, not derived)
-    model.initialize_weights()
+    with BUILDING:  # torch.nn.init is replaced meanwhile
+        model.initialize_weights()
 
 
 def construction(

@@ -35,7 +35,7 @@ from nrl_models.common.state_dict.matching import match
 from nrl_models.common.state_dict.mtp import MTP
 from nrl_models.common.state_dict.ties import have_same_values
 from nrl_models.common.switches import is_off
-from nrl_models.common.upstream import mark_initialised, set_loaded_conversions
+from nrl_models.common.upstream import BUILDING, mark_initialised, set_loaded_conversions
 from nrl_models.common.views.view import HFTensor
 from nrl_models.errors import Problem, ProblemKind, StateDictError, listed
 from nrl_models.loading.fit import CheckpointNames, Fit, fit_checkpoint
@@ -209,7 +209,8 @@ def _finish(model: PreTrainedModel, fit: Fit, device: torch.device) -> None:
             mark_initialised(getattr(*owner_of(model, name)), False)
         for module in model.modules():
             mark_initialised(module, False)
-        model.initialize_weights()
+        with BUILDING:  # torch.nn.init is replaced meanwhile
+            model.initialize_weights()
     model.tie_weights()
     join(model)
     require_written(model)

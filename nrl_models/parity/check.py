@@ -13,6 +13,7 @@ from nrl_models.auto import auto_class_for
 from nrl_models.common.forward.soft_cap import reference_attention
 from nrl_models.common.gguf.gguf_tables import upstream_source
 from nrl_models.common.modules import is_base_model
+from nrl_models.common.upstream import BUILDING
 from nrl_models.family import FamilyModel
 from nrl_models.inputs.model_inputs import inputs_for
 from nrl_models.parity.levels import compare_components, compare_end_to_end, compare_gradients, compare_weights
@@ -109,8 +110,10 @@ def load_reference(
         options |= {} if "gguf_file" in keywords else {"use_safetensors": True}  # never a pickle
         keywords.pop("quantization_config", None)
         config = type(model.config).from_pretrained(source, **keywords)
-        reference: Any = reference_class.from_pretrained(source, config=config, **options)
+        with BUILDING:
+            reference: Any = reference_class.from_pretrained(source, config=config, **options)
     else:
         own = model.config.dtype if dtype == "auto" else dtype
-        reference = reference_class._from_config(model.config, dtype=own, **attention)
+        with BUILDING:
+            reference = reference_class._from_config(model.config, dtype=own, **attention)
     return reference.to(device).eval()

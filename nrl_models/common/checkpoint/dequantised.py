@@ -1,12 +1,22 @@
-"""Quantised checkpoints read as plain weights: FP8 by blocks (DeepSeek-V3), MXFP4 (gpt-oss).
+"""Quantized checkpoints read as plain weights: FP8 in its published forms, MXFP4 (gpt-oss).
 
-Dequantisation is the only operation on a checkpoint's tensors that is not a view. Here it is a reader that is applied
+| form of FP8 | values | scales | published as |
+|---|---|---|---|
+| blocks | `weight` | `weight_scale_inv` | DeepSeek-V3, Qwen3, MiniMax |
+| one scale per tensor | `weight` | `weight_scale_inv`; `activation_scale` is dropped | Ministral 3, Devstral 2 |
+| E8M0 scales, experts in FP4 | `weight`, FP4 pairs in int8 | `scale` | DeepSeek-V4 |
+| Mistral's names | `weight` | `qscale_weight`; `qscale_act` is dropped | Mistral Large 4 |
+| exponents in uint8 | `weight` | `weight_scale_inv` | Inkling 2 |
+| vLLM's names | `weight` | `weight_scale`; `input_scale` is dropped | vLLM, ModelOpt |
+
+Dequantization is the only operation on a checkpoint's tensors that is not a view. Here it is a reader that is applied
 first: keys, shapes and dtypes are those of the plain checkpoint, and values are computed when a tensor is read. So
 matching, stacking of experts and sharding need not know of it.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,6 +25,7 @@ from typing import Any
 
 import torch
 from einops import rearrange
+from transformers import PreTrainedConfig
 
 from nrl_models.common.checkpoint.files import CheckpointFiles, StoredTensor
 from nrl_models.errors import CheckpointError, Problem, ProblemKind, shown
@@ -23,7 +34,16 @@ METHODS = ("fp8", "mxfp4")
 """What `quantization_config` calls the methods that are read here."""
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-SCALE, BLOCKS, SCALES = "_scale_inv", "_blocks", "_scales"
+FP4_PAIRS = torch.int8
+"""Two FP4 codes per byte, the first in the lower half, where a tensor of FP8 checkpoints has scales."""
+
+BLOCKS, SCALES = "_blocks", "_scales"
+
+UNPAIRED = ("_scale_inv", ".qscale_weight")
+"""Suffixes of tensors that can only be scales of an FP8 tensor."""
+
+CACHE_SCALES = (".k_scale", ".v_scale", ".q_scale")
+"""Suffixes of scales with which engines quantize the key-value cache; no weight depends on them."""
 
 FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """The values of the sixteen codes of FP4 (e2m1) (OCP microscaling formats, version 1.0)."""
@@ -41,14 +61,22 @@ def settings_of(quantised_as: Any) -> dict[str, Any]:
     return dict(quantised_as) if isinstance(quantised_as, Mapping) else quantised_as.to_dict()
 
 
+def quantized_part(config: PreTrainedConfig) -> PreTrainedConfig | None:
+    """Return the configuration that has a `quantization_config`: `config`, or as in transformers its text part."""
+    for part in (config, config.get_text_config(decoder=True)):
+        if getattr(part, "quantization_config", None) is not None:
+            return part
+    return None
+
+
 @dataclass(frozen=True, slots=True)
 class Quantised:
     """A tensor that is stored as two.
 
     Args:
-        values: FP8 numbers, or pairs of FP4 codes `(..., rows, groups, 16)`.
+        values: FP8 numbers, or pairs of FP4 codes: `(..., rows, columns / 2)`, in MXFP4 `(..., rows, groups, 16)`.
         scales: one for each block, or for each group of 32.
-        block: rows and columns of a block of FP8; None if one scale is for the whole; () for MXFP4.
+        block: rows and columns of a block; None if one scale is for the whole tensor; () for MXFP4.
     """
 
     values: StoredTensor
@@ -59,8 +87,9 @@ class Quantised:
 class DequantisedFiles(CheckpointFiles):
     """A quantised checkpoint's tensors, by key, as those of the plain checkpoint.
 
-    FP8: `weight` and `weight_scale_inv` are `weight`, in fp32. MXFP4: `gate_up_proj_blocks` and `gate_up_proj_scales`
-    are `gate_up_proj`, in bf16, which holds every value exactly, its last two dimensions exchanged as in the model.
+    FP8: `weight` and its scales are read as `weight` in fp32; scales of activations are dropped. MXFP4:
+    `gate_up_proj_blocks` and `gate_up_proj_scales` are read as `gate_up_proj` in bf16, which holds every value exactly,
+    with its last two dimensions exchanged as in the model.
 
     Args:
         folder: see `CheckpointFiles`.
@@ -111,24 +140,31 @@ class DequantisedFiles(CheckpointFiles):
         block, problems = _block_of(settings.get("weight_block_size"))
         if problems:
             return problems
+        for key in [key for key, tensor in self.tensors.items() if key.endswith(CACHE_SCALES) and tensor.numel == 1]:
+            del self.tensors[key]
         for key, values in list(self.tensors.items()):
-            if values.dtype not in FP8:
+            names = _scale_names(key)
+            found = [name for name in names if name in self.tensors]
+            if values.dtype not in FP8 and not (values.dtype == FP4_PAIRS and found):
                 continue
-            scales = self.tensors.pop(f"{key}{SCALE}", None)
-            if scales is None:
-                detail = f"is not there, and {key} is FP8"
-                problems.append(Problem(ProblemKind.MISSING, f"{key}{SCALE}", detail, values.file))
+            for name in _activation_scale_names(key):
+                self.tensors.pop(name, None)
+            if not found:
+                detail = f"is not there, nor {', '.join(names[1:])}, and {key} is FP8"
+                problems.append(Problem(ProblemKind.MISSING, names[0], detail, values.file))
                 continue
-            # One scale for the whole, of any shape, or one for each block; the last block of a row may be smaller.
-            expected = () if block is None else _block_counts(values.shape, block)
-            if scales.shape != expected and not (block is None and scales.numel == 1):
-                needed = f"{key} of shape {values.shape} in blocks of {block} needs {expected}"
-                problems.append(scales.problem(ProblemKind.SHAPE, f"has shape {scales.shape}; {needed}"))
-            elif not scales.dtype.is_floating_point:
-                problems.append(scales.problem(ProblemKind.DTYPE, f"is {scales.dtype}, and scales are floats"))
-            self._quantised[key] = Quantised(values, scales, block)
-            self.tensors[key] = replace(values, dtype=torch.float32)
-        left = [tensor for key, tensor in self.tensors.items() if key.endswith(SCALE)]
+            scales = self.tensors.pop(found[0])
+            is_fp4 = values.dtype == FP4_PAIRS
+            shape = (*values.shape[:-1], 2 * values.shape[-1]) if is_fp4 else values.shape
+            tensor_block, expected = _block_for(shape, scales.shape, None if is_fp4 else block)
+            if expected:
+                problems.append(scales.problem(ProblemKind.SHAPE, f"has shape {scales.shape}; {key} {expected}"))
+            elif not (scales.dtype.is_floating_point or scales.dtype == torch.uint8):
+                detail = f"is {scales.dtype}; expected floats, or exponents in uint8"
+                problems.append(scales.problem(ProblemKind.DTYPE, detail))
+            self._quantised[key] = Quantised(values, scales, tensor_block)
+            self.tensors[key] = replace(values, dtype=torch.float32, shape=shape)
+        left = [tensor for key, tensor in self.tensors.items() if key.endswith(UNPAIRED)]
         return problems + [tensor.problem(ProblemKind.UNEXPECTED, "scales no FP8 tensor") for tensor in left]
 
     def _pair_mxfp4(self) -> list[Problem]:
@@ -160,20 +196,34 @@ class DequantisedFiles(CheckpointFiles):
 
 
 def from_fp8(values: torch.Tensor, scales: torch.Tensor, block: tuple[int, ...] | None) -> torch.Tensor:
-    """FP8 `values` `(..., rows, columns)` times the scales of their blocks, in fp32.
+    """Multiply FP8 or FP4 values by the scales of their blocks.
 
     Args:
-        values: FP8 of either kind.
-        scales: one for each block `(..., blocks down, blocks across)`, of any floating-point dtype.
-        block: rows and columns of a block; None if one scale is for the whole.
+        values: FP8 `(..., rows, columns)`, or pairs of FP4 codes in int8 `(..., rows, columns / 2)`.
+        scales: one per block `(..., blocks down, blocks across)`, or one per index of the first dimension; floating
+            point, or exponents of two in uint8, biased by 127.
+        block: rows and columns of a block; None if one scale is for the whole tensor.
+
+    Returns:
+        fp32 `(..., rows, columns)`.
     """
-    result = values.to(torch.float32)
+    result = _from_pairs(values.view(torch.uint8)) if values.dtype == FP4_PAIRS else values.to(torch.float32)
+    if scales.dtype == torch.uint8:
+        scales = torch.ldexp(torch.ones(()), scales.int() - 127)
     scales = scales.to(torch.float32)
     if block is None:
         return result.mul_(scales.reshape(()))
-    rows, columns = values.shape[-2:]
+    if scales.ndim == 1:
+        scales = scales.view(-1, *[1] * (result.ndim - 1))
+    rows, columns = result.shape[-2:]
     scales = scales.repeat_interleave(block[1], dim=-1)[..., :columns]
     return result.mul_(scales.repeat_interleave(block[0], dim=-2)[..., :rows, :])
+
+
+def _from_pairs(pairs: torch.Tensor) -> torch.Tensor:
+    """Return the FP4 numbers of two codes per byte, the first in the lower half: fp32, twice as many columns."""
+    codes = torch.tensor(FP4_VALUES, dtype=torch.float32)
+    return torch.stack([codes[(pairs & 15).int()], codes[(pairs >> 4).int()]], dim=-1).flatten(-2)
 
 
 def from_mxfp4(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
@@ -186,10 +236,52 @@ def from_mxfp4(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     Returns:
         `(..., groups * 32, rows)`: its last two dimensions are exchanged, as transformers' experts have them.
     """
-    codes = torch.tensor(FP4_VALUES, dtype=torch.float32)
-    pairs = torch.stack([codes[(values & 15).int()], codes[(values >> 4).int()]], dim=-1).flatten(-2)
-    numbers = torch.ldexp(pairs, scales.int()[..., None] - 127).to(torch.bfloat16)
+    numbers = torch.ldexp(_from_pairs(values), scales.int()[..., None] - 127).to(torch.bfloat16)
     return rearrange(numbers, "... rows groups values -> ... (groups values) rows").contiguous()
+
+
+def _scale_names(key: str) -> list[str]:
+    """Names under which the scales of a tensor are published."""
+    names = [f"{key}_scale_inv", f"{key}_scale"]
+    if key.endswith(".weight"):
+        names += [key.removesuffix("weight") + name for name in ("scale", "qscale_weight")]
+    return names
+
+
+def _activation_scale_names(key: str) -> list[str]:
+    """Names of the scales of a linear's input, which weights do not depend on."""
+    names = [f"{key}_activation_scale", f"{key}_input_scale"]
+    if key.endswith(".weight"):
+        names += [key.removesuffix("weight") + name for name in ("activation_scale", "input_scale", "qscale_act")]
+    return names
+
+
+def _block_for(
+    shape: tuple[int, ...], scales: tuple[int, ...], block: tuple[int, ...] | None
+) -> tuple[tuple[int, ...] | None, str]:
+    """Find the block of a tensor from the shape of its scales.
+
+    Args:
+        shape: shape of the tensor.
+        scales: shape of its scales.
+        block: what the configuration states; the last block of a row or column may be smaller. None to take any that
+            divides the tensor.
+
+    Returns:
+        The block, None for one scale; and what shape the scales should have, empty if they fit.
+    """
+    if scales in ((), (1,)) or (block is None and math.prod(scales) == 1):
+        return None, ""
+    if block is not None:
+        counts = _block_counts(shape, block)
+        return block, "" if scales == counts else f"of shape {shape} in blocks of {block} needs {counts}"
+    rows, columns = shape[-2:] if len(shape) > 1 else (1, *shape)
+    if scales == shape[:1]:
+        return (rows if len(shape) > 2 else 1, columns), ""
+    fits = len(scales) == len(shape) > 1 and scales[:-2] == shape[:-2]
+    if not fits or rows % scales[-2] or columns % scales[-1]:
+        return None, f"of shape {shape} is not divided by them"
+    return (rows // scales[-2], columns // scales[-1]), ""
 
 
 def _block_of(size: Any) -> tuple[tuple[int, ...] | None, list[Problem]]:

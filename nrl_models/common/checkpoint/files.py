@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import math
 import mmap
@@ -22,7 +23,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from safetensors import SafetensorError, safe_open
 
 from nrl_models.common.checkpoint.generations import PUBLISHED, Identity, Watch, current, identity, was_replaced
-from nrl_models.common.checkpoint.json_reading import MOST_BYTES, parse_object
+from nrl_models.common.checkpoint.json_reading import MOST_BYTES, parse_object, read_object
 from nrl_models.common.checkpoint.local_path import (
     ADAPTER_CONFIG_NAME,
     CONFIG_NAME,
@@ -327,9 +328,9 @@ def resolve_folder(
 ) -> Path:
     """The local directory of a checkpoint: `path_or_id` itself, or the hub repository of that name, downloaded.
 
-    Of a repository only configuration, code and safetensors weights are fetched, or the GGUF file alone. Where the
-    checkpoint is a GGUF file, the result is that file: `path_or_id` itself, `gguf_file`, or the only one in a directory
-    without safetensors.
+    Downloads only configuration, code, `model*.safetensors` and the shards that an index names, or the GGUF file alone.
+    Where the checkpoint is a GGUF file, the result is that file: `path_or_id` itself, `gguf_file`, or the only one in a
+    directory without safetensors.
 
     Raises:
         CheckpointError: there is no such directory, no `config.json` in it, or a PEFT adapter is in it; no such GGUF
@@ -351,6 +352,9 @@ def resolve_folder(
         options |= {"ignore_patterns": [f"*{PUBLISHED}/*"], "local_files_only": local_files_only}
         try:
             folder = Path(snapshot_download(str(path_or_id), **options))
+            if shards := _other_shards(folder / subfolder):
+                options["allow_patterns"] = [prefix + glob.escape(name) for name in shards]
+                snapshot_download(str(path_or_id), **options)
         except (HfHubHTTPError, HFValidationError, OSError) as error:
             detail = f"is not a directory, and cannot be fetched as a hub repository: {error}"
             problem = Problem(ProblemKind.FILE, str(path_or_id), detail)
@@ -363,6 +367,17 @@ def resolve_folder(
             except CheckpointError:
                 if not watch.changed():
                     raise
+
+
+def _other_shards(folder: Path) -> list[str]:
+    """Return the safetensors files that an index in a downloaded folder names and that are not called `model*`."""
+    found: set[str] = set()
+    for index in sorted(folder.glob("*.safetensors.index*.json")):
+        try:
+            found |= set(map(str, read_object(index)["weight_map"].values()))
+        except (CheckpointError, KeyError, AttributeError):  # reported with all other problems when the index is read
+            continue
+    return sorted(name for name in found if name.endswith(".safetensors") and not (folder / name).is_file())
 
 
 def _usable(folder: Path, gguf_file: str | None) -> Path:

@@ -21,7 +21,7 @@ from nrl_models.common.checkpoint.files import resolve_folder
 from nrl_models.common.checkpoint.limits import check_limits, limited_build
 from nrl_models.common.checkpoint.local_path import is_gguf
 from nrl_models.common.gguf.gguf_header import INSTALL, GGUFHeader, kinds_of, read_header, refused
-from nrl_models.common.upstream import gguf_reading
+from nrl_models.common.upstream import BUILDING, gguf_reading
 from nrl_models.errors import ConfigurationError, Problem, ProblemKind, one_line
 
 NOT_CONFIGURATION = ("_model_name_or_path", "unk_token_id")
@@ -190,10 +190,10 @@ def _model_of(values: Mapping[str, Any]) -> torch.nn.Module:
     named = [getattr(transformers, name, None) for name in config.architectures or ()]
     autos: tuple[Any, ...] = (AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModel)
     classes = [*filter(None, named), *(auto for auto in autos if type(config) in auto._model_mapping)]
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()  # about a model that nobody gets
-    try:
-        with torch.device("meta"):
+    with BUILDING, torch.device("meta"):
+        verbosity = logging.get_verbosity()
+        logging.set_verbosity_error()  # about a model that nobody gets
+        try:
             return classes[0].from_config(config) if classes[0] in autos else classes[0]._from_config(config)
-    finally:
-        logging.set_verbosity(verbosity)
+        finally:
+            logging.set_verbosity(verbosity)

@@ -36,7 +36,7 @@ from nrl_models.common.state_dict.matching import match
 from nrl_models.common.state_dict.tables import Layout, LayoutTables
 from nrl_models.common.state_dict.ties import tied_names
 from nrl_models.common.state_dict.trainer_options import check_mesh, check_options
-from nrl_models.common.upstream import loaded_conversions, set_loaded_conversions
+from nrl_models.common.upstream import BUILDING, loaded_conversions, set_loaded_conversions
 from nrl_models.common.views.view import HFTensor, place_of
 from nrl_models.errors import Problem, ProblemKind, StateDictError
 
@@ -376,7 +376,7 @@ def adapter_of(model: PreTrainedModel) -> StateDictAdapter:
 
 def _as_built(model: PreTrainedModel) -> PreTrainedModel:
     """A model like one that FSDP1 has flattened, on meta: with the names and shapes that it was built with."""
-    with torch.device("meta"):
+    with BUILDING, torch.device("meta"):
         built = type(model)._from_config(copy.deepcopy(model.config), dtype=model.dtype)
     set_loaded_conversions(built, loaded_conversions(model))
     layouts.note_published_names(built, layouts.published_names(model))

@@ -10,11 +10,18 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import assert_same, edit_config, edit_weights, hf_tensors, new_model, problems, stored
-from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, FineGrainedFP8Config, GptOssConfig, PreTrainedModel
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    FineGrainedFP8Config,
+    Gemma3Config,
+    GptOssConfig,
+    PreTrainedModel,
+)
 from versions import since
 
-from nrl_models import AutoModelForCausalLM, CheckpointError
-from nrl_models.common.checkpoint.dequantised import FP4_VALUES, from_fp8, from_mxfp4
+from nrl_models import AutoModelForCausalLM, AutoModelForImageTextToText, CheckpointError
+from nrl_models.common.checkpoint.dequantised import FP4_VALUES, from_fp8, from_mxfp4, quantized_part
 from nrl_models.common.state_dict.kept_tensors import kept_by
 from nrl_models.testing.tiny import tiny_config
 
@@ -125,6 +132,110 @@ def test_fp8_is_read_into_combined_projections_and_stacked_experts(
     assert "quantization_config" not in json.loads((tmp_path / "plain" / "config.json").read_text())
     reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
     assert_same(hf_tensors(reloaded), hf_tensors(model))
+
+
+# Forms in which FP8 is published. Each function returns the stored tensors of a weight, and the numbers they stand for.
+
+Form = tuple[dict[str, torch.Tensor], torch.Tensor]
+
+
+def per_tensor(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    scale = weight.abs().max() / 448
+    return (weight / scale).to(torch.float8_e4m3fn), scale
+
+
+def static_scheme(key: str, weight: torch.Tensor) -> Form:
+    values, scale = per_tensor(weight)
+    activation = key.removesuffix("weight") + "activation_scale"
+    return {key: values, f"{key}_scale_inv": scale, activation: torch.tensor(3.0)}, values.float() * scale
+
+
+def mistral_names(key: str, weight: torch.Tensor) -> Form:
+    values, scale = per_tensor(weight)
+    stem = key.removesuffix("weight")
+    scales = {f"{stem}qscale_weight": scale[None], f"{stem}qscale_act": torch.ones(())}
+    return {key: values} | scales, values.float() * scale
+
+
+def vllm_names(key: str, weight: torch.Tensor) -> Form:
+    scale = weight.abs().amax(1, keepdim=True) / 448
+    values = (weight / scale).to(torch.float8_e4m3fn)
+    stem = key.removesuffix("weight")
+    scales = {f"{key}_scale": scale, f"{stem}input_scale": torch.ones(1), f"{stem}k_scale": torch.ones(1)}
+    return {key: values} | scales, values.float() * scale
+
+
+def exponents(key: str, weight: torch.Tensor) -> Form:
+    biased = (to_fp8(weight)[1].log2().ceil() + 127).to(torch.uint8)
+    scales = 2.0 ** (biased.float() - 127).repeat_interleave(128, 0).repeat_interleave(128, 1)
+    scales = scales[: weight.shape[0], : weight.shape[1]]
+    values = (weight / scales).to(torch.float8_e4m3fn)
+    return {key: values, f"{key}_scale_inv": biased}, values.float() * scales
+
+
+def e8m0_and_fp4(key: str, weight: torch.Tensor) -> Form:
+    """DeepSeek-V4: E8M0 scales, named `scale`; experts in FP4 with a scale per 32 columns."""
+    scale_key = key.removesuffix("weight") + "scale"
+    if ".experts." not in key:
+        tensors, expected = exponents(key, weight)
+        return {key: tensors[key], scale_key: tensors[f"{key}_scale_inv"].view(torch.float8_e8m0fnu)}, expected
+    codes = torch.randint(0, 16, weight.shape)
+    biased = torch.randint(118, 124, (weight.shape[0], weight.shape[1] // 32), dtype=torch.uint8)
+    packed = (codes[:, ::2] + 16 * codes[:, 1::2]).to(torch.uint8).view(torch.int8)
+    expected = torch.tensor(FP4_VALUES)[codes] * 2.0 ** (biased.float() - 127).repeat_interleave(32, 1)
+    return {key: packed, scale_key: biased.view(torch.float8_e8m0fnu)}, expected
+
+
+FORMS: dict[str, tuple[Callable[[str, torch.Tensor], Form], dict[str, Any]]] = {
+    "static": (static_scheme, {"weight_block_size": None, "activation_scheme": "static"}),
+    "Mistral's names": (mistral_names, {"weight_block_size": None, "activation_scheme": "static"}),
+    "vLLM's names": (vllm_names, {"activation_scheme": "static"}),
+    "exponents": (exponents, {"weight_block_size": [*BLOCK], "scale_fmt": "ue8m0"}),
+    "E8M0 and FP4": (e8m0_and_fp4, {"weight_block_size": [*BLOCK], "scale_fmt": "ue8m0", "expert_dtype": "fp4"}),
+}
+
+
+def save_in_form(model: PreTrainedModel, form: str, folder: Path) -> dict[str, torch.Tensor]:
+    """Save a model with its linears in FP8; returns the numbers that the linears stand for."""
+    quantize, expected = FORMS[form][0], {}
+    model.save_pretrained(folder)
+
+    def edit(tensors: dict[str, torch.Tensor]) -> None:
+        for key in [key for key in tensors if key.endswith("proj.weight") or "_proj_with_mqa" in key]:
+            quantized, expected[key] = quantize(key, tensors.pop(key).float())
+            tensors |= quantized
+
+    edit_weights(folder, edit)
+    assert expected
+    return expected
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_published_form_of_fp8(form: str, deepseek: PreTrainedModel, tmp_path: Path) -> None:
+    expected = save_in_form(deepseek, form, tmp_path)
+    edit_config(tmp_path, quantization_config={"quant_method": "fp8", **FORMS[form][1]})
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    exported = dict(model.state_dict_adapter.iter_export(model))
+    assert_same({key: exported[key] for key in expected}, expected)
+
+
+@pytest.mark.parametrize("part", ["text_config", None])
+def test_quantization_of_a_vision_language_model(part: str | None, tmp_path: Path) -> None:
+    whole = new_model(tiny_config(Gemma3Config), "ForConditionalGeneration", dtype=torch.bfloat16)
+    expected = save_in_form(whole, "static", tmp_path)
+    settings = {"quantization_config": {"quant_method": "fp8", **FORMS["static"][1]}}
+    content = json.loads((tmp_path / "config.json").read_text())
+    edit_config(tmp_path, **(settings if part is None else {part: content[part] | settings}))
+    model = AutoModelForImageTextToText.from_pretrained(tmp_path, dtype=torch.float32)
+    assert not quantized_part(model.config)
+    exported = dict(model.state_dict_adapter.iter_export(model))
+    assert_same({key: exported[key] for key in expected}, expected)
+
+
+@pytest.mark.parametrize("shape", [(4,), (4, 1, 1)])
+def test_fp8_with_a_scale_per_expert(shape: tuple[int, ...]) -> None:
+    values, scales = torch.randn(4, 6, 8).to(torch.float8_e4m3fn), torch.rand(shape)
+    assert torch.equal(from_fp8(values, scales, (6, 8)), values.float() * scales.view(4, 1, 1))
 
 
 @since("5.14")

@@ -8,6 +8,8 @@ import shutil
 import struct
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -408,3 +410,27 @@ def test_only_configuration_code_and_safetensors_are_fetched(
         "allow_patterns": [f"{llama_checkpoint.name}/{end}" for end in ("*.json", "*.py", "model*.safetensors")],
         "ignore_patterns": ["*.nrl-published/*"],
     }
+
+
+def test_shards_that_only_an_index_names_are_fetched(
+    monkeypatch: pytest.MonkeyPatch, llama_shards: Path, tmp_path: Path
+) -> None:
+    """Some repositories call their shards `layers-1.safetensors`, `outside.safetensors` and `mtp.safetensors`."""
+    repository = shutil.copytree(llama_shards, tmp_path / "repository")
+    renamed = {name: name.replace("model-", "layers[1]-") for name in weight_map(repository).values()}
+    edit_index(repository, lambda entries: entries.update({key: renamed[name] for key, name in entries.items()}))
+    for name, new_name in renamed.items():
+        (repository / name).rename(repository / new_name)
+    (repository / "consolidated.safetensors").write_bytes(b"the same weights in another layout")
+
+    def download(_: str, *, allow_patterns: list[str], **options: Any) -> str:
+        for path in repository.iterdir():
+            if any(fnmatch(path.name, pattern) for pattern in allow_patterns):
+                shutil.copy(path, tmp_path / "downloaded")
+        return str(tmp_path / "downloaded")
+
+    (tmp_path / "downloaded").mkdir()
+    monkeypatch.setattr(files, "snapshot_download", download)
+    with closing(CheckpointFiles(resolve_folder("owner/name"))) as checkpoint:
+        assert checkpoint.tensors.keys() == weight_map(llama_shards).keys()
+    assert not (tmp_path / "downloaded" / "consolidated.safetensors").exists()

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import pickle
+from pathlib import Path
 
 import pytest
+import torch
+from checkpoints import WEIGHTS, edit_weights
 
+from nrl_models import AutoModelForCausalLM
 from nrl_models.common.logs import get_logger
 from nrl_models.errors import CheckpointError, EngineError, FamilyImportError, Problem, ProblemKind, visible
 
@@ -42,3 +46,23 @@ def test_an_error_survives_pickling() -> None:
     error = CheckpointError("cannot load", [Problem(ProblemKind.FILE, "a\nb", "is missing")], ["look again"])
     again = pickle.loads(pickle.dumps(error))
     assert (str(again), again.problems) == (str(error), error.problems)
+
+
+def test_errors_keep_every_line_and_are_those_that_transformers_raises(folder: Path) -> None:
+    """`OSError` takes five arguments for a number, a message and files, and keeps two of them."""
+    problems = [Problem(ProblemKind.MISSING, f"layer.{number}", "is not there") for number in range(4)]
+    error = CheckpointError("cannot load x", problems, ["save it again"])
+    for copy in (error, pickle.loads(pickle.dumps(error))):
+        assert str(copy).splitlines() == [
+            "cannot load x (4 problems)",
+            *(f"  - {problem}" for problem in problems),
+            "  What to do: save it again",
+        ]
+    edit_weights(folder, lambda tensors: tensors.update({"model.norm.weight": torch.ones(3)}))
+    with pytest.raises(RuntimeError, match=r"model\.norm\.weight"):  # as for any mismatched shape
+        AutoModelForCausalLM.from_pretrained(folder)
+    (folder / WEIGHTS).unlink()
+    with pytest.raises(OSError, match=r"has neither model\.safetensors"):
+        AutoModelForCausalLM.from_pretrained(folder)
+    with pytest.raises(OSError, match="no such directory"):
+        AutoModelForCausalLM.from_pretrained(folder / "missing")

@@ -1,0 +1,68 @@
+"""Loads, builds and saves in several threads leave torch as it was, and every value right."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig, PreTrainedModel
+
+from nrl_models import AutoModelForCausalLM
+from nrl_models.testing.suite.asserts import assert_same_tensors
+
+THREADS = 4
+ROUNDS = 12
+"""Jobs per thread. Without the lock and the flag of one thread, the first rounds fail."""
+
+
+def process_state() -> list[Any]:
+    """Everything that threads share and that building a model may change."""
+    shared = [nn.Module.register_parameter, nn.Module.register_buffer, torch.empty, torch.get_default_dtype()]
+    shared += [PreTrainedModel.init_weights, PreTrainedModel.tie_weights, gc.isenabled()]
+    return [*shared, *(getattr(nn.init, name) for name in sorted(vars(nn.init)) if name.endswith("_"))]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_threads_load_build_and_save(dtype: torch.dtype, llama_config: LlamaConfig, tmp_path: Path) -> None:
+    llama_config.num_hidden_layers = 1
+    saved = tmp_path / "saved"
+    AutoModelForCausalLM.from_config(llama_config, dtype=dtype).save_pretrained(saved)
+    before = process_state()
+    expected = AutoModelForCausalLM.from_pretrained(saved)
+    start_together = threading.Barrier(THREADS)
+
+    def load(folder: Path) -> None:
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        assert_same_tensors(model.state_dict(), expected.state_dict())
+        assert_same_tensors(dict(model.named_buffers()), dict(expected.named_buffers()))
+
+    def build() -> None:
+        model = AutoModelForCausalLM.from_config(llama_config, dtype=torch.float32)
+        assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+        assert float(model.lm_head.weight.std()) == pytest.approx(llama_config.initializer_range, rel=0.1)
+
+    def make_linear() -> None:
+        """Build a module without this library, which takes no lock."""
+        weight = nn.Linear(64, 64).weight.detach()
+        assert weight.device.type == "cpu"
+        assert 0.1 < float(weight.abs().max()) <= 1 / 8
+
+    def run(thread: int) -> None:
+        start_together.wait()
+        for number in range(ROUNDS):
+            load(saved)
+            build()
+            make_linear()
+            if number == 0:
+                expected.save_pretrained(tmp_path / str(thread))
+                load(tmp_path / str(thread))
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        list(pool.map(run, range(THREADS)))
+    assert process_state() == before
