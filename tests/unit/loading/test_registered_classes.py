@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -53,12 +52,12 @@ def _registrations_undone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def registered() -> Iterator[dict[str, Any]]:
+def registered() -> dict[str, Any]:
     transformers.AutoConfig.register("my_llama", MyConfig)
     classes = dict(zip(AUTO_CLASSES, (MyModel, MyForCausalLM, MyForSequenceClassification), strict=True))
     for name, model_class in classes.items():
         getattr(transformers, name).register(MyConfig, model_class)
-    yield classes
+    return classes
 
 
 @pytest.mark.parametrize("auto_class", AUTO_CLASSES)
