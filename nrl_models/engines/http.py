@@ -166,7 +166,8 @@ class HTTPEngine(Engine):
         what it was.
         """
         folder = resolve_folder(path)
-        vocabulary = getattr(read_config(folder).get_text_config(), "vocab_size", None)
+        config = read_config(folder)
+        vocabulary = getattr(config.get_text_config(), "vocab_size", None)
         known = ("model", "api_key", "timeout", "deltas")
         if unknown := options.keys() - set(known):
             raise EngineError(f"a server does not take {', '.join(sorted(unknown))}: expected {', '.join(known)}")
@@ -176,7 +177,7 @@ class HTTPEngine(Engine):
         generation = GenerationConfig.from_pretrained(folder).to_diff_dict() if file.is_file() else {}
         defaults = {name: generation[name] for name in INVALID if generation.get(name) is not None}
         own: dict[str, Any] = {"vocabulary": vocabulary, "max_length": max_length, "dtype": dtype}
-        return cls(address, ends=end_tokens(folder), defaults=defaults, **own, **options)
+        return cls(address, ends=end_tokens(folder, config), defaults=defaults, **own, **options)
 
     def capabilities(self) -> Capabilities:
         """Generation, scores at temperature 1, and new weights (if its server does); no access to the process."""

@@ -209,7 +209,8 @@ class VLLMEngine(Engine):
     @cached_property
     def _ends(self) -> tuple[int, ...]:
         """Tokens that end a reply. vLLM itself ends it at those of the generation configuration."""
-        return end_tokens(self.path) if self.path and Path(self.path).exists() else ()
+        config = self.config.model_config.hf_config
+        return end_tokens(self.path, config) if self.path and Path(self.path).exists() else ()
 
     def use_adapter(self, folder: str | Path | None) -> None:
         """Answer with an adapter from now on, by vLLM's own LoRA, instead of with merged weights from a refit.

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from transformers import GenerationConfig, PreTrainedConfig
+
 from nrl_models.common.checkpoint.local_path import is_gguf
 from nrl_models.common.gguf import gguf_tables
 from nrl_models.common.logs import get_logger
@@ -32,20 +34,19 @@ def load_tokenizer(path: str | Path) -> Any | None:
         raise ConsistencyError(f"the tokenizer in {path} does not load: {type(error).__name__}: {error}") from error
 
 
-def end_tokens(path: str | Path) -> tuple[int, ...]:
+def end_tokens(path: str | Path, config: PreTrainedConfig) -> tuple[int, ...]:
     """Tokens at which a reply ends: those of the generation configuration, and the tokenizer's end token.
 
-    A vLLM server that has the tokenizer ends replies there. Without generation_config.json, config.json is read in its
-    place, as in transformers and vLLM.
+    A vLLM server that has the tokenizer ends replies there.
+
+    Args:
+        path: the checkpoint's directory.
+        config: its configuration, read in place of a missing generation_config.json, as in transformers and vLLM.
     """
-    from transformers import GenerationConfig
-
-    from nrl_models.loading.read_config import read_config
-
     if (Path(path) / "generation_config.json").is_file():
         generation = GenerationConfig.from_pretrained(path)
     else:
-        generation = GenerationConfig.from_model_config(read_config(Path(path)))
+        generation = GenerationConfig.from_model_config(config)
     return tuple(sorted({*as_ids(generation.eos_token_id), *tokenizer_ends(path)}))
 
 

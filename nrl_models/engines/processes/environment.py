@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from nrl_models.common.checkpoint.files import resolve_folder
 from nrl_models.common.dtypes import dtype_name
 from nrl_models.engines.answers import Checked
 from nrl_models.engines.base import Engine, require_lengths, require_number
@@ -22,6 +23,7 @@ from nrl_models.engines.processes.worker_process import WorkerProcess
 from nrl_models.engines.vllm import KV_CACHE_BYTES
 from nrl_models.errors import EngineError
 from nrl_models.inputs.tokenizers import end_tokens
+from nrl_models.loading.read_config import read_config
 from nrl_models.logprobs.sampling import Sampling
 
 WORKER = Path(__file__).with_name("environment_worker.py")
@@ -118,7 +120,9 @@ class EnvironmentEngine(Engine):
                 f"vLLM {self.described['vllm']} gives log-probabilities from before the temperature: temperature 0 or 1"
             )
         asked = asdict(sampling) | {"max_tokens": max_new_tokens, "logprobs": 0, "ignore_eos": ignore_end}
-        asked |= {} if ignore_end else {"stop_token_ids": list(end_tokens(self.path))}
+        if not ignore_end:
+            folder = resolve_folder(self.path)
+            asked["stop_token_ids"] = list(end_tokens(folder, read_config(folder)))
         seeds = [None if sampling.greedy else seed + index for index in range(len(prompts))]
         samples = []
         for number, found in enumerate(self._samples(prompts, asked, seeds)):

@@ -101,7 +101,7 @@ class WorkerEngine(Engine):
                     "seed": seed,
                 }
             )
-            return cls(worker, described, max_length or model_limit(config), end_tokens(folder))
+            return cls(worker, described, max_length or model_limit(config), end_tokens(folder, config))
         except BaseException:
             worker.close()
             raise

@@ -20,6 +20,7 @@ from nrl_models.engines.hf import HFEngine
 from nrl_models.engines.http import NEUTRAL
 from nrl_models.errors import EngineError, NRLModelsError, SamplingError
 from nrl_models.inputs.tokenizers import end_tokens
+from nrl_models.loading.read_config import read_config
 from nrl_models.logprobs import Sampling
 
 
@@ -131,11 +132,12 @@ def test_end_token_of_the_tokenizer_ends_replies_in_every_engine(folder: Path, p
     tokenizer = Tokenizer(models.WordLevel({f"t{token}": token for token in range(512)}, unk_token="t0"))
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=f"t{end}").save_pretrained(folder)
     with_defaults(folder, eos_token_id=[1, 2])
-    assert end_tokens(folder) == tuple(sorted({1, 2, end}))
+    ends = tuple(sorted({1, 2, end}))
+    assert end_tokens(folder, read_config(folder)) == ends
     with serving(HFEngine.start(folder, dtype=torch.float32)) as (address, served):
         engines = [HFEngine.start(folder, dtype=torch.float32), start_engine(address, folder)]
         for engine in engines:
             (stopped,) = engine.generate(prompts[:1], Sampling(0.0), max_new_tokens=6, ignore_end=False)
             assert (stopped.tokens, stopped.finish_reason) == (free.tokens[: free.tokens.index(end) + 1], "stop")
             assert engine.generate(prompts[:1], Sampling(0.0), max_new_tokens=6)[0].tokens == free.tokens
-        assert served.requests[0]["stop_token_ids"] == list(end_tokens(folder))
+        assert served.requests[0]["stop_token_ids"] == list(ends)
