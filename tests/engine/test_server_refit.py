@@ -54,28 +54,6 @@ def off(engine: HTTPEngine, model: PreTrainedModel) -> float:
 
 
 @pytest.mark.timeout(900)
-def test_server_recovers_from_a_refit_without_a_key(server: Server, model: PreTrainedModel) -> None:
-    """The first refit of a server, so it has no tensors to compare the names with."""
-    engine = HTTPEngine(server.address)
-    weights = dict(model.state_dict_adapter.iter_export(model))
-    missing = "model.layers.1.self_attn.k_proj.weight"
-    with pytest.raises(MixedWeightsError, match=r"layers\.1\.self_attn\.qkv_proj\.weight \(without k_proj, "):
-        engine.refit((name, tensor) for name, tensor in weights.items() if name != missing)
-    with pytest.raises(MixedWeightsError, match="answers nothing until"):
-        engine.score(TOKENS, Sampling())
-    engine.refit(weights.items())
-    assert off(engine, model) < 1e-4
-    with pytest.raises(EngineError, match=rf"1 tensors of the version sent before are missing: {missing}"):
-        engine.refit((name, tensor) for name, tensor in weights.items() if name != missing)
-    assert off(engine, model) < 1e-4
-    with torch.no_grad():
-        model.model.norm.weight[0] = float("nan")
-    with pytest.raises(EngineError, match=r"model\.norm\.weight has 1 NaN"):
-        engine.refit(model.state_dict_adapter.iter_export(model))
-    engine.refit((name, torch.randn_like(tensor)) for name, tensor in weights.items())  # as the next test expects
-
-
-@pytest.mark.timeout(900)
 def test_a_server_is_refitted_and_then_sent_what_changed(server: Server, model: PreTrainedModel) -> None:
     engine = HTTPEngine(server.address)
     assert off(engine, model) > 0.1
