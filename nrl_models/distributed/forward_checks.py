@@ -76,8 +76,13 @@ class Slots:
     """
 
     def __init__(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model)
         self._modules = {id(module): weakref.ref(module) for module in model.modules()}
         self._attributes = {id(module): frozenset(module._parameters) for module in model.modules()}
+
+    def is_of(self, model: nn.Module) -> bool:
+        """Return True for the model itself. A copy, such as one without wrappers, has other modules."""
+        return self._model() is model
 
     def has(self, module: nn.Module, attribute: str) -> bool:
         """Return True if the model had this parameter when it was sharded."""
@@ -106,12 +111,14 @@ def later_parameters(model: nn.Module, mesh: DeviceMesh, slots: Slots) -> Iterat
 
 
 def require_no_later_parameters(model: nn.Module) -> None:
-    """Check that every trainable parameter was in the model when it was sharded.
+    """Check that every trainable parameter was in the model when it was sharded. Copies of the model are not checked.
 
     Raises:
         ShardingError: Some were added later, with all their names.
     """
     sharding = cast(Any, model).sharding
+    if not sharding.slots.is_of(model):
+        return
     if names := list(later_parameters(model, sharding.mesh, sharding.slots)):
         detail = "was added after sharding: each rank would train its own values"
         raise ShardingError(
