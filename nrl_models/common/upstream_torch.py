@@ -22,6 +22,7 @@ from torch._C import _len_torch_dispatch_stack as count_dispatch_modes
 from torch._C import _len_torch_function_stack as count_function_modes
 from torch._C import _storage_Use_Count as storage_use_count
 from torch._C._autograd import _top_saved_tensors_default_hooks as saved_tensors_hooks
+from torch.distributed import _state_dict_utils as state_dict_utils
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.nn.modules.conv import _ConvNd as ConvNd
 from torch.overrides import _get_current_function_mode_stack as function_mode_stack
@@ -53,6 +54,7 @@ __all__ = [
     "module_wrappers",
     "prefix_in_state_dict",
     "saved_tensors_hooks",
+    "state_dict_utils",
     "storage_use_count",
     "tracing_state",
     "tree_leaves",

@@ -325,10 +325,15 @@ def finite(tensors: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """Return True if no value is NaN or infinite. One pass over the memory, without a temporary tensor."""
+    """Return True if no value is NaN or infinite. One pass over the memory, without a temporary tensor.
+
+    A single infinite value is finite here: it is a bound that is off, such as Gemma 4's `input_min`.
+    """
     if not tensor.numel() or not tensor.is_floating_point():
         return True
     values = tensor.detach()
+    if values.numel() == 1:
+        return not bool(values.isnan())
     if values.element_size() < 2:  # float8, which has no reductions
         values = values.float()
     return all(bool(bound.isfinite()) for bound in torch.aminmax(values))  # NaN propagates to both

@@ -10,6 +10,7 @@ from transformers.models.llama import modeling_llama as hf
 from transformers.models.opt import modeling_opt as opt
 from transformers.models.qwen2 import modeling_qwen2 as biased
 
+from nrl_models.common.forward.packing import KeepsDocumentsApart
 from nrl_models.common.projections import CombinedGateUp, CombinedProjections, CombinedQKV, LinearGroup
 from nrl_models.common.upstream import CACHE_NAMES
 from nrl_models.family import FamilyModel
@@ -161,7 +162,13 @@ class Lacking(FamilyModel):
 
 
 class LackingForCausalLM(Lacking, opt.OPTForCausalLM):
-    """Right: what it lacks transformers' class lacks, too. It does nothing about documents."""
+    """Right: transformers' class lacks the same. It does nothing about documents, nor do the models in it."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        for module in self.modules():
+            if isinstance(module, KeepsDocumentsApart):
+                module.__class__ = module.wraps
 
     @functools.wraps(opt.OPTForCausalLM.forward)
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -138,7 +138,7 @@ def merged_weights(name: str, wrapper: Any) -> dict[str, torch.Tensor]:
         StateDictError: PEFT cannot merge it.
     """
     try:
-        base = _merged(wrapper, copy.deepcopy(wrapper))
+        base = _merged(wrapper, _copy(wrapper, {}))
     except _FAILURES as error:
         problem = Problem(ProblemKind.UNEXPECTED, name, f"has an adapter that PEFT does not merge: {error}")
         raise StateDictError("the adapters cannot be merged into what is exported", [problem]) from error
@@ -147,6 +147,18 @@ def merged_weights(name: str, wrapper: Any) -> dict[str, torch.Tensor]:
 
 _FAILURES = (AttributeError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
 """What PEFT raises where an adapter cannot be merged, and torch where one cannot be copied."""
+
+
+def _copy(wrapper: Any, copied: dict[int, Any]) -> Any:
+    """Copy a wrapper, but not its keywords: there PEFT keeps views of tied adapters, which torch cannot copy.
+
+    Args:
+        wrapper: PEFT's module.
+        copied: Copies to use, by the id of the original, as for `copy.deepcopy`.
+    """
+    if (keywords := getattr(wrapper, "kwargs", None)) is not None:
+        copied[id(keywords)] = keywords
+    return copy.deepcopy(wrapper, copied)
 
 
 def _merged(wrapper: Any, twin: Any) -> nn.Module:
@@ -164,7 +176,7 @@ def _unmergeable(name: str, wrapper: Any) -> Iterator[Problem]:
     tensors = (*wrapper.parameters(), *wrapper.buffers())
     try:
         with torch.no_grad():
-            _merged(wrapper, copy.deepcopy(wrapper, {id(tensor): _on_meta(tensor) for tensor in tensors}))
+            _merged(wrapper, _copy(wrapper, {id(tensor): _on_meta(tensor) for tensor in tensors}))
     except _FAILURES:
         try:
             merged_weights(name, wrapper)

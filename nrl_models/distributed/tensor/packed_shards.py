@@ -12,12 +12,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed import _state_dict_utils
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor, Placement
 
-from nrl_models.common.upstream_torch import StridedShard
+from nrl_models.common.upstream_torch import StridedShard, state_dict_utils
 
 
 class Packing(NamedTuple):
@@ -90,7 +89,7 @@ def describe_packed_shards() -> None:
     """Make torch's checkpoint functions see packed shards as they are. Other DTensors are left to torch."""
     patched: Any = DTensor
     write_items, shard = patched.__create_write_items__, patched.__get_tensor_shard__
-    distribute = _state_dict_utils._distribute_tensors
+    distribute = state_dict_utils._distribute_tensors
 
     @functools.wraps(_CHUNKS)
     def create_chunk_list(self: DTensor) -> list[ChunkStorageMetadata]:
@@ -151,4 +150,4 @@ def describe_packed_shards() -> None:
     patched.__create_chunk_list__ = create_chunk_list
     patched.__create_write_items__ = create_write_items
     patched.__get_tensor_shard__ = get_tensor_shard
-    _state_dict_utils._distribute_tensors = distribute_tensors
+    state_dict_utils._distribute_tensors = distribute_tensors

@@ -119,7 +119,7 @@ def test_packing(family_case: FamilyCase, mask: str | None) -> None:
 @proves("packed sequences")
 @applies_to(scores_every_token, reads_what_it_writes)
 @pytest.mark.parametrize("mask", [None, "ones"])
-def test_packing_without_the_head(family_case: FamilyCase, mask: str | None) -> None:
+def test_base_models_keep_documents_apart(family_case: FamilyCase, mask: str | None) -> None:
     """The base model and the decoder keep packed documents apart, too: trainers with fused heads call them."""
     packed, model = pack(family_case), family_case.model()
     if mask is None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from bigram_worker import DELAY, SLOW_TOKEN, scores, table
 
+from nrl_models.engines.base import is_finite
 from nrl_models.engines.hf import HFEngine
 from nrl_models.engines.processes.worker_engine import WorkerEngine
 from nrl_models.errors import EngineError, MixedWeightsError
@@ -165,3 +166,11 @@ def test_calls_of_two_threads_take_turns(
         for row, answer in zip(own, answers, strict=True):
             assert answer[1:] == pytest.approx(scores(table(0), row), abs=1e-5)
     assert len(found) == 4
+
+
+@pytest.mark.parametrize(("values", "finite"), [
+    ([float("-inf")], True), ([float("nan")], False), ([float("inf"), 1.0], False), ([], True),
+])  # fmt: skip
+def test_one_infinite_value_is_a_bound(values: list[float], finite: bool) -> None:
+    """Gemma 4's linears clip their inputs between buffers, which are infinite where nothing is clipped."""
+    assert is_finite(torch.tensor(values)) is finite

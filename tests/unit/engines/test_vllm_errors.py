@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nrl_models.engines.vllm import _beginning
+from nrl_models.engines.vllm import _said
 
 
 def raised(error: Exception) -> Exception:
@@ -15,11 +15,11 @@ def raised(error: Exception) -> Exception:
 
 
 def test_an_error_is_quoted() -> None:
-    assert _beginning(raised(ValueError("no such thing"))) == "ValueError: no such thing"
-    assert _beginning(ValueError("2 errors:\n  a\n  b")) == "ValueError: 2 errors: a b"
-    assert _beginning(ValueError("x" * 700)) == f"ValueError: {'x' * 588} ..."
+    assert _said(raised(ValueError("no such thing"))) == "ValueError: no such thing"
+    assert _said(ValueError("2 errors:\n  a\n  b")) == "ValueError: 2 errors: a b"
+    assert _said(ValueError("x" * 700)) == f"ValueError: {'x' * 700}"  # an error of a worker ends with its cause
 
 
 def test_an_error_without_words_is_told_by_its_code() -> None:
-    assert _beginning(raised(AssertionError())) == "AssertionError: raise error"
-    assert _beginning(AssertionError()) == "AssertionError: "
+    assert _said(raised(AssertionError())) == "AssertionError: raise error"
+    assert _said(AssertionError()) == "AssertionError: "

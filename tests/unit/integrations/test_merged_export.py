@@ -300,6 +300,6 @@ def test_they_find(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if bug == "the base is sent":
         monkeypatch.setattr(merged, "is_off", lambda wrapper: True)
     else:
-        monkeypatch.setattr(merged, "copy", SimpleNamespace(deepcopy=lambda module: module))
+        monkeypatch.setattr(merged, "copy", SimpleNamespace(deepcopy=lambda module, _: module))
     with pytest.raises(AssertionError):
         test_it_is_what_merging_would_give("experts")

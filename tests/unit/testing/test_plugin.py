@@ -182,6 +182,7 @@ def test_only_what_applies_is_collected(pytester: pytest.Pytester) -> None:
     }
     assert names[mixture] == set(generated_tests()) - {"test_mtp_weights_are_kept"}
     assert names[mixture] - names[scorer] == {
+        "test_base_models_keep_documents_apart",
         "test_cached_decode",
         "test_decoded_steps",
         "test_documents_get_no_gradient_from_each_other",
