@@ -164,8 +164,8 @@ class Lacking(FamilyModel):
 class LackingForCausalLM(Lacking, opt.OPTForCausalLM):
     """Right: transformers' class lacks the same. It does nothing about documents, nor do the models in it."""
 
-    def __init__(self, config: Any) -> None:
-        super().__init__(config)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         for module in self.modules():
             if isinstance(module, KeepsDocumentsApart):
                 module.__class__ = module.wraps
