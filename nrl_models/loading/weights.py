@@ -25,6 +25,7 @@ from nrl_models.common.modules import (
     move_buffers,
     names_in_state_dict,
     owner_of,
+    peft_modules,
     share_copies,
     without_wrappers,
 )
@@ -248,6 +249,8 @@ def accept_hub_names(model: Any, state_dict: dict[str, Any], prefix: str, missin
     stored_names = names_in_state_dict(model)
     own_names = {stored: name for name, stored in stored_names.items()}
     inside = {key: key.removeprefix(prefix) for key in state_dict if key.startswith(prefix)}
+    of_adapters = _adapter_parts(model)
+    inside = {key: inner for key, inner in inside.items() if of_adapters.isdisjoint(inner.split("."))}
     if own_names.keys() >= set(inside.values()):
         return
     given = {own_names.get(inner, inner): state_dict[key] for key, inner in inside.items()}
@@ -263,6 +266,15 @@ def accept_hub_names(model: Any, state_dict: dict[str, Any], prefix: str, missin
         if own_names.get(inner, inner) in given:
             del state_dict[key]
     state_dict.update({f"{prefix}{stored_names.get(name, name)}": value for name, value in loaded.items()})
+
+
+def _adapter_parts(model: Any) -> set[str]:
+    """Return the parts of names (`lora_A`) that only tensors of PEFT's adapters in a model have."""
+    return {
+        part
+        for _, wrapper in peft_modules(model)
+        for part in (*getattr(wrapper, "adapter_layer_names", ()), *getattr(wrapper, "other_param_names", ()))
+    }
 
 
 def _as_own_tensors(model: Any, given: Mapping[str, torch.Tensor], missing: list[str]) -> dict[str, torch.Tensor]:
