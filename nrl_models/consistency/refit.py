@@ -201,6 +201,7 @@ class RefitChecker:
         self.cell = self.meter.settings.cells()[0]
         self.steps: list[RefitStep] = []
         self._described = {"engine": self.meter.engine.describe(), "trainer": self.meter.trainer.describe()}
+        self._max_length = self.meter.engine.capabilities().max_length  # the engine is closed before the report
         self._previous: dict[str, torch.Tensor] | None = None
         self._sent: dict[str, str] = {}
         self.not_observable: tuple[str, ...] = ()
@@ -393,7 +394,7 @@ class RefitChecker:
             "checkpoint": self.path,
             **self._described,
             "threshold": self.meter.settings.threshold,
-            "max_length": self.meter.engine.capabilities().max_length,
+            "max_length": self._max_length,
             "not_observable": list(self.not_observable),
             "refits": [
                 {
@@ -415,8 +416,7 @@ class RefitChecker:
         """A row for each refit."""
         title = escape(f"{self.path}: refit of {self._described['engine'].get('engine')}")
         sides = (Comparison.DECODE, Comparison.PREFILL)
-        longest = self.meter.engine.capabilities().max_length
-        length = "" if longest is None else f", started for {longest:,} tokens"
+        length = "" if self._max_length is None else f", started for {self._max_length:,} tokens"
         hidden = f". Not observable: {listed(self.not_observable)}" if self.not_observable else ""
         table = Table("refit", title=f"{title}{length}{escape(hidden)}", title_justify="left")
         for name in ("tensors", "MB", "seconds", "largest bucket, MB", "before", *sides):

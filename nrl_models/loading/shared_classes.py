@@ -33,7 +33,10 @@ def shared_classes(config: PreTrainedConfig) -> Iterator[type[PreTrainedModel]]:
 
     A configuration whose text part is the other class's (`Qwen3_5Config` and `Qwen3_5TextConfig`) shares no class.
     """
-    text = config.get_text_config()
+    try:
+        text = config.get_text_config()
+    except ValueError:  # several parts are text
+        text = config
     for name in architectures_of(config.model_type):
         model_class: Any = getattr(transformers, name, None)
         try:

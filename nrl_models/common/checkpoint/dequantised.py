@@ -63,10 +63,13 @@ def settings_of(quantised_as: Any) -> dict[str, Any]:
 
 def quantized_part(config: PreTrainedConfig) -> PreTrainedConfig | None:
     """Return the configuration that has a `quantization_config`: `config`, or as in transformers its text part."""
-    for part in (config, config.get_text_config(decoder=True)):
-        if getattr(part, "quantization_config", None) is not None:
-            return part
-    return None
+    if getattr(config, "quantization_config", None) is not None:
+        return config
+    try:
+        text = config.get_text_config(decoder=True)
+    except ValueError:  # several parts are text
+        return None
+    return text if getattr(text, "quantization_config", None) is not None else None
 
 
 @dataclass(frozen=True, slots=True)
