@@ -112,6 +112,7 @@ __all__ = [
     "revert_weight_conversion",
     "set_loaded_conversions",
     "str_to_torch_dtype",
+    "text_part",
     "with_variant",
 ]
 
@@ -340,6 +341,19 @@ def mask_parts(mask_function: Callable[..., Any]) -> dict[str, dict[str, Any]]:
         return {name: held}
     parts = held[inside] if isinstance(held[inside], tuple) else (held[inside],)
     return {name: values for part in parts for name, values in mask_parts(part).items()}
+
+
+def text_part(config: PreTrainedConfig, *, decoder: bool | None = None) -> PreTrainedConfig:
+    """Return the text configuration in `config`, or `config` itself if it has none, or several.
+
+    Args:
+        config: A configuration.
+        decoder: Passed to transformers' `get_text_config`: True to look for decoders only.
+    """
+    try:
+        return config.get_text_config(decoder=decoder)
+    except ValueError:  # several parts are text
+        return config
 
 
 def has_reached(version: str) -> bool:

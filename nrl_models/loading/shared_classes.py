@@ -12,7 +12,7 @@ from typing import Any
 import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from nrl_models.common.upstream import architectures_of, has_key_mapping
+from nrl_models.common.upstream import architectures_of, has_key_mapping, text_part
 
 
 def takes_config(model_class: Any, config: PreTrainedConfig) -> bool:
@@ -33,10 +33,7 @@ def shared_classes(config: PreTrainedConfig) -> Iterator[type[PreTrainedModel]]:
 
     A configuration whose text part is the other class's (`Qwen3_5Config` and `Qwen3_5TextConfig`) shares no class.
     """
-    try:
-        text = config.get_text_config()
-    except ValueError:  # several parts are text
-        text = config
+    text = text_part(config)
     for name in architectures_of(config.model_type):
         model_class: Any = getattr(transformers, name, None)
         try:

@@ -28,6 +28,7 @@ from einops import rearrange
 from transformers import PreTrainedConfig
 
 from nrl_models.common.checkpoint.files import CheckpointFiles, StoredTensor
+from nrl_models.common.upstream import text_part
 from nrl_models.errors import CheckpointError, Problem, ProblemKind, shown
 
 METHODS = ("fp8", "mxfp4")
@@ -63,13 +64,8 @@ def settings_of(quantised_as: Any) -> dict[str, Any]:
 
 def quantized_part(config: PreTrainedConfig) -> PreTrainedConfig | None:
     """Return the configuration that has a `quantization_config`: `config`, or as in transformers its text part."""
-    if getattr(config, "quantization_config", None) is not None:
-        return config
-    try:
-        text = config.get_text_config(decoder=True)
-    except ValueError:  # several parts are text
-        return None
-    return text if getattr(text, "quantization_config", None) is not None else None
+    parts = (config, text_part(config, decoder=True))
+    return next((part for part in parts if getattr(part, "quantization_config", None) is not None), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,9 +142,12 @@ class DequantisedFiles(CheckpointFiles):
         for key in [key for key, tensor in self.tensors.items() if key.endswith(CACHE_SCALES) and tensor.numel == 1]:
             del self.tensors[key]
         for key, values in list(self.tensors.items()):
+            is_fp4 = values.dtype == FP4_PAIRS
+            if not is_fp4 and values.dtype not in FP8:
+                continue
             names = _scale_names(key)
             found = [name for name in names if name in self.tensors]
-            if values.dtype not in FP8 and not (values.dtype == FP4_PAIRS and found):
+            if is_fp4 and not found:  # plain integers
                 continue
             for name in _activation_scale_names(key):
                 self.tensors.pop(name, None)
@@ -157,7 +156,6 @@ class DequantisedFiles(CheckpointFiles):
                 problems.append(Problem(ProblemKind.MISSING, names[0], detail, values.file))
                 continue
             scales = self.tensors.pop(found[0])
-            is_fp4 = values.dtype == FP4_PAIRS
             shape = (*values.shape[:-1], 2 * values.shape[-1]) if is_fp4 else values.shape
             tensor_block, expected = _block_for(shape, scales.shape, None if is_fp4 else block)
             if expected:
