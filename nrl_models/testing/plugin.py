@@ -154,15 +154,19 @@ def family_case(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     """The class under test, with its models.
 
     For a test of a feature that the family limits, the limit is lifted: the test has to fail because transformers'
-    class does (`pytest_pyfunc_call`), not because ours refuses.
+    class does (`pytest_pyfunc_call`), not because ours refuses. The models inside the model state the limit, too.
     """
+    from nrl_models.common.forward.packing import KeepsDocumentsApart
+
     request.node.user_properties.append(("architecture", _architecture(request.param)))
     case = _case(request.param)
     limits, feature = case.model_class.limits, getattr(request.function, "feature", "")
     if reason := limits.get(feature):
         request.node.limit = _Limit(request.param, feature, reason)
-        lifted = {name: stated for name, stated in limits.items() if name != feature}
-        monkeypatch.setattr(case.model_class, "limits", lifted)
+        inner = {type(module) for module in case.model().modules() if isinstance(module, KeepsDocumentsApart)}
+        for limited in (case.model_class, *inner):
+            lifted = {name: stated for name, stated in limited.limits.items() if name != feature}
+            monkeypatch.setattr(limited, "limits", lifted)
     return case
 
 
