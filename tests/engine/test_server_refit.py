@@ -53,9 +53,26 @@ def off(engine: HTTPEngine, model: PreTrainedModel) -> float:
     return max(abs(a - b) for one, other in pairs for a, b in zip(one[1:], other[1:], strict=True))
 
 
+@pytest.mark.timeout(300)
+def test_refit_without_a_part_of_a_fused_tensor_raises(server: Server, model: PreTrainedModel) -> None:
+    """The first update, when no earlier version tells which tensors there are, and a later one."""
+    engine = HTTPEngine(server.address)
+    for part in ("v_proj", "up_proj"):
+        weights = dict(model.state_dict_adapter.iter_export(model))
+        missing = [name for name in weights if "layers.1." in name and part in name]
+        assert len(missing) == 1
+        with pytest.raises(EngineError, match=rf"layers\.1\..*{part}") as raised:
+            HTTPEngine(server.address).refit((name, weights[name]) for name in weights if name not in missing)
+        assert isinstance(raised.value, MixedWeightsError) is (part == "v_proj")  # the later one is refused as a whole
+        engine.refit(weights.items())
+        assert off(engine, model) < 1e-4
+        train(model)
+
+
 @pytest.mark.timeout(900)
 def test_a_server_is_refitted_and_then_sent_what_changed(server: Server, model: PreTrainedModel) -> None:
     engine = HTTPEngine(server.address)
+    train(model, 0.1)
     assert off(engine, model) > 0.1
     report = engine.refit(model.state_dict_adapter.iter_export(model))
     assert (report.unwritten, report.version) == ((), 1)
