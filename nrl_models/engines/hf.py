@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import cached_property
@@ -62,6 +62,69 @@ def reference_model(
     """
     ours = auto_class_for(path).from_config(read_config(resolve_folder(path)), device="meta")
     return load_reference(ours, path, dtype or "auto", device, weights=weights)
+
+
+class RefitTargets:
+    """Where the tensors of a refit go in a transformers model, and whether they fit there.
+
+    Args:
+        model: the engine's.
+        engine: its name, for errors.
+
+    Attributes:
+        held: the model's tensors by the names of parameters; they share its memory.
+    """
+
+    def __init__(self, model: PreTrainedModel, engine: str) -> None:
+        self._adapter, self._engine, self._mtp = adapter_of(model), engine, MTPNames(model)
+        self.held = {name: tensor.detach() for name, tensor in model.state_dict(keep_vars=True).items()}
+        self._tied: dict[str, tuple[HFTensor, str]] = {}
+
+    def find(self, name: str, tensor: torch.Tensor) -> HFTensor | None:
+        """Return where a tensor goes, by its hub name.
+
+        None if it is not written: an MTP weight, with which the engine does not draft, or a tensor that the model ties
+        to another, see `require_tied`.
+
+        Raises:
+            EngineError: the model has no such tensor, or one of another shape or kind of dtype.
+        """
+        target = self._adapter.find(name)
+        if target is None and self._mtp.may_be(name):
+            return None
+        if target is None or tuple(tensor.shape) != target.shape:
+            expected = f"of shape {target.shape}" if target else "not at all (the model has no such tensor)"
+            raise EngineError(f"{self._engine} cannot take {name} of shape {tuple(tensor.shape)}: expected {expected}")
+        held = self.held[target.parameters[0]].dtype
+        if not same_kind(tensor.dtype, held):
+            raise EngineError(wrong_kind(name, tensor.dtype, held))
+        if target.parameters[0] in self._adapter.tied:
+            self._tied[name] = target, tensor_digest(tensor.to(held))
+            return None
+        return target
+
+    def require_tied(self, new: Mapping[str, torch.Tensor]) -> None:
+        """Require that tied tensors that were given equal what the model ties them to.
+
+        Args:
+            new: the new weights by the names of parameters.
+
+        Raises:
+            EngineError: one differs.
+        """
+        tied = self._adapter.tied
+        sources = {**new, **{parameter: new[source] for parameter, source in tied.items() if source in new}}
+        for name, (target, digest) in self._tied.items():
+            if tensor_digest(target.read(sources)) != digest:
+                raise EngineError(tied_apart(name, tied[target.parameters[0]]))
+
+    def missing(self, written: Collection[str]) -> dict[str, str]:
+        """The first parameter of each hub tensor that is not in `written`, but for tied ones."""
+        return {
+            name: target.parameters[0]
+            for name, target in self._adapter.hub.items()
+            if name not in written and self._adapter.tied.keys().isdisjoint(target.parameters)
+        }
 
 
 class HFEngine(Engine):
@@ -251,40 +314,20 @@ class HFEngine(Engine):
 
     @torch.no_grad()
     def _refit(self, sent: Iterator[list[NamedTensor]], digests: bool) -> dict[str, Any]:
-        adapter = adapter_of(self.model)
-        own = {name: tensor.detach() for name, tensor in self.model.state_dict(keep_vars=True).items()}
+        targets = RefitTargets(self.model, self.name)
         arrived: dict[str, str] = {}
         written: set[str] = set()
-        duplicates: dict[str, tuple[HFTensor, str]] = {}
-        mtp = MTPNames(self.model)
         for name, tensor in chain.from_iterable(sent):
-            target = adapter.find(name)
-            if target is None and mtp.may_be(name):  # with which this engine does not draft
-                arrived[name] = tensor_digest(tensor) if digests else ""
-                continue
-            if target is None or tuple(tensor.shape) != target.shape:
-                expected = f"of shape {target.shape}" if target else "not at all (the model has no such tensor)"
-                raise EngineError(f"{self.name} cannot take {name} of shape {tuple(tensor.shape)}: expected {expected}")
-            held = own[target.parameters[0]].dtype
-            if not same_kind(tensor.dtype, held):
-                raise EngineError(wrong_kind(name, tensor.dtype, held))
-            if target.parameters[0] in adapter.tied:
-                duplicates[name] = target, tensor_digest(tensor.to(held))
-                arrived[name] = tensor_digest(tensor) if digests else ""
+            target = targets.find(name, tensor)
+            arrived[name] = tensor_digest(tensor) if digests else ""
+            if target is None:
                 continue
             self._changed = True
             for parameter in target.parameters:
-                target.write_into(parameter, own[parameter], tensor)
+                target.write_into(parameter, targets.held[parameter], tensor)
             written.add(target.name)
-            arrived[name] = tensor_digest(tensor) if digests else ""
-        for name, (target, digest) in duplicates.items():
-            if tensor_digest(target.read(own)) != digest:
-                raise EngineError(tied_apart(name, adapter.tied[target.parameters[0]]))
-        missing = {
-            name: target.parameters[0]
-            for name, target in adapter.hub.items()
-            if name not in written and adapter.tied.keys().isdisjoint(target.parameters)
-        }
+        targets.require_tied(targets.held)
+        missing = targets.missing(written)
         buffers = dict(self.model.named_buffers())
         return {
             "digests": arrived if digests else {},

@@ -164,8 +164,9 @@ def family_case(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     if reason := limits.get(feature):
         request.node.limit = _Limit(request.param, feature, reason)
         inner = {type(module) for module in case.model().modules() if isinstance(module, KeepsDocumentsApart)}
-        for limited in (case.model_class, *inner):
-            lifted = {name: stated for name, stated in limited.limits.items() if name != feature}
+        stated: list[Any] = [case.model_class, *inner]
+        for limited in stated:
+            lifted = {name: why for name, why in limited.limits.items() if name != feature}
             monkeypatch.setattr(limited, "limits", lifted)
     return case
 

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from nrl_models.auto import auto_class_for
 from nrl_models.engines.digests import tensor_digest
+from nrl_models.engines.hf import RefitTargets
 from nrl_models.engines.processes.worker_loop import Step, WorkerModel, serve
 from nrl_models.loading.read_config import read_config
 from nrl_models.megatron.gpt_model import device, load, logits, megatron_of, start_megatron
@@ -80,12 +81,13 @@ class Model(WorkerModel):
     def apply(self) -> dict[str, Any]:
         """See `WorkerModel.apply`."""
         arrived, self.arrived = self.arrived, {}
-        adapter = self.source.state_dict_adapter
+        adapter, targets = self.source.state_dict_adapter, RefitTargets(self.source, "megatron")
+        found = [target for name, tensor in arrived.items() if (target := targets.find(name, tensor)) is not None]
         own = adapter.from_hf(arrived, strict=False)
+        targets.require_tied({**targets.held, **own})
         self.source.load_state_dict(own, strict=False)
         load(self.model, adapter, self.source.state_dict())
-        left = [name for name in adapter.own if name not in own and name not in adapter.tied]
-        return {"unwritten": sorted(tensor.name for name in left for tensor in adapter.tensors_in(name, "hub"))}
+        return {"unwritten": sorted(targets.missing({target.name for target in found}))}
 
 
 if __name__ == "__main__":

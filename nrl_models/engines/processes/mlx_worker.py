@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,17 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_config, load_model
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from nrl_models.engines.digests import tensor_digest
+from nrl_models.common.dtypes import same_kind, wrong_kind
+from nrl_models.engines.digests import tensor_digest, tied_apart
 from nrl_models.engines.processes.worker_loop import Step, WorkerModel, serve
+from nrl_models.errors import EngineError, listed
 from nrl_models.loading.read_config import read_config
 
 _SAME_BITS = {mx.bfloat16: (mx.uint16, torch.bfloat16)}
 """Dtypes that NumPy lacks: one of the same size that it has, and torch's."""
+
+
+HEAD = "lm_head.weight"
 
 
 class Model(WorkerModel):
@@ -111,17 +116,23 @@ class Model(WorkerModel):
     def apply(self) -> dict[str, Any]:
         """Compute with what has arrived; where the model cannot take some of it, nothing has changed."""
         arrived, self.arrived = self.arrived, {}
+        own = dict(tree_flatten(self.model.parameters()))
+        _require_tied(arrived, own)
         if hasattr(self.model, "sanitize"):
             # By another of the class, of which nothing is computed: it may take the head from a model that ties, once.
             model_class: Any = type(self.model)
             args = self.model.args if hasattr(self.model, "args") else self.model.config
             arrived = model_class(args).sanitize(arrived)
-        own = dict(tree_flatten(self.model.parameters()))
         wrong = [
             f"{name} of shape {tuple(value.shape)}: "
             + (f"expected {tuple(own[name].shape)}" if name in own else "the model has no such tensor")
             for name, value in arrived.items()
             if name not in own or own[name].shape != value.shape
+        ]
+        wrong += [
+            wrong_kind(name, _torch_dtype(value), _torch_dtype(own[name]))
+            for name, value in arrived.items()
+            if name in own and not same_kind(_torch_dtype(value), _torch_dtype(own[name]))
         ]
         if wrong:
             raise ValueError("; ".join(wrong[:4]))
@@ -129,6 +140,24 @@ class Model(WorkerModel):
         mx.eval(new)
         self.model.load_weights(list(new.items()), strict=False)
         return {"unwritten": sorted(own.keys() - new.keys())}
+
+
+def _torch_dtype(value: mx.array) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, str(value.dtype).rpartition(".")[2])
+    return dtype
+
+
+def _require_tied(arrived: dict[str, mx.array], own: Collection[str]) -> None:
+    """Require that a head which was sent to a model without one equals the embeddings: mlx-lm would drop it.
+
+    Raises:
+        EngineError: it differs from all tensors of its shape that were sent.
+    """
+    for name, head in arrived.items():
+        if name.endswith(HEAD) and not any(each.endswith(HEAD) for each in own):
+            others = {other: value for other, value in arrived.items() if other != name and value.shape == head.shape}
+            if not any(mx.array_equal(value, head).item() for value in others.values()):
+                raise EngineError(tied_apart(name, listed(others) or "the embeddings"))
 
 
 def with_older_keys(config: dict[str, Any], stated: dict[str, Any]) -> dict[str, Any]:

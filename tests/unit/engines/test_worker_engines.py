@@ -152,6 +152,34 @@ def test_what_it_cannot_take_changes_nothing(running: Engine, model: PreTrainedM
         assert running.score(prompts, Sampling()) == before
 
 
+def test_a_tensor_of_another_kind_of_dtype_changes_nothing(
+    running: Engine, model: PreTrainedModel, prompts: list[list[int]]
+) -> None:
+    before = running.score(prompts, Sampling())
+    exported = dict(model.state_dict_adapter.iter_export(model))
+    name = "model.layers.0.self_attn.o_proj.weight"
+    for dtype in (torch.int32, torch.float8_e4m3fn):
+        with pytest.raises(EngineError, match=r"o_proj\.weight was sent as \w+, and the engine holds float32"):
+            running.refit((exported | {name: (100 * exported[name]).to(dtype)}).items())
+        assert running.score(prompts, Sampling()) == before
+
+
+def test_a_head_that_the_engine_ties_equals_the_embeddings(
+    engine_name: str, tmp_path: Path, prompts: list[list[int]]
+) -> None:
+    new_model(tiny_config(transformers.LlamaConfig, {"tie_word_embeddings": True})).save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    weights = dict(model.state_dict_adapter.iter_export(model))
+    head = weights["model.embed_tokens.weight"].clone()
+    with start_engine(engine_name, tmp_path, dtype=torch.float32) as engine:
+        before = engine.score(prompts, Sampling())
+        with pytest.raises(EngineError, match=r"lm_head\.weight differs from .*tie_word_embeddings"):
+            engine.refit((weights | {"lm_head.weight": head * 2}).items())
+        assert engine.score(prompts, Sampling()) == before
+        engine.refit((weights | {"lm_head.weight": head}).items())
+        assert_close(engine.score(prompts, Sampling()), before)
+
+
 def test_weights_that_are_left_out_are_an_error(refitted: Engine, model: PreTrainedModel) -> None:
     exported = dict(model.state_dict_adapter.iter_export(model))
     del exported["model.norm.weight"]
