@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from functools import cached_property
+from functools import cached_property, wraps
 from importlib.metadata import version
 from itertools import chain, groupby
 from pathlib import Path
@@ -19,6 +19,7 @@ from nrl_models.auto import auto_class_for
 from nrl_models.common.checkpoint.files import resolve_folder
 from nrl_models.common.config.positions import model_limit
 from nrl_models.common.dtypes import dtype_name, same_kind, wrong_kind
+from nrl_models.common.forward.evaluation import evaluating
 from nrl_models.common.projections import groups_of
 from nrl_models.common.recording import record_calls
 from nrl_models.common.state_dict.adapter import adapter_of
@@ -62,6 +63,17 @@ def reference_model(
     """
     ours = auto_class_for(path).from_config(read_config(resolve_folder(path)), device="meta")
     return load_reference(ours, path, dtype or "auto", device, weights=weights)
+
+
+def _in_evaluation_mode(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of an engine without gradients and dropout, also while its model is being trained."""
+
+    @wraps(method)
+    def compute(self: HFEngine, *args: Any, **kwargs: Any) -> Any:
+        with torch.no_grad(), evaluating(self.model):
+            return method(self, *args, **kwargs)
+
+    return compute
 
 
 class RefitTargets:
@@ -131,7 +143,7 @@ class HFEngine(Engine):
     """A transformers model as an engine; the trainer is one as well, with our model.
 
     Args:
-        model: any causal language model, in evaluation mode.
+        model: any causal language model. It computes in evaluation mode, and has its own mode afterwards.
         name: its name in reports: `hf-generate`, `trainer`, `reference`.
         max_length: tokens of a sequence at most; by default what the configuration says.
     """
@@ -206,7 +218,7 @@ class HFEngine(Engine):
             "device": str(self.model.device),
         }
 
-    @torch.no_grad()
+    @_in_evaluation_mode
     def _generate(
         self,
         prompts: Sequence[Tokens],
@@ -273,7 +285,7 @@ class HFEngine(Engine):
         finally:
             self.model.generation_config = kept
 
-    @torch.no_grad()
+    @_in_evaluation_mode
     def score(
         self,
         sequences: Sequence[Tokens],
@@ -344,7 +356,7 @@ class HFEngine(Engine):
         """See `Engine.unchanged_weights`."""
         return self._held.unchanged(self.model.state_dict())
 
-    @torch.no_grad()
+    @_in_evaluation_mode
     def module_calls(self, tokens: Tokens, *, decode_last: bool = False) -> dict[str, ModuleCall]:
         """See `Engine.module_calls`."""
         require_lengths(self, [tokens])

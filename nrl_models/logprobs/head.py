@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from nrl_models.common.forward.evaluation import evaluating
 from nrl_models.common.forward.routing import own_routing
 from nrl_models.common.recording import forward_replaced
 from nrl_models.common.upstream import CACHE_NAMES
@@ -256,13 +257,10 @@ def _check(model: nn.Module, head: OutputHead, input_ids: torch.Tensor) -> None:
     text = input_ids.reshape(-1)[:CHECKED_TOKENS][None]
     given: list[torch.Tensor] = []
     handle = head.module.register_forward_pre_hook(lambda module, args: given.append(args[0]))
-    was_training = model.training
-    model.eval()
     try:
-        with own_routing():
+        with evaluating(model), own_routing():
             expected = _logits_of(model(input_ids=text, use_cache=False)).float()
     finally:
-        model.train(was_training)
         handle.remove()
     actual = head(given[0]).float()
     tolerance = 8 * torch.finfo(given[0].dtype).eps * max(1.0, expected.abs().nan_to_num(posinf=0.0).max().item())

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
+from nrl_models.common.forward.evaluation import evaluating
 from nrl_models.common.logs import get_logger
 from nrl_models.engines.base import Engine
 from nrl_models.engines.engine_types import Sample
@@ -38,7 +39,7 @@ from nrl_models.losses import (
 )
 from nrl_models.losses.named import PolicyLoss
 from nrl_models.recipes.recipe import NonFinite
-from nrl_models.recipes.weight_updates import clipped_update, computing_in, evaluating
+from nrl_models.recipes.weight_updates import clipped_update, computing_in
 
 logger = get_logger(__name__)
 

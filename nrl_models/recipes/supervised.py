@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 
+from nrl_models.common.forward.evaluation import evaluating
 from nrl_models.logprobs import LossTerms, TokenLogprobs, token_logprobs
 from nrl_models.losses import dpo_loss, misordered, ranking_loss, sequence_logprobs
 from nrl_models.losses.named import Loss, PreferenceLoss, RankingLoss
 from nrl_models.recipes.rows import padded_rows
-from nrl_models.recipes.weight_updates import clipped_update, computing_in, evaluating
+from nrl_models.recipes.weight_updates import clipped_update, computing_in
 
 Sequences = list[tuple[list[int], list[bool]]]
 """Of a row: token ids, and which are the answer's; two of a pair, the chosen first."""

@@ -33,6 +33,21 @@ def test_sampled_logprobs_are_those_of_a_prefill(
             assert score[len(sample.prompt) :] == pytest.approx(sample.logprobs, abs=1e-4)
 
 
+def test_a_model_in_training_mode_answers_as_in_evaluation_mode(engine: HFEngine, prompts: list[list[int]]) -> None:
+    """Without dropout, and with a cache under activation checkpointing; each module has its own mode afterwards."""
+    samples, scores = engine.generate(prompts, Sampling(), max_new_tokens=6), engine.score(prompts, Sampling())
+    engine.model.gradient_checkpointing_enable()
+    engine.model.train()
+    engine.model.lm_head.eval()
+    for module in engine.model.modules():
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.5
+    assert engine.generate(prompts, Sampling(), max_new_tokens=6) == samples
+    assert [row[1:] for row in engine.score(prompts, Sampling())] == [row[1:] for row in scores]
+    assert engine.model.training
+    assert not engine.model.lm_head.training
+
+
 def test_greedy_takes_the_likeliest_token_whatever_the_checkpoint_says(
     engine: HFEngine, prompts: list[list[int]]
 ) -> None:

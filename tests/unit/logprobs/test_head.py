@@ -68,6 +68,15 @@ def test_the_model_is_left_as_it_was(input_ids: torch.Tensor) -> None:
     assert torch.equal(model(input_ids=input_ids).logits, before)
 
 
+def test_each_module_keeps_its_mode(input_ids: torch.Tensor) -> None:
+    """A frozen part stays in evaluation mode inside a model that is trained."""
+    model = new_model("LlamaForCausalLM").train()
+    model.model.layers[0].eval()
+    modes = {name: module.training for name, module in model.named_modules()}
+    token_logprobs(model, input_ids)
+    assert {name: module.training for name, module in model.named_modules()} == modes
+
+
 def test_hooks_on_the_output_embedding_fire(input_ids: torch.Tensor) -> None:
     model, seen = new_model("LlamaForCausalLM"), []
     model.lm_head.register_forward_hook(lambda *_: seen.append(1))
