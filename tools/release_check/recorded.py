@@ -1,0 +1,84 @@
+"""One of transformers' classes, loaded from its fixture, for the sections of `numbers`."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from transformers import PreTrainedModel
+
+from tools.release_check.number_cases import NumberCase
+
+
+class NotApplicableError(Exception):
+    """The class has nothing that the section records."""
+
+
+class Recorded:
+    """One class, loaded from its fixture.
+
+    Args:
+        case: the fixture.
+        model_class: transformers' class.
+        folder: an empty folder for checkpoints.
+    """
+
+    def __init__(self, case: NumberCase, model_class: type[PreTrainedModel], folder: Path) -> None:
+        self.case, self.model_class, self.folder = case, model_class, folder
+
+    def config(self) -> Any:
+        """The tiny configuration, new at each call."""
+        assert self.model_class.config_class is not None
+        return self.model_class.config_class.from_dict(self.case.config_values())
+
+    def write_checkpoint(self, name: str, dtype: torch.dtype) -> Path:
+        """The fixture as a checkpoint in a dtype."""
+        path = self.folder / name
+        if not path.exists():
+            config = self.config()
+            config.dtype, config.architectures = dtype, [self.case.architecture]
+            config.save_pretrained(path)
+            tensors = {
+                key: tensor.to(dtype) if tensor.is_floating_point() else tensor
+                for key, tensor in self.case.checkpoint().items()
+            }
+            save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+        return path
+
+    def load(self, dtype: torch.dtype | str, stored: torch.dtype, **options: Any) -> Any:
+        """The class with the checkpoint that is stored in one dtype, loaded in another (or `auto`)."""
+        path = self.write_checkpoint(str(stored).removeprefix("torch."), stored)
+        return self.model_class.from_pretrained(path, dtype=dtype, **options)
+
+    @cached_property
+    def _model_and_info(self) -> tuple[PreTrainedModel, dict[str, Any]]:
+        model, info = self.load(torch.float32, torch.float32, attn_implementation="eager", output_loading_info=True)
+        return model.eval(), info
+
+    @property
+    def loading_info(self) -> dict[str, Any]:
+        """transformers' lists of missing, unexpected and mismatched names."""
+        return self._model_and_info[1]
+
+    def model(self) -> PreTrainedModel:
+        """The class in fp32 with eager attention, a new copy, because some keep state of their last forward."""
+        return deepcopy(self._model_and_info[0])
+
+    def inputs(self, kind: str, *, labels: bool = False) -> dict[str, torch.Tensor]:
+        """Inputs of a kind.
+
+        Raises:
+            NotApplicableError: the fixture has none.
+        """
+        inputs = self.case.input_tensors(kind)
+        if inputs is None:
+            raise NotApplicableError(f"no {kind} inputs")
+        return inputs if labels else {name: value for name, value in inputs.items() if name != "labels"}
+
+    def any_inputs(self, *, labels: bool = False) -> dict[str, torch.Tensor]:
+        """Text, or with media where the class takes no text alone."""
+        return self.inputs("text" if "text" in self.case.inputs else "media", labels=labels)
