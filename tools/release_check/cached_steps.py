@@ -105,6 +105,25 @@ def cached_logits(model: PreTrainedModel, inputs: Inputs, name: str) -> torch.Te
 
 
 @torch.no_grad()
+def chunk_logits(model: PreTrainedModel, inputs: Inputs, name: str, steps: int = 5) -> torch.Tensor:
+    """Logits `(batch, steps, vocabulary)` of several tokens in one cached step.
+
+    Args:
+        model, inputs, name: as for `cached_logits`.
+        steps: how many tokens.
+
+    Raises:
+        NoCacheError: the model returns no cache.
+    """
+    prefix = _prefix(inputs)
+    again = {key: value for key, value in inputs.items() if not key.startswith(prefix)} if prefix else {}
+    cache = cache_of(model(**inputs, use_cache=True))
+    tokens = {f"{prefix}input_ids": step_tokens(inputs, steps)}
+    logits: torch.Tensor = model(**again, **tokens, **{name: cache}, use_cache=True).logits
+    return logits
+
+
+@torch.no_grad()
 def full_logits(model: PreTrainedModel, inputs: Inputs) -> torch.Tensor:
     """The logits that `cached_logits` should give, from one forward without a cache over prompt and steps."""
     tokens = step_tokens(inputs)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from tools.release_check import library_cases
 from tools.release_check.facts import Change
 from tools.release_check.facts import Kind as Fact
 from tools.release_check.number_cases import NumberCase
@@ -74,6 +75,8 @@ class UpstreamDifference:
 
     def _modules_of(self, architecture: str) -> list[str]:
         """The modules of a class's model, and those of other models that they import from."""
+        if architecture in library_cases.CASES:
+            return list(library_cases.CASES[architecture].modules)
         start = NumberCase.from_file(architecture).module
         found, waiting = [], [start, start.replace(".modeling_", ".configuration_")]
         while waiting:

@@ -31,6 +31,12 @@ class Section(StrEnum):
     GRADIENTS = auto()
     CHECKPOINTING = auto()
     RESIZE = auto()
+    PADDED_ALONE = auto()
+    CACHED_CHUNK = auto()
+    SMALL_WINDOW = auto()
+    BIDIRECTIONAL = auto()
+    ASSISTED = auto()
+    OTHER_CLASS = auto()
 
 
 class Kind(StrEnum):

@@ -16,7 +16,15 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tools.release_check.cached_steps import NoCacheError, cache_argument, cached_logits
 from tools.release_check.facts import Facts, Kind, Section, fingerprint, number
-from tools.release_check.recorded import NotApplicableError, Recorded
+from tools.release_check.number_variants import (
+    assisted,
+    bidirectional,
+    cached_chunk,
+    other_class,
+    padded_alone,
+    small_window,
+)
+from tools.release_check.recorded import NotApplicableError, Recorded, forward
 
 NEW_TOKENS = 8
 PADDING = 5
@@ -80,14 +88,14 @@ def _config(recorded: Recorded) -> Facts:
 
 def _eager(recorded: Recorded) -> Facts:
     inputs, model = recorded.any_inputs(), recorded.model()
-    output = _forward(model, inputs, use_cache=model.can_generate() or None)
+    output = forward(model, inputs, use_cache=model.can_generate() or None)
     facts: Facts = {
         Kind.NUMBERS: {"logits": fingerprint(output.logits)},
         Kind.FIELDS: {"output": sorted(output), "logits": f"{_shape(output.logits)} {_dtype(output.logits)}"},
     }
     if "decoder_input_ids" not in inputs and "input_ids" in inputs:
         ones = {"attention_mask": torch.ones_like(inputs["input_ids"])}
-        facts[Kind.NUMBERS]["logits with a mask of ones"] = fingerprint(_forward(model, inputs | ones).logits)
+        facts[Kind.NUMBERS]["logits with a mask of ones"] = fingerprint(forward(model, inputs | ones).logits)
     return facts
 
 
@@ -98,7 +106,7 @@ def _sdpa(recorded: Recorded) -> Facts:
     model.set_attn_implementation("sdpa")
     return {
         Kind.FIELDS: {"supports sdpa": True},
-        Kind.NUMBERS: {"logits": fingerprint(_forward(model, recorded.any_inputs()).logits)},
+        Kind.NUMBERS: {"logits": fingerprint(forward(model, recorded.any_inputs()).logits)},
     }
 
 
@@ -108,12 +116,12 @@ def _bf16(recorded: Recorded) -> Facts:
         name: value.to(torch.bfloat16) if value.is_floating_point() else value
         for name, value in recorded.any_inputs().items()
     }
-    logits = _forward(model, inputs).logits
+    logits = forward(model, inputs).logits
     return {Kind.LOW_PRECISION: {"logits": fingerprint(logits)}, Kind.FIELDS: {"logits": _dtype(logits)}}
 
 
 def _media(recorded: Recorded) -> Facts:
-    logits = _forward(recorded.model(), recorded.inputs("media")).logits
+    logits = forward(recorded.model(), recorded.inputs("media")).logits
     return {Kind.NUMBERS: {"logits": fingerprint(logits)}, Kind.FIELDS: {"logits": _shape(logits)}}
 
 
@@ -123,7 +131,7 @@ def _padding(recorded: Recorded) -> Facts:
         raise NotApplicableError("takes no tokens")
     mask = torch.ones_like(inputs["input_ids"])
     mask[1, :PADDING] = 0
-    logits = _forward(recorded.model(), inputs | {"attention_mask": mask}).logits
+    logits = forward(recorded.model(), inputs | {"attention_mask": mask}).logits
     per_token = logits.shape[:2] == mask.shape and logits.ndim == 3 and "decoder_input_ids" not in inputs
     return {Kind.NUMBERS: {"logits": fingerprint(logits[mask.bool()] if per_token else logits)}}
 
@@ -135,7 +143,7 @@ def _packed(recorded: Recorded) -> Facts:
     length = inputs["input_ids"].shape[1]
     positions = torch.cat([torch.arange(length // 3), torch.arange(length - length // 3)])[None]
     packed = {"input_ids": inputs["input_ids"][:1], "position_ids": positions}
-    return {Kind.NUMBERS: {"logits": fingerprint(_forward(recorded.model(), packed).logits)}}
+    return {Kind.NUMBERS: {"logits": fingerprint(forward(recorded.model(), packed).logits)}}
 
 
 def _cached(recorded: Recorded, kind: str) -> Facts:
@@ -216,7 +224,7 @@ def _resize(recorded: Recorded) -> Facts:
     shapes = {"input embeddings": _shape(model.get_input_embeddings().weight)}
     if head is not None:
         shapes["output embeddings"] = _shape(head.weight)
-    logits = _forward(model, inputs).logits
+    logits = forward(model, inputs).logits
     return {
         Kind.NAMES: shapes,
         Kind.FIELDS: {"logits": _shape(logits)},
@@ -243,12 +251,13 @@ SECTIONS: Mapping[Section, Callable[[Recorded], Facts]] = {
     Section.GRADIENTS: _gradients,
     Section.CHECKPOINTING: _checkpointing,
     Section.RESIZE: _resize,
+    Section.PADDED_ALONE: padded_alone,
+    Section.CACHED_CHUNK: cached_chunk,
+    Section.SMALL_WINDOW: small_window,
+    Section.BIDIRECTIONAL: bidirectional,
+    Section.ASSISTED: assisted,
+    Section.OTHER_CLASS: other_class,
 }
-
-
-@torch.no_grad()
-def _forward(model: PreTrainedModel, inputs: Mapping[str, Any], use_cache: bool | None = False) -> Any:
-    return model(**inputs, **({} if use_cache is None else {"use_cache": use_cache}))
 
 
 def _parameters(model_class: type[PreTrainedModel]) -> Mapping[str, Any]:

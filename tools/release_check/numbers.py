@@ -15,14 +15,16 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from transformers.utils import logging as transformers_logging
 
-from tools.release_check.facts import Kind, Section, SectionRecord
-from tools.release_check.number_cases import FOLDER, NumberCase, case_names
+from tools.release_check import library_cases
+from tools.release_check.facts import Facts, Kind, Section, SectionRecord
+from tools.release_check.number_cases import FOLDER, NumberCase
 from tools.release_check.number_sections import SECTIONS
 from tools.release_check.outcome_files import OutcomeFile, source_digest, versions_of
 from tools.release_check.recorded import NotApplicableError, Recorded
@@ -31,31 +33,56 @@ from tools.release_check.workers import Ending, Result, run_subjects
 TIMEOUT = 300.0
 """Seconds for one architecture; they take 1 to 5 on a quiet machine."""
 
-OWN_SOURCES = ("numbers.py", "number_sections.py", "recorded.py", "facts.py", "number_cases.py", "cached_steps.py")
+OWN_SOURCES = (
+    "numbers.py",
+    "number_sections.py",
+    "number_variants.py",
+    "library_cases.py",
+    "recorded.py",
+    "facts.py",
+    "number_cases.py",
+    "cached_steps.py",
+)
 
 
 def record(architecture: str, fixtures: Path = FOLDER) -> Iterator[SectionRecord]:
-    """Record every section of a class, in the order of `Section`."""
-    case = NumberCase.from_file(architecture, fixtures)
-    model_class = case.model_class()
-    if model_class is None:
-        yield from (SectionRecord(architecture, section, {Kind.CLASS: {"present": False}}) for section in SECTIONS)
-        return
+    """Record every section of a class, or of a library case, in the order of `Section`."""
     transformers_logging.set_verbosity(transformers_logging.CRITICAL)
     transformers_logging.disable_progress_bar()
-    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        recorded = Recorded(case, model_class, Path(folder))
-        for section, function in SECTIONS.items():
-            started = time.monotonic()
-            try:
-                found = SectionRecord(architecture, section, function(recorded))
-            except NotApplicableError:
-                found = SectionRecord(architecture, section)
-            except Exception as error:
-                message = " ".join(str(error).split()).replace(folder, "")[:300]
-                found = SectionRecord(architecture, section, error_type=type(error).__name__, message=message)
-            yield replace(found, seconds=round(time.monotonic() - started, 3))
+        if (library := library_cases.CASES.get(architecture)) is not None:
+            for section in Section:
+                yield _recorded(architecture, section, library.sections.get(section, _nothing))
+            return
+        case = NumberCase.from_file(architecture, fixtures)
+        model_class = case.model_class()
+        if model_class is None:
+            for section in Section:
+                yield SectionRecord(architecture, section, {Kind.CLASS: {"present": False}})
+            return
+        with tempfile.TemporaryDirectory() as folder:
+            recorded = Recorded(case, model_class, Path(folder))
+            for section, function in SECTIONS.items():
+                yield _recorded(architecture, section, partial(function, recorded), folder)
+
+
+def _nothing() -> Facts:
+    raise NotApplicableError("no such section")
+
+
+def _recorded(architecture: str, section: Section, run: Callable[[], Facts], folder: str = "") -> SectionRecord:
+    """Run a section. `folder` is left out of error messages."""
+    started = time.monotonic()
+    try:
+        found = SectionRecord(architecture, section, run())
+    except NotApplicableError:
+        found = SectionRecord(architecture, section)
+    except Exception as error:
+        text = " ".join(str(error).split())
+        message = (text.replace(folder, "") if folder else text)[:300]
+        found = SectionRecord(architecture, section, error_type=type(error).__name__, message=message)
+    return replace(found, seconds=round(time.monotonic() - started, 3))
 
 
 # The command line
@@ -69,7 +96,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="worker processes; default: one a core")
     parser.add_argument("--timeout", type=float, default=TIMEOUT, help="seconds for one architecture")
     options = parser.parse_args(arguments)
-    names = case_names()
+    names = library_cases.recorded_names()
     if unknown := sorted(set(options.names or ()) - set(names)):
         parser.error(f"no fixture: {', '.join(unknown)}. Write it with tools.release_check.write_number_cases.")
     records = list(record_all(options.out, options.names or names, jobs=options.jobs, timeout=options.timeout))

@@ -16,8 +16,8 @@ from tools.release_check.environments import Environment, cache_folder, make_env
 from tools.release_check.errors import ReleaseCheckError
 from tools.release_check.facts import SectionRecord, compare
 from tools.release_check.findings import Finding, Kind, Phase
+from tools.release_check.library_cases import recorded_names
 from tools.release_check.names import missing_names, missing_torch_attributes
-from tools.release_check.number_cases import FOLDER, case_names
 from tools.release_check.outcome_files import OutcomeFile
 from tools.release_check.packages import PACKAGES
 from tools.release_check.sources import Sources, sources_of
@@ -165,7 +165,7 @@ def numbers(subject: Subject) -> Iterator[Finding]:
     if tested is None or sources is None:
         return
     before, after = sources
-    names = sorted(set(subject.names or case_names()) & set(case_names()))
+    names = sorted(set(subject.names or recorded_names()) & set(recorded_names()))
     arguments = ["--jobs", str(subject.jobs), "--names", *names]
     file = subject.file(Phase.NUMBERS)
     status = subject.run(Phase.NUMBERS, [*RECORD, "--out", str(file), *arguments], minutes=60)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from copy import deepcopy
 from functools import cached_property
 from pathlib import Path
@@ -52,6 +53,7 @@ class Recorded:
     def load(self, dtype: torch.dtype | str, stored: torch.dtype, **options: Any) -> Any:
         """The class with the checkpoint that is stored in one dtype, loaded in another (or `auto`)."""
         path = self.write_checkpoint(str(stored).removeprefix("torch."), stored)
+        torch.manual_seed(0)  # of weights that the file lacks
         return self.model_class.from_pretrained(path, dtype=dtype, **options)
 
     @cached_property
@@ -82,3 +84,9 @@ class Recorded:
     def any_inputs(self, *, labels: bool = False) -> dict[str, torch.Tensor]:
         """Text, or with media where the class takes no text alone."""
         return self.inputs("text" if "text" in self.case.inputs else "media", labels=labels)
+
+
+@torch.no_grad()
+def forward(model: PreTrainedModel, inputs: Mapping[str, Any], use_cache: bool | None = False) -> Any:
+    """A forward without gradients. With `use_cache=None` the model decides."""
+    return model(**inputs, **({} if use_cache is None else {"use_cache": use_cache}))

@@ -26,7 +26,7 @@ from tools.release_check.changes import ChangeGroup, UpstreamDifference, groups_
 from tools.release_check.environments import ROOT, make_environment
 from tools.release_check.errors import ReleaseCheckError
 from tools.release_check.facts import Kind, compare
-from tools.release_check.number_cases import case_names
+from tools.release_check.library_cases import recorded_names
 from tools.release_check.phases import RECORD, read_records, wheels_folder
 from tools.release_check.sources import sources_of
 
@@ -286,7 +286,7 @@ def main(
         if only:
             versions = [version for version in versions if str(version) in only]
         out.mkdir(parents=True, exist_ok=True)
-        groups = [group for found in replay(versions, out.resolve(), name or case_names(), jobs) for group in found]
+        groups = [group for found in replay(versions, out.resolve(), name or recorded_names(), jobs) for group in found]
     except NRLModelsError as error:
         console.print(str(error), style="red", markup=False, soft_wrap=True)
         raise typer.Exit(2) from error

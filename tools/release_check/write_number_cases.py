@@ -1,4 +1,4 @@
-"""Write the fixtures of `numbers` for every registered class that transformers has.
+"""Write the fixtures of `numbers` for every registered class that transformers has, and for some others.
 
     python -m tools.release_check.write_number_cases [--names LlamaForCausalLM ...]
 
@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 from nrl_models import registry
 from nrl_models.errors import one_line
 from nrl_models.testing.case import FamilyCase
+from tools.release_check import unregistered
 from tools.release_check.class_checks import quiet
 from tools.release_check.number_cases import FOLDER, NumberCase, case_names, filled, stated, with_every_value
 
@@ -49,11 +50,11 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     existing = set() if options.again and options.names else set(case_names(options.folder))
     failed = 0
-    for name in options.names or registry.architectures(aliases=False):
-        if name in existing or registry.unmet_requirement(name):
+    for name in options.names or [*registry.architectures(aliases=False), *unregistered.CASES]:
+        if name in existing or (name not in unregistered.CASES and registry.unmet_requirement(name)):
             continue
         try:
-            case = make_case(name)
+            case = unregistered.make_case(name) if name in unregistered.CASES else make_case(name)
         except Exception as error:
             print(f"{name}: {one_line(error)}", file=sys.stderr)
             failed = 1

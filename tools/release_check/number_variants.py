@@ -1,0 +1,150 @@
+"""Sections of `numbers` for inputs and configurations that the other sections leave out.
+
+Each is for a kind of publicly reported regression: batches of one with padding, several tokens in a cached step, small
+windows, bidirectional attention, assisted generation, and checkpoints of another class of the same model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import transformers
+
+from tools.release_check.cached_steps import NoCacheError, cache_argument, chunk_logits
+from tools.release_check.facts import Facts, Kind, fingerprint
+from tools.release_check.recorded import NotApplicableError, Recorded, forward
+
+PADDING = 5
+WINDOW = 4
+"""Fewer tokens than an image has in the fixtures."""
+
+LOOKUP_TOKENS = 3
+NEW_TOKENS = 12
+
+WINDOW_KEY, BIDIRECTIONAL_KEY = "sliding_window", "use_bidirectional_attention"
+
+
+def padded_alone(recorded: Recorded) -> Facts:
+    """A batch of one with padding on the left."""
+    inputs = recorded.inputs("text")
+    if inputs.keys() != {"input_ids"}:
+        raise NotApplicableError("takes more than tokens")
+    ids = inputs["input_ids"][:1]
+    mask = torch.ones_like(ids)
+    mask[:, :PADDING] = 0
+    logits = forward(recorded.model(), {"input_ids": ids, "attention_mask": mask}).logits
+    per_token = logits.ndim == 3 and logits.shape[:2] == mask.shape
+    return {Kind.NUMBERS: {"logits": fingerprint(logits[mask.bool()] if per_token else logits)}}
+
+
+def cached_chunk(recorded: Recorded) -> Facts:
+    """One step of several tokens with a cache."""
+    if not recorded.case.generates:
+        raise NotApplicableError("does not generate")
+    model = recorded.model()
+    try:
+        name = cache_argument(model, reference_class=recorded.model_class)
+        return {Kind.NUMBERS: {"logits": fingerprint(chunk_logits(model, recorded.inputs("text"), name))}}
+    except NoCacheError as error:
+        raise NotApplicableError(str(error)) from error
+
+
+def small_window(recorded: Recorded) -> Facts:
+    """A sliding window of a few tokens, with every value of `use_bidirectional_attention`."""
+    values = recorded.case.config_values()
+    if not any(isinstance(value, int) and not isinstance(value, bool) for value in _found(values, WINDOW_KEY)):
+        raise NotApplicableError("no window")
+    windowed = _with(values, WINDOW_KEY, WINDOW)
+    numbers = _logits(recorded, windowed, "window")
+    for value, variant in _bidirectional(windowed):
+        numbers |= _logits(recorded, variant, f"window, bidirectional {value}")
+    return {Kind.NUMBERS: numbers}
+
+
+def bidirectional(recorded: Recorded) -> Facts:
+    """Every other value of `use_bidirectional_attention`."""
+    variants = list(_bidirectional(recorded.case.config_values()))
+    if not variants:
+        raise NotApplicableError("no such key")
+    numbers: dict[str, Any] = {}
+    for value, variant in variants:
+        numbers |= _logits(recorded, variant, f"bidirectional {value}")
+    return {Kind.NUMBERS: numbers}
+
+
+def assisted(recorded: Recorded) -> Facts:
+    """Greedy generation of several tokens a step, which are looked up in a prompt that repeats itself."""
+    if not recorded.case.generates:
+        raise NotApplicableError("does not generate")
+    inputs = recorded.inputs("text")
+    if inputs.keys() != {"input_ids"}:
+        raise NotApplicableError("takes more than tokens")
+    half = inputs["input_ids"][:1, : inputs["input_ids"].shape[1] // 2]
+    model: Any = recorded.model()
+    output = model.generate(
+        torch.cat([half, half], dim=1),
+        max_new_tokens=NEW_TOKENS,
+        min_new_tokens=NEW_TOKENS,
+        do_sample=False,
+        prompt_lookup_num_tokens=LOOKUP_TOKENS,
+    )
+    return {Kind.TOKENS: {"tokens": output[:, -NEW_TOKENS:].tolist()}}
+
+
+def other_class(recorded: Recorded) -> Facts:
+    """Loading of the base model from a head's checkpoint, and of the head from the base model's."""
+    base_class: Any = transformers.MODEL_MAPPING.get(type(recorded.config()), None)
+    if base_class is None or isinstance(base_class, tuple) or base_class is recorded.model_class:
+        raise NotApplicableError("no base model")
+    path = recorded.write_checkpoint("float32", torch.float32)
+    base, of_base = base_class.from_pretrained(path, output_loading_info=True)
+    base.save_pretrained(recorded.folder / "base")
+    _, of_head = recorded.model_class.from_pretrained(recorded.folder / "base", output_loading_info=True)
+    return {
+        Kind.LOADING: {
+            f"{name}: {key}": sorted(map(str, names))
+            for name, info in (("base model", of_base), ("head", of_head))
+            for key, names in info.items()
+            if names and key != "error_msgs"
+        }
+    }
+
+
+def _logits(recorded: Recorded, values: Mapping[str, Any], label: str) -> dict[str, Any]:
+    """Logits of text and media under other values of the configuration."""
+    assert recorded.model_class.config_class is not None
+    config = recorded.model_class.config_class.from_dict(dict(values))
+    options = {"config": config, "attn_implementation": "eager"}
+    model = recorded.load(torch.float32, torch.float32, **options).eval()
+    return {
+        f"logits of {kind}, {label}": fingerprint(forward(model, recorded.inputs(kind)).logits)
+        for kind in recorded.case.inputs
+    }
+
+
+def _bidirectional(values: Mapping[str, Any]) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """Values of the key that the configuration does not have, each with the configuration that has it."""
+    present = list(_found(values, BIDIRECTIONAL_KEY))
+    if present:
+        for value in (True,) if isinstance(present[0], bool) else ("all", "vision"):
+            if value not in present:
+                yield value, _with(values, BIDIRECTIONAL_KEY, value)
+
+
+def _found(values: Mapping[str, Any], name: str) -> Iterator[Any]:
+    """Values of a key in a configuration and in those inside it."""
+    for key, value in values.items():
+        if key == name:
+            yield value
+        elif isinstance(value, dict):
+            yield from _found(value, name)
+
+
+def _with(values: Mapping[str, Any], name: str, new: Any) -> dict[str, Any]:
+    """The configuration with another value of a key, wherever it has one."""
+    return {
+        key: new if key == name else _with(value, name, new) if isinstance(value, dict) else value
+        for key, value in values.items()
+    }
