@@ -18,6 +18,7 @@ from tools.release_check.facts import SectionRecord, compare
 from tools.release_check.findings import Finding, Kind, Phase
 from tools.release_check.library_cases import recorded_names
 from tools.release_check.names import missing_names, missing_torch_attributes
+from tools.release_check.number_cases import FOLDER
 from tools.release_check.outcome_files import OutcomeFile
 from tools.release_check.packages import PACKAGES
 from tools.release_check.sources import Sources, sources_of

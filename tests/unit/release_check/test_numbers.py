@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from transformers.models.llama import modeling_llama
 
 from tools.release_check import numbers
@@ -108,3 +109,77 @@ def test_records_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before:
     resumed = list(numbers.record_all(path, [LLAMA], jobs=1))
     assert compare(before, resumed) == []
     assert {record.section for record in resumed} == set(Section)
+
+
+def test_padding_in_a_batch_of_one_has_its_own_section(
+    before: list[SectionRecord], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward = modeling_llama.LlamaModel.forward
+
+    def unmasked(self: Any, input_ids: Any = None, attention_mask: Any = None, **kwargs: Any) -> Any:
+        mask = None if input_ids is not None and len(input_ids) == 1 else attention_mask
+        return forward(self, input_ids=input_ids, attention_mask=mask, **kwargs)
+
+    monkeypatch.setattr(modeling_llama.LlamaModel, "forward", unmasked)
+    assert {change.section for change in changes(before)} == {Section.PADDED_ALONE}
+
+
+def test_several_tokens_in_a_cached_step_have_their_own_section(
+    before: list[SectionRecord], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward = modeling_llama.LlamaAttention.forward
+
+    def wrong(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        output, *others = forward(self, hidden_states, *args, **kwargs)
+        return (output * (2 if hidden_states.shape[1] == 5 else 1), *others)
+
+    monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", wrong)
+    assert {change.section for change in changes(before)} == {Section.CACHED_CHUNK}
+
+
+def test_weights_of_the_base_model_that_stay_random_are_a_change(
+    before: list[SectionRecord], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(modeling_llama.LlamaForCausalLM, "base_model_prefix", "nothing")
+    found = [change for change in changes(before) if change.section is Section.OTHER_CLASS]
+    assert {change.kind for change in found} == {Kind.LOADING}
+    assert "head: unexpected_keys" in {change.key for change in found}
+
+
+def test_a_small_window_is_recorded_with_text_and_media() -> None:
+    records = {record.section: record for record in numbers.record("Gemma3ForConditionalGeneration")}
+    window = records[Section.SMALL_WINDOW].facts[Kind.NUMBERS]
+    assert {"logits of text, window", "logits of media, window"} <= window.keys()
+    eager, media = records[Section.EAGER].facts[Kind.NUMBERS]["logits"], records[Section.MEDIA].facts[Kind.NUMBERS]
+    assert window["logits of text, window"] != eager
+    assert window["logits of media, window"] != media["logits"]
+    bidirectional = records[Section.BIDIRECTIONAL].facts[Kind.NUMBERS]
+    assert bidirectional["logits of text, bidirectional True"] != eager
+
+
+def test_changes_of_the_library_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights that are initialized again after loading, and gradients that are divided twice."""
+    name = "PreTrainedModel"
+    records = list(numbers.record(name))
+    assert not [record for record in records if record.error_type]
+    assert compare(records, numbers.record(name)) == []
+    load = transformers.PreTrainedModel.from_pretrained.__func__  # type: ignore[attr-defined]
+
+    def initialized_again(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        model, info = load(cls, *args, **kwargs)
+        model.apply(model._init_weights)
+        return model, info
+
+    monkeypatch.setattr(transformers.PreTrainedModel, "from_pretrained", classmethod(initialized_again))
+    step = transformers.Trainer.training_step
+    monkeypatch.setattr(transformers.Trainer, "training_step", lambda *args: step(*args) + 0 * halved(args[1]))
+    found = {(change.section, change.kind) for change in compare(records, numbers.record(name))}
+    assert found == {(Section.LOADING, Kind.LOADING), (Section.GRADIENTS, Kind.GRADIENTS)}
+
+
+def halved(model: torch.nn.Module) -> float:
+    """Divide the gradients that a step left."""
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad /= 2
+    return 0.0
