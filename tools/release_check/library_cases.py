@@ -54,7 +54,8 @@ def _loaded() -> Facts:
     model = SmallModel(SmallConfig())
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
-        loaded, info = SmallModel.from_pretrained(folder, output_loading_info=True)
+        result: Any = SmallModel.from_pretrained(folder, output_loading_info=True)
+        loaded, info = result
     same = torch.equal(model.linear.weight, loaded.linear.weight) and torch.equal(model.linear.bias, loaded.linear.bias)
     return {
         Kind.LOADING: {"weights are those of the file": same, "missing": sorted(map(str, info["missing_keys"]))},

@@ -101,7 +101,8 @@ def other_class(recorded: Recorded) -> Facts:
     path = recorded.write_checkpoint("float32", torch.float32)
     base, of_base = base_class.from_pretrained(path, output_loading_info=True)
     base.save_pretrained(recorded.folder / "base")
-    _, of_head = recorded.model_class.from_pretrained(recorded.folder / "base", output_loading_info=True)
+    head: Any = recorded.model_class.from_pretrained(recorded.folder / "base", output_loading_info=True)
+    of_head: dict[str, Any] = head[1]
     return {
         Kind.LOADING: {
             f"{name}: {key}": sorted(map(str, names))
