@@ -36,6 +36,7 @@ class Section(StrEnum):
     SMALL_WINDOW = auto()
     BIDIRECTIONAL = auto()
     ASSISTED = auto()
+    VIDEO = auto()
     OTHER_CLASS = auto()
 
 

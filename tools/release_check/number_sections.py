@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import inspect
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -23,8 +22,9 @@ from tools.release_check.number_variants import (
     other_class,
     padded_alone,
     small_window,
+    video,
 )
-from tools.release_check.recorded import NotApplicableError, Recorded, forward
+from tools.release_check.recorded import NotApplicableError, Recorded, forward, parameters_of
 
 NEW_TOKENS = 8
 PADDING = 5
@@ -138,7 +138,7 @@ def _padding(recorded: Recorded) -> Facts:
 
 def _packed(recorded: Recorded) -> Facts:
     inputs = recorded.inputs("text")
-    if "position_ids" not in _parameters(recorded.model_class) or inputs.keys() != {"input_ids"}:
+    if "position_ids" not in parameters_of(recorded.model_class) or inputs.keys() != {"input_ids"}:
         raise NotApplicableError("takes no positions")
     length = inputs["input_ids"].shape[1]
     positions = torch.cat([torch.arange(length // 3), torch.arange(length - length // 3)])[None]
@@ -256,12 +256,9 @@ SECTIONS: Mapping[Section, Callable[[Recorded], Facts]] = {
     Section.SMALL_WINDOW: small_window,
     Section.BIDIRECTIONAL: bidirectional,
     Section.ASSISTED: assisted,
+    Section.VIDEO: video,
     Section.OTHER_CLASS: other_class,
 }
-
-
-def _parameters(model_class: type[PreTrainedModel]) -> Mapping[str, Any]:
-    return inspect.signature(model_class.forward).parameters
 
 
 def _shape(tensor: torch.Tensor) -> str:

@@ -14,7 +14,7 @@ import transformers
 
 from tools.release_check.cached_steps import NoCacheError, cache_argument, chunk_logits
 from tools.release_check.facts import Facts, Kind, fingerprint
-from tools.release_check.recorded import NotApplicableError, Recorded, forward
+from tools.release_check.recorded import NotApplicableError, Recorded, forward, parameters_of
 
 PADDING = 5
 WINDOW = 4
@@ -91,6 +91,30 @@ def assisted(recorded: Recorded) -> Facts:
         prompt_lookup_num_tokens=LOOKUP_TOKENS,
     )
     return {Kind.TOKENS: {"tokens": output[:, -NEW_TOKENS:].tolist()}}
+
+
+def video(recorded: Recorded) -> Facts:
+    """A video of two frames, which are the pixels of the fixture's two images."""
+    image, config = recorded.inputs("media"), recorded.case.config_values()
+    tokens = config.get("image_token_id"), config.get("video_token_id")
+    wanted = {"pixel_values_videos", "video_grid_thw"}
+    if None in tokens or "image_grid_thw" not in image or not wanted <= parameters_of(recorded.model_class).keys():
+        raise NotApplicableError("takes no videos in this form")
+    ids = image["input_ids"][0]
+    places = (ids == tokens[0]).nonzero().flatten()
+    count, start, end = len(places), int(places[0]), int(places[-1]) + 1
+    kinds = torch.zeros(len(ids) + count, dtype=torch.long)
+    kinds[start : end + count] = 2
+    frames = image["image_grid_thw"][:1].clone()
+    frames[:, 0] = 2
+    inputs = {
+        "input_ids": torch.cat([ids[:start], torch.full((2 * count,), tokens[1]), ids[end:]])[None],
+        "pixel_values_videos": image["pixel_values"],
+        "video_grid_thw": frames,
+    }
+    if "mm_token_type_ids" in image:
+        inputs["mm_token_type_ids"] = kinds[None]
+    return {Kind.NUMBERS: {"logits": fingerprint(forward(recorded.model(), inputs).logits)}}
 
 
 def other_class(recorded: Recorded) -> Facts:

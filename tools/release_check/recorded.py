@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from copy import deepcopy
 from functools import cached_property
@@ -90,3 +91,8 @@ class Recorded:
 def forward(model: PreTrainedModel, inputs: Mapping[str, Any], use_cache: bool | None = False) -> Any:
     """A forward without gradients. With `use_cache=None` the model decides."""
     return model(**inputs, **({} if use_cache is None else {"use_cache": use_cache}))
+
+
+def parameters_of(model_class: type[PreTrainedModel]) -> Mapping[str, inspect.Parameter]:
+    """The parameters of a class's forward."""
+    return inspect.signature(model_class.forward).parameters
