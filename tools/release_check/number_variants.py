@@ -96,19 +96,20 @@ def assisted(recorded: Recorded) -> Facts:
 def video(recorded: Recorded) -> Facts:
     """A video of two frames, which are the pixels of the fixture's two images."""
     image, config = recorded.inputs("media"), recorded.case.config_values()
-    tokens = config.get("image_token_id"), config.get("video_token_id")
+    image_token, video_token = config.get("image_token_id"), config.get("video_token_id")
     wanted = {"pixel_values_videos", "video_grid_thw"}
-    if None in tokens or "image_grid_thw" not in image or not wanted <= parameters_of(recorded.model_class).keys():
+    takes = wanted <= parameters_of(recorded.model_class).keys() and "image_grid_thw" in image
+    if image_token is None or video_token is None or not takes:
         raise NotApplicableError("takes no videos in this form")
     ids = image["input_ids"][0]
-    places = (ids == tokens[0]).nonzero().flatten()
+    places = torch.eq(ids, image_token).nonzero().flatten()
     count, start, end = len(places), int(places[0]), int(places[-1]) + 1
     kinds = torch.zeros(len(ids) + count, dtype=torch.long)
     kinds[start : end + count] = 2
     frames = image["image_grid_thw"][:1].clone()
     frames[:, 0] = 2
     inputs = {
-        "input_ids": torch.cat([ids[:start], torch.full((2 * count,), tokens[1]), ids[end:]])[None],
+        "input_ids": torch.cat([ids[:start], torch.full((2 * count,), video_token), ids[end:]])[None],
         "pixel_values_videos": image["pixel_values"],
         "video_grid_thw": frames,
     }
