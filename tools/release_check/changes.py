@@ -139,15 +139,27 @@ class ChangeGroup:
 def groups_of(changes: Iterable[Change], difference: UpstreamDifference, version: str) -> list[ChangeGroup]:
     """Group changes by kind and by the first function behind them; equal changes of several models are one group."""
     changes = list(changes)
-    behind = {change: difference.functions(change.architecture, change.kind) for change in map(_Key, changes)}
+    loaded_otherwise = {change.architecture for change in changes if change.kind is Fact.LOADING}
+
+    def functions_of(change: Change) -> tuple[str, ...]:
+        found = difference.functions(change.architecture, change.kind)
+        if change.architecture in loaded_otherwise:  # with weights that were not loaded, everything else differs
+            found += difference.functions(change.architecture, Fact.LOADING)
+        return tuple(dict.fromkeys(found))
+
+    behind = {key: functions_of(key.change) for key in map(_Key, changes)}
+    first: dict[tuple[Any, ...], set[str]] = defaultdict(set)
     models: dict[tuple[Any, ...], set[str]] = defaultdict(set)
     for key in behind:
-        models[_content(key.change)].add(behind[key][0] if behind[key] else "")
+        first[_content(key.change)].add(behind[key][0] if behind[key] else "")
+        models[_content(key.change)].add(key.architecture)
     found: dict[tuple[Any, ...], list[_Key]] = defaultdict(list)
     for key in behind:
-        content = _content(key.change)
-        is_shared = key.change.max_diff is None and len(models[content]) > 1
-        found[content if is_shared else (key.change.kind, *behind[key][:1])].append(key)
+        content, kind = _content(key.change), key.change.kind
+        if key.change.max_diff is None and len(first[content]) > 1:
+            found[kind, key.change.section, tuple(sorted(models[content]))].append(key)
+        else:
+            found[(kind, *behind[key][:1])].append(key)
     groups = []
     for identity, keys in found.items():
         common = [name for name in behind[keys[0]] if all(name in behind[key] for key in keys)]

@@ -50,8 +50,13 @@ def _files(recorded: Recorded) -> Facts:
     path = recorded.folder / "saved"
     recorded.model().save_pretrained(path)
     tensors = {name: tensor for file in path.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    # What is missing when it is loaded is random, or memory that nothing was written to.
+    is_complete = not recorded.loading_info["missing_keys"]
     return {
-        Kind.FILES: {name: f"{_shape(tensor)} {_dtype(tensor)} {_hash(tensor)}" for name, tensor in tensors.items()}
+        Kind.FILES: {
+            name: f"{_shape(tensor)} {_dtype(tensor)}" + (f" {_hash(tensor)}" if is_complete else "")
+            for name, tensor in tensors.items()
+        }
     }
 
 

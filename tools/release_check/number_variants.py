@@ -81,16 +81,19 @@ def assisted(recorded: Recorded) -> Facts:
     inputs = recorded.inputs("text")
     if inputs.keys() != {"input_ids"}:
         raise NotApplicableError("takes more than tokens")
-    half = inputs["input_ids"][:1, : inputs["input_ids"].shape[1] // 2]
     model: Any = recorded.model()
-    output = model.generate(
-        torch.cat([half, half], dim=1),
-        max_new_tokens=NEW_TOKENS,
-        min_new_tokens=NEW_TOKENS,
-        do_sample=False,
-        prompt_lookup_num_tokens=LOOKUP_TOKENS,
-    )
-    return {Kind.TOKENS: {"tokens": output[:, -NEW_TOKENS:].tolist()}}
+    facts: dict[str, Any] = {}
+    for name, length in (("longer than a window", inputs["input_ids"].shape[1] // 2), ("shorter than a window", 3)):
+        part = inputs["input_ids"][:1, :length]
+        output = model.generate(
+            torch.cat([part, part], dim=1),
+            max_new_tokens=NEW_TOKENS,
+            min_new_tokens=NEW_TOKENS,
+            do_sample=False,
+            prompt_lookup_num_tokens=LOOKUP_TOKENS,
+        )
+        facts[f"tokens after a prompt {name}"] = output[:, -NEW_TOKENS:].tolist()
+    return {Kind.TOKENS: facts}
 
 
 def video(recorded: Recorded) -> Facts:

@@ -121,11 +121,22 @@ class Sources:
         return {path[len(parts)] for path in paths if path[: len(parts)] == parts and len(path) > len(parts) + 1}
 
     def definitions(self, module: str) -> dict[str, str]:
-        """The source of every function and method of a module, without comments and docstrings, by qualified name."""
+        """The source of every function, method and class attribute of a module, by qualified name.
+
+        Comments and docstrings are left out.
+        """
         if (parsed := self.parsed(module)) is None:
             return {}
-        found = _definitions(parsed)
-        return {name: _normalized(node) for name, node in found.items() if not isinstance(node, ast.ClassDef)}
+        found: dict[str, str] = {}
+        for name, node in _definitions(parsed).items():
+            if not isinstance(node, ast.ClassDef):
+                found[name] = _normalized(node)
+                continue
+            for statement in node.body:
+                if isinstance(statement, (ast.Assign, ast.AnnAssign)):
+                    targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+                    found |= {f"{name}.{ast.unparse(target)}": ast.unparse(statement) for target in targets}
+        return found
 
     def absolute(self, module: str, node: ast.ImportFrom) -> str:
         """The full name of the module that an import in `module` names."""
@@ -207,7 +218,7 @@ def function_diff(before: Sources, after: Sources, module: str, qualname: str) -
 
 
 def changed_functions(before: Sources, after: Sources, module: str) -> tuple[str, ...]:
-    """Qualified names of functions of a module whose code differs; comments and docstrings do not count."""
+    """Qualified names of functions and class attributes of a module whose code differs; comments do not count."""
     old, new = before.definitions(module), after.definitions(module)
     return tuple(sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name)))
 

@@ -30,8 +30,9 @@ class Unregistered:
     Args:
         config: arguments of its configuration class.
         stored_by: class whose `save_pretrained` writes the checkpoint.
-        copies: tensors that the file has under another name also, by that name.
+        copies: tensors of the file that have the shape of another one, by name.
         dropped: tensors that the file lacks.
+        published: values of `config.json` that the configuration class replaces.
         inputs: token ids by argument, as `(batch, length)`; none if only loading is recorded.
     """
 
@@ -39,22 +40,27 @@ class Unregistered:
     stored_by: str
     copies: Mapping[str, str] = field(default_factory=dict)
     dropped: tuple[str, ...] = ()
+    published: Mapping[str, Any] = field(default_factory=dict)
     inputs: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
 
 CASES: Mapping[str, Unregistered] = {
     # MADLAD-400 stores the embeddings of encoder and decoder, without `shared.weight`.
     "T5ForConditionalGeneration": Unregistered(
-        _T5 | {"tie_word_embeddings": False},
+        _T5,
         "T5ForConditionalGeneration",
-        copies={"encoder.embed_tokens.weight": "shared.weight", "decoder.embed_tokens.weight": "shared.weight"},
+        copies=dict.fromkeys(
+            ("lm_head.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight"), "shared.weight"
+        ),
         dropped=("shared.weight",),
+        published={"tie_word_embeddings": False},
         inputs={"input_ids": (2, 12), "decoder_input_ids": (2, 6), "labels": (2, 6)},
     ),
     "LongT5ForConditionalGeneration": Unregistered(
-        _T5 | {"tie_word_embeddings": False, "local_radius": 3, "encoder_attention_type": "local"},
+        _T5 | {"local_radius": 3, "encoder_attention_type": "local"},
         "LongT5ForConditionalGeneration",
-        dropped=("encoder.embed_tokens.weight", "decoder.embed_tokens.weight"),
+        copies={"lm_head.weight": "shared.weight"},
+        published={"tie_word_embeddings": False},
         inputs={"input_ids": (2, 12), "decoder_input_ids": (2, 6), "labels": (2, 6)},
     ),
     "CLIPSegModel": Unregistered(
@@ -123,4 +129,7 @@ def make_case(architecture: str) -> NumberCase:
         for name, (rows, length) in case.inputs.items()
     }
     text = {"text": inputs} if inputs else {}
-    return NumberCase(architecture, model_class.__module__, with_every_value(config), kept, text, generates=False)
+    values = with_every_value(config) | dict(case.published)
+    if case.published:  # which decides it
+        values.pop("scale_decoder_outputs", None)
+    return NumberCase(architecture, model_class.__module__, values, kept, text, generates=False)
