@@ -31,7 +31,7 @@ PADDING = 5
 
 
 def _loading(recorded: Recorded) -> Facts:
-    model = recorded.model()
+    model = recorded.model(incomplete=True)
     state = model.state_dict(keep_vars=True)
     tensors = dict(state) | dict(model.named_buffers())
     groups: dict[int, list[str]] = {}
@@ -48,7 +48,7 @@ def _loading(recorded: Recorded) -> Facts:
 
 def _files(recorded: Recorded) -> Facts:
     path = recorded.folder / "saved"
-    recorded.model().save_pretrained(path)
+    recorded.model(incomplete=True).save_pretrained(path)
     tensors = {name: tensor for file in path.glob("*.safetensors") for name, tensor in load_file(file).items()}
     # What is missing when it is loaded is random, or memory that nothing was written to.
     is_complete = not recorded.loading_info["missing_keys"]

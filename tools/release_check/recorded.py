@@ -67,8 +67,17 @@ class Recorded:
         """transformers' lists of missing, unexpected and mismatched names."""
         return self._model_and_info[1]
 
-    def model(self) -> PreTrainedModel:
-        """The class in fp32 with eager attention, a new copy, because some keep state of their last forward."""
+    def model(self, *, incomplete: bool = False) -> PreTrainedModel:
+        """The class in fp32 with eager attention, a new copy, because some keep state of their last forward.
+
+        Args:
+            incomplete: whether it may lack weights of the file. They are random, or memory that nothing was written to.
+
+        Raises:
+            NotApplicableError: it lacks some.
+        """
+        if self.loading_info["missing_keys"] and not incomplete:
+            raise NotApplicableError("weights were not loaded")
         return deepcopy(self._model_and_info[0])
 
     def inputs(self, kind: str, *, labels: bool = False) -> dict[str, torch.Tensor]:
